@@ -43,24 +43,30 @@ def feeding(graph: Graph) -> Feeding:
 def refuse_hooks(leaves: Sequence[Any], of: Feeding) -> None:
     """Have an output's backward raise :class:`RuntimeMismatchError` where one that it is computed from has a hook by then."""
     with torch._C.DisableTorchFunctionSubclass():  # the way through that of outputs in parts is long
-        kept = {i: _Hooks(leaves[i]) for others in of.values() for i in others if leaves[i].requires_grad}
+        kept: dict[int, _Hooks] = {}
+        for x in (leaves[i] for others in of.values() for i in others):
+            if x.requires_grad and id(x) not in kept:
+                kept[id(x)] = _Hooks(x)
         for number, others in of.items():
-            sources = {i: kept[i] for i in others if i in kept and leaves[i] is not leaves[number]}
-            if sources and leaves[number].requires_grad:
-                leaves[number].register_hook(_check(number, sources))
+            x = leaves[number]
+            sources = {i: kept[id(leaves[i])] for i in others if id(leaves[i]) in kept and leaves[i] is not x}
+            if sources and x.requires_grad:
+                handle = x.register_hook(_check(number, sources))
+                if id(x) in kept:
+                    kept[id(x)].own.add(handle.id)
 
 
 class _Hooks:
     """Those of a tensor, which does not live longer for it."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.own = x.register_hook(_nothing)
+        self.own = {x.register_hook(_nothing).id}
         self.all, self.tensor = x._backward_hooks, weakref.ref(x)
 
     @property
     def there(self) -> bool:
         x = self.tensor()
-        return any(key != self.own.id for key in self.all or ()) or (x is not None and x.retains_grad)
+        return any(key not in self.own for key in self.all or ()) or (x is not None and x.retains_grad)
 
 
 def _nothing(gradient: torch.Tensor) -> None:

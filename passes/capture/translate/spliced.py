@@ -108,6 +108,8 @@ def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node:
     name = _named(graph, node.target) if node.op == "call_function" else node.name
     made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
     made.meta = node.meta
+    if node.op == "placeholder":
+        made.name = node.name  # a new graph calls none like a function of Python, such as ``input``
     return made
 
 
