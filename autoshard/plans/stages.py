@@ -15,6 +15,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.codegen import codegen_stages
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
+from autoshard.passes.lower.later import in_two_parts
 from autoshard.passes.memory.fit import SHARE
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following, with_parameters
@@ -89,6 +90,8 @@ def in_stages(
     assert wishes.stages is not None
     pipeline = staged(graph, mesh, wishes, micro)
     found, whole = planned_stages(pipeline, mesh, wishes, title, plan)
+    if wishes.schedule == "zero_bubble" and graph.training:
+        found = [(in_two_parts(program), one) for program, one in found]
     programs, recomputed = [program for program, _ in found], [one.recomputed for _, one in found]
     sources = codegen_stages(programs, title, mesh, wishes.stages, recomputed)
     parts = tuple(
