@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard
 from autoshard import runtime
 from autoshard.models import Gpt, GptConfig
+from autoshard.report.pipeline import staged_times
 
 Made = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor], list[tuple[int, ...]]]
 
@@ -124,12 +125,15 @@ def test_the_second_part_holds_nothing_afterwards(later: list[torch.Tensor]) -> 
 
 
 def test_the_source_says_so() -> None:
-    """Products with weights are the runtime's where a schedule splits the backward, else torch's."""
+    """Products with weights are the runtime's where a schedule splits the backward, else torch's; a bias is no product."""
     torch.manual_seed(0)
     model = Gpt(GptConfig(vocab=50, positions=12, width=32, heads=4, layers=2))
     ids = torch.randint(0, 50, (8, 12))
     mesh = autoshard.Mesh({"pp": 2}, hardware="ideal_network")
     for schedule, own in (("zero_bubble", True), ("1f1b", False)):
         asked: dict[str, Any] = {"stages": "pp", "micro_batches": 4, "schedule": schedule}
-        source = autoshard.compile(model, mesh, (ids, ids), **asked).source
+        sharded = autoshard.compile(model, mesh, (ids, ids), **asked)
+        source, staged = sharded.source, sharded.plan.staged
         assert ("F.linear(" not in source) == ("runtime.linear(" in source) == own
+        assert staged is not None
+        assert all(0.3 < t.batch.weights / t.batch.backward < 0.5 for t in staged_times(staged, mesh))

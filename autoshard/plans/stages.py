@@ -15,10 +15,9 @@ from autoshard.mesh import Mesh
 from autoshard.passes.codegen import codegen_stages
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
-from autoshard.passes.lower.later import in_two_parts
 from autoshard.passes.memory.fit import SHARE
 from autoshard.passes.microbatch import MicroBatches
-from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following, with_parameters
+from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following, in_two_parts, with_parameters
 from autoshard.passes.pipeline.timeline import held, orders
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import goes_out, resolve

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import precision_cases
 import pytest
 import state_sweep
 import torch
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from harness import double, ideal
 from microbatch_cases import TOLERANCE, far, loss_of
 from pipeline_cases import CASES
-from pipeline_steps import compare, made
+from pipeline_steps import compare, made, tokens
 from safetensors.torch import load_file
 from stage_caches import caches_stay
 from test_later import Counted
@@ -225,6 +226,12 @@ def in_two_parts() -> None:
     compare("llama", mesh, 4, 1, recompute="blocks", **split)
     if dist.get_world_size() == 2:
         compare("normed", mesh, 1, 1, **split)
+    args = tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = autoshard.compile(made("gpt")[0].float(), mesh, args, stages="pp", micro_batches=4, **split)
+        assert "runtime.linear(" in cast.source
+        assert "F.linear(" not in cast.source
+    precision_cases.in_stages(mesh, **split)
     right = Pipeline._weights
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Pipeline, "_weights", lambda self: (self.later.pop(), right(self))[1])

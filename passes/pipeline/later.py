@@ -25,16 +25,21 @@ PRODUCTS: dict[Any, str] = {
 
 
 def in_two_parts(program: Program) -> Program:
-    """``program`` with its products of a value and a parameter, or a conversion or view of one, by those functions."""
+    """``program`` with its products of a value and a parameter, or a conversion, view or cast of one, by those functions."""
     weights = set(program.graph.parameters)
     statements = []
     for s in program.statements:
-        converts = s.parameter or (s.node is not None and s.step is None and is_view(s.node.op))
+        converts = s.parameter or (s.node is not None and s.step is None and _same(s.node.op))
         if converts and weights.issuperset(reads(s)):
             weights.update(s.outputs)
         fits = s.call.fn in PRODUCTS and _fits(s, weights, program)
         statements.append(replace(s, call=replace(s.call, fn=PRODUCTS[s.call.fn])) if fits else s)
     return replace(program, statements=tuple(statements))
+
+
+def _same(op: torch._ops.OpOverload) -> bool:
+    """Whether the backward of ``op`` may run in both parts, as where a weight is read otherwise, too: it keeps nothing."""
+    return is_view(op) or op is aten._to_copy.default
 
 
 def _fits(s: Statement, weights: set[str], program: Program) -> bool:
