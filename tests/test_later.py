@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,8 +112,6 @@ def test_what_is_not_trained(later: list[torch.Tensor]) -> None:
 
 def test_the_second_part_holds_nothing_afterwards(later: list[torch.Tensor]) -> None:
     """Between the parts the operand and the gradient of the result are held, then nothing."""
-    import weakref
-
     w = torch.randn(5, 4, requires_grad=True)
     x = torch.randn(3, 4, requires_grad=True) * 2
     held = weakref.ref(x)

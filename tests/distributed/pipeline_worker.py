@@ -224,8 +224,11 @@ def in_two_parts() -> None:
     first = dist.get_rank() == 0  # whose input wants no gradient
     assert [part.count for part in parts] == [4 * (weights - first), 4 * weights]
     compare("llama", mesh, 4, 1, recompute="blocks", **split)
+    compare("detached", mesh, 4, 1, **split)
     if dist.get_world_size() == 2:
         compare("normed", mesh, 1, 1, **split)
+    else:
+        compare("gpt", ideal({"pp": 2, "dp": 2}), 4, 1, like={"dp": "fsdp"}, **split)
     args = tokens()
     with torch.autocast("cpu", torch.bfloat16):
         cast = autoshard.compile(made("gpt")[0].float(), mesh, args, stages="pp", micro_batches=4, **split)
