@@ -131,11 +131,11 @@ def dropout_and_recomputation(mesh: autoshard.Mesh) -> None:
     compare(model.float(), args, mesh, recompute="blocks", rounded=5e-7)
 
 
-def in_stages(mesh: autoshard.Mesh) -> None:
+def in_stages(mesh: autoshard.Mesh, **asked: Any) -> None:
     """Every stage casts its own; the tied table is summed over two of them."""
     model, args = net()
     axes = {"pp": 2, **({"dp": mesh.size // 2} if mesh.size > 2 else {})}
-    compare(model, args, autoshard.Mesh(axes, hardware=mesh.hardware), stages="pp", micro_batches=4)
+    compare(model, args, autoshard.Mesh(axes, hardware=mesh.hardware), stages="pp", micro_batches=4, **asked)
 
 
 def without_gradients(mesh: autoshard.Mesh) -> None:

@@ -17,7 +17,7 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.memory.fit import SHARE
 from autoshard.passes.microbatch import MicroBatches
-from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following, with_parameters
+from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following, in_two_parts, with_parameters
 from autoshard.passes.pipeline.timeline import held, orders
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import goes_out, resolve
@@ -89,6 +89,8 @@ def in_stages(
     assert wishes.stages is not None
     pipeline = staged(graph, mesh, wishes, micro)
     found, whole = planned_stages(pipeline, mesh, wishes, title, plan)
+    if wishes.schedule == "zero_bubble" and graph.training:
+        found = [(in_two_parts(program), one) for program, one in found]
     programs, recomputed = [program for program, _ in found], [one.recomputed for _, one in found]
     sources = codegen_stages(programs, title, mesh, wishes.stages, recomputed)
     parts = tuple(

@@ -14,8 +14,11 @@ from dataclasses import dataclass, replace
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.paths import block_path
+from autoshard.passes.pipeline.later import PRODUCTS
 from autoshard.passes.pipeline.timeline import StageSeconds, Timeline, orders, timeline
 from autoshard.report.record import Collective, Cost, Record, Staged, local_bytes
+
+_PRODUCTS = frozenset(map(str, PRODUCTS))
 
 
 @dataclass(frozen=True)
@@ -87,16 +90,15 @@ def _shown(moves: Sequence[Collective], mesh: Mesh, speed: float, compute: float
 
 
 def _weights(plan: Record) -> float:
-    """Seconds of the backward that make gradients of weights: one product for each operand that wants one."""
+    """Seconds of the backward that a schedule can make later: one product for each factor that wants one."""
     wanting = frozenset(plan.differentiable)
     weights = {name for name, kind in plan.kinds.items() if kind == "parameter"}
     found = 0.0
     for choice in plan.choices.values():
         if choice.inputs and weights.issuperset(choice.inputs):
             weights.update(choice.outputs)
-        grads = [name for name in choice.inputs if name in wanting]
-        if choice.flops and grads:
-            found += choice.backward_s * sum(name in weights for name in grads) / len(grads)
+        factors = [name for name in choice.inputs[:2] if name in wanting] if choice.op in _PRODUCTS else []
+        found += choice.backward_s * sum(name in weights for name in factors) / max(1, len(factors))
     return found
 
 

@@ -26,6 +26,7 @@ from autoshard.runtime.operations.random import dropout, shared, synchronised_rn
 from autoshard.runtime.parameters.again import again
 from autoshard.runtime.parameters.block import enter_parameters, gather_parameters, regather, wait_gradients
 from autoshard.runtime.parameters.gradients import Gradients
+from autoshard.runtime.parameters.later import conv, linear, matmul
 from autoshard.runtime.parameters.together import (
     all_gather_together,
     all_reduce_together,
@@ -57,6 +58,7 @@ __all__ = [
     "all_to_all_together",
     "bind",
     "cast_table",
+    "conv",
     "current",
     "device",
     "dropout",
@@ -66,7 +68,9 @@ __all__ = [
     "fan_out",
     "gather_parameters",
     "leave",
+    "linear",
     "main",
+    "matmul",
     "offset",
     "pad",
     "partial",

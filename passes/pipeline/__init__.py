@@ -2,7 +2,8 @@
 
 from autoshard.passes.pipeline.boundaries import boundaries, following, with_parameters
 from autoshard.passes.pipeline.cut import cut
+from autoshard.passes.pipeline.later import in_two_parts
 from autoshard.passes.pipeline.pieces import Pieces
 from autoshard.passes.pipeline.stage import Stage, Stages
 
-__all__ = ["Pieces", "Stage", "Stages", "boundaries", "cut", "following", "with_parameters"]
+__all__ = ["Pieces", "Stage", "Stages", "boundaries", "cut", "following", "in_two_parts", "with_parameters"]

@@ -19,11 +19,10 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.pipeline.choose import Piece
+from autoshard.passes.pipeline.later import PRODUCTS
 from autoshard.passes.propagate.floating import floating
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.op_space import OpSpaces
-from autoshard.passes.propagate.prices import cost as costs
-from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
 
 MOST = 256
@@ -132,11 +131,9 @@ class Pieces:
         return found
 
     def _weights(self, node: Node) -> float:
-        """The share of the backward that makes gradients of weights: one product of each operand that wants one."""
-        wanting = [name for name in node.inputs if self.graph.types[name].grad]
-        if not wanting or not costs.node_flops(node, self.graph, rule_for(node.op)):
-            return 0.0
-        return sum(name in self.weights for name in wanting) / len(wanting)
+        """The share of the backward that a schedule can make later: one product of each operand that wants one."""
+        factors = [name for name in node.inputs[:2] if self.graph.types[name].grad] if node.op in PRODUCTS else []
+        return sum(name in self.weights for name in factors) / max(1, len(factors))
 
     @cached_property
     def weights(self) -> frozenset[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import precision_cases
 import pytest
 import state_sweep
 import torch
@@ -14,9 +16,10 @@ import torch.distributed.checkpoint as dcp
 from harness import double, ideal
 from microbatch_cases import TOLERANCE, far, loss_of
 from pipeline_cases import CASES
-from pipeline_steps import made
+from pipeline_steps import compare, made, tokens
 from safetensors.torch import load_file
 from stage_caches import caches_stay
+from test_later import Counted
 from test_real_models import build
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -24,6 +27,8 @@ from training_worker import FOLDER, main
 
 import autoshard
 from autoshard.errors import CommunicationError, RuntimeMismatchError
+from autoshard.runtime.programs.pipeline import Pipeline
+from autoshard.runtime.programs.pipeline import _Stage as Stage
 
 MESHES = {2: {"pp": 2}, 4: {"pp": 2, "tp": 2}}
 
@@ -206,6 +211,47 @@ def drawn_again() -> None:
         assert far(found[name], p.grad) <= TOLERANCE, name
 
 
+def in_two_parts() -> None:
+    """A split backward: I makes no gradient of a weight, W all; made again, with convolutions; one that is lost is missed."""
+    mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware="ideal_network")
+    split: dict[str, Any] = {"schedule": "zero_bubble"}
+    parts = Counted(), Counted()
+    with pytest.MonkeyPatch.context() as patched:
+        for name, part in zip(("backward_one_chunk", "backward_weight_one_chunk"), parts, strict=True):
+            patched.setattr(Stage, name, inside(part, getattr(Stage, name)))
+        sharded = compare("skips", mesh, 4, 1, **split)
+    weights = sum(p.dim() == 2 for p in sharded.parameters())
+    first = dist.get_rank() == 0  # whose input wants no gradient
+    assert [part.count for part in parts] == [4 * (weights - first), 4 * weights]
+    compare("llama", mesh, 4, 1, recompute="blocks", **split)
+    compare("detached", mesh, 4, 1, **split)
+    if dist.get_world_size() == 2:
+        compare("normed", mesh, 1, 1, **split)
+    else:
+        compare("gpt", ideal({"pp": 2, "dp": 2}), 4, 1, like={"dp": "fsdp"}, **split)
+    args = tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = autoshard.compile(made("gpt")[0].float(), mesh, args, stages="pp", micro_batches=4, **split)
+        assert "runtime.linear(" in cast.source
+        assert "F.linear(" not in cast.source
+    precision_cases.in_stages(mesh, **split)
+    right = Pipeline._weights
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Pipeline, "_weights", lambda self: (self.later.pop(), right(self))[1])
+        with pytest.raises(AssertionError):
+            compare("skips", mesh, 4, 1, **split)
+
+
+def inside(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, run in this context."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context:
+            return function(*args, **kwargs)
+
+    return run
+
+
 def gradients_of_inputs_in_parts() -> None:
     """DTensors, and local tensors, get their part of the gradient: of micro-batches, and of stages."""
     ranks = dist.get_world_size()
@@ -255,6 +301,7 @@ if __name__ == "__main__":
         "in_flight": in_flight,
         "gradients_of_inputs_in_parts": gradients_of_inputs_in_parts,
         "drawn_again": drawn_again,
+        "in_two_parts": in_two_parts,
     }
     cases |= {f"state {name}": functools.partial(state_sweep.run, "stages", name) for name in state_sweep.IN_PROCESSES}
     cases |= {"t5": lambda: library("t5", schedule="interleaved"), "whisper": lambda: library("whisper")}

@@ -31,6 +31,7 @@ OWN = (
     "generates",
     "caches_stay",
     "in_flight",
+    "in_two_parts",
     "t5",
     "whisper",
     "gradients_of_inputs_in_parts",

@@ -18,6 +18,7 @@ from torch.distributed import pipelining
 
 from autoshard.runtime.programs.along import Along
 from autoshard.runtime.transport import generators
+from autoshard.runtime.transport.communicator import current
 from autoshard.runtime.transport.peers import Notes, lost
 from autoshard.runtime.transport.wire import raw
 
@@ -73,6 +74,8 @@ class Pipeline:
         self.notes = along.notes
         self.failed: Exception | None = None
         """what went wrong on this rank; it sends zeros then, so that no other rank waits for it"""
+        self.later: list[torch.Tensor] | None = [] if form.schedule == "zero_bubble" and self.training else None
+        """what makes the gradients of weights, of the backward that ran last"""
         self.mine = [*filter(along.is_mine, range(self.last + 1))]
         self.modules = [_StageModule(partial(self._forward, number)) for number in self.mine]
         made = [
@@ -85,6 +88,7 @@ class Pipeline:
                 input_args=self._message(number - 1),
                 output_args=self._message(number),
                 group=along.group,
+                dw_builder=None if self.later is None else self._weights,
             )
             for number, module in zip(self.mine, self.modules, strict=True)
         ]
@@ -111,7 +115,7 @@ class Pipeline:
         given: dict[str, Any] = {"index": torch.arange(self.count)}
         if self.training and self.last in self.mine:
             given["target"] = torch.zeros(self.count)
-        self.failed = None
+        self.failed, current().later = None, self.later
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
@@ -119,14 +123,24 @@ class Pipeline:
         except RuntimeError as error:  # of a message: what a stage does itself fails without one
             raise lost(error, notes, "the messages between stages") from error
         finally:
+            current().later = None
             for module in self.modules:
                 module.leaves = []
+
+    def _weights(self) -> Callable[[], None]:
+        """The second part of the backward that ran: the gradients of weights. Torch calls it for W."""
+        assert self.later is not None
+        found = self.later[:]
+        self.later.clear()
+        return partial(_backward, found)
 
     def _fail(self, error: Exception) -> None:
         """Remember what a stage failed with, without torch's account of what it was doing."""
         while error.__cause__ is not None and str(error).strip().startswith(("[Stage", "Failed to run")):
             error = error.__cause__  # type: ignore[assignment]
         self.failed = self.failed or error
+        if self.later is not None:
+            self.later.clear()
         self.notes.leave(error)  # ranks of the same stage may wait for this one
 
     def _forward(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
@@ -240,6 +254,12 @@ def _sent(x: torch.Tensor) -> torch.Tensor:
     """A result as it is sent: dense, and no view, which torch could not detach afterwards."""
     x = x.contiguous()
     return raw(x.clone() if x._is_view() or x.is_leaf else x)
+
+
+def _backward(scalars: list[torch.Tensor]) -> None:
+    if scalars:  # a stage may train no weight
+        torch.autograd.backward(scalars)
+        scalars.clear()
 
 
 def _same(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,9 @@ class Communicator(ABC):
     deferred: bool = False
     """whether forward passes leave their parameters' gradients as summands, to be added up in a later backward"""
 
+    later: list[torch.Tensor] | None = None
+    """of a backward in two parts: scalars whose own backward is the second part of it; None: it comes in one"""
+
     def __init__(self, axes: Mapping[str, int], rank: int) -> None:
         self.mesh = dict(axes)
         self.rank = rank

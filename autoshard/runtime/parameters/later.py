@@ -1,0 +1,148 @@
+"""Products with weights, whose backward can come in two parts: the operand's gradient at once, the weight's later.
+
+A schedule that splits the backward (zero bubble; Qi et al., arXiv:2401.10241) sends the gradient of a stage's input as soon
+as it is there, and makes those of weights where it would wait. While :attr:`Communicator.later` is a list, a product is a
+node that autograd reaches from its result and from its operand, but no weight from it. Its backward gives dX, and puts a
+second node into the list, behind which the weight is: that one's backward makes dW, and all that follows (casts,
+reductions) is autograd's. Else the functions here are those of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from autoshard.runtime.transport.communicator import current
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+class _Product(NamedTuple):
+    """``of(x, w)`` is linear in both; a bias, if there is one, is added along ``channel`` of the result."""
+
+    of: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    operand: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(dY, x, w) → dX"""
+    weight: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(dY, x, w without data) → dW"""
+    channel: int = -1
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of x [..., k] with weight [n, k] and bias [n] → [..., n]."""
+    return _product(_LINEAR, x, weight, bias)
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight``: x [..., k] with weight [k, n], or x [b, m, k] with weight [b, k, n]."""
+    return _product(_MATMUL, x, weight)
+
+
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sequence[int] | int = 1,
+    padding: Sequence[int] | int = 0,
+    dilation: Sequence[int] | int = 1,
+    groups: int = 1,
+) -> Tensor:
+    """``F.conv1d``, ``conv2d`` or ``conv3d`` of x [batch, c, ...] with weight [n, c / groups, ...] and bias [n]."""
+    dims = weight.dim() - 2
+    each = [[n] * dims if isinstance(n, int) else list(n) * (dims // len(n)) for n in (stride, padding, dilation)]
+    rest = *each, False, [0] * dims, groups
+
+    def gradient(number: int, dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        wanted = [number == 0, number == 1, False]
+        found: Tensor = aten.convolution_backward.default(dy, x, w, None, *rest, wanted)[number]
+        return found
+
+    product = _Product(
+        lambda x, w, b: aten.convolution.default(x, w, b, *rest),
+        lambda dy, x, w: gradient(0, dy, x, w),
+        lambda dy, x, w: gradient(1, dy, x, w),
+        channel=1,
+    )
+    return _product(product, x, weight, bias)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+_LINEAR = _Product(F.linear, lambda dy, x, w: dy @ w, lambda dy, x, w: _rows(dy).mT @ _rows(x))
+_MATMUL = _Product(
+    lambda x, w, b: x @ w,
+    lambda dy, x, w: dy @ w.mT,
+    lambda dy, x, w: _rows(x).mT @ _rows(dy) if w.dim() == 2 else x.mT @ dy,
+)
+
+
+def _product(product: _Product, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    later = current().later
+    if later is None or not weight.requires_grad or not torch.is_grad_enabled():
+        return product.of(x, weight, bias)
+    operands: list[Tensor] = []
+    weights = _Weights.apply(product, operands, weight, bias)  # type: ignore[no-untyped-call]
+
+    def put(x: Tensor, dy: Tensor) -> None:
+        operands.extend((x, dy))
+        later.append(weights)
+
+    # A result of operands without gradients has to have one: the weight's.
+    reached = None if x.requires_grad else torch.empty(0, requires_grad=True)
+    values = weight.detach(), None if bias is None else bias.detach()
+    out: Tensor = _Operand.apply(product, put, reached, x, *values)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Operand(torch.autograd.Function):
+    """The product; its backward gives dX."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        product: _Product,
+        put: Callable[..., None],
+        reached: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ctx.product, ctx.put = product, put
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[3] else None)
+        return product.of(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> Any:
+        dx = None
+        if dy is not None:
+            x, weight = ctx.saved_tensors
+            ctx.put(x, dy)
+            dx = None if weight is None else ctx.product.operand(dy, x, weight)
+        return None, None, None, dx, None, None
+
+
+class _Weights(torch.autograd.Function):
+    """A scalar behind which the weight and the bias of a product are; its backward gives theirs, of ``operands``."""
+
+    @staticmethod
+    def forward(ctx: Any, product: _Product, operands: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.product, ctx.operands = product, operands
+        ctx.like = weight.new_empty(()).expand(weight.shape)  # does not hold it
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        x, dy = ctx.operands
+        ctx.operands.clear()
+        product, db = ctx.product, None
+        if ctx.needs_input_grad[3]:
+            others = [d for d in range(dy.dim()) if d != product.channel % dy.dim()]
+            db = dy.sum(others) if others else dy
+        return None, None, product.weight(dy, x, ctx.like), db
