@@ -4,6 +4,7 @@
     python benchmarks/decode.py --width 2048 --batch 16                   # where compute dominates
     python benchmarks/decode.py --prefill --prompt 4096 --batch 1         # a prompt instead of tokens after it
     python benchmarks/decode.py --own                                     # without transformers
+    python benchmarks/decode.py --prefill --prompt 4096 --batch 1 --like search
 
 A step is a token for each request of the batch, float32, one thread each: of transformers' Llama, with a cache that grows,
 or with ``--own`` of a decoder that keeps its cache in buffers. The contestants take turns (A B C … A B C …), so that whatever
@@ -93,8 +94,9 @@ def own_steps(model: Any, prompt: torch.Tensor, options: argparse.Namespace) -> 
 
 
 def ours(options: argparse.Namespace, prompt: torch.Tensor) -> Step:
-    mesh = autoshard.Mesh({"tp": RANKS})
-    sharded = autoshard.compile(make_model(options), mesh, like="megatron", training=False, dynamic=True)
+    like = None if options.like == "search" else options.like
+    mesh = autoshard.Mesh({"tp": RANKS}, **({} if like else {"hardware": autoshard.calibrate()}))
+    sharded = autoshard.compile(make_model(options), mesh, like=like, training=False, dynamic=True)
     step = decoding(sharded, prompt, options)
     step(prompt[:, :1])
     sharded._comm.log = SENT
@@ -175,6 +177,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=30.0, help="of all steps together")
     parser.add_argument("--prefill", action="store_true", help="time the prompt instead of tokens after it")
+    plans = "of autoshard: an expert's plan, or search, for this machine, which is measured first"
+    parser.add_argument("--like", default="megatron-sp", help=plans)
     parser.add_argument("--own", action="store_true", help="a decoder with a cache in buffers, without transformers")
     options = parser.parse_args()
     options.length = options.prompt + (0 if options.prefill else options.steps + 2 * WARM_UP)

@@ -18,7 +18,7 @@ from autoshard import runtime
 
 MESHES = ({"a": 2}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3})
 GRADIENT = {"S": "S", "R": "P", "I": "I", "P": "R"}
-SHAPES = {"even": (12, 6), "uneven": (5, 7), "empty chunks": (2, 3), "no rows": (0, 3)}
+SHAPES = {"even": (12, 6), "uneven": (5, 7), "empty chunks": (2, 3), "no rows": (0, 3), "one row": (1, 12)}
 
 
 @dataclass(frozen=True)

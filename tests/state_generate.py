@@ -287,3 +287,26 @@ def a_static_cache_that_has_no_tensors_yet(mesh: autoshard.Mesh) -> None:
     """transformers makes them in the first call: one program for prompts of all lengths and batches, one for tokens."""
     caches = pytest.importorskip("transformers.cache_utils")
     static_cache(mesh, lambda: caches.StaticLayer(12), 2)
+
+
+@case
+def a_prompt_of_one_request_along_its_sequence(mesh: autoshard.Mesh) -> None:
+    """By the weights that tokens are read with, in parts of an odd length: scattered and gathered, not summed up whole."""
+    model, mine = llama(layers=1), autoshard.Mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))
+    sharded = autoshard.compile(copy.deepcopy(model), mine, like="megatron-sp", training=False, dynamic=True)
+    tokens = torch.randint(3, 64, (1, 7), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        made = [m(input_ids=tokens, use_cache=True, logits_to_keep=1) for m in (sharded, model)]
+        close(made[0].logits, made[1].logits)
+        with executed(sharded) as prompt:
+            made = [m(input_ids=tokens[:, 1:], use_cache=True, logits_to_keep=1) for m in (sharded, model)]
+        close(made[0].logits, made[1].logits)
+        assert prompt["reduce_scatter", "forward"] >= 2
+        for at in range(2):
+            with executed(sharded) as token:
+                calls = zip((sharded, model), [x.past_key_values for x in made], strict=True)
+                made = [m(input_ids=tokens[:, at : at + 1], past_key_values=c, use_cache=True) for m, c in calls]
+            close(made[0].logits, made[1].logits)
+    token.pop(("all_gather", "forward"), None)  # the logits, where they go to another process
+    assert token == {("all_reduce", "forward"): 2 + 1}
+    assert len(sharded.programs) == 2

@@ -63,3 +63,15 @@ def test_a_clock_says_the_lower_quartile(monkeypatch: pytest.MonkeyPatch) -> Non
     clock, took = Clock(torch.device("cpu"), 8), iter([9.0, 9.0, 8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 4.0])
     monkeypatch.setattr(clock, "_took", lambda call, often: next(took))
     assert clock.seconds(lambda: None) == 3.0
+
+
+def test_backwards_are_measured_where_the_caller_wants_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AskedError(Exception):
+        pass
+
+    def asked() -> int:
+        raise AskedError(torch.is_grad_enabled())
+
+    monkeypatch.setattr(calibration.dist, "get_world_size", asked)
+    with torch.no_grad(), pytest.raises(AskedError, match="True"):
+        calibration._measured(True)

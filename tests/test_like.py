@@ -133,6 +133,14 @@ def test_megatron_with_sequence_parallelism_gathers_and_scatters_instead() -> No
     assert sum(again) == pytest.approx(sum(r.seconds for r in plan.recomputed))  # the search pays for them
 
 
+def test_the_sequence_of_a_single_sample_is_scattered_too() -> None:
+    """Nothing can cut its batch, so most work is independent along the sequence: that is no batch, all the same."""
+    args, kwargs = autoshard.models.llama.example_inputs(llama().config, 1, SEQ)
+    plan = assert_equal_training(llama(), {"tp": 2}, args, kwargs, like="megatron-sp", steps=1).plan
+    found = Counter(c.kind for c in plan.collectives if c.phase == "forward" and c.bytes > 64 * SEQ)
+    assert found == {"all_gather": 2 * LAYERS + 1, "reduce_scatter": 2 * LAYERS + 1}
+
+
 def test_data_and_tensor_parallel_together() -> None:
     """Per axis: gradients of a rank's part of the weights over dp, activations of its part of the batch over tp."""
     found = sent({"dp": 2, "tp": 2}, {"dp": "ddp", "tp": "megatron"})

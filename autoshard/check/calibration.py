@@ -88,6 +88,7 @@ def _worker() -> None:
     dist.destroy_process_group()
 
 
+@torch.enable_grad()
 def _measured(quick: bool) -> Hardware:
     """Every rank measures; what they found is put together as the slowest rank's."""
     world = dist.get_world_size()

@@ -18,7 +18,7 @@ from autoshard.runtime.transport.peers import Notes, lost, wait
 from autoshard.runtime.transport.profiling import collective_name, named, recorded
 from autoshard.runtime.transport.relay import Arrival, Hop
 from autoshard.runtime.transport.spare import Spare
-from autoshard.runtime.transport.wire import numel, padded, raw, with_length
+from autoshard.runtime.transport.wire import behind, numel, outermost, padded, raw, with_length
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -298,14 +298,13 @@ def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     if not numel(out_shape):
         return x.new_empty(out_shape)
     lengths = [length for _, length in chunks]
-    even = lengths[0] == lengths[-1]
-    x = x.contiguous() if even else padded(x, move.dim, lengths[0])
-    if even and move.dim == 0 and group.order is None:
-        out = x.new_empty(out_shape)
-        comm.run(group, all_gather_single, raw(out), raw(x))
-        return out
-    parts = x.new_empty([group.size, *x.shape])
+    x = padded(x, move.dim, lengths[0]).contiguous()
+    in_place = lengths[0] == lengths[-1] and group.order is None and outermost(x.shape, move.dim)
+    out = x.new_empty(out_shape if in_place else [group.size, *x.shape])
+    parts = out.view(group.size, *x.shape)
     comm.run(group, all_gather_single, raw(parts), raw(x).unsqueeze(0))
+    if in_place:
+        return out
     pieces = _by_index(parts.unbind(0), group)
     return torch.cat([p.narrow(move.dim, 0, n) for p, n in zip(pieces, lengths, strict=True)], move.dim)
 
@@ -315,12 +314,13 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch
     longest, mine = chunks[0][1], chunks[group.number][1]
     if not x.numel():
         return x.new_empty(with_length(x.shape, move.dim, mine))
-    if move.dim == 0 and longest == chunks[-1][1] and group.order is None:
+    if longest == chunks[-1][1] and group.order is None and outermost(x.shape, move.dim):
         parts = x.contiguous()
     else:
         pieces = [padded(x.narrow(move.dim, *c), move.dim, longest) for c in chunks]
-        parts = torch.cat(pieces if group.order is None else [pieces[k] for k in group.order])
+        parts = behind(pieces if group.order is None else [pieces[k] for k in group.order])
     out = x.new_empty(with_length(x.shape, move.dim, longest))
+    parts = parts.view(group.size * out.shape[0], *out.shape[1:])
     comm.reduce_scatter(group, out, parts).wait()
     return out.narrow(move.dim, 0, mine).contiguous()
 
@@ -330,7 +330,7 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
         return _rows(comm, move.splits, group, x)
     sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
     members = range(group.size) if group.order is None else group.order
-    pieces = [x.narrow(move.to_dim, *sent[k]).reshape(-1) for k in members]
+    pieces = [x.narrow(move.to_dim, *sent[k]) for k in members]
     shape = with_length(x.shape, move.to_dim, sent[group.number][1])
     shapes = [with_length(shape, move.dim, gathered[k][1]) for k in members]
     out = _exchanged(comm, pieces, [numel(s) for s in shapes], group)
@@ -353,7 +353,7 @@ def _rows(comm: TorchCommunicator, splits: Splits, group: _Group, x: torch.Tenso
 def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
     assert move.exchange is not None
     members = range(group.size) if group.order is None else group.order
-    sent = [piece(move, group.number, k, x).reshape(-1) for k in members]
+    sent = [piece(move, group.number, k, x) for k in members]
     shapes = [with_length(x.shape, move.dim, move.exchange.piece(k, group.number)[1]) for k in members]
     out = _exchanged(comm, sent, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
@@ -363,8 +363,8 @@ def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -
 def _exchanged(
     comm: TorchCommunicator, sent: list[torch.Tensor], counts: list[int], group: _Group
 ) -> tuple[torch.Tensor, ...]:
-    """Flat tensors to every member, and from every member one of ``counts`` elements, in the process group's order."""
-    buffer = torch.cat(sent)
+    """A tensor to every member, and from every member a flat one of ``counts`` elements, in the process group's order."""
+    buffer = behind(sent)
     out = buffer.new_empty(sum(counts))
     comm.run(group, dist.all_to_all_single, raw(out), raw(buffer), counts, [s.numel() for s in sent])
     return torch.split(out, counts)

@@ -33,10 +33,24 @@ def numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
+def outermost(shape: Sequence[int], dim: int) -> bool:
+    """Whether parts along ``dim`` lie in memory one behind another: no dim in front of it has more than one index."""
+    return numel(shape[:dim]) == 1
+
+
 def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """``x`` contiguous, with zeros at the end of ``dim`` up to ``length``."""
+    """``x`` with zeros at the end of ``dim`` up to ``length``."""
     if x.shape[dim] == length:
-        return x.contiguous()
+        return x
     out = x.new_zeros(with_length(x.shape, dim, length))
     out.narrow(dim, 0, x.shape[dim]).copy_(x)
+    return out
+
+
+def behind(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of ``pieces``, of one dtype, one piece behind another in a flat tensor; whatever their strides, one copy."""
+    counts = [x.numel() for x in pieces]
+    out = pieces[0].new_empty(sum(counts))
+    for place, x in zip(out.split(counts), pieces, strict=True):
+        place.view(x.shape).copy_(x)
     return out

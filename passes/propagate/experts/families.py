@@ -103,6 +103,12 @@ class Families:
         return frozenset(carried - self.weights)
 
     @cached_property
+    def attended(self) -> frozenset[Family]:
+        """Families that attention can cut in rings: sequences."""
+        found = ((self.cut(n, s), s.label) for n in self.graph.nodes for s in self.strategies(n))
+        return frozenset(family for family, label in found if family is not None and label in ring.LABELS)
+
+    @cached_property
     def from_inputs(self) -> frozenset[str]:
         """Values that depend on an input."""
         found = {i.name for i in self.graph.inputs if i.kind == "input"}

@@ -19,10 +19,6 @@ def along_sequence(
     Between a product and attention (rotary positions, say) either may be cut. What no rule can cut along the sequence,
     such as a loss on flattened logits, is free, from the product in front of it on.
     """
-    attended = {
-        families.cut(n, s) for n in families.graph.nodes for s in families.strategies(n) if s.label in ring.LABELS
-    }
-    batch = batch - attended  # of a single sample, most of the work is independent along the sequence
     sequence = tokens(families, found, batch)
     core = {n.name: n for n in families.graph.nodes if _mixes(n, sequence, families)}
     by_head = {n: _by_head(node, sequence | batch, families) for n, node in core.items()}

@@ -93,6 +93,7 @@ def with_sequence(
 def tokens(families: Families, found: tuple[Product, ...], batch: frozenset[Family]) -> frozenset[Family]:
     """The families of the sequence: of what products read and make, the dim before the features that is not the batch."""
     types = families.graph.types
+    batch = batch - families.attended  # of a single sample, most of the work is independent along the sequence
     sequence: set[Family] = set()
     for p in found:
         for value in (*p.node.inputs, *p.node.outputs):
