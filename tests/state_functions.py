@@ -271,3 +271,52 @@ def functional_calls(mesh: autoshard.Mesh) -> None:
     for mine, expected in zip(after_a_step(sharded), after_a_step(model), strict=True):
         close(mine, expected)
     once(model, sharded, rows())
+
+
+@torch.library.custom_op("autoshard_states::project", mutates_args=())
+def project(x: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+    return x @ weight.t() * scale
+
+
+def _kept(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.scale = inputs[2]
+
+
+def _back(ctx: Any, g: torch.Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    return g @ weight * ctx.scale, g.flatten(0, -2).t() @ x.flatten(0, -2) * ctx.scale, None
+
+
+project.register_fake(lambda x, weight, scale: x.new_empty(*x.shape[:-1], weight.shape[0]))
+project.register_autograd(_back, setup_context=_kept)
+
+
+class Projects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(16, 8)), nn.Parameter(torch.randn(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + project(project(x, self.up, 0.3).tanh(), self.down, 0.2)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Projects(), Projects())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.blocks(x).square().mean(),)
+
+
+@case
+def rules_of_ones_own(mesh: autoshard.Mesh) -> None:
+    """A custom op with a rule of the user's is cut in training, at open lengths, in parts and where it runs again."""
+    autoshard.register_rule(project, "... k, n k -> ... n", linear=((0,), (1,)))
+    cut: dict[str, Any] = {"hints": {"*.up": autoshard.Shard(0), "*.down": autoshard.Shard(1)}, "strict": True}
+    for more in ({}, {"dynamic": True}, {"recompute": "blocks"}, {"micro_batches": 2}):
+        model, sharded = pair(mesh, Twice, rows(), **cut, **more)
+        labels = {label for c in sharded.plan.choices.values() if "project" in c.op for label in c.labels}
+        assert {"n", "k"} <= labels or "pp" in mesh.axes, labels
+        steps(model, sharded, rows(), rows(6))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from state_harness import Block, Net, both, case, close, full, ids, pair, refused, same_gradients, steps
+from state_harness import Block, Net, both, case, close, full, ids, pair, refused, rows, same_gradients, steps
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -181,3 +181,27 @@ def hooks_of_the_whole_and_of_tensors(mesh: autoshard.Mesh) -> None:
     with refused("a global module hook is registered"):
         sharded(ids())
     hook.remove()
+
+
+class Masked(nn.Module):
+    """Tensors that are neither parameters nor buffers, and that nobody writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.3)
+        self.mask, self.others = torch.arange(8.0), [torch.arange(8.0) / 3]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self.drop(self.b((self.a(x) * self.mask).tanh()) * self.others[0]).square().mean(),)
+
+
+@case
+def a_tensor_in_a_plain_attribute(mesh: autoshard.Mesh) -> None:
+    """Known to every program: of new shapes, of the other mode, with and without gradients."""
+    model, sharded = pair(mesh, Masked, rows())
+    steps(model, sharded, rows(), rows(6))
+    both(model, sharded, lambda m: m.eval())
+    steps(model, sharded, rows(), rows(2))
+    with torch.no_grad():
+        close(sharded(rows(2))[0], model(rows(2))[0])
+    assert len(sharded.programs) == 5

@@ -67,6 +67,84 @@ def test_text_that_is_no_plan_is_refused(broken: object) -> None:
             Plan.from_json(text)
 
 
+class Pair(nn.Module):
+    """Two linear layers of these names and widths."""
+
+    def __init__(self, names: tuple[str, str] = ("up", "down"), width: int = 16) -> None:
+        super().__init__()
+        self.names = names
+        self.add_module(names[0], nn.Linear(16, width))
+        self.add_module(names[1], nn.Linear(width, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down = map(self.get_submodule, self.names)
+        return down(up(x).relu()).square().mean()  # type: ignore[no-any-return]
+
+
+def _changed(text: str, change: Callable[[Any], Any]) -> Plan:
+    data = json.loads(text)
+    change(data)
+    return Plan.from_json(json.dumps(data))
+
+
+def _labels(labels: list[str]) -> Callable[[Any], Any]:
+    return lambda data: [choice.update(labels=labels) for choice in data["choices"].values()]
+
+
+WIDE = torch.randn(4, 16)
+OTHER_MODELS: dict[str, tuple[Callable[[str], Plan], nn.Module, torch.Tensor, str]] = {
+    "names": (
+        Plan.from_json,
+        Pair(("a", "b")),
+        WIDE,
+        r"another model or other input shapes: .* and 'a.weight' differs",
+    ),
+    "dims": (Plan.from_json, Pair(), WIDE.unsqueeze(1), "another model or other input shapes: .* and 'x' differs"),
+    "sizes": (
+        Plan.from_json,
+        Pair(width=1),
+        WIDE,
+        "cuts aten.linear.default in up at .* along n, which these sizes do not",
+    ),
+    "labels": (lambda t: _changed(t, _labels(["n2"])), Pair(), WIDE, "along n2, which these sizes do not allow"),
+    "no labels": (lambda t: _changed(t, _labels([])), Pair(), WIDE, "which these sizes do not allow"),
+    "outputs": (lambda t: _changed(t, lambda d: d.update(outputs=[])), Pair(), WIDE, "'output' differs"),
+    "zero": (lambda t: _changed(t, lambda d: d.update(zero={"z": 1})), Pair(), WIDE, "'z' differs"),
+    "again": (lambda t: _changed(t, lambda d: d.update(shared_again=["z"])), Pair(), WIDE, "'z' differs"),
+    "layouts": (lambda t: _changed(t, lambda d: d["layouts"].pop("up.bias")), Pair(), WIDE, "'up.bias' differs"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_MODELS)
+def test_a_plan_of_another_model_is_refused(case: str) -> None:
+    text = autoshard.plan(Pair(), Mesh({"tp": 2}), (WIDE,), hints={"up": "colwise"}).to_json()
+    read, model, x, why = OTHER_MODELS[case]
+    with pytest.raises(autoshard.PlanError, match=why):
+        autoshard.compile(model, {"tp": 2}, (x,), plan=read(text))
+    autoshard.compile(
+        Pair(), {"tp": 2}, (WIDE,), plan=_changed(text, lambda d: d.update(later=1))
+    )  # a field of tomorrow
+
+
+def test_a_plan_in_stages_is_for_these_stages() -> None:
+    asked: dict[str, Any] = {"stages": "pp", "micro_batches": 2}
+    plan = autoshard.plan(Pair(), {"pp": 2}, (WIDE,), **asked)
+    with pytest.raises(autoshard.PlanError, match="was made for stages: compile with stages='pp'"):
+        autoshard.compile(Pair(), {"pp": 2}, (WIDE,), plan=plan, micro_batches=2)
+    for axes in ({"pp": 3}, {"pp": 2, "tp": 2}):
+        with pytest.raises(autoshard.PlanError, match="was made for the mesh pp=2, not pp="):
+            autoshard.compile(Pair(), axes, (WIDE,), plan=plan, **asked)
+    with pytest.raises(autoshard.PlanError, match="another model"):
+        autoshard.compile(Pair(("a", "b")), {"pp": 2}, (WIDE,), plan=plan, **asked)
+
+
+@pytest.mark.parametrize("field", [{"format": 2}, {"zero": [1]}, {"prefetch": "x"}, {"micro_batches": None}], ids=str)
+def test_a_plan_with_a_field_of_another_kind_is_refused(field: dict[str, Any]) -> None:
+    text = autoshard.plan(Net(), {"tp": 2}, (X,)).to_json()
+    with pytest.raises(autoshard.PlanError, match="not a plan that autoshard wrote"):
+        _changed(text, lambda data: data.update(field))
+
+
 def test_a_plan_knows_tied_tensors_by_each_name() -> None:
     args, hints = (IDS, IDS), {"head.weight": Shard(0)}
     for mesh, more in (({"tp": 2}, {"hints": hints}), ({"pp": 2}, {"stages": "pp", "micro_batches": 2})):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -14,9 +15,19 @@ autoshard.compile(torch.nn.Linear(4, 4), {"tp": 2}, (torch.randn(4, 4),))(torch.
 """
 
 
-def _heard(before: str = "", **variables: str) -> str:
+AGAIN = """
+linear = autoshard.compile(torch.nn.Linear(4, 4), {"tp": 2}, (torch.randn(4, 4),), dynamic=True)
+linear(torch.randn(4, 4))
+linear(torch.randn(1, 4))
+with torch.no_grad():
+    linear(torch.randn(1, 4))
+linear(torch.randn(1, 4))
+"""
+
+
+def _heard(before: str = "", script: str = SCRIPT, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", before + SCRIPT],
+        [sys.executable, "-c", before + script],
         capture_output=True,
         text=True,
         check=True,
@@ -33,3 +44,14 @@ def test_what_is_asked_for_is_heard() -> None:
     assert "[autoshard.plan]" in _heard(AUTOSHARD_LOGS="plan")
     asked = "import logging; logging.getLogger('autoshard').setLevel(logging.INFO)\n"
     assert "autoshard.plan INFO" in _heard(asked)
+
+
+def test_why_a_call_compiles_another_program() -> None:
+    """Lengths that an open program does not take, and another state; a call that a program serves compiles none."""
+    text = _heard(script=SCRIPT + AGAIN, AUTOSHARD_LOGS="programs")
+    said = re.findall(r"^\[autoshard.programs\] (.*)$", text, re.MULTILINE)
+    assert "a program does not serve this call: batch >= 2 does not hold for batch = 1" in said
+    assert [line for line in said if line.startswith("another")] == [
+        "another is compiled, for other shapes, dtypes or constants of the arguments",
+        "another is compiled, for other recorded, grad",
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,6 +161,19 @@ def test_an_op_without_results_runs_on_what_its_rule_says() -> None:
     sharded = autoshard.compile(Call(fn), ideal({"x": 2}), (x(),), hints={"x": autoshard.Shard(0)})
     sharded(x())
     assert sorted(tuple(s) for s in seen if s != (5, 4)) in ([(2, 4), (3, 4)], [(5, 2), (5, 2)])
+
+
+def test_a_saved_program_asks_for_what_defines_its_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    autoshard.register_rule(OPS.project, "... k, n k -> ... n", linear=((0,), (1,)))
+    compiled(lambda x, w: OPS.project(x, w, 0.3)).save(tmp_path)
+    file = tmp_path / "rank_module.py"
+    monkeypatch.setattr(sys, "argv", [str(file)])
+    runpy.run_path(str(file), run_name="__main__")
+    file.write_text(file.read_text().replace(LIB, "of_nobody"))
+    with pytest.raises(
+        autoshard.PlanError, match=r"nothing has defined torch.ops.of_nobody.project: import what does at"
+    ):
+        runpy.run_path(str(file), run_name="__main__")
 
 
 def test_malformed_rules_say_what_to_write() -> None:

@@ -18,30 +18,26 @@ from autoshard.precision import Precision
 def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layout]) -> Assignment:
     """The choices of ``plan`` for ``graph``; ``given``: layouts of the inputs that come in parts.
 
-    Raises :class:`PlanError` if the plan was made for another model or mesh.
+    Raises :class:`PlanError` if the plan was made for another model or mesh, or for stages.
     """
-    if (plan.mesh.axes, plan.mesh.shape) != (mesh.axes, mesh.shape):
-        raise PlanError(f"the plan was made for the mesh {plan.mesh}, not {mesh}")
+    check_mesh(plan, mesh)
+    if plan.staged is not None:
+        raise PlanError(f"the plan was made for stages: compile with stages={plan.staged.axis!r}")
     if plan.training != graph.training:
         made, asked = ("training", "inference") if plan.training else ("inference", "training")
         raise PlanError(
             f"the plan was made for {made}, and the model is compiled for {asked}: plan again, with training={graph.training}"
         )
-    missing = [n.name for n in graph.nodes if n.name not in plan.choices or plan.choices[n.name].op != str(n.op)]
-    if missing or len(graph.nodes) != len(plan.choices):
-        raise PlanError(
-            f"the plan was made for another model or other input shapes: it has {len(plan.choices)} operations, the "
-            f"model {len(graph.nodes)}" + (f", and {missing[0]!r} differs" if missing else "")
-        )
     public = {i.name: i.fqn for i in graph.inputs}
+    _check_names(plan, graph, public)
     choices = {}
     for node in graph.nodes:
-        by_label = {s.label: s for s in axis_strategies(node, graph)}
-        choices[node.name] = tuple(by_label[label] for label in plan.choices[node.name].labels)
-        if not fits(choices[node.name], mesh):
+        by_label, labels = {s.label: s for s in axis_strategies(node, graph)}, plan.choices[node.name].labels
+        choices[node.name] = tuple(by_label[label] for label in labels if label in by_label)
+        if not len(choices[node.name]) == len(labels) == mesh.ndim or not fits(choices[node.name], mesh):
             raise PlanError(
-                f"the plan cuts {node.op} in {node.fqn or '(root)'} at {node.source} along "
-                f"{', '.join(plan.choices[node.name].labels)}, which these sizes do not allow"
+                f"the plan cuts {node.op} in {node.fqn or '(root)'} at {node.source} along {', '.join(labels)}, "
+                "which these sizes do not allow"
             )
     layouts = {n: plan.layouts[public.get(n, n)].on(mesh) for n in graph.types}
     stating = (i.name for i in graph.inputs if i.kind == "input" or i.name in given)
@@ -58,6 +54,28 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
     shared_again = frozenset(fqns.get(n, n) for n in plan.shared_again)
     zero = {fqns[n]: stage for n, stage in plan.zero.items()}
     return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted, again, shared_again, zero)
+
+
+def check_mesh(plan: Plan, mesh: Mesh) -> None:
+    """Raise :class:`PlanError` if the plan was made for other axes."""
+    if (plan.mesh.axes, plan.mesh.shape) != (mesh.axes, mesh.shape):
+        raise PlanError(f"the plan was made for the mesh {plan.mesh}, not {mesh}")
+
+
+def _check_names(plan: Plan, graph: Graph, public: Mapping[str, str]) -> None:
+    """Raise :class:`PlanError` unless the plan is of the operations, tensors and outputs of ``graph``."""
+    other = [n.name for n in graph.nodes if n.name not in plan.choices or plan.choices[n.name].op != str(n.op)]
+    if not other and len(graph.nodes) == len(plan.choices):
+        dims = {public.get(n, n): len(t.shape) for n, t in graph.types.items()}
+        other = [n for n, d in dims.items() if n not in plan.layouts or len(plan.shapes.get(n, d * "_")) != d]
+        trained = {i.fqn for i in graph.inputs if i.kind == "parameter"}
+        other += [*(plan.zero.keys() - trained), *(set(plan.shared_again) - plan.shared.keys())]
+        other += ["output"] * (len(plan.outputs) != len(graph.outputs))
+    if other or len(graph.nodes) != len(plan.choices):
+        raise PlanError(
+            f"the plan was made for another model or other input shapes: it has {len(plan.choices)} operations, the "
+            f"model {len(graph.nodes)}" + (f", and {other[0]!r} differs" if other else "")
+        )
 
 
 def check_precision(plan: Plan, precision: Precision | None) -> None:

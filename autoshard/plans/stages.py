@@ -23,6 +23,7 @@ from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import goes_out, resolve
 from autoshard.plans.alike import renamed, renaming
 from autoshard.plans.compiled import Compiled
+from autoshard.plans.follow import check_mesh
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages_together import rest, together
 from autoshard.plans.wishes import Wishes
@@ -61,6 +62,7 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
     if wishes.plan is not None:
         if wishes.plan.staged is None:
             raise PlanError(f"stages={wishes.stages!r}: the plan that is given has no stages. Plan again with them.")
+        check_mesh(wishes.plan, mesh)
         return cut(graph, wishes.plan.staged.boundaries, loss, idle=True)
     if wishes.boundaries is not None:
         return cut(graph, wishes.boundaries, loss)

@@ -277,9 +277,12 @@ def _encoded(part: Any) -> Any:
 
 def _decoded(cls: type[Kind], data: Mapping[str, Any]) -> Kind:
     """The inverse of :func:`_encoded`. What plans of before lack has its default."""
+    if (number := data.get("format", 1)) != 1:
+        raise ValueError(f"its format is {number!r}, and 1 is known")
     hardware = Hardware.from_dict(data["hardware"])
     mesh = Mesh(data["mesh"], hardware)
     known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
+    known |= {name: int(data[name]) for name in ("micro_batches", "prefetch") if name in data}
     known |= {name: tuple(data.get(name, ())) for name in ("notes", "differentiable", "shared_again")}
     known |= {name: {n: _layout_from(mesh, x) for n, x in data[name].items()} for name in ("layouts", "shared")}
     known |= {
@@ -289,6 +292,7 @@ def _decoded(cls: type[Kind], data: Mapping[str, Any]) -> Kind:
         "choices": {n: _choice_from(c) for n, c in data["choices"].items()},
         "outputs": tuple(None if x is None else _layout_from(mesh, x) for x in data["outputs"]),
         "given": tuple(data.get("given", data.get("pinned", ()))),
+        "zero": dict(data.get("zero", {})),
         "shapes": {n: tuple(s) for n, s in data["shapes"].items()},
         "memory": _memory_from(data.get("memory", {})),
         "recomputed": tuple(Recomputed(**r) for r in data.get("recomputed", ())),

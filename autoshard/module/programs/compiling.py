@@ -25,7 +25,7 @@ from autoshard.module.model.state import State, check_call, requires_grad
 from autoshard.module.model.surface import class_of, leave_to_torch_compile
 from autoshard.module.programs.carried import carried
 from autoshard.module.programs.entrance import beside
-from autoshard.module.programs.executable import Call, Executable, described
+from autoshard.module.programs.executable import Call, Executable, described, difference
 from autoshard.module.programs.turns import Turns
 from autoshard.passes.capture.answers.eager import as_called
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
@@ -39,7 +39,7 @@ from autoshard.runtime.autocast import without_autocast
 from autoshard.serving import laid_out
 
 log = logging.getLogger("autoshard")
-log_of_programs = logging.getLogger("autoshard.plans.compiled")
+log_of_programs = logging.getLogger("autoshard.programs")
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,8 @@ class Compiling(Fixed):
         """The program for this call, compiled if there is none."""
         found = self._program_for(call, number)
         if found is None:
+            if known := [key for key in self._executables if isinstance(key[-2], State)]:
+                log_of_programs.info("another is compiled, for other %s", difference(call.key(number), known[-1]))
             try:
                 # What is made here outlives the call.
                 with as_called(call.state.grad, call.state.inference):

@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -57,6 +57,15 @@ class Call:
         """``(args, kwargs)``"""
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(self.leaves, self.spec)
         return found
+
+
+def difference(key: Any, other: Any) -> str:
+    """In which parts two keys of calls differ, in words for a log."""
+    *arguments, state, number = key
+    *others, before, tried = other
+    parts = ["shapes, dtypes or constants of the arguments"] * (arguments != others)
+    parts += [f.name for f in fields(State) if getattr(state, f.name) != getattr(before, f.name)]
+    return ", ".join(parts + ["integers in tensors"] * (number != tried)) or "tensors of others were written to"
 
 
 @dataclass

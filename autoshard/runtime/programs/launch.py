@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,8 +36,9 @@ def main(rank_module: type[RankModule] | Sequence[type[RankModule]], file: str) 
 
     ``rank_module``: the class that a rank runs, or those of all stages. ``--inputs``: a safetensors file with the global
     inputs by name; without it inputs are random, of the shapes and value ranges in ``inputs.json``. Raises
-    :class:`MeshError` for a wrong number of processes.
+    :class:`MeshError` for a wrong number of processes, :class:`PlanError` for operations of a library that is not imported.
     """
+    _check_operations(Path(file))
     classes = [rank_module] if isinstance(rank_module, type) else [*rank_module]
     parser = argparse.ArgumentParser(description=classes[0].__doc__)
     parser.add_argument("--inputs", type=Path, help="safetensors file with the global inputs by name")
@@ -50,6 +52,13 @@ def main(rank_module: type[RankModule] | Sequence[type[RankModule]], file: str) 
             _distributed(classes, folder, options, device)
     else:
         _in_process(classes, folder, options)
+
+
+def _check_operations(file: Path) -> None:
+    """Raise :class:`PlanError` for an operation of a library that nothing here imports: the model's code did."""
+    for library, name in sorted(set(re.findall(r"\btorch\.ops\.(\w+)\.(\w+)", file.read_text(encoding="utf-8")))):
+        if not hasattr(getattr(torch.ops, library), name):
+            raise PlanError(f"nothing has defined torch.ops.{library}.{name}: import what does at the top of {file}")
 
 
 # --- all ranks in this process ---
