@@ -117,7 +117,7 @@ def _captured(
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
         reading_outside() as read,
-        leaving(),
+        leaving(model),
     ):
         apart(model)
         graph, eager_grads = _graph(model, example, training, dynamic)
