@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from state_cases_inputs import BATCH, Tied, executed, is_distributed, real
-from state_harness import both, case, close, full, ids, pair, refused, same_gradients, same_state, steps
+from state_harness import both, case, close, full, ids, pair, refused, rows, same_gradients, same_state, steps
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -152,6 +152,31 @@ def gradients_from_several_sides(mesh: autoshard.Mesh) -> None:
         full(module(ids(seed=3))[0]).backward()
         module.down.weight.grad = None
         full(module(ids(seed=4))[0]).backward()
+    same_gradients(sharded, model)
+
+
+class Added(nn.Module):
+    """Parameters whose gradients are one tensor, the last one's that of the output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.one, self.other = (nn.Parameter(torch.randn(4, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) + self.one + self.other
+
+
+@case
+def parameters_that_are_added(mesh: autoshard.Mesh) -> None:
+    """Each has a gradient of its own: what is added to one, or scales it, is not done to the other."""
+    cut = dict.fromkeys(("one", "other"), autoshard.Shard(1))
+    model, sharded = pair(real(mesh), Added, rows(), hints=cut)
+    for module in (model, sharded):
+        for _ in range(2):
+            full(module(rows())).square().sum().backward()
+        for p in module.parameters():
+            p.grad.mul_(0.5)
     same_gradients(sharded, model)
 
 

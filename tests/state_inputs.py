@@ -8,8 +8,9 @@ import warnings
 from typing import Any
 
 import torch
-from state_harness import Of, case, close, full, once, pair, refused, rows
+from state_harness import Of, case, close, full, once, pair, refused, rows, same_gradients
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 import autoshard
 from autoshard.errors import RuntimeMismatchError
@@ -60,6 +61,59 @@ def inputs_of_another_dtype_or_device(mesh: autoshard.Mesh) -> None:
     with refused(r"input 'inputs\[0\]' of Of comes on device meta, and it has no data"):
         sharded(rows().to("meta"))
     once(model, sharded, rows())
+
+
+@case
+def a_dict_that_hooks_change(mesh: autoshard.Mesh) -> None:
+    """A hook before puts something into the caller's, or hands on another; one behind wraps what comes out."""
+
+    def forward(lin: nn.Linear, given: dict[str, Any]) -> Any:
+        given["h"] = torch.tanh(lin(given["x"])).exp()
+        given["rows"] = given["x"].shape[0]
+        loss = given["h"].sum()
+        return (loss, given) if "whole" in given else loss
+
+    hooks: list[tuple[str, Any, dict[str, Any]]] = [
+        ("pre", lambda m, args: args[0].update(mask=args[0]["x"].relu()), {}),
+        ("pre", lambda m, args: ({**args[0]},), {}),
+        ("post", lambda m, args, out: args[0].update(out=args[0]["h"].exp()), {}),
+        ("post", lambda m, args, out: {"out": out}, {"whole": True}),
+    ]
+    for options in ({}, {"dynamic": True}):
+        for kind, hook, others in hooks:
+            model, sharded = Of(forward).double(), Of(forward).double()
+            sharded.load_state_dict(model.state_dict())
+            for m in (model, sharded):
+                register = m.register_forward_pre_hook if kind == "pre" else m.register_forward_hook
+                register(hook)
+            dicts = [{"x": rows(), **others} for _ in range(3)]
+            sharded = autoshard.compile(sharded, mesh, dicts[:1], **options)
+            expected, given = model(dicts[1]), sharded(dicts[2])
+            assert dicts[2].keys() == dicts[1].keys()
+            for name, wanted in dicts[1].items():
+                if isinstance(wanted, torch.Tensor):
+                    close(dicts[2][name], wanted, name)
+                else:
+                    assert dicts[2][name] == wanted
+            assert not others or (given["out"][1] is dicts[2] and expected["out"][1] is dicts[1])
+
+
+@case
+def a_dict_of_transformers_that_the_forward_changes(mesh: autoshard.Mesh) -> None:
+    """An output of transformers takes its items one by one; a dict that is handed in twice is refused."""
+
+    def forward(lin: nn.Linear, given: BaseModelOutput, *more: Any) -> torch.Tensor:
+        given.last_hidden_state = lin(given.last_hidden_state)
+        return given.last_hidden_state.square().sum()
+
+    model, sharded = pair(mesh, lambda: Of(forward), BaseModelOutput(last_hidden_state=rows()))
+    dicts = [BaseModelOutput(last_hidden_state=rows()) for _ in range(2)]
+    for m, given in zip((model, sharded), dicts, strict=True):
+        full(m(given)).backward()
+    close(dicts[1].last_hidden_state, dicts[0].last_hidden_state)
+    same_gradients(sharded, model)
+    with refused("changes a BaseModelOutput that is among its arguments twice", RuntimeMismatchError):
+        sharded(dicts[0], dicts[0])
 
 
 @case

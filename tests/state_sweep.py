@@ -131,6 +131,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "a_cache_of_ones_own": fails("assert {str(sharded.plan.layouts["),
         "a_cache_handed_in_and_out": fails("assert type(cache[0][0]) is not torch.Tensor"),
         "a_buffer_that_is_returned": says("the model has 1 operations to cut between"),
+        "a_dict_that_hooks_change": says("stage 0 would have no operation of its own"),
         "another_default_dtype_inside": says("stage 0 would have no operation of its own"),
         "a_buffer_written_in_another_dtype": says("stage 0 would have no operation of its own"),
         # The whole is compiled first there: only it knows where the stages are cut.

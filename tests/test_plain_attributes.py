@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from harness import ideal
 from torch import nn
 
 import autoshard
+from autoshard import CaptureError
+from autoshard.passes.capture.refusals.second_call import as_found
 
 
 class Masked(nn.Module):
@@ -46,3 +49,50 @@ def test_of_a_tensor_parallel_program_they_are_cut(float64: None, close: Any) ->
     sharded = autoshard.compile(model, ideal({"tp": 2}), (x,), hints={"linear": "colwise"})
     close(sharded(x).detach(), model(x).detach())
     assert sharded.plan.cost.flops_per_rank == sharded.plan.cost.flops / 2
+
+
+POSITIONS: dict[int, torch.Tensor] = {}
+LAST: torch.Tensor | None = None
+LINES = {"words": [list(range(20_000)) for _ in range(100)], "ends": list(range(100))}
+
+
+class Proxy:
+    """As those of web frameworks outside of a request."""
+
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("there is no request")
+
+
+PROXY = Proxy()
+
+
+class Cached(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global LAST
+        length = x.shape[-1]
+        if length not in POSITIONS:
+            POSITIONS[length] = torch.arange(length).to(x.dtype)
+        LAST = POSITIONS[length]
+        return super().forward(x) + POSITIONS[length]
+
+
+def test_tensors_of_a_trace_do_not_stay_in_globals(float64: None, close: Any) -> None:
+    """As is said in the refusal: after a call of the model there is a cache, and the model is compiled."""
+    model, x = Cached(8, 8), torch.randn(4, 8)
+    with pytest.raises(CaptureError, match=r"leaves '\w+\.POSITIONS', '\w+\.LAST' behind .*call the model once before"):
+        autoshard.compile(model, ideal({"tp": 2}), (x,))
+    assert not POSITIONS
+    assert LAST is None
+    expected = model(x)
+    close(autoshard.compile(model, ideal({"tp": 2}), (x,))(x), expected)
+
+
+def test_large_globals_are_not_looked_into() -> None:
+    """A data set in lists of lists would take seconds; proxies that have no attributes now are left alone."""
+    found = next(contents for _, place, _, contents in as_found(Cached(8, 8)) if "LINES" in vars(place))
+    words, ends = (dict(found["LINES"])[name] for name in LINES)
+    assert len(words) == len(ends) == 100
+    assert not any(isinstance(line, tuple) for line in words)
+    assert ends[99] == (int, "99")
+    assert "PROXY" in found

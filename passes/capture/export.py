@@ -117,7 +117,7 @@ def _captured(
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
         reading_outside() as read,
-        leaving(),
+        leaving(model),
     ):
         apart(model)
         graph, eager_grads = _graph(model, example, training, dynamic)
@@ -294,12 +294,9 @@ class _Trace:
                 assigned = [(module, dict(module._buffers), shapes_of(module)) for module in model.modules()]
                 with none_drawn(model), watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
-                    given = pytree.tree_leaves((args, kwargs))
-                    handed = Handed(args, kwargs)
-                    watch.begin(Forward(given, list(model.parameters()), state, trained))
+                    watch.begin(Forward(self.given, list(model.parameters()), state, trained))
                     output = forward(*args, **kwargs)
                     watch.end(output)
-                self.returned, self.changed = handed.returned(output), handed.changed
                 check_made(before)
                 for module, own, shapes in assigned:
                     check_shapes(module, shapes)
@@ -315,10 +312,20 @@ class _Trace:
         if keywords:
             traced.__signature__ = with_keywords(inspect.signature(forward), keywords)  # type: ignore[attr-defined]
         model.__dict__["forward"] = traced  # taken away again by _untouched
+        model.register_forward_pre_hook(self._input, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._output)
+
+    def _input(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the hooks of users."""
+        self.given, self.handed = pytree.tree_leaves((args, kwargs)), Handed(args, kwargs)
 
     def _output(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Behind the hooks of users: notes which outputs have gradients, and adds what dicts among the arguments gain."""
+        try:
+            self.returned, self.changed = self.handed.returned(output), self.handed.changed
+        except Exception as error:
+            self.error = error
+            raise _StoppedError from None
         if self.changed:
             output = output, tuple(gained for _, gained in self.changed.values())
         register_types(output)

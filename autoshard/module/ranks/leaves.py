@@ -6,7 +6,8 @@ backward outside takes it along, so that several of them cost one sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,9 +55,8 @@ class _Locals(torch.autograd.Function):
         if any(p._version != version for p, version in zip(ctx.parameters, ctx.versions, strict=True)):
             raise RuntimeMismatchError(CHANGED.format("a parameter"))
         pending, specs = ctx.pending, ctx.specs
-        found = [
-            _in_rows(p, g, spec) for p, g, spec in zip(ctx.parameters, pending.finish(gradients), specs, strict=True)
-        ]
+        owned = _owned(pending.finish(gradients), gradients)
+        found = [_in_rows(p, g, spec) for p, g, spec in zip(ctx.parameters, owned, specs, strict=True)]
         if pending.summands or _deferred:
             found, specs = _met(pending, ctx.parameters, found, specs)
         if torch.is_grad_enabled():
@@ -73,12 +73,30 @@ class _Locals(torch.autograd.Function):
 
 def _set(p: Any, gradient: DTensor, leaf: Any) -> bool:
     """Have ``gradient`` be ``p.grad`` where the node ``leaf`` would do no more: it takes another DTensor of each gradient."""
-    if not p.is_leaf or p.grad is not None or p._backward_hooks or p._post_accumulate_grad_hooks:
+    if not (p.is_leaf and p.requires_grad) or p.grad is not None:
+        return False
+    if p._backward_hooks or p._post_accumulate_grad_hooks:
         return False
     if gradient.dtype != getattr(p, "grad_dtype", p.dtype) or not _is_run(leaf):  # autograd converts to other dtypes
         return False
     p.grad = gradient
     return True
+
+
+def _owned(
+    gradients: Sequence[torch.Tensor | None], brought: Sequence[torch.Tensor | None]
+) -> Iterator[torch.Tensor | None]:
+    """``gradients``; of those that autograd has ``brought`` and that are others' too a copy, as it makes for plain parameters.
+
+    Both operands of a sum have one tensor as their gradient.
+    """
+    places = Counter(g.data_ptr() for g in brought if g is not None and not g.is_sparse)
+    for g, given in zip(gradients, brought, strict=True):
+        if g is None or g is not given or g.is_sparse:
+            yield g
+        else:
+            held = g._use_count() > 1  # type: ignore[attr-defined]
+            yield g.clone() if held or places[g.data_ptr()] > 1 else g
 
 
 def _in_rows(p: Any, gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
@@ -182,7 +200,7 @@ def _meet(comm: Communicator, p: Any, axes: Axes) -> Axes:
 
 def _accumulates(p: torch.Tensor) -> bool:
     """Whether the running backward adds to ``p.grad``: not where torch.autograd.grad asks for something."""
-    return p.is_leaf and _is_run(torch.autograd.graph.get_gradient_edge(p).node)
+    return p.is_leaf and p.requires_grad and _is_run(torch.autograd.graph.get_gradient_edge(p).node)
 
 
 def _is_run(node: Any) -> bool:

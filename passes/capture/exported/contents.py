@@ -20,6 +20,7 @@ DEPTH = 4
 Contents = list[tuple[Any, Any]]
 """containers and objects, each with what it held: see :func:`held_in`"""
 
+_NOTHING = object()
 _NO_STATE = ("builtins", "functools", "torch")
 """where what can be called is a function"""
 _ITERATORS = ("builtins", "itertools", "_collections")
@@ -38,10 +39,20 @@ def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
         return set(x)
     if callable(x) and type(x).__module__.partition(".")[0] in _NO_STATE:
         return None
-    attributes, slots = getattr(x, "__dict__", None), _slots(type(x))
-    if not isinstance(attributes, dict) and not slots:
-        return None
-    return {**{name: getattr(x, name) for name in slots if hasattr(x, name)}, **(attributes or {})}
+    attributes, slots = _own(x, "__dict__"), _slots(type(x))
+    if not isinstance(attributes, dict):
+        if not slots:
+            return None
+        attributes = {}
+    return {**{name: y for name in slots if (y := _own(x, name)) is not _NOTHING}, **attributes}
+
+
+def _own(x: Any, name: str) -> Any:
+    """An attribute of an object itself, not what ``__getattr__`` makes up: proxies raise any error there."""
+    try:
+        return object.__getattribute__(x, name)
+    except Exception:
+        return _NOTHING
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -114,11 +125,11 @@ def put(contents: Contents) -> None:
             for name in slots:
                 if name in held:
                     object.__setattr__(holder, name, held[name])
-                elif hasattr(holder, name):
+                elif _own(holder, name) is not _NOTHING:
                     object.__delattr__(holder, name)
-            if slots and not hasattr(holder, "__dict__"):
+            own: Any = holder if isinstance(holder, dict) else _own(holder, "__dict__")
+            if not isinstance(own, dict):
                 continue
-            own: Any = holder if isinstance(holder, dict) else vars(holder)
             kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
             kind.clear(own)
             kind.update(own, {name: x for name, x in held.items() if name not in slots})

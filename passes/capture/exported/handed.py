@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.passes.capture.exported.trees import attributes_of
 
 log = logging.getLogger("autoshard")
@@ -31,7 +32,7 @@ Changed = tuple[tuple[Path, tuple[Any, ...], Any], ...]
 """where a dict is in ``(args, kwargs)``, which keys it loses, and the structure of a dict of what it gains"""
 CHANGED = "autoshard_changed"
 """under which name an exported program knows where such dicts are, and which keys they lose"""
-_RESULTS = (torch.Tensor, bool, int, float, str, type(None))
+_RESULTS = (torch.Tensor, bool, int, float, str, type(None), torch.SymInt)
 """what a program can give back"""
 
 
@@ -87,6 +88,8 @@ def give_back(returned: Returned, changed: Changed, arguments: Any, output: Any,
     rest = iter(gained)
     taken = [pytree.tree_unflatten(list(itertools.islice(rest, spec.num_leaves)), spec) for _, _, spec in changed]
     dicts = [_at(arguments, path) for path, _, _ in changed]  # before any of them is changed
+    if dicts:
+        _check_apart(dicts, arguments)
     own: dict[int, Any] = {}
     for given, made in returned:
         into, new = _at(arguments, given), _at(output, made)
@@ -96,17 +99,33 @@ def give_back(returned: Returned, changed: Changed, arguments: Any, output: Any,
             continue
         if isinstance(into, dict):
             into.clear()
-            into.update(new)
+            _put(into, new)
         elif isinstance(into, list):
             into[:] = new
         else:
             for name, value in attributes_of(new).items():
                 object.__setattr__(into, name, value)
     for mapping, (_, lost, _), new in zip(dicts, changed, taken, strict=True):
-        mapping.update(new)
+        _put(mapping, new)
         for key in lost:
             del mapping[key]
     return pytree.tree_map(lambda x: own.get(id(x), x), output, is_leaf=lambda x: id(x) in own) if own else output
+
+
+def _check_apart(dicts: Sequence[Any], arguments: Any) -> None:
+    """Refuse one of ``dicts``, which the forward changes, that is an argument in two places: a program has two of it."""
+    places = Counter(id(x) for _, x in _containers(arguments, ()))
+    if twice := [x for x in dicts if places[id(x)] > 1]:
+        raise RuntimeMismatchError(
+            f"the forward changes a {type(twice[0]).__name__} that is among its arguments twice: one place would not see what "
+            "is done to the other. Hand it in once, or a copy."
+        )
+
+
+def _put(mapping: dict[Any, Any], items: Mapping[Any, Any]) -> None:
+    """One after another: transformers' outputs refuse ``update``."""
+    for key in items:
+        mapping[key] = items[key]
 
 
 def _inside(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -12,6 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,20 +34,39 @@ _left: ContextVar[dict[str, tuple[dict[str, Any], str, Any, Contents]]] = Contex
 """of the last trace: dotted name → the module's attributes, the name of one, and what it is now and holds"""
 
 _LARGE = 256
-"""items of a global container that is not looked into"""
+"""items of a global container, or of one in it, that is not looked into"""
+_ALL = _LARGE**2
+"""items of a global that are looked at: scripts keep data sets there, in lists of lists"""
 _LOOKED_INTO = ("builtins", "itertools", "_collections")
 
 _HOLDERS = {"parameter": "_parameters", "buffer": "_buffers", "module": "_modules"}
 
 
 @contextlib.contextmanager
-def leaving() -> Iterator[None]:
-    """Traces inside tell what their forward leaves, by :func:`leave`."""
+def leaving(model: nn.Module) -> Iterator[None]:
+    """Traces inside tell what their forward leaves, by :func:`leave`. Tensors of theirs do not stay in globals and classes."""
     token = _left.set({})
+    before = [(place, dict(vars(place)), [(x, held_in(x)) for x in _containers(place)]) for place in _around(model)]
     try:
         yield
     finally:
         _left.reset(token)
+        for place, names, contents in before:
+            put([(x, held) for x, held in contents if _has_fake(x)])
+            for name, x in dict(vars(place)).items():
+                if isinstance(x, FakeTensor) and name in names:
+                    setattr(place, name, names[name])
+                elif isinstance(x, FakeTensor):
+                    delattr(place, name)
+
+
+def _containers(place: Any) -> Iterator[Any]:
+    """Small ones among the global names, or the attributes of a class."""
+    return (x for x in vars(place).values() if isinstance(x, list | dict | set | deque) and len(x) <= _LARGE)
+
+
+def _has_fake(x: Any) -> bool:
+    return any(isinstance(y, FakeTensor) for y in pytree.tree_leaves(list(x.values() if isinstance(x, dict) else x)))
 
 
 def as_found(model: nn.Module) -> Found:
@@ -75,7 +95,7 @@ def _small(names: Mapping[str, Any]) -> dict[str, Any]:
         if (name.startswith("__") and name.endswith("__")) or (is_container and len(x) > _LARGE):
             continue
         known = is_container or type(x).__module__ in _LOOKED_INTO or _is_of_user(type(x))
-        found[name] = _contents(x, DEPTH - 1 if known else 0)
+        found[name] = _contents(x, DEPTH - 1 if known else 0, _LARGE, _ALL)
     return found
 
 
@@ -183,18 +203,25 @@ class _Same:
         return id(self.x)
 
 
-def _contents(x: Any, depth: int = DEPTH) -> Any:
-    """What is in an attribute, to be compared: values of numbers and words, the identity of all else, and what these hold."""
+def _contents(x: Any, depth: int = DEPTH, large: int = sys.maxsize, room: int = sys.maxsize) -> Any:
+    """What is in an attribute, to be compared: values of numbers and words, the identity of all else, and what these hold.
+
+    Containers of more than ``large`` items are not looked into, nor where there would be more than ``room`` in all.
+    """
     if isinstance(x, bool | int | float | complex | str | bytes | type(None)):
         return type(x), repr(x)
-    if depth > 1 and (place := advanced_to(x)) is not None:
-        return _Same(x), tuple(_contents(y, depth - 1) for y in place)
-    held = held_in(x) if depth else None
-    if held is None:
+    held = advanced_to(x) if depth > 1 else None
+    is_place = held is not None
+    if not is_place:
+        held = held_in(x) if depth else None
+    if held is None or len(held) > min(large, room):
         return _Same(x)
+    inside = partial(_contents, depth=depth - 1, large=large, room=room // max(len(held), 1))
+    if is_place:
+        return _Same(x), tuple(map(inside, held))
     if isinstance(held, set):
         return frozenset(map(_Same, held))
     if isinstance(held, list):
-        return tuple(_contents(v, depth - 1) for v in held)
-    items = tuple((k if isinstance(k, str) else _Same(k), _contents(v, depth - 1)) for k, v in held.items())
+        return tuple(map(inside, held))
+    items = tuple((k if isinstance(k, str) else _Same(k), inside(v)) for k, v in held.items())
     return items if isinstance(x, dict) else (_Same(x), items)
