@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -213,3 +215,6 @@ def hooks_on_outputs_that_others_are_computed_from(mesh: autoshard.Mesh) -> None
 
     both(model, sharded, taken_away)
     same_gradients(sharded, model)
+    with warnings.catch_warnings(action="error"):  # torch warns of users' hooks, which are not saved
+        for output in sharded(torch.arange(4)):
+            torch.save(full(output), io.BytesIO())

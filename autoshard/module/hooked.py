@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import unserializable_hook
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.ir.graph import Graph, Ref
@@ -69,11 +70,13 @@ class _Hooks:
         return any(key not in self.own for key in self.all or ()) or (x is not None and x.retains_grad)
 
 
+@unserializable_hook  # type: ignore[untyped-decorator]
 def _nothing(gradient: torch.Tensor) -> None:
     """A tensor's hooks are known by a list that its first one makes."""
 
 
 def _check(number: int, sources: Mapping[int, _Hooks]) -> Any:
+    @unserializable_hook  # type: ignore[untyped-decorator]
     def check(gradient: torch.Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             found = next((i for i, hooks in sources.items() if hooks.there), None)
