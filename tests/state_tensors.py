@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from state_harness import Block, Net, both, case, close, full, ids, pair, refused, rows, same_gradients, steps
+from state_harness import Block, Net, Of, both, case, close, full, ids, pair, refused, rows, same_gradients, steps
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +38,10 @@ def converted_to_another_dtype(mesh: autoshard.Mesh) -> None:
     both(model, sharded, lambda m: m.bfloat16().eval())
     with torch.no_grad():
         close(sharded(ids())[1], model(ids())[1], rtol=0.1)
+    model, sharded = pair(mesh, lambda: Of(lambda lin, x: lin(x.to(lin.weight.dtype)).square().mean()), rows())
+    for dtype in (torch.float64, torch.float32, torch.float64):  # which the forward asks for
+        both(model, sharded, lambda m, dtype=dtype: m.to(dtype))
+        close(sharded(rows()), model(rows()), rtol=1e-5)
 
 
 @case

@@ -119,14 +119,15 @@ def autocast_in_evaluation(mesh: autoshard.Mesh) -> None:
 
 
 class Makes(nn.Module):
-    """Makes tensors of the default dtype."""
+    """Makes tensors of the default dtype, which it asks for, too."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.lin(x) + torch.ones(4) / 3 + torch.tensor(0.1)
+        asked = torch.arange(4).to(torch.get_default_dtype()) / 3
+        return self.lin(x) + torch.ones(4) / 3 + torch.tensor(0.1) + asked
 
 
 @case
