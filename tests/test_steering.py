@@ -150,12 +150,12 @@ def test_fractions_and_draws_do_not_steer(decide: Callable[[Tensor, Tensor], Ten
 
 
 def test_a_log_of_one_line_says_why_another_program_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "autoshard.plans.compiled")
+    caplog.set_level(logging.INFO, "autoshard.programs")
     sharded = autoshard.compile(nn.Linear(8, 4), ideal({"tp": 2}), (torch.randn(4, 8),), dynamic=True)
     sharded(torch.randn(7, 8))
-    assert [r for r in caplog.records if r.name == "autoshard.plans.compiled"] == []
+    assert [r for r in caplog.records if r.name == "autoshard.programs"] == []
     sharded(torch.randn(1, 8))
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "autoshard.plans.compiled"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "autoshard.programs"]
     assert line.startswith("a program does not serve this call: ")
     assert "\n" not in line
 
