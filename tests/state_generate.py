@@ -247,10 +247,11 @@ def a_cache_that_the_caller_keeps(mesh: autoshard.Mesh) -> None:
 
 
 class Heads(nn.Module):
-    """Attention to what a layer of a transformers cache holds; the cache comes back."""
+    """Attention to what a layer of a transformers cache holds; the cache comes back. ``window``: what it calls its length."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: str = "max_cache_len") -> None:
         super().__init__()
+        self.window = window
         self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
@@ -258,7 +259,7 @@ class Heads(nn.Module):
         length, start = cache.get_mask_sizes(x.shape[1])
         at = (torch.arange(x.shape[1]) + cache.get_seq_length())[:, None]
         seen = torch.arange(length) + start
-        mask = (seen <= at) & (seen > at - cache.max_cache_len)
+        mask = (seen <= at) & (seen > at - getattr(cache, self.window))
         y = F.scaled_dot_product_attention(q, *cache.update(k, v), attn_mask=mask)
         return self.o(y.transpose(1, 2).flatten(2)), cache
 

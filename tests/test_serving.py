@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from generating_models import MESHES, MODELS, TOKENS, as_one_device, every_way, made
 from stage_caches import caches_stay
-from state_generate import WAYS, llama, same_tokens, static_cache
+from state_generate import WAYS, Heads, llama, same_tokens, static_cache
 from torch import nn
 
 import autoshard
@@ -200,28 +199,11 @@ def test_what_a_tp_plan_cannot_say() -> None:
         plan.to_tp_plan("pp")
 
 
-class Windowed(nn.Module):
-    """Attention to the last tokens, with the cache that transformers has for it: it counts them in a Python number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-        q, k, v = (m(x).unflatten(-1, (4, -1)).transpose(1, 2) for m in (self.q, self.k, self.v))
-        length, start = cache.get_mask_sizes(x.shape[1])
-        at = (torch.arange(x.shape[1]) + cache.get_seq_length())[:, None]
-        seen = torch.arange(length) + start
-        k, v = cache.update(k, v)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=(seen <= at) & (seen > at - cache.sliding_window))
-        return self.o(y.transpose(1, 2).flatten(2)), cache
-
-
 def test_a_sliding_window_compiles_no_program_for_each_length() -> None:
-    """Its count is an open length: a prompt, one program below the window, and one where it is full."""
+    """Its count, a Python number, is an open length: a prompt, one program below the window, and one where it is full."""
     caches = pytest.importorskip("transformers.cache_utils")
     torch.manual_seed(0)
-    model, x = Windowed().double().eval(), torch.randn(2, 24, 16).double()
+    model, x = Heads("sliding_window").double().eval(), torch.randn(2, 24, 16).double()
     sharded = autoshard.compile(copy.deepcopy(model), {"tp": 2}, like="megatron", training=False, dynamic=True)
     made: list[Any] = [caches.DynamicSlidingWindowLayer(8) for _ in range(2)]
     for start, end in ((0, 3), *((n, n + 1) for n in range(3, 24))):

@@ -23,8 +23,8 @@ Contents = list[tuple[Any, Any]]
 _NOTHING = object()
 _NO_STATE = ("builtins", "functools", "torch")
 """where what can be called is a function"""
-_ITERATORS = ("builtins", "itertools", "_collections")
-"""where the iterators of Python are"""
+OF_PYTHON = ("builtins", "itertools", "_collections")
+"""where Python's own functions, generators and iterators are"""
 
 
 def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
@@ -76,7 +76,7 @@ def advanced_to(x: Any) -> Any:
     if isinstance(x, GeneratorType):
         frame = x.gi_frame
         return [None] if frame is None else [frame.f_lasti, x.gi_yieldfrom, *frame.f_locals.values()]
-    if not isinstance(x, Iterator) or type(x).__module__ not in _ITERATORS:
+    if not isinstance(x, Iterator) or type(x).__module__ not in OF_PYTHON:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # itertools' own, as of Python 3.12

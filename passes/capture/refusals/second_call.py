@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autoshard.errors import CaptureError
 from autoshard.frames import is_users
 from autoshard.passes.capture.exported.attributes import LEFT, untouched
-from autoshard.passes.capture.exported.contents import DEPTH, Contents, advanced_to, held_in, put, taken
+from autoshard.passes.capture.exported.contents import DEPTH, OF_PYTHON, Contents, advanced_to, held_in, put, taken
 from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.ir.graph import Graph
 
@@ -37,7 +37,6 @@ _LARGE = 256
 """items of a global container, or of one in it, that is not looked into"""
 _ALL = _LARGE**2
 """items of a global that are looked at: scripts keep data sets there, in lists of lists"""
-_LOOKED_INTO = ("builtins", "itertools", "_collections")
 
 _HOLDERS = {"parameter": "_parameters", "buffer": "_buffers", "module": "_modules"}
 
@@ -94,7 +93,7 @@ def _small(names: Mapping[str, Any]) -> dict[str, Any]:
         is_container = isinstance(x, list | dict | set | deque)
         if (name.startswith("__") and name.endswith("__")) or (is_container and len(x) > _LARGE):
             continue
-        known = is_container or type(x).__module__ in _LOOKED_INTO or _is_of_user(type(x))
+        known = is_container or type(x).__module__ in OF_PYTHON or _is_of_user(type(x))
         found[name] = _contents(x, DEPTH - 1 if known else 0, _LARGE, _ALL)
     return found
 

@@ -79,17 +79,16 @@ def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
 
 
 def _op_stays(op: Any, tail: Collection[OpOverload]) -> bool:
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
-        return False
-    return op not in tail and op not in _LIFTED and (op in _composite() or not _is_composite(op))
+    return _is_functional(op, tail) and op not in _LIFTED and (op in _composite() or not _is_composite(op))
 
 
 def _is_written_alone(node: fx.Node, tail: Collection[OpOverload]) -> bool:
     """Whether the functional form of its program has ``node`` as others, whatever stands around it: a view, for one."""
-    op = node.target
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable or has_effect(node):
-        return False
-    return op not in tail and _is_composite(op)
+    return _is_functional(node.target, tail) and _is_composite(node.target) and not has_effect(node)
+
+
+def _is_functional(op: Any, tail: Collection[OpOverload]) -> bool:
+    return isinstance(op, OpOverload) and op.namespace == "aten" and not op._schema.is_mutable and op not in tail
 
 
 def _convert(copy: fx.Node) -> None:
