@@ -180,6 +180,29 @@ def parameters_that_are_added(mesh: autoshard.Mesh) -> None:
     same_gradients(sharded, model)
 
 
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.by
+
+
+@case
+def a_gradient_that_is_given_and_used_again(mesh: autoshard.Mesh) -> None:
+    """``y.backward(g)`` leaves gradients of their own: what is written into ``g`` afterwards is not written into them."""
+    model, sharded = pair(real(mesh), Shifted, rows(), hints={"by": autoshard.Shard(1)})
+    for module in (model, sharded):
+        y = module(rows())
+        given = torch.ones_like(y)
+        y.backward(given)
+        given.mul_(3)
+        module(rows()).backward(given)
+        given.zero_()
+    same_gradients(sharded, model)
+
+
 @contextlib.contextmanager
 def detached() -> Iterator[list[Any]]:
     """What DTensors are detached inside."""

@@ -30,6 +30,10 @@ def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequen
     return found
 
 
+GIVEN = "_autoshard_given"
+"""marks the part of a gradient that came from outside, which stays its owner's: autograd's count of references to it is 1"""
+
+
 class _Whole(torch.autograd.Function):
     """``DTensor.from_local`` of a part whose whole is known, without what it finds out and checks in every call."""
 
@@ -47,7 +51,11 @@ class _Whole(torch.autograd.Function):
         spec = ctx.spec
         if gradient.placements != spec.placements:
             gradient = gradient.redistribute(spec.mesh, spec.placements)
-        return (gradient.to_local() if torch.is_grad_enabled() else gradient._local_tensor), None
+        if torch.is_grad_enabled():
+            return gradient.to_local(), None
+        local = gradient._local_tensor
+        setattr(local, GIVEN, True)
+        return local, None
 
 
 new_dtensor: Any = inspect.unwrap(DTensor.__new__)

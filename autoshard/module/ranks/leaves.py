@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
-from autoshard.module.dtensors.made import new_dtensor
+from autoshard.module.dtensors.made import GIVEN, new_dtensor
 from autoshard.module.dtensors.owned import local_of
 from autoshard.module.dtensors.sparse_gradients import accumulate
 from autoshard.runtime.parameters.again import CHANGED
@@ -95,7 +95,7 @@ def _owned(
         if g is None or g is not given or g.is_sparse:
             yield g
         else:
-            held = g._use_count() > 1  # type: ignore[attr-defined]
+            held = g._use_count() > 1 or hasattr(g, GIVEN)  # type: ignore[attr-defined]
             yield g.clone() if held or places[g.data_ptr()] > 1 else g
 
 
