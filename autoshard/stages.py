@@ -36,6 +36,7 @@ def set_up_logs(names: str | None = None) -> None:
             logger.setLevel(logging.INFO)
             if not any(isinstance(h, _Stderr) for h in logger.handlers):
                 logger.addHandler(_Stderr(known))
+                logger.propagate = False  # a program that logs at INFO would say it twice
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
