@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +13,8 @@ from autoshard.passes.search.network import Array
 
 # A join is computed in blocks of about this many entries, so that its temporaries stay in cache.
 BLOCK = 1 << 16
+# Entries of a join that is made in one go.
+AT_ONCE = 2 * BLOCK
 
 Span = tuple[int, tuple[int, ...]]
 """a table and the axes of a join that it spans, ascending"""
@@ -188,13 +191,15 @@ def min_sum(parts: list[Array], shape: tuple[int, ...]) -> Array:
     """min over axis 0 of the broadcast sum of ``parts``, whose axis 0 is common and whose other axes are 1 or full."""
     if not shape:
         return np.asarray(sum(parts[1:], parts[0]).min(), dtype=np.float64)
+    parts = sorted(parts, key=lambda part: part.size)  # small sums first: the big broadcasts happen once
+    if len(parts[0]) * math.prod(shape) <= AT_ONCE:
+        return np.asarray(sum(parts[1:], parts[0]).min(axis=0))
     result = np.empty(shape)
-    inner = int(np.prod(shape[1:], dtype=np.int64))
+    inner = math.prod(shape[1:])
     step = max(1, BLOCK // max(inner, 1))
     for start in range(0, shape[0], step):
         block = slice(start, min(start + step, shape[0]))
         cut = [part[:, block] if part.shape[1] > 1 else part for part in parts]
-        cut.sort(key=lambda part: part.size)  # small sums first: the big broadcasts happen once
         out = result[block]
         out.fill(np.inf)
         temporary = np.empty_like(out)
