@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,6 +13,10 @@ from autoshard.passes.search.network import Array
 
 # A join is computed in blocks of about this many entries, so that its temporaries stay in cache.
 BLOCK = 1 << 16
+# Entries of a join that is made in one go.
+AT_ONCE = 2 * BLOCK
+# Entries of the sum of a join's parts that is kept.
+MOST_SUMMED = 1 << 20
 
 Span = tuple[int, tuple[int, ...]]
 """a table and the axes of a join that it spans, ascending"""
@@ -188,13 +193,25 @@ def min_sum(parts: list[Array], shape: tuple[int, ...]) -> Array:
     """min over axis 0 of the broadcast sum of ``parts``, whose axis 0 is common and whose other axes are 1 or full."""
     if not shape:
         return np.asarray(sum(parts[1:], parts[0]).min(), dtype=np.float64)
+    parts = sorted(parts, key=lambda part: part.size)  # small sums first: the big broadcasts happen once
+    if len(parts[0]) * math.prod(shape) <= AT_ONCE:
+        return np.asarray(sum(parts[1:], parts[0]).min(axis=0))
+    # First an axis along which most parts are the same: their sum is made once, and is long.
+    spans = [{k for k, length in enumerate(part.shape[1:]) if length > 1} for part in parts]
+    differ = [set[int]().union(*(span for span in spans if k in span)) - {k} for k in range(len(shape))]
+    lead = min(range(len(shape)), key=lambda k: (shape[k] == 1, math.prod(shape[i] for i in differ[k])))
+    parts = [np.moveaxis(part, 1 + lead, 1) for part in parts]
+    shape = (shape[lead], *shape[:lead], *shape[lead + 1 :])
+    inner = math.prod(shape[1:])
+    same = [part for part in parts if part.shape[1] == 1]
+    if len(same) > 1 and len(parts[0]) * inner <= MOST_SUMMED:
+        parts = [*(part for part in parts if part.shape[1] > 1), sum(same[1:], same[0])]
+        parts.sort(key=lambda part: part.size)
     result = np.empty(shape)
-    inner = int(np.prod(shape[1:], dtype=np.int64))
     step = max(1, BLOCK // max(inner, 1))
     for start in range(0, shape[0], step):
         block = slice(start, min(start + step, shape[0]))
         cut = [part[:, block] if part.shape[1] > 1 else part for part in parts]
-        cut.sort(key=lambda part: part.size)  # small sums first: the big broadcasts happen once
         out = result[block]
         out.fill(np.inf)
         temporary = np.empty_like(out)
@@ -205,4 +222,4 @@ def min_sum(parts: list[Array], shape: tuple[int, ...]) -> Array:
                 np.minimum(out, temporary, out=out)
             else:
                 np.minimum(out, small, out=out)
-    return result
+    return np.moveaxis(result, 0, lead)

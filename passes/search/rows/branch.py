@@ -6,7 +6,6 @@ A gap that prices leave comes from a few large decisions that do not average out
 from __future__ import annotations
 
 import heapq
-import math
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from autoshard.passes.search.rows.prices import Part, Search, maximise_bound
 
 # Iterations of the bound of a branch, and the box in which they start.
 ITERATIONS = 8
-REACH = 0.02
+REACH = 0.3
 # Branches that are looked at for effort 1, and entries that they may compute (a second or so for each billion).
 BRANCHES = 24
 WORK = 4_000_000_000
@@ -44,16 +43,13 @@ def branch(search: Search, enough: float, effort: Effort) -> int:
         for kept in halves:
             made += 1
             half = part.restricted({node: kept})
-            half.bound = -math.inf
             try:
                 maximise_bound(search, half, ITERATIONS, enough / 2, REACH)
             except NotFoundError:
-                half.bound = bound
                 heapq.heappush(leaves, (bound, made, half))
                 continue
             except PlanError:
                 continue
-            half.bound = max(half.bound, bound)
             if search.gap(half.bound) > enough:
                 mix(search, half, enough, MIXTURES)
             heapq.heappush(leaves, (half.bound, made, half))

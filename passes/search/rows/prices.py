@@ -93,6 +93,7 @@ class Part:
         """With only some strategies of the nodes named."""
         numbers = tuple(number[kept[i]] if i in kept else number for i, number in enumerate(self.numbers))
         left = {i: set(numbers[i].tolist()) for i in kept}
+
         cuts = [cut for cut in self.cuts if all(cut.choice[i] in strategies for i, strategies in left.items())]
         return replace(
             self, problem=self.problem.restricted(kept), numbers=numbers, cuts=cuts, mixture=[], known={}, reduced=None
@@ -195,7 +196,8 @@ class Search:
 
 
 def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP, reach: float = 1.0) -> None:
-    """Prices that maximise the bound of a part, by cutting planes in a box around the best prices; from those it has.
+    """Prices that maximise the bound of a part, by cutting planes in a box around the best prices; from those it has,
+    and the bound that these give, if there is one: some of all choices cost no less than all.
 
     ``reach``: the size of the first box, as a part of all that the prices may be.
     """
@@ -203,9 +205,10 @@ def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP
     prices, radius = part.prices, np.full(count, math.inf)
     for step in range(iterations):
         try:
-            value = search.relax(part, prices)
+            seen = step == 0 and part.bound > -math.inf
+            value = part.bound if seen else search.relax(part, prices)
         except PlanError:
-            if step == 0:
+            if not part.known:  # it may have no choice at all
                 raise
             return
         better = value > part.bound
