@@ -48,11 +48,12 @@ def test_kept_bytes_are_those_that_autograd_keeps(family: str, axes: dict[str, i
     assert compiled.plan.memory.activations == pytest.approx(kept_bytes(compiled), rel=0.3 if routed else 0.005)
 
 
-def memory_is_as_simulated(graph: Graph, recompute: str) -> None:
+def memory_is_as_simulated(graph: Graph, recompute: str, inside: float = 0.0) -> None:
+    """``inside``: the share of the peak that kernels allocate for themselves."""
     compiled = build(graph, autoshard.Mesh({"tp": 1}), Wishes(optimizer="sgd", recompute=recompute))
     memory = compiled.plan.memory
     assert memory.activations == pytest.approx(kept_bytes(compiled), rel=0.02)
-    assert memory.peak == pytest.approx(peak_bytes(compiled), rel=0.05)
+    assert memory.peak == pytest.approx(peak_bytes(compiled), rel=0.05 + inside)
     assert sum(memory.at_peak.values()) == pytest.approx(memory.peak)
 
 
@@ -68,7 +69,7 @@ def test_memory_of_real_models(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     model, args, kwargs = build_real(name, monkeypatch)
     graph = captured(model, args, kwargs, training=True)
     for recompute in ("none", "selective", "blocks"):
-        memory_is_as_simulated(graph, recompute)
+        memory_is_as_simulated(graph, recompute, inside=0.03 if name == "resnet" else 0.0)  # oneDNN copies an operand
 
 
 @pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 2), ("momentum", 1), ("sgd", 0)])
