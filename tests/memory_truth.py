@@ -1,17 +1,19 @@
-"""What a compiled program really keeps and really peaks at: counted by autograd's hooks and a mode that sees every tensor."""
+"""What a compiled program really keeps and really peaks at: counted by autograd's hooks and by torch's profiler."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import threading
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import torch.utils._pytree as pytree
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 
 from autoshard.compiler import Compiled
 from autoshard.module.programs.executable import load_source
+from autoshard.runtime.parameters import again
+from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.in_process import World
 
 
@@ -49,47 +51,31 @@ def ranks_of(compiled: Compiled) -> tuple[World, list[Any], list[dict[str, torch
 
 
 def kept_bytes(compiled: Compiled) -> float:
-    """Bytes that autograd keeps on rank 0 beside parameters, buffers and inputs."""
+    """Bytes that autograd keeps on rank 0 beside parameters, buffers and inputs, and what is kept to make others again."""
     world, modules, tensors, args = ranks_of(compiled)
     found: list[dict[int, torch.Tensor]] = [{} for _ in modules]
-    outputs: list[Any] = []
+    here, keep = threading.local(), again.keep
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        found[here.rank][storage(x)] = x
+        return x
+
+    def kept(x: torch.Tensor) -> Any:
+        """The hook of the runtime, which hides what it keeps from the one around it."""
+        place = keep(x)
+        if isinstance(place, again.Kept):
+            pack(x)
+        return place
 
     def run(module: Any, rank: int) -> Any:
-        def pack(x: torch.Tensor) -> torch.Tensor:
-            found[rank][storage(x)] = x
-            return x
-
+        here.rank = rank
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             return module(*args)
 
-    outputs.append(world.run(run, [(m, r) for r, m in enumerate(modules)]))
+    with patch.object(again, "keep", kept):
+        world.run(run, [(m, r) for r, m in enumerate(modules)])
     mine = {storage(x) for x in (*tensors[0].values(), *args)}
     return float(sum(x.untyped_storage().nbytes() for key, x in found[0].items() if key not in mine))
-
-
-class Tracker(TorchDispatchMode):
-    """The bytes of all storages that are alive, and their most."""
-
-    def __init__(self, known: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.known = {storage(x) for x in known}
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-        self.marks: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and storage(x) not in self.known:
-                kept = x.untyped_storage()
-                self.alive[storage(x)] = (StorageWeakRef(kept), kept.nbytes())
-        self.peak = max(self.peak, self.now())
-        return out
-
-    def now(self) -> int:
-        for key in [k for k, (ref, _) in self.alive.items() if ref.expired()]:
-            del self.alive[key]
-        return sum(n for _, n in self.alive.values())
 
 
 def peak_bytes(compiled: Compiled) -> float:
@@ -98,9 +84,13 @@ def peak_bytes(compiled: Compiled) -> float:
     assert world.size == 1
     given = [*tensors[0].values(), *args]
     at_first = sum(x.untyped_storage().nbytes() for x in given)
-    with Tracker(given) as tracker:
+    states = [torch.get_rng_state()]  # 5 KB for each part that draws again: no part of the model
+    unkept = patch.object(Communicator, "random_states", lambda self: states)
+    with unkept, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocations:
         (outputs,) = world.run(modules[0], [args])
         ends = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]
         losses = [x for x in ends if not x.shape] or ends
         torch.autograd.backward(losses, [torch.ones_like(x) for x in losses])
-    return float(tracker.peak + at_first)
+    events = allocations.profiler.kineto_results.events()
+    alive = itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]")
+    return float(max(alive) + at_first)

@@ -44,6 +44,23 @@ def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) ->
     assert travel._in_a_step(clock, send) == pytest.approx(0.5)
 
 
+def test_waits_of_several_collectives_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks that wait at some collectives a step has the mean, not what most take."""
+    clock: Any = Told()
+    sent = 0
+
+    def operation() -> None:
+        clock.now += 1e-3
+
+    def send() -> None:
+        nonlocal sent
+        sent += 1
+        clock.now += 1.0 if sent % 4 == 0 else 0.1
+
+    monkeypatch.setattr(travel, "_product", lambda clock: operation)
+    assert travel._in_a_step(clock, send) == pytest.approx(0.325)
+
+
 def test_results_are_kept_while_one_is_timed() -> None:
     results, alive = list[Any](), list[int]()
 

@@ -75,6 +75,18 @@ def test_of_whole_labels_every_rank_counts_all(log: bool, local: bool) -> None:
         torch.testing.assert_close(sharded.full_gradients()[name], gradient, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.parametrize("recompute", ["none", {"head": True}], ids=["kept", "made again"])
+@pytest.mark.parametrize("come", ["global", "local"])
+def test_the_price_of_a_count_is_that_of_what_runs(come: str, recompute: Any) -> None:
+    """Of whole labels none is sent, and none is paid for: by the search, in the plan, and of alternatives."""
+    mesh = autoshard.Mesh({"dp": 3}, "cpu")
+    options = {"like": "ddp", "inputs": come, "recompute": recompute, "training": True}
+    plan = autoshard.plan(Classifier().double(), mesh, inputs(), **options)
+    assert any(c.reason.endswith("count") for c in plan.collectives) == (come == "local")
+    assert plan.cost.comm_s == pytest.approx(sum(c.seconds for c in plan.collectives) + plan.cost.local_s, abs=1e-5)
+    assert plan.cost.total_s == pytest.approx(plan.cost.lower_bound)
+
+
 def test_a_run_sends_the_loss_and_the_gradients_and_nothing_else() -> None:
     sharded = autoshard.compile(Classifier().double(), ideal({"dp": 3}), inputs(), like="ddp", training=True)
     sharded.record(executed := [])

@@ -39,38 +39,37 @@ def graph_of(family: str) -> Graph:
     return GRAPHS[family]
 
 
+@pytest.mark.parametrize("recompute", ["auto", "selective", "blocks"])
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kept_bytes_are_those_that_autograd_keeps(family: str, axes: dict[str, int]) -> None:
-    compiled = build(graph_of(family), autoshard.Mesh(axes, "ideal_network"))
-    routed = family == "moe" and "tp" in axes and "dp" in axes  # which rows come depends on the data: planned evenly
+def test_kept_bytes_are_those_that_autograd_keeps(family: str, axes: dict[str, int], recompute: str) -> None:
+    compiled = build(graph_of(family), autoshard.Mesh(axes, "ideal_network"), Wishes(recompute=recompute))
+    routed = family == "moe" and "dp" in axes and recompute == "auto"  # rows come as the data says: planned evenly
     assert compiled.plan.memory.activations == pytest.approx(kept_bytes(compiled), rel=0.3 if routed else 0.005)
 
 
-def peak_is_as_simulated(graph: Graph, recompute: str) -> None:
+def memory_is_as_simulated(graph: Graph, recompute: str, inside: float = 0.0) -> None:
+    """``inside``: the share of the peak that kernels allocate for themselves."""
     compiled = build(graph, autoshard.Mesh({"tp": 1}), Wishes(optimizer="sgd", recompute=recompute))
     memory = compiled.plan.memory
-    assert memory.peak == pytest.approx(peak_bytes(compiled), rel=0.05)
+    assert memory.activations == pytest.approx(kept_bytes(compiled), rel=0.02)
+    assert memory.peak == pytest.approx(peak_bytes(compiled), rel=0.05 + inside)
     assert sum(memory.at_peak.values()) == pytest.approx(memory.peak)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "blocks"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_peak_is_the_tracked_one(family: str, recompute: str) -> None:
-    peak_is_as_simulated(graph_of(family), recompute)
+    memory_is_as_simulated(graph_of(family), recompute)
 
 
-TRACKED = [name for name in CASES if name != "mamba"]
-"""a mode that sees tensors has autograd add gradients up in new memory, of which a scan has many"""
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma2")) for n in TRACKED])
-def test_peaks_of_real_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma2")) for n in CASES])
+def test_memory_of_real_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every kind of recomputation."""
     model, args, kwargs = build_real(name, monkeypatch)
     graph = captured(model, args, kwargs, training=True)
     for recompute in ("none", "selective", "blocks"):
-        peak_is_as_simulated(graph, recompute)
+        memory_is_as_simulated(graph, recompute, inside=0.03 if name == "resnet" else 0.0)  # oneDNN copies an operand
 
 
 @pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 2), ("momentum", 1), ("sgd", 0)])

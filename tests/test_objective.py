@@ -391,9 +391,7 @@ def test_a_value_that_one_operation_reads_three_times_is_paid_once_per_layout() 
     (node,) = (n for n in graph.nodes if "attention" in str(n.op))
     assert len(set(node.inputs)) == 1
     space = op_space(node, graph, autoshard.Mesh({"tp": 2}, "h100"))
-    paid = [
-        placed if mask is None else list(itertools.compress(placed, mask)) for *_, placed, mask in readings(node, space)
-    ]
+    paid = [r.placed if r.mask is None else list(itertools.compress(r.placed, r.mask)) for r in readings(node, space)]
     layouts = sum(len(set(choice)) for choice in zip(*space.inputs, strict=True))
     assert sum(map(len, paid)) == layouts < 3 * len(space.choices)
     assert layouts > len(space.choices)

@@ -14,6 +14,9 @@ from autoshard.hardware import Rate
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single
 
+SEVERAL = 8
+"""collectives that are timed together, each after compute"""
+
 
 def move_of(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
     """The move of ``size`` elements, and the shape of what a rank brings."""
@@ -63,8 +66,8 @@ def _message(clock: Clock, size: int) -> float:
 
 
 def _in_a_step(clock: Clock, call: Callable[[], object]) -> float:
-    """Seconds of ``call`` after some compute, not one call after another: ranks then do not arrive together, and the threads
-    that carry messages have to wake up."""
+    """Seconds of one of several ``call`` with some compute before each, not one call after another: ranks then do not arrive
+    together, and the threads that carry messages have to wake up. What ranks wait differs much, and a step has the sum."""
     operation = _product(clock)
     count = max(1, round(SHORT / clock.seconds(operation)))
 
@@ -72,12 +75,17 @@ def _in_a_step(clock: Clock, call: Callable[[], object]) -> float:
         for _ in range(count):
             operation()
 
+    def computes() -> None:
+        for _ in range(SEVERAL):
+            compute()
+
     def both() -> None:
-        compute()
-        call()
+        for _ in range(SEVERAL):
+            compute()
+            call()
 
     alone = clock.seconds(call, together=True)
-    return max(alone, clock.seconds(both, together=True) - clock.seconds(compute, together=True))
+    return max(alone, (clock.seconds(both, together=True) - clock.seconds(computes, together=True)) / SEVERAL)
 
 
 def _product(clock: Clock) -> Callable[[], torch.Tensor]:

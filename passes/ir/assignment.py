@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Placement, R, Shard, chunk
+from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Placement, R, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.sizes import Size
@@ -21,6 +21,11 @@ Placements = tuple[Placement, ...]
 def canonical(placement: Placement, grad: bool) -> Placement:
     """Where no gradient flows, Invariant and Replicate are one."""
     return R if isinstance(placement, Invariant) and not grad else placement
+
+
+def is_whole(placements: Placements) -> bool:
+    """Whether a rank has all of such a value."""
+    return not any(isinstance(p, Shard | Partial) for p in placements)
 
 
 def stated(name: str, graph: Graph, mesh: Mesh, given: Mapping[str, Layout]) -> Layout:

@@ -122,6 +122,8 @@ class Internal:
     what: str
     beside: float = 0.0
     """the share of the operation's own compute in this phase that runs while it goes"""
+    spared: int | None = None
+    """the operand from which every rank knows the result by itself, if it had that operand whole before it was cut"""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Set
 
 from autoshard.errors import PlanError
-from autoshard.layout import Partial, Placement, Shard
+from autoshard.layout import Placement
+from autoshard.passes.ir.assignment import is_whole
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.merge import fused, merged
 from autoshard.passes.ir.program import Program, Statement, reads
@@ -104,7 +105,7 @@ def _check_operation(statement: Statement, program: Program) -> None:
         wanted.setdefault(value, set()).add(program.assignment.use(node, i))
     if isinstance(counted := statement.call.kwargs.get("counted"), Ref):
         whole, value = program.layouts[counted.name], program.values.get(counted.name, counted.name)
-        if value not in wanted or any(isinstance(p, Shard | Partial) for p in whole.placements):
+        if value not in wanted or not is_whole(whole.placements):
             raise PlanError(f"invalid program: {_what(statement)} counts {value} as {whole}, not its labels whole")
         wanted[value].add(whole.placements)
     for name in reads(statement):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.layout import Partial, Shard
+from autoshard.passes.ir.assignment import is_whole
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Program, Statement
-
-COUNT = frozenset({"cross_entropy", "nll_loss"})
-"""functions of the runtime that count labels, their second operand, and take them whole as ``counted``"""
 
 
 def counted(program: Program) -> Program:
@@ -17,7 +14,7 @@ def counted(program: Program) -> Program:
     whole = {i.name: i.name for i in program.graph.inputs if _is_whole(program, i.name)}
     statements = []
     for s in program.statements:
-        statements.append(_counting(s, program, whole) if s.call.fn in COUNT else s)
+        statements.append(_counting(s, program, whole))
         for name in s.outputs:
             if name != "_" and _is_whole(program, name):
                 whole.setdefault(program.values.get(name, name), name)
@@ -25,13 +22,16 @@ def counted(program: Program) -> Program:
 
 
 def _counting(s: Statement, program: Program, whole: dict[str, str]) -> Statement:
+    """The functions of the runtime take whole labels as ``counted``."""
+    if not any(c.spared is not None for c in s.internal):
+        return s
     labels = s.call.args[1].name
     name = whole.get(program.values.get(labels, labels))
-    if name is None or not any(c.what == "count" for c in s.internal):
+    if name is None:
         return s
     call = Call(s.call.fn, s.call.args, {**s.call.kwargs, "counted": Ref(name)})
-    return replace(s, call=call, internal=tuple(c for c in s.internal if c.what != "count"))
+    return replace(s, call=call, internal=tuple(c for c in s.internal if c.spared is None))
 
 
 def _is_whole(program: Program, name: str) -> bool:
-    return not any(isinstance(p, Shard | Partial) for p in program.layouts[name].placements)
+    return is_whole(program.layouts[name].placements)

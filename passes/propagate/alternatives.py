@@ -11,7 +11,7 @@ import numpy as np
 
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
-from autoshard.passes.propagate.edges import conversion_parts, paid, readings
+from autoshard.passes.propagate.edges import conversion_parts, paid, readings, unspared
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
@@ -108,8 +108,10 @@ class _Alternatives:
         key = (id(space), current, tuple(sources[n] for n in node.inputs), targets, owned)
         if key not in self.known:
             parts = space.parts
-            for _, name, placed, mask in readings(node, space):
+            for _, name, placed, mask, spared in readings(node, space):
                 parts += paid(self._parts(name, [sources[name]], placed)[0], mask)
+                if spared is not None:
+                    parts += Parts(blocking=unspared(spared, [sources[name]])[0])
             for name, asked, placed in zip(node.outputs, targets, space.outputs, strict=True):
                 for target in asked:
                     parts += self._parts(name, placed, [target])[:, 0]

@@ -10,7 +10,7 @@ import numpy as np
 
 from autoshard.layout import Invariant, Layout, Replicate, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Placements
+from autoshard.passes.ir.assignment import Placements, is_whole
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.propagate.keep import Copies, Side, kept, stages
 from autoshard.passes.propagate.op_space import OpSpace
@@ -106,8 +106,17 @@ def _gathers(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray
     return found
 
 
-Reading = tuple[int, str, Sequence[Placements], np.ndarray | None]
-"""the operand's place, the value, how it is read under each choice, and where that is to be paid (None: everywhere)"""
+class Reading(NamedTuple):
+    """One operand of an operation."""
+
+    position: int
+    name: str
+    placed: Sequence[Placements]
+    """how it is read under each choice"""
+    mask: np.ndarray | None
+    """where that is to be paid; None: everywhere"""
+    spared: np.ndarray | None
+    """seconds under each choice of what the operation asks other ranks unless the operand was whole; None: nothing"""
 
 
 def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
@@ -117,13 +126,18 @@ def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
         before = earlier.setdefault(name, [])
         new = np.array([all(p != other[i] for other in before) for i, p in enumerate(placed)]) if before else None
         if new is None or new.any():
-            yield position, name, placed, None if new is None or new.all() else new
+            yield Reading(position, name, placed, None if new is None or new.all() else new, space.spared.get(position))
         before.append(placed)
 
 
 def paid(parts: Parts, mask: np.ndarray | None) -> Parts:
     """``parts`` with 0 in the columns where ``mask`` says that nothing is to be paid."""
     return parts if mask is None else Parts(*(np.where(mask, x, 0.0) if x.ndim else x for x in parts))
+
+
+def unspared(spared: np.ndarray, sources: Sequence[Placements]) -> np.ndarray:
+    """Seconds per source (row) and choice of the reader (column) of what whole operands spare it: see :class:`Reading`."""
+    return np.where([[is_whole(p)] for p in sources], 0.0, spared)
 
 
 class Link(NamedTuple):
@@ -138,6 +152,8 @@ class Link(NamedTuple):
     value: str
     mask: np.ndarray | None = None
     """the reader's choices under which it is to be paid; None: all"""
+    spared: np.ndarray | None = None
+    """see :class:`Reading`"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,16 +202,20 @@ class EdgeTables:
 
     def key(self, link: Link) -> Hashable:
         """Equal where :meth:`of` is."""
-        mask = None if link.mask is None else link.mask.tobytes()
+        marks = (None if mark is None else mark.tobytes() for mark in (link.mask, link.spared))
         value = self.graph.types[link.value], link.value in self.movable, share_of(link.value, self.shares)
-        return *value, link.given.key, link.asked.key, mask
+        return *value, link.given.key, link.asked.key, *marks
 
     def of(self, link: Link) -> Table:
         """What a link takes, and its bytes."""
         (given, _, above, rows), (asked, first, beside, columns) = self._sides(link)
-        link = link._replace(given=given, asked=asked, mask=None if link.mask is None else link.mask[first])
+        mask, spared = (None if mark is None else mark[first] for mark in (link.mask, link.spared))
+        link = link._replace(given=given, asked=asked, mask=mask, spared=spared)
         cut = np.ix_(above, beside)
         parts = self._seconds(link, cut)
+        if spared is not None:  # an operation that is computed again asks again
+            each = [spared * (1 + (not asked.passive and tag == 2)) for tag in asked.tags]
+            parts += Parts(blocking=np.tile(unspared(np.concatenate(each), given.placed), (len(given.tags), 1)))
         parts, held = self._held(link, parts, cut) if self.held else (paid(parts, link.mask), None)
         return Table(parts, None if held is None else Folded(held * self.flying, rows, columns), rows, columns)
 

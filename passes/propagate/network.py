@@ -11,9 +11,9 @@ layouts (:mod:`~autoshard.passes.propagate.keep`), and every table of seconds on
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,15 @@ Offer = Callable[[Node], tuple[int, ...]]
 
 
 ZERO = Parts()
+
+
+class _Reader(NamedTuple):
+    """Who reads a value, and how; see :class:`~autoshard.passes.propagate.edges.Reading`."""
+
+    variable: str
+    side: Side
+    mask: np.ndarray | None = None
+    spared: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,28 +149,28 @@ class Network:
     def _variables(self) -> None:
         graph = self.graph
         needed = self._needed()
-        readers: dict[str, list[tuple[str, Side, np.ndarray | None]]] = {n: [] for n in graph.types}
+        readers: dict[str, list[_Reader]] = {n: [] for n in graph.types}
         for node in graph.nodes:
             space = self.spaces[node]
             tags = self._tags(node, needed)
             self.variables[f"node:{node.name}"] = self._operation(node, space, tags)
-            for name, side, mask in self._reads(node, space, tags):
-                readers[name].append((f"node:{node.name}", side, mask))
+            for name, reader in self._reads(node, space, tags):
+                readers[name].append(reader)
         for i, out in enumerate(graph.outputs):
             if isinstance(out, Ref):
                 states = self._output_states(out.name, self.given.get(f"out:{i}"))
                 self.variables[f"out:{i}"] = Variable(states)
-                readers[out.name].append((f"out:{i}", Side(states), None))
+                readers[out.name].append(_Reader(f"out:{i}", Side(states)))
         for fqn, name in graph.mutations.items():
             old = graph.states.get(fqn)
             if old in self.free:
                 if old != name:
-                    readers[name].append((old, Side(self._input_states(old, "buffer")), None))
+                    readers[name].append(_Reader(old, Side(self._input_states(old, "buffer"))))
                 continue
             placed = (R,) * self.mesh.ndim if old is None else self._stated(old).without_gradient().placements
             states = self._once(("mutation", placed), (placed,))
             self.variables[f"mutation:{fqn}"] = Variable(states)
-            readers[name].append((f"mutation:{fqn}", Side(states), None))
+            readers[name].append(_Reader(f"mutation:{fqn}", Side(states)))
         for value in graph.inputs:
             states = self._input_states(value.name, value.kind)
             stages = self._stages(value.name) if len(readers[value.name]) == 1 else ()
@@ -226,14 +235,13 @@ class Network:
             self.known[key] = parts, kept if kept.any() else None
         return Variable(space.choices, tags, *self.known[key])
 
-    def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> list[tuple[str, Side, np.ndarray | None]]:
-        found = []
-        for position, name, placed, mask in readings(node, space):
+    def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Iterator[tuple[str, _Reader]]:
+        for reading in readings(node, space):
             saves = None
             if self.offer is not None:
-                saves = self.keeps.of(node, space).saves(node, position, space)
-            found.append((name, Side(placed, tags, is_passive(node), saves), mask))
-        return found
+                saves = self.keeps.of(node, space).saves(node, reading.position, space)
+            side = Side(reading.placed, tags, is_passive(node), saves)
+            yield reading.name, _Reader(f"node:{node.name}", side, reading.mask, reading.spared)
 
     def _definition(self, node: Node, slot: int, tags: tuple[int, ...]) -> Side:
         space = self.spaces[node]
@@ -249,20 +257,20 @@ class Network:
         variable: str,
         defined: Side,
         value: str,
-        readers: list[tuple[str, Side, np.ndarray | None]],
+        readers: list[_Reader],
         needed: frozenset[str],
     ) -> None:
         """Edges from a definition to its readers, through a shared-layout variable where there are several."""
         constraint = self.constraints.get(value)
         by_hint = isinstance(constraint, Constraint) and value not in self.graph.parameters
         if len(readers) > 1 or by_hint:
-            states = self._shared_states(value, defined.placed, [side.placed for _, side, _ in readers])
+            states = self._shared_states(value, defined.placed, [r.side.placed for r in readers])
             if by_hint and constraint is not None:
                 states = constraint.allowed(states, self.graph.types[value], self.mesh)
             tags: tuple[int, ...] = (0,)
             if self.offer is not None:
-                again = any(AGAIN in side.tags for _, side, _ in readers)
-                saving = [side.tags for _, side, _ in readers if side.saves is not None and side.saves.any()]
+                again = any(AGAIN in r.side.tags for r in readers)
+                saving = [r.side.tags for r in readers if r.side.saves is not None and r.side.saves.any()]
                 pinned = all(1 in tags and 0 not in tags for tags in saving)  # nobody keeps a copy, so none is kept
                 copies = again and value not in self.graph.parameters
                 tags = passive_tags(value in needed, copies, not (copies and saving and pinned))
@@ -273,8 +281,8 @@ class Network:
             self.variables[shared] = Variable(states, tags, stages=stages)
             self.links.append(Link(variable, defined, shared, Side(states, tags, passive, stages=stages), value))
             variable, defined = shared, Side(states, tags, passive, fixed=fixed, stages=stages)
-        for reader, side, mask in readers:
-            self.links.append(Link(variable, defined, reader, side, value, mask))
+        for reader, side, mask, spared in readers:
+            self.links.append(Link(variable, defined, reader, side, value, mask, spared))
 
     def _shared_states(
         self, value: str, defined: Sequence[Placements], read: Sequence[Sequence[Placements]]

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.layout import Layout
-from autoshard.passes.ir.assignment import Assignment, Placements
+from autoshard.passes.ir.assignment import Assignment, Placements, is_whole
 from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
@@ -92,14 +92,15 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
     for node in graph.nodes:
         choice = assignment.choices[node.name]
         traffic = touched.get(node.name)
-        key = (signature(node, graph), choice, traffic)
+        spares = {i for i, name in enumerate(node.inputs) if is_whole(assignment.source(name).placements)}
+        key = (signature(node, graph), choice, traffic, *spares)
         if key not in known:
             placed = (
                 *(assignment.use(node, i) for i in range(len(node.inputs))),
                 *(assignment.made(node, i) for i in range(len(node.outputs))),
             )
             flops = costs.node_flops(node, graph, rule_for(node.op))
-            inside = internal_collectives(node, graph, mesh, choice, placed)
+            inside = [c for c in internal_collectives(node, graph, mesh, choice, placed) if c.spared not in spares]
             compute = costs.node_seconds(node, graph, mesh, choice, flops, placed, traffic)
             known[key] = OpSeconds(compute, costs.inside_seconds(inside, mesh, compute))
         operations[node.name] = known[key]

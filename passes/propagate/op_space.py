@@ -38,6 +38,8 @@ class OpSpace:
     """float64 [2, choices]: the part of them that hides nothing"""
     inside: np.ndarray
     """float64 [2, choices]: the same of the collectives inside the local form"""
+    spared: Mapping[int, np.ndarray]
+    """operand → float64 [choices]: the same of those of the forward that run unless the operand was whole before"""
     inputs: tuple[tuple[Placements, ...], ...]
     """per operand, per choice"""
     outputs: tuple[tuple[Placements, ...], ...]
@@ -102,6 +104,7 @@ class _Priced(NamedTuple):
     choice: tuple[Strategy, ...]
     compute: costs.Seconds
     inside: costs.Inside
+    spared: Mapping[int, float]
 
     @property
     def step(self) -> float:
@@ -123,6 +126,10 @@ def op_space(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = (), traffic:
         compute=np.array([found.compute[:2] for found in best.values()]).T,
         launches=np.array([found.compute.launches for found in best.values()]).T,
         inside=np.array([found.inside[:2] for found in best.values()]).T,
+        spared={
+            i: np.array([found.spared.get(i, 0.0) for found in best.values()])
+            for i in sorted({i for found in best.values() for i in found.spared})
+        },
         inputs=tuple(tuple(ins[i] for ins, _ in best) for i in range(len(node.inputs))),
         outputs=tuple(tuple(outs[i] for _, outs in best) for i in range(len(node.outputs))),
     )
@@ -169,7 +176,9 @@ def _priced(
         if inside and is_single_in_double(node, graph):
             continue
         compute = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs), traffic)
-        found = _Priced(choice, compute, costs.inside_seconds(inside, mesh, compute))
+        always = [c for c in inside if c.spared is None]
+        spared = {c.spared: costs.internal_cost(c, mesh)[1] for c in inside if c.spared is not None}
+        found = _Priced(choice, compute, costs.inside_seconds(always, mesh, compute), spared)
         if (ins, outs) not in best or found.step < best[ins, outs].step:
             best[ins, outs] = found
     return best

@@ -68,11 +68,12 @@ def _cross_entropy_collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _nll_collectives(site: Site) -> tuple[Internal, ...]:
-    """The count that "mean" divides by."""
+    """The count that "mean" divides by; of whole labels every rank counts all."""
     if REDUCTIONS[site.node.argument("reduction")] != "mean":
         return ()
-    weight = site.node.positions.get("weight", 0)
-    return site.reductions(_batch_axes(site), wide_bytes(site.in_type(weight).dtype), ("count",), ())
+    weight, labels = site.node.positions.get("weight", 0), site.node.positions["target"]
+    found = site.reductions(_batch_axes(site), wide_bytes(site.in_type(weight).dtype), ("count",), ())
+    return tuple(replace(c, spared=labels) for c in found)
 
 
 def _batch_axes(site: Site) -> tuple[str, ...]:
