@@ -26,12 +26,13 @@ def boundaries(
     graph, count = pieces.graph, ranks * chunks
     if count == 1:
         return ()
+    paces = pieces.mesh.hardware.paces(ranks, pieces.mesh.size)
     if len(pieces.places) + 1 < count:
         own = sum(n.name not in pieces.free for n in graph.nodes)
         raise PlanError(f"{count} stages: the model has {own} operations to cut between. Ask for fewer stages.")
 
     def shortest(places: Sequence[int], limit: float) -> tuple[Boundaries, list[int]]:
-        cutting = Cutting(pieces.between(places), schedule, ranks, batches, chunks, limit, graph.training)
+        cutting = Cutting(pieces.between(places), schedule, ranks, batches, chunks, limit, graph.training, paces)
         found, _ = cutting.shortest()
         return found, [places[end - 1] for end in found.ends[:-1]]
 
