@@ -83,8 +83,9 @@ def cuts(model: nn.Module, args: tuple[Tensor, ...], mesh: autoshard.Mesh, count
 
 def named(cut: Sequence[int], places: Mapping[int, int]) -> str:
     """A way to cut by the first layers of its later stages, or operations. ``places``: operation → layer that it begins."""
-    what = "before" if places.keys() >= {*cut} else "operations"
-    return f"{what} {', '.join(str(places.get(place, place)) for place in cut)}"
+    layers = [places[place] for place in cut if place in places]
+    what, numbers = ("before", layers) if len(layers) == len(cut) else ("operations", cut)
+    return f"{what} {', '.join(map(str, numbers))}"
 
 
 def race(found: Sequence[Cut], args: tuple[Tensor, ...], rounds: int, seconds: float) -> None:
