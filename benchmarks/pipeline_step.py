@@ -1,10 +1,10 @@
 """Steps of a pipeline on gloo ranks beside their prediction: ``torchrun --nproc-per-node 2 benchmarks/pipeline_step.py``.
 
 The machine is measured first, by the ranks together. A model whose layers differ is cut at every place between two layers (for
-more ranks: in every way); the cuts take turns, so that whatever else the machine does meets all alike, and the medians of
-the slowest rank are compared: with what was predicted for each cut, and the cut that would be chosen with the best. A core
-per rank has to be free: a rank that waits for the processor looks like one that waits for a message. On a busy machine the
-least of many rounds says more.
+more ranks: in every way), and where it would be, if that is elsewhere; the cuts take turns, so that whatever else the machine
+does meets all alike, and the medians of the slowest rank are compared: with what was predicted for each cut, and the cut that
+would be chosen with the best. Nothing else may run beside: a rank that waits for the processor looks like one that waits for a
+message. On a busy machine the least of many rounds says more.
 
 ``--memory``: instead, the resident memory of every rank that holds its stage of a GPT of 200 M parameters.
 """
@@ -17,7 +17,7 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,19 +73,19 @@ def cuts(model: nn.Module, args: tuple[Tensor, ...], mesh: autoshard.Mesh, count
     places = {layers.index(n): n for n in range(1, max(layers) + 1)}
     staged = build(graph, mesh, Wishes(stages="pp", micro_batches=count)).plan.staged
     assert staged is not None
-    chosen = tuple(sum(place <= boundary for place in places) for boundary in staged.boundaries)
-    found = []
-    for cut in itertools.combinations(places, mesh.size - 1):
+    chosen, found = staged.boundaries, []
+    for cut in dict.fromkeys([*itertools.combinations(places, mesh.size - 1), chosen]):
         plan = build(graph, mesh, Wishes(stages="pp", micro_batches=count, boundaries=cut)).plan
         sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=count, plan=plan)
-        name = named(places[place] for place in cut)
-        found.append(Cut(name, sharded, plan.cost.total_s - plan.cost.optimizer_s, []))
-    return found, named(chosen)
+        found.append(Cut(named(cut, places), sharded, plan.cost.total_s - plan.cost.optimizer_s, []))
+    return found, named(chosen, places)
 
 
-def named(layers: Iterable[int]) -> str:
-    """A way to cut by the first layers of its later stages."""
-    return f"before {', '.join(map(str, layers))}"
+def named(cut: Sequence[int], places: Mapping[int, int]) -> str:
+    """A way to cut by the first layers of its later stages, or operations. ``places``: operation → layer that it begins."""
+    layers = [places[place] for place in cut if place in places]
+    what, numbers = ("before", layers) if len(layers) == len(cut) else ("operations", cut)
+    return f"{what} {', '.join(map(str, numbers))}"
 
 
 def race(found: Sequence[Cut], args: tuple[Tensor, ...], rounds: int, seconds: float) -> None:

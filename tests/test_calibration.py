@@ -21,7 +21,7 @@ class Told:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def seconds(self, call: Callable[[], object], together: bool = False) -> float:
+    def seconds(self, call: Callable[[], object], together: bool = False, ranks: int | None = None) -> float:
         call()
         begin = self.now
         call()
@@ -80,6 +80,34 @@ def test_a_clock_says_the_lower_quartile(monkeypatch: pytest.MonkeyPatch) -> Non
     clock, took = Clock(torch.device("cpu"), 8), iter([9.0, 9.0, 8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 4.0])
     monkeypatch.setattr(clock, "_took", lambda call, often: next(took))
     assert clock.seconds(lambda: None) == 3.0
+
+
+@pytest.mark.parametrize(("machine", "counts"), [(4, [1, 2, 4]), (3, [1, 2, 3])])
+def test_what_ranks_that_share_cores_take_by_how_many_work(
+    machine: int, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shared(Told):
+        def seconds(self, call: Callable[[], object], together: bool = False, ranks: int | None = None) -> float:
+            assert ranks is not None
+            return 0.1 * max(1.0, ranks / 2)  # two cores
+
+    monkeypatch.setattr(calibration, "on_this_machine", lambda: machine)
+    monkeypatch.setattr(calibration, "agreed", lambda value, pick: value)
+    clock: Any = Shared()
+    assert calibration._sharing(clock) == tuple((n, pytest.approx(max(2, n) / machine)) for n in counts)
+
+
+def test_only_some_ranks_repeat_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.check.clock.on_this_machine", lambda: 4)
+    monkeypatch.setattr("autoshard.check.clock.agreed", lambda value, pick: value)
+    monkeypatch.setattr("autoshard.check.clock.dist.barrier", lambda: None)
+    clock, calls = Clock(torch.device("cpu"), 8), list[int]()
+    for rank, often in ((5, 10), (6, 2)):  # the second and the third of the second machine
+        monkeypatch.setattr("autoshard.check.clock.dist.get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(clock, "_took", lambda call, often: calls.append(1) or 1.0)
+        calls.clear()
+        assert clock.seconds(lambda: None, together=True, ranks=2) == (often == 10)
+        assert len(calls) == often
 
 
 def test_backwards_are_measured_where_the_caller_wants_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

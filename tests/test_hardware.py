@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,13 @@ def test_rates_between_measured_sizes_and_beyond() -> None:
     assert link.rate("all_gather", 8) == pytest.approx((4e-6, 1 / 2e9))
     assert link.rate("all_to_all", 6) == link.rate("all_gather", 6)
     assert Link(1e-6, 1e9).rate("all_reduce", 5) == pytest.approx((2e-6, 1e-9))
+
+
+def test_ranks_that_share_cores_work_faster_while_others_wait() -> None:
+    shared = replace(H100, sharing=((1, 0.5), (2, 0.5), (4, 1.0)))
+    assert shared.paces(4, 1) == pytest.approx((2.0, 2.0, 4 / 3, 1.0))
+    assert shared.paces(2, 2) == (2.0, 1.0)
+    assert shared.paces(8, 1) == H100.paces(4, 1) == ()
 
 
 def test_hardware_is_saved_and_read(tmp_path: Path) -> None:

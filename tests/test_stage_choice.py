@@ -118,11 +118,12 @@ def test_the_cut_is_the_best_of_all_by_simulation(
             for _ in range(count)
         ]
         budget = draw.choice([math.inf, 12.0])  # within which some make part of it again
-        cutting = Cutting(pieces, schedule, ranks, batches, chunks, budget, training)
+        paces = draw.choice([(), [ranks / (n + 1) for n in range(ranks)]])  # a core for each, or one for all
+        cutting = Cutting(pieces, schedule, ranks, batches, chunks, budget, training, paces)
         steps = {}
         for ends in cuts(count, ranks * chunks):
             if (stages := cutting._stages(ends)) is not None:
-                steps[ends] = timeline(order, stages).step_s
+                steps[ends] = timeline(order, stages, paces).step_s
                 spans = enumerate(zip((0, *ends), ends, strict=False))
                 assert max(cutting._floor(i, a)[b] for i, (a, b) in spans) <= steps[ends] * (1 + 1e-9)
         found, simulated = cutting.shortest()

@@ -16,6 +16,7 @@ import torch
 from autoshard import Mesh
 from autoshard.compiler import build, captured
 from autoshard.errors import PlanError
+from autoshard.hardware import PRESETS, Hardware
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
@@ -48,9 +49,9 @@ def graph() -> Graph:
     return gpt()
 
 
-def planned(graph: Graph, schedule: str = "1f1b", **asked: object) -> Plan:
+def planned(graph: Graph, schedule: str = "1f1b", hardware: Hardware = PRESETS["h100"], **asked: object) -> Plan:
     wishes = Wishes(stages="pp", schedule=schedule, micro_batches=BATCHES, **asked)  # type: ignore[arg-type]
-    return build(graph, Mesh({"pp": STAGES, "tp": 2}), wishes).plan
+    return build(graph, Mesh({"pp": STAGES, "tp": 2}, hardware), wishes).plan
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,15 @@ def test_the_step_is_work_communication_and_waiting(plan: Plan) -> None:
     assert 0 < cost.bubble_s < cost.total_s / 2
     assert plan.from_json(plan.to_json()).cost == cost
     assert pipeline(plan.from_json(plan.to_json())) == step
+
+
+def test_ranks_that_share_cores_take_less_where_others_wait(graph: Graph, plans: dict[str, Plan]) -> None:
+    two_cores = dataclasses.replace(PRESETS["h100"], sharing=((1, 1 / 3), (2, 1 / 3), (4, 2 / 3), (6, 1.0)))
+    cost, alone = planned(graph, hardware=two_cores).cost, plans["1f1b"].cost
+    assert cost.total_s == pytest.approx(cost.compute_s + cost.exposed_s + cost.bubble_s)
+    assert cost.total_s < 0.9 * alone.total_s
+    assert cost.compute_s < alone.compute_s
+    assert cost.bubble_s > 0
 
 
 def test_micro_batches_add_their_gradients(plan: Plan) -> None:

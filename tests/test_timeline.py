@@ -145,6 +145,31 @@ def test_messages_are_waited_for() -> None:
         assert m.end <= reader.start + 1e-12
 
 
+def test_ranks_that_wait_leave_their_core_to_others() -> None:
+    """Two ranks on one core; a piece takes the pace of two wherever both are at work."""
+    stages = [StageSeconds(2, 4, send=0.5, send_back=0.5)] * 2
+    found = timeline(orders("gpipe", 2, 2), stages, (2.0, 1.0))
+    times = [[(str(s.action), s.start, s.end) for s in spans] for spans in found.ranks]
+    # 0F1 and 1F0 run beside each other for a second, 0B0 and 1B1 for three.
+    assert times == [
+        [("0F0", 0, 1), ("0F1", 1, 2.5), ("0B0", 7, 10.5), ("0B1", 11, 13)],
+        [("1F0", 1.5, 3), ("1F1", 3.5, 4.5), ("1B0", 4.5, 6.5), ("1B1", 6.5, 10)],
+    ]
+    assert found.busy_s == (8, 8)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_one_core_is_never_idle(schedule: str) -> None:
+    """Without messages somebody can always work: on one core a step takes what all work takes, whatever the order."""
+    draw = random.Random(0)
+    for ranks in (2, 3, 4):
+        chunks = 2 if schedule == "interleaved" else 1
+        stages = [StageSeconds(f := draw.random(), 2 * f, f) for _ in range(ranks * chunks)]
+        paces = [ranks / (n + 1) for n in range(ranks)]
+        found = timeline(orders(schedule, ranks, 2 * ranks, chunks), stages, paces)
+        assert found.step_s == pytest.approx(2 * ranks * sum(s.work for s in stages) / ranks)
+
+
 def test_a_pipeline_without_backward_only_fills() -> None:
     for chunks in (1, 2):
         found = timeline(orders("1f1b", 4, 8, chunks, training=False), [StageSeconds(1 / chunks, 0)] * (4 * chunks))

@@ -131,6 +131,7 @@ def _measured(quick: bool) -> Hardware:
         functions=() if device.type == "cuda" else tuple(agreed(x, max) for x in _function_seconds(clock)),
         ahead=AHEAD if device.type == "cuda" else 1,
         updates=agreed(_update_speed(clock), min),
+        sharing=_sharing(clock) if clock.shared else (),
     )
 
 
@@ -222,6 +223,15 @@ def _update_speed(clock: Clock) -> float:
     p = torch.nn.Parameter(torch.ones(n, device=clock.device))
     p.grad = torch.ones_like(p)
     return 7 * 4 * n / clock.seconds(torch.optim.AdamW([p], fused=True).step, together=True)
+
+
+def _sharing(clock: Clock) -> tuple[tuple[int, float], ...]:
+    """(ranks at work, seconds of the same products relative to all ranks at work): those that wait leave their core."""
+    a, b = (torch.randn(512, 512) for _ in range(2))
+    counts = [*(n for n in (1, 2, 4, 8, 16, 32) if n < on_this_machine()), on_this_machine()]
+    call = partial(torch.matmul, a, b)
+    taken = [agreed(clock.seconds(call, together=True, ranks=n), max) for n in counts]
+    return tuple((n, seconds / taken[-1]) for n, seconds in zip(counts, taken, strict=True))
 
 
 def _launch(clock: Clock) -> float:

@@ -37,12 +37,14 @@ class Clock:
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
-        shared = device.type == "cpu" and on_this_machine() * torch.get_num_threads() > (os.cpu_count() or 1)
-        self.long = LONG if shared else SHORT
+        self.shared = device.type == "cpu" and on_this_machine() * torch.get_num_threads() > (os.cpu_count() or 1)
+        self.long = LONG if self.shared else SHORT
 
-    def seconds(self, call: Callable[[], object], together: bool = False) -> float:
-        """Of one call. ``together``: all ranks begin at once, and call equally often."""
+    def seconds(self, call: Callable[[], object], together: bool = False, ranks: int | None = None) -> float:
+        """Of one call. ``together``: all ranks begin at once, and call equally often; ``ranks``: so many of each machine
+        do, and the others wait."""
         self._took(call, 1)
+        calls = ranks is None or dist.get_rank() % on_this_machine() < ranks
         often = max(1, min(MOST, round(self.long / self._took(call, 1))))
         if together:
             often = round(agreed(often, max))
@@ -50,7 +52,7 @@ class Clock:
         for _ in range(self.repeats):
             if together:
                 dist.barrier()
-            found.append(self._took(call, often))
+            found.append(self._took(call, often) if calls else 0.0)
         return sorted(found)[len(found) // 4]
 
     def _took(self, call: Callable[[], object], often: int) -> float:

@@ -188,7 +188,8 @@ class Estimates:
             chunks = CHUNKS[schedule] if setup.stages > 1 else 1
             if refusal(schedule, setup.stages, setup.batches, chunks) or setup.stages * chunks > len(whole):
                 continue
-            cutting = Cutting(whole, schedule, setup.stages, setup.batches, chunks, math.inf, graph.training)
+            paces = self.hardware.paces(setup.stages, own.size)
+            cutting = Cutting(whole, schedule, setup.stages, setup.batches, chunks, math.inf, graph.training, paces)
             cut, step = cutting.shortest()
             size = _held(cutting, cut.ends)
             cuts = tuple(places[end - 1] for end in cut.ends[:-1])

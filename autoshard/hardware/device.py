@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from autoshard.errors import MeshError
@@ -70,6 +71,18 @@ class Hardware:
     """buckets of parameters gathered ahead, at most: where processors also send and receive, more than one hid no more"""
     updates: float = 0.0
     """bytes per second that the optimizer reads and writes; 0: as ``memory_bandwidth``"""
+    sharing: tuple[tuple[int, float], ...] = ()
+    """(ranks of one machine at work, seconds of what each does relative to all of them at work), where they share cores"""
+
+    def paces(self, groups: int, ranks: int) -> tuple[float, ...]:
+        """How fast a rank works while one of so many groups of ``ranks`` does, two, ... all, where all are at work 1.
+
+        None (``()``) where they share nothing, or are more than were measured: these are on several machines.
+        """
+        if not self.sharing or groups * ranks > self.sharing[-1][0]:
+            return ()
+        known, seconds = zip(*self.sharing, strict=True)
+        return tuple(float(x) for x in 1 / np.interp(ranks * np.arange(1, groups + 1), known, seconds))
 
     def route(self, inside: int, nodes: int) -> Route:
         """The links of a group with ``inside`` ranks on each of ``nodes`` nodes."""
@@ -176,7 +189,7 @@ class Hardware:
         Raises KeyError, TypeError or ValueError where it is no hardware.
         """
         known = {f.name: data[f.name] for f in fields(Hardware) if f.name in data}
-        for name in ("attention", "caches", "dtypes", "products"):
+        for name in ("attention", "caches", "dtypes", "products", "sharing"):
             known[name] = tuple(tuple(row) for row in known.get(name, ()))
         known["functions"] = tuple(known.get("functions", ()))
         for name in ("node", "network"):

@@ -59,19 +59,19 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
             f"schedule={wishes.schedule!r} runs micro-batches in equal rounds of at least {ranks}, one per rank along "
             f"{wishes.stages}, and {micro.count} do not fall into such: choose a multiple of {ranks}"
         )
+    pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
     if wishes.plan is not None:
         if wishes.plan.staged is None:
             raise PlanError(f"stages={wishes.stages!r}: the plan that is given has no stages. Plan again with them.")
         check_mesh(wishes.plan, mesh)
-        return cut(graph, wishes.plan.staged.boundaries, loss, idle=True)
+        return cut(pieces, wishes.plan.staged.boundaries, loss, idle=True)
     if wishes.boundaries is not None:
-        return cut(graph, wishes.boundaries, loss)
+        return cut(pieces, wishes.boundaries, loss)
     if wishes.homes is not None:
-        return cut(graph, following(graph, wishes.homes, ranks * chunks), loss, idle=True)
-    pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
+        return cut(pieces, following(pieces, wishes.homes, ranks * chunks), loss, idle=True)
     budget = budget_of(wishes, mesh.hardware)
     cuts = boundaries(pieces, wishes.schedule, ranks, wishes.micro_batches, chunks, budget)
-    return cut(graph, with_parameters(graph, cuts), loss)
+    return cut(pieces, with_parameters(graph, cuts), loss)
 
 
 def in_stages(

@@ -125,7 +125,7 @@ def pipeline(plan: Record) -> Timeline:
 def _simulated(staged: Staged, mesh: Mesh, times: Sequence[StageTimes]) -> Timeline:
     ranks, training = mesh.size_of(staged.axis), staged.plans[0].training
     order = orders(staged.schedule, ranks, staged.micro_batches, len(staged.plans) // ranks, training)
-    return timeline(order, [t.batch for t in times])
+    return timeline(order, [t.batch for t in times], mesh.hardware.paces(ranks, mesh.size // ranks))
 
 
 def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
@@ -137,8 +137,10 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     own, plans = of_ranks[busiest], [staged.plans[i] for i in range(busiest, len(times), ranks)]
     end = max(spans[-1].end + sum(t.once_s for t in of) for spans, of in zip(found.ranks, of_ranks, strict=True))
     update = sum(t.update_s for t in own)
-    compute = count * sum(t.compute_s for t in own) + update
-    exposed = max(0.0, count * sum(t.batch.work for t in own) + sum(t.once_s for t in own) - compute)
+    work = count * sum(t.batch.work for t in own)
+    pace = work / found.busy_s[busiest] if mesh.hardware.sharing and work else 1.0
+    compute = count * sum(t.compute_s for t in own) / pace + update
+    exposed = max(0.0, work / pace + sum(t.once_s for t in own) - compute)
     once = sum(_seconds(c for c in p.collectives if _is_once(c)) for p in plans)
     return Cost(
         compute_s=compute,

@@ -9,7 +9,6 @@ from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.pipeline.choose import Boundaries, Cutting
 from autoshard.passes.pipeline.pieces import Pieces, weights_prepared
-from autoshard.passes.propagate.floating import floating
 
 GAIN = 0.05
 """the share of the step for which it is cut elsewhere than between numbered modules: stages of whole layers read better,
@@ -26,12 +25,13 @@ def boundaries(
     graph, count = pieces.graph, ranks * chunks
     if count == 1:
         return ()
+    paces = pieces.mesh.hardware.paces(ranks, pieces.mesh.size)
     if len(pieces.places) + 1 < count:
         own = sum(n.name not in pieces.free for n in graph.nodes)
         raise PlanError(f"{count} stages: the model has {own} operations to cut between. Ask for fewer stages.")
 
     def shortest(places: Sequence[int], limit: float) -> tuple[Boundaries, list[int]]:
-        cutting = Cutting(pieces.between(places), schedule, ranks, batches, chunks, limit, graph.training)
+        cutting = Cutting(pieces.between(places), schedule, ranks, batches, chunks, limit, graph.training, paces)
         found, _ = cutting.shortest()
         return found, [places[end - 1] for end in found.ends[:-1]]
 
@@ -53,14 +53,15 @@ def boundaries(
     return tuple(cuts)
 
 
-def following(graph: Graph, homes: Mapping[str, tuple[int, ...]], count: int) -> tuple[int, ...]:
+def following(pieces: Pieces, homes: Mapping[str, tuple[int, ...]], count: int) -> tuple[int, ...]:
     """The boundaries that leave every parameter in the stages that ``homes`` says: of another graph of the same model.
 
     Raises :class:`PlanError` where its operations read them in another order.
     """
+    graph, free = pieces.graph, pieces.free
     kept = (i for i in graph.inputs if i.kind in ("parameter", "buffer"))
     stages = {i.name: {homes[i.fqn][0]} for i in kept if len(homes.get(i.fqn, ())) == 1}
-    free, found, stage = floating(graph), list[int](), 0
+    found, stage = list[int](), 0
     for place, node in enumerate(graph.nodes):
         known = set[int]().union(*(stages.get(n, ()) for n in node.inputs))
         if node.name in free:  # it is made where it is read, as the cast of a parameter is

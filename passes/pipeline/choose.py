@@ -77,6 +77,8 @@ class Cutting:
     chunks: int = 1
     budget: float = math.inf
     training: bool = True
+    paces: Sequence[float] = ()
+    """of ranks that share processors, see :func:`timeline`"""
 
     def best(self) -> Boundaries:
         """The boundaries with the least seconds.
@@ -107,7 +109,7 @@ class Cutting:
         """
         order = orders(self.schedule, self.ranks, self.batches, self.chunks, self.training)
         found = self.best()
-        step, left, rest = timeline(order, found.stages), TRIES, self._floors_from()
+        step, left, rest = timeline(order, found.stages, self.paces), TRIES, self._floors_from()
         waiting: list[tuple[float, int, tuple[int, ...]]] = [(float(rest[0][0]), 0, ())]
         while waiting and left:
             floor, _, ends = heappop(waiting)
@@ -120,7 +122,7 @@ class Cutting:
                 continue
             stages = self._stages(ends)
             assert stages is not None
-            other, left = timeline(order, stages), left - 1
+            other, left = timeline(order, stages, self.paces), left - 1
             if other.step_s < step.step_s * (1 - 1e-9):
                 found, step = replace(found, ends=ends, stages=stages), other
         return replace(found, seconds=step.step_s), step
@@ -140,7 +142,9 @@ class Cutting:
         own = self.took[stage][first] - send + send[first, None] - back[first, None] + back
         meanwhile = min(self.batches, self.ranks - stage) - 1
         found: Array = self.batches * own + (forward if self.schedule == "zero_bubble" else work)[first, None]
-        if self.chunks > 1 or self.schedule == "zero_bubble" or stage == self.stages - 1:
+        if self.paces:  # all that is here may be done while others wait
+            found = found / max(self.paces)
+        if self.paces or self.chunks > 1 or self.schedule == "zero_bubble" or stage == self.stages - 1:
             return found
         behind = work[-1] - work
         if self.schedule == "gpipe" or not self.training or not meanwhile:

@@ -1,8 +1,8 @@
 """Cut a graph into stages: contiguous parts in topological order, joined by the values that cross.
 
 A stage talks to its neighbours only, so a value that a later stage reads goes through all between. What depends on
-inputs alone and costs next to nothing (masks, positions, rotary tables) does not cross: every stage that reads it makes
-it itself. So one rule serves lists of blocks, encoders beside decoders, and models with skips.
+inputs alone (masks, positions, rotary tables) does not cross where it takes less to make it: every stage that reads it
+makes it itself. So one rule serves lists of blocks, encoders beside decoders, and models with skips.
 """
 
 from __future__ import annotations
@@ -11,29 +11,30 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from autoshard.errors import PlanError
-from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
+from autoshard.passes.ir.graph import Input, Node, Ref, TensorType
+from autoshard.passes.pipeline.pieces import Pieces
 from autoshard.passes.pipeline.stage import Stage, Stages
-from autoshard.passes.propagate.floating import floating
 
 
-def cut(graph: Graph, boundaries: Sequence[int], loss: int | None = None, idle: bool = False) -> Stages:
-    """``graph`` cut before the operations at ``boundaries`` (positions in ``graph.nodes``, ascending).
+def cut(pieces: Pieces, boundaries: Sequence[int], loss: int | None = None, idle: bool = False) -> Stages:
+    """The graph of ``pieces`` cut before the operations at ``boundaries`` (positions in its nodes, ascending).
 
     ``loss``: position of the flat output that the last stage has to return, wherever it is made. ``idle``: whether stages
     may have no operations. Raises :class:`PlanError` where they have none otherwise, and for a value that cannot cross.
     """
-    return _Cut(graph, boundaries, loss, idle).run()
+    return _Cut(pieces, boundaries, loss, idle).run()
 
 
 class _Cut:
-    def __init__(self, graph: Graph, boundaries: Sequence[int], loss: int | None, idle: bool) -> None:
+    def __init__(self, pieces: Pieces, boundaries: Sequence[int], loss: int | None, idle: bool) -> None:
+        graph = pieces.graph
         self.graph, self.boundaries, self.idle = graph, tuple(boundaries), idle
         ends = (0, *self.boundaries, len(graph.nodes))
         if list(ends) != sorted(ends if idle else set(ends)):
             raise PlanError(f"{len(ends) - 1} stages of {len(graph.nodes)} operations cannot be cut at {boundaries}")
         self.last = len(ends) - 2
         self.home = {n.name: k for k in range(len(ends) - 1) for n in graph.nodes[ends[k] : ends[k + 1]]}
-        self.floating = floating(graph)
+        self.floating = pieces.free - self._passed_on(pieces)
         self.inputs = {i.name: i for i in graph.inputs}
         self.place = {n.name: i for i, n in enumerate(graph.nodes)}
         self.results: list[list[int]] = [[] for _ in range(self.last + 1)]
@@ -43,6 +44,24 @@ class _Cut:
         self.mutations: list[dict[str, str]] = [{} for _ in range(self.last + 1)]
         for fqn, name in graph.mutations.items():
             self.mutations[self._written_in(name)][fqn] = name
+
+    def _passed_on(self, pieces: Pieces) -> set[str]:
+        """Operations of inputs alone whose results go from the first stage that reads them, their home now, to the others."""
+        found, stages, types = set[str](), dict[str, set[int]](), self.graph.types
+        for node in reversed(self.graph.nodes):
+            if node.name not in pieces.free:
+                continue
+            readers = [reader.name for name in node.outputs for reader in self.graph.uses[name]]
+            own = set[int]().union(*(stages.get(n, {self.home[n]}) for n in readers))
+            if self.graph.returned.intersection(node.outputs):
+                own.add(self.last)
+            crosses = len(own) > 1 and not any(types[n].unknown or types[n].number is not None for n in node.outputs)
+            if crosses and not pieces.is_made_again(node, len(own) - 1, max(own) - min(own)):
+                found.add(node.name)
+                self.home[node.name] = min(own)
+                own = {min(own)}
+            stages[node.name] = own
+        return found
 
     def run(self) -> Stages:
         """The stages."""

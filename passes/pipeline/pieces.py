@@ -7,6 +7,7 @@ spread evenly over it: what the plan of a stage adds, such as collectives, is al
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,9 @@ from autoshard.passes.propagate.floating import floating
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.rules.facts import is_view
+
+SHORT = 1e-5
+"""seconds for which nothing is sent: to begin a message, and to wait for it, takes as long"""
 
 MOST = 256
 """possible cuts, at most: of those with nearly the same work before them, only the ones that less crosses"""
@@ -112,8 +116,26 @@ class Pieces:
 
     @cached_property
     def free(self) -> frozenset[str]:
-        """Operations that every stage makes for itself."""
-        return floating(self.graph)
+        """Operations that any stage could make for itself, of inputs alone."""
+        return floating(self.graph, math.inf)
+
+    def is_made_again(self, node: Node, times: int, hops: int) -> bool:
+        """Whether to run ``node``, one of :attr:`free`, and what is run for it, so many times more takes no longer than to
+        pass its results on over ``hops`` boundaries."""
+        message = self._message(sum(self.graph.types[name].nbytes for name in node.outputs))
+        return times * self._work_for(node) <= max(SHORT, hops * message)
+
+    def _work_for(self, node: Node) -> float:
+        """Seconds of an operation with those before it, which start while others run."""
+        needed, wanted = {node.name: node}, [node]
+        while wanted:
+            for name in wanted.pop().inputs:
+                before = self.graph.producers.get(name)
+                if before is not None and before.name not in needed:
+                    needed[before.name] = before
+                    wanted.append(before)
+        spaces = (self.alone[n] for n in needed.values())
+        return sum(float(s.compute[0, 0] - s.launches[0, 0]) for s in spaces) / self.mesh.size
 
     @cached_property
     def alone(self) -> OpSpaces:

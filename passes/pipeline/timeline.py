@@ -10,9 +10,11 @@ bubble (Qi et al. 2023, ZB-H1).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from autoshard.errors import PlanError
@@ -90,9 +92,14 @@ class Timeline:
         return max((span.end for spans in self.ranks for span in spans), default=0.0)
 
     @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Per rank the seconds that it works."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.ranks)
+
+    @property
     def work_s(self) -> float:
         """Seconds that the busiest rank works."""
-        return max(sum(span.end - span.start for span in spans) for spans in self.ranks)
+        return max(self.busy_s)
 
     @property
     def bubble_s(self) -> float:
@@ -200,44 +207,61 @@ def held(order: Sequence[Action], kept: Sequence[float]) -> float:
     return most
 
 
-def timeline(orders: Orders, stages: Sequence[StageSeconds]) -> Timeline:
+def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[float] = ()) -> Timeline:
     """Every rank does its work in order, each piece as soon as what it reads is there.
 
     A message goes when it is made and its receiver, which has nothing else to do, waits for it: torch's schedules post
-    their receives then. The sender's work goes on. Raises :class:`ValueError` where an order never ends.
+    their receives then. The sender's work goes on. ``paces``: where ranks share processors, how fast each works while one
+    of them does, two, and so on; 1 is the pace of ``stages``. Raises :class:`ValueError` where an order never ends.
     """
     steps, count = _steps(orders, len(stages) - 1)
-    ranks = len(orders)
-    free, done = [0.0] * ranks, [0] * ranks
+    paces = paces or [1.0] * len(orders)
+    done, waits = [0] * len(orders), [True] * len(orders)
     made: list[Message | None] = [None] * count
     took = {kind: [s.of(kind) for s in stages] for kind in "FBIW"}
     send, send_back = [s.send for s in stages], [s.send_back for s in stages]
     spans: list[list[Span]] = [[] for _ in orders]
     messages: list[Message] = []
-    waiting = list(range(ranks))
-    while waiting:
-        rank = waiting.pop()
-        now, own = free[rank], steps[rank]
-        for a, number, needs, target in own[done[rank] :]:
-            start = now
-            if needs >= 0:
-                message = made[needs]
-                if message is None:
-                    break
-                begins, seconds = max(now, message.start), message.end - message.start
-                start = begins + seconds
-                if seconds:
-                    messages.append(message._replace(start=begins, end=start))
-            now = start + took[a.kind][a.stage]
-            spans[rank].append(Span(a, start, now))
-            done[rank] += 1
-            if target < 0:
+    now = work = 0.0  # seconds, and what a rank that never waited would have done in them
+    running: list[tuple[float, int, float]] = []  # (work at the end, rank, when it began)
+    coming: list[tuple[float, int]] = []
+    ready = list(range(len(orders)))
+
+    def begin(rank: int) -> None:
+        """Work, as what is read is there."""
+        a = steps[rank][done[rank]].action
+        heappush(running, (work + took[a.kind][a.stage], rank, now))
+
+    while ready or running or coming:
+        while ready:
+            rank = ready.pop()
+            if done[rank] == len(steps[rank]):
                 continue
-            sent = send[a.stage] if a.kind == "F" else send_back[a.stage]
-            made[number] = Message(a, rank, target, now, now + sent)
-            if target != rank:
-                waiting.append(target)
-        free[rank] = now
+            needs = steps[rank][done[rank]].needs
+            message = made[needs] if needs >= 0 else None
+            waits[rank] = needs >= 0 and message is None
+            if message is not None and (seconds := message.end - message.start):
+                messages.append(message._replace(start=now, end=now + seconds))
+                heappush(coming, (now + seconds, rank))
+            elif not waits[rank]:
+                begin(rank)
+        pace = paces[len(running) - 1]
+        next_end = now + (running[0][0] - work) / pace if running else math.inf
+        if coming and coming[0][0] <= next_end:
+            arrives, rank = heappop(coming)
+            now, work = arrives, work + (arrives - now) * pace
+            begin(rank)
+        elif running:
+            work, rank, began = heappop(running)
+            now = next_end
+            a, number, _, target = steps[rank][done[rank]]
+            spans[rank].append(Span(a, began, now))
+            done[rank] += 1
+            waits[rank], ready = False, [rank]
+            if target >= 0:
+                made[number] = Message(a, rank, target, now, now + (send if a.kind == "F" else send_back)[a.stage])
+                if waits[target]:
+                    ready.append(target)
     if any(n < len(order) for n, order in zip(done, orders, strict=True)):
         raise ValueError("the orders of a schedule wait for each other")
     return Timeline(tuple(map(tuple, spans)), tuple(messages))

@@ -11,8 +11,11 @@ CHEAP = 64.0
 """FLOPs per element of its result up to which an operation is made again instead of being sent: an outer product is"""
 
 
-def floating(graph: Graph) -> frozenset[str]:
-    """Operations that every stage may make for itself: cheap, without gradient, of inputs and unwritten buffers alone."""
+def floating(graph: Graph, at_most: float = CHEAP) -> frozenset[str]:
+    """Operations that may be made anywhere: without gradient, of inputs and unwritten buffers alone, and cheap.
+
+    ``at_most``: FLOPs per element of the result.
+    """
     fixed = {i.name for i in graph.inputs if i.kind == "parameter" or i.fqn in graph.mutations}
     found = set()
     for node in graph.nodes:
@@ -22,7 +25,7 @@ def floating(graph: Graph) -> frozenset[str]:
             and not has_effect(node)
             and not any(name in fixed for name in node.inputs)
             and not any(graph.types[o].grad for o in node.outputs)
-            and node_flops(node, graph, rule_for(node.op)) <= CHEAP * results
+            and node_flops(node, graph, rule_for(node.op)) <= at_most * results
         ):
             found.add(node.name)
         else:

@@ -242,6 +242,20 @@ def in_two_parts() -> None:
             compare("skips", mesh, 4, 1, **split)
 
 
+def reduced_once() -> None:
+    """Gradients are reduced over replicas once a step also where a backward comes in two parts: the bytes are 1F1B's."""
+    mesh = ideal({"pp": dist.get_world_size() // 2, "dp": 2})
+    for like in ("ddp", "zero1"):
+        sent = []
+        for schedule in ("1f1b", "zero_bubble"):
+            sharded = compare("llama", mesh, 4, 1, schedule=schedule, like={"dp": like})
+            log = sharded._comm.log = []
+            loss_of(sharded(*tokens())).backward()
+            reductions = [c.bytes for c in log if c.phase == "backward" and c.kind in ("all_reduce", "reduce_scatter")]
+            sent.append(sum(reductions))
+        assert sent[0] == pytest.approx(sent[1]), (like, sent)
+
+
 def inside(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, run in this context."""
 
@@ -302,6 +316,7 @@ if __name__ == "__main__":
         "gradients_of_inputs_in_parts": gradients_of_inputs_in_parts,
         "drawn_again": drawn_again,
         "in_two_parts": in_two_parts,
+        "reduced_once": reduced_once,
     }
     cases |= {f"state {name}": functools.partial(state_sweep.run, "stages", name) for name in state_sweep.IN_PROCESSES}
     cases |= {"t5": lambda: library("t5", schedule="interleaved"), "whisper": lambda: library("whisper")}

@@ -32,6 +32,7 @@ OWN = (
     "caches_stay",
     "in_flight",
     "in_two_parts",
+    "reduced_once",
     "t5",
     "whisper",
     "gradients_of_inputs_in_parts",

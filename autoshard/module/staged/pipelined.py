@@ -274,8 +274,7 @@ class PipelinedModule(StageOutputs):
             source, dim = (name, None) if micro is None else micro.inputs[name]
             values[name] = part_of(given[source], dim, index, pipeline.count)
         self._comm.enter(index, pipeline.count, number)
-        # Of a backward in two parts the second adds to what the first left: each has to be whole.
-        self._defer(index < pipeline.count - 1 and self._settings.wishes.schedule != "zero_bubble")
+        self._defer(index < pipeline.count - 1)
         return self._results(part, [values[name] for name in part.compiled.source.inputs])
 
     # --- between stages ---

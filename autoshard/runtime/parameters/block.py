@@ -140,7 +140,7 @@ class _Move(torch.autograd.Function):
             ctx.sums.add(gradients)
             if ctx.waits:
                 return None, None, *(None for _ in gradients)
-            gradients = tuple(ctx.sums.take())
+            gradients = tuple(ctx.sums.take(gradients))
         if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
             return None, None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
         pending = ctx.owner

@@ -22,9 +22,13 @@ class Gathered:
             b = b if b is None or self.dtype is None else b.to(self.dtype)
             self.gradients[i] = a if b is None else b if a is None else a + b
 
-    def take(self) -> list[torch.Tensor | None]:
-        """The sums, which are kept no longer."""
-        sums, self.gradients = self.gradients, [None] * len(self.gradients)
+    def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """The sums of those that the last micro-batch brings, which are kept no longer.
+
+        Of a backward in two parts the second brings others, for which earlier micro-batches may still add theirs.
+        """
+        sums = [None if b is None else a for a, b in zip(self.gradients, gradients, strict=True)]
+        self.gradients = [a if b is None else None for a, b in zip(self.gradients, gradients, strict=True)]
         return sums
 
 
