@@ -123,6 +123,7 @@ def test_rows_travel_and_all_is_equal(name: str, axes: dict[str, int]) -> None:
     steps = 1 if name in ("switch", "longcat") else 3  # routers and norms in float32 enlarge the last bit of a weight
     report = assert_equal_training(model_of(name), axes, (), text(), steps=steps, like=like, share=1.5)
     assert exchanging(report.plan)
+    assert not any(c.kind == "permute" and "experts" in (c.fqn or "") for c in report.plan.collectives)
 
 
 @pytest.mark.slow
