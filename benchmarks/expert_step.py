@@ -1,28 +1,30 @@
 """A step of a layer of experts on gloo ranks: the compiled module beside an all-to-all written by hand, taken in turns.
 
-    torchrun --nproc-per-node 2 benchmarks/expert_step.py
-    torchrun --nproc-per-node 4 benchmarks/expert_step.py --rows 512
+    python benchmarks/expert_step.py
+    python benchmarks/expert_step.py --ranks 4 --rows 512
 
-Both cut rows and experts along one axis and give the same loss. Prints medians of seconds, and their ratio.
+Both cut rows and experts along one axis and give the same loss. Prints medians and least of wall seconds and of rank 0's
+processor seconds, and their ratios.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import worlds
 from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 
 import autoshard
 from autoshard.runtime.operations.experts import experts_op
 
-TOP, WARM = 2, 10
+TOP = 2
 """experts of a row; steps that do not count: in its first calls a module compares the ranks' inputs"""
 
 
@@ -96,9 +98,13 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+    if options.rank is None:
+        raise SystemExit(worlds.launch(__file__, sys.argv[1:], options.ranks))
+    worlds.join(options.rank, options.ranks, options.rendezvous)
     torch.manual_seed(0)
     layer = Layer(options.experts, options.width, options.hidden)
     x = torch.randn(options.rows, options.width)
@@ -114,18 +120,7 @@ def main() -> None:
     forms: dict[str, Callable[[], torch.Tensor]] = {"compiled": compiled, "by hand": lambda: by_hand.step(part)}
     losses = {name: float(run()) for name, run in forms.items()}
     assert abs(losses["compiled"] - losses["by hand"]) < 1e-5 * losses["by hand"], losses
-    taken: dict[str, list[float]] = {name: [] for name in forms}
-    for number in range(WARM + options.steps):
-        for name, run in forms.items():
-            dist.barrier()
-            begun = time.perf_counter()
-            run()
-            if number >= WARM:
-                taken[name].append(time.perf_counter() - begun)
-    if dist.get_rank() == 0:
-        medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
-        print({name: f"{s * 1e3:.1f} ms" for name, s in medians.items()}, end=" ")
-        print(f"compiled / by hand: {medians['compiled'] / medians['by hand']:.2f}")
+    worlds.in_turns(forms, options.steps)
     dist.destroy_process_group()
 
 

@@ -12,9 +12,7 @@ layers above; they give the same loss. Freed memory stays with the processes: el
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,9 +24,6 @@ from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 
 import autoshard
-
-WARM = 10
-"""steps that do not count: in its first calls a module compares the ranks' inputs"""
 
 
 class Model(nn.Module):
@@ -113,20 +108,7 @@ def main() -> None:
     forms: dict[str, Callable[[], torch.Tensor]] = {"compiled": compiled, "by hand": lambda: by_hand.step(ids)}
     losses = {name: float(run()) for name, run in forms.items()}
     assert abs(losses["compiled"] - losses["by hand"]) < 1e-5 * losses["by hand"], losses
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
-    for number in range(WARM + options.steps):
-        for name, run in forms.items():
-            dist.barrier()
-            begun = time.perf_counter(), time.process_time()
-            run()
-            if number >= WARM:
-                taken[name].append((time.perf_counter() - begun[0], time.process_time() - begun[1]))
-    if dist.get_rank() == 0:
-        for i, clock in enumerate(("wall", "processor")):
-            for what, of in (("median", statistics.median), ("least", min)):
-                found = {name: of([t[i] for t in times]) for name, times in taken.items()}
-                print(clock, what, {name: f"{s * 1e3:.1f} ms" for name, s in found.items()}, end=" ")
-                print(f"compiled / by hand: {found['compiled'] / found['by hand']:.2f}")
+    worlds.in_turns(forms, options.steps)
     dist.destroy_process_group()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +38,29 @@ def join(rank: int, ranks: int, rendezvous: str | os.PathLike[str]) -> None:
     """Become a rank of a gloo world, with one thread."""
     pin(rank, ranks)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+
+
+def in_turns(forms: Mapping[str, Callable[[], object]], steps: int, warm: int = 10) -> None:
+    """Run two ``forms`` of a step in turns; rank 0 prints wall seconds, and its processor seconds, which a load touches less.
+
+    ``warm``: steps that do not count; in its first calls a module compares the ranks' inputs.
+    """
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+    for number in range(warm + steps):
+        for name, run in forms.items():
+            dist.barrier()
+            begun = time.perf_counter(), time.process_time()
+            run()
+            if number >= warm:
+                taken[name].append((time.perf_counter() - begun[0], time.process_time() - begun[1]))
+    if dist.get_rank():
+        return
+    for i, clock in enumerate(("wall", "processor")):
+        for what, of in (("median", statistics.median), ("least", min)):
+            found = {name: of([t[i] for t in times]) for name, times in taken.items()}
+            (one, first), (other, second) = found.items()
+            print(clock, what, {name: f"{s * 1e3:.1f} ms" for name, s in found.items()}, end=" ")
+            print(f"{one} / {other}: {first / second:.2f}")
 
 
 def pin(rank: int, ranks: int) -> None:

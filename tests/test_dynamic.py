@@ -21,6 +21,7 @@ from autoshard.layout import Shard
 from autoshard.module.programs.executable import load_source
 from autoshard.passes.capture.export import capture
 from autoshard.plans.plan import Plan
+from autoshard.runtime.operations.grouped import grouped_mm
 
 pytestmark = pytest.mark.usefixtures("captures")
 
@@ -242,6 +243,24 @@ def test_dims_of_unknown_length_are_never_cut_and_dims_beside_them_are(experts: 
     cost = experts.plan.cost
     assert cost.flops_per_rank == cost.flops / 4
     assert any(t.number is not None for t in capture(model_of("item"), (batch(1),)).types.values())
+
+
+class Groups(nn.Module):
+    """Rows times the matrix of their group, where the groups' sizes are counted: as many as the largest id asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH, 6))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        ends = ids.bincount(minlength=4).cumsum(0).int()
+        return grouped_mm(x[ids.argsort()], self.weight, ends, True).square().sum()
+
+
+@pytest.mark.parametrize("name", ["tp2", "dp2tp2"])
+def test_products_of_groups_that_are_counted_are_cut(name: str) -> None:
+    torch.manual_seed(0)
+    assert_equal_training(Groups(), MESHES[name], (torch.randn(TOKENS, WIDTH), torch.randint(4, (TOKENS,))), share=1.0)
 
 
 def test_plan_report_and_pictures_show_them(experts: autoshard.ShardedModule, tmp_path: Path) -> None:

@@ -167,7 +167,9 @@ def _beside_identities(forward: Callable[..., Any]) -> Callable[..., Any]:
         if activation is None or not count or torch.is_autocast_enabled(x.device.type):
             found: torch.Tensor = forward(self, x, ids, weights)
             return found
-        first = self.gate_up_proj[:count] if self.zero_expert_num else self.gate_up_proj
+        first = self.gate_up_proj
+        if self.zero_expert_num:  # a split, whose parts are cut each: ranks would exchange rows for a slice
+            first = first.split([count, self.zero_expert_num])[0]
         form = activation, True, False
         weights = weights.to(torch.promote_types(weights.dtype, x.dtype))
         y: torch.Tensor = experts_op(x, ids, weights, first, self.down_proj, *form)

@@ -60,7 +60,7 @@ def _saves(node: Node, types: Types) -> str:
 
 def grouped_rule(op: torch._ops.OpOverload) -> Rule:
     """The rule of an op ``(rows, matrices, ends, …)``."""
-    return Rule(op, _grouped, _local, _flops, "s k, e k n, _ -> s n", facts=Facts(_saves))
+    return Rule(op, _grouped, _local, _flops, "s k, e k n, _ -> s n", sized=False, facts=Facts(_saves))
 
 
 RULES: tuple[Rule, ...] = (grouped_rule(aten._grouped_mm.default), grouped_rule(grouped_mm._opoverload))
