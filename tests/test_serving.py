@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from generating_models import MESHES, MODELS, TOKENS, as_one_device, every_way, made
@@ -98,6 +99,23 @@ def test_what_a_step_of_a_fused_matrix_sends() -> None:
             token = len(TOKENS) * 32 * 8
             assert [e.bytes for e in log if e.kind == "all_reduce"] == [token] * 3
             assert [e.bytes for e in log if e.kind != "all_reduce"] == [token / 2] * 2, log  # halos
+
+
+@pytest.mark.parametrize("where", [np.s_[:, -1], np.s_[:, -1:], np.s_[:, 1:3], np.s_[:, [-1]]], ids=str)
+def test_positions_of_a_cut_sequence_travel_alone(where: Any) -> None:
+    """The last one of a prompt that is cut along its sequence: no rank gathers the others."""
+
+    class Last(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.sin()[where])
+
+    model, x = Last(4, 8).double().eval(), torch.randn(2, 9, 4).double()
+    hints = {"x": autoshard.Shard(1), "weight": autoshard.Replicate()}
+    for dynamic in (False, True):
+        sharded = autoshard.compile(copy.deepcopy(model), {"tp": 2}, training=False, hints=hints, dynamic=dynamic)
+        with torch.no_grad():
+            torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=1e-12)
+        assert sum(c.bytes for c in sharded.collectives) <= x[where].nbytes
 
 
 @pytest.mark.slow
