@@ -140,6 +140,26 @@ def test_a_static_cache_and_a_criterion_to_stop() -> None:
     ways["static"] |= {"do_sample": False, "stopping_criteria": transformers.StoppingCriteriaList([Stop()])}
     same_tokens(model, sharded, TOKENS, ways)
     assert len(sharded.programs) == 2
+    for batch in (2, 1):
+        made = []
+        for module in (sharded, model):
+            cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+            made.append(module.generate(TOKENS[:batch], past_key_values=cache, max_new_tokens=8, disable_compile=True))
+        assert torch.equal(*made)
+
+
+@pytest.mark.slow
+def test_in_bfloat16() -> None:
+    """More ranks than key-value heads, one request that is sampled: sums round as they may, tokens are those of one device."""
+    model, asked = llama(layers=1).bfloat16(), {"do_sample": True, "top_k": 20, "max_new_tokens": 8}
+    found = []
+    for module in (serving(model, {"tp": 4}), model):
+        torch.manual_seed(3)
+        kept = {"return_dict_in_generate": True, "output_logits": True}
+        found.append(module.generate(TOKENS[:1], **asked, **kept))
+    assert torch.equal(*(x.sequences for x in found))
+    for own, other in zip(*(x.logits for x in found), strict=True):
+        torch.testing.assert_close(own + 0, other, rtol=0, atol=1e-2)
 
 
 @pytest.mark.slow
