@@ -9,7 +9,9 @@
 A step is a token for each request of the batch, float32, one thread each: of transformers' Llama, with a cache that grows,
 or with ``--own`` of a decoder that keeps its cache in buffers. The contestants take turns (A B C … A B C …), so that whatever
 else the machine does meets all of them alike, and their logits have to agree. A step's time is that of the slower rank; CPU:
-processor time of the busier rank. It ends after ``--seconds``, or ``--steps``, whichever comes first.
+processor time of the busier rank. Below them: what torch.distributed takes to send as much, and what a rank's part takes, run
+eagerly by both ranks at once. Where compute dominates, no plan that cuts heads takes less than these two together. It ends
+after ``--seconds``, or ``--steps``, whichever comes first.
 """
 
 from __future__ import annotations
@@ -45,19 +47,21 @@ SENT: list[Executed] = []
 """the collectives of a step of ours"""
 
 
-def make_model(options: argparse.Namespace) -> Any:
+def make_model(options: argparse.Namespace, ranks: int = 1) -> Any:
+    """The model, or what one of so many ranks computes of it: its heads, and its part of the MLP and of the vocabulary."""
     torch.manual_seed(0)
     if options.own:
         return Decoder(options.width, options.layers, 1024, options.batch, options.length).eval()
     import transformers
 
     config = transformers.LlamaConfig(
-        vocab_size=1024,
+        vocab_size=1024 // ranks,
         hidden_size=options.width,
-        intermediate_size=4 * options.width,
+        intermediate_size=4 * options.width // ranks,
         num_hidden_layers=options.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=8 // ranks,
+        num_key_value_heads=4 // ranks,
+        head_dim=options.width // 8,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -112,6 +116,12 @@ def its_collectives(options: argparse.Namespace, prompt: torch.Tensor) -> Step:
     """What torch.distributed itself takes to send as much in as many calls."""
     send = alone(SENT)
     return lambda token: send() or torch.empty(0)
+
+
+def its_compute(options: argparse.Namespace, prompt: torch.Tensor) -> Step:
+    """A rank's heads and widths as a model of their own: all of the compute, nothing sent, and logits of no meaning."""
+    step = decoding(make_model(options, RANKS), prompt % (1024 // RANKS), options)
+    return lambda token: step(token)[:0]
 
 
 def tensor_parallel(options: argparse.Namespace, prompt: torch.Tensor) -> Step:
@@ -190,6 +200,8 @@ def main() -> None:
     prompt = torch.randint(0, 1024, (options.batch, options.prompt), generator=torch.Generator().manual_seed(0))
     makers = {"one process": one_process, "parallelize_module": tensor_parallel, "autoshard": ours}
     makers["its collectives alone"] = its_collectives
+    if not options.own:
+        makers["a rank's part alone"] = its_compute
     with torch.no_grad():
         times = race({name: make(options, prompt) for name, make in makers.items()}, options)
     if dist.get_rank() == 0:
@@ -203,8 +215,12 @@ def main() -> None:
         for name, (wall, cpu) in medians.items():
             ratios = [f"{wall / medians[other][0]:.2f}" for other in ("parallelize_module", "one process")]
             table.add_row(name, f"{wall:.2f}", f"{cpu:.2f}", *ratios)
-        beside = medians["one process"][0] + medians["its collectives alone"][0]
+        sent = medians["its collectives alone"][0]
+        beside = medians["one process"][0] + sent
         table.caption = f"autoshard: {medians['autoshard'][0] / beside:.2f} of one process and its collectives together"
+        if not options.own:
+            bound = (medians["a rank's part alone"][0] + sent) / medians["parallelize_module"][0]
+            table.caption += f"; a rank's part and its collectives: {bound:.2f} of parallelize_module"
         Console(width=100).print(table)
     dist.barrier()
     dist.destroy_process_group()

@@ -20,7 +20,7 @@ from autoshard.passes.search.rows.alike import bound
 
 @pytest.fixture(autouse=True)
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "LARGE", 0)
+    monkeypatch.setattr(prepared.Prepared, "large", 0)
 
 
 def layers(seed: int, count: int) -> tuple[CostNetwork, tuple[Row, ...], list[Hashable | None]]:

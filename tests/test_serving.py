@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from generating_models import MESHES, MODELS, TOKENS, as_one_device, every_way, made
@@ -100,6 +101,23 @@ def test_what_a_step_of_a_fused_matrix_sends() -> None:
             assert [e.bytes for e in log if e.kind != "all_reduce"] == [token / 2] * 2, log  # halos
 
 
+@pytest.mark.parametrize("where", [np.s_[:, -1], np.s_[:, -1:], np.s_[:, 1:3], np.s_[:, [-1]]], ids=str)
+def test_positions_of_a_cut_sequence_travel_alone(where: Any) -> None:
+    """The last one of a prompt that is cut along its sequence: no rank gathers the others."""
+
+    class Last(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.sin()[where])
+
+    model, x = Last(4, 8).double().eval(), torch.randn(2, 9, 4).double()
+    hints = {"x": autoshard.Shard(1), "weight": autoshard.Replicate()}
+    for dynamic in (False, True):
+        sharded = autoshard.compile(copy.deepcopy(model), {"tp": 2}, training=False, hints=hints, dynamic=dynamic)
+        with torch.no_grad():
+            torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=1e-12)
+        assert sum(c.bytes for c in sharded.collectives) <= x[where].nbytes
+
+
 @pytest.mark.slow
 def test_caches_stay_in_their_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     caches_stay({"pp": 2, "tp": 2}, monkeypatch)
@@ -122,6 +140,26 @@ def test_a_static_cache_and_a_criterion_to_stop() -> None:
     ways["static"] |= {"do_sample": False, "stopping_criteria": transformers.StoppingCriteriaList([Stop()])}
     same_tokens(model, sharded, TOKENS, ways)
     assert len(sharded.programs) == 2
+    for batch in (2, 1):
+        made = []
+        for module in (sharded, model):
+            cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+            made.append(module.generate(TOKENS[:batch], past_key_values=cache, max_new_tokens=8, disable_compile=True))
+        assert torch.equal(*made)
+
+
+@pytest.mark.slow
+def test_in_bfloat16() -> None:
+    """More ranks than key-value heads, one request that is sampled: sums round as they may, tokens are those of one device."""
+    model, asked = llama(layers=1).bfloat16(), {"do_sample": True, "top_k": 20, "max_new_tokens": 8}
+    found = []
+    for module in (serving(model, {"tp": 4}), model):
+        torch.manual_seed(3)
+        kept = {"return_dict_in_generate": True, "output_logits": True}
+        found.append(module.generate(TOKENS[:1], **asked, **kept))
+    assert torch.equal(*(x.sequences for x in found))
+    for own, other in zip(*(x.logits for x in found), strict=True):
+        torch.testing.assert_close(own + 0, other, rtol=0, atol=1e-2)
 
 
 @pytest.mark.slow

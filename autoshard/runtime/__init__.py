@@ -106,6 +106,7 @@ from autoshard.runtime.operations.indexing import (
     sharded_scatter,
     sharded_scatter_add,
     sharded_select,
+    sharded_slice,
 )
 from autoshard.runtime.operations.loss import cross_entropy, nll_loss
 from autoshard.runtime.operations.norm import batch_norm, batch_norm_no_stats, group_norm, layer_norm, rms_norm
@@ -194,6 +195,7 @@ __all__ += [
     "sharded_scatter",
     "sharded_scatter_add",
     "sharded_select",
+    "sharded_slice",
     "softmax",
     "split",
     "stacked",

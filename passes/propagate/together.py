@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -40,6 +40,8 @@ class Joined(Prepared):
     """the first node of each graph, and the number of all"""
     own: int = 0
     """rows of the main graph"""
+    large: ClassVar[int] = 100_000
+    """sooner than of one graph: calls are joined in every layer, so this is no chain, which is eliminated quickly"""
 
     def restricted(self, nodes: tuple[Array, ...]) -> Prepared:
         """See :meth:`Prepared.restricted`."""

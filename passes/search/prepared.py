@@ -8,6 +8,7 @@ import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -20,9 +21,6 @@ from autoshard.passes.search.rows.alike import Tied, tie
 from autoshard.passes.search.rows.prices import Reduced
 from autoshard.passes.search.rows.stacked import Stacked, Stacks, stack_rows, unstacked
 from autoshard.passes.search.rows.within import solve_alike, solve_within
-
-# Entries of all tables from which on equal layers are searched as one.
-LARGE = 5_000_000
 
 
 def solve(
@@ -67,6 +65,8 @@ class Prepared:
     rows: tuple[Row, ...] = ()
     alike: Sequence[Hashable | None] | None = None
     stacks: Stacks = field(default_factory=Stacks)
+    large: ClassVar[int] = 5_000_000
+    """entries of all tables from which on equal layers are searched as one"""
 
     def restricted(self, nodes: tuple[Array, ...]) -> Prepared:
         """With other vectors of the nodes."""
@@ -109,7 +109,7 @@ class Prepared:
     @cached_property
     def _tied(self) -> Tied | None:
         """The problem in terms of its distinct layers, where it is large."""
-        large = sum(matrix.size for *_, matrix in self.network.edges) >= LARGE
+        large = sum(matrix.size for *_, matrix in self.network.edges) >= self.large
         return None if self.alike is None or not large else tie(self._problem, self.alike)
 
     @cached_property

@@ -23,6 +23,18 @@ def sharded_select(x: torch.Tensor, dim: int, index: int, size: int, axes: Axes)
     return x.narrow(dim, 0, 0).sum(dim, dtype=x.dtype)  # zeros on the gradient path
 
 
+def sharded_slice(x: torch.Tensor, dim: int, start: int, length: int, size: int, axes: Axes) -> torch.Tensor:
+    """``length`` positions of ``x`` along ``dim`` from ``start`` → P: every rank gives those that it holds, and zeros."""
+    begin = max(start + size, 0) if start < 0 else start
+    first = begin - offset(size, axes)
+    a, b = (min(max(n, 0), x.shape[dim]) for n in (first, first + length))
+    if b - a == length:
+        return x.narrow(dim, a, length)
+    before = min(max(-first, 0), length - (b - a))
+    padding = [0, 0] * (x.dim() - 1 - dim) + [before, length - (b - a) - before]
+    return torch.nn.functional.pad(x.narrow(dim, a, b - a), padding)
+
+
 def sharded_index_select(x: torch.Tensor, dim: int, index: torch.Tensor, size: int, axes: Axes) -> torch.Tensor:
     """``x.index_select(dim, index)`` → P."""
     place, mine = _held(index, x.shape[dim], size, axes)

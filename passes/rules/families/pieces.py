@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call
+from autoshard.passes.ir.program import Call, spell
 from autoshard.passes.ir.sizes import Size, reaches
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, along_cut, rules
 from autoshard.passes.rules.factors import Dims, Factors, broadcast, dims_argument, numbered, positive, sizes_of
@@ -89,21 +89,33 @@ def _is_constant(node: Node) -> bool:
     return bool(node.argument("mode", "constant") == "constant")
 
 
+def _few(node: Node, graph: Graph) -> bool:
+    """Whether a slice takes so few positions that their sum over ranks, zero where they are not held, is sent faster than
+    all positions are gathered."""
+    (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    if "pad" in str(node.op) or node.argument("step") != 1 or not (changed := _changed(node, shape)):
+        return False
+    size, to = shape[changed[0]], result[changed[0]]
+    return not isinstance(to, Size) and to > 0 and 2 * to < int(size)
+
+
 def _shifted(node: Node, graph: Graph) -> Factors:
     """A slice or a pad. A pad is linear if it pads with zeros or with the operand's own values."""
     (shape,), slidings = graph.shapes(node.inputs), _slide(node, graph)
-    dims = numbered(shape, set(_changed(node, shape)) - {s.dim for s in slidings})
+    gone = set(_changed(node, shape)) - {s.dim for s in slidings}
+    dims = numbered(shape, gone)
     linear = "pad" not in str(node.op) or not _is_constant(node) or not node.argument("value")
     sizes = sizes_of(shape) | {s.factor: s.to for s in slidings}
     filled = frozenset() if _is_constant(node) else frozenset(sizes)  # mirrors have no kernel for nothing
-    return Factors((dims,), (dims,), sizes, filled=filled, linear=((0,),) if linear else ())
+    taken = numbered(shape) if _few(node, graph) else dims
+    return Factors((taken,), (dims,), sizes, filled=filled, linear=((0,),) if linear else ())
 
 
 def _local_shifted(site: Site) -> Call:
     """The halo is the slice and the pad; a pad of other dims remains."""
     node, along = site.node, cut(site, _slide(site.node, site.graph))
     if not along:
-        return site.unchanged()
+        return _local_few(site) if _few(node, site.graph) else site.unchanged()
     is_pad = "pad" in str(node.op)
     x: Call = haloed(site, node.argument("self"), along, (node.argument("value") or 0.0) if is_pad else 0.0)
     rank, apart = len(site.in_type(0).shape), {s.dim for s in along}
@@ -111,6 +123,15 @@ def _local_shifted(site: Site) -> Call:
         return x
     pad = [0 if rank - 1 - i // 2 in apart else n for i, n in enumerate(node.argument("pad"))]
     return site.unchanged(self=x, pad=pad)
+
+
+def _local_few(site: Site) -> Call:
+    dim, axes = site.cut_dim
+    if not axes:
+        return site.unchanged()
+    x, start = site.node.argument("self"), site.node.argument("start") or 0
+    lengths = site.out_type().shape[dim], site.in_type(0).shape[dim]
+    return Call("sharded_slice", (x, dim, start, *lengths, spell(axes)), {})
 
 
 def _cat(node: Node, graph: Graph) -> Factors:

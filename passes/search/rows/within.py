@@ -66,7 +66,7 @@ def solve_alike(
     and still to be found. ``reduced``: of the tied problem; else see :func:`searched`.
     """
     search = Search(tied.problem, relaxed, time.perf_counter() + limit, prices, reduced)
-    begun(search, effort)
+    begun(search, effort, ENOUGH)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
     if not effort.rough:
@@ -156,14 +156,14 @@ def searched(
     return search
 
 
-def begun(search: Search, effort: Effort) -> None:
-    """A first bound, and a choice within the hard limits. Raises PlanError where there is none."""
+def begun(search: Search, effort: Effort, gap: float = GAP) -> None:
+    """A choice within the hard limits, and a bound, until they are this near. Raises PlanError where there is none."""
     maximise_bound(search, search.part, 1)
     if search.choice is None:
         maximise_bound(search, search.part, effort.of(FIRST_ITERATIONS))
     if search.choice is None:
         fit(search, effort)
-    maximise_bound(search, search.part, effort.of(FIRST_ITERATIONS))
+    maximise_bound(search, search.part, effort.of(FIRST_ITERATIONS), gap)
     search.bound = search.part.bound
 
 
