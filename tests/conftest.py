@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,8 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    doubles = defaultdict(list)
+    for name in DOUBLES:
+        doubles[name.partition("::")[0]].append(f"*{name}")
     for item in items:
-        if any(fnmatch.fnmatchcase(item.nodeid, f"*{name}") for name in DOUBLES):
+        if any(fnmatch.fnmatchcase(item.nodeid, name) for name in doubles[item.path.name]):
             item.add_marker(pytest.mark.slow)
     if config.getoption("--run-slow") or "slow" in config.getoption("-m"):
         return

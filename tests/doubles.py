@@ -20,6 +20,10 @@ IN_ONE_PROCESS = """
     gradients_turned_on_in_an_inference_mode_of_its_own
     transforms_are_refused two_threads_at_once what_a_call_leaves_for_the_next classes_of_tensors_and_numbers
     a_buffer_written_in_another_dtype
+    a_dict_that_hooks_change a_dict_that_the_forward_changes a_dict_of_transformers_that_the_forward_changes
+    an_eval_forward_then_train_then_backward anomalies_are_detected copied_before_it_is_compiled
+    flex_attention_as_it_is_and_compiled functions_that_hold_modules modes_of_parts rules_of_ones_own
+    what_is_built_otherwise_is_refused what_the_first_call_made
 """.split()
 """states that the fast run tries in one process: what torch and the model do, which is looked at before ranks matter"""
 

@@ -74,7 +74,12 @@ def _files() -> dict[str, Path]:
 
 
 FILES = _files()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
+Trees = dict[str, ast.Module]
+
+
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 
 def _imports(tree: ast.AST, name: str) -> Iterator[str]:
@@ -88,9 +93,10 @@ def _imports(tree: ast.AST, name: str) -> Iterator[str]:
             yield from (a.name for a in node.names if a.name in FILES and a.name != name)
 
 
-def _arrows() -> nx.DiGraph:
+@pytest.fixture(scope="module")
+def arrows(trees: Trees) -> nx.DiGraph:
     graph: nx.DiGraph = nx.DiGraph()
-    for name, tree in TREES.items():
+    for name, tree in trees.items():
         graph.add_node(name)
         for other in _imports(tree, name):
             if name != "autoshard" and other != "autoshard":  # the public names, and what is loaded on first use
@@ -98,16 +104,13 @@ def _arrows() -> nx.DiGraph:
     return graph
 
 
-ARROWS = _arrows()
-
-
 def _room(name: str) -> str:
     parts = name.split(".")[1:]
     return ".".join(parts[:2]) if parts and parts[0] == "passes" else parts[0] if parts else ""
 
 
-def test_no_circle_among_files() -> None:
-    assert list(nx.simple_cycles(ARROWS)) == []
+def test_no_circle_among_files(arrows: nx.DiGraph) -> None:
+    assert list(nx.simple_cycles(arrows)) == []
 
 
 def test_every_room_has_a_floor() -> None:
@@ -115,21 +118,21 @@ def test_every_room_has_a_floor() -> None:
     assert {_room(name) for name in FILES} == named | {"", "passes"}
 
 
-def test_arrows_run_downwards() -> None:
+def test_arrows_run_downwards(arrows: nx.DiGraph) -> None:
     floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
     upwards = [
         f"{a} → {b}"
-        for a, b in ARROWS.edges
+        for a, b in arrows.edges
         if _room(a) in floor and _room(b) in floor and floor[_room(a)] > floor[_room(b)]
     ]
     assert upwards == []
 
 
 @pytest.mark.parametrize("rooms", [r for r in FLOORS if len(r) > 1], ids=" ".join)
-def test_rooms_of_one_floor_do_not_need_each_other(rooms: tuple[str, ...]) -> None:
+def test_rooms_of_one_floor_do_not_need_each_other(rooms: tuple[str, ...], arrows: nx.DiGraph) -> None:
     """Files aside that are no rooms, such as errors and layout, which stand beside each other without a circle."""
     between = defaultdict(set)
-    for a, b in ARROWS.edges:
+    for a, b in arrows.edges:
         if _room(a) in rooms and _room(b) in rooms and _room(a) != _room(b):
             between[_room(a)].add(_room(b))
     folders = {
@@ -139,7 +142,7 @@ def test_rooms_of_one_floor_do_not_need_each_other(rooms: tuple[str, ...]) -> No
 
 
 @pytest.mark.parametrize("room", WITHIN)
-def test_arrows_within_a_room_run_downwards(room: str) -> None:
+def test_arrows_within_a_room_run_downwards(room: str, arrows: nx.DiGraph) -> None:
     floor = {inner: number for number, inners in enumerate(WITHIN[room]) for inner in inners}
 
     def inside(name: str) -> str | None:
@@ -149,7 +152,7 @@ def test_arrows_within_a_room_run_downwards(room: str) -> None:
         found = parts[0] if parts and parts[0] in floor else ""
         return found if found in floor else None
 
-    pairs = [(a, b, inside(a), inside(b)) for a, b in ARROWS.edges]
+    pairs = [(a, b, inside(a), inside(b)) for a, b in arrows.edges]
     assert [f"{a} → {b}" for a, b, x, y in pairs if x is not None and y is not None and floor[x] > floor[y]] == []
 
 
@@ -158,11 +161,11 @@ def test_folders_are_not_flat() -> None:
     assert {str(folder): number for folder, number in files.items() if number > MOST_FILES} == {}
 
 
-def test_no_import_is_hidden_in_a_function() -> None:
+def test_no_import_is_hidden_in_a_function(trees: Trees) -> None:
     """But for the command line, which loads what a command needs."""
     hidden = [
         f"{name}:{node.lineno}"
-        for name, tree in TREES.items()
+        for name, tree in trees.items()
         for outside in tree.body
         if isinstance(outside, ast.FunctionDef | ast.ClassDef)
         for node in ast.walk(outside)
@@ -171,8 +174,8 @@ def test_no_import_is_hidden_in_a_function() -> None:
     assert [place for place in hidden if not place.startswith("autoshard.cli:")] == []
 
 
-def test_the_runtime_imports_nothing_of_the_compiler() -> None:
-    outside = {b for a, b in ARROWS.edges if _room(a) == "runtime" and _room(b) != "runtime"}
+def test_the_runtime_imports_nothing_of_the_compiler(arrows: nx.DiGraph) -> None:
+    outside = {b for a, b in arrows.edges if _room(a) == "runtime" and _room(b) != "runtime"}
     assert outside == {"autoshard.errors"}
 
 
@@ -216,9 +219,9 @@ def _called(functions: dict[str, ast.FunctionDef], name: str) -> Iterator[str]:
         ("step of `lowered`", "autoshard.passes.lower.lowered", "lowered"),
     ],
 )
-def test_the_recipe_is_the_documented_one(heading: str, file: str, first: str) -> None:
+def test_the_recipe_is_the_documented_one(heading: str, file: str, first: str, trees: Trees) -> None:
     """Every step of the page, in its order; and no pass that the page does not name."""
-    tree = TREES[file]
+    tree = trees[file]
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     steps = " ".join(row[0] for row in _rows(heading)).split()
     called = list(dict.fromkeys(_called(functions, first)))
