@@ -58,6 +58,10 @@ class Row:
     """of parameters; float32: with :data:`MIXED`"""
     overlaps: str = ""
     """the axis whose messages of activations go in pieces beside the products that they are for"""
+    loss: float = 0.0
+    """bytes that the loss moves per logit of a rank, forward and backward, with the cast to float32; 0: as planned"""
+    buffers: float = 0.0
+    """bytes moved, beside what is planned, per parameter that a rank works with"""
 
 
 class PlainAttention(nn.Module):
@@ -152,6 +156,18 @@ MIXED = Precision(torch.bfloat16, torch.float32)
 distributed optimizer of Megatron-LM does in bfloat16 (accumulate_allreduce_grads_in_fp32)"""
 
 MEGATRON = {"dp": "zero1", "tp": "megatron-sp"}
+MEGATRON_LOSS = 6.0 + 4 + 8 + 8 + 4 + 8 + 8 + 6
+"""core/tensor_parallel/cross_entropy.py, kernel by kernel: to float32; maximum, difference, exp, sum, quotient; in the backward
+a product, and back to 16 bits"""
+MEGATRON_BUFFERS = 4.0 + 4 + 8
+"""core/distributed/param_and_grad_buffer.py: gradients, in float32, are zeroed, looked through for NaN, and scaled"""
+TITAN_LOSS = 6.0 + 16 + 4 + 16 + 6
+"""its loss was not compiled (train.py of 2024: "compiling loss function causes CUDA errors, turning off for now"); ATen's
+SoftMax.cu reads rows that shared memory does not hold three times and writes one, the backward of nll_loss writes zeros, that
+of log_softmax reads its gradient twice and its result, and writes one"""
+TITAN_BUFFERS = 2 * 4.0 + 6
+"""torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: what two gathers bring is copied to its parameters in bfloat16, and
+gradients into the buffer that is reduced, in float32"""
 SEQUENCE = {"length": 4096, "vocab": 131072}
 
 ROWS = (
@@ -159,7 +175,7 @@ ROWS = (
         Row(
             f"Megatron-LM {name}, TP {tp} DP 48", EAGER["h100"], {"dp": 48, "tp": tp}, MEGATRON if tp > 1 else {"dp": "zero1"},
             gpt(width, 131072, 4096, width // 128), layers, 192, seconds=seconds, dtype=torch.float32,
-            overlaps="tp" if tp > 1 else "", **SEQUENCE,
+            overlaps="tp" if tp > 1 else "", loss=MEGATRON_LOSS, buffers=MEGATRON_BUFFERS, **SEQUENCE,
         )
         for name, width, layers, tp, seconds in (
             ("1.7B", 2048, 24, 1, 0.452), ("7.1B", 4096, 30, 2, 0.800), ("32B", 7168, 48, 8, 0.892),
@@ -168,7 +184,7 @@ ROWS = (
     *(
         Row(
             f"Korthikanti 22B, TP 8, {what}", EAGER["a100"], {"tp": 8}, {"tp": like},
-            plain_gpt(6144, 51200, 2048, 64), 48, 4, 2048, 51200, seconds, again, torch.float16,
+            plain_gpt(6144, 51200, 2048, 64), 48, 4, 2048, 51200, seconds, again, torch.float16, loss=MEGATRON_LOSS,
         )
         for what, like, again, seconds in (
             ("full", "megatron", whole, 1.42), ("SP + selective", "megatron-sp", attention_core, 1.10),
@@ -177,7 +193,8 @@ ROWS = (
     *(
         Row(
             f"torchtitan Llama-3 8B, FSDP {ranks}, {how}", hardware, {"dp": ranks}, {"dp": "fsdp"}, llama(LlamaConfig()), 32,
-            2 * ranks, 8192, 128256, 2 * 8192 / tokens, every_second_product, torch.float32,
+            2 * ranks, 8192, 128256, 2 * 8192 / tokens, every_second_product, torch.float32, loss=TITAN_LOSS,
+            buffers=TITAN_BUFFERS,
         )
         for ranks, how, hardware, tokens in (
             (8, "selective", AT_500_WATTS, 6667), (8, "not compiled", replace(AT_500_WATTS, fuses=False), 5762),
@@ -186,7 +203,7 @@ ROWS = (
     ),
     Row(
         "torchtitan Llama-3 70B, FSDP 32 TP 8, full", AT_500_WATTS, {"dp": 32, "tp": 8}, {"dp": "fsdp", "tp": "megatron-sp"},
-        llama(LlamaConfig.llama_70b()), 80, 512, 8192, 128256, 27.43, whole,
+        llama(LlamaConfig.llama_70b()), 80, 512, 8192, 128256, 27.43, whole, loss=TITAN_LOSS, buffers=TITAN_BUFFERS,
     ),
 )  # fmt: skip
 
@@ -209,7 +226,20 @@ def predicted(row: Row, layers: int) -> tuple[float, float]:
         plan = replace(plan, collectives=kept)
     plan = in_pieces(plan, row.overlaps) if row.overlaps else plan
     compute, waits = made_again(program, row.again) if row.again else (0.0, 0.0)
+    compute += beside(row, model, plan)
     return step_end(plan) + compute + waits, plan.cost.compute_s + compute
+
+
+def beside(row: Row, model: nn.Module, plan: Plan) -> float:
+    """Seconds of what its authors' code moves through memory more than what is planned does."""
+    moved = row.buffers * sum(p.numel() for p in model.parameters()) / row.mesh.get("tp", 1)
+    moved += row.loss * row.batch * row.length * row.vocab / plan.mesh.size
+    losses = [c for c in plan.choices.values() if not c.fqn and c.op in LOSS]
+    return plan.mesh.hardware.memory_seconds(moved) - (sum(c.seconds for c in losses) if row.loss else 0.0)
+
+
+LOSS = ("aten._to_copy.default", "aten.cross_entropy_loss.default")
+"""the loss of :class:`InFloat32` in a plan"""
 
 
 def left_as_spelled() -> AbstractContextManager[Any]:
