@@ -161,21 +161,23 @@ def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
 @lru_cache(maxsize=64)
 def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
     """Floyd-Warshall over all states: seconds [states, states], and the shares of them [8, states, states]."""
-    graph = prices.space
-    distance, shares = (
-        np.full((len(graph.states),) * 2, np.inf),
-        np.zeros((len(prices.shares), *(len(graph.states),) * 2)),
-    )
+    graph, count = prices.space, len(prices.space.states)
+    distance, move = np.full((count, count), np.inf), np.full((count, count), len(graph.moves))
     cheapest_last = np.argsort(-prices.seconds, kind="stable")
     ends = graph.src[cheapest_last], graph.dst[cheapest_last]
-    distance[ends], shares[:, ends[0], ends[1]] = prices.seconds[cheapest_last], prices.shares[:, cheapest_last]
-    own = np.arange(len(distance))
-    distance[own, own], shares[:, own, own] = 0.0, 0.0
-    through = np.empty_like(distance)
-    for k in range(len(distance)):
+    distance[ends], move[ends] = prices.seconds[cheapest_last], cheapest_last
+    own = np.arange(count)
+    distance[own, own], move[own, own] = 0.0, len(graph.moves)
+    through, middle = np.empty_like(distance), np.full(count * count, -1)
+    for k in range(count):
         np.add(distance[:, k, None], distance[k], out=through)
         # few: most pairs are as near as they get after some states
-        closer = np.divmod(np.flatnonzero(through < distance), len(distance))
-        distance[closer] = through[closer]
-        shares[:, closer[0], closer[1]] = shares[:, closer[0], k] + shares[:, k, closer[1]]
-    return distance, shares
+        closer = np.flatnonzero(through < distance)
+        distance.reshape(-1)[closer], middle[closer] = through.reshape(-1)[closer], k
+    # A pair's halves have middles before its own, so that each pair is added up once, when they are known.
+    shares = np.append(prices.shares, np.zeros((len(prices.shares), 1)), axis=1).T[move.reshape(-1)]
+    order = np.argsort(middle, kind="stable")
+    for k, pairs in enumerate(np.split(order, np.searchsorted(middle[order], own))[1:]):
+        src, dst = np.divmod(pairs, count)
+        shares[pairs] = shares[src * count + k] + shares[k * count + dst]
+    return distance, shares.T.reshape(-1, count, count)

@@ -246,7 +246,9 @@ def _alike(tensors: Iterable[Any], specs: Iterable[Any]) -> bool:
                 return False
             continue
         own = x._spec
-        if own is not spec and (own.mesh is not spec.mesh or own.placements != spec.placements):
+        if own is not spec and (
+            own.ndim != spec.ndim or own.placements != spec.placements or own.mesh is not spec.mesh
+        ):
             return False
     return True
 

@@ -264,12 +264,14 @@ class DistributedModule(OnRank):
         if not loaded.recorded:
             self._comm.spare.clear()
         module.bind_tensors(loaded.tensors(self.tensor))
+        _, self._comm.summed_last = loaded.last
         try:
             named = zip(executable.compiled.source.inputs, inputs, strict=True)
             parts = [part_for(x, program.layouts[n], self.device_mesh, self._device) for n, x in named]
             results: Sequence[Any] = module(*parts)
         finally:
             module.release_tensors()
+            self._comm.summed_last = ()
         return results
 
     def _leaf(self, executable: Executable, number: int, local: Any, shape: Sequence[int] | None) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,33 +77,23 @@ class Loaded:
 
 
 def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], tuple[str, ...]]:
-    """The parameters whose gradients are summed when the backward ends, and the axes, where all enter their blocks over one
-    group: those of the smallest blocks, together less than the first message has. A node of the graph in each of these
-    blocks would take longer than their gradients under way.
+    """The parameters that enter their blocks over one group of axes, and the axes, where their gradients are too few to be
+    sent before the backward ends: they need no node of the graph in every block.
 
     Not where the forward reads one of them otherwise, too: what that brings is no summand.
     """
     entering = [s for s in program.statements if s.call.fn == "enter_parameters"]
     groups = {comm.active(s.call.args[1]) for s in entering}
+    names = {name for s in entering for name in reads(s)}
     others = {name for s in program.statements if s.call.fn != "enter_parameters" for name in reads(s)}
-    alone = sum(s.parameter for s in program.statements) == len(entering)
-    if len(groups) != 1 or not all(groups) or not alone or any(s.call.kwargs for s in entering):
+    alone = sum(s.parameter for s in program.statements) == len(entering) and names.isdisjoint(
+        others | program.returned
+    )
+    types = [(program.layouts[n], program.types[n]) for n in names]
+    size = sum(math.prod(layout.max_local_shape(t.shape)) * t.dtype.itemsize for layout, t in types)
+    if len(groups) != 1 or not all(groups) or not alone or any(s.call.kwargs for s in entering) or size >= SMALL:
         return frozenset(), ()
-
-    def size(names: frozenset[str]) -> int:
-        types = [(program.layouts[n], program.types[n]) for n in names]
-        return sum(math.prod(layout.max_local_shape(t.shape)) * t.dtype.itemsize for layout, t in types)
-
-    blocks = {frozenset(reads(s)): None for s in entering}
-    users = Counter(name for names in blocks for name in names)
-    chosen, left = set[str](), SMALL
-    for names in sorted(blocks, key=size):
-        left -= size(names)
-        if left <= 0:
-            break
-        if names.isdisjoint(others | program.returned) and all(users[name] == 1 for name in names):
-            chosen |= names
-    return frozenset(i.fqn for i in program.graph.inputs if i.name in chosen), groups.pop() if chosen else ()
+    return frozenset(i.fqn for i in program.graph.inputs if i.name in names), groups.pop()
 
 
 def _part(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:

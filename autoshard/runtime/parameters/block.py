@@ -40,24 +40,18 @@ def enter_parameters(
     """I → R for the parameters of a block, as in data parallelism. Forward: nothing.
 
     Backward: the gradients are flattened into one buffer per dtype and all-reduced, asynchronously for parameters that
-    come from :func:`wait_gradients`, or with those of other blocks where :attr:`Gradients.last` says so. In mixed
+    come from :func:`wait_gradients`, or with those of all blocks where :attr:`Communicator.summed_last` says so. In mixed
     precision values come in ``dtype``, and gradients are summed in
     ``reduce_dtype`` and arrive in the parameter's own.
     """
     comm = current()
     names = comm.active(axes)
     moving = [t for t in tensors if t.requires_grad]
-    if not names or not moving or not torch.is_grad_enabled() or _summed_last(moving[0]):
+    if not names or not moving or not torch.is_grad_enabled() or names == comm.summed_last:
         return tuple(tensors) if dtype is None else tuple(t.to(dtype) for t in tensors)
     moves, dtypes = [Move("I", "R", names)] * len(moving), Dtypes(dtype, reduce_dtype)
     moved = iter(carried("enter_parameters", moves, moving, _through, listed=True, dtypes=dtypes))
     return tuple(next(moved) if t.requires_grad else t if dtype is None else t.to(dtype) for t in tensors)
-
-
-def _summed_last(x: torch.Tensor) -> bool:
-    """Whether :class:`Gradients` sums the gradient of ``x``, and of what enters with it, when the backward ends."""
-    pending = getattr(x.grad_fn, "pending", None)
-    return pending is not None and x.output_nr in pending.last
 
 
 def gather_parameters(

@@ -53,6 +53,9 @@ class Communicator(ABC):
     step: Step | None = None
     """what the micro-batches share, where there are several"""
 
+    summed_last: tuple[str, ...] = ()
+    """axes over which :class:`Gradients` sums, when the backward ends, what enters over them in the forward that runs"""
+
     deferred: bool = False
     """whether forward passes leave their parameters' gradients as summands, to be added up in a later backward"""
 

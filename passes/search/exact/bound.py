@@ -198,7 +198,8 @@ class Dual:
                 edge, side = self.edges[scope], scope.index(i)
                 total += edge.row(1 - side, position[scope[1 - side]]) + edge.into[side]
             for scope in self.after[i]:
-                total += self._message(scope, i)
+                if not self.edges[scope].settled[scope.index(i)]:
+                    total += self._message(scope, i)
             position[i] = int(np.argmin(total))
         return {i: int(self.kept[i][s]) for i, s in position.items()}
 
