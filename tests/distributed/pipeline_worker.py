@@ -28,7 +28,7 @@ from training_worker import FOLDER, main
 import autoshard
 from autoshard.errors import CommunicationError, RuntimeMismatchError
 from autoshard.runtime.programs.pipeline import Pipeline
-from autoshard.runtime.programs.pipeline import _Stage as Stage
+from autoshard.runtime.programs.schedules import Stage
 
 MESHES = {2: {"pp": 2}, 4: {"pp": 2, "tp": 2}}
 

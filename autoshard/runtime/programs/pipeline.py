@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import pipelining
 
 from autoshard.runtime.programs.along import Along
 from autoshard.runtime.transport import generators
@@ -25,13 +24,6 @@ from autoshard.runtime.transport.wire import raw
 Locals = list[torch.Tensor]
 Run = Callable[[int, int, Locals], Sequence[torch.Tensor]]
 """(stage, micro-batch, what it receives) → what its rank module gives"""
-
-SCHEDULES = {
-    "gpipe": pipelining.ScheduleGPipe,
-    "1f1b": pipelining.Schedule1F1B,
-    "interleaved": pipelining.ScheduleInterleaved1F1B,
-    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
-}
 
 
 @dataclass(frozen=True)
@@ -78,8 +70,10 @@ class Pipeline:
         """what makes the gradients of weights, of the backward that ran last"""
         self.mine = [*filter(along.is_mine, range(self.last + 1))]
         self.modules = [_StageModule(partial(self._forward, number)) for number in self.mine]
+        from autoshard.runtime.programs.schedules import Stage, scheduled  # takes longer than all else of the runtime
+
         made = [
-            _Stage(
+            Stage(
                 self._fail,
                 module,
                 number,
@@ -92,17 +86,7 @@ class Pipeline:
             )
             for number, module in zip(self.mine, self.modules, strict=True)
         ]
-        self.schedule = self._schedule(form.schedule, made, along.ranks)
-
-    def _schedule(self, name: str, stages: list[Any], ranks: int) -> Any:
-        kind: Any = SCHEDULES[name]
-        if not self.training or (name == "1f1b" and self.count < ranks):
-            kind = SCHEDULES["gpipe"]  # of so few micro-batches 1F1B is the same
-        if len(stages) > 1:
-            kind = SCHEDULES["interleaved"]
-        loss = _same if self.training else None
-        multiple = kind not in (SCHEDULES["gpipe"], SCHEDULES["1f1b"])
-        return kind(stages if multiple else stages[0], self.count, loss_fn=loss, scale_grads=False)
+        self.schedule = scheduled(form.schedule, made, self.count, along.ranks, training=self.training)
 
     def step(self, notes: Notes, leaves: Locals, state: torch.Tensor | None) -> None:
         """Forward, and in training backward, of all micro-batches; ``made`` has what came out.
@@ -214,30 +198,6 @@ class _StageModule(nn.Module):
         return self.run(received, int(index))
 
 
-class _Stage(pipelining.PipelineStage):
-    """A stage whose failures are told to ``fail``; the schedule goes on, with zeros for what it would have sent."""
-
-    def __init__(self, fail: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fail = fail
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """See :class:`torch.distributed.pipelining.PipelineStage`."""
-        try:
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        except Exception as error:
-            self.fail(error)
-            assert self._stage_meta.inputs is not None
-            self.bwd_cache[bwd_chunk_id] = (None,) * len(self._stage_meta.inputs)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """See :class:`torch.distributed.pipelining.PipelineStage`."""
-        try:
-            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        except Exception as error:
-            self.fail(error)
-
-
 class _Dense(torch.autograd.Function):
     """The same value; its gradient comes as it is sent."""
 
@@ -260,10 +220,6 @@ def _backward(scalars: list[torch.Tensor]) -> None:
     if scalars:  # a stage may train no weight
         torch.autograd.backward(scalars)
         scalars.clear()
-
-
-def _same(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return output
 
 
 def packed(device: torch.device) -> torch.Tensor:

@@ -1,0 +1,55 @@
+"""The schedules of torch.distributed.pipelining, whose import brings TorchDynamo's: only where stages run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import pipelining
+
+_KINDS = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+}
+
+
+def scheduled(name: str, stages: Sequence[Stage], count: int, ranks: int, *, training: bool) -> Any:
+    """What runs ``count`` micro-batches through the ``stages`` of this rank, of ``ranks`` along the axis."""
+    kind: Any = _KINDS[name]
+    if not training or (name == "1f1b" and count < ranks):
+        kind = _KINDS["gpipe"]  # of so few micro-batches 1F1B is the same
+    if len(stages) > 1:
+        kind = _KINDS["interleaved"]
+    multiple = kind not in (_KINDS["gpipe"], _KINDS["1f1b"])
+    return kind([*stages] if multiple else stages[0], count, loss_fn=_same if training else None, scale_grads=False)
+
+
+class Stage(pipelining.PipelineStage):
+    """A stage whose failures are told to ``fail``; the schedule goes on, with zeros for what it would have sent."""
+
+    def __init__(self, fail: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fail = fail
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """See :class:`torch.distributed.pipelining.PipelineStage`."""
+        try:
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        except Exception as error:
+            self.fail(error)
+            assert self._stage_meta.inputs is not None
+            self.bwd_cache[bwd_chunk_id] = (None,) * len(self._stage_meta.inputs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """See :class:`torch.distributed.pipelining.PipelineStage`."""
+        try:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        except Exception as error:
+            self.fail(error)
+
+
+def _same(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output
