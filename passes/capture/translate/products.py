@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -48,7 +49,7 @@ def _whole(node: Node, graph: Graph) -> tuple[Node, Node, tuple[int, ...]] | Non
     if (
         before[-1] != features
         or len(before) < 3
-        or rows != TensorType(before[:-1], torch.int8).numel
+        or rows != math.prod(before[:-1])
         or out in graph.returned
         or not uses
     ):
