@@ -33,6 +33,13 @@ def llama(layers: int = 2) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2)).double().eval()
 
 
+def gpt2() -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).double().eval()
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "top_k": 20, "temperature": 0.8},
@@ -103,6 +110,10 @@ def text_generated_by_transformers(mesh: autoshard.Mesh) -> None:
     step_bytes = [c.bytes for c in sharded.collectives]
     assert step_bytes == [2 * 32 * 8] * 3  # batch by width: an all-reduce on two ranks sends half of it twice
     what_generate_sends(sharded, tokens, step_bytes)
+    model = gpt2()
+    sharded = autoshard.compile(copy.deepcopy(model), mine, like="megatron", training=False, dynamic=True)
+    same_tokens(model, sharded, tokens, {"greedy": WAYS["greedy"]})
+    what_generate_sends(sharded, tokens, step_bytes)  # its queries, keys and values are of one matrix
     for layer in made[0].past_key_values.layers:
         assert layer.keys.shape[2] == 8
         parts = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -45,13 +46,7 @@ def _whole(node: Node, graph: Graph) -> tuple[Node, Node, tuple[int, ...]] | Non
     before, (rows, features) = graph.shape(operand), graph.shape(flat)
     shape = (*before[:-1], graph.shape(out)[-1])
     uses = graph.uses[out]
-    if (
-        before[-1] != features
-        or len(before) < 3
-        or rows != TensorType(before[:-1], torch.int8).numel
-        or out in graph.returned
-        or not uses
-    ):
+    if before[-1] != features or len(before) < 3 or rows != math.prod(before[:-1]) or out in graph.returned or not uses:
         return None
     if any(u.op is not aten.reshape.default or graph.shape(u.outputs[0]) != shape for u in uses):
         return None
