@@ -28,6 +28,11 @@ def integers_of_every_width(mesh: autoshard.Mesh) -> None:
         )
         with torch.no_grad():
             assert torch.equal(full(sharded(rows(), number)[1]), number.view(8, 4))
+        hints = {"inputs[[]1]": autoshard.Shard(1)}
+        model, sharded = pair(
+            mesh, lambda: Of(lambda lin, x, n: lin(x) * n[:, -1:].double()), rows(), number, hints=hints
+        )
+        once(model, sharded, rows(), number)
 
 
 @case

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from harness import ideal
 from lowering_steps import change
+from test_objective import changed
 from torch import Tensor, nn
 
 import autoshard
@@ -19,6 +20,8 @@ from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Program
 from autoshard.passes.ir.verify import check_program
 from autoshard.passes.lower.counted import counted
+from autoshard.passes.propagate.alternatives import alternatives
+from autoshard.passes.propagate.objective import objective
 from autoshard.plans.wishes import Wishes
 
 LABELS = torch.tensor([1, -100, 2, 0, -100, -100, -100, -100, 3, 1, 0, 2])
@@ -85,6 +88,19 @@ def test_the_price_of_a_count_is_that_of_what_runs(come: str, recompute: Any) ->
     assert any(c.reason.endswith("count") for c in plan.collectives) == (come == "local")
     assert plan.cost.comm_s == pytest.approx(sum(c.seconds for c in plan.collectives) + plan.cost.local_s, abs=1e-5)
     assert plan.cost.total_s == pytest.approx(plan.cost.lower_bound)
+
+
+@pytest.mark.parametrize("come", ["global", "local"])
+def test_alternatives_of_a_loss_pay_for_its_count(come: str) -> None:
+    graph = captured(Classifier().double(), inputs(), {}, training=True)
+    local = {} if come == "global" else {"labels": autoshard.Shard(0)}
+    assignment = planned(graph, autoshard.Mesh({"dp": 3}, "cpu"), Wishes(hints=local))[0].assignment
+    (loss,) = (n for n in graph.nodes if "cross_entropy" in str(n.op))
+    found, total = alternatives(assignment, limit=100)[loss.name], objective(assignment).total_s
+    assert found
+    for labels, more in found:
+        other = objective(changed(assignment, loss, labels)).total_s
+        assert other - total == pytest.approx(more, abs=1e-9 * total)
 
 
 def test_a_run_sends_the_loss_and_the_gradients_and_nothing_else() -> None:

@@ -112,9 +112,10 @@ def test_a_constant_beside_a_sum_is_not_linear() -> None:
     assert "P(0)" in labels(0)
 
 
-def test_booleans_have_no_summands() -> None:
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.uint16, torch.float8_e5m2], ids=str)
+def test_what_collectives_do_not_add_up_has_no_summands(dtype: torch.dtype) -> None:
     clone = rule(aten.clone.default, "... -> ...", linear=((0,),))
-    types = {"x": TensorType((4,), torch.bool), "y": TensorType((4,), torch.bool)}
+    types = {"x": TensorType((4,), dtype), "y": TensorType((4,), dtype)}
     node = Node("node", aten.clone.default, (Ref("x"),), {}, ("y",), (0,))
     assert {s.label for s in clone.strategies(node, Graph((), (node,), types, (), None, None))} == {"I", "R", "...0"}
 

@@ -21,6 +21,12 @@ from autoshard.passes.ir.graph import Graph, Node
 Dims = tuple[str | None, ...]
 """a factor per tensor dim; None: the dim must be whole"""
 
+ADDED = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+"""dtypes whose summands collectives add up: of others, such as booleans and int16, there are none"""
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -50,13 +56,13 @@ class Factors:
         )
 
     def _shardable(self, factor: str, node: Node, graph: Graph) -> bool:
-        """Once at most in every operand and result; booleans have no summands."""
+        """Once at most in every operand and result, with summands only of what is added up."""
         if max((dims.count(factor) for dims in self.inputs + self.outputs), default=0) != 1:
             return False
         if not isinstance(self.reduced.get(factor, P), Partial):
             return True
         lacking = [name for name, dims in zip(node.outputs, self.outputs, strict=True) if factor not in dims]
-        return not any(graph.types[name].dtype == torch.bool for name in lacking)
+        return all(graph.types[name].dtype in ADDED for name in lacking)
 
     def _along(self, factor: str) -> Strategy:
         summed = not any(factor in dims for dims in self.outputs)
@@ -98,10 +104,10 @@ def _place(dims: Dims, factor: str, lacking: Placement) -> Placement:
 
 
 def _can_be_summed(node: Node, graph: Graph, group: tuple[int, ...]) -> bool:
-    """Whether summands of these operands make summands of the results: no booleans, no rounding to integers."""
+    """Whether summands of these operands make summands of the results: no rounding to integers."""
     ins = [graph.types[node.inputs[i]].dtype for i in group]
     outs = [graph.types[name].dtype for name in node.outputs]
-    if not ins or any(d == torch.bool for d in ins + outs):
+    if not ins or not ADDED.issuperset(ins + outs):
         return False
     fractional = any(_is_fractional(d) for d in ins)
     return not fractional or all(_is_fractional(d) for d in outs)
