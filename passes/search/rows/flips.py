@@ -47,8 +47,8 @@ class _State:
         self.change = np.zeros((1 + len(problem.limits), int(self.starts[-1])))
         for i in range(len(problem.sizes)):
             self._look(i)
-        self.over = problem.used(tuple(self.choice)) - problem.limits
-        self.cost = problem.cost(tuple(self.choice))
+        self.cost, *used = problem.sums(tuple(self.choice)).tolist()
+        self.over = np.array(used) - problem.limits
 
     def _look(self, i: int) -> None:
         """What node ``i`` could do otherwise."""

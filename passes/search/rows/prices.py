@@ -138,7 +138,8 @@ class Search:
     def offer(self, choice: Choice) -> tuple[float, Array]:
         """Take a choice if it is the best; returns its cost and by how much it exceeds the limits."""
         self.seen[choice] = None
-        cost, over = self.first.cost(choice), self.first.used(choice) - self.first.limits
+        cost, *used = self.first.sums(choice).tolist()
+        over = np.array(used) - self.first.limits
         paid = over > self.slack
         total = cost + float((over[paid] * self.first.prices[paid]).sum())
         if total < self.total:

@@ -205,18 +205,20 @@ class Stacked:
         largest = {n: float(costs[np.isfinite(costs)].max(initial=0.0)) for n, costs in most.items()}
         return sum(largest[n] for n in self.factors.values())
 
-    def used(self, choice: Choice) -> Array:
-        """The sum of every row."""
-        total = np.zeros(len(self.limits))
-        for scope, number in self.factors.items():
-            amounts = self.store.at(number, [choice[i] for i in scope])[1:]
-            total[: len(amounts)] += amounts
+    def sums(self, choice: Choice) -> Array:
+        """The cost without what the rows add, then the sum of every row."""
+        entries: dict[tuple[int, ...], int] = {}  # equal layers that choose alike look once
+        at = [entries.setdefault((n, *(choice[i] for i in scope)), len(entries)) for scope, n in self.factors.items()]
+        values = np.zeros((len(entries), 1 + len(self.limits)))
+        for row, (number, *place) in zip(values, entries, strict=True):
+            entry = self.store.at(number, place)
+            row[: len(entry)] = entry
+        total: Array = values[at].sum(axis=0)
         return total
 
-    def cost(self, choice: Choice) -> float:
-        """The cost without what the rows add."""
-        at = ((number, [choice[i] for i in scope]) for scope, number in self.factors.items())
-        return sum(float(self.store.at(number, place)[0]) for number, place in at)
+    def used(self, choice: Choice) -> Array:
+        """The sum of every row."""
+        return self.sums(choice)[1:]
 
     def priced(self, weights: Array, unit: float = 1.0) -> CostNetwork:
         """Costs times ``unit`` plus the rows' sums at the prices ``weights``. Equal tables are one array."""
