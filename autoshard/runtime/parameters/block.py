@@ -127,6 +127,7 @@ class _Move(torch.autograd.Function):
         ctx.numbers = [x.output_nr if wanted else -1 for x, wanted in zip(xs, trained, strict=True)]
         out, shared = _moved(bucket, xs, zero)
         ctx.sums = shared if zero == 1 else None
+        ctx.in_two = current().later is not None
         ctx.waits = bucket.home.deferred  # now: in a pipeline other micro-batches begin before this one's backward
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in out]
         if not all(trained):
@@ -140,7 +141,7 @@ class _Move(torch.autograd.Function):
             ctx.sums.add(gradients)
             if ctx.waits:
                 return None, None, *(None for _ in gradients)
-            gradients = tuple(ctx.sums.take(gradients))
+            gradients = tuple(ctx.sums.take(gradients if ctx.in_two else None))
         if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
             return None, None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
         pending = ctx.owner

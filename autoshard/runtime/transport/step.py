@@ -22,13 +22,15 @@ class Gathered:
             b = b if b is None or self.dtype is None else b.to(self.dtype)
             self.gradients[i] = a if b is None else b if a is None else a + b
 
-    def take(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The sums of those that the last micro-batch brings, which are kept no longer.
+    def take(self, brought: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor | None]:
+        """The sums, which are kept no longer.
 
-        Of a backward in two parts the second brings others, for which earlier micro-batches may still add theirs.
+        ``brought``: of a backward in two parts, what one part of it brings: the sums of these alone, since earlier
+        micro-batches may still add theirs to the others.
         """
-        sums = [None if b is None else a for a, b in zip(self.gradients, gradients, strict=True)]
-        self.gradients = [a if b is None else None for a, b in zip(self.gradients, gradients, strict=True)]
+        taken = [brought is None or g is not None for g in brought or self.gradients]
+        sums = [g if now else None for g, now in zip(self.gradients, taken, strict=True)]
+        self.gradients = [None if now else g for g, now in zip(self.gradients, taken, strict=True)]
         return sums
 
 

@@ -93,7 +93,6 @@ class Part:
         """With only some strategies of the nodes named."""
         numbers = tuple(number[kept[i]] if i in kept else number for i, number in enumerate(self.numbers))
         left = {i: set(numbers[i].tolist()) for i in kept}
-
         cuts = [cut for cut in self.cuts if all(cut.choice[i] in strategies for i, strategies in left.items())]
         return replace(
             self, problem=self.problem.restricted(kept), numbers=numbers, cuts=cuts, mixture=[], known={}, reduced=None
