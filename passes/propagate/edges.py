@@ -12,7 +12,7 @@ from autoshard.layout import Invariant, Layout, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, is_whole
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.propagate.keep import Copies, Side, kept, stages
+from autoshard.passes.propagate.keep import AGAIN, Copies, Side, kept, stages
 from autoshard.passes.propagate.op_space import OpSpace
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
@@ -214,7 +214,7 @@ class EdgeTables:
         cut = np.ix_(above, beside)
         parts = self._seconds(link, cut)
         if spared is not None:  # an operation that is computed again asks again
-            each = [spared * (1 + (not asked.passive and tag == 2)) for tag in asked.tags]
+            each = [spared * (1 + (not asked.passive and tag == AGAIN)) for tag in asked.tags]
             parts += Parts(blocking=np.tile(unspared(np.concatenate(each), given.placed), (len(given.tags), 1)))
         parts, held = self._held(link, parts, cut) if self.held else (paid(parts, link.mask), None)
         return Table(parts, None if held is None else Folded(held * self.flying, rows, columns), rows, columns)
@@ -260,7 +260,7 @@ class EdgeTables:
         tags = (len(link.given.tags), len(link.asked.tags))
         mask = None if link.mask is None else np.tile(link.mask, tags[1])
         if found.again.any():
-            waits = [not link.asked.passive and tag == 2 for tag in link.asked.tags]
+            waits = [not link.asked.passive and tag == AGAIN for tag in link.asked.tags]
             for waiting in set(waits):
                 where = found.again & np.repeat(np.array(waits) == waiting, cut[1].size)
                 again = self._again(link.value, waiting)[cut]
