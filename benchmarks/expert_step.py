@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ import autoshard
 from autoshard.runtime.operations.experts import experts_op
 
 TOP = 2
-"""experts of a row; steps that do not count: in its first calls a module compares the ranks' inputs"""
+"""experts of a row"""
 
 
 class Layer(nn.Module):
@@ -110,17 +109,7 @@ def main() -> None:
     x = torch.randn(options.rows, options.width)
     by_hand, part = ByHand(layer), x.chunk(dist.get_world_size())[dist.get_rank()]
     sharded = autoshard.compile(layer, {"ep": dist.get_world_size()}, (x,), like="expert")
-
-    def compiled() -> torch.Tensor:
-        sharded.zero_grad()
-        loss: torch.Tensor = sharded(x)
-        loss.backward()
-        return loss.detach()
-
-    forms: dict[str, Callable[[], torch.Tensor]] = {"compiled": compiled, "by hand": lambda: by_hand.step(part)}
-    losses = {name: float(run()) for name, run in forms.items()}
-    assert abs(losses["compiled"] - losses["by hand"]) < 1e-5 * losses["by hand"], losses
-    worlds.in_turns(forms, options.steps)
+    worlds.beside(sharded, x, lambda: by_hand.step(part), options.steps)
     dist.destroy_process_group()
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -98,17 +97,7 @@ def main() -> None:
     ids = torch.randint(options.rows, (options.batch, options.tables, options.bag))
     by_hand = ByHand(model)
     sharded = autoshard.compile(model, {"x": dist.get_world_size()}, (ids,), like="table-wise")
-
-    def compiled() -> torch.Tensor:
-        sharded.zero_grad()
-        loss: torch.Tensor = sharded(ids)
-        loss.backward()
-        return loss.detach()
-
-    forms: dict[str, Callable[[], torch.Tensor]] = {"compiled": compiled, "by hand": lambda: by_hand.step(ids)}
-    losses = {name: float(run()) for name, run in forms.items()}
-    assert abs(losses["compiled"] - losses["by hand"]) < 1e-5 * losses["by hand"], losses
-    worlds.in_turns(forms, options.steps)
+    worlds.beside(sharded, ids, lambda: by_hand.step(ids), options.steps)
     dist.destroy_process_group()
 
 

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,11 +41,22 @@ def join(rank: int, ranks: int, rendezvous: str | os.PathLike[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
 
 
-def in_turns(forms: Mapping[str, Callable[[], object]], steps: int, warm: int = 10) -> None:
-    """Run two ``forms`` of a step in turns; rank 0 prints wall seconds, and its processor seconds, which a load touches less.
+def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], steps: int, warm: int = 10) -> None:
+    """Steps of ``sharded`` on ``x`` and of the same written by hand, in turns: their losses have to agree.
 
-    ``warm``: steps that do not count; in its first calls a module compares the ranks' inputs.
+    Rank 0 prints wall seconds, and its processor seconds, which a load touches less. ``warm``: steps that do not count; in its
+    first calls a module compares the ranks' inputs.
     """
+
+    def compiled() -> torch.Tensor:
+        sharded.zero_grad()
+        loss: torch.Tensor = sharded(x)
+        loss.backward()
+        return loss.detach()
+
+    forms = {"compiled": compiled, "by hand": by_hand}
+    losses = {name: float(run()) for name, run in forms.items()}
+    assert abs(losses["compiled"] - losses["by hand"]) < 1e-5 * losses["by hand"], losses
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
     for number in range(warm + steps):
         for name, run in forms.items():
@@ -58,9 +70,8 @@ def in_turns(forms: Mapping[str, Callable[[], object]], steps: int, warm: int = 
     for i, clock in enumerate(("wall", "processor")):
         for what, of in (("median", statistics.median), ("least", min)):
             found = {name: of([t[i] for t in times]) for name, times in taken.items()}
-            (one, first), (other, second) = found.items()
             print(clock, what, {name: f"{s * 1e3:.1f} ms" for name, s in found.items()}, end=" ")
-            print(f"{one} / {other}: {first / second:.2f}")
+            print(f"compiled / by hand: {found['compiled'] / found['by hand']:.2f}")
 
 
 def pin(rank: int, ranks: int) -> None:
