@@ -74,6 +74,7 @@ _SUMMED = 'assert counted["all_reduce", "backward"] == once["all_reduce", "backw
 _WITHOUT_LOSS = (
     *(
         "a_gradient_that_is_given_and_used_again",
+        "parameters_that_are_added",
         "a_loss_outside_of_the_model",
         "outputs_read",
         "full_weights_loaded",
