@@ -135,7 +135,6 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "a_buffer_that_is_returned": says("the model has 1 operations to cut between"),
         "a_dict_that_hooks_change": says("stage 0 would have no operation of its own"),
         "another_default_dtype_inside": says("stage 0 would have no operation of its own"),
-        "a_buffer_written_in_another_dtype": says("stage 0 would have no operation of its own"),
         # The whole is compiled first there: only it knows where the stages are cut.
         "an_encoder_called_before_the_whole": fails("assert (len(sharded.programs), len(encoder.programs)) == "),
         # There is no axis that inputs are cut by.
