@@ -14,10 +14,12 @@ from autoshard.passes.search import CostNetwork, Memory, solve
 from autoshard.passes.search.exact import solver
 from autoshard.passes.search.exact.milp import CoreSolution
 from autoshard.passes.search.exact.solver import cheaper
+from autoshard.passes.search.over_time import search
 from autoshard.passes.search.over_time.descent import Best
 from autoshard.passes.search.over_time.domains import Domains, least_between
 from autoshard.passes.search.over_time.lives import Lives
 from autoshard.passes.search.over_time.neighbourhood import Neighbourhoods
+from autoshard.passes.search.over_time.search import _repair
 
 
 def problem(seed: int, nodes: int, limit: float, alive: int = 3, never: float = 0.15) -> tuple[CostNetwork, Memory]:
@@ -99,6 +101,23 @@ def test_neighbourhoods_alone_come_near_the_best() -> None:
     for _ in range(60):
         near.step()
     assert exact.lower_bound <= best.cost <= 1.1 * exact.cost
+
+
+def test_a_large_network_is_swept_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, memory = problem(1, nodes=300, limit=20.0)
+    exact = solve(network, memory=memory, effort=0.2)
+    best = Best(Lives.of(network, memory), tuple(int(np.argmin(usage)) for usage in memory.usage))
+    assert best.forbidden
+    swept = []
+    sweep = Neighbourhoods.sweep
+    monkeypatch.setattr(Neighbourhoods, "sweep", lambda near, size: (swept.append(size), sweep(near, size // 20))[1])
+    _repair(best, cheaper, math.inf)
+    assert not swept  # a small one: neighbourhoods until nothing is forbidden, no more
+    assert math.isfinite(best.cost)
+    monkeypatch.setattr(search, "MOST", 299)
+    _repair(best, cheaper, math.inf)
+    assert swept == list(search.WINDOWS)
+    assert exact.lower_bound <= best.cost <= 1.01 * exact.cost
 
 
 def test_the_time_limit_holds_for_a_large_problem(monkeypatch: pytest.MonkeyPatch) -> None:

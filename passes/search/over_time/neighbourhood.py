@@ -54,6 +54,15 @@ class Neighbourhoods:
     sizes: dict[tuple[bool, bool], float] = field(default_factory=dict)
     """nodes of a neighbourhood by its kind: in one row, with few strategies"""
 
+    def sweep(self, size: int) -> None:
+        """Windows of ``size`` nodes in the order of their lives, each half in the next."""
+        lives = self.best.lives
+        order = np.argsort(lives.first + lives.last, kind="stable").tolist()
+        for start in range(0, len(order) - size // 2, size // 2):
+            if time.perf_counter() > self.deadline:
+                break
+            self._improve(sorted(order[start : start + size]), few=False)
+
     def step(self) -> bool:
         """Search one neighbourhood; returns whether the best choice is better now."""
         lives, begin = self.best.lives, time.perf_counter()

@@ -21,7 +21,7 @@ from autoshard.passes.search.network import Choice, Solution
 from autoshard.passes.search.over_time.descent import Best, descend
 from autoshard.passes.search.over_time.domains import Domains
 from autoshard.passes.search.over_time.lives import SLACK, Lives
-from autoshard.passes.search.over_time.neighbourhood import Neighbourhoods
+from autoshard.passes.search.over_time.neighbourhood import MOST, Neighbourhoods
 from autoshard.passes.search.over_time.subgradient import Priced, priced
 from autoshard.passes.search.over_time.tree import Cheaper, Leaf, Tree
 
@@ -40,6 +40,8 @@ PASSES = 40
 # Neighbourhoods that repair the first choice where there is no time limit; so many between two descents afterwards.
 REPAIRS = 200
 DESCENTS = 8
+# Nodes of the windows in which a network that is larger than any neighbourhood is swept first.
+WINDOWS = 400, 800
 # Steps of the prices; strategies of a node that are tried first, the best by score, and leaves of their tree.
 STEPS = 40
 STRATEGIES = 12
@@ -95,12 +97,15 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
 
 
 def _repair(best: Best, cheaper: Cheaper, deadline: float) -> None:
-    """Neighbourhoods of what is forbidden, or too much, until nothing is."""
+    """Neighbourhoods of what is forbidden, or too much, until nothing is; all of a large network is swept beside that."""
     nodes = best.lives.network.nodes
     near = Neighbourhoods(best, cheaper, deadline, [best.choice], nodes, [0.0] * len(nodes))
     most = REPAIRS if math.isinf(deadline) else sys.maxsize
-    while math.isinf(best.cost) and near.tried < most and time.perf_counter() < deadline:
-        near.step()
+    for size in WINDOWS:
+        if len(nodes) > MOST:
+            near.sweep(size)
+        while math.isinf(best.cost) and near.tried < most and time.perf_counter() < deadline:
+            near.step()
 
 
 def _reduced(given: Lives, begin: float, limit: float) -> tuple[Lives, list[Classes]]:
