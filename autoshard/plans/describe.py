@@ -186,8 +186,8 @@ def _in_all_passes(c: Collective, graph: Graph) -> Collective:
     if graph.passes == 1 or c.times == ONCE:
         return replace(c, times=1)
     n = graph.passes
-    taken = {"seconds": n * c.seconds, "hidden_s": n * c.hidden_s, "copied_s": n * c.copied_s}
-    return replace(c, bytes=n * c.bytes, times=n, **taken)
+    seconds, hidden, copied = (n * x for x in (c.seconds, c.hidden_s, c.copied_s))
+    return replace(c, bytes=n * c.bytes, times=n, seconds=seconds, hidden_s=hidden, copied_s=copied)
 
 
 def _shared(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> list[Collective]:
@@ -210,8 +210,10 @@ def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collect
     for phase in ("forward", "backward"):
         if same := _shared([c for c in parts if c.phase == phase], program.mesh):
             reason = TOGETHER.join(c.reason for c in same)
-            taken = {"seconds": sum(c.seconds for c in same), "copied_s": sum(c.copied_s for c in same)}
-            yield replace(same[0], bytes=sum(c.bytes for c in same), reason=reason, **taken)
+            size, seconds, copied = (
+                sum(x) for x in zip(*((c.bytes, c.seconds, c.copied_s) for c in same), strict=True)
+            )
+            yield replace(same[0], bytes=size, seconds=seconds, copied_s=copied, reason=reason)
 
 
 def _gathered(program: Program) -> frozenset[str]:

@@ -1,9 +1,9 @@
-"""What the runtime copies before and after a collective: memory traffic on the stream of the operations, which nothing hides.
+"""What the runtime copies before and after a collective, on the stream of the operations: nothing hides it.
 
-Parameters travel in flat buffers: shards are copied in, what is gathered is copied out, and so are gradients into the buffer that
-is reduced (:mod:`autoshard.runtime.parameters.flat_bucket`). What was reduced needs no copy: gradients are views of the buffer.
-Nor does a matrix that fills a bucket by itself, is cut along its rows, and travels in its own dtype. Of other values what is
-summed over ranks is copied first, because the sum overwrites it.
+Parameters travel in flat buffers: shards are copied in, what is gathered is copied out, and so are gradients into the buffer
+that is reduced (:mod:`autoshard.runtime.parameters.flat_bucket`). What was reduced needs no copy: gradients are views of the
+buffer. Nor does a matrix that fills a bucket by itself, is cut along its rows, and travels in its own dtype. Of other values
+what is summed over ranks is copied first, because the sum overwrites it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from autoshard.layout import Invariant, Layout, Partial, Replicate, Shard
 from autoshard.passes.ir.graph import TensorType
-from autoshard.passes.propagate.prices.cost import local_numel
+from autoshard.passes.propagate.prices.cost import ideal, local_numel
 from autoshard.passes.redistribute.pricing import ALONE, Shares, width
 from autoshard.passes.search.network import Array
+
+Bools = npt.NDArray[np.bool_]
 
 
 def copied_seconds(
@@ -24,9 +27,10 @@ def copied_seconds(
 ) -> tuple[Array, Array]:
     """Seconds, forward and backward, of the copies for bringing a value from each source (row) to each target (column).
 
-    ``parameter``: whether it goes in buckets, of whose latency it pays ``share``.
+    ``parameter``: whether it goes in buckets, of whose latency it pays ``share``. Beside an ideal network copies are free, and
+    sparse gradients travel as they are.
     """
-    if type_.sparse or not sources or not targets:
+    if not sources or not targets or type_.sparse or ideal(sources[0].mesh):
         none = np.zeros((len(sources), len(targets)))
         return none, none
     mesh = sources[0].mesh
@@ -51,11 +55,11 @@ def copied_seconds(
     return gathers * ~rows * (into + out_of), (scatters & ~as_it_is | sums_back & ~scatters) * reduced
 
 
-def _on_an_axis(sources: Sequence[Layout], given: object, targets: Sequence[Layout], asked: object) -> Array:
+def _on_an_axis(sources: Sequence[Layout], given: object, targets: Sequence[Layout], asked: object) -> Bools:
     """Whether there is an axis on which the source (row) is ``given`` and the target (column) ``asked``."""
     has, wants = (
         np.array([[isinstance(p, kind) for p in x.placements] for x in side])  # type: ignore[arg-type]
         for side, kind in ((sources, given), (targets, asked))
     )
-    found: Array = (has[:, None, :] & wants[None, :, :]).any(axis=2)
+    found: Bools = (has[:, None, :] & wants[None, :, :]).any(axis=2)
     return found
