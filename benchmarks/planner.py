@@ -61,7 +61,7 @@ class Row:
     loss: float = 0.0
     """bytes that the loss moves per logit of a rank, forward and backward, with the cast to float32; 0: as planned"""
     buffers: float = 0.0
-    """bytes moved, beside what is planned, per parameter that a rank works with"""
+    """bytes that its buffers of gradients and parameters move per parameter that a rank works with; 0: as planned"""
 
 
 class PlainAttention(nn.Module):
@@ -165,9 +165,6 @@ TITAN_LOSS = 6.0 + 16 + 4 + 16 + 6
 """its loss was not compiled (train.py of 2024: "compiling loss function causes CUDA errors, turning off for now"); ATen's
 SoftMax.cu reads rows that shared memory does not hold three times and writes one, the backward of nll_loss writes zeros, that
 of log_softmax reads its gradient twice and its result, and writes one"""
-TITAN_BUFFERS = 2 * 4.0 + 6
-"""torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: what two gathers bring is copied to its parameters in bfloat16, and
-gradients into the buffer that is reduced, in float32"""
 SEQUENCE = {"length": 4096, "vocab": 131072}
 
 ROWS = (
@@ -194,7 +191,6 @@ ROWS = (
         Row(
             f"torchtitan Llama-3 8B, FSDP {ranks}, {how}", hardware, {"dp": ranks}, {"dp": "fsdp"}, llama(LlamaConfig()), 32,
             2 * ranks, 8192, 128256, 2 * 8192 / tokens, every_second_product, torch.float32, loss=TITAN_LOSS,
-            buffers=TITAN_BUFFERS,
         )
         for ranks, how, hardware, tokens in (
             (8, "selective", AT_500_WATTS, 6667), (8, "not compiled", replace(AT_500_WATTS, fuses=False), 5762),
@@ -203,13 +199,14 @@ ROWS = (
     ),
     Row(
         "torchtitan Llama-3 70B, FSDP 32 TP 8, full", AT_500_WATTS, {"dp": 32, "tp": 8}, {"dp": "fsdp", "tp": "megatron-sp"},
-        llama(LlamaConfig.llama_70b()), 80, 512, 8192, 128256, 27.43, whole, loss=TITAN_LOSS, buffers=TITAN_BUFFERS,
+        llama(LlamaConfig.llama_70b()), 80, 512, 8192, 128256, 27.43, whole, loss=TITAN_LOSS,
     ),
 )  # fmt: skip
 
 
-def predicted(row: Row, layers: int) -> tuple[float, float]:
-    """Seconds of a step of ``row`` with this many layers: of its timeline, and of its compute alone."""
+def predicted(row: Row, layers: int) -> tuple[float, float, float]:
+    """Seconds of a step of ``row`` with this many layers: of its timeline, of its compute alone, and of the timeline of what is
+    planned with ``like=`` and recomputed as in the row, without its other terms."""
     with torch.device("meta"):
         model = row.model(layers).to(row.dtype)
         if row.dtype is torch.float32:
@@ -221,21 +218,25 @@ def predicted(row: Row, layers: int) -> tuple[float, float]:
         graph = captured(model, (tokens,), {"labels": tokens}, training=True, precision=mixed)
     wishes = Wishes(like=row.like, memory_budget=1e15, mixed_precision=mixed)
     program, plan = planned(graph, Mesh(row.mesh, row.hardware), wishes)
-    if "zero1" in row.like.values():  # the gathered parameters are kept
-        kept = tuple(c for c in plan.collectives if not c.reason.endswith("(gathered again)"))
-        plan = replace(plan, collectives=kept)
-    plan = in_pieces(plan, row.overlaps) if row.overlaps else plan
     compute, waits = made_again(program, row.again) if row.again else (0.0, 0.0)
+    plain = step_end(plan) + compute + waits
+    plan = in_pieces(plan, row.overlaps) if row.overlaps else plan
     compute += beside(row, model, plan)
-    return step_end(plan) + compute + waits, plan.cost.compute_s + compute
+    return step_end(plan) + compute + waits, plan.cost.compute_s + compute, plain
 
 
 def beside(row: Row, model: nn.Module, plan: Plan) -> float:
     """Seconds of what its authors' code moves through memory more than what is planned does."""
-    moved = row.buffers * sum(p.numel() for p in model.parameters()) / row.mesh.get("tp", 1)
-    moved += row.loss * row.batch * row.length * row.vocab / plan.mesh.size
-    losses = [c for c in plan.choices.values() if not c.fqn and c.op in LOSS]
-    return plan.mesh.hardware.memory_seconds(moved) - (sum(c.seconds for c in losses) if row.loss else 0.0)
+    seconds = plan.mesh.hardware.memory_seconds
+    found = 0.0
+    if row.buffers:
+        ours = sum(c.copied_s for c in plan.collectives if c.movable)
+        found += seconds(row.buffers * sum(p.numel() for p in model.parameters()) / row.mesh.get("tp", 1)) - ours
+    if row.loss:
+        losses = [c for c in plan.choices.values() if not c.fqn and c.op in LOSS]
+        moved = row.loss * row.batch * row.length * row.vocab / plan.mesh.size
+        found += seconds(moved) - sum(c.seconds for c in losses)
+    return found
 
 
 LOSS = ("aten._to_copy.default", "aten.cross_entropy_loss.default")
@@ -288,14 +289,15 @@ def made_again(program: Program, selects: Selects) -> tuple[float, float]:
 
 
 def steps(names: Sequence[str]) -> None:
-    print(f"{'published step':46} {'published':>9} {'predicted':>9} {'error':>7}   of it compute")
+    print(f"{'published step':46} {'published':>9} {'predicted':>9} {'error':>7}   of it compute   like= alone   error")
     for row in ROWS:
         if names and not any(n in row.name for n in names):
             continue
         few, more = predicted(row, 2), predicted(row, 4)
-        step, compute = (a + (row.layers - 2) * (b - a) / 2 for a, b in zip(few, more, strict=True))
+        step, compute, plain = (a + (row.layers - 2) * (b - a) / 2 for a, b in zip(few, more, strict=True))
         print(
-            f"{row.name:46} {row.seconds:8.3f}s {step:8.3f}s {step / row.seconds - 1:+7.1%}   {compute:.3f}s",
+            f"{row.name:46} {row.seconds:8.3f}s {step:8.3f}s {step / row.seconds - 1:+7.1%}   {compute:12.3f}s"
+            f" {plain:12.3f}s {plain / row.seconds - 1:+7.1%}",
             flush=True,
         )
 

@@ -31,6 +31,7 @@ from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.op_space import axis_strategies, op_space
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares
+from autoshard.passes.propagate.prices.copies import copied_seconds
 from autoshard.passes.propagate.prices.cost import local_numel
 from autoshard.passes.propagate.prices.fusion import traffic
 from autoshard.passes.propagate.prices.step_time import movable_values
@@ -272,13 +273,12 @@ def by_hand(graph: Graph, mesh: autoshard.Mesh, assignment: Assignment) -> float
     def moved(value: str, src: Layout, dst: Layout) -> float:
         type_ = graph.types[value]
         total = redistribution(src, dst, type_.shape, mesh, type_.dtype, type_.grad, minimize="seconds").seconds
-        gathers = any(
-            isinstance(a, Shard) and not isinstance(b, Shard)
-            for a, b in zip(src.placements, dst.placements, strict=True)
-        )
-        if gathers and type_.grad and any(i.name == value and i.kind == "parameter" for i in graph.inputs):
-            total += redistribution(src, dst, type_.shape, mesh, type_.dtype, False, minimize="seconds").seconds
-        return total
+        ahead, back = (float(x[0, 0]) for x in copied_seconds(type_, [src], [dst], value in graph.parameters))
+        pairs = zip(src.placements, dst.placements, strict=True)
+        gathers = any(isinstance(a, Shard) and not isinstance(b, Shard) for a, b in pairs)
+        if gathers and type_.grad and value in graph.parameters:
+            total += redistribution(src, dst, type_.shape, mesh, type_.dtype, False, minimize="seconds").seconds + ahead
+        return total + ahead + back
 
     def read(value: str, dst: Layout) -> float:
         return moved(value, assignment.shared.get(value, assignment.layouts[value]), dst)

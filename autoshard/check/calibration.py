@@ -12,6 +12,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,8 @@ CPU_TILE = 512
 """keys that PyTorch's attention on CPUs leaves out together (kvSplitSize in ATen's native/cpu/FlashAttentionKernel.cpp)"""
 CACHED = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 22)
 """elements of tensors that caches may hold, or malloc has memory for; for larger ones (glibc: 32 MiB) the system maps it"""
+FEW = 5
+"""small operations between two products of a step"""
 KEPT = 1 << 26
 """bytes of results that are kept"""
 
@@ -235,16 +238,27 @@ def _sharing(clock: Clock) -> tuple[tuple[int, float], ...]:
 
 
 def _launch(clock: Clock) -> float:
-    """Seconds of the smallest operation, forward and backward each."""
-    x, count = torch.ones(8, device=clock.device, requires_grad=True), 200
+    """Seconds of the smallest operation, forward and backward each.
 
-    def run() -> None:
+    On CPUs a few after a product, which drives out of the caches what launches them: a third of that without it.
+    """
+    x = torch.ones(8, device=clock.device, requires_grad=True)
+
+    def run(count: int) -> None:
         y = x
-        for _ in range(count):
+        for _ in range(count - 1):
             y = y * x
         y.sum().backward()
 
-    return clock.seconds(run, together=True) / (2 * count)
+    if clock.device.type == "cuda":
+        return clock.seconds(partial(run, 200), together=True) / (2 * 200)
+    a, taken = torch.randn(512, 512), []
+    for _ in range(8 * clock.repeats):
+        torch.matmul(a, a)
+        begin = time.perf_counter()
+        run(FEW)
+        taken.append(time.perf_counter() - begin)
+    return sorted(taken)[len(taken) // 4] / (2 * FEW)
 
 
 if __name__ == "__main__":

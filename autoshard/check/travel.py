@@ -43,7 +43,11 @@ def rates(clock: Clock, ranks: int, quick: bool) -> Iterator[Rate]:
         for size in sizes:
             move, shape = move_of(kind, ranks, size)
             x = torch.ones(shape, device=clock.device)
-            taken = _in_a_step(clock, partial(comm.execute, move, x, "forward"))
+            group = comm.process_group(move.axes)
+            bare = partial(
+                comm.run, group, dist.all_reduce, torch.zeros_like(x)
+            )  # the copy before it has a price of its own
+            taken = _in_a_step(clock, bare if kind == "all_reduce" else partial(comm.execute, move, x, "forward"))
             found.append((move.ring_bytes(x, ranks), agreed(taken, max)))
         yield _line(kind, ranks, found)
     if ranks == world:
@@ -110,8 +114,7 @@ def _line(kind: str, ranks: int, found: Sequence[tuple[float, float]]) -> Rate:
 def overlap(clock: Clock) -> float:
     """How fast compute runs while a bucket travels beside it: T = C + (1 − η)·M, with about twice as much C as M.
 
-    A bucket is copied together before it travels, and what is gathered is taken apart after it. Nothing hides that, so it
-    counts here: of reductions and of gathers, those that hide less.
+    Of reductions and of gathers, those that hide less. Copies into buckets and out of them have a price of their own.
     """
     operation = _product(clock)
     one = clock.seconds(operation)
@@ -119,11 +122,10 @@ def overlap(clock: Clock) -> float:
 
 
 def _hidden(clock: Clock, operation: Callable[[], torch.Tensor], one: float, gathers: bool) -> float:
-    """η of an all-reduce, or an all-gather, of four tensors beside operations of which each takes ``one`` second alone."""
-    size = 1 << (24 if clock.device.type == "cuda" else 18)
+    """η of an all-reduce, or an all-gather, of a bucket beside operations of which each takes ``one`` second alone."""
+    size = 1 << (26 if clock.device.type == "cuda" else 20)
     world = dist.get_world_size() if gathers else 1
-    parts = [torch.ones(-(-size // world), device=clock.device) for _ in range(4)]
-    flat = torch.cat(parts)
+    flat = torch.zeros(-(-size // world), device=clock.device)
     whole = flat.new_empty(world * flat.numel())
 
     def begin(x: torch.Tensor) -> Any:
@@ -136,12 +138,9 @@ def _hidden(clock: Clock, operation: Callable[[], torch.Tensor], one: float, gat
         return [operation() for _ in range(count)]
 
     def both() -> None:
-        work = begin(torch.cat(parts))
+        work = begin(flat)
         compute()
         work.wait()
-        if gathers:
-            rows = whole.view(world, 4, -1)
-            [torch.cat([row[i] for row in rows]) for i in range(4)]
 
     alone, together = clock.seconds(compute, together=True), clock.seconds(both, together=True)
     return min(1.0, max(0.0, 1.0 - (together - alone) / moved))

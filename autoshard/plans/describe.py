@@ -20,7 +20,8 @@ from autoshard.passes.propagate.edges import forward_seconds
 from autoshard.passes.propagate.objective import Objective, objective
 from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.propagate.prices import cost as costs
-from autoshard.passes.propagate.prices.bucketed import latency_shares
+from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
+from autoshard.passes.propagate.prices.copies import copied_seconds
 from autoshard.passes.propagate.prices.step_time import movable_values
 from autoshard.passes.redistribute.pricing import Shares
 from autoshard.passes.rules import rule_for
@@ -50,6 +51,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
     ties = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
     memory = simulate(program, optimizer) if memory is None else memory
     local = graph.passes * sum(_step_seconds(step)[2] for step in _steps(program.statements))
+    local += sum(c.copied_s for c in found)
     plan = Plan(
         mesh=mesh,
         layouts={**layouts, **{alias: layouts[fqn] for alias, fqn in ties.items()}},
@@ -149,7 +151,8 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
 
     def of_step(part: Statement, again: bool, stage: int = 0) -> Iterator[Collective]:
         moved = part.value in movable
-        return (replace(c, movable=moved) for c in _of_step(program, part, again, stage))
+        share = share_of(part.value, by_name)
+        return (replace(c, movable=moved) for c in _of_step(program, part, again, stage, share))
 
     def of_part(part: Statement, again: bool) -> Iterable[Collective]:
         if part.step is not None or part.node is None:
@@ -183,7 +186,8 @@ def _in_all_passes(c: Collective, graph: Graph) -> Collective:
     if graph.passes == 1 or c.times == ONCE:
         return replace(c, times=1)
     n = graph.passes
-    return replace(c, bytes=n * c.bytes, seconds=n * c.seconds, hidden_s=n * c.hidden_s, times=n)
+    seconds, hidden, copied = (n * x for x in (c.seconds, c.hidden_s, c.copied_s))
+    return replace(c, bytes=n * c.bytes, times=n, seconds=seconds, hidden_s=hidden, copied_s=copied)
 
 
 def _shared(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> list[Collective]:
@@ -206,9 +210,10 @@ def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collect
     for phase in ("forward", "backward"):
         if same := _shared([c for c in parts if c.phase == phase], program.mesh):
             reason = TOGETHER.join(c.reason for c in same)
-            yield replace(
-                same[0], bytes=sum(c.bytes for c in same), seconds=sum(c.seconds for c in same), reason=reason
+            size, seconds, copied = (
+                sum(x) for x in zip(*((c.bytes, c.seconds, c.copied_s) for c in same), strict=True)
             )
+            yield replace(same[0], bytes=size, seconds=seconds, copied_s=copied, reason=reason)
 
 
 def _gathered(program: Program) -> frozenset[str]:
@@ -233,8 +238,8 @@ def _step_seconds(step: Step) -> tuple[float, float, float]:
     return forward, step.seconds - forward, 0.0
 
 
-def _of_step(program: Program, s: Statement, again: bool, stage: int) -> Iterator[Collective]:
-    """Collectives of a redistribution step; ``stage``: of ZeRO, of a parameter that is kept."""
+def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Shares) -> Iterator[Collective]:
+    """Collectives of a redistribution step; ``stage``: of ZeRO, of a parameter that is kept; ``share``: of a parameter."""
     step = s.step
     if step is None:
         return
@@ -242,16 +247,20 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int) -> Iterato
     op = s.node.name if s.node is not None else ""
     reason = f"{public}: {step.src} → {step.dst}"
     forward, backward, _ = _step_seconds(step)
+    copies = copied_seconds(program.types[s.value], (step.src,), (step.dst,), s.parameter, share)
+    ahead, back = (float(x[0, 0]) for x in copies)
     first = Collective(
-        step.kind, step.group, "forward", step.forward_bytes, module_of(s, program.graph), reason, public, forward, op
-    )
+        step.kind, step.group, "forward", step.forward_bytes, module_of(s, program.graph), reason, public, forward, op,
+        copied_s=ahead,
+    )  # fmt: skip
     if step.is_collective:
         yield replace(first, times=ONCE if stage else 1)
     if step.backward and program.types[s.value].grad:
         times = ONCE if s.parameter and (step.kind == "enter" or stage == 1) else 1
         yield replace(
-            first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward, times=times
-        )
+            first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward, times=times,
+            copied_s=back,
+        )  # fmt: skip
     if again and step.is_collective:
         seconds = float(forward_seconds(program.graph.types[s.value], (step.src,), (step.dst,))[0, 0])
         how = "gathered again" if s.parameter else "made again"

@@ -47,7 +47,8 @@ def stage_times(plan: Record, sent: tuple[float, float] = (0.0, 0.0), later: flo
     movable = [c for c in plan.collectives if c.movable]
     sums = [c for c in movable if _is_once(c)]
     waits = [c for c in plan.collectives if not c.movable]
-    blocking = _seconds(waits) + cost.local_s
+    copied = math.fsum(c.copied_s for c in sums)
+    blocking = _seconds(waits) + cost.local_s - copied
     first = blocking * _share(_seconds(c for c in waits if c.phase == "forward"), _seconds(waits))
     moves = [c for c in movable if not _is_once(c)]
     shown = _shown(moves, mesh, speed, compute)
@@ -56,7 +57,7 @@ def stage_times(plan: Record, sent: tuple[float, float] = (0.0, 0.0), later: flo
     weights = added + (backward - added) * _share(
         _weights(plan), math.fsum(c.backward_s for c in plan.choices.values())
     )
-    once = _shown(sums, mesh, speed, compute - ahead)
+    once = _shown(sums, mesh, speed, compute - ahead) + copied
     return StageTimes(
         StageSeconds(forward, backward, weights, *sent), compute, once + cost.optimizer_s, cost.optimizer_s
     )

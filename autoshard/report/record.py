@@ -51,6 +51,8 @@ class Collective:
     """of :attr:`seconds`: what runs beside the compute of the operation that it is part of"""
     bucket: str = ""
     """the first of the parameters that one message moves with this one; "" for what goes alone"""
+    copied_s: float = 0.0
+    """seconds, beside :attr:`seconds`, in which the rank copies it into a buffer before, or out of one after"""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class Cost:
     flops_per_rank: float
     """of the busiest rank"""
     local_s: float = 0.0
-    """the part of ``comm_s`` that redistributions spend in local copies"""
+    """the part of ``comm_s`` that redistributions spend in local copies, those around collectives included"""
     merged_s: float = 0.0
     """the part of ``comm_s`` that the program saves, because what one collective brings serves several readers or what
     goes together pays one latency; the search does not count it"""

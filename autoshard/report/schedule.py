@@ -221,7 +221,10 @@ def _sequence(plan: Record, last: bool) -> Iterator[Event]:
             stream = LINKS[plan.mesh.crosses(c.axes)]
             name = collective_name(c)
             seconds, size = (c.seconds - c.hidden_s) / c.times, c.bytes / c.times
-            yield Event(name, stream, c.phase, 0.0, seconds, c.fqn, op, size, c.reason, c.movable, c.bucket)
+            sent = Event(name, stream, c.phase, 0.0, seconds, c.fqn, op, size, c.reason, c.movable, c.bucket)
+            copied = Event(f"copies of {name}", COMPUTE, c.phase, 0.0, c.copied_s / c.times, c.fqn, op, 0.0, c.reason)
+            events = (sent, copied) if c.kind == "all_gather" else (copied, sent)
+            yield from (e for e in events if e is sent or e.seconds)
 
     for name, choice in plan.choices.items():
         yield from send(name, "forward")

@@ -16,6 +16,7 @@ from autoshard.passes.propagate.keep import AGAIN, Copies, Side, kept, stages
 from autoshard.passes.propagate.op_space import OpSpace
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
+from autoshard.passes.propagate.prices.copies import copied_seconds
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values
 from autoshard.passes.redistribute import link_matrices
 from autoshard.passes.redistribute.pricing import ALONE, Shares
@@ -41,16 +42,19 @@ def conversion_parts(
     with others (:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`).
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
-    found: Sequence[np.ndarray] = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)
+    held_up, *links = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)
+    ahead, back = copied_seconds(type_, a, b, stage is not None, share)
+    found: Sequence[np.ndarray] = [held_up + ahead + back, *links]
     if stage == 0 and type_.grad:
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b, share)
-        found = tuple(x + np.where(gathered, y, 0.0) for x, y in zip(found, again, strict=True))
+        found = [x + np.where(gathered, y, 0.0) for x, y in zip(found, (again[0] + ahead, *again[1:]), strict=True)]
     if passes == 1 or stage is None:
         return as_parts(found, movable)
     apart = found if stage == 1 else _sums(type_, a, b, share) if type_.grad else [np.zeros_like(x) for x in found]
     if stage == 2:
-        apart = [x + y for x, y in zip(apart, forward_matrices(type_, a, b, share), strict=True)]
+        gather, *links = forward_matrices(type_, a, b, share)
+        apart = [x + y for x, y in zip(apart, (gather + ahead, *links), strict=True)]
     apart = [np.where(np.isfinite(x), np.minimum(x, y), 0.0) for x, y in zip(found, apart, strict=True)]
     each = as_parts([x - y for x, y in zip(found, apart, strict=True)], movable)
     once = as_parts(apart, movable)
@@ -65,15 +69,18 @@ def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout
         entered = [x.replace({a: Replicate() for a in axes.intersection(x.axes_with(Invariant))}) for x in sources]
         columns = np.array([r == axes for r in reads])
         what = type_.shape, type_.dtype, type_.moves, type_.unknown
-        for out, seconds in zip(found, link_matrices(sources, entered, *what, share), strict=True):
+        held_up, *links = link_matrices(sources, entered, *what, share)
+        copied = copied_seconds(type_, sources, entered, True, share)[1]
+        for out, seconds in zip(found, (held_up + copied, *links), strict=True):
             out[:, columns] = np.diag(seconds)[:, None]
     return found
 
 
 def as_parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
-    """Seconds of conversions (launches, links inside a node, links between nodes) as blocking or movable communication.
+    """Seconds of conversions (launches and copies, links inside a node, links between nodes) as blocking or movable
+    communication.
 
-    Launches cannot hide.
+    Launches and copies cannot hide.
     """
     launches, node, network = links
     total = launches + node + network

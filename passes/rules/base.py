@@ -139,7 +139,9 @@ class Facts:
     backward: float | None = None
     """backward FLOPs per forward FLOP; None: one more product per operand that wants a gradient, two at most"""
     addend: str = ""
-    """of a product, the argument that is added to it, as a bias: its gradient takes no product"""
+    """of a product, the argument whose gradient takes none: a bias that is added to it, gates that weigh its rows"""
+    kernels: int = 1
+    """how many run one after another, forward, and as many backward: more than one reads what another wrote"""
 
 
 UNKNOWN, NOTHING = Facts(), Facts(saves="")

@@ -134,10 +134,15 @@ def node_seconds(
     moved = sum(itertools.compress(sizes, touched))
     if facts_of(node.op).looks_up:
         moved -= max(0, sizes[0] - sizes[len(node.inputs)])
-    launch = device.kernel_latency * (traffic is None or traffic.launches)
+    kernels = facts_of(node.op).kernels
+    launch = kernels * device.kernel_latency * (traffic is None or traffic.launches)
     wanting = [shapes[i] for i in _multiplied(node, graph)]
     trained = any(graph.types[o].grad for o in node.outputs)
-    moved += _written_beside(node, graph, shapes) if trained else 0.0
+    between = 0.0
+    if kernels > 1:  # each reads what another wrote, beside the products
+        between = device.traffic_seconds(2 * _made_inside(node, graph, shapes))
+    elif trained and facts_of(node.op).function:
+        moved += _made_inside(node, graph, shapes)
     work = flops * divided(choice, mesh)
     forward = work / (1.0 + backward_factor(node, graph))
     dtype = graph.types[names[-1]].dtype
@@ -159,19 +164,19 @@ def node_seconds(
         if device.functions and facts_of(node.op).function:
             elements = max(map(math.prod, shapes))
             ahead, back = (device.function_seconds(elements, backward) for backward in (False, True))
-    seconds = launch + max(ahead, device.traffic_seconds(moved))
+    seconds = launch + max(ahead, device.traffic_seconds(moved)) + between
     if not trained:
         return Seconds(seconds, 0.0, (launch, 0.0))
-    launches = launch * (max(1, len(wanting)) if flops else 1)
+    launches = launch * (max(1, len(wanting)) if flops and kernels == 1 else 1)
     filled = _filled(node, graph, shapes[0]) if touched[0] and not ideal(mesh) else 0.0
     taken = device.traffic_seconds(2 * moved) + device.memory_seconds(filled)
-    return Seconds(seconds, launches + max(back, taken), (launch, launches))
+    return Seconds(seconds, launches + max(back, taken) + 2 * between, (launch, launches))
 
 
-def _written_beside(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Bytes that a function such as a cross entropy keeps for its backward, which are neither operands nor results."""
+def _made_inside(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> float:
+    """Bytes that an operation such as a cross entropy keeps for its backward, which are neither operands nor results."""
     facts = facts_of(node.op)
-    if not facts.function or facts.intermediates is None:
+    if facts.intermediates is None:
         return 0.0
     pairs = zip((*node.inputs, *node.outputs), shapes, strict=True)
     local = {n: TensorType(x, graph.types[n].dtype, graph.types[n].grad) for n, x in pairs}

@@ -118,6 +118,10 @@ def _of_parts(site: Site) -> tuple[Internal, ...]:
     return exchanged(axes, row * first.dtype.itemsize, 2 * hidden, (hidden, hidden), ranks, grad)
 
 
+KERNELS = 20
+"""of which two are grouped products: the others sort rows, bring them together and back, activate and weigh them"""
+
+
 def _flops(node: Node, graph: Graph) -> float:
     """Two products per row and expert that it goes to."""
     _, ids, _, first, second = (graph.types[name] for name in node.inputs[:5])
@@ -144,7 +148,13 @@ RULES: tuple[Rule, ...] = (
         _flops,
         "rows _, rows k, rows k, experts hidden _, experts columns hidden -> rows columns",
         _collectives,
-        facts=Facts("x ids weights first second first_bias second_bias", _intermediates, rounding="product"),
+        facts=Facts(
+            "x ids weights first second first_bias second_bias",
+            _intermediates,
+            rounding="product",
+            addend="weights",
+            kernels=KERNELS,
+        ),
         named="experts",
     ),
 )
