@@ -131,6 +131,11 @@ def _simulated(staged: Staged, mesh: Mesh, times: Sequence[StageTimes]) -> Timel
     return timeline(order, [t.batch for t in times], mesh.hardware.paces(ranks, mesh.size // ranks))
 
 
+def meeting_seconds(mesh: Mesh) -> float:
+    """Seconds of a step in which all ranks meet, before and after the schedule."""
+    return MEETINGS * mesh.link(mesh.axes).seconds(0.0)
+
+
 def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     """Of the step: that of the busiest rank, and its waiting for the others."""
     times, ranks, count = staged_times(staged, mesh), mesh.size_of(staged.axis), staged.micro_batches
@@ -138,7 +143,7 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     of_ranks = [[times[i] for i in own] for own in _of_ranks(staged, ranks)]
     busiest = max(range(ranks), key=lambda r: sum(t.batch.work for t in of_ranks[r]))
     own, plans = of_ranks[busiest], [staged.plans[i] for i in range(busiest, len(times), ranks)]
-    meetings = MEETINGS * mesh.link(mesh.axes).seconds(0.0)
+    meetings = meeting_seconds(mesh)
     end = max(spans[-1].end + sum(t.once_s for t in of) for spans, of in zip(found.ranks, of_ranks, strict=True))
     end += meetings
     update = sum(t.update_s for t in own)
