@@ -16,7 +16,7 @@ import torch
 from autoshard import Mesh
 from autoshard.compiler import build, captured
 from autoshard.errors import PlanError
-from autoshard.hardware import PRESETS, Hardware
+from autoshard.hardware import PRESETS, Hardware, Link, Rate
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
@@ -93,6 +93,20 @@ def test_ranks_that_share_cores_take_less_where_others_wait(graph: Graph, plans:
     assert cost.total_s < 0.9 * alone.total_s
     assert cost.compute_s < alone.compute_s
     assert cost.bubble_s > 0
+
+
+def test_ranks_meet_before_and_after_the_schedule(graph: Graph) -> None:
+    messages = Rate("permute", 2, 1e-5, 1e11)
+    link = Link(1.0, 1e11, (messages, Rate("all_gather", STAGES, 1.0, 1e11)))
+    slow = dataclasses.replace(PRESETS["h100"], node=link, kernel_latency=0.0)
+    plan = build(graph, Mesh({"pp": STAGES}, slow), Wishes(stages="pp", micro_batches=BATCHES)).plan
+    cost = plan.cost
+    assert pipeline(plan).step_s < 0.1
+    assert (
+        4.0 <= cost.total_s < 4.1
+    )  # what others train, which call it is, whether one failed, and the loss: a second each
+    assert 4.0 <= cost.exposed_s < cost.comm_s + 0.1
+    assert cost.total_s == pytest.approx(cost.compute_s + cost.exposed_s + cost.bubble_s)
 
 
 def test_micro_batches_add_their_gradients(plan: Plan) -> None:

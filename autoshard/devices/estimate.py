@@ -29,7 +29,7 @@ from autoshard.passes.search.network import Effort
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages import CHUNKS, budget_of
 from autoshard.plans.wishes import Wishes
-from autoshard.report.pipeline import stage_times
+from autoshard.report.pipeline import meeting_seconds, stage_times
 from autoshard.report.record import local_bytes
 
 AXIS = "pp"
@@ -182,6 +182,7 @@ class Estimates:
         bare = pieces.between(list(itertools.accumulate(map(len, rows)))[:-1])
         parts = [self._piece(piece, nodes, plan, pieces, flying) for piece, nodes in zip(bare, rows, strict=True)]
         whole, once = [parts[i][0] for i in sequence], sum(parts[i][1] for i in sequence) / setup.stages
+        once += meeting_seconds(setup.mesh(own))
         places = list(itertools.accumulate(len(rows[i]) for i in sequence))
         found = []
         for schedule in schedules:

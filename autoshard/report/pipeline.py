@@ -20,6 +20,9 @@ from autoshard.report.record import Collective, Cost, Record, Staged, local_byte
 
 _PRODUCTS = frozenset(map(str, PRODUCTS))
 
+MEETINGS = 4
+"""small collectives of a step: what other stages train, which call it is, whether one of them failed, and the loss"""
+
 
 @dataclass(frozen=True)
 class StageTimes:
@@ -129,6 +132,11 @@ def _simulated(staged: Staged, mesh: Mesh, times: Sequence[StageTimes]) -> Timel
     return timeline(order, [t.batch for t in times], mesh.hardware.paces(ranks, mesh.size // ranks))
 
 
+def meeting_seconds(mesh: Mesh) -> float:
+    """Seconds of a step in which all ranks meet, before and after the schedule."""
+    return MEETINGS * mesh.link(mesh.axes).seconds(0.0)
+
+
 def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     """Of the step: that of the busiest rank, and its waiting for the others."""
     times, ranks, count = staged_times(staged, mesh), mesh.size_of(staged.axis), staged.micro_batches
@@ -136,16 +144,18 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     of_ranks = [[times[i] for i in own] for own in _of_ranks(staged, ranks)]
     busiest = max(range(ranks), key=lambda r: sum(t.batch.work for t in of_ranks[r]))
     own, plans = of_ranks[busiest], [staged.plans[i] for i in range(busiest, len(times), ranks)]
+    meetings = meeting_seconds(mesh)
     end = max(spans[-1].end + sum(t.once_s for t in of) for spans, of in zip(found.ranks, of_ranks, strict=True))
+    end += meetings
     update = sum(t.update_s for t in own)
     work = count * sum(t.batch.work for t in own)
     pace = work / found.busy_s[busiest] if mesh.hardware.sharing and work else 1.0
     compute = count * sum(t.compute_s for t in own) / pace + update
-    exposed = max(0.0, work / pace + sum(t.once_s for t in own) - compute)
+    exposed = max(0.0, work / pace + sum(t.once_s for t in own) - compute) + meetings
     once = sum(_seconds(c for c in p.collectives if _is_once(c)) for p in plans)
     return Cost(
         compute_s=compute,
-        comm_s=count * sum(p.cost.comm_s - p.cost.merged_s for p in plans) - (count - 1) * once,
+        comm_s=count * sum(p.cost.comm_s - p.cost.merged_s for p in plans) - (count - 1) * once + meetings,
         exposed_s=exposed,
         bubble_s=end - compute - exposed,
         total_s=end,
