@@ -242,6 +242,16 @@ def in_two_parts() -> None:
             compare("skips", mesh, 4, 1, **split)
 
 
+def tied_in_some_stages() -> None:
+    """Each of the tied parameters lies in other stages, whose ranks add up its gradients without the rest."""
+    mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware="ideal_network")
+    sharded = compare("shared", mesh, 4)
+    if dist.get_world_size() == 4:
+        names = {n for n, _ in sharded.named_parameters()}
+        tied = ("layers.0.weight", "layers.0.bias", "layers.2.bias")
+        assert [n in names for n in tied] == [r in names for r in tied]
+
+
 def reduced_once() -> None:
     """Gradients are reduced over replicas once a step also where a backward comes in two parts: the bytes are 1F1B's."""
     mesh = ideal({"pp": dist.get_world_size() // 2, "dp": 2})
@@ -317,6 +327,7 @@ if __name__ == "__main__":
         "drawn_again": drawn_again,
         "in_two_parts": in_two_parts,
         "reduced_once": reduced_once,
+        "tied_in_some_stages": tied_in_some_stages,
     }
     cases |= {f"state {name}": functools.partial(state_sweep.run, "stages", name) for name in state_sweep.IN_PROCESSES}
     cases |= {"t5": lambda: library("t5", schedule="interleaved"), "whisper": lambda: library("whisper")}

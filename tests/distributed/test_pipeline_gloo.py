@@ -33,6 +33,7 @@ OWN = (
     "in_flight",
     "in_two_parts",
     "reduced_once",
+    "tied_in_some_stages",
     "t5",
     "whisper",
     "gradients_of_inputs_in_parts",
