@@ -94,6 +94,21 @@ class Shared(nn.Module):
         return F.mse_loss(x, y)
 
 
+class ReadTwice(nn.Module):
+    """A table with sparse gradients, looked up in the first stage and in the last; or the head's weight there."""
+
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        self.head, self.table = head, nn.Embedding(20, 12, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return ((x @ self.table.weight.T).logsumexp(-1) if self.head else x * self.table(ids.flip(0))).mean()
+
+
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
     labels = ids.roll(-1, 1)

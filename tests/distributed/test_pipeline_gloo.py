@@ -34,6 +34,7 @@ OWN = (
     "in_two_parts",
     "reduced_once",
     "tied_in_some_stages",
+    "tied_tables",
     "t5",
     "whisper",
     "gradients_of_inputs_in_parts",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autoshard.runtime.transport import sparse
 from autoshard.runtime.transport.peers import Notes, lost, wait
 from autoshard.runtime.transport.wire import raw
 
@@ -41,24 +42,36 @@ class Along:
         by how many its members have, and those that share other parameters too have more.
         """
         ranks = sorted({self.runs(stage) for stage in stages})
-        if self.rank not in ranks or len(ranks) == 1 or not x.numel():
+        if self.rank not in ranks or len(ranks) == 1:
             return
-        mine = x.contiguous()
-        if len(ranks) == self.ranks:
-            self._run(what, lambda: dist.all_reduce(mine, group=self.group, async_op=True))
-            total = mine
-        else:
-            parts = [mine if r == self.rank else torch.empty_like(mine) for r in ranks]
-            ops = []
-            for r, part in zip(ranks, parts, strict=True):
-                if r != self.rank:
-                    peer = dist.get_global_rank(self.group, r)
-                    ops.append(dist.P2POp(dist.isend, raw(mine), peer, self.group))
-                    ops.append(dist.P2POp(dist.irecv, raw(part), peer, self.group))
-            self._run(what, lambda: dist.batch_isend_irecv(ops))
-            total = functools.reduce(torch.add, parts)  # in the same order on all: the same bits
+        if x.is_sparse:
+            numbers, rows = sparse.rows_of(x)
+            counts = [int(n) for n in self._of_each(ranks, torch.tensor([len(numbers)], device=x.device), what)]
+            every = [self._of_each(ranks, part, what, counts) for part in (numbers, rows)]
+            total = sparse.summed([sparse.from_rows(*part, x.shape[0]) for part in zip(*every, strict=True)])
+        elif len(ranks) == self.ranks:
+            total = x.contiguous()
+            self._run(what, lambda: dist.all_reduce(total, group=self.group, async_op=True))
+        else:  # in the same order on all: the same bits
+            total = functools.reduce(torch.add, self._of_each(ranks, x.contiguous(), what))
         if total is not x:
             x.copy_(total)
+
+    def _of_each(
+        self, ranks: Sequence[int], x: torch.Tensor, what: str, lengths: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """``x`` of each of ``ranks``, in messages: of one shape, or as long as ``lengths`` says. Each of them calls it."""
+        parts, ops = [], []
+        for place, r in enumerate(ranks):
+            if r == self.rank:
+                parts.append(x)
+                continue
+            parts.append(x.new_empty(x.shape if lengths is None else (lengths[place], *x.shape[1:])))
+            peer = dist.get_global_rank(self.group, r)
+            ops += [dist.P2POp(dist.isend, raw(x), peer, self.group)] if x.numel() else []
+            ops += [dist.P2POp(dist.irecv, raw(parts[-1]), peer, self.group)] if parts[-1].numel() else []
+        self._run(what, lambda: dist.batch_isend_irecv(ops) if ops else [])
+        return parts
 
     def gathered(self, mine: Any) -> list[Any]:
         """``mine``, any object, of every rank. Collective."""
