@@ -48,7 +48,7 @@ class Along:
             numbers, rows = sparse.rows_of(x)
             counts = [int(n) for n in self._of_each(ranks, torch.tensor([len(numbers)], device=x.device), what)]
             every = [self._of_each(ranks, part, what, counts) for part in (numbers, rows)]
-            total = sparse.summed([sparse.from_rows(*part, x.shape[0]) for part in zip(*every, strict=True)])
+            total = sparse.summed([sparse.from_rows(n, r, x.shape[0]) for n, r in zip(*every, strict=True)])
         elif len(ranks) == self.ranks:
             total = x.contiguous()
             self._run(what, lambda: dist.all_reduce(total, group=self.group, async_op=True))
