@@ -317,10 +317,11 @@ class PipelinedModule(StageOutputs):
             some, dense = pipeline.summed[fqn]
             if some:
                 if grad is None or (dense and in_rows):
-                    leaf.grad = torch.zeros_like(leaf)
-                    if grad is not None:
-                        _local(leaf.grad).add_(_local(grad))
-                self._along.add_up(_local(leaf.grad), homes, f"the gradient of {fqn}")
+                    rows, grad = grad, torch.zeros_like(leaf)
+                    if rows is not None:
+                        _local(grad).add_(_local(rows))
+                    leaf.grad = grad
+                self._along.add_up(_local(grad), homes, f"the gradient of {fqn}")
 
     def _of_inputs(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> Pairs:
         """The inputs that want a gradient, and what has it: the sum of what the stages left."""
