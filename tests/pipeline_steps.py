@@ -78,6 +78,37 @@ class Detached(nn.Module):
         return F.mse_loss(x @ self.first.weight.detach(), y)
 
 
+class Shared(nn.Module):
+    """Of the layers' parameters each is read by some of the others, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.layers[1].bias = self.layers[0].bias
+        self.layers[2].weight = self.layers[1].weight = self.layers[0].weight
+        self.layers[3].bias = self.layers[2].bias
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return F.mse_loss(x, y)
+
+
+class ReadTwice(nn.Module):
+    """A table with sparse gradients, looked up in the first stage and in the last; or the head's weight there."""
+
+    def __init__(self, head: bool) -> None:
+        super().__init__()
+        self.head, self.table = head, nn.Embedding(20, 12, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return ((x @ self.table.weight.T).logsumexp(-1) if self.head else x * self.table(ids.flip(0))).mean()
+
+
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(0, 50, (8, 12), generator=torch.Generator().manual_seed(0))
     labels = ids.roll(-1, 1)
@@ -92,6 +123,8 @@ def made(name: str) -> Made:
         return Skips().double(), (x, x.flip(0))
     if name == "detached":
         return Detached().double(), (x, x.flip(0))
+    if name == "shared":
+        return Shared().double(), (x, x.flip(0))
     if name == "normed":
         return Normed().double(), (x.new_ones(8, 3, 6, 6) * x[:, :6, None].unsqueeze(1), torch.arange(8) % 5)
     if name == "llama":

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from harness import double, ideal
 from microbatch_cases import TOLERANCE, far, loss_of
 from pipeline_cases import CASES
-from pipeline_steps import compare, made, tokens
+from pipeline_steps import ReadTwice, compare, made, tokens
 from safetensors.torch import load_file
 from stage_caches import caches_stay
 from test_later import Counted
@@ -242,6 +242,32 @@ def in_two_parts() -> None:
             compare("skips", mesh, 4, 1, **split)
 
 
+def tied_in_some_stages() -> None:
+    """Each of the tied parameters lies in other stages, whose ranks add up its gradients without the rest."""
+    mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware="ideal_network")
+    sharded = compare("shared", mesh, 4)
+    if dist.get_world_size() == 4:
+        names = {n for n, _ in sharded.named_parameters()}
+        tied = ("layers.0.weight", "layers.0.bias", "layers.2.bias")
+        assert [n in names for n in tied] == [r in names for r in tied]
+
+
+def tied_tables() -> None:
+    """Sparse gradients of several stages come to a sparse one, of other numbers of rows each; beside a dense one to that."""
+    ids = torch.arange(8) % 5
+    for axes in ({"pp": dist.get_world_size()}, MESHES[dist.get_world_size()]):
+        for head in (False, True):
+            torch.manual_seed(0)
+            model = ReadTwice(head).double()
+            sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), (ids,), stages="pp", micro_batches=2)
+            for m in (model, sharded) * 2:
+                loss_of(m(ids)).backward()
+            gradients = {n: p.grad for n, p in model.named_parameters()}
+            for n, x in sharded.full_gradients().items():
+                assert x.is_sparse == gradients[n].is_sparse == (n == "table.weight" and not head)
+                assert far(x.to_dense(), gradients[n].to_dense()) <= TOLERANCE, n
+
+
 def reduced_once() -> None:
     """Gradients are reduced over replicas once a step also where a backward comes in two parts: the bytes are 1F1B's."""
     mesh = ideal({"pp": dist.get_world_size() // 2, "dp": 2})
@@ -317,6 +343,8 @@ if __name__ == "__main__":
         "drawn_again": drawn_again,
         "in_two_parts": in_two_parts,
         "reduced_once": reduced_once,
+        "tied_in_some_stages": tied_in_some_stages,
+        "tied_tables": tied_tables,
     }
     cases |= {f"state {name}": functools.partial(state_sweep.run, "stages", name) for name in state_sweep.IN_PROCESSES}
     cases |= {"t5": lambda: library("t5", schedule="interleaved"), "whisper": lambda: library("whisper")}

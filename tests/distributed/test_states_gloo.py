@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -23,18 +21,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     @functools.cache
     def results(launch: int) -> dict[str, str]:
         names = chosen[launch * AT_ONCE :][:AT_ONCE]
-        folder = tmp_path_factory.mktemp("states")
-        try:  # a launch that failed is not started again for every case in it
-            found: dict[str, str] = json.loads(
-                world.start("training_worker.py", 2, folder, ",".join(names), timeout=400)
-            )
-        except AssertionError as error:
-            found = dict.fromkeys(names, f"in the world of {', '.join(names)}: {error}")
-        except subprocess.TimeoutExpired as error:
-            result = folder / "result.json"
-            done = json.loads(result.read_text("utf-8")) if result.exists() else {}
-            found = {name: done.get(name, str(error)) for name in names}
-        return found
+        return world.outcomes("training_worker.py", 2, tmp_path_factory.mktemp("states"), names, timeout=400)
 
     return lambda name: results(chosen.index(name) // AT_ONCE)[name]
 

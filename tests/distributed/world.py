@@ -53,6 +53,19 @@ def start(script: str, ranks: int, folder: Path, *arguments: str, timeout: float
     return (folder / "result.json").read_text("utf-8")
 
 
+def outcomes(script: str, ranks: int, folder: Path, names: list[str], timeout: float) -> dict[str, str]:
+    """What cases of ``script`` came to: "" or the first failing rank's traceback; where their world ended, its log."""
+    try:  # one that failed is not started again for every case in it
+        found = json.loads(start(script, ranks, folder, ",".join(names), timeout=timeout))
+    except AssertionError as error:
+        return dict.fromkeys(names, f"in the world of {', '.join(names)}: {error}")
+    except subprocess.TimeoutExpired as error:
+        result = folder / "result.json"
+        done = json.loads(result.read_text("utf-8")) if result.exists() else {}
+        return {name: done.get(name, str(error)) for name in names}
+    return {name: found[name] for name in names}
+
+
 def line(connection: socket.socket) -> str:
     line = b""
     while not line.endswith(b"\n") and (got := connection.recv(1)):

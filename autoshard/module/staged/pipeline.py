@@ -25,8 +25,8 @@ class ProgramPipeline(Pipeline):
         self.executable, self.stages = executable, pipeline
         self.lengths: Lengths = tuple
         """of the present call"""
-        self.summed: dict[str, bool] = {}
-        """parameter of several stages → whether any of them has a gradient of it"""
+        self.summed: dict[str, list[bool]] = {}
+        """parameter of several stages → whether any of them has a gradient of it, and whether one has it not in rows"""
         super().__init__(form, along, device, run)
 
     def readers(self, name: str) -> tuple[int, ...]:

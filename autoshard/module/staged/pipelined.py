@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoshard import runtime
 from autoshard.mesh import Mesh
 from autoshard.module.dtensors.of_stage import OfStage
+from autoshard.module.dtensors.owned import local_of
 from autoshard.module.meetings import collective
 from autoshard.module.microbatches import beforehand, delivered, part_of, unseen
 from autoshard.module.programs.compiling import Settings
@@ -307,15 +308,20 @@ class PipelinedModule(StageOutputs):
             leaf = leaves.get(id(self._of.tensor(fqn)))
             if leaf is None:
                 continue
+            grad = leaf.grad
+            in_rows = grad is not None and _local(grad).is_sparse
             if fqn not in pipeline.summed:  # a stage may read it without a gradient; the graph says so, in every step
-                known = torch.tensor(leaf.grad is not None, dtype=torch.int32, device=self._device)
+                known = torch.tensor([grad is not None, not in_rows], dtype=torch.int32, device=self._device)
                 self._along.add_up(known, homes, f"whether {fqn} has a gradient")
-                pipeline.summed[fqn] = bool(known)
-            if pipeline.summed[fqn]:
-                grad: Any = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                leaf.grad = grad
-                local = grad.to_local() if isinstance(grad, DTensor) else grad
-                self._along.add_up(local, homes, f"the gradient of {fqn}")
+                pipeline.summed[fqn] = [bool(n) for n in known.tolist()]
+            some, dense = pipeline.summed[fqn]
+            if some:
+                if grad is None or (dense and in_rows):
+                    rows, grad = grad, torch.zeros_like(leaf)
+                    if rows is not None:
+                        _local(grad).add_(_local(rows))
+                    leaf.grad = grad
+                self._along.add_up(_local(grad), homes, f"the gradient of {fqn}")
 
     def _of_inputs(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> Pairs:
         """The inputs that want a gradient, and what has it: the sum of what the stages left."""
@@ -332,3 +338,8 @@ class PipelinedModule(StageOutputs):
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
+
+
+def _local(x: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return local_of(x) if isinstance(x, DTensor) else x

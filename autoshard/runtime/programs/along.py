@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from autoshard.runtime.transport import sparse
 from autoshard.runtime.transport.peers import Notes, lost, wait
 from autoshard.runtime.transport.wire import raw
 
@@ -18,7 +20,6 @@ class Along:
     def __init__(self, group: Any, notes: Notes) -> None:
         self.group, self.notes = group, notes
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._groups: dict[tuple[int, ...], Any] = {tuple(range(self.ranks)): group}
 
     def runs(self, stage: int) -> int:
         """The rank that runs a stage."""
@@ -32,20 +33,45 @@ class Along:
         """``x`` of the rank that runs ``stage``, into that of all others. Collective."""
         if x.numel() and self.ranks > 1:
             src = dist.get_global_rank(self.group, self.runs(stage))
-            self._run(what, dist.broadcast, raw(x), src, group=self.group)
+            self._run(what, lambda: dist.broadcast(raw(x), src, group=self.group, async_op=True))
 
     def add_up(self, x: torch.Tensor, stages: Sequence[int], what: str) -> None:
-        """Sum ``x`` in place over the ranks that run ``stages``; each of these ranks calls it, in the same order."""
-        ranks = tuple(sorted({self.runs(stage) for stage in stages}))
+        """Sum ``x`` in place over the ranks that run ``stages``; each of these ranks calls it, in the same order.
+
+        Some ranks send each other what they have. In a process group of theirs they might wait for ever: torch names one
+        by how many its members have, and those that share other parameters too have more.
+        """
+        ranks = sorted({self.runs(stage) for stage in stages})
         if self.rank not in ranks or len(ranks) == 1:
             return
-        if ranks not in self._groups:
-            members = [dist.get_global_rank(self.group, r) for r in ranks]
-            self._groups[ranks] = dist.new_group(members, use_local_synchronization=True)
-        dense = x.contiguous()
-        self._run(what, dist.all_reduce, dense, group=self._groups[ranks])
-        if dense is not x:
-            x.copy_(dense)
+        if x.is_sparse:
+            numbers, rows = sparse.rows_of(x)
+            counts = [int(n) for n in self._of_each(ranks, torch.tensor([len(numbers)], device=x.device), what)]
+            every = [self._of_each(ranks, part, what, counts) for part in (numbers, rows)]
+            total = sparse.summed([sparse.from_rows(n, r, x.shape[0]) for n, r in zip(*every, strict=True)])
+        elif len(ranks) == self.ranks:
+            total = x.contiguous()
+            self._run(what, lambda: dist.all_reduce(total, group=self.group, async_op=True))
+        else:  # in the same order on all: the same bits
+            total = functools.reduce(torch.add, self._of_each(ranks, x.contiguous(), what))
+        if total is not x:
+            x.copy_(total)
+
+    def _of_each(
+        self, ranks: Sequence[int], x: torch.Tensor, what: str, lengths: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """``x`` of each of ``ranks``, in messages: of one shape, or as long as ``lengths`` says. Each of them calls it."""
+        parts, ops = [], []
+        for place, r in enumerate(ranks):
+            if r == self.rank:
+                parts.append(x)
+                continue
+            parts.append(x.new_empty(x.shape if lengths is None else (lengths[place], *x.shape[1:])))
+            peer = dist.get_global_rank(self.group, r)
+            ops += [dist.P2POp(dist.isend, raw(x), peer, self.group)] if x.numel() else []
+            ops += [dist.P2POp(dist.irecv, raw(parts[-1]), peer, self.group)] if parts[-1].numel() else []
+        self._run(what, lambda: dist.batch_isend_irecv(ops) if ops else [])
+        return parts
 
     def gathered(self, mine: Any) -> list[Any]:
         """``mine``, any object, of every rank. Collective."""
@@ -53,15 +79,22 @@ class Along:
         dist.all_gather_object(every, mine, group=self.group)
         return every
 
-    def _run(self, what: str, collective: Callable[..., Any], *args: Any, group: Any) -> None:
-        """Raises :class:`CommunicationError` where it cannot end."""
+    def _run(self, what: str, begin: Callable[[], Any]) -> None:
+        """Wait for the collective, or the messages, that ``begin`` begins.
+
+        Raises :class:`CommunicationError` where these cannot end.
+        """
         self.notes.settle()
         what = f"{what}, among stages"
         try:
-            work = collective(*args, group=group, async_op=True)
+            work = begin()
+            if isinstance(work, list):  # with gloo a wait for a message that is cut short ends the connection
+                for message in work:
+                    message.wait()
+                return
         except RuntimeError as error:
             raise lost(error, self.notes, what) from error
-        if dist.get_backend(group) == "gloo":
+        if dist.get_backend(self.group) == "gloo":
             wait(work, self.notes, lambda: what)
         else:
             work.wait()
