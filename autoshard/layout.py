@@ -204,13 +204,22 @@ class Layout:
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """Axes that cut tensor dim ``dim``, outer to inner."""
-        return tuple(a for a in self.order if self[a] == Shard(dim))
+        return self._cuts.get(dim, ())
+
+    @cached_property
+    def _cuts(self) -> dict[int, tuple[str, ...]]:
+        """Tensor dim → the axes that cut it, outer to inner."""
+        found: dict[int, tuple[str, ...]] = {}
+        for axis in self.order:
+            if type(p := self[axis]) is Shard:
+                found[p.dim] = (*found.get(p.dim, ()), axis)
+        return found
 
     def cutting(self, dim: int) -> tuple[str, ...]:
         """Axes that cut tensor dim ``dim``, or every part of it, outer to inner."""
         return self.axes_of(dim) or tuple(a for a, p in self.grouped.items() if p.dim == dim)
 
-    @property
+    @cached_property
     def owner(self) -> dict[str, int]:
         """Mesh axis → the coordinate of the rank that holds the whole tensor, where one does."""
         pairs = zip(self.mesh.axes, self.placements, strict=True)
@@ -225,7 +234,7 @@ class Layout:
         new = {a: changes.get(a, p) for a, p in zip(self.mesh.axes, self.placements, strict=True)}
         return Layout(self.mesh, new, self.order if order is None else order)
 
-    @property
+    @cached_property
     def grouped(self) -> dict[str, Grouped]:
         """Mesh axis → its placement, where that cuts every part of a dim."""
         return {a: p for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, Grouped)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +13,7 @@ from autoshard.compiler import captured
 from autoshard.errors import PlanError
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.memory import fitting, tried
+from autoshard.passes.memory import fit, fitting, tried
 from autoshard.passes.propagate.planner import Planner
 
 
@@ -57,6 +59,17 @@ def test_what_does_not_fit_is_not_searched_for_in_full(graph: Graph, monkeypatch
     assert not searched
     fitting(planner(graph, x=8), most)
     assert searched
+
+
+def test_a_choice_that_is_found_again_is_lowered_once(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered: list[Assignment] = []
+    monkeypatch.setattr(fit, "tried", lambda *what: lowered.append(what[0]) or tried(*what))
+    monkeypatch.setattr(
+        Planner, "searched_on", lambda self, rough: replace(rough, solution=rough.solution.bounded(0.0))
+    )
+    program, _ = fitting(planner(graph, x=8), None)
+    assert len(lowered) == 1
+    assert program.assignment.solution.lower_bound == 0.0
 
 
 def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:

@@ -73,7 +73,7 @@ class Step:
         return text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call(Applied):
     """A call on local tensors. ``fn``: an op, or the name of a function of ``autoshard.runtime``.
 
@@ -84,6 +84,11 @@ class Call(Applied):
     fn: torch._ops.OpOverload | str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Local names that it reads, in order: every pass asks for them."""
+        return tuple(ref.name for ref in refs((self.args, self.kwargs)))
 
     def __str__(self) -> str:
         return show_call(f"runtime.{self.fn}" if isinstance(self.fn, str) else self.fn, self)
@@ -215,7 +220,7 @@ class Program:
 
 def reads(statement: Statement) -> tuple[str, ...]:
     """Local names a statement reads, in order."""
-    return tuple(ref.name for ref in refs(statement.call))
+    return statement.call.reads
 
 
 def bytes_text(n: float) -> str:

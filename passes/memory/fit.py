@@ -52,7 +52,10 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     best = (_bounded(program, 0.0), memory) if memory.peak <= budget else None
     # what does not fit is searched for under a limit, among the same choices
     if best is not None and (found := planner.searched_on(cheapest)) is not cheapest:
-        program, memory = tried(found, optimizer, flying)
+        if found.solution.choice == cheapest.solution.choice:  # the same program, with another bound
+            program = replace(program, assignment=replace(program.assignment, solution=found.solution))
+        else:
+            program, memory = tried(found, optimizer, flying)
     if memory.peak <= budget:
         return replace(program, assignment=proven(program.assignment)), memory
     closest = _bounded(program, 0.0), memory

@@ -19,9 +19,10 @@ from autoshard.passes.rules.base import Rule
 def rule_for(op: torch._ops.OpOverload) -> Rule | None:
     """The rule of ``op``, or None: the op then runs on whole tensors."""
     rules = _registry()
-    if op not in rules and (make := _by_name().get(str(op))):
-        rules[op] = make(op)
-    return rules.get(op)
+    found = rules.get(op)
+    if found is None and (make := _by_name().get(str(op))):
+        found = rules[op] = make(op)
+    return found
 
 
 def register(rule: Rule) -> None:

@@ -205,14 +205,20 @@ class Eliminator:
 
     def back_substitute(self, choice: dict[int, int], mark: int) -> dict[int, int]:
         """All nodes' choices, given those of the nodes left after ``mark`` steps; ties go to the lowest index."""
+        known: dict[object, int] = {}  # equal layers beside equal choices choose alike
         for step in reversed(self.steps[:mark]):
             if isinstance(step, Pruned):
                 choice[step.node] = step.kept[choice[step.node]]
                 continue
-            total: Array = np.zeros(())
-            for scope, table in step.factors:
-                total = total + self.tables.at(table, tuple(None if k == step.node else choice[k] for k in scope))
-            choice[step.node] = int(np.argmin(total))
+            beside = tuple(
+                (table, tuple(None if k == step.node else choice[k] for k in scope)) for scope, table in step.factors
+            )
+            if beside not in known:
+                total: Array = np.zeros(())
+                for table, index in beside:
+                    total = total + self.tables.at(table, index)
+                known[beside] = int(np.argmin(total))
+            choice[step.node] = known[beside]
         return choice
 
     @property

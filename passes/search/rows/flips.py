@@ -45,6 +45,8 @@ class _State:
             for i in scope:
                 self.around[i].append(scope)
         self.change = np.zeros((1 + len(problem.limits), int(self.starts[-1])))
+        self.known: dict[object, Array] = {}
+        """what equal layers could do otherwise where they, and all around them, choose alike"""
         for i in range(len(problem.sizes)):
             self._look(i)
         self.cost, *used = problem.sums(tuple(self.choice)).tolist()
@@ -52,16 +54,23 @@ class _State:
 
     def _look(self, i: int) -> None:
         """What node ``i`` could do otherwise."""
-        store, own = self.problem.store, np.zeros((len(self.change), self.problem.sizes[i]))
-        for scope in self.around[i]:
-            number = self.problem.factors[scope]
-            if len(scope) == 1:
-                part = store.arrays[number]
-            else:
-                other = 1 - scope.index(i)
-                part = store.beside(number, other, self.choice[scope[other]])
-            own[: len(part)] += part
-        self.change[:, self.starts[i] : self.starts[i + 1]] = own - own[:, self.choice[i], None]
+        store = self.problem.store
+        beside = [(self.problem.factors[scope], self._other(scope, i)) for scope in self.around[i]]
+        key = self.choice[i], *beside
+        if key not in self.known:
+            own = np.zeros((len(self.change), self.problem.sizes[i]))
+            for number, other in beside:
+                part = store.arrays[number] if other is None else store.beside(number, *other)
+                own[: len(part)] += part
+            self.known[key] = own - own[:, self.choice[i], None]
+        self.change[:, self.starts[i] : self.starts[i + 1]] = self.known[key]
+
+    def _other(self, scope: tuple[int, ...], i: int) -> tuple[int, int] | None:
+        """The axis of the other node of a pair, and its choice."""
+        if len(scope) == 1:
+            return None
+        axis = 1 - scope.index(i)
+        return axis, self.choice[scope[axis]]
 
     def best(self) -> int | None:
         """The change to be made next; None: nothing gets better."""
