@@ -74,6 +74,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**COMMON, "num_key_value_heads": 2, "kv_channels": 4, "intermediate_size": 24, "num_local_experts": 4,
          "num_experts_per_tok": 2, "max_position_embeddings": 32},
     ),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 4,
+         "layer_types": ["linear_attention", "full_attention"]},
+    ),
 }  # fmt: skip
 
 
@@ -104,7 +109,7 @@ EQUAL = [
     ("gpt-oss", {"ep": 2, "tp": 2}, False), ("gpt-oss", {"dp": 2, "ep": 2}, False), ("lfm2", {"ep": 2}, False),
     ("dbrx", {"ep": 2}, False), ("dbrx", {"ep": 2, "tp": 2}, False), ("switch", {"ep": 2}, False),
     ("switch", {"ep": 2, "tp": 2}, False), ("longcat", {"ep": 2}, False), ("longcat", {"ep": 2, "tp": 2}, False),
-    ("jetmoe", {"ep": 2}, False), ("jetmoe", {"ep": 2, "tp": 2}, False),
+    ("jetmoe", {"ep": 2}, False), ("jetmoe", {"ep": 2, "tp": 2}, False), ("minimax", {"dp": 2, "ep": 2}, False),
 ]  # fmt: skip
 
 

@@ -155,7 +155,7 @@ def test_two_axes_cut_fewer_heads_than_they_have_ranks() -> None:
     for like in ("megatron", "megatron-sp"):
         report = assert_equal_training(model, {"dp": 2, "tp": 2}, *tokens(), like=like, steps=1, share=1.1)
         (keys,) = (x for name, x in report.plan.layouts.items() if name.endswith(".k.weight"))
-        assert str(keys) == "S(0)@dp S(0)@tp"
+        assert keys.cutting(0) == ("dp", "tp")
 
 
 class Attentions(nn.Module):
@@ -170,6 +170,21 @@ class Attentions(nn.Module):
             q, k, v = (p(x).unflatten(-1, (4, -1)).transpose(1, 2) for p in (query, key, value))
             x = x + out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+def test_megatron_cuts_the_heads_of_attention_beside_experts(kind: str) -> None:
+    """Also where the residual stream would send less: then every rank would do all of the attention."""
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    tokens = torch.zeros(1, 32, dtype=torch.long)
+    plan = autoshard.plan(model, {"tp": 2}, (), {"input_ids": tokens, "labels": tokens}, like="megatron")
+    labels = {c.labels for c in plan.choices.values() if "attention" in c.op}
+    assert labels == {("heads",)}, labels
 
 
 def test_ulysses_turns_the_sequence_into_heads_and_back() -> None:

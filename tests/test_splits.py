@@ -75,12 +75,12 @@ def test_parts_of_another_rank_are_seen(monkeypatch: pytest.MonkeyPatch) -> None
 class Viewed(torch.nn.Module):
     """Queries, keys and values of one projection, seen as a dim of three."""
 
-    def __init__(self) -> None:
+    def __init__(self, heads: int = 2) -> None:
         super().__init__()
-        self.qkv, self.o = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
+        self.heads, self.qkv, self.o = heads, torch.nn.Linear(8, 24), torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
         return (x + self.o(y.transpose(1, 2).flatten(2))).square().mean()
 
@@ -89,6 +89,33 @@ def test_parts_seen_as_a_dim_are_cut_each() -> None:
     """With shards of the weight beside it, too: nothing but weights and row-parallel results is sent."""
     found = collectives(Viewed(), {"dp": 2, "tp": 2}, None, (given()[:2],), like={"dp": "fsdp", "tp": "megatron"})
     assert not {(kind, axes) for kind, axes, _, _ in found} & {("permute", ("tp",)), ("all_gather", ("tp",))}, found
+
+
+def test_two_axes_cut_parts_seen_as_a_dim() -> None:
+    """Each rank of both has a head of queries, keys and values; results alone are summed."""
+    found = collectives(Viewed(heads=4), {"a": 2, "b": 2}, None, (given(),), like="megatron")
+    assert {kind for kind, _, _, _ in found} == {"all_reduce"}, found
+
+
+class ThreeHeads(torch.nn.Module):
+    """Plain projections that look like fused ones: their three heads are as well three parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (torch.nn.Linear(18, 18) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (3, 6)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return (x + self.o(y.transpose(1, 2).flatten(2))).square().mean()
+
+
+@pytest.mark.parametrize("axes", [{"a": 2, "b": 2}, {"a": 3, "b": 2}], ids=str)
+def test_three_heads_may_be_shared_by_several_axes(axes: dict[str, int]) -> None:
+    """By two of two ranks in no way that all operations have."""
+    x = torch.randn(3, 6, 18, dtype=torch.float64)
+    report = autoshard.verify(ThreeHeads().double(), ideal(axes), (x,), like="megatron")
+    assert report.ok, report
 
 
 class Gated(torch.nn.Module):

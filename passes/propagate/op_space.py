@@ -156,7 +156,7 @@ def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterat
         found.setdefault(whole_axes, []).append(choice)
     tiers = [found[n] for n in sorted(found)]
     several = any(a and b and a.cuts & b.cuts for a, b in itertools.combinations(asked, 2))
-    if several and tiers and all(any(s.alone for s in choice) for choice in tiers[0]):
+    if several and tiers and all(any(s.alone or s.in_parts for s in choice) for choice in tiers[0]):
         tiers = [[choice for tier in tiers for choice in tier]]
     yield from tiers
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -18,16 +18,17 @@ WHOLE_PRODUCT = 1e6
 def paired(families: Families, found: tuple[Product, ...], ranks: int) -> frozenset[Family]:
     """The families to cut so that each product is cut once: along its output features, or along its input features.
 
-    A product of which both are cut would need its operand gathered, one of which none is cut is not divided. Of the
-    choices that divide the most work the one that sends the fewest bytes: heads and hidden features are cut, the
-    residual stream is not; the vocabulary is.
+    A product of which both are cut would need its operand gathered, one of which none is cut is not divided, nor is what
+    stands between them and does work, such as attention. Of the choices that divide the most work the one that sends the
+    fewest bytes: heads and hidden features are cut, the residual stream is not; the vocabulary is.
     """
     usable = [f for f in dict.fromkeys(f for p in found for f in (p.sums, p.makes)) if f and _fits(f, families, ranks)]
     index = {f: i for i, f in enumerate(usable)}
     if not index:
         return frozenset()
     nodes = [np.array([0.0, sent]) for sent in _sent(usable, found, families)]
-    work = sum(p.work for p in found)
+    between = _between(index, found, families)
+    work = sum(p.work for p in found) + sum(between.values())
     edges: dict[tuple[int, int], np.ndarray] = defaultdict(lambda: np.zeros((2, 2)))
     for p in found:
         sides = sorted({index[f] for f in (p.sums, p.makes) if f in index})
@@ -36,8 +37,23 @@ def paired(families: Families, found: tuple[Product, ...], ranks: int) -> frozen
             nodes[sides[0]] = nodes[sides[0]] + np.array([whole, 0.0])
         elif len(sides) == 2:
             edges[sides[0], sides[1]] = edges[sides[0], sides[1]] + np.array([[whole, 0.0], [0.0, np.inf]])
+    for family, part in between.items():
+        nodes[index[family]] = nodes[index[family]] + np.array([WHOLE_PRODUCT * part / work, 0.0])
     chosen = solve(CostNetwork(tuple(nodes), tuple((i, j, table) for (i, j), table in edges.items()))).choice
     return frozenset(f for f, cut in zip(usable, chosen, strict=True) if cut)
+
+
+def _between(usable: Collection[Family], found: tuple[Product, ...], families: Families) -> dict[Family, float]:
+    """The work of operations that neither sum over a family nor make one, by the one of ``usable`` that divides it.
+
+    Of attention that is the heads, also where it has a parameter of its own.
+    """
+    products, between = {p.node.name for p in found if p.sums or p.makes}, defaultdict[Family, float](float)
+    for node in families.graph.nodes:
+        cut = {f for s in families.strategies(node) if (f := families.cut(node, s)) is not None and f in usable}
+        if len(cut) == 1 and node.name not in products:
+            between[cut.pop()] += families.flops(node)
+    return between
 
 
 def _fits(family: Family, families: Families, ranks: int) -> bool:

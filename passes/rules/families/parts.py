@@ -64,13 +64,12 @@ def viewed_parts(node: Node, graph: Graph) -> Parts | None:
 
 
 def _viewed(node: Node, graph: Graph) -> Strategy:
-    """Every part is cut before, and the dim after that of the parts behind. By one axis: they may be three heads, which several
-    axes share otherwise."""
+    """Every part is cut before, and the dim after that of the parts behind."""
     (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     (dim, parts) = viewed_parts(node, graph) or (0, (1, 1))
     (right,) = (right for left, right in view_groups(source, result) if left == (dim,))
     size = result[right[1]]
-    return Strategy("parts", (Grouped(dim, parts),), (Shard(right[1]),), size, even=True, divides=True, alone=True)
+    return Strategy("parts", (Grouped(dim, parts),), (Shard(right[1]),), size, even=True, divides=True)
 
 
 def in_parts(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[Strategy]:
