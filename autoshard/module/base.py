@@ -26,7 +26,7 @@ from autoshard.module.programs.executable import Executable, first_that_serves
 from autoshard.module.saving import save
 from autoshard.module.staged.stages import one_after_another
 from autoshard.passes.capture.exported.handed import give_back
-from autoshard.passes.capture.exported.trees import flattened
+from autoshard.passes.capture.exported.trees import flattened_call
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.report.record import Collective
@@ -124,7 +124,7 @@ class ShardedModule(Compiling):
             return self._called(args, kwargs)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given, spec = flattened((args, kwargs))
+        given, spec = flattened_call(args, kwargs)
         check_leaves(self._of.model, given, spec, self._device_type())
         call = self._call(given, spec, self._recorded(given), self._wanted)
 

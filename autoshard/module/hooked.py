@@ -7,6 +7,7 @@ of what is computed outside alone. So a backward in which it would be another's 
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,18 +62,19 @@ class _Hooks:
     """Those of a tensor, which does not live longer for it."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        self.own = {x.register_hook(_nothing).id}
+        if x._backward_hooks is None:  # made as by its first hook
+            x._backward_hooks = OrderedDict()
+            if x.grad_fn is not None:
+                x.grad_fn._register_hook_dict(x)
+        self.own: set[int] = set()
         self.all, self.tensor = x._backward_hooks, weakref.ref(x)
 
     @property
     def there(self) -> bool:
+        if self.all.keys() - self.own:
+            return True
         x = self.tensor()
-        return any(key not in self.own for key in self.all or ()) or (x is not None and x.retains_grad)
-
-
-@unserializable_hook  # type: ignore[untyped-decorator]
-def _nothing(gradient: torch.Tensor) -> None:
-    """A tensor's hooks are known by a list that its first one makes."""
+        return x is not None and x.retains_grad
 
 
 def _check(number: int, sources: Mapping[int, _Hooks]) -> Any:

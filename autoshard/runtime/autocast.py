@@ -13,17 +13,17 @@ KINDS = ("cpu", "cuda")
 
 def autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
     """(device type, dtype, whether casts of parameters are kept) of every device type with autocast on."""
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-        for kind in KINDS
-        if torch.is_autocast_enabled(kind)
-    )
+    kinds = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
+    return tuple([(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds])
 
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
     """Inside, no op is cast but by the program."""
+    if not (on := autocast_state()):
+        yield
+        return
     with contextlib.ExitStack() as stack:
-        for kind, _, _ in autocast_state():
+        for kind, _, _ in on:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield

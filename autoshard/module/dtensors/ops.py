@@ -225,14 +225,14 @@ def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     rank steps on its parts. DTensor would make, and compare, a layout of each of them in each step.
     """
     first, *others = [x for x in args if isinstance(x, list | tuple) and x]
-    specs = [x._spec if isinstance(x, DTensor) else None for x in first]
-    summands = any(spec is None or any(p.is_partial() for p in spec.placements) for spec in specs)
-    if summands or not all(_alike(xs, specs) for xs in others):
+    specs = [x._spec for x in first if isinstance(x, DTensor)]
+    summands = [p for spec in specs for p in spec.placements if p.is_partial()]
+    if summands or len(specs) < len(first) or not all(_alike(xs, specs) for xs in others):
         return _as_it_was(op, args, kwargs)
-    parts = (
+    parts = [
         [x._local_tensor if isinstance(x, DTensor) else x for x in a] if isinstance(a, list | tuple) else a
         for a in args
-    )
+    ]
     binding = getattr(torch, op.overloadpacket.__name__)  # which takes lists of tensors faster than ``op``
     with torch.no_grad():
         return binding(*parts, **kwargs)

@@ -39,6 +39,8 @@ ABOUT = frozenset(
 
 def form_of(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     """The global shape and the dtype of a tensor; of ours without the way through ``__torch_function__``."""
+    if type(x) is torch.Tensor:
+        return x.shape, x.dtype
     if isinstance(x, DTensor):
         return x._spec.tensor_meta[:3:2]  # type: ignore[index]
     with torch._C.DisableTorchFunctionSubclass():

@@ -69,7 +69,7 @@ class Original:
     @property
     def modes(self) -> tuple[bool, ...]:
         """train or eval, of every module."""
-        return tuple(part.training for part in self.parts.values())
+        return tuple([part.training for part in self.parts.values()])
 
     # --- tensors ---
 
@@ -155,7 +155,10 @@ class Original:
         if not self.adopted:  # its weights may be elsewhere, or nowhere
             return State(recorded, grad, inference, self.modes, (), (), autocast_state(), defaults())
         tensors = self.tensors()
-        looks = [(t.requires_grad, t.dtype, t.shape, t.device, getattr(t, "_spec", None)) for t in tensors]
+        looks = [
+            (t.requires_grad, t._spec) if isinstance(t, DTensor) else (t.requires_grad, t.dtype, t.shape, t.device)
+            for t in tensors
+        ]
         if self._seen is None or looks != self._seen[1] or not _are(tensors, self._seen[0]):
             held = self.held()
             trained = tuple(held[name].requires_grad for name in self.parameters)

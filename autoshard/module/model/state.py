@@ -47,10 +47,18 @@ class State:
         return crc32(repr(self).encode())
 
 
+def default_device() -> torch.device:
+    """:func:`torch.get_default_device`, which looks for modules and modes in every call, where a mode may have set one."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+
+
+_CPU = torch.device("cpu")
+
+
 def defaults() -> tuple[Any, ...]:
     """``State.defaults`` of this moment."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return torch.get_default_dtype(), str(torch.get_default_device()), deterministic, *autograd_modes()
+    return torch.get_default_dtype(), str(default_device()), deterministic, *autograd_modes()
 
 
 def requires_grad(*tensors: Iterable[Any]) -> bool:

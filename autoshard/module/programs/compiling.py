@@ -203,14 +203,15 @@ class Compiling(Fixed):
 
         One that read tensors outside of the model that were written since serves no call more.
         """
-        current = {key: found for key, found in self._executables.items() if not found.graph.is_outdated}
-        open_ = [found for found in current.values() if found.structure is not None] if not number else ()
-        for found in open_:
-            why = found.refuses(call.key(exactly=False), call.leaves)
+        for program in self._executables.values() if not number else ():
+            if program.structure is None or program.graph.is_outdated:
+                continue
+            why = program.refuses(call.key(exactly=False), call.leaves)
             if not why:
-                return found
+                return program
             log_of_programs.info("a program does not serve this call: %s", why)
-        return current.get(call.key(number))
+        found = self._executables.get(call.key(number))
+        return None if found is None or found.graph.is_outdated else found
 
     @property
     def programs(self) -> list[Executable]:

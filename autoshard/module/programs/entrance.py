@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError
+from autoshard.module.model.state import default_device
 from autoshard.module.programs.carried import is_left
 from autoshard.module.programs.executable import Executable
 from autoshard.passes.capture.exported.arguments import argument_paths
@@ -24,7 +25,7 @@ def check_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device: str
 
     ``leaves``, ``spec``: of the arguments. ``device``: that of the parameters and buffers; None where inputs are moved.
     """
-    if torch.get_default_device().type == "meta":
+    if default_device().type == "meta":
         raise CaptureError(
             "the default device is meta, which has no data: call the module outside of torch.device('meta')"
         )

@@ -9,6 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, TypeVar
@@ -119,20 +120,9 @@ class Executable:
         text = str(self.graph)
         return OTHER_VALUES in text or str(EXACTLY) in text
 
-    @contextlib.contextmanager
-    def tried(self) -> Iterator[None]:
+    def tried(self) -> AbstractContextManager[None]:
         """Around a run: where the program turns out to be for other integers, nothing was drawn."""
-        if not self._stops:
-            yield
-            return
-        # Inside the capture of a CUDA graph the device's state cannot be read.
-        before = generators.states(cuda=torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing())
-        try:
-            yield
-        except RuntimeError as error:
-            if is_of_other_values(error):
-                generators.set_states(before)
-            raise
+        return _undrawn() if self._stops else contextlib.nullcontext()
 
     def refuses(self, structure: Any, leaves: Sequence[Any]) -> str:
         """Why it does not serve a call of this structure with these leaves; "" where it does."""
@@ -176,15 +166,19 @@ class Executable:
 
     def as_typed(self, leaves: Sequence[Any]) -> list[Any]:
         """The outputs without the gradients that no value of the graph has: what goes together shares one autograd node."""
-        types = self.graph.types
+        found = list(leaves)
+        for i in self._without_gradient:
+            x = found[i]
+            with torch._C.DisableTorchFunctionSubclass():  # the question alone would go through that of an output
+                is_free = isinstance(x, torch.Tensor) and x.requires_grad
+            found[i] = x.detach() if is_free else x
+        return found
 
-        def is_free(value: Any, x: Any) -> bool:
-            typed = isinstance(value, Ref) and isinstance(x, torch.Tensor)
-            return typed and not types[value.name].grad and x.requires_grad
-
-        with torch._C.DisableTorchFunctionSubclass():  # the question alone would go through that of an output
-            free = [is_free(value, x) for value, x in zip(self.graph.outputs, leaves, strict=True)]
-        return [x.detach() if detached else x for x, detached in zip(leaves, free, strict=True)]
+    @cached_property
+    def _without_gradient(self) -> Sequence[int]:
+        """Numbers of the outputs that have none."""
+        values = enumerate(self.graph.outputs)
+        return [i for i, x in values if isinstance(x, Ref) and not self.graph.types[x.name].grad]
 
     def shapes(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[int, ...] | None]:
         """The global shapes of the outputs, then of what is written, in a call with these ``inputs``.
@@ -211,6 +205,19 @@ class Executable:
     @cached_property
     def _shapes(self) -> Callable[[Shapes], Any]:
         return shapes_of(self.global_shapes, self.compiled.symbols, self.compiled.source.inputs)
+
+
+@contextlib.contextmanager
+def _undrawn() -> Iterator[None]:
+    """Inside, generators advance unless the program turns out to be for other integers."""
+    # Inside the capture of a CUDA graph the device's state cannot be read.
+    before = generators.states(cuda=torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing())
+    try:
+        yield
+    except RuntimeError as error:
+        if is_of_other_values(error):
+            generators.set_states(before)
+        raise
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

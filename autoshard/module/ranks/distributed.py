@@ -176,7 +176,8 @@ class DistributedModule(OnRank):
         notes, agreement = self._comm.notes, self._agreement
         executable = self._program_for(call, number)
         # Of a state that grows the ranks know the length.
-        present = call.key(number, exactly=_is_plain), self._deferred, notes.failed, notes.broken
+        in_parts = [x for x in call.leaves if isinstance(x, DTensor)]
+        present = call.key(number, exactly=_is_plain if in_parts else True), self._deferred, notes.failed, notes.broken
         checked = notes.call - notes.meetings <= FIRST_CALLS or "inputs" in self._checks
         of_call = functools.partial(claims.of_call, notes, call, number, self._settings.inputs, self._deferred)
         notes.present("a call", of_call)

@@ -7,7 +7,7 @@ backward outside takes it along, so that several of them cost one sum.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,18 +85,19 @@ def _set(p: Any, gradient: DTensor, leaf: Any) -> bool:
 
 def _owned(
     gradients: Sequence[torch.Tensor | None], brought: Sequence[torch.Tensor | None]
-) -> Iterator[torch.Tensor | None]:
+) -> list[torch.Tensor | None]:
     """``gradients``; of those that autograd has ``brought`` and that are others' too a copy, as it makes for plain parameters.
 
     Both operands of a sum have one tensor as their gradient.
     """
-    places = Counter(g.data_ptr() for g in brought if g is not None and not g.is_sparse)
-    for g, given in zip(gradients, brought, strict=True):
-        if g is None or g is not given or g.is_sparse:
-            yield g
-        else:
-            held = g._use_count() > 1 or hasattr(g, GIVEN)  # type: ignore[attr-defined]
-            yield g.clone() if held or places[g.data_ptr()] > 1 else g
+    own = list(gradients)
+    kept = [i for i, g in enumerate(gradients) if g is not None and g is brought[i] and not g.is_sparse]
+    places = Counter([g.data_ptr() for g in brought if g is not None and not g.is_sparse]) if kept else {}
+    for i in kept:
+        g: Any = own[i]
+        if g._use_count() > 1 or hasattr(g, GIVEN) or places[g.data_ptr()] > 1:
+            own[i] = g.clone()
+    return own
 
 
 def _in_rows(p: Any, gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,18 +27,15 @@ def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, drawn)
 
 
-@contextlib.contextmanager
-def synchronised_rng(comm: Communicator) -> Iterator[None]:
+def synchronised_rng(comm: Communicator) -> AbstractContextManager[None]:
     """Inside, every rank draws what rank 0 would draw; put it around a forward that calls :func:`shared`.
 
     Under torch.distributed rank 0's generator states are broadcast at the first draw; afterwards ranks seeded as rank 0
     keep the advanced states, as it does, and others get their own back. In-process there is one generator and nothing to do.
     """
     if isinstance(comm, TorchCommunicator) and comm.world_size > 1:
-        with synchronised_generators(comm):
-            yield
-    else:
-        yield
+        return synchronised_generators(comm)
+    return nullcontext()
 
 
 def dropout(

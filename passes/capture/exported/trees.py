@@ -31,6 +31,23 @@ def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
         register_types(leaves)
 
 
+def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """:func:`flattened` of ``(args, kwargs)``, whose structure is known where no argument is a container."""
+    leaves = [*args, *kwargs.values()]
+    if _LEAVES.issuperset(map(type, leaves)) and not torch.compiler.is_compiling():  # which follows no cache
+        return leaves, _flat(len(args), tuple(kwargs))
+    return flattened((args, kwargs))
+
+
+_LEAVES = frozenset((torch.Tensor, bool, int, float, str, type(None)))
+
+
+@functools.lru_cache(maxsize=1 << 6)
+def _flat(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
+    """The structure of a call with so many arguments by place, and these by name."""
+    return pytree.tree_structure(((None,) * count, dict.fromkeys(names)))
+
+
 def _is_unknown(leaf: Any) -> bool:
     """Whether a leaf is an object whose class has to be registered."""
     if isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN:
