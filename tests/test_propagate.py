@@ -21,6 +21,7 @@ from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.hints import resolve
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.propagate.prices.copies import copied_seconds
 from autoshard.passes.redistribute import cost_matrix
 
 
@@ -201,6 +202,7 @@ def test_what_edges_cannot_tell_apart_is_stored_once() -> None:
         sides = [[Layout(network.mesh, p) for p in side.placed] for side in (link.given, link.asked)]
         type_ = graph.types[link.value]
         expected = cost_matrix(*sides, type_.shape, type_.dtype, type_.moves, type_.unknown)
+        expected += sum(copied_seconds(type_, *sides, parameter=False))
         whole = sum(table.parts)[np.ix_(table.rows, table.columns)]
         np.testing.assert_allclose(whole, np.where(link.mask, expected, 0.0), rtol=1e-12)
 
