@@ -44,9 +44,8 @@ def rates(clock: Clock, ranks: int, quick: bool) -> Iterator[Rate]:
             move, shape = move_of(kind, ranks, size)
             x = torch.ones(shape, device=clock.device)
             group = comm.process_group(move.axes)
-            bare = partial(
-                comm.run, group, dist.all_reduce, torch.zeros_like(x)
-            )  # the copy before it has a price of its own
+            # the copy before it has a price of its own
+            bare = partial(comm.run, group, dist.all_reduce, torch.zeros_like(x))
             taken = _in_a_step(clock, bare if kind == "all_reduce" else partial(comm.execute, move, x, "forward"))
             found.append((move.ring_bytes(x, ranks), agreed(taken, max)))
         yield _line(kind, ranks, found)

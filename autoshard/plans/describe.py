@@ -250,17 +250,30 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Sha
     copies = copied_seconds(program.types[s.value], (step.src,), (step.dst,), s.parameter, share)
     ahead, back = (float(x[0, 0]) for x in copies)
     first = Collective(
-        step.kind, step.group, "forward", step.forward_bytes, module_of(s, program.graph), reason, public, forward, op,
+        step.kind,
+        step.group,
+        "forward",
+        step.forward_bytes,
+        module_of(s, program.graph),
+        reason,
+        public,
+        forward,
+        op,
         copied_s=ahead,
-    )  # fmt: skip
+    )
     if step.is_collective:
         yield replace(first, times=ONCE if stage else 1)
     if step.backward and program.types[s.value].grad:
         times = ONCE if s.parameter and (step.kind == "enter" or stage == 1) else 1
         yield replace(
-            first, kind=step.backward, phase="backward", bytes=step.backward_bytes, seconds=backward, times=times,
+            first,
+            kind=step.backward,
+            phase="backward",
+            bytes=step.backward_bytes,
+            seconds=backward,
+            times=times,
             copied_s=back,
-        )  # fmt: skip
+        )
     if again and step.is_collective:
         seconds = float(forward_seconds(program.graph.types[s.value], (step.src,), (step.dst,))[0, 0])
         how = "gathered again" if s.parameter else "made again"
