@@ -64,3 +64,12 @@ def test_what_is_too_much_goes_at_the_least_cost() -> None:
     nodes = tuple(np.array([0.0, dear]) for dear in (3.0, 1.0, 2.0))
     row = Row((held, held, held), (), 5.0)
     assert flipped(stack_rows(CostNetwork(nodes, ()), [row]), np.zeros(1), (0, 0, 0)) == (0, 1, 1)
+
+
+def test_what_is_forbidden_at_the_start_is_left() -> None:
+    """A node's own cost, and a pair; no limit binds."""
+    apart = np.array([[math.inf, 4.0], [0.0, 9.0]])
+    network = CostNetwork((np.array([0.0, 1.0]), np.zeros(2), np.array([math.inf, 7.0])), ((0, 1, apart),))
+    problem = stack_rows(network, [Row((np.zeros(2),) * 3, (None,), 1.0)])
+    with np.errstate(invalid="raise"):
+        assert flipped(problem, np.zeros(1), (0, 0, 0)) == (1, 0, 1)

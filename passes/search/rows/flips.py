@@ -62,7 +62,10 @@ class _State:
             for number, other in beside:
                 part = store.arrays[number] if other is None else store.beside(number, *other)
                 own[: len(part)] += part
-            self.known[key] = own - own[:, self.choice[i], None]
+            now = own[:, self.choice[i]].copy()
+            if np.isinf(now[0]):  # forbidden: whatever is allowed gains more than any change elsewhere
+                own[0], now[0] = np.where(np.isfinite(own[0]), -np.inf, np.inf), 0.0
+            self.known[key] = own - now[:, None]
         self.change[:, self.starts[i] : self.starts[i + 1]] = self.known[key]
 
     def _other(self, scope: tuple[int, ...], i: int) -> tuple[int, int] | None:
@@ -89,12 +92,14 @@ class _State:
             return int(nearer[np.argmin(more[nearer] / (now - left[nearer]))])
         more[left > 0] = np.inf
         at = int(np.argmin(more))
-        return at if more[at] < -LEAST * abs(self.cost) else None
+        least = LEAST * abs(self.cost) if np.isfinite(self.cost) else 0.0
+        return at if more[at] < -least else None
 
     def take(self, at: int) -> None:
         i = int(np.searchsorted(self.starts, at, side="right")) - 1
-        self.cost += float(self.change[0, at])
         self.over = self.over + self.change[1:, at]
         self.choice[i] = at - int(self.starts[i])
+        gain = float(self.change[0, at])
+        self.cost = self.cost + gain if np.isfinite(self.cost) else float(self.problem.sums(tuple(self.choice))[0])
         for node in {j for scope in self.around[i] for j in scope}:
             self._look(node)
