@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from typing import Any
@@ -98,6 +99,7 @@ def peak_bytes(compiled: Compiled) -> float:
     at_first = sum(x.untyped_storage().nbytes() for x in given)
     states = [torch.get_rng_state()]  # 5 KB for each part that draws again: no part of the model
     unkept = patch.object(Communicator, "random_states", lambda self: states)
+    gc.collect()  # what others left would be freed in between, and counted
     with unkept, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as allocations:
         (outputs,) = world.run(modules[0], [args])
         ends = [x for x in outputs if isinstance(x, torch.Tensor) and x.requires_grad]

@@ -114,6 +114,21 @@ def test_a_block_keeps_what_comes_in() -> None:
     assert four.plan.memory.peak - three.plan.memory.peak <= 1.05 * size + _state(four) - _state(three)
 
 
+@pytest.mark.parametrize("like", ["ulysses", "megatron-sp"])
+def test_a_block_keeps_no_more_where_values_are_exchanged_inside(like: str) -> None:
+    """Exchanged copies of views of what is computed again are made again, too."""
+    reference = models.get("gpt")
+    args, kwargs = reference.inputs(batch=8, seq=32)
+    kept = []
+    for layers in (3, 4):
+        model = type(reference.model())(replace(reference.model().config, layers=layers))
+        graph = captured(model.train(), args, kwargs, training=True)
+        mesh = autoshard.Mesh({"tp": 2}, "ideal_network")
+        kept.append(kept_bytes(build(graph, mesh, Wishes(recompute="blocks", like=like))))
+    size = 8 * 32 * 64 * 4 / 2  # the input of a block on one of two ranks
+    assert size <= kept[1] - kept[0] <= 1.05 * size
+
+
 def _state(found: Compiled) -> float:
     memory = found.plan.memory
     return memory.parameters + memory.gradients + memory.optimizer + memory.buffers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoshard import Mesh
+from autoshard import Mesh, models
 from autoshard.compiler import captured
 from autoshard.errors import PlanError
 from autoshard.passes.ir.assignment import Assignment
@@ -78,6 +78,20 @@ def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:
     assignment, held = two.least()
     assert held == planner(graph, x=8).least()[1]
     assert all(len(set(choice)) == 1 for choice in assignment.choices.values())
+
+
+def test_what_fits_block_by_block_is_found_where_the_search_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that are made again at once are in no sum of the search's: it would make all of a model again together."""
+    reference = models.get("llama")
+    args, kwargs = reference.inputs(batch=1, seq=1024)
+    model = type(reference.model())(replace(reference.model().config, layers=8)).train()
+    deep, mesh = captured(model, args, kwargs, training=True), Mesh({"cp": 4}, "h100")
+    blocks = Planner(deep, mesh, {}, recompute="blocks")
+    budget = 1.03 * min(tried(blocks.least(share)[0], "adamw")[1].peak for share in (0.0, 0.1, 1.0))
+    assert fitting(Planner(deep, mesh, {}, recompute="auto"), budget)[1].peak <= budget
+    monkeypatch.setattr(Planner, "by_blocks", lambda self: None)
+    with pytest.raises(PlanError, match="the least peak found"):
+        fitting(Planner(deep, mesh, {}, recompute="auto"), budget)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.4])

@@ -69,7 +69,11 @@ def _copies(parts: Sequence[Statement], program: Program) -> frozenset[str]:
         )
 
     found: set[str] = set()
-    computed = {o for p in parts if p.step is None and p.node is not None for o in p.outputs if _again(p.node, program)}
+    computed: set[str] = set()
+    for part in parts:
+        if part.step is None and part.node is not None:
+            of_view = is_view(part.node.op) and not computed.isdisjoint(reads(part))
+            computed.update(part.outputs if of_view or _again(part.node, program) else ())
     fixed = {i.name for i in program.graph.inputs}
     for part in parts:
         if part.step is None or part.value in program.graph.parameters:

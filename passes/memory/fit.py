@@ -94,6 +94,9 @@ def _searched(planner: Planner, budget: float, program: Program, memory: Memory)
     search = partial(_closer, limit=limit) if ended.fits else _least
     if not ended.fits:
         ended = yield from _least(planner, budget)
+    if planner.free and not ended.fits:
+        planner.by_blocks()
+        ended = yield from _least(planner, budget)
     if planner.mesh.ndim > 1 and not ended.rests:
         with contextlib.suppress(PlanError):  # hints may ask for different things along the axes
             planner.evenly()

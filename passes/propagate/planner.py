@@ -16,8 +16,8 @@ from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.chosen import assigned, states_of
 from autoshard.passes.propagate.hints import Constraint, Limit
-from autoshard.passes.propagate.keep import KeepTables
-from autoshard.passes.propagate.network import Built, Network
+from autoshard.passes.propagate.keep import KeepTables, is_passive
+from autoshard.passes.propagate.network import Built, Network, Variable
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.propagate.prices.zero import offered
 from autoshard.passes.propagate.recompute import Recompute, hinted, offer
@@ -78,6 +78,8 @@ class Planner:
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
         recompute = hinted(graph, recompute)
         self.offer = offer(graph, recompute, regather)
+        self.free = graph.training and recompute == "auto"
+        """whether the search decides of every operation whether it is computed again"""
         self.plain = not graph.training or (recompute in ("auto", "none") and not regather)
         """whether nothing has to be made again"""
         self.prices: tuple[float, ...] = ()
@@ -85,11 +87,14 @@ class Planner:
         self._free: Network | None = None
         """in which the cheapest was searched for"""
         self._limited: tuple[Network, Built] | None = None
-        self._even = False
-        self._prepared: dict[bool, Prepared] = {}
-        """even → the network with its bytes"""
-        self._loosest: dict[bool, tuple[float, Solution]] = {}
-        """even → the largest limit that was tried, and what was found under it"""
+        self._wide: tuple[Network, Built] | None = None
+        """the limited one, before it was narrowed"""
+        self._narrow = ""
+        """to what: "even", "blocks"; "": to nothing"""
+        self._prepared: dict[str, Prepared] = {}
+        """to what it is narrowed → the network with its bytes"""
+        self._loosest: dict[str, tuple[float, Solution]] = {}
+        """to what it is narrowed → the largest limit that was tried, and what was found under it"""
 
     def cheapest(self, rough: bool = False) -> Assignment:
         """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`). ``rough``: near that, see
@@ -128,8 +133,8 @@ class Planner:
         start = (*self.prices, *(0.0,) * (len(limits) - len(self.prices))) if self.prices else None
         found = prepared.solve(limits, replace(self.effort, part=min(LIMITED, self.effort.part)), prices=start)
         self.prices = found.prices
-        if self._even not in self._loosest or limit > self._loosest[self._even][0]:
-            self._loosest[self._even] = limit, found
+        if self._narrow not in self._loosest or limit > self._loosest[self._narrow][0]:
+            self._loosest[self._narrow] = limit, found
         return assigned(network, replace(found, prove=None)), _used(built, found)
 
     def bound(self) -> float:
@@ -137,19 +142,19 @@ class Planner:
         return min((found.proven().lower_bound for _, found in self._loosest.values()), default=0.0)
 
     def _with_bytes(self, network: Network, built: Built) -> Prepared:
-        if self._even not in self._prepared:
+        if self._narrow not in self._prepared:
             kept, stays = (replace(row, limit=0.0) for row in built.kept)
             prepared = (
-                self._prepared[False].restricted(built.network.nodes)
-                if False in self._prepared
+                self._prepared[""].restricted(built.network.nodes)
+                if "" in self._prepared
                 else self.prepare(network, built.network, (*built.hiding, kept, stays), built.alike)
             )
             if self.prepare is _alone:  # its tables are many times larger than all else: they are there once
                 prepared = prepared.lean()
                 hiding, bytes_ = prepared.rows[: len(built.hiding)], prepared.rows[len(built.hiding) :]
                 self._limited = network, replace(built, network=prepared.network, hiding=hiding, kept=bytes_)
-            self._prepared[self._even] = prepared
-        return self._prepared[self._even]
+            self._prepared[self._narrow] = prepared
+        return self._prepared[self._narrow]
 
     def least(self, share: float = 0.0) -> tuple[Assignment, float]:
         """What holds least at the end of the forward; and how much that is. ``share``: so much of what every operation
@@ -171,13 +176,24 @@ class Planner:
 
     def evenly(self) -> None:
         """From now on every choice does the same along all axes, as if the mesh had one."""
-        network, built = self.network(limited=True)
-        nodes = []
-        for variable, seconds in zip(network.variables.values(), built.network.nodes, strict=True):
-            even = np.tile([len(set(choice)) == 1 for choice in variable.choices], len(variable.tags))
-            nodes.append(np.where(even, seconds, np.inf))
-        self.prices, self._even = (), True
-        self._limited = network, replace(built, network=replace(built.network, nodes=tuple(nodes)))
+        self._narrowed("even", lambda _, v: np.tile([len(set(choice)) == 1 for choice in v.choices], len(v.tags)))
+
+    def by_blocks(self) -> None:
+        """From now on repeated modules are computed again as wholes: what is made again at once is never more than one."""
+        blocks = offer(self.graph, "blocks")
+        again = {f"node:{n.name}": blocks(n) == (2,) for n in self.graph.nodes if not is_passive(n)}
+        self._narrowed(
+            "blocks",
+            lambda name, v: np.repeat([again.get(name, tag == 2) == (tag == 2) for tag in v.tags], len(v.choices)),
+        )
+
+    def _narrowed(self, to: str, allowed: Callable[[str, Variable], np.ndarray]) -> None:
+        """``allowed``: of the name of a variable and the variable, per state."""
+        self._wide = network, built = self._wide or self.network(limited=True)
+        pairs = zip(network.variables.items(), built.network.nodes, strict=True)
+        nodes = tuple(np.where(allowed(name, v), seconds, np.inf) for (name, v), seconds in pairs)
+        self.prices, self._narrow = (), to
+        self._limited = network, replace(built, network=replace(built.network, nodes=nodes))
 
     def held(self, assignment: Assignment) -> float:
         """Bytes that the choices of ``assignment``, which is that of :meth:`cheapest`, hold at the end of the forward."""
