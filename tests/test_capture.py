@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from again_cases import full
 from capture_models import Inner, Model, X, check, distance, gradients, graph_inputs, node_of, ops
 from torch import nn
 
+import autoshard
 from autoshard.passes.capture.export import capture
 from autoshard.passes.rules.interpret import interpret, outputs
 
@@ -324,3 +326,17 @@ def test_losing_a_detach_is_seen() -> None:
     inputs = graph_inputs(graph, model, (X,), {})
     grads = [gradients(outputs(g, interpret(g, inputs)), model) for g in (graph, broken)]
     assert distance(grads[0], grads[1]) > 0.1
+
+
+def test_autocast_around_operations_that_stay_as_they_are() -> None:
+    """Its casts are in no trace that export makes: they come with the functional form."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).float()
+    x = torch.randn(6, 8, dtype=torch.float32)
+    sharded = autoshard.compile(copy.deepcopy(model), autoshard.Mesh({"x": 1}))
+    for one in (model, sharded):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = one(x)
+        assert out.dtype == torch.bfloat16
+        out.float().square().sum().backward()
+    for a, b in zip(model.parameters(), sharded.parameters(), strict=True):
+        assert torch.equal(a.grad, full(b.grad))

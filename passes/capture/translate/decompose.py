@@ -26,6 +26,7 @@ from autoshard.passes.capture.translate.spliced import spliced
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.facts import has_effect
+from autoshard.runtime.autocast import autocast_state
 
 ORIGIN = "autoshard_origin"
 """key in a node's custom meta: the op that the node is a part of"""
@@ -49,7 +50,7 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     """The functional form of ``program``, its ops without a rule written as others where PyTorch knows how.
 
     Parts keep their module and line. All in one run, parts of parts too: each run traces the whole program again. None is
-    where nothing would change.
+    where nothing would change; the casts of an autocast around it come with the run.
     """
     nodes = [n for m in program.graph_module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     for node in nodes:
@@ -60,12 +61,13 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     for node in nodes:
         if node.target in tail:
             node.meta["custom"] = {ORIGIN: str(node.target), **(node.meta.get("custom") or {})}
-    if all(_stays(node, tail) for node in nodes):
-        return program
-    if all(_stays(node, tail) or _is_written_alone(node, tail) for node in nodes) and spliced(
-        program, lambda node: _stays(node, tail), lambda op: _op_stays(op, tail)
-    ):
-        return program
+    if not autocast_state():
+        if all(_stays(node, tail) for node in nodes):
+            return program
+        if all(_stays(node, tail) or _is_written_alone(node, tail) for node in nodes) and spliced(
+            program, lambda node: _stays(node, tail), lambda op: _op_stays(op, tail)
+        ):
+            return program
     there = {n.target for n in nodes if isinstance(n.target, OpOverload)}
     written = _written(program, there, tail)
     return written if _is_plain(written) else _written(program, there, {})
