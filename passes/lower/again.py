@@ -50,7 +50,8 @@ def _kept(node: Node, operands: Sequence[str], positions: frozenset[int]) -> lis
 def _copies(parts: Sequence[Statement], program: Program) -> frozenset[str]:
     """Converted copies that are made again: where nobody keeps them who has nothing made again.
 
-    One that took communication is kept in the place of what it was made from where it is no larger.
+    One that took communication is kept in the place of what it was made from where it is no larger, unless that is made
+    again itself, or shows what is.
     """
     assignment = program.assignment
     readers: dict[str, list[Statement]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -87,21 +87,22 @@ class Ended(NamedTuple):
     """whether another search would find no more"""
 
 
-def _searched(planner: Planner, budget: float, program: Program, memory: Memory) -> Found:
+def _searched(planner: Planner, budget: float, program: Program, memory: Memory) -> Iterator[tuple[Program, Memory]]:
     """Plans under limits that come closer and closer to the budget less what the search does not know of."""
     limit = (1 - SPARED) * budget - (memory.peak - planner.held(program.assignment))
     ended = yield from _closer(planner, budget, limit)
     search = partial(_closer, limit=limit) if ended.fits else _least
     if not ended.fits:
         ended = yield from _least(planner, budget)
-    if planner.free and not ended.fits:
-        planner.by_blocks()
-        ended = yield from _least(planner, budget)
-    if planner.mesh.ndim > 1 and not ended.rests:
-        with contextlib.suppress(PlanError):  # hints may ask for different things along the axes
+    fits = ended.fits
+    with contextlib.suppress(PlanError):  # hints may ask for different things along the axes
+        if planner.mesh.ndim > 1 and not ended.rests:
             planner.evenly()
-            yield from search(planner, budget)
-    return ended
+            fits |= (yield from search(planner, budget)).fits
+    if planner.decides and not fits:
+        with contextlib.suppress(PlanError):  # or for what leaves no block that can be made again as one
+            planner.by_blocks()
+            yield from _least(planner, budget)
 
 
 def _least(planner: Planner, budget: float) -> Found:

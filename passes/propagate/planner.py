@@ -78,7 +78,7 @@ class Planner:
         self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
         recompute = hinted(graph, recompute)
         self.offer = offer(graph, recompute, regather)
-        self.free = graph.training and recompute == "auto"
+        self.decides = graph.training and recompute == "auto"
         """whether the search decides of every operation whether it is computed again"""
         self.plain = not graph.training or (recompute in ("auto", "none") and not regather)
         """whether nothing has to be made again"""
