@@ -81,7 +81,10 @@ def bound(network: CostNetwork, of: Sequence[int]) -> float:
     rare = _share_out(dual, at, between, shares)
     _converge(dual, _near(nodes, rare, len(nodes) / max(Counter(classes).values())))
     for _ in range(LAST_SWEEPS):
+        before = dual.bound
         dual.sweep(math.inf)
+        if dual.bound - before <= LEAST_GAIN * abs(dual.bound):
+            break
     return dual.bound
 
 
@@ -155,8 +158,8 @@ def _share_out(dual: Dual, at: Mapping[int, int], between: Dual, shares: Counter
 
 
 def _near(nodes: Sequence[int], rare: Sequence[int], layer: float) -> frozenset[int]:
-    """The nodes up to two layers away from the rare ones."""
+    """The nodes up to a layer away from the rare ones."""
     place = {i: k for k, i in enumerate(nodes)}
-    reach = math.ceil(2 * layer)
+    reach = math.ceil(layer)
     spans = [range(max(place[i] - reach, 0), min(place[i] + reach + 1, len(nodes))) for i in rare]
     return frozenset(nodes[k] for span in spans for k in span)
