@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_truth import kept_bytes, peak_bytes
+from memory_truth import kept_bytes, peak_bytes, tracked_peak
 from test_real_models import CASES
 from test_real_models import build as build_real
 
@@ -47,12 +47,14 @@ def test_kept_bytes_are_those_that_autograd_keeps(family: str, axes: dict[str, i
     assert compiled.plan.memory.activations == pytest.approx(kept_bytes(compiled), rel=0.005)
 
 
-def memory_is_as_simulated(graph: Graph, recompute: str, inside: float = 0.0) -> None:
-    """``inside``: the share of the peak that kernels allocate for themselves."""
+def memory_is_as_simulated(graph: Graph, recompute: str, inside: float = 0.0, watched: float = 0.0) -> None:
+    """``inside``: the share of the peak that kernels allocate for themselves. ``watched``: what torch's tracker adds by being
+    there: autograd does not add to a gradient in place that a dispatch mode has seen."""
     compiled = build(graph, autoshard.Mesh({"tp": 1}), Wishes(optimizer="sgd", recompute=recompute))
     memory = compiled.plan.memory
     assert memory.activations == pytest.approx(kept_bytes(compiled), rel=0.02)
     assert memory.peak == pytest.approx(peak_bytes(compiled), rel=0.05 + inside)
+    assert memory.peak == pytest.approx(tracked_peak(compiled), rel=0.05 + watched)
     assert sum(memory.at_peak.values()) == pytest.approx(memory.peak)
 
 
@@ -68,7 +70,9 @@ def test_memory_of_real_models(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     model, args, kwargs = build_real(name, monkeypatch)
     graph = captured(model, args, kwargs, training=True)
     for recompute in ("none", "selective", "blocks"):
-        memory_is_as_simulated(graph, recompute, inside=0.03 if name == "resnet" else 0.0)  # oneDNN copies an operand
+        inside = 0.03 if name == "resnet" else 0.0  # oneDNN copies an operand
+        watched = 0.05 if name == "mamba" else 0.0  # a gradient is 7 % of the peak
+        memory_is_as_simulated(graph, recompute, inside, watched)
 
 
 @pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 2), ("momentum", 1), ("sgd", 0)])
