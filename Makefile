@@ -47,12 +47,14 @@ format: setup
 
 setup: $(STAMP)
 
+# Bytecode is made on all cores at once (pip uses one): tests start many processes, and some machines write none.
 $(STAMP): pyproject.toml
 	@test -x $(PY) || test -n "$(PYTHON)" || { echo "No Python >= 3.10 with venv found; set PYTHON=..." >&2; exit 1; }
 	@echo "Setting up $(ENV) (once; some minutes)" >&2
 	@test -x $(PY) || $(PYTHON) -m venv $(ENV)
 	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -qq --no-compile $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
 	@$(PY) -m pip install -qq --no-compile -e '.[test,dev]'
+	@$(PY) -m compileall -qq -j 0 $(ENV)/lib || true
 	@touch $@
 
 clean:
