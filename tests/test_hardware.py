@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,22 @@ def test_rows_that_are_no_whole_loads_slow_products_of_16_bits() -> None:
     assert H100.is_aligned(2.0 * 1024 * 768 * 50257, (1024, 50257), torch.float32)
     taken = [H100.product_seconds(1e12, (1024, 50304), torch.bfloat16, aligned=aligned) for aligned in (True, False)]
     assert taken[1] == pytest.approx(taken[0] / H100.unaligned)
+
+
+def test_convolutions_of_few_channels_are_slow() -> None:
+    """Between two that were measured seconds are interpolated; fewer than the fewest take as long as these."""
+    here = replace(H100, channels=((8, 0.4), (16, 0.8), (24, 0.6), (32, 1.0)))
+
+    def taken(*channels: int) -> float:
+        return here.convolution_seconds(2.0 * math.prod(channels), (1, channels[1], 8, 8), torch.bfloat16, channels)
+
+    full = taken(64, 64) / 64**2
+    assert full == pytest.approx(2.0 / (989.4e12 * H100.efficiency * H100.convolutions))
+    few = [taken(n, 64) / (64 * full) for n in (4, 8, 12, 16, 24, 32, 48)]
+    assert few == pytest.approx([20, 20, 20, 20, 40, 32, 48])
+    assert [taken(64, n) / (64 * full) for n in (8, 12, 24)] == pytest.approx([20, 20, 40])
+    assert taken(24, 16) / full == pytest.approx(40 * 20)
+    assert replace(here, channels=()).convolution_seconds(2.0, (1, 1), torch.bfloat16, (8, 8)) == pytest.approx(full)
 
 
 def test_float32_is_slow_unless_it_may_be_tf32() -> None:

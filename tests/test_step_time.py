@@ -242,6 +242,22 @@ def test_a_look_up_writes_the_whole_gradient_of_its_table() -> None:
     assert taken[0].forward == taken[1].forward
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_channels_that_are_cut_too_small_take_longer(groups: int) -> None:
+    """Of 48 channels a half fills no block; groups fill blocks together."""
+    taken = []
+    for channels in ((), ((24, 0.5), (48, 1.0))):
+        mesh = Mesh({"x": 2}, hardware=replace(H100, channels=channels))
+        with torch.device("meta"):
+            layer = nn.Conv2d(48, 48, 3, groups=groups)
+            graph = capture(layer, (torch.empty(256, 48, 64, 64),), {}, training=True)
+        taken.append(seconds_of(graph, "conv", mesh))
+    slower = {label: taken[1][label].step / seconds.step for label, seconds in taken[0].items()}
+    cut = [("o",), ("i",)] if groups == 1 else [("groups",)]
+    assert all(slower[label] == pytest.approx(2.0 if groups == 1 else 1.0, rel=1e-2) for label in cut)
+    assert slower["n",] == slower["R",] == slower["d2",] == 1.0
+
+
 def test_a_last_wave_of_one_tile_takes_as_long_as_a_full_one() -> None:
     full, more = (H100.product_seconds(1e12, (128 * tiles, 256), torch.bfloat16) for tiles in (132, 133))
     assert full == pytest.approx(1e12 / 716e12)
@@ -263,7 +279,7 @@ def test_narrow_products_and_convolutions_reach_what_was_measured() -> None:
     assert slower(16, 512, 512) == slower(512, 16, 512) == slower(512, 512, 16) == pytest.approx(0.5)
     assert slower(64, 512, 512) == pytest.approx(0.8)
     assert slower(65, 512, 512) == 1.0
-    whole = here.product_seconds(1e12, (8, 4, 4), torch.bfloat16, convolution=True)
+    whole = here.convolution_seconds(1e12, (8, 4, 4), torch.bfloat16)
     assert whole * 1.5 == pytest.approx(replace(here, products=()).product_seconds(1e12, (8, 4, 4), torch.bfloat16))
     assert Hardware.from_dict(json.loads(json.dumps(here.to_dict()))) == here
 

@@ -29,6 +29,8 @@ from autoshard.mesh import Mesh, MeshLike
 
 NARROW = (4, 16, 64, 256)
 """lengths of the shortest dim of products"""
+CHANNELS = {"cpu": (64, (3, 8, 12, 16, 24, 32, 48)), "cuda": (256, (3, 16, 32, 64, 128))}
+"""channels of convolutions, and fewer: those that fill the blocks in which vector units take them, and those that do not"""
 KEYS = {"cpu": (32, 128, 512), "cuda": (512, 2048, 8192)}
 """lengths of attention"""
 CPU_TILE = 512
@@ -104,6 +106,7 @@ def _measured(quick: bool) -> Hardware:
     latency = agreed(_launch(clock), max)
     caches = () if device.type == "cuda" else _caches(clock)
     peak = dict(speeds)[USED[device.type]]
+    convolutions = agreed(_convolution_speed(clock), min)
     attention = [(n, *_attention_speed(clock, n, peak)) for n in KEYS[device.type]]
     sizes = sorted({world} if quick else {world, max(2, world // 2)})
     known = [rate for n in sizes for rate in rates(clock, n, quick)]
@@ -127,7 +130,8 @@ def _measured(quick: bool) -> Hardware:
         memory_efficiency=1.0,
         dtypes=tuple((str(dtype).removeprefix("torch."), speed) for dtype, speed in speeds),
         products=(*((n, agreed(_narrow_speed(clock, n), min) / peak) for n in NARROW), (large, 1.0)),
-        convolutions=agreed(_convolution_speed(clock), min) / peak,
+        convolutions=convolutions / peak,
+        channels=_channels(clock, convolutions),
         attention=tuple(attention),
         attention_tile=0 if device.type == "cuda" else CPU_TILE,
         caches=caches,
@@ -167,17 +171,23 @@ def _narrow_speed(clock: Clock, n: int) -> float:
     return 3 * 2.0 * n * width**2 / _kept_seconds(clock, products)
 
 
-def _convolution_speed(clock: Clock) -> float:
-    """FLOP/s of a convolution, forward and backward."""
-    channels, side, batch = (256, 32, 32) if clock.device.type == "cuda" else (48, 32, 1)
+def _convolution_speed(clock: Clock, few: int | None = None) -> float:
+    """FLOP/s of a convolution, forward and backward; ``few``: of two, one from so many channels and one to so many."""
+    side, batch, channels = 32, (32 if clock.device.type == "cuda" else 4), CHANNELS[clock.device.type][0]
     dtype = USED[clock.device.type]
-    x = torch.randn(batch, channels, side, side, device=clock.device, dtype=dtype, requires_grad=True)
-    layer = torch.nn.Conv2d(channels, channels, 3, padding=1).to(clock.device, dtype)
+    seconds = 0.0
+    pairs = [(channels, channels)] if few is None else [(few, channels), (channels, few)]
+    for given, made in pairs:
+        x = torch.randn(batch, given, side, side, device=clock.device, dtype=dtype, requires_grad=True)
+        layer = torch.nn.Conv2d(given, made, 3, padding=1).to(clock.device, dtype)
+        seconds += clock.seconds(lambda: torch.autograd.backward(layer(x).sum()), together=True)
+    return sum(3 * 2.0 * batch * side**2 * 9 * given * made for given, made in pairs) / seconds
 
-    def step() -> None:
-        torch.autograd.backward(layer(x).sum())
 
-    return 3 * 2.0 * batch * side**2 * 9 * channels**2 / clock.seconds(step, together=True)
+def _channels(clock: Clock, whole: float) -> tuple[tuple[int, float], ...]:
+    """(channels, share) of few channels; ``whole``: FLOP/s of many."""
+    found = ((n, agreed(_convolution_speed(clock, n), min) / whole) for n in CHANNELS[clock.device.type][1])
+    return tuple((n, min(1.0, share)) for n, share in found)
 
 
 def _bandwidth(clock: Clock) -> float:

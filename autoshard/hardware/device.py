@@ -61,6 +61,9 @@ class Hardware:
     """what products of 16-bit floats reach of that where rows in memory are no multiples of :data:`ALIGNED` bytes"""
     convolutions: float = 1.0
     """what convolutions reach, relative to products"""
+    channels: tuple[tuple[int, float], ...] = ()
+    """(channels, share): what convolutions reach of that whose operand or result has so few, which fill no blocks of a vector
+    unit; beyond the most, all of it"""
     attention_tile: int = 0
     """keys that fused attention leaves out together where a causal mask hides them all; 0: it leaves out each"""
     caches: tuple[tuple[float, float], ...] = ()
@@ -124,14 +127,30 @@ class Hardware:
         return moved / self.updates if self.updates else self.memory_seconds(moved)
 
     def product_seconds(
-        self, flops: float, result: tuple[int, ...], dtype: torch.dtype, convolution: bool = False, aligned: bool = True
+        self, flops: float, result: tuple[int, ...], dtype: torch.dtype, aligned: bool = True
     ) -> float:
-        """Time of ``flops`` operations of a matrix product, or a convolution, whose result has this local shape.
+        """Time of ``flops`` operations of a matrix product whose result has this local shape.
 
         ``aligned``: see :meth:`is_aligned`, of the product whose gradients these are, too.
         """
-        share = self.convolutions if convolution else self._share(flops, result) * (1.0 if aligned else self.unaligned)
+        share = self._share(flops, result) * (1.0 if aligned else self.unaligned)
         return flops * self._waves(result) / (self.peak(dtype) * self.efficiency * share)
+
+    def convolution_seconds(
+        self, flops: float, result: tuple[int, ...], dtype: torch.dtype, channels: tuple[int, ...] = ()
+    ) -> float:
+        """Time of ``flops`` operations of a convolution whose result has this local shape; ``channels``: those of its operand
+        and of its result, each of which may be too few."""
+        share = self.convolutions * math.prod(map(self._filled, channels))
+        return flops * self._waves(result) / (self.peak(dtype) * self.efficiency * share)
+
+    def _filled(self, channels: int) -> float:
+        """What so many channels reach of what many do. Between two that were measured seconds are interpolated; fewer than the
+        fewest take as long as these."""
+        if not self.channels or channels >= self.channels[-1][0]:
+            return 1.0
+        known = [n for n, _ in self.channels]
+        return float(channels / np.interp(channels, known, [n / share for n, share in self.channels]))
 
     def is_aligned(self, flops: float, result: tuple[int, ...], dtype: torch.dtype) -> bool:
         """Whether rows of a product's operands and result, in memory, can be read and written in whole loads."""
@@ -189,7 +208,7 @@ class Hardware:
         Raises KeyError, TypeError or ValueError where it is no hardware.
         """
         known = {f.name: data[f.name] for f in fields(Hardware) if f.name in data}
-        for name in ("attention", "caches", "dtypes", "products", "sharing"):
+        for name in ("attention", "caches", "channels", "dtypes", "products", "sharing"):
             known[name] = tuple(tuple(row) for row in known.get(name, ()))
         known["functions"] = tuple(known.get("functions", ()))
         for name in ("node", "network"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from autoshard.hardware import Hardware
 from autoshard.layout import Owned, Placement, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
@@ -156,11 +157,10 @@ def node_seconds(
             launch *= tiling.tiles + ring.MERGE_KERNELS * (tiling.tiles - 1)
             moved += 3 * (tiling.tiles - 1) * math.prod(shapes[-1]) * max(4, dtype.itemsize)
     else:
-        convolves = node.op in CONVOLVES
-        aligned = convolves or device.is_aligned(forward, shapes[-1], dtype)
-        ahead = device.product_seconds(forward, shapes[-1], dtype, convolves, aligned) if flops else 0.0
+        taken = _product(node, graph, device, forward, shapes)
+        ahead = taken(forward, shapes[-1]) if flops else 0.0
         each = (work - forward) / max(1, len(wanting))
-        back = math.fsum(device.product_seconds(each, x, dtype, convolves, aligned) for x in wanting) if flops else 0.0
+        back = math.fsum(taken(each, x) for x in wanting) if flops else 0.0
         if device.functions and facts_of(node.op).function:
             elements = max(map(math.prod, shapes))
             ahead, back = (device.function_seconds(elements, backward) for backward in (False, True))
@@ -169,8 +169,21 @@ def node_seconds(
         return Seconds(seconds, 0.0, (launch, 0.0))
     launches = launch * (max(1, len(wanting)) if flops and kernels == 1 else 1)
     filled = _filled(node, graph, shapes[0]) if touched[0] and not ideal(mesh) else 0.0
-    taken = device.traffic_seconds(2 * moved) + device.memory_seconds(filled)
-    return Seconds(seconds, launches + max(back, taken) + 2 * between, (launch, launches))
+    moving = device.traffic_seconds(2 * moved) + device.memory_seconds(filled)
+    return Seconds(seconds, launches + max(back, moving) + 2 * between, (launch, launches))
+
+
+def _product(
+    node: Node, graph: Graph, device: Hardware, forward: float, shapes: Sequence[tuple[int, ...]]
+) -> Callable[[float, tuple[int, ...]], float]:
+    """(FLOPs, local shape of the result) → seconds, of the products of ``node``: of ``forward`` FLOPs, and of its gradients."""
+    dtype = graph.types[node.outputs[-1]].dtype
+    if node.op not in CONVOLVES:
+        aligned = device.is_aligned(forward, shapes[-1], dtype)
+        return lambda flops, result: device.product_seconds(flops, result, dtype, aligned)
+    weight = shapes[node.positions["weight"]]
+    channels = weight[:2] if node.argument("groups") == 1 else ()  # groups fill blocks together
+    return lambda flops, result: device.convolution_seconds(flops, result, dtype, channels)
 
 
 def _made_inside(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> float:
