@@ -8,13 +8,15 @@ MegaBlocks).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime.operations.grouped import grouped_mm
+from autoshard.runtime.operations.grouped import product
 from autoshard.runtime.operations.halo import split
+from autoshard.runtime.operations.slots import collected, dealt, regrouped, slots_of
 from autoshard.runtime.operations.whole_op import differentiate
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.move import Move, Splits
@@ -98,39 +100,38 @@ def experts(
     the weights or, where rows are few, of what these made of the rows.
     """
     top, count = ids.shape[1], count or first.shape[0]
-    known = (ids >= 0) & (ids < count)
-    if not expert_axes:  # computed as well, without a wait for how many there are
+    if not expert_axes:  # what goes to none is computed as well, without a wait for how many there are
+        known = (ids >= 0) & (ids < count)
         ids, weights = ids.where(known, 0), weights.where(known, 0)
-    else:
-        ids = ids.where(known, count)
     held = _held(count, expert_axes, exchange_axes)
-    slots, routes = _routes(ids.reshape(-1), held)
-    rows = x.index_select(0, slots // top)
-    rows = _exchanged(rows, held, routes)
-    if routes.order is not None:
-        rows = rows.index_select(0, routes.order)
+    order, routes = _routes(ids.reshape(-1), held)
+    slots = slots_of(order, x.shape[0], top)
+    rows = _exchanged(dealt(x, slots), held, routes.splits)
+    if routes.arriving is not None:
+        rows = regrouped(rows, routes.arriving)
     ends = routes.ends[: first.shape[0]]
     dim, apart = 2 if transposed else 1, gated and hidden_axes and not interleaved
     of_rows = exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[dim]))
     parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]
-    made = [grouped_mm(rows, part if transposed else part.mT, ends, True) for part in parts]
+    made = [product(rows, part if transposed else part.mT, ends) for part in parts]
     if first_bias is not None:  # which is not taken apart
         made = [made[0] + _of_rows(first_bias, ends, rows)]
     if apart and of_rows:
         made = split(made[0], 1, (hidden, hidden), hidden_axes)
     act = activation_of(activation)
-    mid = act(made[0]) if not gated else gated_by(act, made, limit, shift, interleaved)
+    if gated and len(made) == 1 and activation in _DERIVATIVES and (limit, shift, interleaved) == (None, 0, False):
+        mid = _Gated.apply(made[0], activation)  # type: ignore[no-untyped-call]
+    else:
+        mid = gated_by(act, made, limit, shift, interleaved) if gated else act(made[0])
     if not transposed:
         second = second.mT
-    out = grouped_mm(mid, second, ends, True)
+    out = product(mid, second, ends)
     if second_bias is not None:
         out = out + _of_rows(second_bias, ends, rows)
-    if routes.order is not None:
-        out = torch.empty_like(out).index_copy(0, routes.order, out)
-    out = _exchanged(out, held, routes.back())
-    out = out * weights.reshape(-1).index_select(0, slots).unsqueeze(1)
-    placed = out.new_zeros(ids.numel(), out.shape[1]).index_copy(0, slots, out)
-    return placed.view(x.shape[0], top, out.shape[1]).sum(1).to(x.dtype)
+    if routes.arriving is not None:
+        out = regrouped(out, routes.arriving.mT)
+    out = _exchanged(out, held, None if routes.splits is None else routes.splits.backward())
+    return collected(out, weights.reshape(-1), slots).to(x.dtype)
 
 
 differentiate(experts_op, experts)
@@ -165,6 +166,38 @@ def gated_by(
     return activation(gate) * (up + shift if shift else up)
 
 
+_aten = torch.ops.aten
+_DERIVATIVES: dict[str, Callable[..., Any]] = {
+    "silu": _aten.silu_backward.grad_input,
+    "gelu": _aten.gelu_backward.grad_input,
+    "gelu_tanh": partial(_aten.gelu_backward.grad_input, approximate="tanh"),
+}
+
+
+class _Gated(torch.autograd.Function):
+    """As :func:`gated_by`; gradients of gates, and of what they gate, are written where they belong, not put together."""
+
+    @staticmethod
+    def forward(ctx: Any, made: torch.Tensor, activation: str) -> torch.Tensor:
+        gate, up = made.chunk(2, -1)
+        active, ctx.activation = ACTIVATIONS[activation](gate), activation
+        ctx.save_for_backward(made, active)
+        return active * up
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        made, active = ctx.saved_tensors
+        if torch.is_grad_enabled():  # it is to be differentiated
+            out = gated_by(ACTIVATIONS[ctx.activation], [made])
+            return *torch.autograd.grad(out, made, gradient, create_graph=True), None
+        found = torch.empty_like(made)
+        (gate, up), (of_gate, of_up) = made.chunk(2, -1), found.chunk(2, -1)
+        torch.mul(gradient, active, out=of_up)
+        torch.mul(gradient, up, out=of_gate)
+        _DERIVATIVES[ctx.activation](of_gate, gate, grad_input=of_gate)
+        return found, None
+
+
 class _Held(NamedTuple):
     """Which experts the ranks that exchange rows hold."""
 
@@ -197,20 +230,23 @@ class _Routes(NamedTuple):
 
     splits: Splits | None
     """None: they stay"""
-    order: torch.Tensor | None
-    """by expert, of rows as they arrive; None: they are"""
+    arriving: torch.Tensor | None
+    """how many rows come from each rank for each expert here: they come by rank, and are multiplied by expert; None: they
+    stay"""
     ends: torch.Tensor
     """where the rows of each of this rank's experts end; it may hold fewer than most"""
-
-    def back(self) -> _Routes:
-        return self if self.splits is None else self._replace(splits=self.splits.backward())
 
 
 def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
     """The slots (rows of ``ids``, flat) that are computed, by rank and expert, and their routes."""
     if ids.is_meta:
         return _balanced(ids, held)
-    keys = ids if held.places is None else torch.tensor(held.places, device=ids.device)[ids]
+    # Whatever names no expert has the last of the places.
+    keys = (
+        ids
+        if held.places is None
+        else torch.tensor(held.places, device=ids.device)[ids.clamp(-1, len(held.places) - 1)]
+    )
     cells = held.ranks * held.most
     slots = keys.argsort(stable=True)
     sent = torch.bincount(keys, minlength=cells)[:cells]
@@ -218,13 +254,12 @@ def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
         return slots, _Routes(None, None, sent.cumsum(0).to(torch.int32))
     if held.comm is None or not held.axes:  # those of other ranks come last
         return slots[: int(sent.sum())], _Routes(None, None, sent.cumsum(0).to(torch.int32))
-    arriving = held.comm.apply(Move("S", "S", held.axes, 0, held.ranks, 1, cells), sent.view(1, cells))
-    numbers = torch.stack([sent.view(held.ranks, -1).sum(1), arriving.sum(1)]).tolist()  # the host waits, once
-    splits = Splits(tuple(numbers[0]), tuple(numbers[1]), held.comm.index(held.axes))
-    expert = torch.arange(cells, device=ids.device) % held.most
-    of_rows = expert.repeat_interleave(arriving.reshape(-1), output_size=sum(splits.received))
-    ends = arriving.sum(0).cumsum(0).to(torch.int32)
-    return slots[: sum(splits.sent)], _Routes(splits, of_rows.argsort(stable=True), ends)
+    me, sent = held.comm.index(held.axes), sent.view(held.ranks, -1)
+    row_each = Splits((1,) * held.ranks, (1,) * held.ranks, me)
+    arriving = held.comm.apply(Move("S", "S", held.axes, 0, splits=row_each), sent)
+    numbers = torch.stack([sent.sum(1), arriving.sum(1)]).tolist()  # the host waits, once
+    splits = Splits(tuple(numbers[0]), tuple(numbers[1]), me)
+    return slots[: sum(splits.sent)], _Routes(splits, arriving, arriving.sum(0).cumsum(0).to(torch.int32))
 
 
 def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
@@ -240,10 +275,10 @@ def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
     each = -(-kept // held.ranks)
     sent = (each,) * (held.ranks - 1)
     splits = Splits((kept - sum(sent), *sent), (kept - sum(sent), *sent), 0)
-    return slots, _Routes(splits, torch.empty_like(slots), ends)
+    return slots, _Routes(splits, slots.new_empty(held.ranks, held.most), ends)
 
 
-def _exchanged(x: torch.Tensor, held: _Held, routes: _Routes) -> torch.Tensor:
-    if held.comm is None or routes.splits is None:
+def _exchanged(x: torch.Tensor, held: _Held, splits: Splits | None) -> torch.Tensor:
+    if held.comm is None or splits is None:
         return x
-    return held.comm.apply(Move("S", "S", held.axes, 0, splits=routes.splits), x)
+    return held.comm.apply(Move("S", "S", held.axes, 0, splits=splits), x)

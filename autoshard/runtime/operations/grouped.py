@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,20 +15,39 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: 
 
     Rows after the last group are zero; ``full``: there are none.
     """
-    if full and _has_kernel(x, weight.shape[2]):
-        return torch._grouped_mm(x.contiguous(), weight, offs=ends)
-    out = x.new_zeros(x.shape[0], weight.shape[2])
-    for e, a, b in _groups(ends):
-        torch.mm(x[a:b], weight[e], out=out[a:b])
-    return out
+    return _multiplied(x, weight, ends, full)
 
 
 @torch.library.custom_op("autoshard::grouped_outer", mutates_args=())
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Of the rows [s, k] and [s, n] of each group the sum of outer products → [e, k, n]."""
-    out = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1])
+    return _outer(x, y, ends)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """As :func:`grouped_mm` where no rows follow the last group, for calls that nothing traces: an operator of torch's
+    library takes as long as the product of some rows."""
+    if x.is_meta or torch._C._len_torch_dispatch_stack() or type(x) is not torch.Tensor:
+        found: torch.Tensor = grouped_mm(x, weight, ends, True)
+    else:
+        found = _Product.apply(x, weight, ends)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _multiplied(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool) -> torch.Tensor:
+    if full and _has_kernel(x, weight.shape[2]):
+        return torch._grouped_mm(x.contiguous(), weight, offs=ends)
+    out, last = x.new_empty(x.shape[0], weight.shape[2]), 0
+    for e, a, last in _groups(ends):
+        torch.mm(x[a:last], weight[e], out=out[a:last])
+    out[last:].zero_()
+    return out
+
+
+def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    out = x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
     for e, a, b in _groups(ends):
-        torch.mm(x[a:b].mT, y[a:b], out=out[e])
+        torch.mm(x[a:b].mT, y[a:b], out=out[e])  # of no rows: zeros
     return out
 
 
@@ -43,10 +62,9 @@ def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """(number, start, end) of the groups that have rows."""
+    """(number, start, end) of every group."""
     for number, (a, b) in enumerate(itertools.pairwise([0, *ends.tolist()])):
-        if a < b:
-            yield number, a, b
+        yield number, a, b
 
 
 def _has_kernel(x: torch.Tensor, columns: int) -> bool:
@@ -59,14 +77,32 @@ def _has_kernel(x: torch.Tensor, columns: int) -> bool:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, ends, ctx.full = inputs  # the products keep each other where they are differentiated
     of_x, of_weight = ctx.needs_input_grad[:2]
+    ctx.turned = weight.mT.is_contiguous()
     ctx.save_for_backward(x if of_weight else None, weight if of_x else None, ends)
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad: torch.Tensor, times: Callable[..., Any] = grouped_mm, outer: Callable[..., Any] = grouped_outer
+) -> tuple[torch.Tensor | None, ...]:
     x, weight, ends = ctx.saved_tensors
-    of_x = grouped_mm(grad, weight.mT, ends, ctx.full) if ctx.needs_input_grad[0] else None
-    of_weight = grouped_outer(x, grad, ends) if ctx.needs_input_grad[1] else None
-    return of_x, of_weight, None, None
+    of_x = times(grad, weight.mT, ends, ctx.full) if ctx.needs_input_grad[0] else None
+    if not ctx.needs_input_grad[1]:
+        return of_x, None, None, None
+    # In memory as the weight is: else the gradient is copied to lie so.
+    return of_x, outer(grad, x, ends).mT if ctx.turned else outer(x, grad, ends), None, None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        out = _multiplied(x, weight, ends, True)
+        _save(ctx, (x, weight, ends, True), out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        found = _backward(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad, _multiplied, _outer)
+        return found[:3]
 
 
 def _save_outer(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
