@@ -52,7 +52,7 @@ def experts_op(
     shift: float = 0.0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Rows ``x`` [t, w], each through the experts ``ids`` [t, k], summed with ``weights`` [t, k] → [t, v].
+    """Rows ``x`` [..., w], each through the experts ``ids`` [..., k], summed with ``weights`` [..., k] → [..., v].
 
     An expert is ``activation(x @ first) @ second``; ``gated``: ``first`` makes [gate, up], and
     ``activation(gate) * up`` goes into ``second``. Experts lie along dim 0: ``first`` [e, h, w] and ``second`` [e, v, h]
@@ -67,7 +67,7 @@ def experts_op(
 @experts_op.register_fake
 def _(x: torch.Tensor, *others: Any) -> torch.Tensor:
     second, transposed = others[3], others[6]
-    return x.new_empty(x.shape[0], second.shape[2 if transposed else 1])
+    return x.new_empty(*x.shape[:-1], second.shape[2 if transposed else 1])
 
 
 def experts(
@@ -97,7 +97,7 @@ def experts(
     summands. There ``first`` is cut as one dim, of which most ranks have gates only or none; they exchange their parts, of
     the weights or, where rows are few, of what these made of the rows.
     """
-    top, count = ids.shape[1], count or first.shape[0]
+    top, count = ids.shape[-1], count or first.shape[0]
     known = (ids >= 0) & (ids < count)
     if not expert_axes:  # computed as well, without a wait for how many there are
         ids, weights = ids.where(known, 0), weights.where(known, 0)
@@ -105,7 +105,7 @@ def experts(
         ids = ids.where(known, count)
     held = _held(count, expert_axes, exchange_axes)
     slots, routes = _routes(ids.reshape(-1), held)
-    rows = x.index_select(0, slots // top)
+    rows = x.reshape(-1, x.shape[-1]).index_select(0, slots // top)
     rows = _exchanged(rows, held, routes)
     if routes.order is not None:
         rows = rows.index_select(0, routes.order)
@@ -130,7 +130,7 @@ def experts(
     out = _exchanged(out, held, routes.back())
     out = out * weights.reshape(-1).index_select(0, slots).unsqueeze(1)
     placed = out.new_zeros(ids.numel(), out.shape[1]).index_copy(0, slots, out)
-    return placed.view(x.shape[0], top, out.shape[1]).sum(1).to(x.dtype)
+    return placed.view(*x.shape[:-1], top, out.shape[1]).sum(-2).to(x.dtype)
 
 
 differentiate(experts_op, experts)
