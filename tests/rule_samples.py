@@ -87,6 +87,7 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
     grouped_mm._opoverload: [call(f(7, 4), f(5, 4, 6), torch.tensor([2, 2, 5, 6, 7], dtype=torch.int32))],
     experts_op._opoverload: [
         call(f(6, 4), i(5, 6, 2), f(6, 2), f(5, 6, 4), f(5, 4, 3), "silu", True, False),
+        call(f(2, 6, 4), i(5, 2, 6, 2), f(2, 6, 2), f(5, 6, 4), f(5, 4, 3), "silu", True, False),
         call(f(6, 4), i(3, 6, 2), f(6, 2), f(3, 8, 4), f(3, 5, 4), "silu", True, False, f(3, 8), f(3, 5)),
         call(
             f(6, 4),

@@ -67,6 +67,7 @@ EMBEDDINGS: dict[Any, list[Sample]] = {
         call(f(7, 5), i(7, 6), torch.tensor([0, 2, 2, 5]), False, 0, False, None, False, None),
         call(f(7, 4), torch.tensor([3, 1, 3, 6, 0]), torch.tensor([0, 3, 5]), False, 0, False, f(5), True, 3),
         call(f(7, 4), torch.tensor([3, 1, 3, 6, 0]), torch.tensor([0, 3]), True, 0, False, None, False, -4),
+        call(f(7, 4), torch.tensor([3, 3, 1, 3, 6, 0]), torch.tensor([0, 1, 3, 3]), False, 1, False, None, False, 3),
     ],
 }
 

@@ -132,7 +132,7 @@ def test_rows_travel_and_all_is_equal(name: str, axes: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS][:5])
+@pytest.mark.parametrize("name", [*MODELS][:6])
 @pytest.mark.parametrize("axes", [{"ep": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "tp": 2}], ids=str)
 def test_with_dropout_on(name: str, axes: dict[str, int]) -> None:
     """What attention drops is what it drops on one device, also where keys and values go round."""

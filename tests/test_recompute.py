@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from memory_truth import kept_bytes
 from torch import nn
 
 import autoshard
@@ -240,3 +241,30 @@ def test_within_a_budget_from_copies_that_are_always_made_again() -> None:
         model, tokens = Llama(config).bfloat16(), torch.zeros(1, 2**20, dtype=torch.long)
     plan = autoshard.plan(model, autoshard.Mesh({"cp": 16}), (tokens, tokens), memory_budget=60e9)
     assert plan.memory.peak <= 60e9
+
+
+class Viewed(nn.Module):
+    """Ends with a view of what it computes. ``depth``: how many views follow one another."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.linear, self.depth = nn.Linear(16, 16), depth
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.linear(x)).exp()
+        for _ in range(self.depth):
+            x = x.transpose(0, 1)
+        return x
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_view_that_leaves_a_block_keeps_what_it_is_of(depth: int) -> None:
+    """Blocks of which each keeps what comes in: not one input, from which the next block makes the one before again."""
+    model, x = nn.Sequential(*(Viewed(depth) for _ in range(4))), torch.randn(16, 16, requires_grad=True)
+    graph = captured(model, (x,), {}, training=True)
+    compiled = build(graph, autoshard.Mesh({"tp": 1}), Wishes(recompute="blocks"))
+    kept = kept_bytes(compiled)
+    assert kept == compiled.plan.memory.activations == 3 * x.nbytes  # what comes into the first is the input
+    again = {made.name for made in compiled.plan.recomputed}
+    ends = [node.name in again for node in graph.nodes if "exp" in str(node.op)]
+    assert ends == [False, False, False, True]

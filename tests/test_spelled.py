@@ -84,8 +84,9 @@ def capped(q: Heads, k: Heads, v: Heads) -> Heads:
 class Sunk(nn.Module):
     """As GPT-OSS: a learnt score of every head takes weight from the keys, and the maxima are taken off."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = dropout
         self.sinks = nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]))
 
     def forward(self, q: Heads, k: Heads, v: Heads) -> Heads:
@@ -94,7 +95,7 @@ class Sunk(nn.Module):
         scores = (q @ k.mT * 0.5).masked_fill(_behind(n) | far, torch.finfo(q.dtype).min)
         scores = torch.cat([scores, self.sinks.reshape(1, -1, 1, 1).expand(len(q), -1, n, -1)], -1)
         scores = scores - scores.max(-1, keepdim=True).values
-        return scores.softmax(-1)[..., :-1] @ v
+        return F.dropout(scores.softmax(-1)[..., :-1], self.dropout) @ v
 
 
 def hidden(q: Heads, k: Heads, v: Heads) -> Heads:
@@ -215,14 +216,39 @@ def test_bytes_of_sinks(axes: dict[str, int]) -> None:
     assert found["all_reduce", ("cp",), "backward", 8.0 * heads * 2 * (n - 1) / n], found
 
 
-def test_drops_the_same() -> None:
-    """Dropout of the weights hits what it hits where they are spelled out."""
+def dropped(q: Heads, k: Heads, v: Heads) -> Heads:
+    return F.dropout((q @ k.mT).masked_fill(_behind(), -torch.inf).softmax(-1), 0.3) @ v
 
-    def dropped(q: Heads, k: Heads, v: Heads) -> Heads:
-        return F.dropout((q @ k.mT).masked_fill(_behind(), -torch.inf).softmax(-1), 0.3) @ v
 
-    assert len(_attentions(capture(Spelled(dropped), (torch.randn(2, S, 16),)))) == 1
-    assert_equal_training(Spelled(dropped, dropped), {"cp": 2, "tp": 2}, (torch.randn(2, S, 16),), steps=1)
+def capped_and_dropped(q: Heads, k: Heads, v: Heads) -> Heads:
+    return F.dropout((torch.tanh(q @ k.mT / 3) * 3).masked_fill(_behind(), -torch.inf).softmax(-1), 0.3) @ v
+
+
+def sloped_and_dropped(q: Heads, k: Heads, v: Heads) -> Heads:
+    scores = q @ k.mT + torch.arange(S) * _slopes(q).view(1, 4, 1, 1)
+    return F.dropout(scores.masked_fill(_behind(), torch.finfo(q.dtype).min).softmax(-1), 0.3) @ v
+
+
+@pytest.mark.parametrize(
+    ("axes", "like"),
+    [
+        ({"cp": 2, "tp": 2}, {"cp": "ring", "tp": "megatron"}),
+        pytest.param({"cp": 3}, "ring", marks=pytest.mark.slow),
+        pytest.param({"cp": 4}, "ulysses", marks=pytest.mark.slow),
+        pytest.param({"cp": 2, "tp": 2}, None, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "cp": 2}, {"dp": "ddp", "cp": "ring"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_drops_the_same(axes: dict[str, int], like: Any) -> None:
+    """Dropout of the weights hits what it hits where they are spelled out: beside sinks, caps, slopes and windows, too."""
+    forms: tuple[Form, ...] = (dropped, Sunk(0.3), capped_and_dropped, sloped_and_dropped, Sunk(0.3))
+    graph = capture(Spelled(*forms), (torch.randn(2, S, 16),))
+    assert len(_attentions(graph)) == len(forms)
+    assert not any(t.shape[-2:] == (S, S) for t in graph.types.values())
+    report = assert_equal_training(Spelled(*forms), axes, (torch.randn(2, S, 16),), like=like, steps=2)
+    if like is not None:
+        assert all(c.labels != ("I",) * len(axes) for c in report.plan.choices.values() if "attention" in c.op)
 
 
 def test_second_derivatives() -> None:

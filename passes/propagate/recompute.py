@@ -104,11 +104,15 @@ def _within(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
     """
     states: dict[str, int] = {}
     needed: set[str] = set()
+    left: set[str] = set()
     for node in reversed(graph.nodes):
         at = module.get(node.name, "")
         if not at:
             continue
-        leaves = any(module.get(user.name) != at for o in node.outputs for user in graph.uses[o])
+        read = any(module.get(user.name) != at for o in node.outputs for user in graph.uses[o])
+        leaves = read or not left.isdisjoint(node.outputs)
+        if leaves and is_view(node.op):  # what it is a view of is kept with it
+            left.update(node.inputs[:1])
         keeps = saved(node, graph.types)
         wanted = bool(keeps.results or keeps.intermediates) or not needed.isdisjoint(node.outputs)
         states[node.name] = 2 if wanted and not leaves else 1

@@ -86,23 +86,22 @@ class Block(runtime.Block):
         mul = runtime.all_to_all(mul, 0, 2, "ep")
         # [2, 16, 32/64] S(2)@ep  llama.py:59
         feed_forward_norm = mul * self.feed_forward_norm.weight
-        tokens = feed_forward_norm.reshape(32, 32)  # [32, 32/64] S(1)@ep  moe.py:73
-        # [32, 4] P@ep  moe.py:74
-        router = F.linear(tokens, self.feed_forward.router.weight)
+        # [2, 16, 4] P@ep  moe.py:74
+        router = F.linear(feed_forward_norm, self.feed_forward.router.weight)
         # P@ep → S(0)@ep    backward: all-gather
         router = runtime.reduce_scatter(router, 0, "ep")
-        # [16/32, 2] S(0)@ep; [16/32, 2] S(0)@ep  moe.py:74
+        # [1/2, 16, 2] S(0)@ep; [1/2, 16, 2] S(0)@ep  moe.py:74
         topk, topk_1 = torch.topk(router, 2)
-        softmax = F.softmax(topk, dim=-1)  # [16/32, 2] S(0)@ep  moe.py:74
+        softmax = F.softmax(topk, dim=-1)  # [1/2, 16, 2] S(0)@ep  moe.py:74
         # [2/4, 64, 128] S(0)@ep  moe.py:74
         einsum_2_first = torch.cat(
             [self.feed_forward.experts.gate, self.feed_forward.experts.up], dim=2
         )
-        # S(1)@ep → S(0)@ep    backward: all-to-all
-        tokens = runtime.all_to_all(tokens, 1, 0, "ep")
-        # [16/32, 64] S(0)@ep  moe.py:74
+        # S(2)@ep → S(0)@ep    backward: all-to-all
+        feed_forward_norm = runtime.all_to_all(feed_forward_norm, 2, 0, "ep")
+        # [1/2, 16, 64] S(0)@ep  moe.py:74
         y = runtime.experts(
-            tokens,
+            feed_forward_norm,
             topk_1,
             softmax,
             einsum_2_first,
@@ -114,8 +113,7 @@ class Block(runtime.Block):
             expert_axes="ep",
             exchange_axes="ep",
         )
-        feed_forward = y.reshape(1, 16, 64)  # [1/2, 16, 64] S(0)@ep  moe.py:75
-        add = x + feed_forward  # [1/2, 16, 64] S(0)@ep  llama.py:112
+        add = x + y  # [1/2, 16, 64] S(0)@ep  llama.py:112
         return add
 
 
@@ -193,23 +191,22 @@ class Block_2(runtime.Block):
         mul = runtime.all_to_all(mul, 0, 2, "ep")
         # [2, 16, 32/64] S(2)@ep  llama.py:59
         feed_forward_norm = mul * self.feed_forward_norm.weight
-        tokens = feed_forward_norm.reshape(32, 32)  # [32, 32/64] S(1)@ep  moe.py:73
-        # [32, 4] P@ep  moe.py:74
-        router = F.linear(tokens, self.feed_forward.router.weight)
+        # [2, 16, 4] P@ep  moe.py:74
+        router = F.linear(feed_forward_norm, self.feed_forward.router.weight)
         # P@ep → S(0)@ep    backward: all-gather
         router = runtime.reduce_scatter(router, 0, "ep")
-        # [16/32, 2] S(0)@ep; [16/32, 2] S(0)@ep  moe.py:74
+        # [1/2, 16, 2] S(0)@ep; [1/2, 16, 2] S(0)@ep  moe.py:74
         topk, topk_1 = torch.topk(router, 2)
-        softmax = F.softmax(topk, dim=-1)  # [16/32, 2] S(0)@ep  moe.py:74
+        softmax = F.softmax(topk, dim=-1)  # [1/2, 16, 2] S(0)@ep  moe.py:74
         # [2/4, 64, 128] S(0)@ep  moe.py:74
         einsum_5_first = torch.cat(
             [self.feed_forward.experts.gate, self.feed_forward.experts.up], dim=2
         )
-        # S(1)@ep → S(0)@ep    backward: all-to-all
-        tokens = runtime.all_to_all(tokens, 1, 0, "ep")
-        # [16/32, 64] S(0)@ep  moe.py:74
+        # S(2)@ep → S(0)@ep    backward: all-to-all
+        feed_forward_norm = runtime.all_to_all(feed_forward_norm, 2, 0, "ep")
+        # [1/2, 16, 64] S(0)@ep  moe.py:74
         y = runtime.experts(
-            tokens,
+            feed_forward_norm,
             topk_1,
             softmax,
             einsum_5_first,
@@ -221,8 +218,7 @@ class Block_2(runtime.Block):
             expert_axes="ep",
             exchange_axes="ep",
         )
-        feed_forward = y.reshape(1, 16, 64)  # [1/2, 16, 64] S(0)@ep  moe.py:75
-        add = x + feed_forward  # [1/2, 16, 64] S(0)@ep  llama.py:112
+        add = x + y  # [1/2, 16, 64] S(0)@ep  llama.py:112
         return add
 
 

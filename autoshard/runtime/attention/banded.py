@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.operations.softmax import wide
 from autoshard.runtime.operations.whole_op import differentiate
 
@@ -30,6 +31,7 @@ def banded_op(
     sloped: bool = False,
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` in which a query sees the keys from ``before`` positions before it to ``after`` behind.
 
@@ -38,9 +40,11 @@ def banded_op(
     a query sees the keys of its own. ``sloped``: the mask [..., h, 1, 1] has slopes, and slope · (key's position - query's) is
     added to the scores (ALiBi, Press et al. 2022). ``sinks`` [h]: the score of one more key of every head, whose value is
     zero (Xiao et al. 2023, as GPT-OSS has it); it gets a gradient. ``soft_cap``: scores x, scaled, are cap · tanh(x / cap)
-    before a mask is added (Gemma 2).
+    before a mask is added (Gemma 2). ``dropout_p``: of the weights of keys. With it there is no backward here, which would draw
+    others: :func:`~autoshard.runtime.attention.ring.banded_rows` has one.
     """
-    return _attention(query, key, value, attn_mask, before, after, scale, enable_gqa, sloped, sinks, soft_cap)
+    form = before, after, scale, enable_gqa, sloped, sinks, soft_cap
+    return _attention(query, key, value, attn_mask, *form, dropout_p=dropout_p)
 
 
 def by_distance(slopes: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
@@ -60,7 +64,12 @@ def capped(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 
 def _attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *form: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *form: Any,
+    dropout_p: float = 0.0,
 ) -> torch.Tensor:
     before, after, scale, grouped, sloped, sinks, cap = form
     row = torch.arange(query.shape[-2], device=query.device).unsqueeze(-1)
@@ -77,14 +86,21 @@ def _attention(
             mask = mask.mT == mask
         shown = shown & mask if mask.dtype == torch.bool else mask.masked_fill(~shown, -torch.inf)
     if sinks is None and cap is None:
-        return F.scaled_dot_product_attention(query, key, value, shown, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(query, key, value, shown, dropout_p, scale=scale, enable_gqa=grouped)
     if grouped:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = capped(wide(query @ key.mT) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale), cap)
     scores = scores.masked_fill(~shown, -torch.inf) if shown.dtype == torch.bool else scores + shown
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    return scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype) @ value
+    return F.dropout(scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype), dropout_p) @ value
 
 
-differentiate(banded_op, _attention, of=(0, 1, 2, 9))
+def _again(*given: Any) -> torch.Tensor:
+    *form, dropout_p = given
+    if dropout_p:
+        raise RuntimeMismatchError("autoshard::banded_attention draws when it runs: with dropout it has no backward")
+    return _attention(*form)
+
+
+differentiate(banded_op, _again, of=(0, 1, 2, 9))

@@ -68,12 +68,18 @@ def ring_attention(
     move = named(Move("S", "S", names, order=names), always=True)
     band = Band(before, 0 if is_causal else after)
     job = Job(move, comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)
-    kept = None
-    if 0.0 < dropout_p < 1.0:
-        kept = part(noise_like(query, dropout_p, shape, (), batch) != 0, cuts or {})
-        kept = torch.cat([kept.narrow(-2, *span) for span in rows[job.me]], -2)
-    out = _run(comm, job, (query, key, value, sinks), attn_mask, kept)
+    out = _run(comm, job, (query, key, value, sinks), attn_mask, _kept(job, query, shape, cuts, batch))
     return out * 0.0 if dropout_p == 1.0 else out
+
+
+def _kept(
+    job: Job, query: torch.Tensor, shape: Sequence[int], cuts: Mapping[int, Axes] | None, batch: int | None
+) -> torch.Tensor | None:
+    """Which weights of this rank's queries dropout keeps, over all keys."""
+    if not 0.0 < job.dropout_p < 1.0:
+        return None
+    kept = part(noise_like(query, job.dropout_p, shape, (), batch) != 0, cuts or {})
+    return torch.cat([kept.narrow(-2, *span) for span in job.rows[job.me]], -2)
 
 
 def banded_rows(
@@ -82,6 +88,7 @@ def banded_rows(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
     *,
     queries: int | None = None,
     axes: Axes = (),
@@ -91,6 +98,9 @@ def banded_rows(
     sloped: bool = False,
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
+    shape: Sequence[int] = (),
+    cuts: Mapping[int, Axes] | None = None,
+    batch: int | None = None,
 ) -> torch.Tensor:
     """Attention of queries over whole keys and values; ``queries``: their global length, where ``axes`` cut them.
 
@@ -111,10 +121,12 @@ def banded_rows(
         Band(before, after),
         scale,
         folded,
-        sloped=sloped,
-        soft_cap=soft_cap,
+        dropout_p,
+        sloped,
+        soft_cap,
     )
-    return _run(comm, job, (query, key, value, sinks), attn_mask, None)
+    out = _run(comm, job, (query, key, value, sinks), attn_mask, _kept(job, query, shape, cuts, batch))
+    return out * 0.0 if dropout_p == 1.0 else out
 
 
 # --- the backward needs all ranks at once: one node for those of this process, and one on each that holds what it needs ---

@@ -43,20 +43,27 @@ def vocab_embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
     sparse: bool = False,
+    mode: str = "sum",
 ) -> tuple[torch.Tensor, None, None, None]:
-    """Sums of the rows of each bag, of a table cut by ``axes``: weight [size/n S, d], indices [k] → [bags, d] P.
+    """Sums (or "mean"s) of the rows of each bag, of a table cut by ``axes``: weight [size/n S, d], indices [k] → [bags, d] P.
 
     ``offsets``: where each bag starts in ``indices``. Rows of ``padding_idx`` (global; negative for none) do not count.
     A tuple like that of ``aten.embedding_bag``, of whose results only the first is made.
     """
     rows = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
+    counts = indices != padding_idx
     if padding_idx >= 0:
-        rows = rows.masked_fill((indices == padding_idx).unsqueeze(-1), 0)
+        rows = rows.masked_fill(~counts.unsqueeze(-1), 0)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
     starts = offsets[:-1] if include_last_offset else offsets
     bag = torch.searchsorted(starts, torch.arange(len(indices), device=indices.device), right=True) - 1
-    return rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows), None, None, None
+    found = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
+    if mode == "mean":
+        found = found / found.new_zeros(len(starts), 1).index_add(
+            0, bag, counts.unsqueeze(-1).to(found.dtype)
+        ).clamp_min(1)
+    return found, None, None, None
 
 
 @torch.library.custom_op("autoshard::pooled", mutates_args=())

@@ -54,7 +54,7 @@ def experts_op(
     shift: float = 0.0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Rows ``x`` [t, w], each through the experts ``ids`` [t, k], summed with ``weights`` [t, k] → [t, v].
+    """Rows ``x`` [..., w], each through the experts ``ids`` [..., k], summed with ``weights`` [..., k] → [..., v].
 
     An expert is ``activation(x @ first) @ second``; ``gated``: ``first`` makes [gate, up], and
     ``activation(gate) * up`` goes into ``second``. Experts lie along dim 0: ``first`` [e, h, w] and ``second`` [e, v, h]
@@ -69,7 +69,7 @@ def experts_op(
 @experts_op.register_fake
 def _(x: torch.Tensor, *others: Any) -> torch.Tensor:
     second, transposed = others[3], others[6]
-    return x.new_empty(x.shape[0], second.shape[2 if transposed else 1])
+    return x.new_empty(*x.shape[:-1], second.shape[2 if transposed else 1])
 
 
 def experts(
@@ -99,14 +99,15 @@ def experts(
     summands. There ``first`` is cut as one dim, of which most ranks have gates only or none; they exchange their parts, of
     the weights or, where rows are few, of what these made of the rows.
     """
-    top, count = ids.shape[1], count or first.shape[0]
+    top, count = ids.shape[-1], count or first.shape[0]
     if not expert_axes:  # what goes to none is computed as well, without a wait for how many there are
         known = (ids >= 0) & (ids < count)
         ids, weights = ids.where(known, 0), weights.where(known, 0)
     held = _held(count, expert_axes, exchange_axes)
     order, routes = _routes(ids.reshape(-1), held)
-    slots = slots_of(order, x.shape[0], top)
-    rows = _exchanged(dealt(x, slots), held, routes.splits)
+    flat = x.reshape(-1, x.shape[-1])
+    slots = slots_of(order, flat.shape[0], top)
+    rows = _exchanged(dealt(flat, slots), held, routes.splits)
     if routes.arriving is not None:
         rows = regrouped(rows, routes.arriving)
     ends = routes.ends[: first.shape[0]]
@@ -131,7 +132,8 @@ def experts(
     if routes.arriving is not None:
         out = regrouped(out, routes.arriving.mT)
     out = _exchanged(out, held, None if routes.splits is None else routes.splits.backward())
-    return collected(out, weights.reshape(-1), slots).to(x.dtype)
+    out = collected(out, weights.reshape(-1), slots).to(x.dtype)
+    return out.view(*x.shape[:-1], out.shape[-1])
 
 
 differentiate(experts_op, experts)

@@ -140,8 +140,8 @@ def _routed(forward: Callable[..., Any]) -> Callable[..., Any]:
         scores, logits = self.router(x)
         ids = logits.topk(self.top_k, dim=1).indices
         rows = x.unsqueeze(1) * scores.gather(1, ids).unsqueeze(2)
-        y = self.experts(rows.flatten(0, 1), ids.view(-1, 1))
-        return self.shared_expert(x) + y.view(rows.shape).sum(1), logits
+        y = self.experts(rows, ids.unsqueeze(-1))
+        return self.shared_expert(x) + y.sum(1), logits
 
     return routed
 

@@ -8,6 +8,7 @@ from autoshard.passes.capture.translate.fused import fused
 from autoshard.passes.capture.translate.masks import by_position
 from autoshard.passes.capture.translate.mixtures import as_mixtures
 from autoshard.passes.capture.translate.products import unflattened
+from autoshard.passes.capture.translate.rows import in_their_dims
 from autoshard.passes.capture.translate.spelled import put_together
 from autoshard.passes.capture.translate.tiles import tiled
 from autoshard.passes.capture.translate.widths import one_width
@@ -15,8 +16,8 @@ from autoshard.passes.ir.graph import Graph
 
 
 def in_forms(graph: Graph) -> Graph:
-    """``graph`` with masks by position, products of what was not flattened, experts, splits and their parts, attention of
-    one width; nothing dead."""
+    """``graph`` with masks by position, products of what was not flattened, experts and their rows, splits and their parts,
+    attention of one width; nothing dead."""
     for form in (
         remove_dead,
         put_together,
@@ -24,6 +25,7 @@ def in_forms(graph: Graph) -> Graph:
         unflattened,
         remove_dead,
         as_mixtures,
+        in_their_dims,
         tiled,
         fused,
         one_width,

@@ -99,7 +99,7 @@ def _changed(node: Node, graph: Graph, positions: Positions) -> list[Node]:
         args, kwargs = node.with_arguments(attn_mask=None, is_causal=band == CAUSAL)
         return [replace(node, args=args, kwargs=_without_defaults(node, kwargs))]
     (query, *_), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
-    if node.argument("dropout_p", 0.0) or query[:-2] != result[:-2]:
+    if query[:-2] != result[:-2]:
         return [node]
     numbers = _numbered(node, documents, graph) if documents is not None else []
     left = Ref(numbers[0].outputs[0]) if numbers else left
@@ -113,6 +113,7 @@ def _banded(node: Node, mask: Ref | None, band: Band, **form: Any) -> Node:
         "scale": node.argument("scale"),
         "enable_gqa": node.argument("enable_gqa") or None,
         **{name: node.argument(name, None) for name in ("sinks", "soft_cap")},
+        "dropout_p": node.argument("dropout_p", 0.0) or None,
         **form,
     }
     kwargs = {name: value for name, value in given.items() if value is not None}
@@ -125,7 +126,7 @@ def _by_distance(
     """The attention, if its mask adds slopes times distances, and hides what positions say; before it its slopes."""
     (query, *_), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     dtype = graph.types[mask.name].dtype
-    if not dtype.is_floating_point or len(query) != 4 or query[:-2] != result[:-2] or node.argument("dropout_p", 0.0):
+    if not dtype.is_floating_point or len(query) != 4 or query[:-2] != result[:-2]:
         return None
     bands, slopes = list[Band | None](), list[Sloped]()
     for part in added(mask, graph, positions):

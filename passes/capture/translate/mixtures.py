@@ -7,7 +7,6 @@ experts are matrices in one tensor each for the first and the second product (or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Union
@@ -123,23 +122,8 @@ def _made(node: Node, mixture: Mixture, graph: Graph) -> Iterator[tuple[Node, tu
         for made, shape in _dense_ids(node, ids.mask, graph):
             yield made, shape
             ids = Ref(made.outputs[0])
-    rows = [mixture.x, ids, mixture.weights]
-    result, shape = f"{node.name}_rows", graph.shape(node.outputs[0])
-    widths = {0: graph.shape(mixture.x)[-1]}
-    if plain := len(shape) == 2:
-        result = node.outputs[0]
-    for i, x in enumerate(rows):
-        if not plain:
-            flat, name = (
-                (math.prod(shape[:-1]), widths.get(i, graph.shape(mixture.weights)[-1])),
-                f"{node.name}_operand{i}",
-            )
-            yield _node(node, name, aten.reshape.default, (x, list(flat))), flat
-            rows[i] = Ref(name)
-    args = (*rows, *joined[:2], *experts.form, *joined[2:])
-    yield _node(node, result, experts_op._opoverload, args), (math.prod(shape[:-1]), shape[-1])
-    if not plain:
-        yield _node(node, node.outputs[0], aten.reshape.default, (Ref(result), list(shape))), shape
+    args = (mixture.x, ids, mixture.weights, *joined[:2], *experts.form, *joined[2:])
+    yield _node(node, node.outputs[0], experts_op._opoverload, args), graph.shape(node.outputs[0])
 
 
 def _dense_ids(node: Node, mask: Ref, graph: Graph) -> Iterator[tuple[Node, tuple[int, ...]]]:

@@ -83,8 +83,6 @@ def _attention(node: Node, graph: Graph, positions: Positions) -> Spelled | None
         heads = _heads((scores.query.value, value.value), path, graph)
         if heads is None or not _fits(scores, value, path, node, heads, graph):
             continue
-        if dropout and (sinks is not None or scores.soft_cap is not None):
-            continue
         if sinks is not None and graph.shape(sinks)[-3] != heads[1]:
             continue
         seen = sight(scores, graph, positions)

@@ -6,7 +6,7 @@ from autoshard.passes.ir.graph import Node
 from autoshard.passes.propagate.experts.families import Families, Family
 from autoshard.passes.propagate.hints import OWNER
 from autoshard.passes.propagate.op_space import Asked
-from autoshard.passes.rules.families.experts import EXCHANGE
+from autoshard.passes.rules.families.experts import exchanges
 from autoshard.runtime.operations.experts import experts_op
 
 
@@ -22,7 +22,7 @@ def by_expert(families: Families, batch: frozenset[Family]) -> tuple[dict[str, A
         n.name for n in families.graph.nodes if not families.weights.isdisjoint(n.outputs)
     }  # as the experts want it
     asked = {n.name: families.asked(n, families.labels(n, batch)) for n in families.graph.nodes if n.name not in free}
-    asked |= {n.name: Asked(frozenset({EXCHANGE})) for n in found}
+    asked |= {n.name: Asked(frozenset(s.label for s in families.strategies(n) if exchanges(s))) for n in found}
     weights = {p for n in found for v in n.inputs[3:] for p in families.origins(v)}
     types = families.graph.types
     return asked, {p: frozenset({OWNER if types[p].tables else 0}) for p in weights}

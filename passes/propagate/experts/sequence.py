@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from autoshard.passes.ir.graph import Node
 from autoshard.passes.propagate.experts.families import Families, Family, Product, cut_dims
+from autoshard.passes.propagate.experts.mixture import mixtures
 from autoshard.passes.propagate.experts.tensor import tokens
 from autoshard.passes.propagate.op_space import Asked
 from autoshard.passes.rules.families import ring
@@ -17,14 +18,14 @@ def along_sequence(
     """Every operation with what is asked of it: the sequence cut, but the heads in attention, or there too, in a ring.
 
     Between a product and attention (rotary positions, say) either may be cut. What no rule can cut along the sequence,
-    such as a loss on flattened logits, is free, from the product in front of it on.
+    such as a loss on flattened logits, is free, from the product in front of it on. So are experts: rows may travel to them.
     """
     sequence = tokens(families, found, batch)
     core = {n.name: n for n in families.graph.nodes if _mixes(n, sequence, families)}
     by_head = {n: _by_head(node, sequence | batch, families) for n, node in core.items()}
     rings = {n: rings_of(node, families) for n, node in core.items()} if around else {}
     heads = set() if around else {f for found_ in by_head.values() for f in found_}
-    free = _tail(families, sequence, found, core)
+    free = _tail(families, sequence, found, core) | {node.name for node in mixtures(families)}
     for node in families.graph.nodes:
         cuts = families.labels(node, sequence)
         if rings.get(node.name):

@@ -224,7 +224,8 @@ def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
     """Of a kernel the sums of exponentials of all rows; else the attention matrix, and what it is the product of."""
     query, key = (types[name] for name in node.inputs[:2])
     if _is_fused(node, types):
-        return (TensorType(query.shape[:-1], torch.promote_types(query.dtype, torch.float32)),)
+        kept = [TensorType((*query.shape[:-1], key.shape[-2]), torch.bool)] if node.argument("dropout_p", 0.0) else []
+        return (TensorType(query.shape[:-1], torch.promote_types(query.dtype, torch.float32)), *kept)
     weights = TensorType((*query.shape[:-1], key.shape[-2]), query.dtype)
     return (weights, *([query] if key.grad else []), *([key] if query.grad else []))
 

@@ -123,10 +123,10 @@ def gives_sparse(site: Site) -> bool:
 
 
 def _bag(node: Node, graph: Graph) -> Space:
-    """Columns always; rows where bags are sums; bags where all are equally long, so that their indices can be cut."""
+    """Columns always; rows where bags are sums or means; bags where all are equally long, so that their indices can be cut."""
     weight, bags = graph.shape(node.argument("weight")), graph.shape(node.argument("offsets"))[0]
     sizes: dict[str, int] = {"embed": weight[1]}
-    if BAG_MODES[node.argument("mode")] == "sum" and not node.argument("scale_grad_by_freq"):
+    if BAG_MODES[node.argument("mode")] != "max" and not node.argument("scale_grad_by_freq"):
         sizes["vocab"] = weight[0]
     if bag_length(node, graph) and not node.argument("scale_grad_by_freq"):
         sizes["bags"] = bags
@@ -183,6 +183,7 @@ def _local_bag(site: Site) -> Call:
         "include_last_offset": node.argument("include_last_offset") or None,
         "padding_idx": _padding(site),
         "sparse": gives_sparse(site) or None,
+        "mode": mode if (mode := BAG_MODES[node.argument("mode")]) != "sum" else None,
     }
     given = {k: v for k, v in extra.items() if v is not None}
     rows = site.in_type(node.positions["weight"]).shape[0]

@@ -17,7 +17,7 @@ from autoshard.passes.rules.families.splits import exchanged
 from autoshard.runtime.operations.experts import exchanges_rows, experts_op
 
 EXCHANGE = "exchange"
-"""the label of the strategy in which an axis cuts rows and experts, and rows travel"""
+"""the label of the strategy in which an axis cuts rows and experts, and rows travel; with the dim, of another than the first"""
 
 
 def _strategies(node: Node, graph: Graph) -> Space:
@@ -25,8 +25,9 @@ def _strategies(node: Node, graph: Graph) -> Space:
 
     Experts are summands, and so are the features between their products.
     """
-    (rows, _), _, _, first, _, *biases = graph.shapes(node.inputs)
-    row: Dims = ("rows", None)
+    (*rows, _), _, _, first, _, *biases = graph.shapes(node.inputs)
+    named = tuple(_of_dim("rows", d) for d in range(len(rows)))
+    row: Dims = (*named, None)
     of_first: Dims = ("experts", "hidden", None)
     of_second: Dims = ("experts", "columns", "hidden")
     if node.argument("transposed"):
@@ -34,19 +35,25 @@ def _strategies(node: Node, graph: Graph) -> Space:
     of_biases: tuple[Dims, ...] = (("experts", "hidden"), ("experts", "columns")) if biases else ()
     factors = Factors(
         (row, row, row, of_first, of_second, *of_biases),
-        (("rows", "columns"),),
-        {"rows": rows, "experts": first[0], "hidden": _hidden(node, graph), "columns": graph.shape(node.outputs[0])[1]},
+        ((*named, "columns"),),
+        {
+            **dict(zip(named, rows, strict=True)),
+            "experts": first[0],
+            "hidden": _hidden(node, graph),
+            "columns": graph.shape(node.outputs[0])[-1],
+        },
         addends=frozenset({6} if biases else ()),
         linear=((2,), (4, 6) if biases else (4,)),
     )
     found = factors.strategies(node, graph)
+    exchanges = tuple(_exchange(d, n, len(node.inputs)) for d, n in enumerate(rows) if len(rows) == 1 or n != 1)
     if node.argument("interleaved"):  # a chunk of pairs has both
         pairs = (replace(s, label="pairs", even=True, alone=True) if s.label == "hidden" else s for s in found)
-        return (*pairs, _exchange(rows, len(node.inputs)))
+        return (*pairs, *exchanges)
     halves = tuple(_halves(s) for s in found if s.label == "hidden" and node.argument("gated"))
     if biases and halves:  # those of gates, and of what they gate, are not brought together
         found = tuple(s for s in found if s.label != "hidden")
-    return (*found, _exchange(rows, len(node.inputs)), *halves)
+    return (*found, *exchanges, *halves)
 
 
 def _halves(hidden: Strategy) -> Strategy:
@@ -61,9 +68,22 @@ def _hidden(node: Node, graph: Graph) -> int:
     return graph.shapes(node.inputs)[4][1 if node.argument("transposed") else 2]
 
 
-def _exchange(rows: int, operands: int) -> Strategy:
-    cut = Shard(0)
-    return Strategy(EXCHANGE, (cut,) * operands, (cut,), rows, divides=True, joins="none")
+def _of_dim(label: str, dim: int) -> str:
+    return f"{label} {dim}" if dim else label
+
+
+def _exchange(dim: int, rows: int, operands: int) -> Strategy:
+    inputs = (Shard(dim),) * 3 + (Shard(0),) * (operands - 3)
+    return Strategy(_of_dim(EXCHANGE, dim), inputs, (Shard(dim),), rows, divides=True, joins="none")
+
+
+def exchanges(strategy: Strategy) -> bool:
+    """Whether rows travel over the axis that has it."""
+    return strategy.label.partition(" ")[0] == EXCHANGE
+
+
+def _exchange_axes(site: Site) -> tuple[str, ...]:
+    return tuple(a for a, s in zip(site.mesh.axes, site.choice, strict=True) if exchanges(s))
 
 
 def _local(site: Site) -> Call:
@@ -76,7 +96,7 @@ def _local(site: Site) -> Call:
     form |= {name: node.argument(name) for name, default in defaults.items() if node.argument(name) != default}
     if axes := site.inputs[3].axes_of(0):
         form |= {"count": site.in_type(3).shape[0], "expert_axes": spell(axes)}
-    if axes := site.axes(EXCHANGE):
+    if axes := _exchange_axes(site):
         form["exchange_axes"] = spell(axes)
     if node.argument("gated") and (axes := site.axes("hidden")):
         form |= {"hidden": _hidden(site.node, site.graph), "hidden_axes": spell(axes)}
@@ -85,14 +105,14 @@ def _local(site: Site) -> Call:
 
 def _collectives(site: Site) -> tuple[Internal, ...]:
     """Numbers of rows, rows to their experts, results back, and the gradients of both. In expectation: even routing."""
-    axes = site.axes(EXCHANGE)
+    axes = _exchange_axes(site)
     ranks = site.mesh.size_of(axes)
     if ranks == 1:
         return _of_parts(site)
     local = [layout.max_local_shape(site.in_type(i).shape) for i, layout in enumerate(site.inputs)]
     elsewhere = tuple(a for a in site.inputs[3].axes_of(0) if a not in axes)
     rows = math.prod(local[1]) / site.mesh.size_of(elsewhere) * site.in_type(0).dtype.itemsize
-    there, back = rows * local[0][1], rows * site.outputs[0].max_local_shape(site.out_type().shape)[1]
+    there, back = rows * local[0][-1], rows * site.outputs[0].max_local_shape(site.out_type().shape)[-1]
     found = [("forward", 8.0 * ranks * local[3][0], "numbers of rows")]
     found += [("forward", there, "rows to their experts"), ("forward", back, "results of experts")]
     if site.grad:
@@ -133,9 +153,9 @@ def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
     x, ids, _, first, second, *biases = (types[name] for name in node.inputs)
     wide = first.shape[2 if node.argument("transposed") else 1]
     hidden = second.shape[1 if node.argument("transposed") else 2]
-    widths = [x.shape[1], wide, *([hidden, hidden] if node.argument("gated") else [hidden])]
+    widths = [x.shape[-1], wide, *([hidden, hidden] if node.argument("gated") else [hidden])]
     rows = int(ids.numel)
-    made = [TensorType((rows, n), x.dtype) for n in (*widths, types[node.outputs[0]].shape[1])]
+    made = [TensorType((rows, n), x.dtype) for n in (*widths, types[node.outputs[0]].shape[-1])]
     made += [TensorType((rows, n), x.dtype) for n in (wide, made[-1].shape[1])] if biases else []
     return (*made, TensorType((2, rows), torch.int64))
 
@@ -146,7 +166,7 @@ RULES: tuple[Rule, ...] = (
         _strategies,
         _local,
         _flops,
-        "rows _, rows k, rows k, experts hidden _, experts columns hidden -> rows columns",
+        "... _, ... k, ... k, experts hidden _, experts columns hidden -> ... columns",
         _collectives,
         facts=Facts(
             "x ids weights first second first_bias second_bias",

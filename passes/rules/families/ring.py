@@ -53,7 +53,7 @@ def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strat
     causal = band_of(node) == CAUSAL and not rows
     if mask is None or not graph.types[mask.name].grad:
         found = [(label, ()) for label in (LABELS if causal and queries == keys else (RING,))]
-    if causal and not node.argument("dropout_p", 0.0):
+    if causal and (node.op is banded_op._opoverload or not node.argument("dropout_p", 0.0)):
         found.append((FOLDED_ROWS, ("key", "value")))
     result = Shard(len(graph.types[node.outputs[0]].shape) - 2)
     made = []
@@ -91,6 +91,10 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
     mask: dict[str, Any] = {} if node.argument("attn_mask") is None else {"attn_mask": node.argument("attn_mask")}
     more = {name: node.argument(name, None) for name in ("sloped", "sinks", "soft_cap")}
     mask |= {name: x for name, x in more.items() if x not in (None, False)}
+    if node.argument("dropout_p", 0.0):
+        cuts = {d: spell(a) for d in range(len(shape) - 2) if (a := site.outputs[0].axes_of(d))}
+        mask |= {"dropout_p": node.argument("dropout_p"), "shape": shape, "cuts": cuts}
+        mask |= {} if node.batch is None else {"batch": node.batch}
     if label not in LABELS:
         cut: dict[str, Any] = {"queries": shape[-2], "axes": spell(axes)} if axes else {}
         order = {"folded": True} if label == FOLDED_ROWS else {}
@@ -99,10 +103,6 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
     extra |= {**mask, **scale, "queries": shape[-2], "keys": shape[-1], "axes": spell(axes)}
     if label == FOLDED:
         extra["folded"] = True
-    if node.argument("dropout_p", 0.0):
-        cuts = {d: spell(a) for d in range(len(shape) - 2) if (a := site.outputs[0].axes_of(d))}
-        extra |= {"dropout_p": node.argument("dropout_p"), "shape": shape, "cuts": cuts}
-        extra |= {} if node.batch is None else {"batch": node.batch}
     return Call("ring_attention", operands, extra)
 
 
@@ -141,7 +141,8 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
         found = work(queries, keys, ranks.get(label, ()), label in (FOLDED, FOLDED_ROWS), label in LABELS, band)
         pairs *= max(found) * len(found) / counting
     matrix = keys if "embed" in ranks else 0.0
-    if node.argument("soft_cap", None) is not None:
+    drops = node.op is banded_op._opoverload and node.argument("dropout_p")
+    if node.argument("soft_cap", None) is not None or drops:
         matrix = pairs * counting / queries
     if label not in LABELS:
         tiles = 4 if label == FOLDED_ROWS else 2 if label and band == CAUSAL else 1

@@ -1,0 +1,206 @@
+"""Rows of mixtures of experts in the dims that they were flattened from: every one of them can be cut.
+
+Of [batch · sequence, width] a cut along the sequence is no chunk where there are several sequences. Routers and experts work
+row by row, so that they do the same on [batch, sequence, width].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoshard.passes.capture.translate.canonical import remove_dead
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+from autoshard.passes.rules.factors import positive
+from autoshard.runtime.operations.experts import experts_op
+
+aten = torch.ops.aten
+
+Lead = tuple[int, ...]
+"""the lengths that rows were flattened from"""
+
+EXPERTS = experts_op._opoverload
+_PRODUCTS = {aten.linear.default, aten.matmul.default}
+"""of rows and a matrix"""
+_LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
+_ELEMENTWISE = {*_LIKE, aten._to_copy.default, aten.type_as.default, aten.detach.default, aten.dropout.default}
+"""and those that torch's tags say"""
+_ALONG = frozenset(
+    (
+        "softmax.int log_softmax.int topk.default sum.dim_IntList mean.dim amax.default argmax.default cumsum.default "
+        "gather.default scatter.src scatter.value sort.default argsort.default unsqueeze.default squeeze.dim"
+    ).split()
+)
+"""operations along dims of their first operand"""
+
+
+def in_their_dims(graph: Graph) -> Graph:
+    """``graph`` in which rows of experts, and all that is done with them row by row, are not flattened."""
+    if not any(node.op is EXPERTS for node in graph.nodes):
+        return graph
+    rows = _Rows(graph)
+    wanted = rows.of_experts()
+    return remove_dead(rows.written(wanted)) if wanted else graph
+
+
+class _Rows:
+    """Which values are rows, flat, and of what."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.leads: dict[str, Lead] = {}
+        self.starts: dict[str, str] = {}
+        """flattened value → what it was flattened from"""
+        self.made: dict[str, Node] = {}
+        """node → the same on rows that are not flat"""
+        self.ends: set[str] = set()
+        """nodes that bring rows back into the dims that they come from"""
+        for node in graph.nodes:
+            if (lead := self._flattened(node)) is not None:
+                self.leads[node.outputs[0]] = lead
+                self.starts[node.outputs[0]] = node.inputs[0]
+            elif (lead := self._lead(node)) is not None and (made := self._apart(node, lead)) is not None:
+                self.made[node.name] = made
+                self.leads |= dict.fromkeys(node.outputs, lead)
+            elif lead is not None and self._is_back(node, lead):
+                self.ends.add(node.name)
+
+    def _flattened(self, node: Node) -> Lead | None:
+        """The dims in front that ``node`` makes one of."""
+        if node.op is not aten.reshape.default or len(node.inputs) != 1:
+            return None
+        before, after = (self.graph.types[name] for name in (*node.inputs, *node.outputs))
+        count = len(before.shape) - len(after.shape) + 1
+        lead = before.shape[:count]
+        if before.unknown or len([n for n in lead if n != 1]) < 2 or not len(after.shape) > 1:
+            return None
+        return lead if before.shape[count:] == after.shape[1:] and math.prod(lead) == after.shape[0] else None
+
+    def _lead(self, node: Node) -> Lead | None:
+        """That of the rows that ``node`` reads."""
+        found = {self.leads[name] for name in node.inputs if name in self.leads}
+        return found.pop() if len(found) == 1 else None
+
+    def _is_back(self, node: Node, lead: Lead) -> bool:
+        if node.op is not aten.reshape.default or len(node.inputs) != 1:
+            return False
+        return self.graph.shape(node.outputs[0]) == (*lead, *self.graph.shape(node.inputs[0])[1:])
+
+    def _apart(self, node: Node, lead: Lead) -> Node | None:
+        """``node`` on rows that are not flat, if it works on each by itself."""
+        graph, rows = self.graph, math.prod(lead)
+        types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+        made = [graph.types[name] for name in node.outputs]
+        if node.order or not made or any(t.unknown or t.permuted for t in types):
+            return None
+        if any(len(t.shape) < 2 or t.shape[0] != rows for t in made):
+            return None
+        if node.op is EXPERTS:  # ids and weights that something else made are brought into these dims
+            return node if node.inputs[0] in self.leads and self.leads.keys().isdisjoint(node.inputs[3:]) else None
+        if node.op in _PRODUCTS:
+            matrices = all(name not in self.leads and len(graph.shape(name)) < 3 for name in node.inputs[1:])
+            return node if matrices and node.inputs[0] in self.leads else None
+        if torch.Tag.pointwise in node.op.tags or node.op in _ELEMENTWISE:
+            return node if self._is_aligned(node) else None
+        first, *others = node.inputs
+        if first not in self.leads or not all(name in self.leads for name in others):
+            return None
+        shape, (result, *_) = graph.shape(first), (t.shape for t in made)
+        if node.op is aten.reshape.default and not others:
+            return replace(node, args=(node.args[0], [*lead, *result[1:]]))
+        if node.op is aten.expand.default and len(result) == len(shape) and not others:
+            return replace(node, args=(node.args[0], [*lead, *result[1:]]), kwargs={})
+        return _along(node, len(shape), len(lead) - 1)
+
+    def _is_aligned(self, node: Node) -> bool:
+        """Whether operands that are no rows have no dim of rows."""
+        rank = len(self.graph.shape(node.outputs[0]))
+        shapes = {name: self.graph.shape(name) for name in node.inputs}
+        return all(
+            len(shape) == rank if name in self.leads else len(shape) < rank or (len(shape) == rank and shape[0] == 1)
+            for name, shape in shapes.items()
+        )
+
+    def of_experts(self) -> set[str]:
+        """The nodes that have rows in common with experts, directly or through each other."""
+        by_name = {node.name: node for node in self.graph.nodes}
+        open_ = [name for name in self.made if by_name[name].op is EXPERTS]
+        found = set(open_)
+        while open_:
+            for value in self._shared(by_name[open_.pop()]):
+                producer = self.graph.producers.get(value)
+                near = [*self.graph.uses[value], *([producer] if producer is not None else [])]
+                new = {n.name for n in near if n.name in self.made} - found
+                found |= new
+                open_ += new
+        return found
+
+    def _shared(self, node: Node) -> Iterator[str]:
+        return (name for name in (*node.inputs, *node.outputs) if name in self.leads)
+
+    def written(self, wanted: set[str]) -> Graph:
+        """The graph with ``wanted`` nodes on rows that are not flat; others read them flattened."""
+        graph, nodes, types = self.graph, list[Node](), dict(self.graph.types)
+        apart = dict[str, str]()
+        """flat value → the same in its dims"""
+        names = dict[str, str]()
+        """value → what is read in its place by operations that are not wanted"""
+        for node in graph.nodes:
+            (out, *_), source = node.outputs or ("",), node.inputs[0] if node.inputs else ""
+            if node.name in wanted:
+                for name in node.inputs[1:3] if node.op is EXPERTS else ():
+                    if name not in apart:
+                        of, apart[name] = graph.types[name], f"{name}_rows"
+                        types[apart[name]] = replace(of, shape=(*self.leads[out], *of.shape[1:]))
+                        nodes.append(_reshaped(node, names.get(name, name), apart[name], types))
+                nodes.append(_renamed(self.made[node.name], names | apart))
+                for name in node.outputs:
+                    of = graph.types[name]
+                    types[name] = replace(of, shape=(*self.leads[name], *of.shape[1:]))
+                    apart[name] = name
+                    if self._is_read_flat(name, wanted):
+                        names[name], types[f"{name}_flat"] = f"{name}_flat", of
+                        nodes.append(_reshaped(node, name, f"{name}_flat", types))
+            elif node.name in self.ends and source in apart:
+                names[out] = apart[source]
+            else:
+                nodes.append(_renamed(node, names))
+                if out in self.starts:
+                    apart[out] = names.get(source, source)
+        given = replace(graph, nodes=()).renamed(names)
+        return replace(given, nodes=tuple(nodes), types=types)
+
+    def _is_read_flat(self, name: str, wanted: set[str]) -> bool:
+        readers = self.graph.uses[name]
+        return name in self.graph.returned or any(n.name not in wanted and n.name not in self.ends for n in readers)
+
+
+def _renamed(node: Node, names: Mapping[str, str]) -> Node:
+    found: Node = map_refs(node, lambda ref: Ref(names.get(ref.name, ref.name)))
+    return found
+
+
+def _reshaped(node: Node, name: str, made: str, types: Mapping[str, TensorType]) -> Node:
+    """What makes rows flat again, or brings them into their dims, at ``node``."""
+    args = (Ref(name), list(types[made].shape))
+    return replace(node, name=made, op=aten.reshape.default, args=args, kwargs={}, outputs=(made,), output_slots=(0,))
+
+
+def _along(node: Node, rank: int, more: int) -> Node | None:
+    """An operation along dims that are none of the rows, of an operand of ``more`` dims in front."""
+    if str(node.op).removeprefix("aten.") not in _ALONG:
+        return None
+    given = node.argument("dim")
+    dims = given if isinstance(given, list | tuple) else [given]
+    rank += node.op is aten.unsqueeze.default
+    if not dims or any(not isinstance(d, int) or positive(d, rank) == 0 for d in dims):
+        return None
+    moved: list[Any] = [d if d < 0 else d + more for d in dims]
+    if moved == list(dims):
+        return node
+    args, kwargs = node.with_arguments(dim=moved if isinstance(given, list | tuple) else moved[0])
+    return replace(node, args=args, kwargs=kwargs)
