@@ -228,7 +228,8 @@ class TorchCommunicator(Communicator):
         """Begin to send, and to receive."""
         receiver, sender = group.members[hop.to], group.members[hop.source]
         counts = [numel(shape) for shape in hop.shapes]
-        sent = torch.cat([x.reshape(-1) for x in hop.tensors])
+        flat = [x.reshape(-1) for x in hop.tensors]
+        sent = flat[0] if len(flat) == 1 else torch.cat(flat)
         out = sent.new_empty(sum(counts))
         works: Sequence[Any] = ()
         if group.gloo:  # whose waits for a single message end a connection when they time out
