@@ -22,6 +22,7 @@ from autoshard.runtime.operations.collectives import (
 )
 from autoshard.runtime.operations.fan_out import fan_out
 from autoshard.runtime.operations.in_place import write_select, write_slice
+from autoshard.runtime.operations.products import gather_products, scatter_product
 from autoshard.runtime.operations.random import dropout, shared, synchronised_rng
 from autoshard.runtime.parameters.again import again
 from autoshard.runtime.parameters.block import enter_parameters, gather_parameters, regather, wait_gradients
@@ -67,6 +68,7 @@ __all__ = [
     "enter_together",
     "fan_out",
     "gather_parameters",
+    "gather_products",
     "leave",
     "linear",
     "main",
@@ -81,6 +83,7 @@ __all__ = [
     "regather",
     "require",
     "reshape",
+    "scatter_product",
     "shared",
     "size",
     "slice",

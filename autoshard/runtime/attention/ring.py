@@ -10,19 +10,19 @@ held, and what positions hide is neither computed nor stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.attention.journey import Job, backward, forward
 from autoshard.runtime.attention.order import Band, spans
 from autoshard.runtime.operations.random import noise_like, part
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.profiling import named
-from autoshard.runtime.transport.relay import Tensors, travel
+from autoshard.runtime.transport.relay import Arrival, Hop, Journey, Tensors
+from autoshard.runtime.transport.round_trip import Trip, round_trip
 
 
 def ring_attention(
@@ -129,100 +129,23 @@ def banded_rows(
     return out * 0.0 if dropout_p == 1.0 else out
 
 
-# --- the backward needs all ranks at once: one node for those of this process, and one on each that holds what it needs ---
-
-
-Operands = tuple[Any, ...]
-"""queries, keys, values, and sinks or None"""
-
-
-class _Visit(NamedTuple):
-    """A rank that comes with its part."""
-
-    job: Job
-    operands: Operands
-    masks: tuple[torch.Tensor | None, torch.Tensor | None]
-    """the mask, and which weights dropout keeps"""
-    held: dict[str, Any]
-    """where its node leaves what the backward needs"""
-
-
 def _run(
-    comm: Communicator, job: Job, given: Operands, mask: torch.Tensor | None, kept: torch.Tensor | None
+    comm: Communicator,
+    job: Job,
+    operands: tuple[torch.Tensor | None, ...],
+    mask: torch.Tensor | None,
+    kept: torch.Tensor | None,
 ) -> torch.Tensor:
-    held: dict[str, Any] = {}
-    what = f"ring attention along {', '.join(job.move.axes)}, {job.band}"
-    visit = _Visit(job, given, (mask, kept), held)
-    made: Tensors = comm.meet(what, visit, lambda visits: _joint(comm, visits))
-    out, sums, *operands = made
-    if not out.requires_grad:
-        return out
-    needed = (*(None if x is None else x.detach() for x in operands), mask, kept, sums)
-    result: torch.Tensor = _Hold.apply(out, held, *needed)  # type: ignore[no-untyped-call]
-    return result
+    """``operands``: queries, keys, values, and sinks or None; ``kept``: which weights dropout keeps."""
 
+    def ahead(query: Any, key: Any, value: Any, sinks: Any) -> Generator[Hop, Arrival, Any]:
+        out, sums, *used = yield from forward(job, query, key, value, sinks, mask, kept)
+        return out, *used, mask, kept, out, sums
 
-def _joint(comm: Communicator, visits: Sequence[_Visit]) -> list[Tensors]:
-    """Of every rank: the result, its log-sum-exp, and the queries, keys and values in the order of the ring."""
-    phase, made = comm.phase, list[Tensors]()
-    xs = tuple(x for visit in visits for x in visit.operands)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in xs):
-        outs: Tensors = _Ring.apply(comm, visits, phase, made, *xs)  # type: ignore[no-untyped-call]
-        return [(out, *rest[1:]) for out, rest in zip(outs, made, strict=True)]
-    return _ahead(comm, visits, phase, xs)
+    def back(gradients: Tensors, saved: Sequence[Any], _: Sequence[bool]) -> Journey:
+        return backward(job, gradients[0], saved)
 
-
-def _ahead(comm: Communicator, visits: Sequence[_Visit], phase: str, xs: Operands) -> list[Tensors]:
-    operands = zip(xs[::4], xs[1::4], xs[2::4], xs[3::4], strict=True)
-    journeys = [forward(visit.job, *given, *visit.masks) for visit, given in zip(visits, operands, strict=True)]
-    return travel(journeys, lambda hops: comm.exchange(hops, phase))
-
-
-class _Ring(torch.autograd.Function):
-    """The attention of all ranks of this process; the results are those of :class:`_Hold` where a gradient flows."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        comm: Communicator,
-        visits: Sequence[_Visit],
-        phase: str,
-        made: list[Tensors],
-        *xs: torch.Tensor | None,
-    ) -> Tensors:
-        ctx.comm, ctx.jobs = comm, [(visit.job, visit.held) for visit in visits]
-        made += _ahead(comm, visits, phase, xs)
-        return tuple(out for out, *_ in made)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        # once_differentiable leaves no path to what `torch.autograd.grad` is asked for, which then takes it for constant.
-        if torch.is_grad_enabled():
-            raise RuntimeMismatchError(
-                "create_graph=True: attention in a ring, with a window, slopes or rows of a causal mask has no second "
-                "derivative. Leave create_graph out, or differentiate the model that is not sharded"
-            )
-        if not all(held for _, held in ctx.jobs):
-            raise RuntimeMismatchError(
-                "ring attention: a rank's result has no gradient, though that of another has one"
-            )
-        saved = [held.pop("saved") for _, held in ctx.jobs]
-        journeys = [backward(job, g, s) for (job, _), g, s in zip(ctx.jobs, gradients, saved, strict=True)]
-        found = travel(journeys, lambda hops: ctx.comm.exchange(hops, "backward"))
-        return None, None, None, None, *(x for xs in found for x in xs)
-
-
-class _Hold(torch.autograd.Function):
-    """One rank's result: holds what the backward needs, where autograd asks this rank's hooks, and hands it over there."""
-
-    @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, held: dict[str, Any], *saved: torch.Tensor | None) -> torch.Tensor:
-        *operands, sums = saved
-        ctx.save_for_backward(*operands, out, sums)
-        ctx.held = held
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ctx.held["saved"] = ctx.saved_tensors
-        return gradient, None, *(None,) * 7
+    name = (
+        f"attention in a ring, with a window, slopes or rows of a causal mask ({', '.join(job.move.axes)}: {job.band})"
+    )
+    return round_trip(comm, Trip(name, ahead, back), *operands)[0]

@@ -1,0 +1,244 @@
+"""Products beside messages of their own: parts of what is multiplied go round an axis, or summands go where they are summed.
+
+Asynchronous tensor parallelism, as in Wang et al. 2023, "Overlap communication with dependent computation via decomposition
+in large deep learning models": a rank multiplies the part that it has while the next one is on its way. n ranks send n - 1
+messages, of the bytes that a gather or a reduce-scatter sends. The gradient of either is the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.runtime.transport.communicator import Axes, current
+from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.profiling import named
+from autoshard.runtime.transport.relay import Arrival, Hop, Journey, Tensors
+from autoshard.runtime.transport.round_trip import Trip, round_trip
+from autoshard.runtime.transport.window import Chunks
+
+Tensor = torch.Tensor
+Biases = Sequence[Tensor | None]
+
+
+def gather_products(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    dim: int,
+    axes: Axes,
+    *,
+    size: int | None = None,
+    biases: Biases | None = None,
+    again: bool = False,
+) -> Tensors:
+    """``F.linear(whole, w, b)`` of every weight [n, k] and bias [n], with the whole of x [..., k] cut along ``dim``: S → R.
+
+    ``dim``: not the last; ``size``: its length before the cut, where chunks may differ. Parts of x go round, each
+    multiplied with all weights where it is. Where weights want a gradient the whole of x is kept for it, but ``again``: then
+    the parts go round once more in the backward. No second derivative.
+    """
+    way = _Way.along(axes, x, dim, size)
+    biases = (None,) * len(weights) if biases is None else biases
+    keeps = not again and torch.is_grad_enabled() and any(w.requires_grad for w in weights)
+    ahead, back = partial(_gathered, way, len(weights), keeps), partial(_scattered_back, way, again)
+    name = f"products whose operand goes along {', '.join(way.move.axes)}"
+    return round_trip(current(), Trip(name, ahead, back, len(weights)), x, *weights, *biases)
+
+
+def scatter_product(x: Tensor, weight: Tensor, dim: int, axes: Axes, *, bias: Tensor | None = None) -> Tensor:
+    """``F.linear(x, weight, bias)``, a summand of each rank, summed over the ranks and cut along ``dim``: P → S.
+
+    x [..., k], weight [n, k], bias [n]: a summand, too; ``dim``: not the last. A rank computes its summand of another's part
+    while that of the part before is on its way. No second derivative.
+    """
+    way = _Way.along(axes, x, dim, x.shape[dim])
+    name = f"a product whose sums go along {', '.join(way.move.axes)}"
+    ahead, back = partial(_scattered, way), partial(_gathered_back, way)
+    return round_trip(current(), Trip(name, ahead, back), x, weight, bias)[0]
+
+
+class _Way(NamedTuple):
+    """Round an axis: every rank sends to the next one."""
+
+    move: Move
+    me: int
+    chunks: Chunks
+    """of the dim that is cut, on every rank"""
+    dim: int
+    shape: tuple[int, ...]
+    """that of the operand here"""
+
+    @classmethod
+    def along(cls, axes: Axes, x: Tensor, dim: int, size: int | None) -> _Way:
+        """Round ``axes``, on which ``dim`` of x is cut; ``size``: of the whole of it, where chunks may differ."""
+        comm = current()
+        names = comm.active(axes)
+        move = named(Move("S", "S", names, order=names), always=True)
+        size = x.shape[dim] * comm.size_of(names) if size is None else size
+        return cls(move, comm.index(names), comm.chunks(size, names), dim, tuple(x.shape))
+
+    def before(self, distance: int) -> int:
+        """The rank so far before this one."""
+        return (self.me - distance) % len(self.chunks)
+
+    def shaped(self, length: int, features: int) -> tuple[int, ...]:
+        """That of the operand, but for the length of the dim and the features."""
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 : -1], features)
+
+    def whole(self, like: Tensor, features: int) -> Tensor:
+        """An empty tensor of all parts."""
+        return like.new_empty(self.shaped(sum(length for _, length in self.chunks), features))
+
+    def hop(self, x: Tensor, distance: int, number: int, into: Tensor | None = None) -> Hop:
+        """``x`` to the rank so far behind this one; a part of this ``number`` comes from the one so far before."""
+        shape, longest = (self.shaped(n, x.shape[-1]) for n in (self.chunks[number][1], self.chunks[0][1]))
+        size = float(math.prod(longest) * x.element_size())
+        return Hop(self.move, self.before(-distance), self.before(distance), (x,), (shape,), size, into)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """``x`` as [dims before, the dim and those behind it, features]: its parts are parts of the middle one."""
+        return x.reshape(math.prod(x.shape[: self.dim]), math.prod(x.shape[self.dim : -1]), x.shape[-1])
+
+    def part(self, rows: Tensor, number: int) -> Tensor:
+        """Of the :meth:`rows` of a whole those that a rank has when it is cut."""
+        each = math.prod(self.shape[self.dim + 1 : -1])
+        start, length = self.chunks[number]
+        return rows.narrow(1, start * each, length * each)
+
+
+Trail = Generator[Hop, Arrival, None]
+Sum = Generator[Hop, Arrival, Tensor]
+
+
+def _around(way: _Way, x: Tensor, visit: Callable[[int, Tensor], object]) -> Trail:
+    """``visit`` every rank's ``x``, by number, while the next one comes."""
+    for distance in range(len(way.chunks)):
+        arrival = None
+        if distance + 1 < len(way.chunks):
+            arrival = yield way.hop(x, 1, way.before(distance + 1))
+        visit(way.before(distance), way.rows(x))
+        if arrival is not None:
+            (x,) = arrival()
+
+
+def _sums(way: _Way, summand: Callable[[int], Tensor]) -> Sum:
+    """The sum of all ranks' ``summand`` of this rank's number; one is computed while that before is on its way."""
+    arrivals, found = list[Arrival](), None
+    for distance in range(1, len(way.chunks)):
+        part = summand(way.before(-distance))
+        if found is None:
+            found = part.new_empty((len(way.chunks), *way.shaped(way.chunks[way.me][1], part.shape[-1])))
+        arrivals.append((yield way.hop(part, distance, way.me, found[distance])))
+    own = summand(way.me)
+    if found is None:
+        return own
+    found[0] = own
+    for arrival in arrivals:
+        arrival()
+    return found.sum(0)
+
+
+def _both(*journeys: Trail | Sum) -> Generator[Hop, Arrival, Any]:
+    """Journeys in turn, so that messages of each are on their way while another computes; what the last one returns."""
+    arrivals: dict[Any, Arrival | None] = dict.fromkeys(journeys)
+    result = None
+    while arrivals:
+        for journey in list(arrivals):
+            try:
+                hop = journey.send(arrivals[journey])
+            except StopIteration as end:
+                del arrivals[journey]
+                result = end.value if journey is journeys[-1] else result
+            else:
+                arrivals[journey] = yield hop
+    return result
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """rows [b, m, k] @ weight [n, k].mT + bias: of parts, and into parts, of larger tensors without a copy of these."""
+    columns = weight.mT.expand(len(rows), *weight.mT.shape)
+    if bias is None:
+        return torch.bmm(rows, columns, out=out)
+    return torch.baddbmm(bias, rows, columns, out=out)
+
+
+def _of_weight(dy: Tensor, x: Tensor) -> Tensor:
+    return dy.flatten(0, -2).mT @ x.flatten(0, -2)
+
+
+def _gathered(way: _Way, count: int, keeps: bool, x: Tensor, *operands: Tensor) -> Journey:
+    """→ products; the whole of x where it ``keeps`` that, its part else; the weights."""
+    weights, biases = operands[:count], operands[count:]
+    outs = [way.whole(x, len(w)) for w in weights]
+    whole = way.whole(x, x.shape[-1]) if keeps else None
+
+    def visit(number: int, here: Tensor) -> None:
+        for w, b, out in zip(weights, biases, outs, strict=True):
+            _product(here, w, b, way.part(way.rows(out), number))
+        if whole is not None:
+            way.part(way.rows(whole), number).copy_(here)
+
+    yield from _around(way, x, visit)
+    return *outs, x if whole is None else whole, *weights
+
+
+def _scattered_back(
+    way: _Way, again: bool, gradients: Tensors, saved: Sequence[Any], wanted: Sequence[bool]
+) -> Journey:
+    """→ gradients of what was multiplied, summed over the ranks and cut; of weights and of biases."""
+    x, *weights = saved
+    count = len(weights)
+    of_weights, of_biases = wanted[1 : 1 + count], wanted[1 + count :]
+    given = [way.rows(g) for g in gradients]
+
+    def summand(number: int) -> Tensor:
+        parts = [way.part(g, number) for g in given]
+        total = _product(parts[0], weights[0].mT)
+        for part, w in zip(parts[1:], weights[1:], strict=True):
+            total.baddbmm_(part, w.expand(len(part), *w.shape))
+        return total.view(way.shaped(way.chunks[number][1], total.shape[-1]))
+
+    going: list[Trail | Sum] = []
+    if again and any(of_weights):
+        whole = way.whole(x, x.shape[-1])
+        rows = way.rows(whole)
+        going.append(_around(way, x, lambda number, here: way.part(rows, number).copy_(here)))
+        x = whole
+    dx = yield from _both(*going, *([_sums(way, summand)] if wanted[0] else []))
+    dws = [_of_weight(g, x) if wants else None for g, wants in zip(gradients, of_weights, strict=True)]
+    dbs = [g.flatten(0, -2).sum(0) if wants else None for g, wants in zip(gradients, of_biases, strict=True)]
+    return dx, *dws, *dbs
+
+
+def _scattered(way: _Way, x: Tensor, weight: Tensor, bias: Tensor | None) -> Journey:
+    """→ this rank's part of the sum; what was multiplied, and the weight."""
+    rows = way.rows(x)
+
+    def summand(number: int) -> Tensor:
+        found = _product(way.part(rows, number), weight, bias)
+        return found.view(way.shaped(way.chunks[number][1], len(weight)))
+
+    own = yield from _sums(way, summand)
+    return own, x, weight
+
+
+def _gathered_back(way: _Way, gradients: Tensors, saved: Sequence[Any], wanted: Sequence[bool]) -> Journey:
+    """→ gradients of what was multiplied, of the weight and of the bias."""
+    (g,), (x, weight) = gradients, saved
+    dy = way.whole(g, g.shape[-1]) if any(wanted[1:]) else None
+    dx = way.whole(g, x.shape[-1]) if wanted[0] else None
+
+    def visit(number: int, here: Tensor) -> None:
+        if dx is not None:
+            _product(here, weight.mT, None, way.part(way.rows(dx), number))
+        if dy is not None:
+            way.part(way.rows(dy), number).copy_(here)
+
+    yield from _around(way, g, visit)
+    dw = _of_weight(dy, x) if wanted[1] and dy is not None else None
+    db = dy.flatten(0, -2).sum(0) if wanted[2] and dy is not None else None
+    return dx, dw, db  # type: ignore[return-value]

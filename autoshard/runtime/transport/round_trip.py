@@ -1,0 +1,124 @@
+"""Journeys as functions that autograd differentiates: one there, and one back with the gradients.
+
+The way back needs all ranks at once: so there is one node of the autograd graph for the journeys of this process, and one on
+each rank that holds what its way back needs, where autograd asks this rank's hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.transport.communicator import Communicator
+from autoshard.runtime.transport.relay import Journey, Tensors, travel
+
+Operands = tuple[torch.Tensor | None, ...]
+
+
+class Trip(NamedTuple):
+    """What one rank does."""
+
+    name: str
+    """as errors tell it, in lower case"""
+    ahead: Callable[..., Journey]
+    """operands → results, and behind them what the way back needs"""
+    back: Callable[[Tensors, Sequence[Any], Sequence[bool]], Journey]
+    """(gradients of the results, what it needs, which operands want a gradient) → the operands' gradients"""
+    results: int = 1
+
+
+def round_trip(comm: Communicator, trip: Trip, *operands: torch.Tensor | None) -> Tensors:
+    """The results of ``trip``, on which all ranks go. No second derivative."""
+    held: dict[str, Any] = {}
+    visit = _Visit(trip, operands, held)
+    made: Tensors = comm.meet(trip.name, visit, lambda visits: _joint(comm, visits))
+    results, needed = made[: trip.results], made[trip.results :]
+    if not any(x.requires_grad for x in results):
+        return results
+    needed = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in needed)
+    given: Tensors = _Hold.apply(held, trip.results, *results, *needed)  # type: ignore[no-untyped-call]
+    return given
+
+
+class _Visit(NamedTuple):
+    """A rank that comes with its part."""
+
+    trip: Trip
+    operands: Operands
+    held: dict[str, Any]
+    """where its node leaves what the way back needs"""
+
+
+def _joint(comm: Communicator, visits: Sequence[_Visit]) -> list[Tensors]:
+    """Of every rank: its results, and what its way back needs."""
+    phase, made, count = comm.phase, list[Tensors](), visits[0].trip.results
+    xs = tuple(x for visit in visits for x in visit.operands)
+    if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in xs):
+        return _ahead(comm, visits, phase, xs)
+    results: Tensors = _Trips.apply(comm, visits, phase, made, *xs)  # type: ignore[no-untyped-call]
+    own = _of_each(results, len(visits))
+    return [(*mine, *rest[count:]) for mine, rest in zip(own, made, strict=True)]
+
+
+def _ahead(comm: Communicator, visits: Sequence[_Visit], phase: str, xs: Operands) -> list[Tensors]:
+    journeys = [v.trip.ahead(*given) for v, given in zip(visits, _of_each(xs, len(visits)), strict=True)]
+    return travel(journeys, lambda hops: comm.exchange(hops, phase))
+
+
+def _of_each(xs: Sequence[Any], ranks: int) -> list[Any]:
+    """What belongs to each rank, of as many things for each."""
+    count = len(xs) // ranks
+    return [xs[i * count : (i + 1) * count] for i in range(ranks)]
+
+
+class _Trips(torch.autograd.Function):
+    """The journeys of all ranks of this process; the results are those of :class:`_Hold` where a gradient flows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        comm: Communicator,
+        visits: Sequence[_Visit],
+        phase: str,
+        made: list[Tensors],
+        *xs: torch.Tensor | None,
+    ) -> Tensors:
+        ctx.comm, ctx.trips = comm, [(visit.trip, visit.held) for visit in visits]
+        made += _ahead(comm, visits, phase, xs)
+        return tuple(x for visit, results in zip(visits, made, strict=True) for x in results[: visit.trip.results])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        name, ranks = ctx.trips[0][0].name, len(ctx.trips)
+        # once_differentiable leaves no path to what `torch.autograd.grad` is asked for, which then takes it for constant.
+        if torch.is_grad_enabled():
+            raise RuntimeMismatchError(
+                f"create_graph=True: {name} has no second derivative. Leave create_graph out, or differentiate the model "
+                "that is not sharded"
+            )
+        if not all(held for _, held in ctx.trips):
+            raise RuntimeMismatchError(f"{name}: a rank's result has no gradient, though that of another has one")
+        given, wanted = _of_each(gradients, ranks), _of_each(ctx.needs_input_grad[4:], ranks)
+        saved = [held.pop("saved") for _, held in ctx.trips]
+        back = zip(ctx.trips, given, saved, wanted, strict=True)
+        journeys = [trip.back(g, s, w) for (trip, _), g, s, w in back]
+        found = travel(journeys, lambda hops: ctx.comm.exchange(hops, "backward"))
+        return None, None, None, None, *(x for xs in found for x in xs)
+
+
+class _Hold(torch.autograd.Function):
+    """One rank's results: holds what the way back needs, where autograd asks this rank's hooks, and hands it over there."""
+
+    @staticmethod
+    def forward(ctx: Any, held: dict[str, Any], results: int, *xs: torch.Tensor | None) -> Any:
+        ctx.save_for_backward(*xs[results:])
+        ctx.held, ctx.needed = held, len(xs) - results
+        return tuple(x.view_as(x) for x in xs[:results] if x is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.held["saved"] = ctx.saved_tensors
+        return None, None, *gradients, *(None,) * ctx.needed
