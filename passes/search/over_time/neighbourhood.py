@@ -123,7 +123,7 @@ class Neighbourhoods:
         """Of every node the strategies seen, and the best beside its neighbours and by score."""
         lives, choice = self.best.lives, self.best.choice
         many = int(self.generator.choice(LIKELY))
-        seen = np.array([*self.seen[-SEEN:], choice])[:, nodes]
+        seen = np.array([[seen[node] for node in nodes] for seen in (*self.seen[-SEEN:], choice)])
         found = {}
         for k, node in enumerate(nodes):
             beside = np.minimum(lives.cost_of(node, choice), FORBIDDEN) + self.weights[node] * lives.usage[node]
