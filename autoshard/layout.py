@@ -281,7 +281,15 @@ class Layout:
 
     def max_local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The largest local shape over all ranks: that of rank 0; of symbolic lengths, the example's."""
-        return self.local_shape([int(n) for n in shape], 0)
+        example = tuple(map(int, shape))
+        if example not in self._largest:
+            self._largest[example] = self.local_shape(example, 0)
+        return self._largest[example]
+
+    @cached_property
+    def _largest(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """What :meth:`max_local_shape` was asked: equal layers ask the same."""
+        return {}
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise :class:`LayoutError` if a sharded dim does not exist in ``shape``."""

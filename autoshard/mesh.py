@@ -46,6 +46,9 @@ class Mesh:
         object.__setattr__(self, "shape", tuple(axes.values()))
         object.__setattr__(self, "hardware", resolve_hardware(hardware))
 
+    def __hash__(self) -> int:
+        return hash((self.axes, self.shape))  # the hardware has hundreds of numbers
+
     @staticmethod
     def of(mesh: MeshLike, hardware: str | os.PathLike[str] | Hardware | None = None) -> Mesh:
         """A ``Mesh`` from a ``Mesh``, a torch ``DeviceMesh`` (unnamed dims become ``axis0``…) or a dict.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoshard.models import Llama, LlamaConfig
 from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.translate import decompose
 
@@ -145,3 +147,18 @@ def test_composite_operations_are_written_where_they_stand(
     monkeypatch.setattr(decompose, "spliced", lambda *a: False)
     assert graph == captured()
     assert runs.call_count == 1
+
+
+def test_calls_of_equal_modules_do_not_have_a_program_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the graph change: markers stand for them until they are written out."""
+    runs = Mock(wraps=decompose._decompose_exported_program)
+    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+    model, ids = Llama(replace(LlamaConfig.tiny(), layers=4)), torch.zeros(2, 8, dtype=torch.long)
+    graph = capture(model, (ids, ids))
+    assert runs.call_count == 0
+    monkeypatch.setattr(decompose, "spliced", lambda *a: False)
+    again = capture(model, (ids, ids))
+    assert runs.call_count == 1
+    assert str(graph) == str(again)
+    assert repr(graph.nodes) == repr(again.nodes)
+    assert graph.types == again.types

@@ -250,7 +250,7 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Sha
     step = s.step
     if step is None:
         return
-    public = next((i.fqn for i in program.graph.inputs if i.name == s.value), s.value)
+    public = program.graph.fqns.get(s.value, s.value)
     op = s.node.name if s.node is not None else ""
     reason = f"{public}: {step.src} → {step.dst}"
     forward, backward, _ = _step_seconds(step)

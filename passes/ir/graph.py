@@ -308,6 +308,11 @@ class Graph:
         return frozenset(i.name for i in self.inputs if i.kind == "parameter")
 
     @cached_property
+    def fqns(self) -> dict[str, str]:
+        """Name of every input → what the model calls it."""
+        return {i.name: i.fqn for i in self.inputs}
+
+    @cached_property
     def states(self) -> dict[str, str]:
         """Buffers and inputs that the forward writes and that keep their type: fqn → name.
 

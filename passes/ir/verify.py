@@ -48,7 +48,7 @@ def check_program(program: Program) -> None:
             _check_merged(statement, program)
         inside: set[str] = set()
         for part in statement.parts:
-            _check_reads(part, made | inside)
+            _check_reads(part, made, inside)
             if part.step is None:
                 _check_operation(part, program)
             else:
@@ -66,9 +66,9 @@ def check_program(program: Program) -> None:
             raise PlanError(f"invalid program: {fqn} is written in {program.layouts[name]}, and kept in another layout")
 
 
-def _check_reads(statement: Statement, made: Set[str]) -> None:
+def _check_reads(statement: Statement, *made: Set[str]) -> None:
     for name in reads(statement):
-        if name not in made:
+        if not any(name in names for names in made):
             raise PlanError(f"invalid program: {_what(statement)} reads {name} before it is made")
 
 

@@ -210,7 +210,12 @@ class OpSpaces:
 
 def traffic_on(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
     """What every node reads and writes; empty where the hardware runs every operation by itself: all of it."""
-    return traffic(graph) if mesh.hardware.fuses else {}
+    if not mesh.hardware.fuses:
+        return {}
+    if "traffic" not in graph.known:
+        graph.known["traffic"] = traffic(graph)
+    found: Mapping[str, Traffic] = graph.known["traffic"]
+    return found
 
 
 def axis_strategies(node: Node, graph: Graph, exactly: bool = True) -> tuple[Strategy, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ def is_view(op: torch._ops.OpOverload) -> bool:
     stated = facts_of(op).view
     if stated is not None:
         return stated
+    return _is_alias(op)
+
+
+@cache
+def _is_alias(op: torch._ops.OpOverload) -> bool:
     return any(a.alias_info is not None and not a.alias_info.is_write for a in op._schema.arguments)
 
 

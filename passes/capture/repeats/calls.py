@@ -238,8 +238,8 @@ class Replay:
         mode = next((x.fake_mode for x in tensors.by_name.values() if isinstance(x, FakeTensor)), None)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             made = [results[i] if i in results else _blank(x, mode) for i, x in enumerate(recording.made)]
-        for i, x in enumerate(made):
-            tensors.add(("made", i), x)
+            for i, x in enumerate(made):
+                tensors.add(("made", i), x)
         self.inside = {i: weakref.ref(x) for i, x in enumerate(made) if i not in results}
 
     def answer(self, call: Call) -> Any:

@@ -28,6 +28,9 @@ from autoshard.passes.capture.repeats.roles import roles
 FEWEST, MISTAKES = 3, 3
 """modules that are worth it, and of one kind that may turn out to be another"""
 
+_unasked = torch._C.DisableTorchFunction
+"""around questions of our own about tensors: tracers and observers see none of them"""
+
 log = logging.getLogger("autoshard")
 _numbers = itertools.count(1)
 
@@ -85,7 +88,8 @@ class Repeats(Observer):
         if call.func in (CALLED, CALLED_AGAIN):
             return Answer(call.make(), "")
         if isinstance(self.active, Replay):
-            return Answer(self.active.answer(call), "")
+            with _unasked():
+                return Answer(self.active.answer(call), "")
         if self.active is not None:
             self.active.before(call)
         return None
@@ -101,8 +105,9 @@ class Repeats(Observer):
             member = self.members.get(id(vars(module)))  # export wraps modules: these have their attributes
             if member is None or self.active is not None or self.mistakes[member.kind] >= MISTAKES:
                 return original(module, *args, **kwargs)
-            tensors = Tensors(module, roles(member.path, (args, kwargs)))
-            state = _state(tensors)
+            with _unasked():
+                tensors = Tensors(module, roles(member.path, (args, kwargs)))
+                state = _state(tensors)
             same = [
                 r
                 for m, r in self.recorded[member.kind]

@@ -22,6 +22,7 @@ from torch.export.exported_program import _decompose_exported_program
 from torch.export.graph_signature import InputKind
 
 from autoshard.passes.capture.observer import Patch, patched
+from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN
 from autoshard.passes.capture.translate.spliced import spliced
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.exact import SINGLE
@@ -74,8 +75,8 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
 
 
 def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
-    """Whether the functional form of its program has ``node`` as it is."""
-    if node.op in ("placeholder", "output") or node.target is operator.getitem:
+    """Whether the functional form of its program has ``node`` as it is: markers of equal modules, too."""
+    if node.op in ("placeholder", "output") or node.target in (operator.getitem, CALLED, CALLED_AGAIN):
         return True
     return _op_stays(node.target, tail) and not has_effect(node)
 
