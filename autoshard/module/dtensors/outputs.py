@@ -98,7 +98,7 @@ class Output(DTensor):
             dim = chosen_dim(func, *given)
             if dim is not None and not any(p.is_partial() or cuts(p, dim) for p in args[0].placements):
                 return _of_part(func, dim, *given)
-            if func not in _ON_WHOLE and not any(_is_plain(x) for x in pytree.tree_leaves(given)):
+            if func not in _ON_WHOLE and not any(map(_is_plain, _leaves(*given))):
                 try:
                     made = func(*given[0], **given[1])
                     if isinstance(made, torch.Size):
@@ -147,6 +147,15 @@ def _of_part(func: Any, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     stride = torch.empty(shape, device="meta").stride()
     made = DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
     return Output.of(made)
+
+
+def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """What is in the arguments of a call: they themselves where none is a container, as in most."""
+    given = [*args, *kwargs.values()]
+    return given if _NO_CONTAINERS.issuperset(map(type, given)) else pytree.tree_leaves(given)
+
+
+_NO_CONTAINERS = frozenset((Output, DTensor, torch.Tensor, torch.dtype, bool, int, float, str, type(None)))
 
 
 def _is_plain(x: Any) -> bool:

@@ -47,7 +47,8 @@ class Original:
         """further names of a tensor → its first"""
         self._seen: tuple[list[torch.Tensor], list[Any], tuple[tuple[bool, ...], tuple[Any, ...]]] | None = None
         """the tensors of the last call, how they looked, and what that makes of :class:`State`"""
-        self._states: deque[State] = deque(maxlen=4)
+        self._states: deque[tuple[Any, State]] = deque(maxlen=4)
+        """those of the last calls, each with its fields: tuples are compared without a call of Python"""
 
     def renewed(self) -> bool:
         """Take in modules that the user gave his model before it was adopted; whether there are any."""
@@ -164,11 +165,12 @@ class Original:
             trained = tuple(held[name].requires_grad for name in self.parameters)
             self._seen = tensors, looks, (trained, tuple(map(form, held.values())))
         trained, forms = self._seen[2]
-        found = State(recorded, grad, inference, self.modes, trained, forms, autocast_state(), defaults())
-        known = next((state for state in self._states if state == found), None)
-        if known is None:
-            self._states.appendleft(found)
-        return known or found  # the same object as before: its number is known
+        present = recorded, grad, inference, self.modes, trained, forms, autocast_state(), defaults()
+        for known, state in self._states:
+            if known == present:
+                return state  # the same object as before: its number is known
+        self._states.appendleft((present, State(*present)))
+        return self._states[0][1]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Original:
         self.check_present(())

@@ -52,35 +52,42 @@ class _Locals(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         # DTensor's operations change its local tensor where autograd does not see it.
-        if any(p._version != version for p, version in zip(ctx.parameters, ctx.versions, strict=True)):
+        if [p._version for p in ctx.parameters] != ctx.versions:
             raise RuntimeMismatchError(CHANGED.format("a parameter"))
         pending, specs = ctx.pending, ctx.specs
         owned = _owned(pending.finish(gradients), gradients)
-        found = [_in_rows(p, g, spec) for p, g, spec in zip(ctx.parameters, owned, specs, strict=True)]
+        found = [
+            None if g is None else _in_rows(p, g, spec) for p, g, spec in zip(ctx.parameters, owned, specs, strict=True)
+        ]
         if pending.summands or _deferred:
             found, specs = _met(pending, ctx.parameters, found, specs)
         if torch.is_grad_enabled():
             there = [i for i, g in enumerate(found) if g is not None]
             made = iter(_Globals.apply([specs[i] for i in there], *(found[i] for i in there)))  # type: ignore[no-untyped-call]
             return None, *(None if g is None else next(made) for g in found)
-        leaves = (node for node, _ in ctx.next_functions)
-        given = (None if g is None else _global(g, spec) for g, spec in zip(found, specs, strict=True))
-        return None, *(
-            None if g is None or _set(p, g, leaf) else g
-            for p, g, leaf in zip(ctx.parameters, given, leaves, strict=True)
-        )
+        return None, *_set(ctx.parameters, found, specs, ctx.next_functions)
 
 
-def _set(p: Any, gradient: DTensor, leaf: Any) -> bool:
-    """Have ``gradient`` be ``p.grad`` where the node ``leaf`` would do no more: it takes another DTensor of each gradient."""
-    if not (p.is_leaf and p.requires_grad) or p.grad is not None:
-        return False
-    if p._backward_hooks or p._post_accumulate_grad_hooks:
-        return False
-    if gradient.dtype != getattr(p, "grad_dtype", p.dtype) or not _is_run(leaf):  # autograd converts to other dtypes
-        return False
-    p.grad = gradient
-    return True
+def _set(
+    parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None], specs: Sequence[Any], leaves: Sequence[Any]
+) -> list[DTensor | None]:
+    """Have gradients be ``.grad`` where the nodes ``leaves`` would do no more; the others.
+
+    A node of autograd takes another DTensor of each gradient.
+    """
+    rest: list[DTensor | None] = [None] * len(parameters)
+    for i, (p, local, spec, (leaf, _)) in enumerate(zip(parameters, gradients, specs, leaves, strict=True)):
+        if local is None:
+            continue
+        made = _global(local, spec)
+        plain = p.grad is None and p.is_leaf and p.requires_grad
+        hooked = p._backward_hooks or p._post_accumulate_grad_hooks
+        # autograd converts to other dtypes
+        if plain and not hooked and local.dtype == getattr(p, "grad_dtype", p.dtype) and _is_run(leaf):
+            p.grad = made
+        else:
+            rest[i] = made
+    return rest
 
 
 def _owned(
@@ -100,13 +107,11 @@ def _owned(
     return own
 
 
-def _in_rows(p: Any, gradient: torch.Tensor | None, spec: Any) -> torch.Tensor | None:
+def _in_rows(p: Any, gradient: torch.Tensor, spec: Any) -> torch.Tensor | None:
     """A gradient that is no list of rows, or None: such a list becomes ``p.grad``, or goes on whole where none is kept.
 
     It lies in memory as the parameter does, as autograd has it of plain ones: fused optimizers go through both side by side.
     """
-    if gradient is None:
-        return None
     if not gradient.is_sparse:
         local = p._local_tensor
         if (gradient.is_contiguous() and local.is_contiguous()) or gradient.stride() == local.stride():
