@@ -4,7 +4,8 @@ The machine is measured first, by the ranks together. A model whose layers diffe
 more ranks: in every way), and where it would be, if that is elsewhere; the cuts take turns, so that whatever else the machine
 does meets all alike, and the medians of the slowest rank are compared: with what was predicted for each cut, and the cut that
 would be chosen with the best. Nothing else may run beside: a rank that waits for the processor looks like one that waits for a
-message. On a busy machine the least of many rounds says more.
+message. On a busy machine the least of many rounds says more. Freed memory stays with the processes: calibration has no
+page faults either.
 
 ``--memory``: instead, the resident memory of every rank that holds its stage of a GPT of 200 M parameters.
 """
@@ -31,6 +32,7 @@ import autoshard
 from autoshard.compiler import build, captured
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.microbatch import micro_batched
+from autoshard.passes.pipeline.timeline import SCHEDULES
 from autoshard.plans.wishes import Wishes
 from autoshard.report.units import show_bytes, show_seconds
 
@@ -81,6 +83,16 @@ def cuts(model: nn.Module, args: tuple[Tensor, ...], mesh: autoshard.Mesh, count
     return found, named(chosen, places)
 
 
+def schedules(model: nn.Module, args: tuple[Tensor, ...], mesh: autoshard.Mesh, count: int) -> tuple[list[Cut], str]:
+    """A compiled module per schedule, and the name of the one that is predicted the fastest."""
+    found = []
+    for name in SCHEDULES:
+        sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=count, schedule=name)
+        cost = sharded.plan.cost
+        found.append(Cut(name, sharded, cost.total_s - cost.optimizer_s, []))
+    return found, min(found, key=lambda c: c.predicted).name
+
+
 def named(cut: Sequence[int], places: Mapping[int, int]) -> str:
     """A way to cut by the first layers of its later stages, or operations. ``places``: operation → layer that it begins."""
     layers = [places[place] for place in cut if place in places]
@@ -111,7 +123,10 @@ def steps(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = Uneven(options.width, [n * options.width for n in (1, 1, 4, 1, 2, 1, 1, 1)[: options.layers]])
     args = tuple(torch.randn(options.rows, options.width) for _ in range(2))
-    found, chosen = cuts(model, args, mesh, options.micro_batches)
+    if options.save and dist.get_rank() == 0:
+        hardware.save(options.save)
+    measured = schedules if options.schedules else cuts
+    found, chosen = measured(model, args, mesh, options.micro_batches)
     race(found, args, options.rounds, options.seconds)
     if dist.get_rank():
         return
@@ -157,6 +172,8 @@ def memory() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--schedules", action="store_true", help="instead of cuts: every schedule, each cut as chosen")
+    parser.add_argument("--save", help="a file for what was calibrated")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end the race after so long")
     parser.add_argument("--hardware", help="what calibrate() saved (default: it runs first)")
@@ -165,6 +182,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--micro-batches", type=int, default=4)
     options = parser.parse_args()
+    if not options.memory:
+        worlds.keep()
     worlds.pin(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("gloo")
     memory() if options.memory else steps(options)

@@ -74,6 +74,12 @@ def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], s
             print(f"compiled / by hand: {found['compiled'] / found['by hand']:.2f}")
 
 
+def keep() -> None:
+    """Start this script anew with freed memory kept (:data:`KEEPING`), as calibration has its memory, where it is not."""
+    if any(os.environ.get(name) != value for name, value in KEEPING.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEPING})
+
+
 def pin(rank: int, ranks: int) -> None:
     """One thread; and where :data:`PINNED` is set, this rank's share of the cores that its world may use."""
     torch.set_num_threads(1)

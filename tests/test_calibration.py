@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.check import calibration, travel
+from autoshard.check import calibration, staging, travel
 from autoshard.check.clock import Clock
 
 
@@ -41,7 +41,7 @@ def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) ->
         clock.now, slept = clock.now + (0.5 if slept else 0.2), False
 
     monkeypatch.setattr(travel, "_product", lambda clock: operation)
-    assert travel._in_a_step(clock, send) == pytest.approx(0.5)
+    assert travel.Step(clock).seconds(send) == pytest.approx(0.5)
 
 
 def test_waits_of_several_collectives_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_waits_of_several_collectives_count(monkeypatch: pytest.MonkeyPatch) -> 
         clock.now += 1.0 if sent % 4 == 0 else 0.1
 
     monkeypatch.setattr(travel, "_product", lambda clock: operation)
-    assert travel._in_a_step(clock, send) == pytest.approx(0.325)
+    assert travel.Step(clock).seconds(send) == pytest.approx(0.325)
 
 
 def test_results_are_kept_while_one_is_timed() -> None:
@@ -120,3 +120,13 @@ def test_backwards_are_measured_where_the_caller_wants_no_gradients(monkeypatch:
     monkeypatch.setattr(calibration.dist, "get_world_size", asked)
     with torch.no_grad(), pytest.raises(AskedError, match="True"):
         calibration._measured(True)
+
+
+def test_stages_take_what_is_not_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks, eight micro-batches: 64 actions, and 48 messages of two ends each."""
+    taken = {size: 0.064 + 48 * 2 * 4 * (size - 1) * 1e-9 for size in staging.SIZES}
+    monkeypatch.setattr(staging.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(staging, "_processor_seconds", lambda clock, size: taken[size] / 4)
+    monkeypatch.setattr(staging, "agreed", lambda value, pick: pick([value] * 4))
+    clock: Any = Told()
+    assert staging.staged_host(clock) == pytest.approx((1e-3, 1e-9))

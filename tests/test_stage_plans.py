@@ -95,6 +95,17 @@ def test_ranks_that_share_cores_take_less_where_others_wait(graph: Graph, plans:
     assert cost.bubble_s > 0
 
 
+def test_what_stages_take_of_the_processor_is_priced(graph: Graph, plans: dict[str, Plan]) -> None:
+    host = dataclasses.replace(PRESETS["h100"], actions=0.01)
+    plan, alone = planned(graph, hardware=host), plans["1f1b"]
+    assert pipeline(plan).work_s == pytest.approx(pipeline(alone).work_s + 2 * BATCHES * 0.01, rel=0.05)
+    assert plan.cost.exposed_s >= 2 * BATCHES * 0.01
+    assert plan.cost.bubble_s == pytest.approx(plan.cost.total_s - plan.cost.compute_s - plan.cost.exposed_s)
+    two_cores = dataclasses.replace(PRESETS["h100"], sharing=((1, 0.5), (2, 0.5), (4, 1.0)))
+    carried = dataclasses.replace(two_cores, carried=1e-6)
+    assert planned(graph, hardware=carried).cost.total_s > planned(graph, hardware=two_cores).cost.total_s
+
+
 def test_ranks_meet_before_and_after_the_schedule(graph: Graph) -> None:
     messages = Rate("permute", 2, 1e-5, 1e11)
     link = Link(1.0, 1e11, (messages, Rate("all_gather", STAGES, 1.0, 1e11)))

@@ -158,6 +158,24 @@ def test_ranks_that_wait_leave_their_core_to_others() -> None:
     assert found.busy_s == (8, 8)
 
 
+def test_both_ends_of_a_message_work_beside_ranks_that_share_a_core() -> None:
+    stages = [StageSeconds(2, 0, send=1, carry=0.25)] * 2
+    order = orders("gpipe", 2, 2, training=False)
+    found = timeline(order, stages, (2.0, 1.0))
+    # From 1 on both ends have a third of the core each, as 0F1 has, for 3/8 s; 1F0 runs beside the rest of it from 2 on.
+    times = [[(s.start, s.end) for s in spans] for spans in found.ranks]
+    assert times == [[(0, 1), (1, pytest.approx(2.5))], [(2, pytest.approx(3.25)), pytest.approx((4.25, 5.25))]]
+    assert timeline(order, stages).ranks == timeline(order, [StageSeconds(2, 0, send=1)] * 2).ranks
+
+
+@pytest.mark.parametrize(("schedule", "actions"), [("gpipe", 8), ("1f1b", 8), ("interleaved", 16), ("zero_bubble", 12)])
+def test_every_action_takes_the_host(schedule: str, actions: int) -> None:
+    order = orders(schedule, 2, 4, 2 if schedule == "interleaved" else 1)
+    found = timeline(order, [StageSeconds(1, 2, 1, host=0.5)] * (4 if schedule == "interleaved" else 2))
+    work = 24 if schedule == "interleaved" else 12
+    assert found.busy_s == (work + 0.5 * actions,) * 2
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_one_core_is_never_idle(schedule: str) -> None:
     """Without messages somebody can always work: on one core a step takes what all work takes, whatever the order."""

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from autoshard.check.clock import MOST, USED, Clock, agreed, on_this_machine
-from autoshard.check.travel import overlap, rates
+from autoshard.check.staging import staged_host
+from autoshard.check.travel import Step, overlap, rates
 from autoshard.errors import MeshError
 from autoshard.hardware import AHEAD, Hardware, Link, free_memory
 from autoshard.mesh import Mesh, MeshLike
@@ -109,9 +110,11 @@ def _measured(quick: bool) -> Hardware:
     convolutions = agreed(_convolution_speed(clock), min)
     attention = [(n, *_attention_speed(clock, n, peak)) for n in KEYS[device.type]]
     sizes = sorted({world} if quick else {world, max(2, world // 2)})
-    known = [rate for n in sizes for rate in rates(clock, n, quick)]
+    step = Step(clock)
+    known = [rate for n in sizes for rate in rates(step, n, quick)]
     whole = next((r for r in known if r.kind == "all_gather" and r.ranks == world), None)
     link = Link(whole.latency if whole else 0.0, whole.bandwidth if whole else 1e12, tuple(known))
+    action, carried = staged_host(clock) if device.type == "cpu" and world > 1 and not quick else (0.0, 0.0)
     memory = (
         torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else (free_memory() or 16e9) / on_this_machine()
     )
@@ -139,6 +142,8 @@ def _measured(quick: bool) -> Hardware:
         ahead=AHEAD if device.type == "cuda" else 1,
         updates=agreed(_update_speed(clock), min),
         sharing=_sharing(clock) if clock.shared else (),
+        actions=action,
+        carried=carried,
     )
 
 

@@ -30,7 +30,34 @@ def move_of(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
     return Move("S", "S", axes, 0, ranks, 1, size // ranks), (1, size // ranks)
 
 
-def rates(clock: Clock, ranks: int, quick: bool) -> Iterator[Rate]:
+class Step:
+    """Some compute with something after it, again and again: as a step has it, and not one message after another.
+
+    Ranks then do not arrive together, and the threads that carry messages have to wake up. What ranks wait differs much, and
+    a step has the sum. The compute is timed once.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.operation = clock, _product(clock)
+        self.count = max(1, round(SHORT / clock.seconds(self.operation)))
+        self.alone = clock.seconds(self._of(lambda: None), together=True)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Of one ``call`` of those after compute, at least of one after another."""
+        one = self.clock.seconds(call, together=True)
+        return max(one, (self.clock.seconds(self._of(call), together=True) - self.alone) / SEVERAL)
+
+    def _of(self, call: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(SEVERAL):
+                for _ in range(self.count):
+                    self.operation()
+                call()
+
+        return run
+
+
+def rates(step: Step, ranks: int, quick: bool) -> Iterator[Rate]:
     """α and β of every kind among ``ranks`` ranks; groups of that many measure at once. Messages are between two."""
     world = dist.get_world_size()
     if ranks < 2 or world % ranks:
@@ -42,53 +69,30 @@ def rates(clock: Clock, ranks: int, quick: bool) -> Iterator[Rate]:
         found: list[tuple[float, float]] = []
         for size in sizes:
             move, shape = move_of(kind, ranks, size)
-            x = torch.ones(shape, device=clock.device)
+            x = torch.ones(shape, device=step.clock.device)
             group = comm.process_group(move.axes)
             # the copy before it has a price of its own
             bare = partial(comm.run, group, dist.all_reduce, torch.zeros_like(x))
-            taken = _in_a_step(clock, bare if kind == "all_reduce" else partial(comm.execute, move, x, "forward"))
+            taken = step.seconds(bare if kind == "all_reduce" else partial(comm.execute, move, x, "forward"))
             found.append((move.ring_bytes(x, ranks), agreed(taken, max)))
         yield _line(kind, ranks, found)
     if ranks == world:
-        yield _line("permute", 2, [(4.0 * size, agreed(_message(clock, size), max)) for size in sizes])
+        yield _line("permute", 2, [(4.0 * size, agreed(_message(step, size), max)) for size in sizes])
 
 
-def _message(clock: Clock, size: int) -> float:
+def _message(step: Step, size: int) -> float:
     """Seconds of a message of ``size`` elements to the neighbour, while as much comes from it."""
     neighbour = dist.get_rank() ^ 1
     if neighbour >= dist.get_world_size():  # an odd one: the others measure
-        return _in_a_step(clock, lambda: None)
-    sent, received = (torch.ones(size, device=clock.device) for _ in range(2))
+        return step.seconds(lambda: None)
+    sent, received = (torch.ones(size, device=step.clock.device) for _ in range(2))
     both = [dist.P2POp(dist.isend, sent, neighbour), dist.P2POp(dist.irecv, received, neighbour)]
 
     def exchange() -> None:
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
-    return _in_a_step(clock, exchange)
-
-
-def _in_a_step(clock: Clock, call: Callable[[], object]) -> float:
-    """Seconds of one of several ``call`` with some compute before each, not one call after another: ranks then do not arrive
-    together, and the threads that carry messages have to wake up. What ranks wait differs much, and a step has the sum."""
-    operation = _product(clock)
-    count = max(1, round(SHORT / clock.seconds(operation)))
-
-    def compute() -> None:
-        for _ in range(count):
-            operation()
-
-    def computes() -> None:
-        for _ in range(SEVERAL):
-            compute()
-
-    def both() -> None:
-        for _ in range(SEVERAL):
-            compute()
-            call()
-
-    alone = clock.seconds(call, together=True)
-    return max(alone, (clock.seconds(both, together=True) - clock.seconds(computes, together=True)) / SEVERAL)
+    return step.seconds(exchange)
 
 
 def _product(clock: Clock) -> Callable[[], torch.Tensor]:

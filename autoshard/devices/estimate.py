@@ -190,7 +190,10 @@ class Estimates:
             if refusal(schedule, setup.stages, setup.batches, chunks) or setup.stages * chunks > len(whole):
                 continue
             paces = self.hardware.paces(setup.stages, own.size)
-            cutting = Cutting(whole, schedule, setup.stages, setup.batches, chunks, math.inf, graph.training, paces)
+            host = self.hardware.on_processor(self.hardware.actions)
+            cutting = Cutting(
+                whole, schedule, setup.stages, setup.batches, chunks, math.inf, graph.training, paces, host
+            )
             cut, step = cutting.shortest()
             size = _held(cutting, cut.ends)
             cuts = tuple(places[end - 1] for end in cut.ends[:-1])

@@ -78,6 +78,10 @@ class Hardware:
     """bytes per second that the optimizer reads and writes; 0: as ``memory_bandwidth``"""
     sharing: tuple[tuple[int, float], ...] = ()
     """(ranks of one machine at work, seconds of what each does relative to all of them at work), where they share cores"""
+    actions: float = 0.0
+    """processor seconds of an action of a pipeline beside its operations, with its messages but for their bytes"""
+    carried: float = 0.0
+    """processor seconds per byte that each end of a message between stages takes from those with whom it shares cores"""
 
     def paces(self, groups: int, ranks: int) -> tuple[float, ...]:
         """How fast a rank works while one of so many groups of ``ranks`` does, two, ... all, where all are at work 1.
@@ -88,6 +92,10 @@ class Hardware:
             return ()
         known, seconds = zip(*self.sharing, strict=True)
         return tuple(float(x) for x in 1 / np.interp(ranks * np.arange(1, groups + 1), known, seconds))
+
+    def on_processor(self, seconds: float) -> float:
+        """Seconds that so many of the processor take a rank while all are at work: see :attr:`sharing`."""
+        return seconds / self.sharing[0][1] if self.sharing else seconds
 
     def route(self, inside: int, nodes: int) -> Route:
         """The links of a group with ``inside`` ranks on each of ``nodes`` nodes."""

@@ -36,11 +36,11 @@ class StageTimes:
     """the update alone"""
 
 
-def stage_times(plan: Record, sent: tuple[float, float] = (0.0, 0.0), later: float = 0.0) -> StageTimes:
+def stage_times(plan: Record, sent: Sequence[float] = (0.0, 0.0, 0.0, 0.0), later: float = 0.0) -> StageTimes:
     """What the stage of ``plan`` takes.
 
-    ``sent``: seconds of its message forward, and of the gradients that go back; ``later``: the part of the micro-batches
-    that add their gradients to those of earlier ones.
+    ``sent``: seconds of its message forward, and of the gradients that go back, then of the work of either end of both;
+    ``later``: the part of the micro-batches that add their gradients to those of earlier ones.
     """
     cost, mesh = plan.cost, plan.mesh
     speed = mesh.hardware.overlap
@@ -62,7 +62,10 @@ def stage_times(plan: Record, sent: tuple[float, float] = (0.0, 0.0), later: flo
     )
     once = _shown(sums, mesh, speed, compute - ahead) + copied
     return StageTimes(
-        StageSeconds(forward, backward, weights, *sent), compute, once + cost.optimizer_s, cost.optimizer_s
+        StageSeconds(forward, backward, weights, *sent, mesh.hardware.on_processor(mesh.hardware.actions)),
+        compute,
+        once + cost.optimizer_s,
+        cost.optimizer_s,
     )
 
 
@@ -108,14 +111,15 @@ def _weights(plan: Record) -> float:
 
 def staged_times(staged: Staged, mesh: Mesh) -> tuple[StageTimes, ...]:
     """What every stage takes, with its messages over the links along the axis of stages."""
-    link = mesh.link(staged.axis)
+    link, hardware = mesh.link(staged.axis), mesh.hardware
 
-    def seconds(number: int, back: bool) -> float:
-        size = staged.sent[number][back] if 0 <= number < len(staged.sent) else 0.0
-        return link.seconds(size, "permute") if size else 0.0
+    def sent(number: int) -> tuple[float, float, float, float]:
+        sizes = [staged.sent[n][b] if 0 <= n < len(staged.sent) else 0.0 for n, b in ((number, 0), (number - 1, 1))]
+        ahead, back = (link.seconds(size, "permute") if size else 0.0 for size in sizes)
+        return ahead, back, *(hardware.on_processor(hardware.carried * size) for size in sizes)
 
     later = 1 - 1 / staged.micro_batches if staged.plans[0].training else 0.0
-    return tuple(stage_times(p, (seconds(i, False), seconds(i - 1, True)), later) for i, p in enumerate(staged.plans))
+    return tuple(stage_times(p, sent(i), later) for i, p in enumerate(staged.plans))
 
 
 def pipeline(plan: Record) -> Timeline:
@@ -149,6 +153,7 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     end += meetings
     update = sum(t.update_s for t in own)
     work = count * sum(t.batch.work for t in own)
+    work += sum(times[span.action.stage].batch.host for span in found.ranks[busiest])
     pace = work / found.busy_s[busiest] if mesh.hardware.sharing and work else 1.0
     compute = count * sum(t.compute_s for t in own) / pace + update
     exposed = max(0.0, work / pace + sum(t.once_s for t in own) - compute) + meetings

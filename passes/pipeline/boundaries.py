@@ -25,13 +25,14 @@ def boundaries(
     graph, count = pieces.graph, ranks * chunks
     if count == 1:
         return ()
-    paces = pieces.mesh.hardware.paces(ranks, pieces.mesh.size)
+    hardware = pieces.mesh.hardware
+    paces, host = hardware.paces(ranks, pieces.mesh.size), hardware.on_processor(hardware.actions)
     if len(pieces.places) + 1 < count:
         own = sum(n.name not in pieces.free for n in graph.nodes)
         raise PlanError(f"{count} stages: the model has {own} operations to cut between. Ask for fewer stages.")
 
     def shortest(places: Sequence[int], limit: float) -> tuple[Boundaries, list[int]]:
-        cutting = Cutting(pieces.between(places), schedule, ranks, batches, chunks, limit, graph.training, paces)
+        cutting = Cutting(pieces.between(places), schedule, ranks, batches, chunks, limit, graph.training, paces, host)
         found, _ = cutting.shortest()
         return found, [places[end - 1] for end in found.ends[:-1]]
 

@@ -53,6 +53,10 @@ class Piece:
     """bytes that one micro-batch keeps where all else is made again; NaN: nothing can be made again"""
     again: float = 0.0
     """seconds that this takes"""
+    carry: float = 0.0
+    """seconds that either end works for the message to the next piece"""
+    carry_back: float = 0.0
+    """seconds that either end works for the gradients to the piece before"""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Cutting:
     training: bool = True
     paces: Sequence[float] = ()
     """of ranks that share processors, see :func:`timeline`"""
+    host: float = 0.0
+    """what each action takes beside its operations"""
 
     def best(self) -> Boundaries:
         """The boundaries with the least seconds.
@@ -286,7 +292,9 @@ class Cutting:
         ahead = self.pieces[end - 1].send if end < len(self.pieces) else 0.0
         back = own[0].send_back if first else 0.0
         again = float(self.took[number][first, end]) - forward - backward - ahead - back
-        return StageSeconds(forward, backward + max(0.0, again), weights, ahead, back)
+        carry = self.pieces[end - 1].carry if end < len(self.pieces) else 0.0
+        carry_back = own[0].carry_back if first else 0.0
+        return StageSeconds(forward, backward + max(0.0, again), weights, ahead, back, carry, carry_back, self.host)
 
     def _does_not_fit(self) -> str:
         """The sentence for a budget within which there is no cut; its figure is no more than any cut holds."""

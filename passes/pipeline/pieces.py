@@ -109,10 +109,16 @@ class Pieces:
             most=max((self.touched(n) for n in own), default=0.0),
             least=min(float(sent[first]) / self.mesh.size, sum(self.kept.get(n, 0.0) for n in names)),
             again=forward,
+            carry=self._carried(sent[end]),
+            carry_back=self._carried(back[first]),
         )
 
     def _message(self, size: float) -> float:
         return self.route.seconds(float(size) / self.mesh.size, "permute") if size else 0.0
+
+    def _carried(self, size: float) -> float:
+        hardware = self.mesh.hardware
+        return hardware.on_processor(hardware.carried * float(size) / self.mesh.size)
 
     @cached_property
     def free(self) -> frozenset[str]:

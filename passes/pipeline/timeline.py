@@ -21,6 +21,9 @@ from autoshard.errors import PlanError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
+NOBODY = -1
+"""the rank of work that no action is"""
+
 
 class Action(NamedTuple):
     """One piece of work of a rank: ``kind`` F, B, I or W of micro-batch ``batch`` on ``stage``."""
@@ -50,13 +53,21 @@ class StageSeconds:
     """until what the forward makes is on the next stage"""
     send_back: float = 0.0
     """until the gradients that the backward makes are on the stage before"""
+    carry: float = 0.0
+    """what either end of the message forward works for it, in threads of its own: see :func:`timeline`"""
+    carry_back: float = 0.0
+    """the same of the gradients"""
+    host: float = 0.0
+    """what each F, B, I or W takes beside its operations"""
 
     def of(self, kind: str) -> float:
         """Seconds of one F, B, I or W."""
-        return {"F": self.forward, "B": self.backward, "I": self.backward - self.weights, "W": self.weights}[kind]
+        parts = {"F": self.forward, "B": self.backward, "I": self.backward - self.weights, "W": self.weights}
+        return parts[kind] + self.host
 
     @property
     def work(self) -> float:
+        """Seconds of the operations, forward and backward."""
         return self.forward + self.backward
 
 
@@ -212,14 +223,18 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[flo
 
     A message goes when it is made and its receiver, which has nothing else to do, waits for it: torch's schedules post
     their receives then. The sender's work goes on. ``paces``: where ranks share processors, how fast each works while one
-    of them does, two, and so on; 1 is the pace of ``stages``. Raises :class:`ValueError` where an order never ends.
+    of them does, two, and so on; 1 is the pace of ``stages``. There a message at its start is work at both ends, too
+    (:attr:`StageSeconds.carry`): others have so much less of the processors, while it takes the seconds that it takes.
+    Raises :class:`ValueError` where an order never ends.
     """
     steps, count = _steps(orders, len(stages) - 1)
-    paces = paces or [1.0] * len(orders)
+    shared, paces = bool(paces), paces or [1.0] * len(orders)
     done, waits = [0] * len(orders), [True] * len(orders)
     made: list[Message | None] = [None] * count
     took = {kind: [s.of(kind) for s in stages] for kind in "FBIW"}
     send, send_back = [s.send for s in stages], [s.send_back for s in stages]
+    carry = {"F": [s.carry for s in stages], "B": [s.carry_back for s in stages]}
+    carry["I"] = carry["B"]
     spans: list[list[Span]] = [[] for _ in orders]
     messages: list[Message] = []
     now = work = 0.0  # seconds, and what a rank that never waited would have done in them
@@ -243,9 +258,12 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[flo
             if message is not None and (seconds := message.end - message.start):
                 messages.append(message._replace(start=now, end=now + seconds))
                 heappush(coming, (now + seconds, rank))
+                if shared and (carries := carry[message.action.kind][message.action.stage]):
+                    for _ in range(2):
+                        heappush(running, (work + carries, NOBODY, now))
             elif not waits[rank]:
                 begin(rank)
-        pace = paces[len(running) - 1]
+        pace = _pace(paces, len(running))
         next_end = now + (running[0][0] - work) / pace if running else math.inf
         if coming and coming[0][0] <= next_end:
             arrives, rank = heappop(coming)
@@ -254,6 +272,8 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[flo
         elif running:
             work, rank, began = heappop(running)
             now = next_end
+            if rank == NOBODY:
+                continue
             a, number, _, target = steps[rank][done[rank]]
             spans[rank].append(Span(a, began, now))
             done[rank] += 1
@@ -265,6 +285,11 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[flo
     if any(n < len(order) for n, order in zip(done, orders, strict=True)):
         raise ValueError("the orders of a schedule wait for each other")
     return Timeline(tuple(map(tuple, spans)), tuple(messages))
+
+
+def _pace(paces: Sequence[float], working: int) -> float:
+    """How fast each of so many works; beyond what was measured they share what all ranks have."""
+    return paces[working - 1] if working <= len(paces) else paces[-1] * len(paces) / working
 
 
 class _Step(NamedTuple):
