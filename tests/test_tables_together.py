@@ -11,6 +11,7 @@ from lowering_steps import change
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autoshard
 from autoshard.passes.lower.tables import tables_together
 from autoshard.runtime.operations.tables import Group, _Placed, _placed
 
@@ -37,6 +38,25 @@ def test_look_ups_in_tables_of_one_owner_each_go_together() -> None:
         "runtime.table_wise([p_users_weight, p_items_weight], [user, item], [0, 1], 'tp', 'sum')",
     ]
     assert change(tables_together, Tables(nested=True), *given, **asked) == []
+
+
+def test_tables_asked_for_whole_give_summands_only_where_the_batch_does_not_divide() -> None:
+    """Summands take as many times the bytes as there are ranks, which prices of small batches do not see."""
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.Embedding(20000, 64) for _ in range(8))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return torch.cat([table(ids[:, i]).sum(1) for i, table in enumerate(self.tables)], 1).square().mean()
+
+    with torch.device("meta"):
+        model = Many()
+    for rows, label in ((2048, "table"), (2, "table sums")):
+        ids = torch.zeros(rows, 8, 8, dtype=torch.int64)
+        plan = autoshard.plan(model, autoshard.Mesh({"x": 4}), (ids,), like="table-wise", training=True)
+        assert {c.labels[0] for c in plan.choices.values() if "pooled" in c.op} == {label}
 
 
 class Written(TorchDispatchMode):

@@ -76,10 +76,12 @@ class Asked:
     """whether it may work on summands of its operands"""
     invariant: bool = True
     """whether it may work on whole values whose gradients are whole, too (I), where it works on whole values"""
+    instead: frozenset[str] = frozenset()
+    """factors along which it is cut where it cannot be along these"""
 
     def allows(self, strategy: Strategy) -> bool:
         if strategy.divides:
-            return strategy.factor in self.cuts
+            return strategy.factor in self.cuts | self.instead
         if strategy.label == "I" and not self.invariant:
             return False
         return self.sums or not any(isinstance(p, Partial) for p in strategy.inputs)
@@ -144,16 +146,16 @@ def _combined(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf) -> list[tupl
 
 
 def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterator[list[tuple[Strategy, ...]]]:
-    """Those that cut along the most axes that ask for it; then those that cut one axis less, and so on.
+    """Those that cut along the most axes that ask for it, and most of these as asked; then those that cut one less, and so on.
 
     All at once where several axes ask for the same cut and those that cut the most need a layout of their own (whole parts on
     every rank): nothing leads to it from the cut along all these axes that a neighbour has.
     """
-    found: dict[int, list[tuple[Strategy, ...]]] = {}
+    found: dict[tuple[int, int], list[tuple[Strategy, ...]]] = {}
     for choice in choices:
-        pairs = zip(choice, asked, strict=True)
-        whole_axes = sum(a is not None and not a.optional and bool(a.cuts) and not s.divides for s, a in pairs)
-        found.setdefault(whole_axes, []).append(choice)
+        pairs = [(s, a) for s, a in zip(choice, asked, strict=True) if a is not None]
+        whole_axes = sum(not a.optional and bool(a.cuts) and not s.divides for s, a in pairs)
+        found.setdefault((whole_axes, sum(s.factor in a.instead for s, a in pairs)), []).append(choice)
     tiers = [found[n] for n in sorted(found)]
     several = any(a and b and a.cuts & b.cuts for a, b in itertools.combinations(asked, 2))
     if several and tiers and all(any(s.alone or s.in_parts for s in choice) for choice in tiers[0]):

@@ -9,7 +9,8 @@ from autoshard.passes.rules.families.embedding import LOOK_UPS, TABLE, TABLE_SUM
 
 def by_table(graph: Graph, label: str, dims: frozenset[int]) -> tuple[dict[str, Asked], dict[str, frozenset[int]]]:
     """(what is asked of look-ups, the dims along which tables lie): those that can be cut by the strategy ``label``."""
-    cuts = frozenset({label, TABLE_SUMS} if label == TABLE else {label})
+    # As summands the same takes as many times the bytes as there are ranks; that latencies merge the prices do not see.
+    how = Asked(frozenset({label}), instead=frozenset({TABLE_SUMS} if label == TABLE else ()))
     asked: dict[str, Asked] = {}
     found: dict[str, frozenset[int]] = {}
     for name in sorted(graph.parameters):
@@ -18,5 +19,5 @@ def by_table(graph: Graph, label: str, dims: frozenset[int]) -> tuple[dict[str, 
             continue
         if all(label in {s.label for s in axis_strategies(n, graph)} for n in nodes):
             found[name] = dims
-            asked |= {n.name: Asked(cuts) for n in nodes}
+            asked |= {n.name: how for n in nodes}
     return asked, found
