@@ -20,6 +20,7 @@ from autoshard.module.hooked import refuse_hooks
 from autoshard.module.inner import compiled_for_generation, inner, may_come_first
 from autoshard.module.meetings import collective
 from autoshard.module.microbatches import MicroBatchRun
+from autoshard.module.model.clamped import clamp
 from autoshard.module.programs.compiling import Compiling, Settings
 from autoshard.module.programs.entrance import check_leaves, check_trained
 from autoshard.module.programs.executable import Executable, first_that_serves
@@ -139,6 +140,7 @@ class ShardedModule(Compiling):
             if self._of.absent:
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
             with executable.tried(), without_autocast(), torch.set_grad_enabled(recorded):
+                clamp((self.tensor(fqn), bounds) for fqn, bounds in executable.graph.clamped.items())
                 leaves, mutated = self._step(executable, executable.named(own))
             typed = executable.as_typed(leaves)
             if recorded:

@@ -36,6 +36,11 @@ def save(executable: Executable, held: Held, directory: Path, alone: bool) -> No
             f"this step cannot be saved: what depends on inputs alone ({made}) is made of the whole batch before the first "
             "micro-batch. Compile with micro_batches=1 to save it, or save full_state_dict() and plan.to_json()."
         )
+    if executable.graph.clamped:
+        raise PlanError(
+            f"this step cannot be saved: the forward clamps parameters ({next(iter(executable.graph.clamped))}) in place, "
+            "which rank modules do not. Save full_state_dict() and plan.to_json(), or the module in eval()."
+        )
     if executable.parts and executable.compiled.symbols.read:
         raise PlanError(
             "stages with open lengths (dynamic) cannot be saved: messages between them have shapes. Compile without dynamic "

@@ -27,7 +27,7 @@ from autoshard.passes.capture.answers.eager import AsInEager, without_grad
 from autoshard.passes.capture.answers.loops import Learnt, check_draws
 from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
-from autoshard.passes.capture.exported.arguments import Example, argument_paths, gradient_sources, with_keywords
+from autoshard.passes.capture.exported.arguments import Example, gradient_sources, tensors_of, with_keywords
 from autoshard.passes.capture.exported.attributes import (
     WrittenError,
     apart,
@@ -54,6 +54,7 @@ from autoshard.passes.capture.repeats.calls import UnequalError
 from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.repeats.written_out import write_out
 from autoshard.passes.capture.substitutes.autocast import with_kept_casts
+from autoshard.passes.capture.substitutes.clamps import CLAMPED, clamped
 from autoshard.passes.capture.substitutes.precision import reading_in, with_precision
 from autoshard.passes.capture.substitutes.windows import check_views
 from autoshard.passes.capture.translate.decompose import decompose
@@ -96,7 +97,7 @@ def capture(
     check_example(model, example)
     register_types(example)
     if dynamic:
-        opened(_tensors(model, example), dynamic)  # a wrong request is refused before tracing
+        opened(tensors_of(model, example), dynamic)  # a wrong request is refused before tracing
     graph = _captured(model, example, training, dynamic, precision)
     if dynamic is True and (other := longer(graph, example)) is not None:
         with contextlib.suppress(CaptureError):
@@ -140,7 +141,8 @@ def _graph(model: nn.Module, example: Example, training: bool, dynamic: Dynamic)
     graph = with_kept_casts(translate(program, model, example, training, inputs))
     meta = program.graph_module.meta
     own, changed = of_dicts(graph.out_spec, meta[CHANGED])
-    return replace(graph, out_spec=own, changed=changed, enables=meta[ENABLES], handed=meta[RETURNED]), eager_grads
+    found = replace(graph, enables=meta[ENABLES], handed=meta[RETURNED], clamped=meta[CLAMPED])
+    return replace(found, out_spec=own, changed=changed), eager_grads
 
 
 def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
@@ -183,7 +185,7 @@ def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynam
         _Retry(lambda e: _asks(e) and not dynamic, lambda: trace(steered=True), "With the answers of the example"),
     )
     check_views(program.graph_module)
-    known = {key: program.graph_module.meta[key] for key in (RETURNED, CHANGED)}
+    known = {key: program.graph_module.meta[key] for key in (RETURNED, CHANGED, CLAMPED)}
     try:
         with effects_stay():
             if training:
@@ -250,14 +252,15 @@ def _traced(
                     given = _without_data(model, example)
                 if not training:  # their views may be written where gradients are off
                     given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
-                inputs = opened(_tensors(model, given), dynamic) if dynamic else {}
+                inputs = opened(tensors_of(model, given), dynamic) if dynamic else {}
                 shapes = shapes_for_export(inputs.values()) if inputs else None
                 grad = torch.is_grad_enabled() and not without_grad.get()
                 with effects_stay(), watch.active(), torch.set_grad_enabled(grad):
                     program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
                 check_draws(program)
                 changed = tuple((path, lost) for path, (lost, _) in trace.changed.items())
-                program.graph_module.meta |= {RETURNED: trace.returned, CHANGED: changed}
+                found = {RETURNED: trace.returned, CHANGED: changed, CLAMPED: clamped(watch.observers, model)}
+                program.graph_module.meta |= found
                 return program, trace.output_grads, inputs
             except Exception as error:
                 cause = trace.error or error
@@ -265,11 +268,6 @@ def _traced(
                     raise cause from None
                 if not watch.learn(cause):
                     raise explain(model, cause) from cause
-
-
-def _tensors(model: nn.Module, example: Example) -> dict[str, torch.Tensor]:
-    """The example's tensors by argument."""
-    return {p: x for p, x in zip(argument_paths(model, example), pytree.tree_leaves(example), strict=True) if p}
 
 
 class _StoppedError(Exception):

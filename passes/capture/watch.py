@@ -33,6 +33,7 @@ from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.substitutes.autocast import Autocast
 from autoshard.passes.capture.substitutes.caches import Caches
 from autoshard.passes.capture.substitutes.checkpoints import Checkpoints
+from autoshard.passes.capture.substitutes.clamps import Clamps
 from autoshard.passes.capture.substitutes.conversions import Conversions
 from autoshard.passes.capture.substitutes.custom_functions import CustomFunctions
 from autoshard.passes.capture.substitutes.experts import Experts
@@ -66,7 +67,7 @@ def concerns(
     steering = () if example is None else (Steering(example),)
     return (
         ReadsOutside(training, refusals), repeats, numbers, Draws(refusals), DefaultDtype(refusals), Caches(),
-        PackedSequences(), Gradients(training, refusals), CustomFunctions(training, refusals),
+        PackedSequences(), Clamps(repeats), Gradients(training, refusals), CustomFunctions(training, refusals),
         Checkpoints(training, refusals),
         NoGrad(), Asked(refusals), Overlaps(refusals), Conversions(), Scripted(), FlexAttention(), Experts(), Autocast(),
         Bodies(),

@@ -68,3 +68,8 @@ def with_keywords(signature: inspect.Signature, keywords: Iterable[str]) -> insp
         return signature
     named = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in extra]
     return signature.replace(parameters=[*(p for p in parameters if p is not rest[0]), *named])
+
+
+def tensors_of(model: nn.Module, example: Example) -> dict[str, torch.Tensor]:
+    """The example's tensors by argument."""
+    return {p: x for p, x in zip(argument_paths(model, example), pytree.tree_leaves(example), strict=True) if p}
