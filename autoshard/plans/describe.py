@@ -10,6 +10,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.memory import Memory, Recomputed
+from autoshard.passes.ir.merge import TRAVELLING
 from autoshard.passes.ir.program import Program, Statement, Step
 from autoshard.passes.ir.sizes import Size, free_symbols
 from autoshard.passes.lower.blocks import module_of
@@ -23,7 +24,8 @@ from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.prices.copies import copied_seconds
 from autoshard.passes.propagate.prices.step_time import movable_values
-from autoshard.passes.redistribute.pricing import Shares
+from autoshard.passes.propagate.prices.travelling import beside, journeys
+from autoshard.passes.redistribute.pricing import ALONE, Shares
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.checks import has_rule
 from autoshard.passes.rules.facts import is_view
@@ -34,6 +36,9 @@ from autoshard.report.text import utilisation
 
 ONCE = 0
 """in place of a number of times: once in all passes"""
+
+AGAIN, PART_BY_PART = "(made again)", " (part by part, beside products)"
+"""ends of reasons"""
 
 
 def describe(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
@@ -76,7 +81,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         shapes={public.get(n, n): t.example.shape for n, t in graph.types.items()},
         kinds={n: kinds.get(n, "value") for n in layouts},
         ties=ties,
-        notes=tuple(_notes(program, choices)),
+        notes=(*_notes(program, choices), *_notes_on_travel(found)),
         training=graph.training,
         title=title,
         modules={path: name for node in graph.nodes for path, name in node.module_types},
@@ -160,7 +165,9 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
         return _of_node(program, part, searched.operations[part.node.name].compute)
 
     for s in program.statements:
-        if s.members and not s.parameter:
+        if s.call.fn in TRAVELLING:
+            found += _travelled(program, s)
+        elif s.members and not s.parameter:
             found += _together([c for part in s.members for c in of_part(part, bool(s.again))], program)
         elif s.step is not None:  # of a bucket of parameters every member is listed, at its share of the time
             stage = s.call.kwargs.get("zero", 0)
@@ -276,8 +283,21 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Sha
         )
     if again and step.is_collective:
         seconds = float(forward_seconds(program.graph.types[s.value], (step.src,), (step.dst,))[0, 0])
-        how = "gathered again" if s.parameter else "made again"
-        yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} ({how})")
+        how = "(gathered again)" if s.parameter else AGAIN
+        yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} {how}")
+
+
+def _travelled(program: Program, s: Statement) -> Iterator[Collective]:
+    """What goes round beside the products of ``s``, instead of the collectives of its step."""
+    part = next(part for part in s.parts if part.step is not None)
+    near, step = beside(program.graph, program.mesh)[part.value], part.step
+    found = None if step is None else journeys(program.graph.types[part.value], near, step.src, step.dst)
+    for c in _of_step(program, part, bool(s.again or part.again), 0, ALONE):
+        journey = None if found is None or c.reason.endswith(AGAIN) else found[c.phase == "backward"]
+        c = replace(c, kind="permute", fqn=module_of(s, program.graph))
+        if journey is not None:
+            c = replace(c, seconds=journey.seconds, hidden_s=journey.hidden, reason=f"{c.reason}{PART_BY_PART}")
+        yield c
 
 
 def _of_node(program: Program, s: Statement, compute: costs.Seconds) -> Iterator[Collective]:
@@ -296,7 +316,7 @@ def _of_node(program: Program, s: Statement, compute: costs.Seconds) -> Iterator
         )
         yield found
         if s.again and c.phase == "forward":
-            yield replace(found, phase="backward", reason=f"{reason} (made again)")
+            yield replace(found, phase="backward", reason=f"{reason} {AGAIN}")
 
 
 def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
@@ -316,6 +336,17 @@ def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     for node in program.graph.nodes:
         if not has_rule(node, program.graph):
             yield f"replicated: no rule for {node.op} in {node.fqn or '(root)'} at {node.source}"
+
+
+def _notes_on_travel(found: Iterable[Collective]) -> Iterator[str]:
+    """What is hidden of activations that travel while their products are computed."""
+    round_ = [c for c in found if c.reason.endswith(PART_BY_PART)]
+    if round_:
+        hidden, seconds = sum(c.hidden_s for c in round_), sum(c.seconds for c in round_)
+        yield (
+            f"{len(round_)} conversions of activations go {PART_BY_PART.strip(' ()')}: {hidden * 1e6:.3g} of "
+            f"{seconds * 1e6:.3g} µs are hidden"
+        )
 
 
 def _notes_on_lengths(graph: Graph, mesh: Mesh) -> Iterator[str]:

@@ -14,6 +14,7 @@ from autoshard.passes.codegen.printing import WIDTH, Expression, atom, expressio
 from autoshard.passes.codegen.source_text import Names, layout_text, one_of, python_path, shape_text, step_comment
 from autoshard.passes.codegen.wanted import Wanted, is_next
 from autoshard.passes.ir.memory import Recomputed
+from autoshard.passes.ir.merge import SCATTERED, TRAVELLING
 from autoshard.passes.ir.program import Program, Statement, bytes_text, reads
 from autoshard.passes.lower.blocks import Segment, module_of
 from autoshard.passes.rules.facts import is_random
@@ -225,7 +226,8 @@ class Body:
             else:
                 targets.append(names.fresh(out, *self.wanted.of(s, out, held), avoid=targets))
         module = self._module(s) if "runtime." in value.flat else None
-        return Line(tuple(targets), value, self._comment(s), module, self._rest(s, targets), bool(s.members))
+        wide = bool(s.members) and s.call.fn != SCATTERED
+        return Line(tuple(targets), value, self._comment(s), module, self._rest(s, targets), wide)
 
     def _module(self, s: Statement) -> str:
         module = module_of(s, self.program.graph)
@@ -265,5 +267,8 @@ class Body:
             for o, layout in zip(s.outputs, s.layouts, strict=True)
             if layout is not None
         ]
+        if s.call.fn in TRAVELLING:
+            moved = (step_comment(part).partition("    ")[0] for part in s.parts if part.step is not None)
+            made += [f"{arrow} part by part" for arrow in moved]
         source = s.node.source if s.node is not None else ""
         return "; ".join(made) + (f"  {source}" if source else "")

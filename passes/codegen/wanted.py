@@ -31,7 +31,8 @@ class Wanted:
         self.graph, self.types, self.layouts = program.graph, program.types, program.layouts
         self.inputs = {i.name: i for i in self.graph.inputs}
         self.user, self.module = user_names(self.graph), module_names(self.graph)
-        self.moved = {o: s.value for s in program.statements if s.step for o in s.outputs}
+        parts = [part for s in program.statements for part in s.parts if part.step]
+        self.moved = {o: part.value for part in parts for o in part.outputs}
         readers: dict[str, set[str]] = {}
         for segment in segments:
             for name in segment.inputs if segment.path else ():
@@ -50,7 +51,7 @@ class Wanted:
         plain = op_name(s.node.name)
         if operand and s.node.op._schema.name.rpartition("::")[2] in _SAME_VALUE:
             return (*self._known(out), operand, f"{operand}_{plain}")
-        return (*self._known(out), plain)
+        return (*self._known(value or out), plain)
 
     def argument(self, local: str, segment: Segment) -> tuple[str, ...]:
         """For what a block reads from outside: the same in every equal block.

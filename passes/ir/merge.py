@@ -13,6 +13,10 @@ from autoshard.passes.ir.program import Call, Local, Statement, reads
 TABLES = "table_wise"
 """the function of the runtime that looks up in tables that lie whole on one rank each"""
 
+GATHERED, SCATTERED = "gather_products", "scatter_product"
+"""those whose operand, or whose sums, travel while they compute"""
+TRAVELLING = frozenset({GATHERED, SCATTERED})
+
 
 def merged(function: str, members: Sequence[Statement], zero: Mapping[str, int] = MappingProxyType({})) -> Statement:
     """Steps of one kind over the same axes as one call of ``function``.
@@ -21,8 +25,8 @@ def merged(function: str, members: Sequence[Statement], zero: Mapping[str, int] 
     ``gather_parameters((w, b), (0, 0), "dp", to="R")``; ``sizes`` has a length for each where one of them has a ``size``.
     ``zero``: parameters that stay gathered, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; all of a bucket do.
     """
-    if function == TABLES:
-        return _tables(members)
+    if function in _MERGES:
+        return _MERGES[function](members)
     first = members[0]
     *dims, axes = zip(*(s.call.args[1:] for s in members), strict=True)
     kwargs = {k: v for k, v in first.call.kwargs.items() if k != "size"}
@@ -57,6 +61,38 @@ def _tables(members: Sequence[Statement]) -> Statement:
         layouts=tuple(x for s in members for x in s.layouts),
         members=tuple(members),
     )
+
+
+def _gathered(members: Sequence[Statement]) -> Statement:
+    """A gather, and the products of what it brings."""
+    gather, *products = members
+    calls = [s.call for s in products]
+    kwargs = {k: v for k, v in gather.call.kwargs.items() if k == "size"}
+    biases = tuple(c.args[2] if len(c.args) > 2 else None for c in calls)
+    if any(b is not None for b in biases):
+        kwargs["biases"] = biases
+    if gather.again and not products[0].again:
+        kwargs["again"] = True
+    args = gather.call.args[0], tuple(c.args[1] for c in calls), *gather.call.args[1:]
+    return replace(
+        products[0],
+        outputs=tuple(s.outputs[0] for s in products),
+        call=Call(GATHERED, args, kwargs),
+        layouts=tuple(s.layouts[0] for s in products),
+        members=tuple(members),
+    )
+
+
+def _scattered(members: Sequence[Statement]) -> Statement:
+    """A product, and what sums and cuts its result."""
+    product, scatter = members
+    x, weight, *bias = product.call.args
+    kwargs = {"bias": bias[0]} if bias and bias[0] is not None else {}
+    call = Call(SCATTERED, (x, weight, *scatter.call.args[1:]), kwargs)
+    return replace(product, outputs=scatter.outputs, call=call, layouts=scatter.layouts, members=(product, scatter))
+
+
+_MERGES = {TABLES: _tables, GATHERED: _gathered, SCATTERED: _scattered}
 
 
 def fused(enter: Statement, gather: Statement) -> Statement:

@@ -132,7 +132,7 @@ def _kept(program: Program) -> set[str]:
             made.update(dict.fromkeys(part.outputs, s.again))
             leaves.update(name for name in reads(part) if made.get(name) not in (0, s.again))
             found.update(name for name in _saved(part, program) if made.get(name, 0) in (0, s.again))
-            if s.again:
+            if s.again or part.again:
                 found.update(name for name in reads(part) if not made.get(name))
     return found - leaves
 

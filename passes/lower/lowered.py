@@ -14,6 +14,7 @@ from autoshard.passes.lower.parts import parted
 from autoshard.passes.lower.precision import in_precision
 from autoshard.passes.lower.tables import tables_together
 from autoshard.passes.lower.together import together
+from autoshard.passes.lower.travelling import travelling
 
 
 def lowered(assignment: Assignment) -> Program:
@@ -22,6 +23,7 @@ def lowered(assignment: Assignment) -> Program:
     program = counted(program)
     program = in_precision(program)
     program = tables_together(program)
+    program = travelling(program)
     program = together(program)
     program = hoisted(program)
     program = bucket(program)

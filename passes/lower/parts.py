@@ -9,6 +9,7 @@ from dataclasses import replace
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.lower.again import run_again
 from autoshard.passes.lower.blocks import runs
+from autoshard.passes.lower.travelling import settled
 from autoshard.passes.rules.facts import is_view
 
 
@@ -20,6 +21,7 @@ def parted(program: Program) -> Program:
     remade = {id(part) for part in run_again(program)}
     if not remade:
         return program
+    program = settled(program, remade)
     result: list[Statement] = []
     number = 0
     for statements in _sunk(program, remade):

@@ -99,7 +99,7 @@ class _Simulation:
                 if number:
                     self._part(number, statements, segment)
                 for s in statements:
-                    self._forward(s)
+                    self._forward(s, segment)
                     self._leave(s.frees)
                 if number:
                     self._leave(self.parts[number].inner)
@@ -211,17 +211,19 @@ class _Simulation:
 
     # --- forward ---
 
-    def _forward(self, s: Statement) -> None:
+    def _forward(self, s: Statement, segment: Segment) -> None:
         if s.members and s.call.fn in ("enter_parameters", "gather_parameters"):
             self._bucket(s)
             return
         for part in s.parts:
+            if part.again and not s.again:
+                self._part(part.again, (part,), segment)
             operands = tuple(dict.fromkeys(reads(part)))
             forms = {name: self.forms[name] for name in operands}
             outcome = self.rehearsal.run(part.call, forms, self.graph.training)
             outcome = outcome or guessed(part, self.graph, self._form, self._wanted_gradient)
             self._seen(part, "forward", outcome.forward_peak)
-            self._made(part, operands, outcome, s.again)
+            self._made(part, operands, outcome, s.again or part.again)
         self._leave({o for part in s.parts for o in part.outputs} - set(s.outputs))
 
     def _part(self, number: int, statements: Sequence[Statement], segment: Segment) -> None:

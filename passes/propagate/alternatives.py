@@ -16,6 +16,7 @@ from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values
+from autoshard.passes.propagate.prices.travelling import NONE, Beside, beside
 from autoshard.passes.propagate.prices.zero import stages_of
 from autoshard.passes.redistribute.pricing import Shares
 
@@ -94,6 +95,10 @@ class _Alternatives:
         return latency_shares(self.graph, self.mesh)
 
     @cached_property
+    def products(self) -> Mapping[str, Beside]:
+        return beside(self.graph, self.mesh)
+
+    @cached_property
     def stages(self) -> Mapping[str, int]:
         return stages_of(self.graph, self.assignment.zero)
 
@@ -109,7 +114,8 @@ class _Alternatives:
         if key not in self.known:
             parts = space.parts
             for _, name, placed, mask, spared in readings(node, space):
-                parts += paid(self._parts(name, [sources[name]], placed)[0], mask)
+                first = name not in self.assignment.shared
+                parts += paid(self._parts(name, [sources[name]], placed, first)[0], mask)
                 if spared is not None:
                     parts += Parts(blocking=unspared(spared, [sources[name]])[0])
             for name, asked, placed in zip(node.outputs, targets, space.outputs, strict=True):
@@ -122,13 +128,18 @@ class _Alternatives:
     def _step(self, parts: Parts) -> Any:
         return parts.step(self.mesh.hardware.overlap, self.graph.passes)
 
-    def _parts(self, name: str, sources: Sequence[Placements], targets: Sequence[Placements]) -> Parts:
-        type_ = self.graph.types[name]
-        return conversion_parts(type_, self.mesh, sources, targets, *self._terms(name), self.graph.passes)
+    def _parts(
+        self, name: str, sources: Sequence[Placements], targets: Sequence[Placements], first: bool = True
+    ) -> Parts:
+        """``first``: whether the sources are those of its definition, not of its shared layout."""
+        type_, (*terms, products) = self.graph.types[name], self._terms(name)
+        terms = *terms, products if first else NONE
+        return conversion_parts(type_, self.mesh, sources, targets, *terms, self.graph.passes)
 
-    def _terms(self, name: str) -> tuple[int | None, bool, Shares]:
-        """The stage of ZeRO, whether conversions can move in time, and the share of their latency."""
-        return self.stages.get(name), name in self.movable, share_of(name, self.shares)
+    def _terms(self, name: str) -> tuple[int | None, bool, Shares, Beside]:
+        """The stage of ZeRO, whether conversions can move in time, the share of their latency, and what they go beside."""
+        products = self.products.get(name, NONE)
+        return self.stages.get(name), name in self.movable, share_of(name, self.shares), products
 
     def _best(self, space: OpSpace, extra: np.ndarray, current: int) -> tuple[Alternative, ...]:
         order = [int(i) for i in np.argsort(extra, kind="stable") if i != current and math.isfinite(extra[i])]

@@ -18,6 +18,7 @@ from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.prices.copies import copied_seconds
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values
+from autoshard.passes.propagate.prices.travelling import NONE, Beside, beside, with_journeys
 from autoshard.passes.redistribute import link_matrices
 from autoshard.passes.redistribute.pricing import ALONE, Shares
 from autoshard.passes.search.folded import Folded, joint
@@ -31,6 +32,7 @@ def conversion_parts(
     stage: int | None,
     movable: bool,
     share: Shares = ALONE,
+    products: Beside = NONE,
     passes: int = 1,
 ) -> Parts:
     """What it takes per pass to bring a value from each source (row) to each target (column): forward and backward.
@@ -39,7 +41,8 @@ def conversion_parts(
     FSDP), or once a step and kept: gradients are reduced once (1, ZeRO-1), or scattered in each of the step's ``passes`` (2).
     Sums over replicas are taken once in any case. ``movable``: see
     :func:`~autoshard.passes.propagate.prices.step_time.movable_values`; ``share``: of the latency of messages that it shares
-    with others (:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`).
+    with others (:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`); ``products``: beside which it may go
+    (:mod:`~autoshard.passes.propagate.prices.travelling`).
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
     held_up, *links = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)
@@ -50,7 +53,7 @@ def conversion_parts(
         again = forward_matrices(type_, a, b, share)
         found = [x + np.where(gathered, y, 0.0) for x, y in zip(found, (again[0] + ahead, *again[1:]), strict=True)]
     if passes == 1 or stage is None:
-        return as_parts(found, movable)
+        return with_journeys(as_parts(found, movable), type_, mesh, products, sources, targets)
     apart = found if stage == 1 else _sums(type_, a, b, share) if type_.grad else [np.zeros_like(x) for x in found]
     if stage == 2:
         gather, *links = forward_matrices(type_, a, b, share)
@@ -59,6 +62,14 @@ def conversion_parts(
     each = as_parts([x - y for x, y in zip(found, apart, strict=True)], movable)
     once = as_parts(apart, movable)
     return replace(each, once=once.blocking, node_once=once.node, network_once=once.network)
+
+
+def goes_round(graph: Graph, value: str, products: Beside, src: Layout, dst: Layout) -> bool:
+    """Whether an activation's conversion is priced as what goes beside these products."""
+    shares = latency_shares(graph, src.mesh)
+    terms = None, value in movable_values(graph), share_of(value, shares), products, graph.passes
+    found = conversion_parts(graph.types[value], src.mesh, (src.placements,), (dst.placements,), *terms)
+    return bool(found.hidden.any())
 
 
 def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], share: Shares) -> list[np.ndarray]:
@@ -190,6 +201,7 @@ class EdgeTables:
     def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool, flying: int = 1) -> None:
         self.graph, self.mesh, self.held, self.flying = graph, mesh, held, flying
         self.movable, self.shares = movable_values(graph), latency_shares(graph, mesh)
+        self.products = beside(graph, mesh)
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
         self.known: dict[TensorType, dict[Placements, int]] = {}
         self.alive: list[Sequence[Placements]] = []
@@ -211,7 +223,7 @@ class EdgeTables:
         """Equal where :meth:`of` is."""
         marks = (None if mark is None else mark.tobytes() for mark in (link.mask, link.spared))
         value = self.graph.types[link.value], link.value in self.movable, share_of(link.value, self.shares)
-        return *value, link.given.key, link.asked.key, *marks
+        return *value, self._beside(link), link.given.key, link.asked.key, *marks
 
     def of(self, link: Link) -> Table:
         """What a link takes, and its bytes."""
@@ -240,7 +252,8 @@ class EdgeTables:
     def _seconds(self, link: Link, cut: tuple[np.ndarray, ...]) -> Parts:
         """What the conversions take, for all tags of the two sides."""
         at = stages(link.given, link.asked)
-        found = {stage: self._conversions(link.value, stage)[cut] for stage in {s for row in at for s in row}}
+        products = self._beside(link)
+        found = {stage: self._conversions(link.value, stage, products)[cut] for stage in {s for row in at for s in row}}
         if len(found) == 1:
             tags = len(at), len(at[0])
             return Parts(*(np.tile(x, tags) if x.ndim else x for x in next(iter(found.values()))))
@@ -253,9 +266,13 @@ class EdgeTables:
         )
         return Parts(*blocks)
 
-    def _conversions(self, value: str, stage: int | None) -> Parts:
+    def _beside(self, link: Link) -> Beside:
+        """The products that a link's conversion may go beside: of the first of a value, whose later ones are of copies."""
+        return NONE if link.source.startswith("shared:") else self.products.get(link.value, NONE)
+
+    def _conversions(self, value: str, stage: int | None, products: Beside) -> Parts:
         """What bringing a value from every known layout to every other takes."""
-        type_, terms = self.graph.types[value], (stage, value in self.movable, share_of(value, self.shares))
+        type_, terms = self.graph.types[value], (stage, value in self.movable, share_of(value, self.shares), products)
         if (key := (type_, *terms)) not in self.matrices:
             known = tuple(self.known[type_])
             self.matrices[key] = conversion_parts(type_, self.mesh, known, known, *terms, self.graph.passes)

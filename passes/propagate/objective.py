@@ -17,6 +17,7 @@ from autoshard.passes.propagate.op_space import internal_collectives, signature,
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values, summed
+from autoshard.passes.propagate.prices.travelling import NONE, beside
 from autoshard.passes.propagate.prices.zero import stages_of
 from autoshard.passes.rules import rule_for
 
@@ -107,10 +108,12 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
     prices: dict[object, Parts] = {}
     conversions: list[Parts] = []
     movable, stages, shares = movable_values(graph), stages_of(graph, assignment.zero), latency_shares(graph, mesh)
-    for value, src, dst in _conversions(assignment):
+    products = beside(graph, mesh)
+    for value, src, dst, first in _conversions(assignment):
         if src == dst:
             continue
-        case = (graph.types[value], src, dst, stages.get(value), value in movable, share_of(value, shares))
+        near = products.get(value, NONE) if first else NONE
+        case = (graph.types[value], src, dst, stages.get(value), value in movable, share_of(value, shares), near)
         if case not in prices:
             prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:], graph.passes)[0, 0]
         conversions.append(prices[case])
@@ -154,13 +157,13 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
     return found
 
 
-def _conversions(assignment: Assignment) -> Iterator[tuple[str, Placements, Placements]]:
-    """(value, from, to): definition → shared layout, and from there to each reader."""
+def _conversions(assignment: Assignment) -> Iterator[tuple[str, Placements, Placements, bool]]:
+    """(value, from, to, whether from its definition): definition → shared layout, and from there to each reader."""
     for value, found in wanted(assignment).items():
         if value in assignment.shared:
-            yield value, assignment.layouts[value].placements, assignment.shared[value].placements
+            yield value, assignment.layouts[value].placements, assignment.shared[value].placements, True
         for placed in found:
-            yield value, assignment.source(value).placements, placed
+            yield value, assignment.source(value).placements, placed, value not in assignment.shared
 
 
 def wanted(assignment: Assignment) -> dict[str, list[Placements]]:

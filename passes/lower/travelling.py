@@ -1,0 +1,84 @@
+"""Conversions that go round while products are computed become one statement with these, where the search priced them so."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+
+from autoshard.passes.ir.merge import GATHERED, SCATTERED, TRAVELLING, merged
+from autoshard.passes.ir.program import Program, Statement, Step, reads
+from autoshard.passes.lower.bucket import placed
+from autoshard.passes.propagate.edges import goes_round
+from autoshard.passes.propagate.prices.travelling import PRODUCTS, beside
+
+
+def travelling(program: Program) -> Program:
+    """``program`` with a gather and the products of what it brings in one call, and a product and what sums and cuts it."""
+    if not (near := beside(program.graph, program.mesh)):
+        return program
+    readers: dict[str, list[Statement]] = defaultdict(list)
+    for s in program.statements:
+        for name in dict.fromkeys(reads(s)):
+            readers[name].append(s)
+    makers = {o: s for s in program.statements for o in s.outputs}
+
+    @cache
+    def pays(value: str, src: object, dst: object) -> bool:
+        return goes_round(program.graph, value, near[value], src, dst)  # type: ignore[arg-type]
+
+    groups: dict[int, tuple[str, list[Statement]]] = {}
+    gone, taken = set[int](), set[int]()
+    for s in program.statements:
+        if s.step is None or s.value not in near or not _is_first(s.step, s.value, program):
+            continue
+        source, out, group = makers.get(reads(s)[0]), s.outputs[0], list[Statement]()
+        if s.step.kind == "all_gather" and all(_multiplies(x, out, s) for x in readers[out]):
+            function, group = GATHERED, [s, *readers[out]]
+        elif s.step.kind == "reduce_scatter" and source is not None and _is_product(source):
+            function, group = SCATTERED, [source, s] if len(readers[source.outputs[0]]) == 1 else []
+        kept = out in program.returned if group and group[0] is s else reads(s)[0] in program.returned
+        free = len(group) > 1 and not kept and taken.isdisjoint(map(id, group))
+        if free and pays(s.value, s.step.src, s.step.dst):
+            groups[id(group[0])] = function, group
+            taken.update(map(id, group))
+            gone.update(map(id, group[1:]))
+    units = [groups.get(id(s), ("", [s])) for s in program.statements if id(s) not in gone]
+    functions = {id(unit[0]): function for function, unit in units}
+    found = (merged(functions[id(u[0])], u) if len(u) > 1 else u[0] for u in placed([unit for _, unit in units]))
+    return replace(program, statements=tuple(found))
+
+
+def _is_first(step: Step, value: str, program: Program) -> bool:
+    """Whether a step is all of the conversion from the definition to the layout that is shared, if one is."""
+    assignment = program.assignment
+    return assignment.layouts[value] == step.src and assignment.shared.get(value, step.dst) == step.dst
+
+
+def _is_product(s: Statement) -> bool:
+    return s.step is None and s.call.fn in PRODUCTS and not s.call.kwargs
+
+
+def _multiplies(s: Statement, name: str, gather: Statement) -> bool:
+    """Whether it is a product of this local, in the block that it is gathered in."""
+    return _is_product(s) and reads(s)[0] == name and name not in reads(s)[1:] and s.block == gather.block
+
+
+def settled(program: Program, remade: Collection[int]) -> Program:
+    """``program`` with parts of what travels that run again in the backward: all, or of a gather the operand alone.
+
+    That goes round once more then; else they are statements of their own. ``remade``: ids of the parts that do.
+    """
+    numbers = iter(range(-1, -len(program.statements) - 1, -1))
+    statements = (x for s in program.statements for x in _settled(s, remade, numbers))
+    return replace(program, statements=tuple(statements))
+
+
+def _settled(s: Statement, remade: Collection[int], numbers: Iterator[int]) -> Sequence[Statement]:
+    again = [id(part) in remade for part in s.parts]
+    if s.call.fn not in TRAVELLING or all(again) or not any(again):
+        return (s,)
+    if s.call.fn == GATHERED and again[0] and not any(again[1:]):
+        return (merged(GATHERED, (replace(s.members[0], again=next(numbers)), *s.members[1:])),)
+    return s.members

@@ -1,0 +1,196 @@
+"""What a conversion takes where products hide it: what they multiply, or their sums, go round while they are computed.
+
+An activation that products alone read may be gathered along an axis (S → R) part by part, each multiplied while the next one
+comes; and a product's summands may be summed and cut (P → S) so. The gradient goes the other way, beside the gradient's
+products. The run time is :mod:`autoshard.runtime.operations.products`. Per hop max(M, C + (1 - η) M) - C counts, with M the
+message and C the products of a part; launches hide nothing. So do n products of a part take longer than one: more launches,
+more tiles that are not full; and sums are added by kernels of their own.
+
+Of a gather C is what the products take that read the value, with their columns cut by all axes along which it is whole:
+what they take at least. So the price of a conversion is one of its ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from autoshard.layout import Layout, Partial, Replicate, Shard
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.assignment import Placements
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.paths import block_path
+from autoshard.passes.propagate.prices.cost import ideal, local_shape
+from autoshard.passes.propagate.prices.step_time import Parts
+from autoshard.passes.redistribute.pricing import width
+
+PRODUCTS = frozenset({torch.ops.aten.linear.default})
+"""products of a value [..., k] and a weight [n, k]"""
+
+
+class Beside(NamedTuple):
+    """The products that a value's first conversion may go beside."""
+
+    read: tuple[int, ...] = ()
+    """the columns of each product that reads it, where no one else does"""
+    summed: int = 0
+    """what the product that makes it sums over; 0: no product makes it"""
+
+
+NONE = Beside()
+
+
+class Journey(NamedTuple):
+    """What goes round, in one phase: seconds and bytes of all messages."""
+
+    hops: int
+    bytes: float
+    seconds: float
+    """with what the products take longer than they would whole"""
+    hidden: float
+    """of :attr:`seconds`"""
+
+
+def beside(graph: Graph, mesh: Mesh) -> Mapping[str, Beside]:
+    """Value → the products beside which it may be converted, where the hardware overlaps anything."""
+    if not mesh.hardware.overlap or ideal(mesh):
+        return {}
+    found, stored = {}, _of_parameters(graph)
+    for name, type_ in graph.types.items():
+        if name in graph.producers and not type_.unknown and not type_.sparse:
+            maker, readers = graph.producers[name], graph.uses[name]
+            alone = name not in graph.returned and len({block_path(node.fqn) for node in readers}) == 1
+            alone = alone and all(node.inputs[0] == name and _multiplies(node, stored) for node in readers)
+            read = tuple(int(graph.types[node.inputs[1]].shape[0]) for node in readers) if alone else ()
+            summed = int(graph.types[maker.inputs[1]].shape[1]) if _multiplies(maker, stored) else 0
+            if read or summed:
+                found[name] = Beside(read, summed)
+    return found
+
+
+def _multiplies(node: Node, stored: Set[str]) -> bool:
+    """Whether it is the product of a value with a parameter, or what is made of parameters."""
+    return node.op in PRODUCTS and stored.issuperset(node.inputs[1:]) and node.inputs[0] not in stored
+
+
+def _of_parameters(graph: Graph) -> Set[str]:
+    """Parameters, and values that are computed from them alone: they are there before the products of a block."""
+    found = set(graph.parameters)
+    for node in graph.nodes:
+        if node.inputs and found.issuperset(node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def axis_of(src: Layout, dst: Layout) -> str | None:
+    """The axis along which a value is gathered or scattered in one step, where all else stays; None: this is another way."""
+    mesh = src.mesh
+    changed = [a for a in mesh.axes if src[a] != dst[a]]
+    if len(changed) != 1 or mesh.size_of(changed[0]) == 1 or src.order != dst.order:
+        return None
+    (axis,) = changed
+    pair = src[axis], dst[axis]
+    cut = src if isinstance(pair[1], Replicate) else dst
+    if not isinstance(pair[1], Replicate) and not (isinstance(pair[0], Partial) and pair[0].op == "sum"):
+        return None
+    if type(cut[axis]) is not Shard:
+        return None
+    return axis if cut.axes_of(cut[axis].dim)[-1] == axis else None  # type: ignore[union-attr]
+
+
+def journeys(type_: TensorType, products: Beside, src: Layout, dst: Layout) -> tuple[Journey, Journey | None] | None:
+    """What the conversion takes as a journey, forward and backward (None: no gradient); None where it can be none."""
+    axis = axis_of(src, dst)
+    gathers = axis is not None and isinstance(dst[axis], Replicate)
+    if axis is None or not (products.read if gathers else products.summed):
+        return None
+    cut, whole = (src, dst) if gathers else (dst, src)
+    part, full = (local_shape(type_.shape, x.placements, x.mesh) for x in (cut, whole))
+    if cut[axis].dim == len(part) - 1:  # type: ignore[union-attr]
+        return None
+    columns = [(n, full[-1]) for n in products.read] if gathers else [(products.summed, full[-1])]
+    kind = Replicate if gathers else Partial
+    ranks = math.prod(n for p, n in zip(whole.placements, src.mesh.shape, strict=True) if isinstance(p, kind))
+    features = [(-(-n // ranks), own) for n, own in columns]
+    moved = math.prod(part)
+    ahead = _round(src.mesh, axis, type_.dtype, moved * type_.dtype.itemsize, part, full, features, gathers)
+    back = width(type_.dtype, type_.moves)
+    if not back:
+        return ahead, None
+    return ahead, _round(src.mesh, axis, type_.dtype, moved * back, part, full, features, not gathers)
+
+
+def _round(
+    mesh: Mesh,
+    axis: str,
+    dtype: torch.dtype,
+    size: float,
+    part: tuple[int, ...],
+    full: tuple[int, ...],
+    features: Sequence[tuple[int, int]],
+    gathers: bool,
+) -> Journey:
+    """Messages of ``size`` bytes beside products of ``part`` of the rows of ``full`` with matrices of ``features``: others,
+    and those of the value. ``gathers``: parts of the value travel, and products have the others; or sums, of its own."""
+    device, hops = mesh.hardware, mesh.size_of(axis) - 1
+
+    def products(shape: tuple[int, ...]) -> float:
+        rows, taken = math.prod(shape[:-1]), 0.0
+        for other, own in features:
+            flops, result = 2.0 * rows * other * own, (*shape[:-1], other if gathers else own)
+            aligned = device.is_aligned(flops, result, dtype)
+            taken += device.product_seconds(flops, result, dtype, aligned=aligned)
+        return taken
+
+    each, link = products(part), mesh.link((axis,))
+    longer = max(0.0, (hops + 1) * each - products(full)) + hops * len(features) * device.kernel_latency
+    if not gathers:
+        longer += hops * (device.kernel_latency + device.traffic_seconds(3 * size))
+    message = link.seconds(size, "permute")
+    hides = min(device.overlap * (message - device.kernel_latency), each)
+    return Journey(hops, hops * size, hops * message + longer, hops * hides)
+
+
+def _waits(found: tuple[Journey, Journey | None]) -> float:
+    return math.fsum(j.seconds - j.hidden for j in found if j is not None)
+
+
+def with_journeys(
+    parts: Parts,
+    type_: TensorType,
+    mesh: Mesh,
+    products: Beside,
+    sources: Sequence[Placements],
+    targets: Sequence[Placements],
+) -> Parts:
+    """``parts``, of conversions of an activation from each source (row) to each target (column), where what goes round takes
+    less than waiting."""
+    if products == NONE:
+        return parts
+    blocking, hidden = parts.blocking.copy(), np.zeros_like(parts.blocking)
+    for i, j in _pairs(mesh, sources, targets):
+        found = journeys(type_, products, Layout(mesh, sources[i]), Layout(mesh, targets[j]))
+        if found is not None and (waits := _waits(found)) < blocking[i, j]:
+            blocking[i, j], hidden[i, j] = waits, math.fsum(x.hidden for x in found if x is not None)
+    return Parts(parts.compute, parts.other, blocking, hidden=hidden)
+
+
+def _pairs(mesh: Mesh, sources: Sequence[Placements], targets: Sequence[Placements]) -> Iterator[tuple[int, int]]:
+    """Places of layouts that differ along one axis, where the source is cut and the target whole, or a summand and cut."""
+    places: dict[Placements, list[int]] = {}
+    for j, target in enumerate(targets):
+        places.setdefault(target, []).append(j)
+    for i, source in enumerate(sources):
+        for a, placement in enumerate(source):
+            changed: list[object] = []
+            if type(placement) is Shard:
+                changed = [Replicate()]
+            elif isinstance(placement, Partial) and placement.op == "sum":
+                changed = [p for p in {t[a] for t in targets} if type(p) is Shard]
+            for other in changed:
+                for j in places.get((*source[:a], other, *source[a + 1 :]), ()):  # type: ignore[arg-type]
+                    yield i, j
