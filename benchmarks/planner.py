@@ -23,16 +23,18 @@ from torch.nn import functional as F
 
 from autoshard import Mesh
 from autoshard.compiler import captured, planned
-from autoshard.hardware import PRESETS, Hardware
+from autoshard.hardware import PRESETS, Hardware, hardware
 from autoshard.models.gpt import Gpt, GptConfig
 from autoshard.models.llama import Llama, LlamaConfig
+from autoshard.passes.ir.merge import TRAVELLING
 from autoshard.passes.ir.program import Program
 from autoshard.passes.propagate.objective import objective
+from autoshard.passes.propagate.prices.travelling import beside as beside_products
+from autoshard.passes.propagate.prices.travelling import journeys
 from autoshard.passes.rules import rule_for
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import Precision
-from autoshard.report.record import Collective
 from autoshard.report.schedule import step_end
 
 Selects = Callable[[str, str, bool], float]
@@ -56,8 +58,8 @@ class Row:
     again: Selects | None = None
     dtype: torch.dtype = torch.bfloat16
     """of parameters; float32: with :data:`MIXED`"""
-    overlaps: str = ""
-    """the axis whose messages of activations go in pieces beside the products that they are for"""
+    part_by_part: bool = False
+    """whether messages of activations go beside the products that they are for (asynchronous tensor parallelism)"""
     loss: float = 0.0
     """bytes that the loss moves per logit of a rank, forward and backward, with the cast to float32; 0: as planned"""
     buffers: float = 0.0
@@ -172,7 +174,7 @@ ROWS = (
         Row(
             f"Megatron-LM {name}, TP {tp} DP 48", EAGER["h100"], {"dp": 48, "tp": tp}, MEGATRON if tp > 1 else {"dp": "zero1"},
             gpt(width, 131072, 4096, width // 128), layers, 192, seconds=seconds, dtype=torch.float32,
-            overlaps="tp" if tp > 1 else "", loss=MEGATRON_LOSS, buffers=MEGATRON_BUFFERS, **SEQUENCE,
+            part_by_part=True, loss=MEGATRON_LOSS, buffers=MEGATRON_BUFFERS, **SEQUENCE,
         )
         for name, width, layers, tp, seconds in (
             ("1.7B", 2048, 24, 1, 0.452), ("7.1B", 4096, 30, 2, 0.800), ("32B", 7168, 48, 8, 0.892),
@@ -197,9 +199,13 @@ ROWS = (
             (128, "selective", AT_500_WATTS, 6514),
         )
     ),
-    Row(
-        "torchtitan Llama-3 70B, FSDP 32 TP 8, full", AT_500_WATTS, {"dp": 32, "tp": 8}, {"dp": "fsdp", "tp": "megatron-sp"},
-        llama(LlamaConfig.llama_70b()), 80, 512, 8192, 128256, 27.43, whole, loss=TITAN_LOSS,
+    *(
+        Row(
+            f"torchtitan Llama-3 70B, FSDP 32 TP 8, {how}", AT_500_WATTS, {"dp": 32, "tp": 8},
+            {"dp": "fsdp", "tp": "megatron-sp"}, llama(LlamaConfig.llama_70b()), 80, 512, 8192, 128256, 16 * 8192 / tokens / 8,
+            whole, loss=TITAN_LOSS, part_by_part=how == "asynchronous TP",
+        )
+        for how, tokens in (("full", 597.3), ("asynchronous TP", 652.4))
     ),
 )  # fmt: skip
 
@@ -217,10 +223,10 @@ def predicted(row: Row, layers: int) -> tuple[float, float, float]:
     with left_as_spelled():
         graph = captured(model, (tokens,), {"labels": tokens}, training=True, precision=mixed)
     wishes = Wishes(like=row.like, memory_budget=1e15, mixed_precision=mixed)
-    program, plan = planned(graph, Mesh(row.mesh, row.hardware), wishes)
+    device = replace(hardware(row.hardware), part_by_part=row.part_by_part)
+    program, plan = planned(graph, Mesh(row.mesh, device), wishes)
     compute, waits = made_again(program, row.again) if row.again else (0.0, 0.0)
     plain = step_end(plan) + compute + waits
-    plan = in_pieces(plan, row.overlaps) if row.overlaps else plan
     compute += beside(row, model, plan)
     return step_end(plan) + compute + waits, plan.cost.compute_s + compute, plain
 
@@ -248,26 +254,6 @@ def left_as_spelled() -> AbstractContextManager[Any]:
     return patch("autoshard.passes.capture.translate.forms.put_together", lambda graph: graph)
 
 
-def in_pieces(plan: Plan, axis: str) -> Plan:
-    """With gathers and scatters of activations beside products, as ``--tp-comm-overlap`` of Megatron-LM has them.
-
-    One piece per rank (Transformer Engine's user buffers): of all but one the product hides what it has time for, and is
-    slower meanwhile.
-    """
-    hardware, ranks = plan.mesh.hardware, plan.mesh.size_of(axis)
-    makers = {name: choice for choice in plan.choices.values() for name in choice.outputs}
-
-    def hidden(c: Collective) -> float:
-        beside = [x for x in (plan.choices.get(c.op), makers.get(c.value)) if x is not None and x.flops]
-        if c.movable or c.axes != (axis,) or c.kind not in ("all_gather", "reduce_scatter") or not beside:
-            return 0.0
-        choice = beside[0]
-        product = choice.seconds - choice.backward_s if c.phase == "forward" else choice.backward_s / 2
-        return hardware.overlap * min((ranks - 1) / ranks * c.seconds, product)
-
-    return replace(plan, collectives=tuple(replace(c, hidden_s=c.hidden_s + hidden(c)) for c in plan.collectives))
-
-
 def made_again(program: Program, selects: Selects) -> tuple[float, float]:
     """The forward once more of what ``selects`` picks: its compute, and the conversions of activations inside it."""
     found, compute, waits = objective(program.assignment), 0.0, 0.0
@@ -276,15 +262,18 @@ def made_again(program: Program, selects: Selects) -> tuple[float, float]:
         share = selects(node.fqn, str(node.op), rule is not None and rule.flops is not None)
         compute += share * found.operations[node.name].compute.forward
         waits += share * found.operations[node.name].inside.forward
-    for part in (part for s in program.statements for part in s.parts):
+    near = beside_products(program.graph, program.mesh)
+    for travels, part in ((s.call.fn in TRAVELLING, part) for s in program.statements for part in s.parts):
         step = part.step
-        if (
-            step is not None
-            and step.is_collective
-            and not part.parameter
-            and selects(part.block + ".", "", False) == 1.0
-        ):
+        if step is None or not step.is_collective or part.parameter or selects(part.block + ".", "", False) != 1.0:
+            continue
+        journey = None
+        if travels:
+            journey = journeys(program.graph.types[part.value], near[part.value], step.src, step.dst)
+        if journey is None:
             waits += program.mesh.link(step.axes).seconds(step.forward_bytes, step.kind)
+        else:
+            waits += journey[0].seconds - journey[0].hidden
     return compute, waits
 
 

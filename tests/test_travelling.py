@@ -1,4 +1,4 @@
-"""Products whose operand or whose sums travel while they are computed: equal to one device, their bytes, when they are chosen."""
+"""Products beside messages of their operands and sums: equal to one device, what they send, and when they are chosen."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def test_parts_that_come_in_another_order_are_seen(monkeypatch: pytest.MonkeyPat
     """The tests above fail where a part is taken for that of another rank."""
     before = products._Way.before
     for run in (gathered, scattered):
-        monkeypatch.setattr(products._Way, "before", lambda way, distance: before(way, -distance if distance > 1 else distance))
+        monkeypatch.setattr(
+            products._Way, "before", lambda way, distance: before(way, -distance if abs(distance) > 1 else distance)
+        )
         theirs, ours, _ = run(4, (2, 12, 12), 1)
         assert error(theirs, ours) > 1e-3
         monkeypatch.undo()

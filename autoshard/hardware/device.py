@@ -46,6 +46,8 @@ class Hardware:
     """seconds of the smallest kernel"""
     overlap: float = 0.0
     """how fast compute runs while collectives run beside it, relative to compute alone; 0: nothing can run beside it"""
+    part_by_part: bool = True
+    """whether products go beside messages of their own operands and sums, where :attr:`overlap` is not 0 and where that pays"""
     memory_efficiency: float = 0.0
     units: int = 0
     """multiprocessors: a product's last wave of tiles leaves some of them idle; 0: not counted"""

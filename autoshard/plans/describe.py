@@ -293,10 +293,12 @@ def _travelled(program: Program, s: Statement) -> Iterator[Collective]:
     near, step = beside(program.graph, program.mesh)[part.value], part.step
     found = None if step is None else journeys(program.graph.types[part.value], near, step.src, step.dst)
     for c in _of_step(program, part, bool(s.again or part.again), 0, ALONE):
-        journey = None if found is None or c.reason.endswith(AGAIN) else found[c.phase == "backward"]
         c = replace(c, kind="permute", fqn=module_of(s, program.graph))
-        if journey is not None:
+        journey = None if found is None else found[c.phase == "backward"]
+        if not c.reason.endswith(AGAIN) and journey is not None:
             c = replace(c, seconds=journey.seconds, hidden_s=journey.hidden, reason=f"{c.reason}{PART_BY_PART}")
+        elif part.again and journey is not None:  # beside the same products as sums
+            c = replace(c, hidden_s=min(program.mesh.hardware.overlap * c.seconds, journey.free))
         yield c
 
 

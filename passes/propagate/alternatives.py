@@ -132,9 +132,9 @@ class _Alternatives:
         self, name: str, sources: Sequence[Placements], targets: Sequence[Placements], first: bool = True
     ) -> Parts:
         """``first``: whether the sources are those of its definition, not of its shared layout."""
-        type_, (*terms, products) = self.graph.types[name], self._terms(name)
-        terms = *terms, products if first else NONE
-        return conversion_parts(type_, self.mesh, sources, targets, *terms, self.graph.passes)
+        stage, movable, share, products = self._terms(name)
+        terms = stage, movable, share, products if first else NONE, self.graph.passes
+        return conversion_parts(self.graph.types[name], self.mesh, sources, targets, *terms)
 
     def _terms(self, name: str) -> tuple[int | None, bool, Shares, Beside]:
         """The stage of ZeRO, whether conversions can move in time, the share of their latency, and what they go beside."""

@@ -337,6 +337,8 @@ class _Absent(Communicator):
 
 
 def _empty(hop: Hop) -> tuple[torch.Tensor, ...]:
+    if hop.into is not None:
+        return (hop.into,)
     return tuple(hop.tensors[0].new_empty(shape) for shape in hop.shapes)
 
 

@@ -10,7 +10,7 @@ held, and what positions hide is neither computed nor stored.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from autoshard.runtime.operations.random import noise_like, part
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.profiling import named
-from autoshard.runtime.transport.relay import Journey, Tensors
+from autoshard.runtime.transport.relay import Arrival, Hop, Journey, Tensors
 from autoshard.runtime.transport.round_trip import Trip, round_trip
 
 
@@ -126,12 +126,14 @@ def _run(
 ) -> torch.Tensor:
     """``operands``: queries, keys, values, and sinks or None; ``kept``: which weights dropout keeps."""
 
-    def ahead(query: Any, key: Any, value: Any, sinks: Any) -> Journey:
+    def ahead(query: Any, key: Any, value: Any, sinks: Any) -> Generator[Hop, Arrival, Any]:
         out, sums, *used = yield from forward(job, query, key, value, sinks, mask, kept)
-        return out, *used, mask, kept, out, sums  # type: ignore[return-value]
+        return out, *used, mask, kept, out, sums
 
     def back(gradients: Tensors, saved: Sequence[Any], _: Sequence[bool]) -> Journey:
         return backward(job, gradients[0], saved)
 
-    name = f"attention in a ring, with a window, slopes or rows of a causal mask ({', '.join(job.move.axes)}: {job.band})"
+    name = (
+        f"attention in a ring, with a window, slopes or rows of a causal mask ({', '.join(job.move.axes)}: {job.band})"
+    )
     return round_trip(comm, Trip(name, ahead, back), *operands)[0]

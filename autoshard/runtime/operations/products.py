@@ -1,8 +1,8 @@
-"""Products whose operand, or whose summands, travel round an axis while they are computed (asynchronous tensor parallelism).
+"""Products beside messages of their own: parts of what is multiplied go round an axis, or summands go where they are summed.
 
-As in Wang et al. 2023, "Overlap communication with dependent computation via decomposition in large deep learning models",
-where collectives are looped over: a rank multiplies the part that it has while the next one is on its way. n ranks send
-n - 1 messages, of the bytes that a gather or a reduce-scatter sends. The gradient of either goes the other way.
+Asynchronous tensor parallelism, as in Wang et al. 2023, "Overlap communication with dependent computation via decomposition
+in large deep learning models": a rank multiplies the part that it has while the next one is on its way. n ranks send n - 1
+messages, of the bytes that a gather or a reduce-scatter sends. The gradient of either is the other.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def gather_products(
 def scatter_product(x: Tensor, weight: Tensor, dim: int, axes: Axes, *, bias: Tensor | None = None) -> Tensor:
     """``F.linear(x, weight, bias)``, a summand of each rank, summed over the ranks and cut along ``dim``: P → S.
 
-    x [..., k], weight [n, k], bias [n]: a summand, too; ``dim``: not the last. Sums go round: each rank computes its summand
-    of a part while the sum of those before it is on its way. No second derivative.
+    x [..., k], weight [n, k], bias [n]: a summand, too; ``dim``: not the last. A rank computes its summand of another's part
+    while that of the part before is on its way. No second derivative.
     """
     way = _Way.along(axes, x, dim, x.shape[dim])
     name = f"a product whose sums go along {', '.join(way.move.axes)}"
@@ -93,10 +93,11 @@ class _Way(NamedTuple):
         """An empty tensor of all parts."""
         return like.new_empty(self.shaped(sum(length for _, length in self.chunks), features))
 
-    def onward(self, x: Tensor, coming: int) -> Hop:
-        """``x`` to the next rank, while the part of number ``coming`` comes from the one before."""
-        shape, longest = (self.shaped(n, x.shape[-1]) for n in (self.chunks[coming][1], self.chunks[0][1]))
-        return Hop(self.move, self.before(-1), self.before(1), (x,), (shape,), float(math.prod(longest) * x.element_size()))
+    def hop(self, x: Tensor, distance: int, number: int, into: Tensor | None = None) -> Hop:
+        """``x`` to the rank so far behind this one; a part of this ``number`` comes from the one so far before."""
+        shape, longest = (self.shaped(n, x.shape[-1]) for n in (self.chunks[number][1], self.chunks[0][1]))
+        size = float(math.prod(longest) * x.element_size())
+        return Hop(self.move, self.before(-distance), self.before(distance), (x,), (shape,), size, into)
 
     def rows(self, x: Tensor) -> Tensor:
         """``x`` as [dims before, the dim and those behind it, features]: its parts are parts of the middle one."""
@@ -118,21 +119,43 @@ def _around(way: _Way, x: Tensor, visit: Callable[[int, Tensor], object]) -> Tra
     for distance in range(len(way.chunks)):
         arrival = None
         if distance + 1 < len(way.chunks):
-            arrival = yield way.onward(x, way.before(distance + 1))
+            arrival = yield way.hop(x, 1, way.before(distance + 1))
         visit(way.before(distance), way.rows(x))
         if arrival is not None:
             (x,) = arrival()
 
 
 def _sums(way: _Way, summand: Callable[[int], Tensor]) -> Sum:
-    """The sum of all ranks' ``summand`` of this rank's number; one is computed while the sum of others comes."""
-    total = summand(way.before(1))
-    for distance in range(2, len(way.chunks) + 1):
-        number = way.before(distance)
-        arrival = yield way.onward(total, number)
-        total = summand(number)
-        total += arrival()[0]
-    return total
+    """The sum of all ranks' ``summand`` of this rank's number; one is computed while that before is on its way."""
+    arrivals, found = list[Arrival](), None
+    for distance in range(1, len(way.chunks)):
+        part = summand(way.before(-distance))
+        if found is None:
+            found = part.new_empty((len(way.chunks), *way.shaped(way.chunks[way.me][1], part.shape[-1])))
+        arrivals.append((yield way.hop(part, distance, way.me, found[distance])))
+    own = summand(way.me)
+    if found is None:
+        return own
+    found[0] = own
+    for arrival in arrivals:
+        arrival()
+    return found.sum(0)
+
+
+def _both(*journeys: Trail | Sum) -> Generator[Hop, Arrival, Any]:
+    """Journeys in turn, so that messages of each are on their way while another computes; what the last one returns."""
+    arrivals: dict[Any, Arrival | None] = dict.fromkeys(journeys)
+    result = None
+    while arrivals:
+        for journey in list(arrivals):
+            try:
+                hop = journey.send(arrivals[journey])
+            except StopIteration as end:
+                del arrivals[journey]
+                result = end.value if journey is journeys[-1] else result
+            else:
+                arrivals[journey] = yield hop
+    return result
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -170,11 +193,6 @@ def _scattered_back(
     x, *weights = saved
     count = len(weights)
     of_weights, of_biases = wanted[1 : 1 + count], wanted[1 + count :]
-    if again and any(of_weights):
-        whole = way.whole(x, x.shape[-1])
-        rows = way.rows(whole)
-        yield from _around(way, x, lambda number, here: way.part(rows, number).copy_(here))
-        x = whole
     given = [way.rows(g) for g in gradients]
 
     def summand(number: int) -> Tensor:
@@ -184,10 +202,16 @@ def _scattered_back(
             total.baddbmm_(part, w.expand(len(part), *w.shape))
         return total.view(way.shaped(way.chunks[number][1], total.shape[-1]))
 
-    dx: Any = (yield from _sums(way, summand)) if wanted[0] else None
+    going: list[Trail | Sum] = []
+    if again and any(of_weights):
+        whole = way.whole(x, x.shape[-1])
+        rows = way.rows(whole)
+        going.append(_around(way, x, lambda number, here: way.part(rows, number).copy_(here)))
+        x = whole
+    dx = yield from _both(*going, *([_sums(way, summand)] if wanted[0] else []))
     dws = [_of_weight(g, x) if wants else None for g, wants in zip(gradients, of_weights, strict=True)]
     dbs = [g.flatten(0, -2).sum(0) if wants else None for g, wants in zip(gradients, of_biases, strict=True)]
-    return dx, *dws, *dbs  # type: ignore[return-value]
+    return dx, *dws, *dbs
 
 
 def _scattered(way: _Way, x: Tensor, weight: Tensor, bias: Tensor | None) -> Journey:

@@ -156,6 +156,8 @@ class InProcessCommunicator(Communicator):
         for rank, hop in zip(self.world.ranks, hops, strict=True):
             if [x.shape for x in sent[rank.rank]] != list(hop.shapes):
                 raise RuntimeMismatchError(f"{hop.move}: rank {rank.rank} gets other shapes than {hop.shapes}")
+            if hop.into is not None:
+                sent[rank.rank] = (hop.into.copy_(sent[rank.rank][0]),)
         return [functools.partial(sent.__getitem__, rank.rank) for rank in self.world.ranks]
 
     def meet(self, what: str, value: Any, joint: Joint) -> Any:

@@ -230,14 +230,14 @@ class TorchCommunicator(Communicator):
         counts = [numel(shape) for shape in hop.shapes]
         flat = [x.reshape(-1) for x in hop.tensors]
         sent = flat[0] if len(flat) == 1 else torch.cat(flat)
-        out = sent.new_empty(sum(counts))
+        out = sent.new_empty(sum(counts)) if hop.into is None else hop.into.view(-1)
         works: Sequence[Any] = ()
         if group.gloo:  # whose waits for a single message end a connection when they time out
             members = sorted(group.members)
             gets = [out.numel() if m == sender else 0 for m in members]
             gives = [sent.numel() if m == receiver else 0 for m in members]
             works = [self.begin(group, dist.all_to_all_single, raw(out), raw(sent), gets, gives)]
-        elif hop.to == group.number:
+        elif hop.to == group.number and hop.into is None:
             out = sent
         else:
             ops = [dist.P2POp(dist.isend, raw(sent), receiver, group.handle)] if sent.numel() else []

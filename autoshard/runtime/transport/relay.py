@@ -34,6 +34,8 @@ class Hop(NamedTuple):
     """of what comes"""
     bytes: float
     """on the wire per rank, where chunks that differ in length all count as the longest"""
+    into: torch.Tensor | None = None
+    """where what comes is put, one tensor that lies in a row; None: into new memory"""
 
 
 Journey = Generator[Hop, Arrival, Tensors]

@@ -4,7 +4,7 @@ An activation that products alone read may be gathered along an axis (S → R) p
 comes; and a product's summands may be summed and cut (P → S) so. The gradient goes the other way, beside the gradient's
 products. The run time is :mod:`autoshard.runtime.operations.products`. Per hop max(M, C + (1 - η) M) - C counts, with M the
 message and C the products of a part; launches hide nothing. So do n products of a part take longer than one: more launches,
-more tiles that are not full; and sums are added by kernels of their own.
+more tiles that are not full; and summands are added up at the end.
 
 Of a gather C is what the products take that read the value, with their columns cut by all axes along which it is whole:
 what they take at least. So the price of a conversion is one of its ends.
@@ -13,7 +13,7 @@ what they take at least. So the price of a conversion is one of its ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,11 +53,13 @@ class Journey(NamedTuple):
     """with what the products take longer than they would whole"""
     hidden: float
     """of :attr:`seconds`"""
+    free: float
+    """of the products, what nothing of this hides behind"""
 
 
 def beside(graph: Graph, mesh: Mesh) -> Mapping[str, Beside]:
-    """Value → the products beside which it may be converted, where the hardware overlaps anything."""
-    if not mesh.hardware.overlap or ideal(mesh):
+    """Value → the products beside which it may be converted, where the hardware can do so."""
+    if not mesh.hardware.overlap or not mesh.hardware.part_by_part or ideal(mesh):
         return {}
     found, stored = {}, _of_parameters(graph)
     for name, type_ in graph.types.items():
@@ -72,12 +74,12 @@ def beside(graph: Graph, mesh: Mesh) -> Mapping[str, Beside]:
     return found
 
 
-def _multiplies(node: Node, stored: Set[str]) -> bool:
+def _multiplies(node: Node, stored: set[str]) -> bool:
     """Whether it is the product of a value with a parameter, or what is made of parameters."""
     return node.op in PRODUCTS and stored.issuperset(node.inputs[1:]) and node.inputs[0] not in stored
 
 
-def _of_parameters(graph: Graph) -> Set[str]:
+def _of_parameters(graph: Graph) -> set[str]:
     """Parameters, and values that are computed from them alone: they are there before the products of a block."""
     found = set(graph.parameters)
     for node in graph.nodes:
@@ -149,10 +151,10 @@ def _round(
     each, link = products(part), mesh.link((axis,))
     longer = max(0.0, (hops + 1) * each - products(full)) + hops * len(features) * device.kernel_latency
     if not gathers:
-        longer += hops * (device.kernel_latency + device.traffic_seconds(3 * size))
+        longer += device.kernel_latency + device.traffic_seconds((hops + 2) * size)
     message = link.seconds(size, "permute")
     hides = min(device.overlap * (message - device.kernel_latency), each)
-    return Journey(hops, hops * size, hops * message + longer, hops * hides)
+    return Journey(hops, hops * size, hops * message + longer, hops * hides, hops * (each - hides))
 
 
 def _waits(found: tuple[Journey, Journey | None]) -> float:
