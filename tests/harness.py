@@ -7,6 +7,7 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -20,9 +21,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import autoshard
 from autoshard import compiler
 from autoshard.check.coverage import SPLIT_ALL
+from autoshard.hardware import PRESETS, Link
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.autocast import autocast_state
+
+SLOW_LINK = replace(
+    PRESETS["ideal_network"], name="slow link", flops=1e10, memory_bandwidth=1e15, node=Link(1e-9, 1e7), network=Link(1e-9, 1e7),
+    kernel_latency=1e-9, overlap=0.9,
+)  # fmt: skip
+"""what messages take compares with what products take, small ones, too, and both go side by side"""
 
 MESHES = {
     "tp2": {"tp": 2},

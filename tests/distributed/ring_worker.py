@@ -1,4 +1,4 @@
-"""One rank of a gloo world whose attention goes along a ring; started by test_ring_gloo.py."""
+"""One rank of a gloo world whose attention goes along a ring, or whose products do; started by test_ring_gloo.py."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checks import assert_trains_alike, case, loss_of, main
+from harness import SLOW_LINK
 
 import autoshard
 from autoshard import runtime
@@ -23,6 +24,10 @@ def trains(name: str) -> None:
     labels = {label for c in sharded.plan.choices.values() if "attention" in c.op for label in c.labels}
     assert labels
     assert labels <= {"ring", "folded ring"}, labels
+    sends_as_planned(name, sharded)
+
+
+def sends_as_planned(name: str, sharded: autoshard.ShardedModule) -> None:
     planned, executed, log = Counter[Any](), Counter[Any](), list[runtime.Executed]()
     for c in sharded.plan.collectives:
         planned[c.kind, c.axes, c.phase] += c.bytes
@@ -54,6 +59,16 @@ def train_spelled() -> None:
     trains("spelled")
 
 
+def products_travel() -> None:
+    """Operands and sums of linear layers, on 3 ranks with parts that differ in length."""
+    mesh = autoshard.Mesh({"tp": dist.get_world_size()}, hardware=SLOW_LINK)
+    for name in ("llama", "gpt"):
+        sharded = assert_trains_alike(name, on=mesh, like="megatron-sp")
+        assert "gather_products" in sharded.source
+        assert "scatter_product" in sharded.source
+        sends_as_planned(name, sharded)
+
+
 def hops_overlap() -> None:
     """Two hops are on their way at once, and what each brings is its own."""
     ranks, me = dist.get_world_size(), dist.get_rank()
@@ -71,7 +86,7 @@ def hops_overlap() -> None:
         assert x.tolist() == [10.0 * number + source] * (source + 1)
 
 
-CHECKS = (train_llama, train_gpt, train_hf_llama, train_spelled, hops_overlap)
+CHECKS = (train_llama, train_gpt, train_hf_llama, train_spelled, products_travel, hops_overlap)
 
 if __name__ == "__main__":
     main({check.__name__: check for check in CHECKS})

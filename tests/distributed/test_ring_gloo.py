@@ -1,4 +1,4 @@
-"""Ring attention under torch.distributed: worlds of 2, 3 and 4 gloo processes against the unsharded model."""
+"""Ring attention, and products that travel, under torch.distributed: worlds of 2, 3 and 4 gloo processes against the unsharded model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import world
 @pytest.mark.parametrize(
     ("ranks", "checks"),
     [
-        (2, ("train_gpt", "train_spelled", "hops_overlap")),
+        (2, ("train_gpt", "train_spelled", "products_travel", "hops_overlap")),
         pytest.param(2, ("train_llama", "train_hf_llama"), marks=pytest.mark.slow),
-        pytest.param(3, ("train_llama",), marks=pytest.mark.slow),  # uneven; the middle rank is its own mirror
-        pytest.param(4, ("train_llama", "hops_overlap"), marks=pytest.mark.slow),
+        pytest.param(
+            3, ("train_llama", "products_travel"), marks=pytest.mark.slow
+        ),  # uneven; the middle rank is its own mirror
+        pytest.param(4, ("train_llama", "products_travel", "hops_overlap"), marks=pytest.mark.slow),
     ],
 )
 def test_as_one_device(ranks: int, checks: tuple[str, ...], tmp_path: Path) -> None:
