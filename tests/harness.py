@@ -27,7 +27,7 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.autocast import autocast_state
 
 SLOW_LINK = replace(
-    PRESETS["ideal_network"], name="slow link", flops=1e10, memory_bandwidth=1e15, node=Link(1e-9, 1e7), network=Link(1e-9, 1e7),
+    PRESETS["ideal_network"], name="slow", flops=1e10, memory_bandwidth=1e15, node=Link(1e-9, 1e7), network=Link(1e-9, 1e7),
     kernel_latency=1e-9, overlap=0.9,
 )  # fmt: skip
 """what messages take compares with what products take, small ones, too, and both go side by side"""

@@ -197,7 +197,8 @@ class Blocks(nn.Module):
     ids=str,
 )
 def test_trains_and_sends_as_planned(axes: dict[str, int], length: int) -> None:
-    """One journey for both products of a layer, one for the sums of the third: n - 1 messages of the longest chunk, each way."""
+    """One journey for both products of a layer, one for the sums of the third: n - 1 messages of the longest chunk, there and
+    back."""
     like = {"tp": "megatron-sp"} | ({"dp": "fsdp"} if "dp" in axes else {})
     x = torch.randn(4, length, 12)
     found = collectives(Blocks(), axes, None, (x,), SLOW_LINK, like=like)

@@ -22,6 +22,7 @@ def lowered(assignment: Assignment) -> Program:
     program = lower(assignment.graph, assignment)
     program = counted(program)
     program = in_precision(program)
+    program = travelling(program)
     program = tables_together(program)
     program = travelling(program)
     program = together(program)

@@ -1,4 +1,4 @@
-"""Ring attention, and products that travel, under torch.distributed: worlds of 2, 3 and 4 gloo processes against the unsharded model."""
+"""Ring attention, and products that travel: worlds of 2, 3 and 4 gloo processes against the unsharded model."""
 
 from __future__ import annotations
 
