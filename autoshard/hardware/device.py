@@ -136,9 +136,7 @@ class Hardware:
         """Time of the optimizer to read and write ``moved`` bytes."""
         return moved / self.updates if self.updates else self.memory_seconds(moved)
 
-    def product_seconds(
-        self, flops: float, result: tuple[int, ...], dtype: torch.dtype, aligned: bool = True
-    ) -> float:
+    def product_seconds(self, flops: float, result: tuple[int, ...], dtype: torch.dtype, aligned: bool = True) -> float:
         """Time of ``flops`` operations of a matrix product whose result has this local shape.
 
         ``aligned``: see :meth:`is_aligned`, of the product whose gradients these are, too.

@@ -38,7 +38,8 @@ def conversion_parts(
     """What it takes per pass to bring a value from each source (row) to each target (column): forward and backward.
 
     ``stage``: None of what is no parameter. What is gathered of a parameter is gathered once more in the backward (0,
-    FSDP), or once a step and kept: gradients are reduced once (1, ZeRO-1), or scattered in each of the step's ``passes`` (2).
+    FSDP) where that reads it, or once a step and kept: gradients are reduced once (1, ZeRO-1), or scattered in each of the
+    step's ``passes`` (2).
     Sums over replicas are taken once in any case. ``movable``: see
     :func:`~autoshard.passes.propagate.prices.step_time.movable_values`; ``share``: of the latency of messages that it shares
     with others (:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`); ``products``: beside which it may go
@@ -48,7 +49,7 @@ def conversion_parts(
     held_up, *links = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)
     ahead, back = copied_seconds(type_, a, b, stage is not None, share)
     found: Sequence[np.ndarray] = [held_up + ahead + back, *links]
-    if stage == 0 and type_.grad:
+    if stage == 0 and type_.grad and share.again:
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b, share)
         found = [x + np.where(gathered, y, 0.0) for x, y in zip(found, (again[0] + ahead, *again[1:]), strict=True)]

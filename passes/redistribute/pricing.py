@@ -32,6 +32,8 @@ class Shares(NamedTuple):
 
     gathers: float = 1.0
     sums: float = 1.0
+    again: bool = True
+    """whether the backward reads it, or what is gathered with it: then it gathers again what was not kept"""
 
 
 ALONE = Shares()

@@ -87,7 +87,7 @@ def _apart(
     """Launches, links inside a node and links between nodes, without what others pay of each; ``together``: see
     :attr:`~autoshard.passes.redistribute.pricing.Prices.shares`."""
     gathers, sums = (
-        [(1.0 - part) * x for x in of] for part, of in zip(share, (together[:3], together[3:]), strict=True)
+        [(1.0 - part) * x for x in of] for part, of in ((share.gathers, together[:3]), (share.sums, together[3:]))
     )
     spared = [a + b for a, b in zip(gathers, sums, strict=True)]
     return launches - spared[0], seconds - launches - between - spared[1], between - spared[2]

@@ -3,20 +3,25 @@
 :mod:`~autoshard.passes.lower.bucket` moves the parameters of a block together, so a price per message for each of them would
 count latency as often as there are parameters. Which of them move is what the search finds out, and a price of one must not
 depend on others: so the share is that in a bucket of all parameters of the block that are alike, matrices or vectors. Where
-they all move the same way, that is what the buckets take, matrices and vectors counted apart; where only some do, less.
+they all move the same way, that is what the buckets take; where only some do, less. Vectors, such as biases, mostly go with
+the matrices of their block: of gathers these pay what they would of a sum over replicas, one message for those of all blocks.
+So a vector that is cut pays less than a message, and yet never less than one that is whole.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import groupby
+
+import torch
 
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, TensorType
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.redistribute.pricing import ALONE, Shares
+from autoshard.passes.rules.facts import is_view, saves_operand
 
 BUCKET_BYTES = 25 * 2**20
 """a bucket is closed when it holds this many bytes per rank, on links without latency (DistributedDataParallel's default),
@@ -47,31 +52,71 @@ def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
 
     Parameters are gathered in front of the block that reads them first. Sums of gradients over replicas go together across
     blocks (:mod:`autoshard.runtime.parameters.gradients`): the first alone, so that sums begin early, then one for each full
-    bucket.
-    Matrices and vectors count apart: they need not go over the same axes.
+    bucket; those of matrices and of vectors need not go over the same axes, and count apart.
     """
     full = min((bucket_bytes(mesh, axis) for axis in mesh.axes if mesh.size_of(axis) > 1), default=BUCKET_BYTES)
+    blocks = _blocks(graph)
+    every: dict[Hashable, float] = defaultdict(float)
+    for group in blocks:
+        for name, size in group.items():
+            every[_alike(name, graph)] += size
+    found: dict[str, Shares] = {}
+    for group in blocks:
+        again = any(_saved(name, graph) for name in group)
+        along = _along(group, full, graph)
+        joint = math.fsum(size for name, size in group.items() if name in along or not _is_vector(name, graph))
+        for name, size in group.items():
+            sums = min(1.0, size / every[_alike(name, graph)] + size / max(full, BUCKET_BYTES))
+            those = sum(group.values()) - joint if _is_vector(name, graph) else joint
+            found[name] = Shares(sums if name in along else min(1.0, size / min(full, those)), sums, again)
+    return found
+
+
+def _along(group: Mapping[str, float], full: float, graph: Graph) -> set[str]:
+    """The vectors of a block that go in a bucket with a matrix, where all parameters move the same way."""
+    buckets: list[list[str]] = []
+    filled = full
+    for name, size in group.items():
+        if filled >= full:
+            buckets.append([])
+            filled = 0.0
+        buckets[-1].append(name)
+        filled += size
+    mixed = (bucket for bucket in buckets if not all(_is_vector(name, graph) for name in bucket))
+    return {name for bucket in mixed for name in bucket if _is_vector(name, graph)}
+
+
+def _blocks(graph: Graph) -> list[dict[str, float]]:
+    """Of every block and dtype the bytes of the parameters that it reads first and that go in buckets."""
     parameters, seen = frozenset(graph.parameters), set[str]()
-    groups: dict[tuple[int, tuple[object, bool]], dict[str, float]] = defaultdict(dict)
-    every: dict[tuple[object, bool], float] = defaultdict(float)
+    found: dict[tuple[int, torch.dtype], dict[str, float]] = defaultdict(dict)
     for number, (_, nodes) in enumerate(groupby(graph.nodes, key=lambda node: block_path(node.fqn))):
         for name in (n for node in nodes for n in node.inputs if n in parameters and n not in seen):
             seen.add(name)
             type_ = graph.types[name]
-            if goes_in_buckets(type_):
-                bytes_ = math.prod(map(int, type_.shape)) * type_.dtype.itemsize
-                alike = type_.dtype, len(type_.shape) < 2
-                groups[number, alike][name] = float(bytes_)
-                every[alike] += bytes_
-    return {
-        name: Shares(
-            min(1.0, size / min(full, sum(group.values()))),
-            min(1.0, size / every[alike] + size / max(full, BUCKET_BYTES)),
-        )
-        for (_, alike), group in groups.items()
-        for name, size in group.items()
-        if size
-    }
+            if goes_in_buckets(type_) and (numel := math.prod(map(int, type_.shape))):
+                found[number, type_.dtype][name] = float(numel * type_.dtype.itemsize)
+    return [*found.values()]
+
+
+def _is_vector(name: str, graph: Graph) -> bool:
+    return len(graph.types[name].shape) < 2
+
+
+def _alike(name: str, graph: Graph) -> Hashable:
+    """Equal for parameters whose gradients are summed together."""
+    return graph.types[name].dtype, _is_vector(name, graph)
+
+
+def _saved(name: str, graph: Graph) -> bool:
+    """Whether autograd keeps a value, or a view of it, for the backward."""
+    for reader in graph.uses[name]:
+        if is_view(reader.op):
+            if any(_saved(out, graph) for out in reader.outputs):
+                return True
+        elif any(n == name and saves_operand(reader, graph.types, i) for i, n in enumerate(reader.inputs)):
+            return True
+    return False
 
 
 def share_of(value: str, shares: Mapping[str, Shares]) -> Shares:

@@ -1,0 +1,102 @@
+"""What parameters pay of the messages that they share: vectors go with matrices, and what the backward does not read is not
+gathered again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Hardware, Mesh, Shard
+from autoshard.hardware import PRESETS
+from autoshard.layout import I, R
+from autoshard.passes.capture import capture
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.propagate.edges import conversion_parts
+from autoshard.passes.propagate.prices.bucketed import bucket_bytes, latency_shares
+
+CPU = replace(PRESETS["cpu"], overlap=0.0)
+MACHINES = {"cpu": CPU, "late": replace(CPU, node=replace(CPU.node, latency=2e-3)), "h100": PRESETS["h100"]}
+
+
+class Layers(nn.Module):
+    """Blocks of a matrix with biases and a norm."""
+
+    def __init__(self, width: int, layers: int = 3) -> None:
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width))  # noqa: E731
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def captured(width: int, rows: int = 64) -> Graph:
+    with torch.device("meta"):
+        return capture(Layers(width), (torch.empty(rows, width),), {}, training=True)
+
+
+def seconds(graph: Graph, mesh: Mesh, name: str, source: object, target: object, stage: int = 2) -> float:
+    share = latency_shares(graph, mesh)[name]
+    found = conversion_parts(graph.types[name], mesh, [(source,)], [(target,)], stage, False, share)  # type: ignore[list-item]
+    return float(found.communication()[0, 0])
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("width", [16, 256, 4096])
+def test_a_vector_that_is_cut_never_pays_less_than_one_that_is_whole(machine: str, ranks: int, width: int) -> None:
+    """Else a search would cut vectors for messages that the matrices of their block do not send."""
+    graph, mesh = captured(width), Mesh({"dp": ranks}, hardware=MACHINES[machine])
+    vectors = [name for name in graph.parameters if len(graph.types[name].shape) == 1]
+    for name in vectors:
+        assert seconds(graph, mesh, name, Shard(0), R) >= seconds(graph, mesh, name, I, R) > 0
+
+
+def test_vectors_go_with_the_matrices_of_their_block_unless_these_fill_a_bucket() -> None:
+    mesh = Mesh({"dp": 2}, hardware=CPU)
+    full = bucket_bytes(mesh, "dp")
+    for width, along in ((64, True), (1024, False)):
+        assert (4 * width**2 < full) == along
+        graph = captured(width)
+        shares = latency_shares(graph, mesh)
+        for vectors in (False, True):
+            paid = sum(s.gathers for n, s in shares.items() if (len(graph.types[n].shape) == 1) == vectors)
+            expected = 1.0 if vectors and along else 3.0  # of all blocks, or of each
+            assert paid == pytest.approx(expected, rel=0.07)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("width", "rows"), [(64, 64), (256, 64), (256, 4096)])
+def test_no_expert_has_a_faster_program(machine: str, width: int, rows: int) -> None:
+    """By the timeline of what runs, which counts every message: what the search does not count it does not win by."""
+    hardware: Hardware = MACHINES[machine]
+    with torch.device("meta"):
+        args = Layers(width), Mesh({"x": 4}, hardware=hardware), (torch.empty(rows, width),)
+    free = autoshard.plan(*args, training=True)
+    for like in ("ddp", "zero1", "zero2", "fsdp", "replicate"):
+        other = autoshard.plan(*args, like=like, training=True)
+        assert free.cost.total_s <= other.cost.total_s * (1 + 1e-9)
+        assert free.cost.schedule_s <= other.cost.schedule_s * (1 + 1e-3)
+
+
+def test_what_the_backward_does_not_read_is_not_gathered_again() -> None:
+    """The first weight: its input wants no gradient. Its bias neither, but that of another goes with its matrix."""
+    mesh = Mesh({"dp": 2}, hardware=CPU)
+    with torch.device("meta"):
+        model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), torch.empty(64, 64)
+        graph = capture(model, (x,), {}, training=True)
+    names, shares = {i.fqn: i.name for i in graph.inputs}, latency_shares(graph, mesh)
+    for layer, more in ((0, False), (1, True)):
+        weight, bias = (names[f"{layer}.{n}"] for n in ("weight", "bias"))
+        assert shares[weight].again == shares[bias].again == more
+        kept, again = (seconds(graph, mesh, weight, Shard(0), R, stage) for stage in (2, 0))
+        assert (again > kept) == more
+    plan = autoshard.plan(model, mesh, (x,), like="fsdp", training=True)
+    made = {c.fqn for c in plan.collectives if "gathered again" in c.reason}
+    assert made == {"1", "2"}
