@@ -101,7 +101,7 @@ def test_what_stages_take_of_the_processor_is_priced(graph: Graph, plans: dict[s
     assert pipeline(plan).work_s == pytest.approx(pipeline(alone).work_s + 2 * BATCHES * 0.01, rel=0.05)
     assert plan.cost.exposed_s >= 2 * BATCHES * 0.01
     assert plan.cost.bubble_s == pytest.approx(plan.cost.total_s - plan.cost.compute_s - plan.cost.exposed_s)
-    two_cores = dataclasses.replace(PRESETS["h100"], sharing=((1, 0.5), (2, 0.5), (4, 1.0)))
+    two_cores = dataclasses.replace(PRESETS["h100"], sharing=((1, 1 / 3), (2, 1 / 3), (6, 1.0)))
     carried = dataclasses.replace(two_cores, carried=1e-6)
     assert planned(graph, hardware=carried).cost.total_s > planned(graph, hardware=two_cores).cost.total_s
 

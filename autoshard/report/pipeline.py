@@ -20,6 +20,9 @@ from autoshard.report.record import Collective, Cost, Record, Staged, local_byte
 
 _PRODUCTS = frozenset(map(str, PRODUCTS))
 
+Sent = tuple[float, float, float, float]
+"""see :func:`stage_times`"""
+
 MEETINGS = 4
 """small collectives of a step: what other stages train, which call it is, whether one of them failed, and the loss"""
 
@@ -36,7 +39,7 @@ class StageTimes:
     """the update alone"""
 
 
-def stage_times(plan: Record, sent: Sequence[float] = (0.0, 0.0, 0.0, 0.0), later: float = 0.0) -> StageTimes:
+def stage_times(plan: Record, sent: Sent = (0.0, 0.0, 0.0, 0.0), later: float = 0.0) -> StageTimes:
     """What the stage of ``plan`` takes.
 
     ``sent``: seconds of its message forward, and of the gradients that go back, then of the work of either end of both;
@@ -62,7 +65,7 @@ def stage_times(plan: Record, sent: Sequence[float] = (0.0, 0.0, 0.0, 0.0), late
     )
     once = _shown(sums, mesh, speed, compute - ahead) + copied
     return StageTimes(
-        StageSeconds(forward, backward, weights, *sent, mesh.hardware.on_processor(mesh.hardware.actions)),
+        StageSeconds(forward, backward, weights, *sent, host=mesh.hardware.on_processor(mesh.hardware.actions)),
         compute,
         once + cost.optimizer_s,
         cost.optimizer_s,
@@ -113,10 +116,11 @@ def staged_times(staged: Staged, mesh: Mesh) -> tuple[StageTimes, ...]:
     """What every stage takes, with its messages over the links along the axis of stages."""
     link, hardware = mesh.link(staged.axis), mesh.hardware
 
-    def sent(number: int) -> tuple[float, float, float, float]:
+    def sent(number: int) -> Sent:
         sizes = [staged.sent[n][b] if 0 <= n < len(staged.sent) else 0.0 for n, b in ((number, 0), (number - 1, 1))]
         ahead, back = (link.seconds(size, "permute") if size else 0.0 for size in sizes)
-        return ahead, back, *(hardware.on_processor(hardware.carried * size) for size in sizes)
+        carry, carry_back = (hardware.on_processor(hardware.carried * size) for size in sizes)
+        return ahead, back, carry, carry_back
 
     later = 1 - 1 / staged.micro_batches if staged.plans[0].training else 0.0
     return tuple(stage_times(p, sent(i), later) for i, p in enumerate(staged.plans))

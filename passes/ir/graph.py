@@ -30,10 +30,6 @@ Moves = bool | torch.dtype | OfRows
 """whether a value's gradient is moved back; a dtype: its own, where that is another than the value's"""
 
 
-Bounds = tuple[float | None, float | None]
-"""the least and the greatest that a value may be; None: there is none"""
-
-
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """A value's global shape and dtype, and whether a gradient flows through it."""
@@ -264,8 +260,8 @@ class Graph:
     """pytree spec of ``(args, kwargs)``"""
     mutations: Mapping[str, str] = field(default_factory=dict)
     """fqn of a buffer or an input → value written back to it after the forward"""
-    clamped: Mapping[str, Bounds] = field(default_factory=dict)
-    """fqn of a parameter → between what it is clamped, in place, before the forward"""
+    clamped: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    """fqn of a parameter → the least and the greatest that it is clamped to, in place, before the forward; None: there is none"""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """lifted tensor constants by input name"""
     outside: tuple[tuple[torch.Tensor, int], ...] = field(default=(), compare=False, repr=False)

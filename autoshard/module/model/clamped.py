@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoshard.passes.ir.graph import Bounds
+from autoshard.passes.capture.substitutes.clamps import Bounds
 
 
 def clamp(parameters: Iterable[tuple[Any, Bounds]]) -> None:

@@ -14,10 +14,11 @@ from torch import nn
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer
 from autoshard.passes.capture.repeats.observer import Repeats
-from autoshard.passes.ir.graph import Bounds
 
 CLAMPED = "autoshard_clamped"
 """the key under which a program's graph module says which parameters are clamped"""
+Bounds = tuple[float | None, float | None]
+"""the least and the greatest that a value may be; None: there is none"""
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
