@@ -261,7 +261,7 @@ class Graph:
     mutations: Mapping[str, str] = field(default_factory=dict)
     """fqn of a buffer or an input → value written back to it after the forward"""
     clamped: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
-    """fqn of a parameter → the least and the greatest that it is clamped to, in place, before the forward; None: there is none"""
+    """fqn of a parameter → the least and the greatest that it is clamped to, in place, before the forward; None: no bound"""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """lifted tensor constants by input name"""
     outside: tuple[tuple[torch.Tensor, int], ...] = field(default=(), compare=False, repr=False)
