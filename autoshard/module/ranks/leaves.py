@@ -80,7 +80,7 @@ def _set(
         if local is None:
             continue
         made = _global(local, spec)
-        plain = p.grad is None and p.is_leaf and p.requires_grad
+        plain = p.is_leaf and p.requires_grad and p.grad is None
         hooked = p._backward_hooks or p._post_accumulate_grad_hooks
         # autograd converts to other dtypes
         if plain and not hooked and local.dtype == getattr(p, "grad_dtype", p.dtype) and _is_run(leaf):

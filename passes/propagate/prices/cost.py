@@ -157,10 +157,12 @@ def node_seconds(
             launch *= tiling.tiles + ring.MERGE_KERNELS * (tiling.tiles - 1)
             moved += 3 * (tiling.tiles - 1) * math.prod(shapes[-1]) * max(4, dtype.itemsize)
     else:
-        taken = _product(node, graph, device, forward, shapes)
-        ahead = taken(forward, shapes[-1]) if flops else 0.0
-        each = (work - forward) / max(1, len(wanting))
-        back = math.fsum(taken(each, x) for x in wanting) if flops else 0.0
+        ahead = back = 0.0
+        if flops:
+            taken = _product(node, graph, device, forward, shapes)
+            ahead = taken(forward, shapes[-1])
+            each = (work - forward) / max(1, len(wanting))
+            back = math.fsum(taken(each, x) for x in wanting)
         if device.functions and facts_of(node.op).function:
             elements = max(map(math.prod, shapes))
             ahead, back = (device.function_seconds(elements, backward) for backward in (False, True))
