@@ -46,13 +46,14 @@ def clipped(late: bool = False) -> Model:
     return Model(late)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_every_rank_clamps_what_it_holds(micro_batches: int) -> None:
+@pytest.mark.parametrize(("micro_batches", "axes"), [(1, {"tp": 2}), (2, {"tp": 2}), (2, {"pp": 2, "tp": 2})], ids=str)
+def test_every_rank_clamps_what_it_holds(micro_batches: int, axes: dict[str, int]) -> None:
     """Of modules that are equal each has its own: weights that are out of bounds when a forward begins are in them after it."""
     model = clipped().double()
     assert all(float(p.detach().max()) > 0.2 for p in model.parameters() if p.ndim > 1)
     assert_equal_training(model, {"dp": 2, "tp": 2}, (X,))
-    sharded = autoshard.compile(clipped().train(), ideal({"tp": 2}), (X,), micro_batches=micro_batches)
+    stages = "pp" if "pp" in axes else None
+    sharded = autoshard.compile(clipped().train(), ideal(axes), (X,), micro_batches=micro_batches, stages=stages)
     sharded(X).backward()
     for name, x in sharded.full_state_dict().items():
         assert "weight" not in name or (float(x.min()), float(x.max())) == pytest.approx((-0.1, 0.2))
