@@ -48,7 +48,7 @@ def named(move: Move, always: bool = False) -> Move:
 def recorded(comm: Communicator, move: Move, phase: str, members: int = 1) -> contextlib.AbstractContextManager[Any]:
     """Show what runs inside in the profile under the name of the collective; local moves and no profile: nothing.
 
-    A bucket of several ``members`` bears the name of its first, and how many more there are.
+    A bucket of several ``members`` bears the name of its first, and how many more there are; one of all blocks' the root's.
     """
     if not profiler._is_profiler_enabled or move.verb in LOCAL:
         return _NOTHING
