@@ -24,7 +24,6 @@ def lowered(assignment: Assignment) -> Program:
     program = in_precision(program)
     program = travelling(program)
     program = tables_together(program)
-    program = travelling(program)
     program = together(program)
     program = hoisted(program)
     program = bucket(program)
