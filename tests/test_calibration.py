@@ -21,11 +21,13 @@ class Told:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def seconds(self, call: Callable[[], object], together: bool = False, ranks: int | None = None) -> float:
+    def seconds(self, call: Callable[[], object], together: bool = False) -> float:
         call()
         begin = self.now
         call()
         return self.now - begin
+
+    computing = seconds
 
 
 def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +80,7 @@ def test_results_are_kept_while_one_is_timed() -> None:
 def test_a_clock_says_the_lower_quartile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.check.clock.on_this_machine", lambda: 1)
     clock, took = Clock(torch.device("cpu"), 8), iter([9.0, 9.0, 8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 4.0])
-    monkeypatch.setattr(clock, "_took", lambda call, often: next(took))
+    monkeypatch.setattr(clock, "_took", lambda call, often, now=None: next(took))
     assert clock.seconds(lambda: None) == 3.0
 
 
@@ -86,9 +88,8 @@ def test_a_clock_says_the_lower_quartile(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_ranks_that_share_cores_take_by_how_many_work(
     machine: int, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Shared(Told):
-        def seconds(self, call: Callable[[], object], together: bool = False, ranks: int | None = None) -> float:
-            assert ranks is not None
+    class Shared:
+        def computing(self, call: Callable[[], object], ranks: int) -> float:
             return 0.1 * max(1.0, ranks / 2)  # two cores
 
     monkeypatch.setattr(calibration, "on_this_machine", lambda: machine)
@@ -104,10 +105,33 @@ def test_only_some_ranks_repeat_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, calls = Clock(torch.device("cpu"), 8), list[int]()
     for rank, often in ((5, 10), (6, 2)):  # the second and the third of the second machine
         monkeypatch.setattr("autoshard.check.clock.dist.get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(clock, "_took", lambda call, often: calls.append(1) or 1.0)
+        monkeypatch.setattr(clock, "_took", lambda call, often, now=None: calls.append(1) or 1.0)
         calls.clear()
-        assert clock.seconds(lambda: None, together=True, ranks=2) == (often == 10)
+        assert clock.computing(lambda: None, 2) == (often == 10)
         assert len(calls) == often
+
+
+@pytest.mark.parametrize(("cores", "threads", "ranks", "expected"), [(2, 1, 4, 2.0), (2, 1, 1, 1.0), (8, 4, 4, 0.5)])
+def test_ranks_that_share_cores_wait_for_them(
+    cores: int, threads: int, ranks: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second of the processor, which no clock on the wall sees, is as many as ranks share it: not what one turn takes."""
+    monkeypatch.setattr("autoshard.check.clock.on_this_machine", lambda: 4)
+    monkeypatch.setattr("autoshard.check.clock.os.cpu_count", lambda: cores)
+    monkeypatch.setattr("autoshard.check.clock.torch.get_num_threads", lambda: threads)
+    monkeypatch.setattr("autoshard.check.clock.agreed", lambda value, pick: value)
+    monkeypatch.setattr("autoshard.check.clock.dist.barrier", lambda: None)
+    monkeypatch.setattr("autoshard.check.clock.dist.get_rank", lambda: 0)
+    worked = 0.0
+
+    def call() -> None:
+        nonlocal worked
+        worked += 1.0
+
+    monkeypatch.setattr("autoshard.check.clock.time.process_time", lambda: worked)
+    clock = Clock(torch.device("cpu"), 4)
+    assert clock.shared
+    assert clock.computing(call, None if ranks == 4 else ranks) == pytest.approx(expected)
 
 
 def test_backwards_are_measured_where_the_caller_wants_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,12 @@ every rank gets the same numbers. In one process, processes with gloo are starte
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -154,7 +154,7 @@ def _kept_seconds(clock: Clock, call: Callable[[], torch.Tensor]) -> float:
     kept = deque[torch.Tensor](maxlen=max(1, min(MOST, KEPT // one)))
     while len(kept) < (kept.maxlen or 0):
         kept.append(call())
-    return clock.seconds(lambda: kept.append(call()), together=True)
+    return clock.computing(lambda: kept.append(call()))
 
 
 def _product_speed(clock: Clock, dtype: torch.dtype, n: int) -> float:
@@ -164,11 +164,15 @@ def _product_speed(clock: Clock, dtype: torch.dtype, n: int) -> float:
 
 
 def _narrow_speed(clock: Clock, n: int) -> float:
-    """FLOP/s of the three products of a linear layer for ``n`` rows."""
-    width = 4096 if clock.device.type == "cuda" else 512
-    x, weight = (torch.randn(k, width, device=clock.device, dtype=USED[clock.device.type]) for k in (n, width))
+    """FLOP/s of the three products of a linear layer for ``n`` rows, of layers in turn: no cache holds their weights, which
+    is what a product of few rows waits for."""
+    width, dtype = 4096 if clock.device.type == "cuda" else 512, USED[clock.device.type]
+    x = torch.randn(n, width, device=clock.device, dtype=dtype)
+    one = torch.randn(width, width, device=clock.device, dtype=dtype)
+    weights = itertools.cycle([one, *(one.clone() for _ in range(KEPT // one.nbytes))])
 
     def products() -> torch.Tensor:
+        weight = next(weights)
         y = x @ weight.t()
         y @ weight
         return y.t() @ x
@@ -185,7 +189,7 @@ def _convolution_speed(clock: Clock, few: int | None = None) -> float:
     for given, made in pairs:
         x = torch.randn(batch, given, side, side, device=clock.device, dtype=dtype, requires_grad=True)
         layer = torch.nn.Conv2d(given, made, 3, padding=1).to(clock.device, dtype)
-        seconds += clock.seconds(partial(_both_ways, layer, x), together=True)
+        seconds += clock.computing(partial(_both_ways, layer, x))
     return sum(3 * 2.0 * batch * side**2 * 9 * given * made for given, made in pairs) / seconds
 
 
@@ -240,11 +244,11 @@ def _function_seconds(clock: Clock) -> tuple[float, float]:
 
 
 def _update_speed(clock: Clock) -> float:
-    """Bytes per second that fused AdamW reads and writes: of values, gradients and two moments."""
-    n = 1 << (28 if clock.device.type == "cuda" else 22)
+    """Bytes per second that fused AdamW reads and writes: of values, gradients and two moments, more than caches hold."""
+    n = 1 << (28 if clock.device.type == "cuda" else 24)
     p = torch.nn.Parameter(torch.ones(n, device=clock.device))
     p.grad = torch.ones_like(p)
-    return 7 * 4 * n / clock.seconds(torch.optim.AdamW([p], fused=True).step, together=True)
+    return 7 * 4 * n / clock.computing(torch.optim.AdamW([p], fused=True).step)
 
 
 def _sharing(clock: Clock) -> tuple[tuple[int, float], ...]:
@@ -252,7 +256,7 @@ def _sharing(clock: Clock) -> tuple[tuple[int, float], ...]:
     a, b = (torch.randn(512, 512) for _ in range(2))
     counts = [*(n for n in (1, 2, 4, 8, 16, 32) if n < on_this_machine()), on_this_machine()]
     call = partial(torch.matmul, a, b)
-    taken = [agreed(clock.seconds(call, together=True, ranks=n), max) for n in counts]
+    taken = [agreed(clock.computing(call, n), max) for n in counts]
     return tuple((n, seconds / taken[-1]) for n, seconds in zip(counts, taken, strict=True))
 
 
@@ -270,13 +274,13 @@ def _launch(clock: Clock) -> float:
         y.sum().backward()
 
     if clock.device.type == "cuda":
-        return clock.seconds(partial(run, 200), together=True) / (2 * 200)
+        return clock.computing(partial(run, 200)) / (2 * 200)
     a, taken = torch.randn(512, 512), []
     for _ in range(8 * clock.repeats):
         torch.matmul(a, a)
-        begin = time.perf_counter()
+        begin = clock.now()
         run(FEW)
-        taken.append(time.perf_counter() - begin)
+        taken.append(clock.now() - begin)
     return sorted(taken)[len(taken) // 4] / (2 * FEW)
 
 

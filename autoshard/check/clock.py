@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,20 +32,41 @@ class Clock:
     """The lower quartile of several repetitions, after one to warm up: other work on the machine adds to some of them, and
     the least is luck that no step has from its first operation to its last.
 
-    Where ranks share cores a repetition goes on for so long that all of them have their turns in it: what is measured
-    then is what a rank has of a core, as in training.
+    Where ranks share cores a repetition goes on for so long that all of them have their turns in it.
     """
 
     def __init__(self, device: torch.device, repeats: int) -> None:
         self.device, self.repeats = device, repeats
-        self.shared = device.type == "cpu" and on_this_machine() * torch.get_num_threads() > (os.cpu_count() or 1)
+        self.cores, self.threads = os.cpu_count() or 1, torch.get_num_threads()
+        self.shared = device.type == "cpu" and on_this_machine() * self.threads > self.cores
         self.long = LONG if self.shared else SHORT
 
-    def seconds(self, call: Callable[[], object], together: bool = False, ranks: int | None = None) -> float:
-        """Of one call. ``together``: all ranks begin at once, and call equally often; ``ranks``: so many of each machine
-        do, and the others wait."""
-        self._took(call, 1)
+    def seconds(self, call: Callable[[], object], together: bool = False) -> float:
+        """Of one call. ``together``: all ranks begin at once, and call equally often."""
+        return self._quartile(call, together, True, time.perf_counter)
+
+    def computing(self, call: Callable[[], object], ranks: int | None = None) -> float:
+        """Of one call that waits for no other rank, while all ranks make as many: see :meth:`now`.
+
+        ``ranks``: so many of each machine do, and the others wait.
+        """
         calls = ranks is None or dist.get_rank() % on_this_machine() < ranks
+        return self._quartile(call, True, calls, partial(self.now, ranks))
+
+    def now(self, ranks: int | None = None) -> float:
+        """Seconds to take the difference of, of what waits for no other rank.
+
+        Where ranks share cores, what ``ranks`` of them (default: all) wait for the processor is added to what they have of
+        it. Taken by the clock, an operation would mostly lie within one turn, as if no other rank were there, and of a
+        longer one the ranks that had their turns first would be the fast ones.
+        """
+        if not self.shared:
+            return time.perf_counter()
+        ranks = on_this_machine() if ranks is None else ranks
+        return time.process_time() * max(1 / self.threads, ranks / self.cores)
+
+    def _quartile(self, call: Callable[[], object], together: bool, calls: bool, now: Callable[[], float]) -> float:
+        self._took(call, 1)
         often = max(1, min(MOST, round(self.long / self._took(call, 1))))
         if together:
             often = round(agreed(often, max))
@@ -52,16 +74,16 @@ class Clock:
         for _ in range(self.repeats):
             if together:
                 dist.barrier()
-            found.append(self._took(call, often) if calls else 0.0)
+            found.append(self._took(call, often, now) if calls else 0.0)
         return sorted(found)[len(found) // 4]
 
-    def _took(self, call: Callable[[], object], often: int) -> float:
+    def _took(self, call: Callable[[], object], often: int, now: Callable[[], float] = time.perf_counter) -> float:
         self._wait()
-        begin = time.perf_counter()
+        begin = now()
         for _ in range(often):
             call()
         self._wait()
-        return (time.perf_counter() - begin) / often
+        return (now() - begin) / often
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
