@@ -1,8 +1,8 @@
 """Steps of a pipeline on gloo ranks beside their prediction: ``torchrun --nproc-per-node 2 benchmarks/pipeline_step.py``.
 
 The machine is measured first, by the ranks together. A model whose layers differ is cut at every place between two layers (for
-more ranks: in every way), and where it would be, if that is elsewhere; the cuts take turns, so that whatever else the machine
-does meets all alike, and the medians of the slowest rank are compared: with what was predicted for each cut, and the cut that
+more ranks: in every way), and where it would be, if that is elsewhere; the cuts take turns of a few steps, so that whatever
+else the machine does meets all alike, and the medians of the slowest rank are compared: with what was predicted for each cut, and the cut that
 would be chosen with the best. Nothing else may run beside: a rank that waits for the processor looks like one that waits for a
 message. On a busy machine the least of many rounds says more. Freed memory stays with the processes: calibration has no
 page faults either.
@@ -36,8 +36,10 @@ from autoshard.passes.pipeline.timeline import SCHEDULES
 from autoshard.plans.wishes import Wishes
 from autoshard.report.units import show_bytes, show_seconds
 
-WARM_UP = 9
-"""more calls than are compared with their inputs by default"""
+STEPS = 3
+"""steps of a cut one after another; the first is not counted: what others did since its last turn emptied the caches"""
+WARM_UP = 3
+"""rounds, of more calls than are compared with their inputs by default"""
 
 
 class Uneven(nn.Module):
@@ -101,17 +103,17 @@ def named(cut: Sequence[int], places: Mapping[int, int]) -> str:
 
 
 def race(found: Sequence[Cut], args: tuple[Tensor, ...], rounds: int, seconds: float) -> None:
-    """Every cut once a round, for so many rounds or seconds."""
+    """A few steps of every cut a round, for so many rounds or seconds."""
     started = time.perf_counter()
     for number in range(rounds + WARM_UP):
-        for cut in found:
+        for cut, step in itertools.product(found, range(STEPS)):
             cut.sharded.zero_grad()
             dist.barrier()
             begin = time.perf_counter()
             cut.sharded(*args).backward()
             took = torch.tensor([time.perf_counter() - begin, time.perf_counter() - started])
             dist.all_reduce(took, dist.ReduceOp.MAX)
-            if number >= WARM_UP:
+            if number >= WARM_UP and step:
                 cut.taken.append(float(took[0]))
         if float(took[1]) > seconds and number > WARM_UP:
             break
@@ -130,7 +132,7 @@ def steps(options: argparse.Namespace) -> None:
     race(found, args, options.rounds, options.seconds)
     if dist.get_rank():
         return
-    print(f"{hardware.name}; {options.micro_batches} micro-batches, {len(found[0].taken)} rounds")
+    print(f"{hardware.name}; {options.micro_batches} micro-batches, {len(found[0].taken)} steps")
     print(f"{'cut':20}{'predicted':>12}{'measured':>12}{'error':>9}{'least':>12}{'error':>9}   quartiles")
     for cut in found:
         low, _, high = statistics.quantiles(cut.taken, n=4)
