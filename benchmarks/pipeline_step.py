@@ -2,10 +2,10 @@
 
 The machine is measured first, by the ranks together. A model whose layers differ is cut at every place between two layers (for
 more ranks: in every way), and where it would be, if that is elsewhere; the cuts take turns of a few steps, so that whatever
-else the machine does meets all alike, and the medians of the slowest rank are compared: with what was predicted for each cut, and the cut that
-would be chosen with the best. Nothing else may run beside: a rank that waits for the processor looks like one that waits for a
-message. On a busy machine the least of many rounds says more. Freed memory stays with the processes: calibration has no
-page faults either.
+else the machine does meets all alike, and the medians of the slowest rank are compared: with what was predicted for each cut,
+and the cut that would be chosen with the best. Nothing else may run beside: a rank that waits for the processor looks like one
+that waits for a message. On a busy machine the least of many rounds says more. Freed memory stays with the processes:
+calibration has no page faults either.
 
 ``--memory``: instead, the resident memory of every rank that holds its stage of a GPT of 200 M parameters.
 """
