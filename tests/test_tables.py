@@ -200,13 +200,13 @@ def test_a_wrong_owner_is_seen() -> None:
     """Negative control: results of one table in the place of another's."""
     from autoshard.runtime.operations import tables
 
-    right = tables._placed
-    tables._placed = lambda *args: right(*args)[::-1]
+    right = tables.placed
+    tables.placed = lambda *args: right(*args)[::-1]
     try:
         with pytest.raises(AssertionError):
             trains_alike(dlrm(sparse=False), AXES["x2"], like="table-wise")
     finally:
-        tables._placed = right
+        tables.placed = right
 
 
 def test_bytes_are_those_of_the_formulas() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard.passes.lower.tables import tables_together
-from autoshard.runtime.operations.tables import Group, _Placed, _placed
+from autoshard.runtime.operations.tables import Arrival, Group, _Placed, placed
 
 
 class Tables(nn.Module):
@@ -74,16 +73,15 @@ class Written(TorchDispatchMode):
 @pytest.mark.parametrize("by_row", [True, False])
 def test_gradients_of_what_came_are_copied_once(by_row: bool) -> None:
     """To where they are sent from; and they have derivatives. One of the tables gets no gradient."""
-    owners, widths, rows = (0, 1, 0, 1), (3, 3, 3, 2), [2] * 4
-    order = [Group((0, 1, 2), 4, 3, by_row), Group((3,), 4, 2, by_row)]
-    place = functools.partial(_placed, order=order, owners=owners, rows=rows, ranks=2)
+    groups = Group((0, 1, 2), 4, 3, by_row), Group((3,), 4, 2, by_row)
+    arrivals = Arrival(groups[0], (0, 2), 2, 12), Arrival(groups[0], (1,), 2, 6), Arrival(groups[1], (3,), 2, 4)
     moved = torch.randn(22, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
     def results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _Placed.apply(x, place)[:3]  # type: ignore[no-untyped-call, no-any-return]
+        return _Placed.apply(x, arrivals)[:3]  # type: ignore[no-untyped-call, no-any-return]
 
-    assert [tuple(x.shape) for x in place(moved)] == [(2, width) for width in widths]
-    assert sorted(i for x in place(torch.arange(22)) for i in x.flatten().tolist()) == list(range(22))
+    assert [tuple(x.shape) for x in placed(moved, arrivals)] == [(2, width) for width in (3, 3, 3, 2)]
+    assert sorted(i for x in placed(torch.arange(22), arrivals) for i in x.flatten().tolist()) == list(range(22))
     assert torch.autograd.gradcheck(results, moved)
     assert torch.autograd.gradgradcheck(results, moved)
     found = torch.cat(results(moved), 1).square().sum()

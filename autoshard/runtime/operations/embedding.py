@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autoshard.runtime.operations.bags import adds_rows, bagged
 from autoshard.runtime.operations.collectives import offset
 from autoshard.runtime.transport.communicator import Axes
 
@@ -113,6 +114,9 @@ def pooled(
     """As :func:`pooled_op`; with ``axes`` the weight is a part of ``size`` rows, and the results are summands (P)."""
     if axes:
         found = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
+    elif adds_rows(weight, indices, sparse):
+        found = bagged(indices.reshape(-1, indices.shape[-1]), mode, padding_idx, weight)
+        return found.view(*indices.shape[:-1], weight.shape[1])
     else:
         found = F.embedding(indices, weight, padding_idx if padding_idx >= 0 else None, sparse=sparse)
     return found.sum(-2) if mode == "sum" else found.mean(-2)
