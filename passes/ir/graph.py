@@ -55,6 +55,8 @@ class TensorType:
     tables: int = 0
     """of a table, or a matrix of one expert, that may lie whole on one rank: how many, itself included, may that are as
     large, or half as large"""
+    together: int = 1
+    """of such a table: how many look-ups go in one call with one in it, itself included, where all lie so"""
     parts: Parts | None = None
     """a dim that is split later, of each part of which a rank may hold a chunk"""
 

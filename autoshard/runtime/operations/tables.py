@@ -239,7 +239,7 @@ def _looked_up(
 
 
 def _side_by_side(indices: Sequence[torch.Tensor], first: Sequence[int]) -> torch.Tensor:
-    """Indices [b, …] of tables whose rows begin at ``first``, as those of all: [b · tables, …], the tables of a bag together."""
+    """Indices [b, …] of tables whose rows begin at ``first``, as those of all: [b · tables, k], tables of a bag together."""
     shape, length = indices[0].shape, math.prod(indices[0].shape[1:])
     if len(indices) > 1:
         one = as_one(indices)

@@ -63,13 +63,14 @@ def _axes_of_owners(site: Site) -> tuple[str, ...]:
 
 
 def _exchanged(site: Site) -> tuple[Internal, ...]:
-    """What ranks look up for others, and its gradient: of tables in balance, each rank's share."""
+    """What ranks look up for others, and its gradient: of tables in balance, each rank's share, in one message of all."""
     axes = site.axes(TABLE)
     if site.mesh.size_of(axes) == 1:
         return ()
     size = math.prod(site.outputs[0].max_local_shape(site.out_type().shape)) * float(site.out_type().dtype.itemsize)
     found = [("forward", "rows of tables")] + [("backward", "gradients of rows of tables")] * site.grad
-    return tuple(Internal("all_to_all", axes, size, phase, what) for phase, what in found)
+    share = 1.0 / site.in_type(site.node.positions["weight"]).together
+    return tuple(Internal("all_to_all", axes, size, phase, what, share=share) for phase, what in found)
 
 
 def _local_pooled(site: Site) -> Call:
