@@ -19,7 +19,6 @@ from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.redistribute.pricing import SMALL_BYTES, TOGETHER
 
 
-
 def together(program: Program) -> Program:
     """``program`` with small collectives over the same axes made by one call, where the first of them stands.
 

@@ -154,9 +154,7 @@ def _rows_seconds(mesh: Mesh, graph: Space, gradients: Ints) -> Floats:
     return found
 
 
-def _shares(
-    mesh: Mesh, graph: Space, seconds: Floats, grad: bool, merging: Sequence[npt.NDArray[np.bool_]]
-) -> Floats:
+def _shares(mesh: Mesh, graph: Space, seconds: Floats, grad: bool, merging: Sequence[npt.NDArray[np.bool_]]) -> Floats:
     """See :attr:`Prices.shares`; ``merging``: which moves go with others, of each kind."""
     crosses = cache(lambda group: mesh.crosses([mesh.axes[a] for a in group]))
     crossing = np.array([crosses(m.group) for m in graph.moves], np.bool_)

@@ -90,7 +90,9 @@ def _apart(
     """Launches, links inside a node and links between nodes, without what others pay of each; ``together``: see
     :attr:`~autoshard.passes.redistribute.pricing.Prices.shares`."""
     parts = (share.gathers, share.sums, share.joined)
-    each = [[(1.0 - part) * x for x in together[3 * i : 3 * i + 3]] for i, part in enumerate(parts[: len(together) // 3])]
+    each = [
+        [(1.0 - part) * x for x in together[3 * i : 3 * i + 3]] for i, part in enumerate(parts[: len(together) // 3])
+    ]
     spared = [sum(x) for x in zip(*each, strict=True)]
     return launches - spared[0], seconds - launches - between - spared[1], between - spared[2]
 

@@ -51,7 +51,9 @@ def _together(whole: Collection[str], graph: Graph, types: Mapping[str, TensorTy
         looks_up = node.op in LOOK_UPS and table in whole
         depth.update(dict.fromkeys(node.outputs, level + looks_up))
         if looks_up:
-            groups.setdefault((level, types[table].sparse, types[node.outputs[0]].dtype, *_form(node)), []).append(table)
+            groups.setdefault((level, types[table].sparse, types[node.outputs[0]].dtype, *_form(node)), []).append(
+                table
+            )
     found: dict[str, int] = {}
     for tables in groups.values():
         found |= {n: min(len(tables), found.get(n, len(tables))) for n in tables}
