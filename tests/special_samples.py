@@ -68,6 +68,21 @@ EMBEDDINGS: dict[Any, list[Sample]] = {
         call(f(7, 4), torch.tensor([3, 1, 3, 6, 0]), torch.tensor([0, 3, 5]), False, 0, False, f(5), True, 3),
         call(f(7, 4), torch.tensor([3, 1, 3, 6, 0]), torch.tensor([0, 3]), True, 0, False, None, False, -4),
         call(f(7, 4), torch.tensor([3, 3, 1, 3, 6, 0]), torch.tensor([0, 1, 3, 3]), False, 1, False, None, False, 3),
+        # Of equal elements the first of a bag; a bag of padding alone, an empty one, the end of the last one.
+        call(
+            f(7, 4).sign(),
+            torch.tensor([6, 0, 3, 2, 3, 5, 1]),
+            torch.tensor([0, 4, 5, 5]),
+            False,
+            2,
+            False,
+            None,
+            False,
+            3,
+        ),
+        call(
+            f(5, 3).sign(), torch.tensor([4, 1, 1, 0, 2]), torch.tensor([0, 0, 3, 5]), False, 2, False, None, True, -1
+        ),
     ],
 }
 

@@ -111,7 +111,7 @@ def test_narrow_types_sum_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("op", [aten.embedding_bag.default, aten.embedding_bag.padding_idx], ids=str)
 def test_bags_by_rows_and_columns(op: torch._ops.OpOverload) -> None:
-    """With the sums alone read, as models do, tables are cut by rows (mode "sum") and columns."""
+    """With the pooled rows alone read, as models do, tables are cut by rows and columns."""
     check = check_rule(RULES[op], SAMPLES[op], results=(0,))
     assert {"vocab", "embed"} <= check.strategies
     check_rule(RULES[op], SAMPLES[op], results=(0,), meshes=({"a": 2, "b": 2},))
@@ -166,6 +166,7 @@ CASES: list[tuple[Any, tuple[Any, ...], tuple[str, str]]] = [
     (aten.scaled_dot_product_attention.default, _ATTENTION, ("queries", "keys")),
     (aten.scaled_dot_product_attention.default, _ATTENTION, ("queries", "heads")),
     (aten.embedding.default, (f(8, 4), i(8, 6)), ("d0", "vocab")),
+    (aten.embedding_bag.default, (f(8, 4), i(8, 6), torch.tensor([0, 2, 5]), False, 2), ("embed", "vocab")),
 ]
 
 

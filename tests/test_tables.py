@@ -143,6 +143,15 @@ def test_a_table_wise_plan_serves_any_batch() -> None:
 TABLES = {"tables", "linear", "seen", "liked", "tags", "items"}
 
 
+@pytest.mark.parametrize("mesh", [{"x": 3}, pytest.param({"x": 2, "dp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_bags_of_all_modes_lie_by_row(mesh: dict[str, int]) -> None:
+    """Jagged sums with weights, means and maxima, bags without indices among them, in rows that do not divide."""
+    sharded = trains_alike(towers(sparse=False), mesh, like={"x": "row-wise", **{a: "ddp" for a in mesh if a != "x"}})
+    for name in ("seen", "liked", "tags", "items"):
+        assert "S(0)@x" in str(sharded.plan.layouts[f"{name}.weight"])
+    assert sharded.source.count("runtime.vocab_embedding_bag(") == 3
+
+
 @pytest.mark.parametrize(
     "name", ["row-wise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "column-wise", "fsdp"))]
 )
@@ -200,13 +209,13 @@ def test_a_wrong_owner_is_seen() -> None:
     """Negative control: results of one table in the place of another's."""
     from autoshard.runtime.operations import tables
 
-    right = tables._placed
-    tables._placed = lambda *args: right(*args)[::-1]
+    right = tables.placed
+    tables.placed = lambda *args: right(*args)[::-1]
     try:
         with pytest.raises(AssertionError):
             trains_alike(dlrm(sparse=False), AXES["x2"], like="table-wise")
     finally:
-        tables._placed = right
+        tables.placed = right
 
 
 def test_bytes_are_those_of_the_formulas() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
+from autoshard.hardware import PRESETS, Link
+from autoshard.passes.capture import capture
 from autoshard.passes.lower.tables import tables_together
-from autoshard.runtime.operations.tables import Group, _Placed, _placed
+from autoshard.passes.propagate.prices import bucketed
+from autoshard.passes.rules.families import embedding
+from autoshard.runtime.operations.tables import Arrival, Group, _Placed, placed
 
 
 class Tables(nn.Module):
@@ -59,6 +63,58 @@ def test_tables_asked_for_whole_give_summands_only_where_the_batch_does_not_divi
         assert {c.labels[0] for c in plan.choices.values() if "pooled" in c.op} == {label}
 
 
+class Features(nn.Module):
+    """What is looked up in six tables of which the first ones are the largest, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(2000 // (i + 1), 16) for i in range(6))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([table(ids[:, i]).sum(1) for i, table in enumerate(self.tables)], 1).square().mean()
+
+
+LATE = replace(PRESETS["cpu"], node=Link(latency=2e-3, bandwidth=1e9))
+
+
+def features(like: str) -> autoshard.Plan:
+    with torch.device("meta"):
+        model, ids = Features(), torch.zeros(64, 6, 4, dtype=torch.int64)
+    return autoshard.plan(model, autoshard.Mesh({"x": 4}, hardware=LATE), (ids,), like=like, training=True)
+
+
+@pytest.mark.parametrize("like", ["table-wise", "row-wise", "column-wise"])
+def test_what_is_looked_up_pays_for_the_one_message_that_brings_it(like: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the search counts what runs. Negative control: each by itself pays five latencies too much, each way."""
+    found = features(like)
+    messages = [c for c in found.collectives if c.kind != "all_reduce"]
+    assert [c.phase for c in messages] == ["forward", "backward"]
+    assert found.cost.merged_s == pytest.approx(0.0, abs=1e-4 * LATE.node.latency)
+    monkeypatch.setattr(bucketed, "_beside_others", lambda graph: {})
+    monkeypatch.setattr(embedding, "_share", lambda site: 1.0)
+    latencies = sum(found.mesh.link("x").rate(c.kind)[0] for c in messages)
+    assert features(like).cost.merged_s == pytest.approx(5 * latencies, rel=1e-2)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_look_ups_that_go_together_are_counted_where_they_are_captured(nested: bool) -> None:
+    graph = capture(Tables(nested), (torch.arange(4), torch.arange(4)), {}, training=True)
+    assert [graph.types[name].together for name in graph.parameters] == [1 if nested else 2] * 2
+
+
+def test_bags_that_are_pooled_otherwise_go_by_themselves() -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = nn.ModuleList(nn.EmbeddingBag(9, 4, mode=mode) for mode in ("sum", "sum", "mean"))
+
+        def forward(self, ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+            return torch.cat([bag(ids, starts) for bag in self.bags], 1).sum()
+
+    graph = capture(Bags(), (torch.arange(8), torch.arange(0, 8, 2)), {}, training=True)
+    assert [graph.types[name].together for name in graph.parameters] == [2, 2, 1]
+
+
 class Written(TorchDispatchMode):
     """Elements that are written to inside, by operations that make no view."""
 
@@ -74,16 +130,15 @@ class Written(TorchDispatchMode):
 @pytest.mark.parametrize("by_row", [True, False])
 def test_gradients_of_what_came_are_copied_once(by_row: bool) -> None:
     """To where they are sent from; and they have derivatives. One of the tables gets no gradient."""
-    owners, widths, rows = (0, 1, 0, 1), (3, 3, 3, 2), [2] * 4
-    order = [Group((0, 1, 2), 4, 3, by_row), Group((3,), 4, 2, by_row)]
-    place = functools.partial(_placed, order=order, owners=owners, rows=rows, ranks=2)
+    groups = Group((0, 1, 2), 4, 3, by_row), Group((3,), 4, 2, by_row)
+    arrivals = Arrival(groups[0], (0, 2), 2, 12), Arrival(groups[0], (1,), 2, 6), Arrival(groups[1], (3,), 2, 4)
     moved = torch.randn(22, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
     def results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _Placed.apply(x, place)[:3]  # type: ignore[no-untyped-call, no-any-return]
+        return _Placed.apply(x, arrivals)[:3]  # type: ignore[no-untyped-call, no-any-return]
 
-    assert [tuple(x.shape) for x in place(moved)] == [(2, width) for width in widths]
-    assert sorted(i for x in place(torch.arange(22)) for i in x.flatten().tolist()) == list(range(22))
+    assert [tuple(x.shape) for x in placed(moved, arrivals)] == [(2, width) for width in (3, 3, 3, 2)]
+    assert sorted(i for x in placed(torch.arange(22), arrivals) for i in x.flatten().tolist()) == list(range(22))
     assert torch.autograd.gradcheck(results, moved)
     assert torch.autograd.gradgradcheck(results, moved)
     found = torch.cat(results(moved), 1).square().sum()

@@ -53,8 +53,9 @@ class TensorType:
     sparse: bool = False
     """whether its gradient is sparse"""
     tables: int = 0
-    """of a table, or a matrix of one expert, that may lie whole on one rank: how many, itself included, may that are as
-    large, or half as large"""
+    """of a table, or a matrix of one expert, that may lie whole on one rank: how many may of half its size or more, with it"""
+    together: int = 1
+    """of such a table: how many look-ups go in one call with one in it, itself included, where all lie so"""
     parts: Parts | None = None
     """a dim that is split later, of each part of which a rank may hold a chunk"""
 
@@ -87,9 +88,8 @@ class TensorType:
     @property
     def updates(self) -> TensorType:
         """The type of what a step changes of a parameter: of a table with sparse gradients the rows that are looked up."""
-        return (
-            self if not self.sparse else replace(self, shape=(min(int(self.shape[0]), self.looked_up), *self.shape[1:]))
-        )
+        rows = [min(int(n), self.looked_up) for n in self.shape[:1]]
+        return replace(self, shape=(*rows, *self.shape[1:])) if self.sparse else self
 
     def __str__(self) -> str:
         short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf", "bf").replace("int", "i")

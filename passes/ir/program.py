@@ -129,6 +129,8 @@ class Internal:
     """the share of the operation's own compute in this phase that runs while it goes"""
     spared: int | None = None
     """the operand from which every rank knows the result by itself, if it had that operand whole before it was cut"""
+    share: float = 1.0
+    """of its latency; others pay the rest, which go in one call with it"""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,7 @@ from typing import Any
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.merge import merged
 from autoshard.passes.ir.program import Program, Statement, reads
-
-SMALL_BYTES = 1 << 20
-"""a collective of more bytes per rank gains nothing from company: its time is bandwidth, and flattening copies"""
-
-TOGETHER = frozenset({"enter", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
+from autoshard.passes.redistribute.pricing import SMALL_BYTES, TOGETHER
 
 
 def together(program: Program) -> Program:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -27,13 +28,22 @@ IN_BUCKETS = ("all_gather", "enter")
 """moves that several parameters make in one call: from shards, and into what replicas read, their gradients summed"""
 
 
+TOGETHER = frozenset({"enter", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
+"""moves that several activations make in one call (:mod:`autoshard.passes.lower.together`)"""
+
+SMALL_BYTES = 1 << 20
+"""a collective of more bytes per rank gains nothing from company: its time is bandwidth, and flattening copies"""
+
+
 class Shares(NamedTuple):
-    """What a tensor pays of the latency of messages that several make together: of each kind in :data:`IN_BUCKETS`."""
+    """What a tensor pays of the latency of messages that several make together: of each kind in :data:`IN_BUCKETS`, and of
+    small ones in :data:`TOGETHER`."""
 
     gathers: float = 1.0
     sums: float = 1.0
     again: bool = True
     """whether the backward reads it, or what is gathered with it: then it gathers again what was not kept"""
+    joined: float = 1.0
 
 
 ALONE = Shares()
@@ -56,8 +66,9 @@ class Prices:
     piece: Ints
     """per move: elements of the smaller chunk, the unit of volume"""
     shares: Floats
-    """[8, moves]: of ``seconds`` those of launches, those of links between nodes, and what several tensors that move together
-    pay once, for each kind in :data:`IN_BUCKETS`: launches, latency of links inside a node, of links between nodes"""
+    """[8 or 11, moves]: of ``seconds`` those of launches, those of links between nodes, and what several tensors that move
+    together pay once, for each kind in :data:`IN_BUCKETS`, and for :data:`TOGETHER` where asked for: launches, latency of
+    links inside a node, of links between nodes"""
 
 
 def width(dtype: torch.dtype, grad: Moves) -> int:
@@ -82,6 +93,7 @@ def price(
     base: State,
     closed: tuple[int, ...] = (),
     looked_up: int = 0,
+    joined: bool = False,
 ) -> Prices:
     """Prices of all moves of ``space(mesh.shape, kinds, base)`` for a tensor of global ``shape``.
 
@@ -95,6 +107,8 @@ def price(
     ``looked_up``: of a sparse gradient the rows that all ranks have of it, at most. Whatever the move, each of n ranks gets
     the rows that the others have, and their numbers: (n-1) · k · (bytes of a row + 8), where k is a rank's share of these rows
     where gradients are summed, and no more than there are.
+
+    ``joined``: whether small moves may go with others, so that it matters what these pay together.
     """
     graph = space(mesh.shape, kinds, base)
     sizes = np.array(shape, np.int64)
@@ -111,7 +125,11 @@ def price(
         forbidden = uneven.any(axis=1) | cut.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
     numel = (-(-sizes // graph.cuts)).prod(axis=1)
-    return Prices(total, gradients, seconds, numel, graph, piece, _shares(mesh, graph, seconds, bool(back)))
+    merging = [np.array([m.kind == kind for m in graph.moves], np.bool_) for kind in IN_BUCKETS]
+    if joined:
+        small = np.maximum(numel[graph.src], numel[graph.dst]) * itemsize <= SMALL_BYTES
+        merging.append(small & np.array([m.kind in TOGETHER for m in graph.moves], np.bool_))
+    return Prices(total, gradients, seconds, numel, graph, piece, _shares(mesh, graph, seconds, bool(back), merging))
 
 
 def _of_rows(graph: Space, sizes: Ints, back: int, looked_up: int) -> Ints:
@@ -136,7 +154,8 @@ def _rows_seconds(mesh: Mesh, graph: Space, gradients: Ints) -> Floats:
     return found
 
 
-def _shares(mesh: Mesh, graph: Space, seconds: Floats, grad: bool) -> Floats:
+def _shares(mesh: Mesh, graph: Space, seconds: Floats, grad: bool, merging: Sequence[npt.NDArray[np.bool_]]) -> Floats:
+    """See :attr:`Prices.shares`; ``merging``: which moves go with others, of each kind."""
     crosses = cache(lambda group: mesh.crosses([mesh.axes[a] for a in group]))
     crossing = np.array([crosses(m.group) for m in graph.moves], np.bool_)
     calls = (graph.forward > 0).astype(np.float64) + ((graph.backward > 0) if grad else 0)
@@ -145,8 +164,7 @@ def _shares(mesh: Mesh, graph: Space, seconds: Floats, grad: bool) -> Floats:
     rest = np.where(known, seconds, 0.0) - launches
     latency = cache(lambda *call: message_latency(mesh, *call))
     shares = [launches, np.where(crossing, rest, 0.0)]
-    for kind in IN_BUCKETS:
-        merges = [m.kind == kind for m in graph.moves]
+    for merges in merging:
         together = np.array(
             [
                 latency(tuple(mesh.axes[a] for a in m.group), m.kind, m.backward if grad else None) if merged else 0.0

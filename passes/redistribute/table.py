@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -16,6 +17,8 @@ from autoshard.passes.redistribute.pricing import (
     ALONE,
     FORBIDDEN,
     IN_BUCKETS,
+    SMALL_BYTES,
+    TOGETHER,
     Prices,
     Shares,
     message_latency,
@@ -58,7 +61,7 @@ def link_matrices(
 
     Forward plus, if ``grad``, backward; inf where none exists. Equals the ``seconds`` of
     ``redistribution(..., minimize="seconds")``. ``closed``: dims that are not cut on the way. ``share``: of the latency of
-    collectives that go in buckets (:data:`~autoshard.passes.redistribute.pricing.IN_BUCKETS`), what this tensor pays.
+    collectives that go with others (:class:`~autoshard.passes.redistribute.pricing.Shares`), what this tensor pays.
     """
     if not sources or not targets:
         none = np.zeros((len(sources), len(targets)))
@@ -69,7 +72,7 @@ def link_matrices(
     if mesh.ndim > EXACT_AXES:
         return _one_by_one(sources, targets, shape, dtype, grad, closed, share)
     base, back = everything(mesh.ndim, len(shape)), width(dtype, grad)
-    prices = price(mesh, shape, dtype.itemsize, kinds, back, base, closed, rows_in(grad))
+    prices = price(mesh, shape, dtype.itemsize, kinds, back, base, closed, rows_in(grad), share.joined < 1.0)
     index = prices.space.index
     rows, columns = ([index[state_of(x, len(shape), grad=bool(grad))] for x in side] for side in (sources, targets))
     if len(index) <= SMALL:
@@ -86,10 +89,11 @@ def _apart(
 ) -> tuple[Floats, Floats, Floats]:
     """Launches, links inside a node and links between nodes, without what others pay of each; ``together``: see
     :attr:`~autoshard.passes.redistribute.pricing.Prices.shares`."""
-    gathers, sums = (
-        [(1.0 - part) * x for x in of] for part, of in ((share.gathers, together[:3]), (share.sums, together[3:]))
-    )
-    spared = [a + b for a, b in zip(gathers, sums, strict=True)]
+    parts = (share.gathers, share.sums, share.joined)
+    each = [
+        [(1.0 - part) * x for x in together[3 * i : 3 * i + 3]] for i, part in enumerate(parts[: len(together) // 3])
+    ]
+    spared = [sum(x) for x in zip(*each, strict=True)]
     return launches - spared[0], seconds - launches - between - spared[1], between - spared[2]
 
 
@@ -126,12 +130,14 @@ def _one_by_one(
         launches = {s: launch * ((s.forward_bytes > 0) + (s.backward_bytes > 0)) for s in plan.steps}
         between = sum(s.seconds - launches[s] for s in plan.steps if src.mesh.crosses(s.axes))
         calls = sum(launches[s] for s in plan.steps)
-        together = [0.0] * 3 * len(IN_BUCKETS)
-        for s in (s for s in plan.steps if s.kind in IN_BUCKETS):
-            first = 3 * IN_BUCKETS.index(s.kind)
+        together = [0.0] * 3 * (len(IN_BUCKETS) + 1)
+        for s in plan.steps:
+            largest = max(math.prod(x.max_local_shape(s.shape)) for x in (s.src, s.dst)) * dtype.itemsize
+            joined = s.kind in TOGETHER and largest <= SMALL_BYTES
             links = message_latency(src.mesh, s.axes, s.kind, s.backward) - launches[s]
-            together[first] += launches[s]
-            together[first + 1 + src.mesh.crosses(s.axes)] += links
+            for i in (*(i for i, kind in enumerate(IN_BUCKETS) if s.kind == kind), *[len(IN_BUCKETS)] * joined):
+                together[3 * i] += launches[s]
+                together[3 * i + 1 + src.mesh.crosses(s.axes)] += links
         return plan.seconds, calls, between, *together
 
     found = np.array([[seconds(src, dst) for dst in targets] for src in sources])
@@ -141,7 +147,7 @@ def _one_by_one(
 
 @lru_cache(maxsize=1024)
 def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
-    """From every state to one: seconds [states], and the shares of them [8, states]."""
+    """From every state to one: seconds [states], and the shares of them [8 or 11, states]."""
     found = distances(prices, prices.seconds, goal)
     graph = prices.space
     order = np.lexsort((prices.seconds + found[graph.dst], graph.src))
@@ -160,7 +166,7 @@ def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
 
 @lru_cache(maxsize=64)
 def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
-    """Floyd-Warshall over all states: seconds [states, states], and the shares of them [8, states, states]."""
+    """Floyd-Warshall over all states: seconds [states, states], and the shares of them [8 or 11, states, states]."""
     graph, count = prices.space, len(prices.space.states)
     distance, move = np.full((count, count), np.inf), np.full((count, count), len(graph.moves))
     cheapest_last = np.argsort(-prices.seconds, kind="stable")

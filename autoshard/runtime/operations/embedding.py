@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime.operations.collectives import offset
+from autoshard.runtime.operations.bags import adds_rows, bagged
+from autoshard.runtime.operations.collectives import all_reduce, offset
 from autoshard.runtime.transport.communicator import Axes
 
 
@@ -45,25 +46,55 @@ def vocab_embedding_bag(
     sparse: bool = False,
     mode: str = "sum",
 ) -> tuple[torch.Tensor, None, None, None]:
-    """Sums (or "mean"s) of the rows of each bag, of a table cut by ``axes``: weight [size/n S, d], indices [k] → [bags, d] P.
+    """Sums (or "mean"s, or "max"ima) of the rows of each bag, of a table cut by ``axes``: weight [size/n S, d], indices [k] →
+    [bags, d] P.
 
     ``offsets``: where each bag starts in ``indices``. Rows of ``padding_idx`` (global; negative for none) do not count.
     A tuple like that of ``aten.embedding_bag``, of whose results only the first is made.
     """
+    starts = offsets[:-1] if include_last_offset else offsets
+    bag = torch.searchsorted(starts, torch.arange(len(indices), device=indices.device), right=True) - 1
+    if mode == "max":
+        return _largest(weight, indices, bag, len(starts), size, axes, padding_idx), None, None, None
     rows = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
     counts = indices != padding_idx
     if padding_idx >= 0:
         rows = rows.masked_fill(~counts.unsqueeze(-1), 0)
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(-1)
-    starts = offsets[:-1] if include_last_offset else offsets
-    bag = torch.searchsorted(starts, torch.arange(len(indices), device=indices.device), right=True) - 1
     found = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
     if mode == "mean":
         found = found / found.new_zeros(len(starts), 1).index_add(
             0, bag, counts.unsqueeze(-1).to(found.dtype)
         ).clamp_min(1)
     return found, None, None, None
+
+
+def _largest(
+    weight: torch.Tensor, indices: torch.Tensor, bag: torch.Tensor, bags: int, size: int, axes: Axes, padding_idx: int
+) -> torch.Tensor:
+    """Per bag and column the largest element, on the rank that has it, and zeros on others: [bags, d] P.
+
+    Of equal ones the first in its bag counts and gets the gradient, as in ``embedding_bag``; an empty bag has zeros. ``bag``:
+    of every index [k]. Ranks agree on the largest, and then on where it first comes.
+    """
+    (many,), (rows, width) = indices.shape, weight.shape
+    start = offset(size, axes)
+    mine = (indices >= start) & (indices < start + rows) & (indices != padding_idx)
+    with torch.no_grad():
+        own, places = mine.nonzero()[:, 0], bag[mine].unsqueeze(1).expand(-1, width)
+        values = weight[indices[own] - start]
+        top = weight.new_full((bags, width), -torch.inf).scatter_reduce(0, places, values, "amax")
+        top = all_reduce(top, axes, "R", "max")
+        at = torch.where(values == top[bag[own]], own.unsqueeze(1), many)
+        first = indices.new_full((bags, width), many, dtype=torch.int64).scatter_reduce(0, places, at, "amin")
+        first = all_reduce(first, axes, "R", "min")
+        padded = torch.cat([mine, mine.new_zeros(1)])  # of an empty bag no rank has the first
+        here = padded[first]
+        row = torch.where(here, torch.cat([indices, indices.new_zeros(1)])[first] - start, 0)
+    if not rows:
+        return weight.new_zeros(bags, width) + weight.sum(0)  # the sum keeps the gradient path
+    return torch.where(here, weight.gather(0, row), 0)
 
 
 @torch.library.custom_op("autoshard::pooled", mutates_args=())
@@ -113,6 +144,9 @@ def pooled(
     """As :func:`pooled_op`; with ``axes`` the weight is a part of ``size`` rows, and the results are summands (P)."""
     if axes:
         found = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
+    elif adds_rows(weight, indices, sparse):
+        found = bagged(indices.reshape(-1, indices.shape[-1]), mode, padding_idx, weight)
+        return found.view(*indices.shape[:-1], weight.shape[1])
     else:
         found = F.embedding(indices, weight, padding_idx if padding_idx >= 0 else None, sparse=sparse)
     return found.sum(-2) if mode == "sum" else found.mean(-2)

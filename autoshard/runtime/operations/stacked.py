@@ -50,13 +50,7 @@ class OneAfterAnother(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sparse: bool, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.sizes, ctx.sparse = [t.shape[0] for t in tensors], sparse
-        here = [t for t in tensors if t.shape[0]]
-        if not here:
-            return tensors[0].new_empty(0, *tensors[0].shape[1:])
-        if not are_neighbours(here):
-            return torch.cat(here)
-        size = (sum(t.shape[0] for t in here), *here[0].shape[1:])
-        return here[0].new_empty(0).set_(here[0].untyped_storage(), here[0].storage_offset(), size, here[0].stride())
+        return one_after_another(tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -67,6 +61,36 @@ class OneAfterAnother(torch.autograd.Function):
                 return None, *(rows_only.from_rows(none, gradient[:0], 0) for _ in ctx.sizes)
             return None, *(rows_only.narrowed(gradient, 0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
         return None, *(gradient.narrow(0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
+
+
+def one_after_another(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``tensors`` as one along dim 0, without gradients: a view where they lie so in memory, those without rows left out."""
+    here = [t for t in tensors if t.shape[0]]
+    if not here:
+        return tensors[0].new_empty(0, *tensors[0].shape[1:])
+    if not are_neighbours(here):
+        return torch.cat(here)
+    size = (sum(t.shape[0] for t in here), *here[0].shape[1:])
+    return here[0].new_empty(0).set_(here[0].untyped_storage(), here[0].storage_offset(), size, here[0].stride())
+
+
+def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Tensors of one shape that lie at equal distances in one piece of memory as one, stacked along dim 0: a view, without
+    gradients; None where they do not lie so."""
+    first, start = tensors[0], tensors[0].storage_offset()
+    distance = tensors[1].storage_offset() - start if len(tensors) > 1 else 0
+    if distance < 0:
+        return None
+    place = first.shape, first.stride(), first.dtype, first.untyped_storage()._cdata
+    for n, x in enumerate(tensors):
+        if x.storage_offset() != start + n * distance or place != (
+            x.shape,
+            x.stride(),
+            x.dtype,
+            x.untyped_storage()._cdata,
+        ):
+            return None
+    return first.detach().as_strided((len(tensors), *first.shape), (distance, *first.stride()), start)
 
 
 def are_neighbours(tensors: Sequence[torch.Tensor]) -> bool:

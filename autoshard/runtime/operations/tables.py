@@ -6,17 +6,20 @@ Naumov et al. 2019, DLRM; Ivchenko et al. 2022, TorchRec). Sizes are known befor
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime.operations.stacked import OneAfterAnother, are_neighbours
+from autoshard.runtime.operations.bags import ADDED, adds_rows, bagged
+from autoshard.runtime.operations.stacked import OneAfterAnother, are_neighbours, as_one
 from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.move import Move, Splits
+from autoshard.runtime.transport.window import chunks
 
 
 class Bags(NamedTuple):
@@ -67,38 +70,56 @@ def table_wise(
     """
     comm = current()
     names = comm.active(axes)
-    ranks, me = comm.size_of(names), comm.index(names)
     many = len(tables)
     given = [
         Bags(*bag, last_offset)
         for bag in zip(indices, offsets or (None,) * many, weights or (None,) * many, strict=True)
     ]
     pads = tuple(padding) or (None,) * many
-    chunks = [comm.chunks(bag.number, names) for bag in given]
-    found, order = list[torch.Tensor](), list[Group]()
-    for numbers in _alike(tables, pads, given):
-        group = _group(numbers, given, tables[numbers[0]].shape[1])
-        of = [tables[i] for i in numbers], [given[i] for i in group.owned_by(me, owners)]
-        found.append(_looked_up(*of, mode, pads[numbers[0]], sparse, group.by_row))
-        order.append(group)
+    forms = tuple(_form(*each) for each in zip(tables, pads, given, strict=True))
+    me, lengths = comm.index(names), tuple(comm.mesh[a] for a in names)
+    order, splits, arrivals = arranged(forms, tuple(owners), lengths, me)
+    mine = [group.owned_by(me, owners) for group in order]
+    found = [
+        _looked_up(
+            [tables[i] for i in group.numbers], [given[i] for i in own], mode, pads[group.numbers[0]], sparse, group
+        )
+        for group, own in zip(order, mine, strict=True)
+    ]
     if summed:
         return _summands(found, order, owners, me, given)
-    sent, received = _splits(order, owners, chunks, [t.shape[1] for t in tables], ranks, me)
-    cut = [
-        group.in_order(out, group.bags, len(group.owned_by(me, owners))).split(
-            [length for _, length in chunks[group.numbers[0]]], dim=int(not group.by_row)
-        )
-        for group, out in zip(order, found, strict=True)
-    ]
-    parts = [part[k].reshape(-1) for k in range(ranks) for part in cut]
-    parts += [x.reshape(-1)[:0] for x in weights if x is not None and x.requires_grad]  # a rank may look up in no table
-    whole = len(order) == 1 and order[0].by_row and len(parts) == ranks  # it lies as it is sent
-    goes = found[0].reshape(-1) if whole else torch.cat(parts)
-    moved = comm.apply(Move("S", "S", names, 0, splits=Splits(sent, received, me)), goes) if names else goes
-    rows = [c[me][1] for c in chunks]
-    results: tuple[torch.Tensor, ...]
-    results = _Placed.apply(moved, lambda x: _placed(x, order, owners, rows, ranks))  # type: ignore[no-untyped-call]
+    without = [
+        x.reshape(-1)[:0] for x in weights if x is not None and x.requires_grad
+    ]  # a rank may look up in no table
+    if len(order) == 1 and order[0].by_row and not without:  # it lies as it is sent
+        goes = found[0].reshape(-1)
+    else:
+        cut = [
+            group.in_order(out, group.bags, len(own)).split(group.chunks, dim=int(not group.by_row))
+            for group, out, own in zip(order, found, mine, strict=True)
+        ]
+        goes = torch.cat([*(part[k].reshape(-1) for k in range(len(splits.sent)) for part in cut), *without])
+    moved = comm.apply(Move("S", "S", names, 0, splits=splits), goes) if names else goes
+    results: tuple[torch.Tensor, ...] = _Placed.apply(moved, arrivals)  # type: ignore[no-untyped-call]
     return results
+
+
+class Form(NamedTuple):
+    """What of a table, and of the bags that are looked up in it, decides how that goes: the same on all ranks."""
+
+    width: int
+    dtype: torch.dtype
+    bags: int
+    shape: torch.Size | None
+    """of the indices; None: jagged"""
+    weighted: bool
+    padded: bool
+
+
+def _form(table: torch.Tensor, padding: int | None, bag: Bags) -> Form:
+    shape = bag.indices.shape if bag.offsets is None else None
+    padded = padding is not None and padding >= 0
+    return Form(table.shape[1], table.dtype, bag.number, shape, bag.weights is not None, padded)
 
 
 class Group(NamedTuple):
@@ -109,6 +130,8 @@ class Group(NamedTuple):
     width: int
     by_row: bool
     """whether the rows of all tables for one bag lie together, and so those of a part of the batch; else the bags of a table"""
+    chunks: tuple[int, ...] = ()
+    """how many bags each rank gets"""
 
     def owned_by(self, rank: int, owners: Sequence[int]) -> list[int]:
         """The numbers of the tables that lie on a rank."""
@@ -119,11 +142,42 @@ class Group(NamedTuple):
         return rows.view(*((bags, tables) if self.by_row else (tables, bags)), self.width)
 
 
-def _group(numbers: Sequence[int], bags: Sequence[Bags], width: int) -> Group:
-    """By rows where all bags are of one length."""
-    mine = [bags[i] for i in numbers]
-    alike = len({bag.indices.shape for bag in mine}) == 1 and all(bag.offsets is None for bag in mine)
-    return Group(tuple(numbers), mine[0].number, width, alike)
+class Arrival(NamedTuple):
+    """What one rank sends of the tables of a group: ``size`` elements, for ``bags`` bags in the tables of these ``numbers``."""
+
+    group: Group
+    numbers: tuple[int, ...]
+    bags: int
+    size: int
+
+
+@functools.lru_cache(maxsize=256)
+def arranged(
+    forms: tuple[Form, ...], owners: tuple[int, ...], axes: tuple[int, ...], me: int
+) -> tuple[tuple[Group, ...], Splits, tuple[Arrival, ...]]:
+    """(groups, elements that are sent and received, what arrives, in its order) on rank ``me`` of axes of these lengths.
+
+    One look-up serves tables of one width, dtype and number of bags; of a table with padding another row each is none.
+    """
+    found: dict[Any, list[int]] = {}
+    for i, form in enumerate(forms):
+        key = i if form.padded else -1, form.width, form.dtype, form.bags, form.weighted
+        found.setdefault(key, []).append(i)
+    order = []
+    for numbers in found.values():
+        first = forms[numbers[0]]
+        by_row = first.shape is not None and len({forms[i].shape for i in numbers}) == 1
+        cuts = tuple(length for _, length in chunks(first.bags, axes))
+        order.append(Group(tuple(numbers), first.bags, first.width, by_row, cuts))
+    ranks = math.prod(axes)
+    sent = [[g.chunks[k] * g.width * len(g.owned_by(me, owners)) for g in order] for k in range(ranks)]
+    arrivals = [
+        Arrival(g, tuple(of), g.chunks[me], g.chunks[me] * g.width * len(of))
+        for of, g in ((g.owned_by(k, owners), g) for k in range(ranks) for g in order)
+    ]
+    received = (sum(a.size for a in arrivals[k * len(order) : (k + 1) * len(order)]) for k in range(ranks))
+    splits = Splits(tuple(map(sum, sent)), tuple(received), me)
+    return tuple(order), splits, tuple(a for a in arrivals if a.numbers)
 
 
 def _summands(
@@ -142,51 +196,57 @@ def _summands(
     return tuple(results[i] for i in range(len(bags)))
 
 
-def _alike(tables: Sequence[torch.Tensor], padding: Sequence[int | None], bags: Sequence[Bags]) -> list[list[int]]:
-    """Tables that one look-up serves, the same on all ranks: of one width, dtype and number of bags, without padding."""
-    groups: dict[Any, list[int]] = {}
-    for i, (table, pad, bag) in enumerate(zip(tables, padding, bags, strict=True)):
-        alone = i if pad is not None and pad >= 0 else -1
-        key = alone, table.shape[1], table.dtype, bag.number, bag.weights is None
-        groups.setdefault(key, []).append(i)
-    return list(groups.values())
-
-
 def _looked_up(
     tables: Sequence[torch.Tensor],
     bags: Sequence[Bags],
     mode: str,
     padding: int | None,
     sparse: bool,
-    by_row: bool,
+    group: Group,
 ) -> torch.Tensor:
-    """[tables that are here · b, d], in the order of their :class:`Group`. ``tables``: also those that are not here."""
+    """[tables that are here · b, d], in the order of the group. ``tables``: also those that are not here."""
     here = [t for t in tables if t.shape[0]]
     if len(here) > 1 and not are_neighbours(here):  # a copy would take the memory of all of them
         others = [t for t in tables if not t.shape[0]]
         each = zip(([here[0], *others], *([t] for t in here[1:])), bags, strict=True)
-        found = [_looked_up(own, [bag], mode, padding, sparse, by_row) for own, bag in each]
-        return torch.stack(found, 1).flatten(0, 1) if by_row else torch.cat(found)
+        found = [_looked_up(own, [bag], mode, padding, sparse, group) for own, bag in each]
+        return torch.stack(found, 1).flatten(0, 1) if group.by_row else torch.cat(found)
+    weighted, jagged = bool(bags) and bags[0].weights is not None, bool(bags) and bags[0].offsets is not None
+    first = [*itertools.accumulate((len(t) for t in here), initial=0)][: len(bags)]
+    if group.by_row and bags and not weighted and mode in ADDED:
+        indices = _side_by_side([bag.indices for bag in bags], first)
+        if adds_rows(here[0], indices, sparse):
+            return bagged(indices, mode, -1 if padding is None else padding, *tables)
     stacked: torch.Tensor = OneAfterAnother.apply(sparse, *tables)  # type: ignore[no-untyped-call]
     if not bags:
         return stacked[:0]
-    if padding is not None and padding >= 0 and bags[0].offsets is None:
+    if padding is not None and padding >= 0 and not jagged:
         rows = F.embedding(bags[0].indices, stacked, padding, sparse=sparse)
         return rows if rows.ndim == 2 else _POOL[mode](rows)
-    first = list(itertools.accumulate((t.shape[0] for t in tables if t.shape[0]), initial=0))
-    shifted = [bag.indices + n if n else bag.indices for bag, n in zip(bags, first, strict=False)]
-    weights = None if bags[0].weights is None else [bag.weights for bag in bags if bag.weights is not None]
+    weights = [bag.weights for bag in bags if bag.weights is not None]
     form: dict[str, Any] = {"mode": mode, "sparse": sparse, "padding_idx": padding}
-    if by_row:
-        shape = len(bags) * bags[0].number, math.prod(bags[0].indices.shape[1:])
-        joined = None if weights is None else torch.stack(weights, 1).view(shape)
-        indices = torch.stack(shifted, 1).view(shape)
+    if group.by_row:
+        indices = _side_by_side([bag.indices for bag in bags], first)
+        joined = torch.stack(weights, 1).view(indices.shape) if weighted else None
         return F.embedding_bag(indices, stacked, per_sample_weights=joined, **form)
     begin = list(itertools.accumulate((bag.indices.numel() for bag in bags), initial=0))
     offsets = torch.cat([bag.starts + n for bag, n in zip(bags, begin, strict=False)])
-    joined = None if weights is None else torch.cat(weights)
-    indices = torch.cat([x.reshape(-1) for x in shifted])
+    joined = torch.cat(weights) if weighted else None
+    indices = torch.cat(
+        [(bag.indices + n if n else bag.indices).reshape(-1) for bag, n in zip(bags, first, strict=True)]
+    )
     return F.embedding_bag(indices, stacked, offsets, per_sample_weights=joined, **form)
+
+
+def _side_by_side(indices: Sequence[torch.Tensor], first: Sequence[int]) -> torch.Tensor:
+    """Indices [b, …] of tables whose rows begin at ``first``, as those of all: [b · tables, k], tables of a bag together."""
+    shape, length = indices[0].shape, math.prod(indices[0].shape[1:])
+    if len(indices) > 1:
+        one = as_one(indices)
+        every = torch.stack(list(indices), 1) if one is None else one.transpose(0, 1)
+        starts = every.new_tensor(first).view(-1, *[1] * (len(shape) - 1))
+        return (every + starts).reshape(len(indices) * shape[0], length)
+    return indices[0].reshape(shape[0], length)
 
 
 _POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -196,29 +256,14 @@ _POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _splits(
-    order: Sequence[Group],
-    owners: Sequence[int],
-    chunks: Sequence[Sequence[tuple[int, int]]],
-    widths: Sequence[int],
-    ranks: int,
-    me: int,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Elements that this rank sends to each, and gets from each."""
-    every = [i for group in order for i in group.numbers]
-    sent = tuple(sum(chunks[i][k][1] * widths[i] for i in every if owners[i] == me) for k in range(ranks))
-    received = tuple(sum(chunks[i][me][1] * widths[i] for i in every if owners[i] == k) for k in range(ranks))
-    return sent, received
-
-
 class _Placed(torch.autograd.Function):
     """What came as the result of every table, and the way back: each gradient goes where it is sent from, copied once."""
 
     @staticmethod
-    def forward(ctx: Any, moved: torch.Tensor, place: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> Any:
-        ctx.place, ctx.size = place, moved.numel()
+    def forward(ctx: Any, moved: torch.Tensor, arrivals: Sequence[Arrival]) -> Any:
+        ctx.arrivals, ctx.size = arrivals, moved.numel()
         ctx.set_materialize_grads(False)
-        return place(moved)
+        return placed(moved, arrivals)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -227,23 +272,30 @@ class _Placed(torch.autograd.Function):
             return None, None
         out = there[0][1].new_empty(ctx.size)
         if torch.is_grad_enabled():  # it is to be differentiated
-            parts = ctx.place(out.requires_grad_())
+            parts = placed(out.requires_grad_(), ctx.arrivals)
             found, given = [parts[i] for i, _ in there], [g for _, g in there]
             return *torch.autograd.grad(found, out, given, create_graph=True), None
-        for part, gradient in zip(ctx.place(out), gradients, strict=True):
-            part.zero_() if gradient is None else part.copy_(gradient)
+        for block, numbers, dim in _blocks(out, ctx.arrivals):
+            of = [g for i in numbers if (g := gradients[i]) is not None]
+            if len(of) == len(numbers) and (one := as_one(of)) is not None:  # parts of one, as of a cat
+                block.copy_(one.movedim(0, dim))
+                continue
+            for part, i in zip(block.unbind(dim), numbers, strict=True):
+                g = gradients[i]
+                part.zero_() if g is None else part.copy_(g)
         return out, None
 
 
-def _placed(
-    moved: torch.Tensor, order: Sequence[Group], owners: Sequence[int], rows: Sequence[int], ranks: int
-) -> tuple[torch.Tensor, ...]:
+def _blocks(moved: torch.Tensor, arrivals: Sequence[Arrival]) -> Iterator[tuple[torch.Tensor, tuple[int, ...], int]]:
+    """What arrives for several tables, the numbers of these, and the dim along which they stand."""
+    sizes = [a.size for a in arrivals]
+    for part, (group, numbers, bags, _) in zip(moved.split(sizes), arrivals, strict=True):
+        yield group.in_order(part, bags, len(numbers)), numbers, int(group.by_row)
+
+
+def placed(moved: torch.Tensor, arrivals: Sequence[Arrival]) -> tuple[torch.Tensor, ...]:
     """What came, owner after owner, as the result of every table."""
-    arrived = [(group, group.owned_by(k, owners)) for k in range(ranks) for group in order]
-    begin = itertools.accumulate((sum(rows[i] * group.width for i in of) for group, of in arrived), initial=0)
     found: dict[int, torch.Tensor] = {}
-    for (group, of), (first, last) in zip(arrived, itertools.pairwise(begin), strict=True):
-        if of:
-            part = group.in_order(moved[first:last], rows[of[0]], len(of))
-            found.update((i, part.select(int(group.by_row), n)) for n, i in enumerate(of))
-    return tuple(found[i] for i in range(len(rows)))
+    for block, numbers, dim in _blocks(moved, arrivals):
+        found.update(zip(numbers, block.unbind(dim), strict=True))
+    return tuple(found[i] for i in range(len(found)))

@@ -6,6 +6,9 @@ depend on others: so the share is that in a bucket of all parameters of the bloc
 they all move the same way, that is what the buckets take; where only some do, less. Vectors, such as biases, mostly go with
 the matrices of their block: of gathers these pay what they would of a sum over replicas, one message for those of all blocks.
 So a vector that is cut pays less than a message, and yet never less than one that is whole.
+
+Results of look-ups that one operation reads, as the features of a recommender, are brought to it together
+(:mod:`~autoshard.passes.lower.together`): each pays as if all of them went the same way.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from autoshard.passes.ir.graph import Graph, TensorType
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.redistribute.pricing import ALONE, Shares
 from autoshard.passes.rules.facts import is_view, saves_operand
+from autoshard.passes.rules.families.embedding import LOOK_UPS
 
 BUCKET_BYTES = 25 * 2**20
 """a bucket is closed when it holds this many bytes per rank, on links without latency (DistributedDataParallel's default),
@@ -48,7 +52,8 @@ def goes_in_buckets(type_: TensorType) -> bool:
 
 
 def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
-    """Parameter → what it pays of the latency of messages that move it, above 0 and at most 1; other values pay all.
+    """Value → what it pays of the latency of messages that move it, above 0 and at most 1: parameters, and what is looked up
+    beside others; other values pay all.
 
     Parameters are gathered in front of the block that reads them first. Sums of gradients over replicas go together across
     blocks (:mod:`autoshard.runtime.parameters.gradients`): the first alone, so that sums begin early, then one for each full
@@ -60,7 +65,7 @@ def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
     for group in blocks:
         for name, size in group.items():
             every[_alike(name, graph)] += size
-    found: dict[str, Shares] = {}
+    found = _beside_others(graph)
     for group in blocks:
         again = any(_saved(name, graph) for name in group)
         along = _along(group, full, graph)
@@ -69,6 +74,20 @@ def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
             sums = min(1.0, size / every[_alike(name, graph)] + size / max(full, BUCKET_BYTES))
             those = sum(group.values()) - joint if _is_vector(name, graph) else joint
             found[name] = Shares(sums if name in along else min(1.0, size / min(full, those)), sums, again)
+    return found
+
+
+def _beside_others(graph: Graph) -> dict[str, Shares]:
+    """The results of look-ups that are converted before one operation, where their first reader stands: their shares."""
+    found: dict[str, Shares] = {}
+    for node in graph.nodes:
+        groups: dict[Hashable, list[str]] = {}
+        for name in dict.fromkeys(node.inputs):
+            made = graph.producers.get(name)
+            if made is not None and made.op in LOOK_UPS and name not in found:
+                type_ = graph.types[name]
+                groups.setdefault((type_.dtype, type_.grad), []).append(name)
+        found |= {name: Shares(joined=1.0 / len(names)) for names in groups.values() for name in names}
     return found
 
 

@@ -78,13 +78,14 @@ def _multiplied(node: Node, graph: Graph) -> list[int]:
 
 
 def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
-    """(ring bytes per rank, seconds) of a collective inside an op's local form."""
+    """(ring bytes per rank, seconds) of a collective inside an op's local form, at its share of the latency."""
     ranks, link = mesh.size_of(collective.axes), mesh.link(collective.axes)
     if collective.kind == "permute":  # every rank sends one message
         return collective.bytes, link.seconds(collective.bytes, "permute")
+    others = (1.0 - collective.share) * link.rate(collective.kind)[0]
     passes = 2 if collective.kind == "all_reduce" else 1
     moved = passes * (ranks - 1) / ranks * collective.bytes
-    return moved, link.seconds(moved, collective.kind)
+    return moved, link.seconds(moved, collective.kind) - others
 
 
 def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:

@@ -63,13 +63,28 @@ def _axes_of_owners(site: Site) -> tuple[str, ...]:
 
 
 def _exchanged(site: Site) -> tuple[Internal, ...]:
-    """What ranks look up for others, and its gradient: of tables in balance, each rank's share."""
+    """What ranks look up for others, and its gradient: of tables in balance, each rank's share, in one message of all."""
     axes = site.axes(TABLE)
     if site.mesh.size_of(axes) == 1:
         return ()
     size = math.prod(site.outputs[0].max_local_shape(site.out_type().shape)) * float(site.out_type().dtype.itemsize)
     found = [("forward", "rows of tables")] + [("backward", "gradients of rows of tables")] * site.grad
-    return tuple(Internal("all_to_all", axes, size, phase, what) for phase, what in found)
+    return tuple(Internal("all_to_all", axes, size, phase, what, share=_share(site)) for phase, what in found)
+
+
+def _share(site: Site) -> float:
+    """Of the latency of a message that brings what is looked up in several tables."""
+    return 1.0 / site.in_type(site.node.positions["weight"]).together
+
+
+def _of_bags(site: Site) -> tuple[Internal, ...]:
+    """As :func:`_exchanged`; of a table cut by rows the largest elements, and where in its bag each is first."""
+    axes, node = site.axes("vocab"), site.node
+    if not axes or BAG_MODES[node.argument("mode")] != "max":
+        return _exchanged(site)
+    elements = math.prod(site.outputs[0].max_local_shape(site.out_type().shape))
+    each = ("largest rows", site.out_type().dtype.itemsize), ("places of largest rows", torch.int64.itemsize)
+    return tuple(Internal("all_reduce", axes, float(elements * size), "forward", what) for what, size in each)
 
 
 def _local_pooled(site: Site) -> Call:
@@ -123,10 +138,10 @@ def gives_sparse(site: Site) -> bool:
 
 
 def _bag(node: Node, graph: Graph) -> Space:
-    """Columns always; rows where bags are sums or means; bags where all are equally long, so that their indices can be cut."""
+    """Columns and rows always; bags where all are equally long, so that their indices can be cut."""
     weight, bags = graph.shape(node.argument("weight")), graph.shape(node.argument("offsets"))[0]
     sizes: dict[str, int] = {"embed": weight[1]}
-    if BAG_MODES[node.argument("mode")] != "max" and not node.argument("scale_grad_by_freq"):
+    if not node.argument("scale_grad_by_freq"):
         sizes["vocab"] = weight[0]
     if bag_length(node, graph) and not node.argument("scale_grad_by_freq"):
         sizes["bags"] = bags
@@ -142,7 +157,7 @@ def _bag(node: Node, graph: Graph) -> Space:
         ),
         sizes,
         even=frozenset({"bags"}),
-        linear=((node.positions["weight"],),) if "vocab" in sizes else (),
+        linear=((node.positions["weight"],),) if "vocab" in sizes and BAG_MODES[node.argument("mode")] != "max" else (),
     )
     return _table_wise(node, graph, factors)
 
@@ -220,7 +235,7 @@ RULES: tuple[Rule, ...] = (
         _bag,
         _local_bag,
         "vocab embed, (bags _), _, (bags _) -> bags embed",
-        _exchanged,
+        _of_bags,
         facts=Facts("indices offsets per_sample_weights result1 result2 result3; per_sample_weights: weight"),
     ),
 )
