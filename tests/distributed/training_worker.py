@@ -30,6 +30,7 @@ from checks import (
     seed,
 )
 from harness import Captures
+from loss_checks import names_of_nodes
 from profiles import assert_as_predicted, names_of
 from state_cases import CASES
 from table_checks import TABLES
@@ -231,17 +232,6 @@ def few_gradients_are_summed_last() -> None:
                 model.zero_grad()
         finally:
             loaded.SMALL = before
-
-
-def names_of_nodes(x: torch.Tensor) -> set[str]:
-    """Of the autograd graph."""
-    found, left = {}, [x.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in found:
-            found[node] = node.name()
-            left += [n for n, _ in node.next_functions]
-    return set(found.values())
 
 
 def checkpoint() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoshard.module.dtensors.on_parts import on_parts
 from autoshard.module.dtensors.strided import cuts
 from autoshard.module.dtensors.views import in_order, is_view, seen_from, set_through, writes
 
@@ -100,8 +101,9 @@ class Output(DTensor):
                 return _of_part(func, dim, *given)
             if func not in _ON_WHOLE and not any(map(_is_plain, _leaves(*given))):
                 try:
-                    made = func(*given[0], **given[1])
-                    if isinstance(made, torch.Size):
+                    made = on_parts(func, *given)
+                    made = func(*given[0], **given[1]) if made is None else made
+                    if isinstance(made, torch.Size | float | int | bool):
                         return made
                     made = (
                         Output.of(made) if isinstance(made, DTensor) else pytree.tree_map_only(DTensor, Output.of, made)
