@@ -30,7 +30,7 @@ from checks import (
     seed,
 )
 from harness import Captures
-from loss_checks import names_of_nodes
+from loss_checks import OF_OUTPUTS, names_of_nodes
 from profiles import assert_as_predicted, names_of
 from state_cases import CASES
 from table_checks import TABLES
@@ -372,4 +372,6 @@ def one_program_for_all_lengths() -> None:
 if __name__ == "__main__":
     if not CASES.keys() & set(sys.argv[4].split(",")):  # every class of model in this file has one configuration
         compiler.capture = Captures(of=type)  # type: ignore[assignment]
-    main({**globals(), **TABLES, **{name: lambda case=case: case(mesh()) for name, case in CASES.items()}})
+    main(
+        {**globals(), **TABLES, **OF_OUTPUTS, **{name: lambda case=case: case(mesh()) for name, case in CASES.items()}}
+    )
