@@ -33,15 +33,13 @@ def on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTens
         return None
     x = args[0]
     spec = x._spec
-    if not x.dtype.is_floating_point or any(type(p) not in (Shard, Replicate) for p in spec.placements):
+    whole = spec.shape.numel()
+    if not (whole and x.dtype.is_floating_point and all(type(p) in (Shard, Replicate) for p in spec.placements)):
         return None
     part = part_of(x)
     if func in _EACH:
-        made, placements, shape = func(part), spec.placements, spec.shape
-    else:
-        empty, share = not part.numel(), part.numel() / max(1, spec.shape.numel())
-        if func in _MEANS and spec.shape.numel() == 0:
-            return None
-        made = part.sum() if empty or func in _SUMS else part.mean() * share
-        placements, shape = tuple(Partial() if type(p) is Shard else p for p in spec.placements), torch.Size(())
-    return whole_of(made, spec_of(spec.mesh, placements, shape, made.dtype))
+        return whole_of(func(part), spec)
+    mean = func in _MEANS and part.numel()  # that of nothing is no number
+    made = part.mean() * (part.numel() / whole) if mean else part.sum()
+    placements = tuple(Partial() if type(p) is Shard else p for p in spec.placements)
+    return whole_of(made, spec_of(spec.mesh, placements, torch.Size(()), made.dtype))

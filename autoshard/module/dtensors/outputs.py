@@ -91,9 +91,11 @@ class Output(DTensor):
         if func in ABOUT or (func is torch.Tensor.backward and len(args) == 1):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = in_order(args, kwargs or {})
-        given = tuple(args), dict(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if (loss := on_parts(func, args, kwargs or {})) is not None:
+                return Output.of(loss)
+            args, kwargs = in_order(args, kwargs or {})
+            given = tuple(args), dict(kwargs)
             if writes(func) and set_through(func, *given):
                 return args[0]
             dim = chosen_dim(func, *given)
@@ -101,8 +103,7 @@ class Output(DTensor):
                 return _of_part(func, dim, *given)
             if func not in _ON_WHOLE and not any(map(_is_plain, _leaves(*given))):
                 try:
-                    made = on_parts(func, *given)
-                    made = func(*given[0], **given[1]) if made is None else made
+                    made = func(*given[0], **given[1])
                     if isinstance(made, torch.Size | float | int | bool):
                         return made
                     made = (
