@@ -136,9 +136,9 @@ def test_buckets_are_as_large_as_their_link_asks_for() -> None:
     assert bucketed.bucket_bytes(Mesh({"dp": 4}, slow), "dp") == pytest.approx(108e6)
     wire = replace(device, node=Link(0.0, 1e9), kernel_latency=0.0)
     assert bucketed.bucket_bytes(Mesh({"dp": 4}, wire), ("dp",)) == 25 * 2**20
-    assert bucketed.bucket_bytes(Mesh({"dp": 4}, "cpu"), "dp") == pytest.approx(
-        60e-6 * 1.75 * 1.5e9 * 9 * 4 / 3, rel=0.1
-    )
+    gather = next(r for r in PRESETS["cpu"].node.rates if (r.kind, r.ranks) == ("all_gather", 4))
+    expected = gather.latency * gather.bandwidth * 9 * 4 / 3
+    assert bucketed.bucket_bytes(Mesh({"dp": 4}, "cpu"), "dp") == pytest.approx(expected, rel=0.1)
 
 
 def test_a_bucket_stands_after_what_its_members_are_made_from() -> None:

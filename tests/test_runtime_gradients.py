@@ -39,6 +39,28 @@ def test_one_kind_of_parts_stays_as_it_is() -> None:
     assert gradients.summands == {}
 
 
+class Arriving:
+    """A sum under way: it adds up when it is waited for."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def wait(self) -> None:
+        self.x += 1.0
+
+
+def test_only_what_is_added_up_is_waited_for() -> None:
+    for brought, at_once in ((None, False), (torch.ones(2), True)):
+        gradients, part = Gradients(World(MESH).ranks[0]), torch.zeros(2)
+        gradients.works, gradients.parts = [Arriving(part)], [(0, part, ())]
+        (found,) = gradients.finish([brought])
+        assert found is not None
+        assert found.tolist() == ([2.0, 2.0] if at_once else [0.0, 0.0])
+        gradients.wait()
+        assert found.tolist() == ([2.0, 2.0] if at_once else [1.0, 1.0])
+        assert not gradients.works
+
+
 def test_a_buffer_is_used_again_when_nobody_sees_it() -> None:
     spare, like, size = Spare(), torch.empty(0), LEAST // 4
 

@@ -61,7 +61,7 @@ def test_a_vector_that_is_cut_never_pays_less_than_one_that_is_whole(machine: st
 def test_vectors_go_with_the_matrices_of_their_block_unless_these_fill_a_bucket() -> None:
     mesh = Mesh({"dp": 2}, hardware=CPU)
     full = bucket_bytes(mesh, "dp")
-    for width, along in ((64, True), (1024, False)):
+    for width, along in ((64, True), (2048, False)):
         assert (4 * width**2 < full) == along
         graph = captured(width)
         shares = latency_shares(graph, mesh)

@@ -20,6 +20,9 @@
   carries 48 GB/s (384 GB/s of ring bytes among 8 nodes of 8). A100: 230 GB/s of ring bytes in a node (NVIDIA's nccl-tests).
 - beside collectives computation is 18.9 % slower on average (Lee et al. 2025, "Characterizing Compute-Communication
   Overlap in GPU-Accelerated Distributed Deep Learning", arXiv 2507.03114).
+- ``cpu``: what :func:`autoshard.calibrate` found (``quick=False``, medians of three runs) of two ranks on two cores of a Xeon
+  with AVX-512, PyTorch 2.13, gloo, a thread each. Latencies among four are those times what groups of four took relative to
+  groups of two where four ranks shared these cores (two runs).
 
 Where nothing is named kernels reach 70 % of the data sheet, and a link's latency is that of published NCCL measurements.
 """
@@ -63,6 +66,22 @@ def _nvlink(bandwidth: float) -> Link:
     """NCCL inside a node, with latencies as on H100 and one bandwidth for rings of any size."""
     return Link(8e-6, bandwidth, tuple(r._replace(bandwidth=bandwidth) for r in _H100_NODE.rates))
 
+
+_LOOPBACK = Link(
+    0.9e-3,
+    0.94 * GB,
+    tuple(
+        Rate(kind, ranks, latency, bandwidth * GB)
+        for kind, bandwidth, pair, four in (
+            ("all_reduce", 1.34, 0.73e-3, 2.7e-3),
+            ("all_gather", 0.94, 0.89e-3, 1.8e-3),
+            ("reduce_scatter", 0.95, 0.97e-3, 2.0e-3),
+            ("all_to_all", 0.75, 0.83e-3, 1.2e-3),
+            ("permute", 1.7, 1.2e-3, 1.2e-3),
+        )
+        for ranks, latency in ((2, pair), (4, four))
+    ),
+)
 
 _H100 = Hardware(
     "h100",
@@ -130,10 +149,15 @@ PRESETS: dict[str, Hardware] = {
             _OTHER, name="trainium2", flops=667e12, memory_bandwidth=2900e9, memory_bytes=96e9,
             node=Link(6e-6, 512 * GB), devices_per_node=16,
         ),
-        # A laptop or CI machine: gloo over loopback. autoshard.calibrate() measures it.
+        # A laptop or CI machine: gloo over loopback, a core for each rank. autoshard.calibrate() measures it.
         Hardware(
-            "cpu", 1e11, 20e9, 64e9, Link(60e-6, 1.5 * GB), Link(200e-6, 1 * GB), devices_per_node=1 << 30,
-            kernel_latency=2e-6,
+            "cpu", 1.2e12, 7e9, 64e9, _LOOPBACK, _LOOPBACK, devices_per_node=1 << 30, efficiency=1.0, kernel_latency=9e-6,
+            memory_efficiency=1.0, dtypes=(("float32", 1.7e11), ("float64", 9.3e10), ("bfloat16", 1.2e12)),
+            products=((4, 0.2), (16, 0.46), (64, 0.74), (256, 0.94), (1024, 1.0)), convolutions=0.85,
+            channels=((3, 0.16), (8, 0.37), (12, 0.5), (16, 0.7), (24, 0.66), (32, 0.85), (48, 0.91)),
+            attention=((32, 0.29, 0.27), (128, 0.53, 0.55), (512, 0.76, 0.77)), attention_tile=512,
+            caches=((49152, 0.9e-6), (393216, 14e-6), (1572864, 58e-6), (6291456, 317e-6), (50331648, 2.6e-3)),
+            functions=(5.9e-10, 6.7e-10), updates=3.2e10,
         ),
         # Communication is next to free: FLOPs decide, bytes on the wire break ties, memory traffic comes last. So all
         # matmul-like work that can be split is split, with the fewest bytes.

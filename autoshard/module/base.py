@@ -140,7 +140,8 @@ class ShardedModule(Compiling):
             if self._of.absent:
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
             with executable.tried(), without_autocast(), torch.set_grad_enabled(recorded):
-                clamp((self.tensor(fqn), bounds) for fqn, bounds in executable.graph.clamped.items())
+                if executable.graph.clamped:
+                    clamp((self.tensor(fqn), bounds) for fqn, bounds in executable.graph.clamped.items())
                 leaves, mutated = self._step(executable, executable.named(own))
             typed = executable.as_typed(leaves)
             if recorded:

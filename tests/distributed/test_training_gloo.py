@@ -26,6 +26,7 @@ CONTRACT = (
     "inference_returns_full_tensors",
     "gathered_on_request_with_gradients",
     "gradients_through_sharded_logits",
+    "losses_are_computed_on_parts",
     "clipping",
     "few_gradients_are_summed_last",
     "checkpoint",

@@ -30,6 +30,7 @@ from checks import (
     seed,
 )
 from harness import Captures
+from loss_checks import OF_OUTPUTS, names_of_nodes
 from profiles import assert_as_predicted, names_of
 from state_cases import CASES
 from table_checks import TABLES
@@ -233,17 +234,6 @@ def few_gradients_are_summed_last() -> None:
             loaded.SMALL = before
 
 
-def names_of_nodes(x: torch.Tensor) -> set[str]:
-    """Of the autograd graph."""
-    found, left = {}, [x.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in found:
-            found[node] = node.name()
-            left += [n for n, _ in node.next_functions]
-    return set(found.values())
-
-
 def checkpoint() -> None:
     """torch.distributed.checkpoint writes the state dict; another mesh's module reads it back."""
     import torch.distributed.checkpoint as dcp
@@ -382,4 +372,6 @@ def one_program_for_all_lengths() -> None:
 if __name__ == "__main__":
     if not CASES.keys() & set(sys.argv[4].split(",")):  # every class of model in this file has one configuration
         compiler.capture = Captures(of=type)  # type: ignore[assignment]
-    main({**globals(), **TABLES, **{name: lambda case=case: case(mesh()) for name, case in CASES.items()}})
+    main(
+        {**globals(), **TABLES, **OF_OUTPUTS, **{name: lambda case=case: case(mesh()) for name, case in CASES.items()}}
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoshard.layout import Layout
@@ -18,16 +18,30 @@ from autoshard.layout import Layout
 
 def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
     """This rank's part of a tensor of global ``shape`` as a DTensor; differentiable."""
-    spec = _spec(mesh, tuple(layout.to_torch()), torch.Size(shape), local.dtype)
-    found: DTensor
-    if not local.requires_grad:  # there is nothing for autograd to record
-        found = new_dtensor(DTensor, local.view_as(local), spec, requires_grad=False)
-    elif not (torch.is_grad_enabled() and all(p.is_shard() or p.is_replicate() for p in spec.placements)):
+    spec = spec_of(mesh, tuple(layout.to_torch()), torch.Size(shape), local.dtype)
+    if local.requires_grad and not (
+        torch.is_grad_enabled() and all(p.is_shard() or p.is_replicate() for p in spec.placements)
+    ):
         _, stride, _ = spec.tensor_meta  # type: ignore[misc]
-        found = DTensor.from_local(local, mesh, spec.placements, run_check=False, shape=spec.shape, stride=stride)
-    else:
-        found = _Whole.apply(local, spec)  # type: ignore[no-untyped-call]
+        return DTensor.from_local(local, mesh, spec.placements, run_check=False, shape=spec.shape, stride=stride)
+    return whole_of(local, spec)
+
+
+def whole_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """The tensor of which ``local`` is this rank's part, or summand; differentiable."""
+    if local.requires_grad and torch.is_grad_enabled():
+        found: DTensor = _Whole.apply(local, spec)  # type: ignore[no-untyped-call]
+    else:  # there is nothing for autograd to record
+        found = new_dtensor(DTensor, local.view_as(local), spec, requires_grad=False)
     return found
+
+
+def part_of(x: DTensor) -> torch.Tensor:
+    """This rank's part of a tensor in chunks, for what every rank does with its own; differentiable."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x._local_tensor
+    part: torch.Tensor = _Part.apply(x)  # type: ignore[no-untyped-call]
+    return part
 
 
 GIVEN = "_autoshard_given"
@@ -49,13 +63,28 @@ class _Whole(torch.autograd.Function):
         if gradient is None:
             return None, None
         spec = ctx.spec
-        if gradient.placements != spec.placements:
-            gradient = gradient.redistribute(spec.mesh, spec.placements)
+        wanted = tuple(Replicate() if p.is_partial() else p for p in spec.placements)  # every summand has the sum's
+        if gradient.placements != wanted:
+            gradient = gradient.redistribute(spec.mesh, wanted)
         if torch.is_grad_enabled():
-            return gradient.to_local(), None
+            return gradient.to_local(grad_placements=spec.placements), None
         local = gradient._local_tensor
         setattr(local, GIVEN, True)
         return local, None
+
+
+class _Part(torch.autograd.Function):
+    """The inverse of :class:`_Whole`, for placements that are chunks or whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+        ctx.spec = x._spec
+        ctx.set_materialize_grads(False)
+        return x._local_tensor.view_as(x._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> DTensor | None:
+        return None if gradient is None else whole_of(gradient, ctx.spec)
 
 
 new_dtensor: Any = inspect.unwrap(DTensor.__new__)
@@ -63,7 +92,7 @@ new_dtensor: Any = inspect.unwrap(DTensor.__new__)
 
 
 @functools.lru_cache(maxsize=1 << 8)
-def _spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+def spec_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     """Of a tensor whose dims lie in memory as they are numbered. Those of the layers of a cache are one."""
     steps = itertools.accumulate(reversed(shape), lambda n, length: n * max(length, 1), initial=1)
     stride = [*steps][len(shape) - 1 :: -1] if shape else ()

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoshard.module.dtensors.on_parts import on_parts
 from autoshard.module.dtensors.strided import cuts
 from autoshard.module.dtensors.views import in_order, is_view, seen_from, set_through, writes
 
@@ -90,9 +91,11 @@ class Output(DTensor):
         if func in ABOUT or (func is torch.Tensor.backward and len(args) == 1):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        args, kwargs = in_order(args, kwargs or {})
-        given = tuple(args), dict(kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if (loss := on_parts(func, args, kwargs or {})) is not None:
+                return Output.of(loss)
+            args, kwargs = in_order(args, kwargs or {})
+            given = tuple(args), dict(kwargs)
             if writes(func) and set_through(func, *given):
                 return args[0]
             dim = chosen_dim(func, *given)
@@ -101,7 +104,7 @@ class Output(DTensor):
             if func not in _ON_WHOLE and not any(map(_is_plain, _leaves(*given))):
                 try:
                     made = func(*given[0], **given[1])
-                    if isinstance(made, torch.Size):
+                    if isinstance(made, torch.Size | float | int | bool):
                         return made
                     made = (
                         Output.of(made) if isinstance(made, DTensor) else pytree.tree_map_only(DTensor, Output.of, made)

@@ -54,40 +54,45 @@ class _Locals(torch.autograd.Function):
         # DTensor's operations change its local tensor where autograd does not see it.
         if [p._version for p in ctx.parameters] != ctx.versions:
             raise RuntimeMismatchError(CHANGED.format("a parameter"))
-        pending, specs = ctx.pending, ctx.specs
+        pending, specs, parameters = ctx.pending, ctx.specs, ctx.parameters
         owned = _owned(pending.finish(gradients), gradients)
-        found = [
-            None if g is None else _in_rows(p, g, spec) for p, g, spec in zip(ctx.parameters, owned, specs, strict=True)
-        ]
+        if not all(g is None or _lies_as(p, g) for p, g in zip(parameters, owned, strict=True)):
+            pending.wait()
+            owned = [
+                None if g is None else _in_rows(p, g, spec) for p, g, spec in zip(parameters, owned, specs, strict=True)
+            ]
         if pending.summands or _deferred:
-            found, specs = _met(pending, ctx.parameters, found, specs)
+            pending.wait()
+            owned, specs = _met(pending, parameters, owned, specs)
         if torch.is_grad_enabled():
-            there = [i for i, g in enumerate(found) if g is not None]
-            made = iter(_Globals.apply([specs[i] for i in there], *(found[i] for i in there)))  # type: ignore[no-untyped-call]
-            return None, *(None if g is None else next(made) for g in found)
-        return None, *_set(ctx.parameters, found, specs, ctx.next_functions)
+            pending.wait()
+            there = [i for i, g in enumerate(owned) if g is not None]
+            made = iter(_Globals.apply([specs[i] for i in there], *(owned[i] for i in there)))  # type: ignore[no-untyped-call]
+            return None, *(None if g is None else next(made) for g in owned)
+        found = [None if g is None else _global(g, spec) for g, spec in zip(owned, specs, strict=True)]
+        plain = [g is not None and _is_plain(p, g) for p, g in zip(parameters, owned, strict=True)]
+        pending.wait()  # what did not need the data is done while they arrive
+        return None, *_set(parameters, found, plain, ctx.next_functions)
 
 
 def _set(
-    parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None], specs: Sequence[Any], leaves: Sequence[Any]
+    parameters: Sequence[Any], gradients: Sequence[DTensor | None], plain: Sequence[bool], leaves: Sequence[Any]
 ) -> list[DTensor | None]:
     """Have gradients be ``.grad`` where the nodes ``leaves`` would do no more; the others.
 
     A node of autograd takes another DTensor of each gradient.
     """
-    rest: list[DTensor | None] = [None] * len(parameters)
-    for i, (p, local, spec, (leaf, _)) in enumerate(zip(parameters, gradients, specs, leaves, strict=True)):
-        if local is None:
-            continue
-        made = _global(local, spec)
-        plain = p.is_leaf and p.requires_grad and p.grad is None
-        hooked = p._backward_hooks or p._post_accumulate_grad_hooks
-        # autograd converts to other dtypes
-        if plain and not hooked and local.dtype == getattr(p, "grad_dtype", p.dtype) and _is_run(leaf):
-            p.grad = made
-        else:
-            rest[i] = made
+    rest = list(gradients)
+    for i, (p, (leaf, _)) in enumerate(zip(parameters, leaves, strict=True)):
+        if plain[i] and p.grad is None and _is_run(leaf):
+            p.grad, rest[i] = gradients[i], None
     return rest
+
+
+def _is_plain(p: Any, local: torch.Tensor) -> bool:
+    """Whether ``p`` is a leaf without hooks, in whose dtype ``local`` comes: autograd converts to it."""
+    hooked = p._backward_hooks or p._post_accumulate_grad_hooks
+    return p.is_leaf and p.requires_grad and not hooked and local.dtype == getattr(p, "grad_dtype", p.dtype)
 
 
 def _owned(
@@ -112,15 +117,22 @@ def _in_rows(p: Any, gradient: torch.Tensor, spec: Any) -> torch.Tensor | None:
 
     It lies in memory as the parameter does, as autograd has it of plain ones: fused optimizers go through both side by side.
     """
+    if _lies_as(p, gradient):
+        return gradient
     if not gradient.is_sparse:
-        local = p._local_tensor
-        if (gradient.is_contiguous() and local.is_contiguous()) or gradient.stride() == local.stride():
-            return gradient
-        return gradient.new_empty_strided(gradient.shape, local.stride()).copy_(gradient)
+        return gradient.new_empty_strided(gradient.shape, p._local_tensor.stride()).copy_(gradient)
     if not _accumulates(p):
         return gradient.to_dense()
     accumulate(p, gradient, spec)
     return None
+
+
+def _lies_as(p: Any, gradient: torch.Tensor) -> bool:
+    """Whether a gradient is dense and lies in memory as the parameter does."""
+    if gradient.is_sparse:
+        return False
+    local: torch.Tensor = p._local_tensor
+    return (gradient.is_contiguous() and local.is_contiguous()) or gradient.stride() == local.stride()
 
 
 def _global(gradient: torch.Tensor, spec: Any) -> DTensor:

@@ -110,7 +110,9 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, *ctx.pending.finish(gradients)
+        found = ctx.pending.finish(gradients)
+        ctx.pending.wait()
+        return None, *found
 
 
 class _Move(torch.autograd.Function):

@@ -107,20 +107,27 @@ class Gradients:
                 self.works.pop(0).wait()
 
     def finish(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Wait for everything: every parameter's gradient, of its parts and what autograd itself brought (``gradients``).
+        """Every parameter's gradient, of its parts and what autograd itself brought (``gradients``), under way until
+        :meth:`wait`.
 
-        The latter comes from uses that no bucket carries; a parameter may have both.
+        The latter comes from uses that no bucket carries; a parameter may have both, and then nothing is under way.
         """
         gradients = self._sum_last(gradients) if self.last else gradients
         self._flush()
         self.begin_later()
-        for work in self.works:
-            work.wait()
         parts: list[list[tuple[torch.Tensor, tuple[str, ...]]]] = [[] if g is None else [(g, ())] for g in gradients]
         for number, part, axes in self.parts:
             parts[number].append((part, axes))
-        self.works, self.parts, self.summands = [], [], {}
+        self.parts, self.summands = [], {}
+        if any(len(found) > 1 or (found and found[0][1]) for found in parts):
+            self.wait()
         return [self._sum(number, found) if found else None for number, found in enumerate(parts)]
+
+    def wait(self) -> None:
+        """Wait for everything that is under way."""
+        for work in self.works:
+            work.wait()
+        self.works = []
 
     def _sum_last(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Begin the last sums; what autograd brought without these. With create_graph they are nodes of the graph."""

@@ -1,0 +1,45 @@
+"""Losses of outputs in parts: functions of each element, sums and means of all, by autograd on this rank's part.
+
+DTensor gives the same. There every operation of the backward is another DTensor's, and a mean's gradient, which is whole,
+is cut on the way, at several times the cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from autoshard.module.dtensors.made import part_of, spec_of, whole_of
+
+
+def _both(*names: str) -> frozenset[Any]:
+    return frozenset(getattr(of, name) for name in names for of in (torch, torch.Tensor))
+
+
+_EACH = _both("abs", "exp", "log", "neg", "relu", "sigmoid", "sqrt", "square", "tanh")
+_SUMS, _MEANS = _both("sum"), _both("mean")
+_KNOWN = _EACH | _SUMS | _MEANS
+
+
+def on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor | None:
+    """``func(*args, **kwargs)`` where that is one of those above of a DTensor in chunks alone; None: it is not.
+
+    A sum of all is Partial over the axes that cut.
+    """
+    if func not in _KNOWN or len(args) != 1 or kwargs:
+        return None
+    x = args[0]
+    spec = x._spec
+    whole = spec.shape.numel()
+    if not (whole and x.dtype.is_floating_point and all(type(p) in (Shard, Replicate) for p in spec.placements)):
+        return None
+    part = part_of(x)
+    if func in _EACH:
+        return whole_of(func(part), spec)
+    mean = func in _MEANS and part.numel()  # that of nothing is no number
+    made = part.mean() * (part.numel() / whole) if mean else part.sum()
+    placements = tuple(Partial() if type(p) is Shard else p for p in spec.placements)
+    return whole_of(made, spec_of(spec.mesh, placements, torch.Size(()), made.dtype))
