@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Union
 
 from autoshard.errors import MeshError
-from autoshard.hardware import Hardware, Route
+from autoshard.hardware import Hardware, Overlap, Route
 from autoshard.hardware import hardware as resolve_hardware
 
 if TYPE_CHECKING:
@@ -142,6 +142,24 @@ class Mesh:
     def crosses(self, axes: str | Sequence[str]) -> bool:
         """Whether a group along ``axes`` spans several nodes."""
         return self.link(axes).nodes > 1
+
+    def beside(self, axes: str | Sequence[str], kind: str = "all_gather") -> float:
+        """How fast compute runs beside a collective along ``axes``, relative to compute alone (:attr:`Hardware.overlap`).
+
+        Collectives and compute share the bandwidth of the memory, and what is sent is read and written there. So one that is
+        slower than an all-gather inside a node takes less, by as much.
+        """
+        device = self.hardware
+        near, own = (
+            r.rate(k)[1] for r, k in ((device.route(device.devices_per_node, 1), "all_gather"), (self.link(axes), kind))
+        )
+        return 1.0 - (1.0 - device.overlap) * min(1.0, near / own) if device.overlap and own else device.overlap
+
+    @property
+    def overlap(self) -> Overlap:
+        """:meth:`beside` gathers along an axis inside a node, and along the axis between nodes that takes most."""
+        crossing = (self.beside(axis) for axis in self.axes if self.crosses(axis))
+        return Overlap(self.hardware.overlap, min(crossing, default=self.hardware.overlap))
 
     def __str__(self) -> str:
         return ", ".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True))

@@ -212,7 +212,7 @@ def convolutions(h: Hardware) -> None:
             call: Callable[[], Tensor] = partial(F.conv2d, x, w, stride=2 if kernel == 7 else 1, padding=kernel // 2)
             out = call()
             flops, moved = 2.0 * out.numel() * inner * kernel**2, h.memory_seconds(x.nbytes + out.nbytes)
-            work = h.convolution_seconds(flops, tuple(out.shape), BF16)
+            work = h.convolution_seconds(flops, BF16)
             name = f"{inner} → {outer}, {kernel}², {side}²{', channels last' if form is torch.channels_last else ''}"
             for what, one, kernels in ((name, call, 1), ("  backward", backward(out, x, w), 2)):
                 taken = seconds(one, 10)

@@ -2,7 +2,8 @@
 
 Training steps that were published, predicted for the same expert's plan. Models are planned with two and with
 four layers; blocks are equal, so the step grows by the same for each further one. No constant of the model was solved
-for from these rows, but their sources (autoshard/hardware/presets.py) were chosen with the errors in view.
+for from these rows, but their sources (autoshard/hardware/presets.py) were chosen with the errors in view. Steps that are a
+check alone: ``published.py``.
 """
 
 from __future__ import annotations
@@ -277,15 +278,15 @@ def made_again(program: Program, selects: Selects) -> tuple[float, float]:
     return compute, waits
 
 
-def steps(names: Sequence[str]) -> None:
-    print(f"{'published step':46} {'published':>9} {'predicted':>9} {'error':>7}   of it compute   like= alone   error")
-    for row in ROWS:
+def steps(rows: Sequence[Row], names: Sequence[str]) -> None:
+    print(f"{'published step':53} {'published':>9} {'predicted':>9} {'error':>7}   of it compute   like= alone   error")
+    for row in rows:
         if names and not any(n in row.name for n in names):
             continue
         few, more = predicted(row, 2), predicted(row, 4)
         step, compute, plain = (a + (row.layers - 2) * (b - a) / 2 for a, b in zip(few, more, strict=True))
         print(
-            f"{row.name:46} {row.seconds:8.3f}s {step:8.3f}s {step / row.seconds - 1:+7.1%}   {compute:12.3f}s"
+            f"{row.name:53} {row.seconds:8.3f}s {step:8.3f}s {step / row.seconds - 1:+7.1%}   {compute:12.3f}s"
             f" {plain:12.3f}s {plain / row.seconds - 1:+7.1%}",
             flush=True,
         )
@@ -296,7 +297,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="rows whose name contains one of these")
     options = parser.parse_args()
     logging.getLogger("torch").setLevel(logging.ERROR)
-    steps(options.only)
+    steps(ROWS, options.only)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Hardware, Mesh, Shard
-from autoshard.hardware import PRESETS
+from autoshard.hardware import PRESETS, Overlap
 from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.op_space import op_space
@@ -69,7 +69,8 @@ def planned(hardware: Hardware | str = "h100", ranks: int = 4, rows: int = 1 << 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_search_finds_the_least_time_of_all_choices(seed: int) -> None:
     r = np.random.default_rng(seed)
-    sizes, overlap = r.integers(2, 4, 4), float(r.choice([0.0, 0.5, 0.84, 1.0]))
+    sizes, near = r.integers(2, 4, 4), float(r.choice([0.0, 0.5, 0.84, 1.0]))
+    overlap = Overlap(near, float(r.choice([near, (1 + near) / 2])) if near else 0.0)
 
     def parts(*shape: int, compute: bool) -> Parts:
         draw = [r.integers(0, 6, shape).astype(float) for _ in range(5)]
@@ -81,7 +82,7 @@ def test_the_search_finds_the_least_time_of_all_choices(seed: int) -> None:
     own = [stepped(p, (int(n),), overlap) for n, p in zip(sizes, nodes, strict=True)]
     between = [(i, j, stepped(p, (int(sizes[i]), int(sizes[j])), overlap)) for i, j, p in edges]
     network, rows = stepping(own, between, overlap)
-    assert bool(rows) == bool(overlap)
+    assert bool(rows) == bool(near)
 
     def step(choice: tuple[int, ...]) -> float:
         found = [p[s] for p, s in zip(nodes, choice, strict=True)] + [p[choice[i], choice[j]] for i, j, p in edges]
@@ -100,8 +101,10 @@ def test_time_is_the_longer_of_both_where_all_can_hide() -> None:
     for moved in (0.0, 0.5, 1.0, 3.0):
         found = Parts(compute=one, node=np.array(moved))
         beside = max(1.0 + 0.2 * moved, moved)  # compute runs at 0.8 of its speed as long as the collectives run
-        assert float(found.step(0.8)) == pytest.approx(beside)
-        assert float(found.step(0.0)) == pytest.approx(1.0 + moved)
+        assert float(found.step(Overlap(0.8, 0.9))) == pytest.approx(beside)
+        assert float(found.step(Overlap(0.0, 0.0))) == pytest.approx(1.0 + moved)
+        far = Parts(compute=one, network=np.array(moved))
+        assert float(far.step(Overlap(0.8, 0.9))) == pytest.approx(max(1.0 + 0.1 * moved, moved))
 
 
 def test_what_can_move_are_parameters_behind_the_first_weight() -> None:
@@ -258,15 +261,8 @@ def test_channels_that_are_cut_too_small_take_longer(groups: int) -> None:
     assert slower["n",] == slower["R",] == slower["d2",] == 1.0
 
 
-def test_a_last_wave_of_one_tile_takes_as_long_as_a_full_one() -> None:
-    full, more = (H100.product_seconds(1e12, (128 * tiles, 256), torch.bfloat16) for tiles in (132, 133))
-    assert full == pytest.approx(1e12 / 716e12)
-    assert more / full == pytest.approx(264 / 133)
-    assert replace(H100, units=0).product_seconds(1e12, (128 * 133, 256), torch.bfloat16) == pytest.approx(full)
-
-
 def test_narrow_products_and_convolutions_reach_what_was_measured() -> None:
-    here = replace(H100, units=0, products=((4, 0.2), (64, 0.8)), convolutions=1.5)
+    here = replace(H100, tiling=None, products=((4, 0.2), (64, 0.8)), convolutions=1.5)
 
     def slower(rows: int, summed: int, columns: int) -> float:
         taken = [
@@ -279,7 +275,7 @@ def test_narrow_products_and_convolutions_reach_what_was_measured() -> None:
     assert slower(16, 512, 512) == slower(512, 16, 512) == slower(512, 512, 16) == pytest.approx(0.5)
     assert slower(64, 512, 512) == pytest.approx(0.8)
     assert slower(65, 512, 512) == 1.0
-    whole = here.convolution_seconds(1e12, (8, 4, 4), torch.bfloat16)
+    whole = here.convolution_seconds(1e12, torch.bfloat16)
     assert whole * 1.5 == pytest.approx(replace(here, products=()).product_seconds(1e12, (8, 4, 4), torch.bfloat16))
     assert Hardware.from_dict(json.loads(json.dumps(here.to_dict()))) == here
 
@@ -305,7 +301,7 @@ def test_a_plan_saved_before_there_were_rates_is_read() -> None:
     assert Plan.from_json(plan.to_json()).mesh == plan.mesh
     data = json.loads(plan.to_json())
     data["hardware"] = {
-        k: v for k, v in data["hardware"].items() if k not in ("attention", "units", "overlap", "fuses")
+        k: v for k, v in data["hardware"].items() if k not in ("attention", "tiling", "overlap", "fuses")
     }
     for link in ("node", "network"):
         del data["hardware"][link]["rates"]

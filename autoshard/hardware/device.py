@@ -16,15 +16,13 @@ import torch
 
 from autoshard.errors import MeshError
 from autoshard.hardware.link import Link, Rate, Route
+from autoshard.hardware.tiles import Tiling
 
 ALIGNED = 16
 """bytes that a load of a fast kernel takes at once"""
 
 AHEAD = 4
 """buckets of parameters gathered ahead of the one that is read, where collectives take no processor: mostly those of a block"""
-
-TILE = (128, 256)
-"""rows and columns of the result that one unit computes at a time: the tile of cuBLAS's fastest kernels"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +43,13 @@ class Hardware:
     kernel_latency: float = 7e-6
     """seconds of the smallest kernel"""
     overlap: float = 0.0
-    """how fast compute runs while collectives run beside it, relative to compute alone; 0: nothing can run beside it"""
+    """how fast compute runs while an all-gather inside a node runs beside it, relative to compute alone; 0: nothing can run
+    beside it. See :meth:`~autoshard.mesh.Mesh.beside`"""
     part_by_part: bool = True
     """whether products go beside messages of their own operands and sums, where :attr:`overlap` is not 0 and where that pays"""
     memory_efficiency: float = 0.0
-    units: int = 0
-    """multiprocessors: a product's last wave of tiles leaves some of them idle; 0: not counted"""
+    tiling: Tiling | None = None
+    """how multiprocessors compute products in tiles of their results; None: not counted"""
     attention: tuple[tuple[int, float, float], ...] = ()
     """(keys, forward, backward): the share of ``flops`` that fused attention reaches at this length"""
     fuses: bool = False
@@ -142,15 +141,16 @@ class Hardware:
         ``aligned``: see :meth:`is_aligned`, of the product whose gradients these are, too.
         """
         share = self._share(flops, result) * (1.0 if aligned else self.unaligned)
-        return flops * self._waves(result) / (self.peak(dtype) * self.efficiency * share)
+        speed = self.peak(dtype) * self.efficiency
+        if self.tiling is None or len(result) < 2:
+            return flops / (speed * share)
+        return self.tiling.seconds(flops, math.prod(result[:-1]), result[-1], speed) / share
 
-    def convolution_seconds(
-        self, flops: float, result: tuple[int, ...], dtype: torch.dtype, channels: tuple[int, ...] = ()
-    ) -> float:
-        """Time of ``flops`` operations of a convolution whose result has this local shape; ``channels``: those of its operand
-        and of its result, each of which may be too few."""
+    def convolution_seconds(self, flops: float, dtype: torch.dtype, channels: tuple[int, ...] = ()) -> float:
+        """Time of ``flops`` operations of a convolution; ``channels``: those of its operand and of its result, each of which
+        may be too few."""
         share = self.convolutions * math.prod(map(self._filled, channels))
-        return flops * self._waves(result) / (self.peak(dtype) * self.efficiency * share)
+        return flops / (self.peak(dtype) * self.efficiency * share)
 
     def _filled(self, channels: int) -> float:
         """What so many channels reach of what many do. Between two that were measured seconds are interpolated; fewer than the
@@ -182,16 +182,6 @@ class Hardware:
         part = math.log(shortest / below[0]) / math.log(above[0] / below[0])
         return below[1] + part * (above[1] - below[1])
 
-    def _waves(self, result: tuple[int, ...]) -> float:
-        """Tiles that there is time for over tiles that there are: 1 where the last wave is full.
-
-        Where one wave is not full, products are split along the contraction, too.
-        """
-        if not self.units or len(result) < 2:
-            return 1.0
-        tiles = math.ceil(math.prod(result[:-1]) / TILE[0]) * math.ceil(result[-1] / TILE[1])
-        return math.ceil(tiles / self.units) * self.units / tiles if tiles > self.units else 1.0
-
     def attention_seconds(self, flops: float, keys: int, dtype: torch.dtype, backward: bool) -> float:
         """Time of ``flops`` operations of fused attention over ``keys`` keys."""
         if not self.attention:
@@ -219,6 +209,8 @@ class Hardware:
         for name in ("attention", "caches", "channels", "dtypes", "products", "sharing"):
             known[name] = tuple(tuple(row) for row in known.get(name, ()))
         known["functions"] = tuple(known.get("functions", ()))
+        if known.get("tiling") is not None:
+            known["tiling"] = Tiling.of(*known["tiling"])
         for name in ("node", "network"):
             link = data[name]
             rates = tuple(Rate(str(k), int(n), float(a), float(b)) for k, n, a, b in link.get("rates", ()))

@@ -31,6 +31,15 @@ class Rate(NamedTuple):
     """ring bytes per second and rank"""
 
 
+class Overlap(NamedTuple):
+    """How fast compute runs while collectives run beside it, relative to compute alone; 0: nothing can run beside it."""
+
+    node: float
+    """beside those inside a node"""
+    network: float
+    """beside those between nodes"""
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """``latency`` seconds per ring step and ``bandwidth`` bytes per second per rank, where no rate was measured."""

@@ -2,8 +2,13 @@
 
 - matrix products: cuBLAS with normally distributed data reaches 716 of 989 TFLOP/s on H100 (Shankhdhar 2024, "Outperforming
   cuBLAS on H100: a worklog") and 258 of 312 on A100 (He 2024, "Strangely, matrix multiplications on GPUs run faster when
-  given predictable data"), both 8192 cubed; with other data the clock stays higher. The loss in the last wave of tiles is
-  as in OpenXLA's table for H100 (``gpu/model/matmul_interpolator_data.h``, sm_90).
+  given predictable data"), both 8192 cubed; with other data the clock stays higher. Other sizes follow from the tiles of
+  cuBLAS's kernels (256 × 128, 192 × 192, 320 × 128 ... in names of kernels such as ``nvjet_tst_192x192_64x3``; for A100 those
+  of NVIDIA's "Matrix Multiplication Background User's Guide"), and what these reach: from OpenXLA's table for H100
+  (``gpu/model/matmul_interpolator_data.h``, sm_90), results of 128 such tiles, what 2048 summands more take: 886 TFLOP/s in
+  tiles of 128 × 256, 860 in 128 × 128, 599, 491 and 339 in those of a half, a quarter and an eighth of that, the means over
+  shapes. Between two tiles pass 1.4 µs: what the same table's 16 waves (batches of four of 4096 × 4096) take beside what grows
+  with summands, less its smallest product. For A100 no such table was found; it has H100's shares.
 - attention: what ``scaled_dot_product_attention`` runs by default, FlashAttention-2: on H100 with head dim 128 by length
   (Shah et al. 2024, "FlashAttention-3", figures 5 and 6), on A100 0.6 forward and 0.55 backward (Dao 2023,
   "FlashAttention-2", figures 5 to 7).
@@ -18,8 +23,10 @@
   an all-reduce 324, 236 and 267 (AutoParallel's tables), here as ring bytes: times (n-1)/n and 2(n-1)/n. Latencies of 2
   and 8 nodes of 8 in the same tables, less those of one node, per rank of a node for rings. A network card of 400 Gb/s
   carries 48 GB/s (384 GB/s of ring bytes among 8 nodes of 8). A100: 230 GB/s of ring bytes in a node (NVIDIA's nccl-tests).
-- beside collectives computation is 18.9 % slower on average (Lee et al. 2025, "Characterizing Compute-Communication
-  Overlap in GPU-Accelerated Distributed Deep Learning", arXiv 2507.03114).
+- beside an all-gather in a node a product takes 2.08 instead of 1.18 ms on A100 (NVIDIA/nccl issue 1428, where its maintainers
+  name the memory's bandwidth as the reason), and reaches 47 instead of 80 % of the peak on H100 (forums.developer.nvidia.com,
+  337991). Over whole steps, of which collectives are a part, computation is 18.9 % slower on average (Lee et al. 2025,
+  "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning", arXiv 2507.03114).
 - ``cpu``: what :func:`autoshard.calibrate` found (``quick=False``, medians of three runs) of two ranks on two cores of a Xeon
   with AVX-512, PyTorch 2.13, gloo, a thread each. Latencies among four are those times what groups of four took relative to
   groups of two where four ranks shared these cores (two runs).
@@ -36,9 +43,10 @@ from pathlib import Path
 from autoshard.errors import MeshError
 from autoshard.hardware.device import AHEAD, Hardware
 from autoshard.hardware.link import Link, Rate
+from autoshard.hardware.tiles import Tiling
 
 GB = 1e9
-BESIDE = 1 / 1.189
+BESIDE = 0.47 / 0.8
 
 _H100_NODE = Link(
     8e-6,
@@ -83,6 +91,14 @@ _LOOPBACK = Link(
     ),
 )
 
+
+_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.97), (128, 64, 0.68), (64, 128, 0.68), (64, 64, 0.55))
+_HOPPER_TILES = (
+    *_TILES, *((320, 128, 1.0), (128, 320, 1.0), (192, 192, 1.0), (192, 128, 0.98), (128, 192, 0.98)),
+    *((64, 32, 0.38), (32, 64, 0.38)),
+)  # fmt: skip
+_BETWEEN_TILES = 1.4e-6
+
 _H100 = Hardware(
     "h100",
     989.4e12,
@@ -94,7 +110,7 @@ _H100 = Hardware(
     kernel_latency=7e-6,
     overlap=BESIDE,
     memory_efficiency=0.7,
-    units=132,
+    tiling=Tiling.of(132, _HOPPER_TILES, _BETWEEN_TILES),
     attention=(
         *((length, forward / 989.4, backward / 989.4) for length, forward, backward in (
             (512, 191, 214), (1024, 260, 260), (2048, 298, 291), (4096, 319, 310), (8192, 333, 318), (16384, 335, 322),
@@ -123,8 +139,9 @@ _A100 = replace(
     node=_nvlink(230 * GB),
     network=_network(24 * GB),
     efficiency=258 / 312,
-    units=108,
+    tiling=Tiling.of(108, _TILES, _BETWEEN_TILES),
     attention=((1024, 0.6, 0.55),),
+    overlap=1.18 / 2.08,
     dtypes=(("float32", 19.5e12), ("float64", 19.5e12), ("tf32", 156e12)),
 )
 

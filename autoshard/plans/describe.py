@@ -298,7 +298,7 @@ def _travelled(program: Program, s: Statement) -> Iterator[Collective]:
         if not c.reason.endswith(AGAIN) and journey is not None:
             c = replace(c, seconds=journey.seconds, hidden_s=journey.hidden, reason=f"{c.reason}{PART_BY_PART}")
         elif part.again and journey is not None:  # beside the same products as sums
-            c = replace(c, hidden_s=min(program.mesh.hardware.overlap * c.seconds, journey.free))
+            c = replace(c, hidden_s=min(program.mesh.beside(c.axes, c.kind) * c.seconds, journey.free))
         yield c
 
 

@@ -46,7 +46,6 @@ def stage_times(plan: Record, sent: Sent = (0.0, 0.0, 0.0, 0.0), later: float = 
     ``later``: the part of the micro-batches that add their gradients to those of earlier ones.
     """
     cost, mesh = plan.cost, plan.mesh
-    speed = mesh.hardware.overlap
     added = later * _adding(plan) if later else 0.0
     compute = cost.compute_s - cost.optimizer_s + added
     ahead = min(compute, math.fsum(c.seconds - c.backward_s for c in plan.choices.values()))
@@ -57,13 +56,13 @@ def stage_times(plan: Record, sent: Sent = (0.0, 0.0, 0.0, 0.0), later: float = 
     blocking = _seconds(waits) + cost.local_s - copied
     first = blocking * _share(_seconds(c for c in waits if c.phase == "forward"), _seconds(waits))
     moves = [c for c in movable if not _is_once(c)]
-    shown = _shown(moves, mesh, speed, compute)
+    shown = _shown(moves, mesh, compute)
     begun = shown * _share(_seconds(c for c in moves if c.phase == "forward"), _seconds(moves))
     forward, backward = ahead + first + begun, compute - ahead + blocking - first + shown - begun
     weights = added + (backward - added) * _share(
         _weights(plan), math.fsum(c.backward_s for c in plan.choices.values())
     )
-    once = _shown(sums, mesh, speed, compute - ahead) + copied
+    once = _shown(sums, mesh, compute - ahead) + copied
     return StageTimes(
         StageSeconds(forward, backward, weights, *sent, host=mesh.hardware.on_processor(mesh.hardware.actions)),
         compute,
@@ -91,12 +90,12 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _shown(moves: Sequence[Collective], mesh: Mesh, speed: float, compute: float) -> float:
+def _shown(moves: Sequence[Collective], mesh: Mesh, compute: float) -> float:
     """Seconds of movable communication that so much compute does not hide (``passes.propagate.prices.step_time``)."""
-    near = _seconds(c for c in moves if not mesh.crosses(c.axes))
-    far = _seconds(c for c in moves if mesh.crosses(c.axes))
-    excess = sum(max(0.0, speed * x - compute) for x in (near, far))
-    return (1 - speed) * (near + far) + excess if speed else near + far
+    moved = [_seconds(c for c in moves if mesh.crosses(c.axes) == crossing) for crossing in (False, True)]
+    if not mesh.hardware.overlap:
+        return sum(moved)
+    return sum((1 - speed) * x + max(0.0, speed * x - compute) for speed, x in zip(mesh.overlap, moved, strict=True))
 
 
 def _weights(plan: Record) -> float:

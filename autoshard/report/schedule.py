@@ -5,7 +5,7 @@ compute stream. Parameters are gathered ahead, by as many buckets as the program
 they are read; the reduction of a gradient starts when the gradient is there, and only the optimizer waits for it, but for
 :data:`UNDER_WAY`. Such collectives go one after another, and through communicators of their own: where one of them and one
 that the next operation waits for use a link, each has half of it. Meanwhile compute is slower
-(:attr:`~autoshard.hardware.Hardware.overlap`); where the hardware overlaps nothing, every collective holds up the compute
+(:attr:`~autoshard.mesh.Mesh.overlap`); where the hardware overlaps nothing, every collective holds up the compute
 stream. Of what goes beside the operation that it is part of, as the hops of a ring, the time that this does not hide is shown.
 """
 
@@ -115,7 +115,7 @@ class _Schedule:
     events: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.speed = self.plan.mesh.hardware.overlap
+        self.speeds = dict(zip(BESIDE.values(), self.plan.mesh.overlap, strict=True))
 
     def run(self) -> tuple[Event, ...]:
         sequence = [self._on_stream(event) for event in _sequence(self.plan, self.last)]
@@ -152,7 +152,7 @@ class _Schedule:
         return tuple(sorted(every, key=lambda e: e.start))
 
     def _on_stream(self, event: Event) -> Event:
-        beside = event.movable and bool(self.speed)
+        beside = event.movable and bool(self.plan.mesh.hardware.overlap)
         return replace(event, stream=BESIDE[event.stream]) if beside else replace(event, movable=False)
 
     def _messages(self, sequence: list[Event]) -> tuple[list[list[int]], dict[int, int]]:
@@ -180,13 +180,13 @@ class _Schedule:
         """At full speed, but for the time in which movable collectives run."""
         start, left = self.now, event.seconds
         while left > 0:
-            under_way = [beside.left for beside in self.beside.values() if beside.waiting]
-            speed = self.speed if under_way else 1.0
-            if left / speed <= min(under_way, default=math.inf):
+            under_way = {stream: beside.left for stream, beside in self.beside.items() if beside.waiting}
+            speed, ends = math.prod(self.speeds[s] for s in under_way), min(under_way.values(), default=math.inf)
+            if left / speed <= ends:
                 self._go_on(left / speed)
                 break
-            left -= min(under_way) * speed
-            self._go_on(min(under_way))
+            left -= ends * speed
+            self._go_on(ends)
         self.events.append(replace(event, start=start, seconds=self.now - start))
 
     def _wait_for(self, event: Event) -> None:

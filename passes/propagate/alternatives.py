@@ -126,7 +126,7 @@ class _Alternatives:
         return self.known[key]
 
     def _step(self, parts: Parts) -> Any:
-        return parts.step(self.mesh.hardware.overlap, self.graph.passes)
+        return parts.step(self.mesh.overlap, self.graph.passes)
 
     def _parts(
         self, name: str, sources: Sequence[Placements], targets: Sequence[Placements], first: bool = True

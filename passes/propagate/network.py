@@ -118,7 +118,7 @@ class Network:
         """Variables and links, then their tables."""
         self._variables()
         tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None, self.flying)
-        hides = self.mesh.hardware.overlap, self.graph.passes
+        hides = self.mesh.overlap, self.graph.passes
         own: dict[Any, Stepped] = {}
         made: dict[Any, tuple[Stepped, Folded | None]] = {}
         for v in self.variables.values():

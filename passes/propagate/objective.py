@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoshard.hardware import Overlap
 from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Placements, is_whole
 from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
@@ -31,8 +32,8 @@ class Objective:
     conversions: Parts
     """between the layouts of definitions and uses"""
     optimizer: float
-    overlap: float
-    """the share of the compute that can hide movable communication"""
+    overlap: Overlap
+    """how fast compute runs beside movable communication"""
     passes: int = 1
     """of which the step consists: micro-batches"""
     again: Mapping[str, Parts] = field(default_factory=dict)
@@ -120,7 +121,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
     update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
     again = _again(assignment, operations, movable)
-    return Objective(operations, summed(conversions), update, mesh.hardware.overlap, graph.passes, again)
+    return Objective(operations, summed(conversions), update, mesh.overlap, graph.passes, again)
 
 
 def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable: frozenset[str]) -> dict[str, Parts]:

@@ -72,9 +72,22 @@ def backward_factor(node: Node, graph: Graph) -> float:
 def _multiplied(node: Node, graph: Graph) -> list[int]:
     """The operands, by position, that want a gradient, each by a product in the backward: two at most, and not what is
     added to the product."""
-    added = node.argument(name) if (name := facts_of(node.op).addend) else None
+    added = _added(node)
     wanting = (i for i, n in enumerate(node.inputs) if graph.types[n].grad and Ref(n) != added)
     return [*itertools.islice(wanting, 2)]
+
+
+def _added(node: Node) -> object:
+    """The argument that is added to a product, if any."""
+    return node.argument(name) if (name := facts_of(node.op).addend) else None
+
+
+def _summed(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> float:
+    """Bytes of the result's gradient that a bias sums for its own, in a kernel that does nothing else; 0: there is none."""
+    added, result, dtype = _added(node), math.prod(shapes[-1]), graph.types[node.outputs[-1]].dtype
+    operands = zip(node.inputs, shapes, strict=False)
+    of_bias = (graph.types[n].grad and Ref(n) == added and math.prod(x) < result for n, x in operands)
+    return float(result * dtype.itemsize) if facts_of(node.op).kernels == 1 and any(of_bias) else 0.0
 
 
 def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
@@ -170,10 +183,12 @@ def node_seconds(
     seconds = launch + max(ahead, device.traffic_seconds(moved)) + between
     if not trained:
         return Seconds(seconds, 0.0, (launch, 0.0))
-    launches = launch * (max(1, len(wanting)) if flops and kernels == 1 else 1)
+    summed = _summed(node, graph, shapes)
+    launches = launch * ((max(1, len(wanting)) if flops and kernels == 1 else 1) + bool(summed))
     filled = _filled(node, graph, shapes[0]) if touched[0] and not ideal(mesh) else 0.0
     moving = device.traffic_seconds(2 * moved) + device.memory_seconds(filled)
-    return Seconds(seconds, launches + max(back, moving) + 2 * between, (launch, launches))
+    back = max(back, moving) + 2 * between + device.traffic_seconds(summed)
+    return Seconds(seconds, launches + back, (launch, launches))
 
 
 def _product(
@@ -186,7 +201,7 @@ def _product(
         return lambda flops, result: device.product_seconds(flops, result, dtype, aligned)
     weight = shapes[node.positions["weight"]]
     channels = weight[:2] if node.argument("groups") == 1 else ()  # groups fill blocks together
-    return lambda flops, result: device.convolution_seconds(flops, result, dtype, channels)
+    return lambda flops, result: device.convolution_seconds(flops, dtype, channels)
 
 
 def _made_inside(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> float:
@@ -260,7 +275,7 @@ def hidden_seconds(c: Internal, mesh: Mesh, compute: Seconds) -> float:
     ahead, launches = (
         (compute.forward, compute.launches[0]) if c.phase == "forward" else (compute.backward, compute.launches[1])
     )
-    return min(mesh.hardware.overlap * wire, c.beside * max(0.0, ahead - launches))
+    return min(mesh.beside(c.axes, c.kind) * wire, c.beside * max(0.0, ahead - launches))
 
 
 def row_bytes(type_: TensorType, states: Sequence[tuple[Placement, ...]], mesh: Mesh) -> np.ndarray:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.hardware import Overlap
 from autoshard.passes.propagate.prices.step_time import Parts
 from autoshard.passes.search import CostNetwork, Row
 from autoshard.passes.search.folded import Classes, Folded, Matrix
@@ -26,7 +27,7 @@ class Stepped:
 
 
 def stepped(
-    parts: Parts, shape: tuple[int, ...], overlap: float, passes: int = 1, fold: tuple[Classes, Classes] | None = None
+    parts: Parts, shape: tuple[int, ...], overlap: Overlap, passes: int = 1, fold: tuple[Classes, Classes] | None = None
 ) -> Stepped:
     """``parts``, of this shape, as tables of the network. ``fold``: of an edge, which of its rows and which of its columns
     each state has (None: each its own)."""
@@ -41,7 +42,7 @@ def stepped(
 
 
 def stepping(
-    nodes: Sequence[Stepped], edges: Sequence[tuple[int, int, Stepped]], overlap: float, passes: int = 1
+    nodes: Sequence[Stepped], edges: Sequence[tuple[int, int, Stepped]], overlap: Overlap, passes: int = 1
 ) -> tuple[CostNetwork, tuple[Row, ...]]:
     """The network whose cost, plus what its rows exceed 0 by, is the time of the step. Equal tables are to be one object."""
     vectors = [node.cost for node in nodes]
@@ -54,6 +55,6 @@ def stepping(
     return network, tuple(row for row in rows if any(amounts is not None for amounts in row.edges))
 
 
-def _kinds(overlap: float, passes: int) -> list[tuple[bool, float]]:
+def _kinds(overlap: Overlap, passes: int) -> list[tuple[bool, float]]:
     """Of the rows: whether they are for the pass with the sums that come once, and for how many passes they stand."""
-    return [(True, 1.0), *([(False, passes - 1.0)] if passes > 1 else [])] if overlap else []
+    return [(True, 1.0), *([(False, passes - 1.0)] if passes > 1 else [])] if overlap.node else []

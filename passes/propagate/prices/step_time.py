@@ -5,8 +5,8 @@
 C compute, O what hides nothing (the optimizer, launches of kernels), B *blocking* communication (activations: the next
 operation waits for them), M *movable* communication on one link class, inside a node or between nodes: conversions of
 parameters, whose source is there from the start (a gather can be prefetched) or whose result nobody awaits before the
-optimizer (a reduction of gradients). While it runs, compute runs at the speed η of what it has alone
-(:attr:`~autoshard.hardware.Hardware.overlap`): hidden communication costs (1 − η)·M, and more than C / η of it cannot
+optimizer (a reduction of gradients). While it runs, compute runs at the speed η of what it has alone, which differs between
+the two (:attr:`~autoshard.mesh.Mesh.overlap`): hidden communication costs (1 − η)·M, and more than C / η of it cannot
 hide. What can hide behind nothing counts as blocking: the launch of every collective, the first gather and the last
 reduction (see :func:`movable_values`).
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from autoshard.hardware import Overlap
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.search.network import Array
 
@@ -74,7 +75,7 @@ class Parts:
             + self.network_once
         )
 
-    def exposed(self, overlap: float, passes: int = 1) -> Array:
+    def exposed(self, overlap: Overlap, passes: int = 1) -> Array:
         """Communication of a step that compute does not hide."""
         exposed = passes * self.blocking + self.once + self.slowing(overlap, passes)
         for excess in self.excess(overlap, last=True):
@@ -84,19 +85,19 @@ class Parts:
                 exposed = exposed + (passes - 1) * np.maximum(0.0, excess)
         return exposed
 
-    def slowing(self, overlap: float, passes: int = 1) -> Array:
+    def slowing(self, overlap: Overlap, passes: int = 1) -> Array:
         """What movable communication costs in any case: compute runs slower beside it."""
-        moved = passes * (self.node + self.network) + self.node_once + self.network_once
-        return np.multiply(1.0 - overlap, moved)
+        near, far = passes * self.node + self.node_once, passes * self.network + self.network_once
+        return np.multiply(1.0 - overlap.node, near) + np.multiply(1.0 - overlap.network, far)
 
-    def excess(self, overlap: float, last: bool) -> tuple[Array, Array]:
+    def excess(self, overlap: Overlap, last: bool) -> tuple[Array, Array]:
         """Per link class: the movable communication of a pass that more compute would hide; below 0 where there is more
         compute. ``last``: of the pass with the sums that come once."""
         node = self.node + self.node_once if last else self.node
         network = self.network + self.network_once if last else self.network
-        return overlap * node - self.compute, overlap * network - self.compute
+        return overlap.node * node - self.compute, overlap.network * network - self.compute
 
-    def step(self, overlap: float, passes: int = 1) -> Array:
+    def step(self, overlap: Overlap, passes: int = 1) -> Array:
         """The time of the step."""
         return passes * (self.compute + self.other) + self.exposed(overlap, passes)
 

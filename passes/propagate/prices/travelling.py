@@ -153,7 +153,7 @@ def _round(
     if not gathers:
         longer += device.kernel_latency + device.traffic_seconds((hops + 2) * size)
     message = link.seconds(size, "permute")
-    hides = min(device.overlap * (message - device.kernel_latency), each)
+    hides = min(mesh.beside((axis,), "permute") * (message - device.kernel_latency), each)
     return Journey(hops, hops * size, hops * message + longer, hops * hides, hops * (each - hides))
 
 
