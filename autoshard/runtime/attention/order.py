@@ -106,7 +106,6 @@ class Stretch(NamedTuple):
     partial: bool = False
 
 
-@lru_cache(maxsize=4096)
 def stretches(
     queries: Chunks, keys: Chunks, band: Band, apart: bool = False, some: bool = False
 ) -> tuple[Stretch, ...]:
