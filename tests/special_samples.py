@@ -11,6 +11,7 @@ from autoshard.runtime.operations.ctc import ctc_loss
 from autoshard.runtime.operations.embedding import pooled_op
 from autoshard.runtime.operations.exactly import exactly
 from autoshard.runtime.operations.functions import function
+from autoshard.runtime.operations.loss import cross_entropy_op
 from autoshard.runtime.operations.stacked import stacked_op
 
 aten = torch.ops.aten
@@ -107,6 +108,12 @@ CLASSIFICATION: dict[Any, list[Sample]] = {
         call(f(4, 7), probabilities(4, 7), unit(7), NONE),
         call(f(7), f(7).softmax(0), None, SUM),
         call(f(5, 7) * 400, TARGET),
+    ],
+    cross_entropy_op._opoverload: [
+        *(call(f(4, 3, 7), GRID, unit(7), reduction, 255) for reduction in (NONE, MEAN, SUM)),
+        call(f(4, 3, 7), GRID, unit(7), MEAN, 255, 0.1),
+        call(f(4, 3, 7), f(4, 3, 7).softmax(-1)),
+        call(f(4, 3, 7), f(4, 3, 7).softmax(-1), unit(7), NONE),
     ],
     aten.nll_loss_nd.default: [*_NLL, *_NLL_GRID, call(f(7), torch.tensor(4)), call(f(7), torch.tensor(2), unit(7))],
     aten.nll_loss.default: _NLL,

@@ -354,14 +354,23 @@ class Grouped(nn.Module):
         return (x + y).square().mean()
 
 
-def test_routing_with_a_capacity() -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"hints": dict.fromkeys(("first", "second", "x"), autoshard.Shard(0))},
+        {"like": "expert"},
+        pytest.param({"like": {"ep": "expert", "tp": "megatron"}}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_routing_with_a_capacity(how: dict[str, Any]) -> None:
     """Buffers of all groups reach their experts, and come back, by an all-to-all; rows that do not fit are dropped."""
-    x = torch.randn(4, 8, 16)
+    x, axes = torch.randn(4, 8, 16), dict.fromkeys(how["like"], 2) if isinstance(how.get("like"), dict) else {"ep": 2}
     assert not torch.equal(Grouped(3)(x), Grouped(16)(x))
-    hints = dict.fromkeys(("first", "second", "x"), autoshard.Shard(0))
-    report = assert_equal_training(Grouped(3), {"ep": 2}, (x,), hints=hints, steps=1)
-    sent = [c for c in report.plan.collectives if "einsum" in c.reason]
-    assert [(c.kind, c.bytes) for c in sent] == [("all_to_all", 4 * 4 * 3 * 16 * 8 / 2 / 2)] * 4
+    report = assert_equal_training(Grouped(3), axes, (x,), steps=1, **how)
+    sent = [c for c in report.plan.collectives if "einsum" in c.reason and "ep" in c.axes]
+    features = 16 / (2 if "tp" in axes else 1)
+    assert [(c.kind, c.bytes) for c in sent] == [("all_to_all", 4 * 4 * 3 * features * 8 / 2 / 2)] * 4
     assert not [c for c in report.plan.collectives if c.reason.startswith(("first", "second"))]
 
 

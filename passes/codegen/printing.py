@@ -23,7 +23,7 @@ _BINARY |= {"ge": ">=", "__and__": "&", "bitwise_and": "&", "__or__": "|", "bitw
 _BINARY |= {"bmm": "@", "pow": "**", "floordiv": "//"}
 _UNARY = {"neg": "-", "bitwise_not": "~"}
 _METHODS = frozenset(
-    "transpose permute unsqueeze squeeze expand sum mean amax amin masked_fill split unbind "
+    "transpose permute unsqueeze squeeze expand sum mean amax amin masked_fill split unbind flatten "
     "item nonzero masked_select".split()
 )
 _TORCH = frozenset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.passes.ir.assignment import is_whole
-from autoshard.passes.ir.graph import Ref
+from autoshard.passes.ir.graph import Ref, refs
 from autoshard.passes.ir.program import Call, Program, Statement
 
 
@@ -25,7 +25,7 @@ def _counting(s: Statement, program: Program, whole: dict[str, str]) -> Statemen
     """The functions of the runtime take whole labels as ``counted``."""
     if not any(c.spared is not None for c in s.internal):
         return s
-    labels = s.call.args[1].name
+    labels = next(refs(s.call.args[1])).name
     name = whole.get(program.values.get(labels, labels))
     if name is None:
         return s

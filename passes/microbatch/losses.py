@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+from autoshard.passes.rules.families.loss import CLASSES_LAST, class_dim_of
 
 aten = torch.ops.aten
 
@@ -16,7 +17,8 @@ MEAN, SUM = 1, 2
 """ATen's numbers of reductions"""
 
 COUNTED = frozenset(
-    {aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default}
+    {aten.cross_entropy_loss.default, CLASSES_LAST, aten.nll_loss_nd.default, aten.nll_loss.default}
+    | {aten.nll_loss2d.default}
 )
 """losses whose mean divides by how many targets are not ignored, or by the weights of their classes"""
 
@@ -56,7 +58,7 @@ def _divided(node: Node, graph: Graph, types: dict[str, TensorType], whole: dict
         logits = graph.shape(node.argument("self"))
         samples = 1
         for d, n in enumerate(logits):
-            samples *= 1 if d == min(len(logits) - 1, 1) else int(n)
+            samples *= 1 if d == class_dim_of(node, graph) else int(n)
         yield replace(node, op=aten.div.Scalar, args=(Ref(total), samples), kwargs={})
         return
     yield from _copied(target.name, graph, types, whole)

@@ -160,25 +160,20 @@ class RankModule(runtime.RankModule):
         norm = runtime.layer_norm(x, [64], norm_weight, norm_bias, 1e-05, "tp")
         # S(2)@tp → S(1)@tp    backward: all-to-all
         norm = runtime.all_to_all(norm, 2, 1, "tp")
-        # S(0)@dp → R@dp    backward: reduce-scatter
-        norm = runtime.all_gather(norm, 0, "dp", to="R", size=batch)
-        # R@dp → S(0)@dp
-        token_embedding_weight = runtime.slice(token_embedding_weight, 0, "dp", of="R")
-        # [batch, seq/2, 64/128] S(2)@dp S(1)@tp  gpt.py:112
+        # S(1)@tp → R@tp    backward: reduce-scatter
+        norm = runtime.all_gather(norm, 1, "tp", to="R", size=seq)
+        # R@tp → S(0)@tp
+        token_embedding_weight = runtime.slice(token_embedding_weight, 0, "tp", of="R")
+        # [batch/2, seq, 64/128] S(0)@dp S(2)@tp  gpt.py:112
         head = F.linear(norm, token_embedding_weight)
-        # S(1)@tp → S(2)@tp    backward: all-to-all
-        head_moved = runtime.all_to_all(head, 1, 2, "tp", size=seq)
-        # [batch * seq, 32/128] S(1)@dp S(1)@tp  gpt.py:112
-        head_moved = head_moved.reshape(batch * seq, 32)
-        labels = labels.reshape(batch * seq)  # [batch * seq]  gpt.py:112
-        # S(1)@dp S(1)@tp → S(0)@dp S(0)@tp    backward: all-to-all
-        head_moved = runtime.all_to_all(head_moved, 1, 0, ("dp", "tp"))
+        # S(2)@tp → S(0)@tp    backward: all-to-all
+        head = runtime.all_to_all(head, 2, 0, "tp")
         # R@dp R@tp → S(0)@dp S(0)@tp
         labels_shard = runtime.slice(labels, 0, ("dp", "tp"), of="R")
         # [] P@dp P@tp  gpt.py:112
         loss = runtime.cross_entropy(
-            head_moved,
-            labels_shard,
+            head.flatten(0, -2),
+            labels_shard.flatten(),
             classes=128,
             batch_axes=("dp", "tp"),
             counted=labels,

@@ -143,12 +143,14 @@ class RankModule(runtime.RankModule):
         head = F.linear(norm, self.head.weight)  # [2, 16, 64/128] S(2)@tp  llama.py:158
         # S(2)@tp → S(0)@tp    backward: all-to-all
         head = runtime.all_to_all(head, 2, 0, "tp")
-        head_view = head.reshape(16, 128)  # [16/32, 128] S(0)@tp  llama.py:158
-        labels = labels.reshape(32)  # [32]  llama.py:158
         labels_shard = runtime.slice(labels, 0, "tp", of="R")  # R@tp → S(0)@tp
         # [] P@tp  llama.py:158
         loss = runtime.cross_entropy(
-            head_view, labels_shard, classes=128, batch_axes="tp", counted=labels
+            head.flatten(0, -2),
+            labels_shard.flatten(),
+            classes=128,
+            batch_axes="tp",
+            counted=labels,
         )
         loss = runtime.all_reduce(loss, "tp", to="I")  # P@tp → I@tp
         return (head, loss)

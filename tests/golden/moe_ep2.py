@@ -264,12 +264,14 @@ class RankModule(runtime.RankModule):
         head = F.linear(norm, self.head.weight)  # [2, 16, 64/128] S(2)@ep  moe.py:106
         # S(2)@ep → S(0)@ep    backward: all-to-all
         head = runtime.all_to_all(head, 2, 0, "ep")
-        head_view = head.reshape(16, 128)  # [16/32, 128] S(0)@ep  moe.py:106
-        labels = labels.reshape(32)  # [32]  moe.py:106
         labels_shard = runtime.slice(labels, 0, "ep", of="R")  # R@ep → S(0)@ep
         # [] P@ep  moe.py:106
         loss = runtime.cross_entropy(
-            head_view, labels_shard, classes=128, batch_axes="ep", counted=labels
+            head.flatten(0, -2),
+            labels_shard.flatten(),
+            classes=128,
+            batch_axes="ep",
+            counted=labels,
         )
         loss = runtime.all_reduce(loss, "ep", to="I")  # P@ep → I@ep
         return (head, loss)

@@ -11,7 +11,18 @@ import torch
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.attention import tile
 from autoshard.runtime.attention.banded import by_distance, is_documents
-from autoshard.runtime.attention.order import Band, Stop, Tile, blocks, carried, length_of, longest, stops, tiles
+from autoshard.runtime.attention.order import (
+    Band,
+    Stop,
+    Stretch,
+    blocks,
+    carried,
+    length_of,
+    longest,
+    received,
+    stops,
+    stretches,
+)
 from autoshard.runtime.attention.tile import Masking
 from autoshard.runtime.operations.random import scaled
 from autoshard.runtime.operations.softmax import wide
@@ -97,13 +108,15 @@ class Job(NamedTuple):
 
         ``back``: from what it holds folded to what it holds else.
         """
-        mirror = len(self.rows) - 1 - self.me
-        halves = [(x[..., : c[self.me][0][1], :], x[..., c[self.me][0][1] :, :]) for x, c in zip(xs, of, strict=True)]
-        coming = [c[self.me if not back else mirror][1][1] for c in of]
-        longest = [max(n for _, (_, n) in c) for c in of]
-        arrival = yield self.hop(tuple(b for _, b in halves), mirror, mirror, coming, longest)
-        pairs = zip(halves, arrival(), strict=True)
-        return tuple(torch.cat([a, b], -2) for (a, _), b in pairs)
+        ranks = len(self.rows)
+        mirror = ranks - 1 - self.me
+        at = received(self.me, ranks)
+        halves = [_halves(x, c[self.me], at, back) for x, c in zip(xs, of, strict=True)]
+        coming = [c[mirror][received(mirror, ranks)][1] if back else c[self.me][at][1] for c in of]
+        longest = [max(intervals[received(r, ranks)][1] for r, intervals in enumerate(c)) for c in of]
+        arrival = yield self.hop(tuple(sent for _, sent in halves), mirror, mirror, coming, longest)
+        pairs = [(stays, came) for (stays, _), came in zip(halves, arrival(), strict=True)]
+        return tuple(torch.cat(pair if at or back else pair[::-1], -2) for pair in pairs)
 
 
 def forward(
@@ -142,12 +155,12 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
             arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
         theirs: Tensors = (torch.zeros_like(wide(key)), torch.zeros_like(wide(value)))
         for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
-            at = _spot(job.rows[job.me], t.rows)
+            at = _spot(job.rows[job.me], *t.rows)
             g, o, s = gradient.narrow(-2, *at), out.narrow(-2, *at), sums.narrow(-1, *at)
             dq, dk, dv = tile.backward(g, q, k, v, o, s, masking, job.scale)
             mine.narrow(-2, *at).add_(dq)
             for total, more in zip(theirs, (dk, dv), strict=True):
-                total.narrow(-2, *_spot(job.columns_at(stop), t.columns)).add_(more)
+                total.narrow(-2, *_spot(job.columns_at(stop), *t.columns)).add_(more)
         if not stop.offset:
             owns = theirs
         else:
@@ -202,8 +215,19 @@ def _swapped(job: Job, xs: Tensors, back: bool) -> Generator[Hop, Arrival, Tenso
     return *moved, *xs[cut:]
 
 
-def _spot(intervals: Chunks, interval: Interval) -> Interval:
-    """Where an interval of the sequence lies in a tensor that holds ``intervals``."""
+def _halves(x: torch.Tensor, held: Chunks, at: int, folded: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what stays, what the mirrored rank has in the other order) of a chunk, or of what is ``held`` in folded order, whose
+    interval number ``at`` came from there."""
+    stay = held[1 - at][1]
+    first = stay if at or not folded else x.shape[-2] - stay
+    halves = x[..., :first, :], x[..., first:, :]
+    return halves if at or not folded else halves[::-1]
+
+
+def _spot(intervals: Chunks, interval: Interval, *more: Interval) -> Interval:
+    """Where an interval of the sequence, and ``more`` behind it, lie in a tensor that holds ``intervals``."""
+    if more:
+        return _spot(intervals, interval)[0], interval[1] + length_of(more)
     before = 0
     for start, length in intervals:
         if start <= interval[0] and sum(interval) <= start + length:
@@ -225,23 +249,24 @@ def _tiles(
     value: torch.Tensor,
     masks: tuple[torch.Tensor | None, torch.Tensor | None],
     kept: torch.Tensor | None,
-) -> Generator[tuple[Tile, Tensors, Masking]]:
+) -> Generator[tuple[Stretch, Tensors, Masking]]:
     """What this rank computes at ``stop``. ``masks``, a mask and its level, and ``kept``: of its rows and all columns."""
-    mask, level = masks
-    held = job.columns_at(stop)
-    for t in tiles(job.rows[job.me], held, job.band, job.some):
-        rows, columns = _spot(job.rows[job.me], t.rows), _spot(held, t.columns)
+    (mask, level), own, held = masks, job.rows[job.me], job.columns_at(stop)
+    apart = mask is not None or kept is not None or job.some
+    for t in stretches(own, held, job.band, apart, job.some):
+        rows, columns = _spot(own, *t.rows), _spot(held, *t.columns)
+        pairs = t.rows[0], t.columns[0]
         bias, noise, aligned = None, None, t.aligned and mask is None
         if t.partial or aligned is not t.aligned:
-            bias = _shown(t, job.band, query.device)
+            bias = _shown(*pairs, job.band, query.device)
         if mask is not None and is_documents(mask):
-            own = mask.narrow(-1, *t.rows).mT == mask.narrow(-1, *t.columns)
-            bias = own if bias is None else bias & own
+            same = mask.narrow(-1, *pairs[0]).mT == mask.narrow(-1, *pairs[1])
+            bias = same if bias is None else bias & same
         elif mask is not None:
             if job.sloped:
-                more = by_distance(mask, t.rows, t.columns)
+                more = by_distance(mask, *pairs)
             else:
-                more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *t.columns)
+                more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *pairs[1])
                 more = tile.rows_of(more, *rows)
             bias = (
                 more
@@ -251,16 +276,16 @@ def _tiles(
                 else more.masked_fill(~bias, -torch.inf)
             )
         if kept is not None:
-            noise = scaled(wide(kept.narrow(-2, *rows).narrow(-1, *t.columns).to(query.dtype)), job.dropout_p)
+            noise = scaled(wide(kept.narrow(-2, *rows).narrow(-1, *pairs[1]).to(query.dtype)), job.dropout_p)
         cut = query.narrow(-2, *rows), key.narrow(-2, *columns), value.narrow(-2, *columns)
         own_level = None if level is None else tile.rows_of(level, *rows)
         yield t, cut, Masking(aligned, bias, noise, own_level, job.soft_cap)
 
 
-def _shown(t: Tile, band: Band, device: torch.device) -> torch.Tensor:
+def _shown(rows: Interval, columns: Interval, band: Band, device: torch.device) -> torch.Tensor:
     """Which pairs of a tile a band shows."""
-    row = torch.arange(t.rows[0], sum(t.rows), device=device).unsqueeze(-1)
-    column = torch.arange(t.columns[0], sum(t.columns), device=device)
+    row = torch.arange(rows[0], sum(rows), device=device).unsqueeze(-1)
+    column = torch.arange(columns[0], sum(columns), device=device)
     shown = torch.ones_like(column, dtype=torch.bool) if band.after is None else column <= row + band.after
     return shown if band.before is None else shown & (column >= row - band.before)
 
@@ -273,9 +298,11 @@ class _Result:
         self.parts: dict[Interval, tuple[torch.Tensor, torch.Tensor]] = {}
         self.blocks = [b for r in self.rows for b in (blocks(r) if job.some else [r])]
 
-    def add(self, rows: Interval, out: torch.Tensor, sums: torch.Tensor) -> None:
+    def add(self, several: Chunks, out: torch.Tensor, sums: torch.Tensor) -> None:
         """Results over more keys."""
-        self.parts[rows] = tile.merge(*self.parts[rows], out, sums) if rows in self.parts else (out, sums)
+        lengths = [n for _, n in several]
+        for rows, *part in zip(several, out.split(lengths, -2), sums.split(lengths, -1), strict=True):
+            self.parts[rows] = tile.merge(*self.parts[rows], *part) if rows in self.parts else (part[0], part[1])
 
     def whole(self, dtype: torch.dtype, sinks: torch.Tensor | None) -> Tensors:
         """All rows, with their log-sum-exps; ``sinks``: of a key of every row, whose value is zero."""

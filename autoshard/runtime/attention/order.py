@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -44,13 +45,20 @@ def spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]
     """By number in a ring of axes of so many ranks: the intervals of a sequence of ``size`` that it holds.
 
     ``folded``: every chunk's second half has been swapped with that of the rank mirrored in the ring. In a causal
-    mask the work of a row grows with its position, so that an early and a late half make every rank's work the same.
+    mask the work of a row grows with its position, so that an early and a late half make every rank's work the same. They
+    lie in the order of the sequence.
     """
     cut = chunks(size, ranks)
     if not folded:
         return tuple((c,) for c in cut)
     halves = [_halves(c) for c in cut]
-    return tuple((first, halves[-1 - i][1]) for i, (first, _) in enumerate(halves))
+    pairs = [(first, halves[-1 - i][1]) for i, (first, _) in enumerate(halves)]
+    return tuple(pair[:: 1 if received(i, len(cut)) else -1] for i, pair in enumerate(pairs))
+
+
+def received(rank: int, ranks: int) -> int:
+    """Which of a rank's intervals in folded order came from the mirrored one: the first, 0, on late ranks, else 1."""
+    return int(2 * rank < ranks)
 
 
 def _halves(interval: Interval) -> tuple[Interval, Interval]:
@@ -86,6 +94,35 @@ def tiles(queries: Chunks, keys: Chunks, band: Band, some: bool = False) -> list
     at a time."""
     stretches = [b for rows in queries for b in (blocks(rows) if some and band.before is None else [rows])]
     return [t for rows in stretches for columns in keys for t in _tiles(rows, columns, band)]
+
+
+class Stretch(NamedTuple):
+    """Tiles side by side in what a rank holds: one kernel computes them."""
+
+    rows: Chunks
+    columns: Chunks
+    aligned: bool = False
+    """as :attr:`Tile.aligned`, counted in what is held"""
+    partial: bool = False
+
+
+def stretches(
+    queries: Chunks, keys: Chunks, band: Band, apart: bool = False, some: bool = False
+) -> tuple[Stretch, ...]:
+    """:func:`tiles`, unless ``apart`` as few as may be: of the two halves of a folded order those that see the same keys go
+    together, and with keys of their own they are one causal tile."""
+    held = tuple(rows for rows in queries if rows[1])
+    found = {(rows, columns): tiles((rows,), (columns,), band, some) for rows in held for columns in keys}
+    whole = {at for at, several in found.items() if several == [Tile(*at)]}
+    aligned = {at for at, several in found.items() if several == [Tile(*at, aligned=True)]}
+    if not apart and {at for at, several in found.items() if several} == whole | aligned:
+        rows, columns = (tuple(dict.fromkeys(at[i] for at in found if at in whole)) for i in (0, 1))
+        if not aligned and whole == set(itertools.product(rows, columns)):
+            return (Stretch(rows, columns),) if whole else ()
+        below = set(itertools.combinations(held[::-1], 2))  # a later interval and an earlier one
+        if aligned == {(rows, rows) for rows in held} and whole == below:
+            return (Stretch(held, held, True),)
+    return tuple(Stretch((t.rows,), (t.columns,), t.aligned, t.partial) for several in found.values() for t in several)
 
 
 def _tiles(rows: Interval, columns: Interval, band: Band) -> Iterator[Tile]:

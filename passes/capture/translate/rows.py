@@ -1,7 +1,7 @@
-"""Rows of mixtures of experts in the dims that they were flattened from: every one of them can be cut.
+"""Rows of experts and of losses in the dims that they were flattened from: every one of them can be cut.
 
 Of [batch · sequence, width] a cut along the sequence is no chunk where there are several sequences. Routers and experts work
-row by row, so that they do the same on [batch, sequence, width].
+row by row, so that they do the same on [batch, sequence, width]; a loss is a sum over rows, or one of each.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.rules.factors import positive
 from autoshard.runtime.operations.experts import experts_op
+from autoshard.runtime.operations.loss import cross_entropy_op
 
 aten = torch.ops.aten
 
@@ -24,26 +25,32 @@ Lead = tuple[int, ...]
 """the lengths that rows were flattened from"""
 
 EXPERTS = experts_op._opoverload
-_PRODUCTS = {aten.linear.default, aten.matmul.default}
-"""of rows and a matrix"""
+_LOSSES = {aten.cross_entropy_loss.default: cross_entropy_op._opoverload}
+"""of [rows, classes] → the same of [..., classes]"""
+_BESIDE = {EXPERTS: slice(1, 3), **dict.fromkeys(_LOSSES, slice(1, 2))}
+"""operations whose rows are to keep their dims → operands that are brought into these dims: ids and weights, labels"""
+_SUMS = {aten.sum.default, aten.mean.default}
+"""over all elements, whatever their dims"""
+_BY_ROW = {aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default}
+"""of rows and a matrix, or weights of features"""
 _LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 _ELEMENTWISE = {*_LIKE, aten._to_copy.default, aten.type_as.default, aten.detach.default, aten.dropout.default}
 """and those that torch's tags say"""
 _ALONG = frozenset(
     (
         "softmax.int log_softmax.int topk.default sum.dim_IntList mean.dim amax.default argmax.default cumsum.default "
-        "gather.default scatter.src scatter.value sort.default argsort.default unsqueeze.default squeeze.dim"
+        "gather.default scatter.src scatter.value sort.default argsort.default unsqueeze.default squeeze.dim logsumexp.default"
     ).split()
 )
 """operations along dims of their first operand"""
 
 
 def in_their_dims(graph: Graph) -> Graph:
-    """``graph`` in which rows of experts, and all that is done with them row by row, are not flattened."""
-    if not any(node.op is EXPERTS for node in graph.nodes):
+    """``graph`` in which rows of experts and losses, and all that is done with them row by row, are not flattened."""
+    if not any(node.op in _BESIDE for node in graph.nodes):
         return graph
     rows = _Rows(graph)
-    wanted = rows.of_experts()
+    wanted = rows.kept()
     return remove_dead(rows.written(wanted)) if wanted else graph
 
 
@@ -65,7 +72,7 @@ class _Rows:
                 self.starts[node.outputs[0]] = node.inputs[0]
             elif (lead := self._lead(node)) is not None and (made := self._apart(node, lead)) is not None:
                 self.made[node.name] = made
-                self.leads |= dict.fromkeys(node.outputs, lead)
+                self.leads |= dict.fromkeys((name for name in node.outputs if graph.shape(name)), lead)
             elif lead is not None and self._is_back(node, lead):
                 self.ends.add(node.name)
 
@@ -76,7 +83,7 @@ class _Rows:
         before, after = (self.graph.types[name] for name in (*node.inputs, *node.outputs))
         count = len(before.shape) - len(after.shape) + 1
         lead = before.shape[:count]
-        if before.unknown or len([n for n in lead if n != 1]) < 2 or not len(after.shape) > 1:
+        if before.unknown or len([n for n in lead if n != 1]) < 2 or not after.shape:
             return None
         return lead if before.shape[count:] == after.shape[1:] and math.prod(lead) == after.shape[0] else None
 
@@ -97,11 +104,15 @@ class _Rows:
         made = [graph.types[name] for name in node.outputs]
         if node.order or not made or any(t.unknown or t.permuted for t in types):
             return None
-        if any(len(t.shape) < 2 or t.shape[0] != rows for t in made):
+        if node.op in _SUMS:
+            return node
+        if any(t.shape[:1] != (rows,) for t in made) and node.op not in _LOSSES:
             return None
-        if node.op is EXPERTS:  # ids and weights that something else made are brought into these dims
-            return node if node.inputs[0] in self.leads and self.leads.keys().isdisjoint(node.inputs[3:]) else None
-        if node.op in _PRODUCTS:
+        if node.op in _BESIDE:  # what something else made is brought into these dims
+            weights = node.inputs[_BESIDE[node.op].stop :]
+            apart = node.inputs[0] in self.leads and self.leads.keys().isdisjoint(weights)
+            return replace(node, op=_LOSSES.get(node.op, node.op)) if apart else None
+        if node.op in _BY_ROW:
             matrices = all(name not in self.leads and len(graph.shape(name)) < 3 for name in node.inputs[1:])
             return node if matrices and node.inputs[0] in self.leads else None
         if torch.Tag.pointwise in node.op.tags or node.op in _ELEMENTWISE:
@@ -125,10 +136,10 @@ class _Rows:
             for name, shape in shapes.items()
         )
 
-    def of_experts(self) -> set[str]:
-        """The nodes that have rows in common with experts, directly or through each other."""
+    def kept(self) -> set[str]:
+        """The nodes that have rows in common with experts or losses, directly or through each other."""
         by_name = {node.name: node for node in self.graph.nodes}
-        open_ = [name for name in self.made if by_name[name].op is EXPERTS]
+        open_ = [name for name in self.made if by_name[name].op in _BESIDE]
         found = set(open_)
         while open_:
             for value in self._shared(by_name[open_.pop()]):
@@ -152,13 +163,13 @@ class _Rows:
         for node in graph.nodes:
             (out, *_), source = node.outputs or ("",), node.inputs[0] if node.inputs else ""
             if node.name in wanted:
-                for name in node.inputs[1:3] if node.op is EXPERTS else ():
+                for name in node.inputs[_BESIDE[node.op]] if node.op in _BESIDE else ():
                     if name not in apart:
                         of, apart[name] = graph.types[name], f"{name}_rows"
-                        types[apart[name]] = replace(of, shape=(*self.leads[out], *of.shape[1:]))
+                        types[apart[name]] = replace(of, shape=(*self.leads[source], *of.shape[1:]))
                         nodes.append(_reshaped(node, names.get(name, name), apart[name], types))
                 nodes.append(_renamed(self.made[node.name], names | apart))
-                for name in node.outputs:
+                for name in self.leads.keys() & node.outputs:
                     of = graph.types[name]
                     types[name] = replace(of, shape=(*self.leads[name], *of.shape[1:]))
                     apart[name] = name

@@ -18,7 +18,7 @@ def along_sequence(
     """Every operation with what is asked of it: the sequence cut, but the heads in attention, or there too, in a ring.
 
     Between a product and attention (rotary positions, say) either may be cut. What no rule can cut along the sequence,
-    such as a loss on flattened logits, is free, from the product in front of it on. So are experts: rows may travel to them.
+    such as what compares flattened rows, is free, from the product in front of it on. So are experts: rows may travel to them.
     """
     sequence = tokens(families, found, batch)
     core = {n.name: n for n in families.graph.nodes if _mixes(n, sequence, families)}

@@ -26,6 +26,7 @@ from autoshard.passes.rules.factors import (
     undivided,
     wide_bytes,
 )
+from autoshard.runtime.operations.loss import cross_entropy_op
 
 aten = torch.ops.aten
 
@@ -34,13 +35,21 @@ LARGE = 1 << 27
 """elements of a rank's logits from which on a cross entropy works on pieces of them"""
 
 
-# --- cross entropy and negative log likelihood: [n, c, ...] or [c] ---
+# --- cross entropy and negative log likelihood: [n, c, ...] or [c]; ours: [..., c] ---
+
+CLASSES_LAST = cross_entropy_op._opoverload
+
+
+def class_dim_of(node: Node, graph: Graph) -> int:
+    """The dim of the logits that the classes of a classification loss are."""
+    rank = len(graph.shape(node.argument("self")))
+    return rank - 1 if node.op is CLASSES_LAST else min(rank - 1, 1)
 
 
 def _samples(node: Node, graph: Graph) -> Factors:
     """Samples and further positions are factors; so are the classes of operands that have them."""
     logits, target = graph.shape(node.argument("self")), graph.shape(node.argument("target"))
-    class_dim = min(len(logits) - 1, 1)
+    class_dim = class_dim_of(node, graph)
     named: Dims = tuple("vocab" if d == class_dim else f"d{d}" for d in range(len(logits)))
     positions_only = tuple(f for f in named if f != "vocab")
     dims = {"self": named, "target": named if target == logits else positions_only, "weight": (None,)}
@@ -57,7 +66,7 @@ def _cross_entropy(node: Node, graph: Graph) -> Factors:
 def _cross_entropy_collectives(site: Site) -> tuple[Internal, ...]:
     """Maxima, then the sums packed; then the count that "mean" divides by. Nothing backward."""
     logits = site.in_type(0)
-    class_dim = min(len(logits.shape) - 1, 1)
+    class_dim = class_dim_of(site.node, site.graph)
     local = site.local_shape("self")
     samples = math.prod(n for d, n in enumerate(local) if d != class_dim)
     class_axes = site.inputs[0].axes_of(class_dim)
@@ -78,7 +87,7 @@ def _nll_collectives(site: Site) -> tuple[Internal, ...]:
 
 def _batch_axes(site: Site) -> tuple[str, ...]:
     """Axes that cut the logits, but not their classes."""
-    class_dim = min(len(site.in_type(0).shape) - 1, 1)
+    class_dim = class_dim_of(site.node, site.graph)
     placed = zip(site.mesh.axes, site.inputs[0].placements, strict=True)
     return tuple(a for a, p in placed if isinstance(p, Shard) and p.dim != class_dim)
 
@@ -95,7 +104,7 @@ def _local_classification(function: str) -> Callable[[Site], Call]:
     def local(site: Site) -> Call:
         node = site.node
         shape = site.in_type(0).shape
-        class_dim = min(len(shape) - 1, 1)
+        class_dim = class_dim_of(node, site.graph)
         class_axes = site.inputs[0].axes_of(class_dim)
         batch_axes = _batch_axes(site)
         reduction = REDUCTIONS[node.argument("reduction")]
@@ -126,7 +135,21 @@ def _in_pieces(site: Site) -> bool:
     """Whether a cross entropy works on pieces of the samples: else probabilities and their gradient are as large as logits."""
     integers = not site.in_type(1).dtype.is_floating_point
     large = math.prod(site.local_shape("self")) >= LARGE
-    return site.node.op is aten.cross_entropy_loss.default and site.grad and integers and large
+    known = site.node.op in (aten.cross_entropy_loss.default, CLASSES_LAST)
+    return known and site.grad and integers and large
+
+
+def _of_rows(site: Site) -> Call:
+    """Classes last: as of a rank's rows, flat."""
+    node, flat = site.node, aten.flatten.using_ints
+    found = _local_classification("cross_entropy")(site)
+    fn = aten.cross_entropy_loss.default if found.fn is CLASSES_LAST else found.fn
+    logits, target, *others = found.args
+    but_last = (0, -2) if site.in_type(1).dtype.is_floating_point else ()
+    call = Call(fn, (Call(flat, (logits, 0, -2), {}), Call(flat, (target, *but_last), {}), *others), found.kwargs)
+    if REDUCTIONS[node.argument("reduction")] != "none":
+        return call
+    return Call(aten.reshape.default, (call, site.local_sizes(site.outputs[0], site.out_type().shape)), {})
 
 
 # --- softmax ---
@@ -239,6 +262,13 @@ ROWWISE: dict[str, Facts] = {
     "multi_margin_loss.default": Facts(saves="self target weight"),
 }
 
+CROSS_ENTROPY = Facts(
+    lambda node, types: "target weight" if _has_classes(node, types) else None,
+    _log_softmax,
+    chains=True,
+    function=True,
+)
+
 RULES: tuple[Rule, ...] = (
     *rules(
         "cross_entropy_loss.default",
@@ -246,12 +276,16 @@ RULES: tuple[Rule, ...] = (
         _local_classification("cross_entropy"),
         "n vocab ..., n ..., _ -> n ... (none), P (sum, mean); vocab: I",
         _cross_entropy_collectives,
-        facts=Facts(
-            lambda node, types: "target weight" if _has_classes(node, types) else None,
-            _log_softmax,
-            chains=True,
-            function=True,
-        ),
+        facts=CROSS_ENTROPY,
+    ),
+    Rule(
+        CLASSES_LAST,
+        _cross_entropy,
+        _of_rows,
+        None,
+        "... vocab, ..., _ -> ... (none), P (sum, mean); vocab: I",
+        _cross_entropy_collectives,
+        facts=CROSS_ENTROPY,
     ),
     *rules(
         "nll_loss_nd.default nll_loss.default nll_loss2d.default",

@@ -19,7 +19,7 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Site
 from autoshard.runtime.attention.banded import banded_op
-from autoshard.runtime.attention.order import ALL, CAUSAL, ROWS, Band, longest, spans, stops, work
+from autoshard.runtime.attention.order import ALL, CAUSAL, ROWS, Band, longest, received, spans, stops, work
 
 ATTENTION = frozenset({torch.ops.aten.scaled_dot_product_attention.default, banded_op._opoverload})
 
@@ -149,7 +149,8 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
         return Tiling(pairs, _at_a_time(band, keys), tiles, matrix)
     n = len(stops(spans(queries, ranks[label], False), spans(keys, ranks[label], False), band))
     each = max(1, keys // math.prod(ranks[label]))
-    return Tiling(pairs, _at_a_time(band, each), 2 * n + 1 if label == FOLDED else n, matrix)
+    apart = label == FOLDED and ("attn_mask" in node.positions or node.argument("dropout_p", 0.0))
+    return Tiling(pairs, _at_a_time(band, each), 2 * n + 1 if apart else n, matrix)
 
 
 def in_tiles(node: Node, graph: Graph, tile: int) -> float:
@@ -193,7 +194,8 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
     def swap(phase: str, what: str, of_rows: int, of_columns: int = 0) -> list[Internal]:
         if not folded:
             return []
-        moved = of_rows * max(x[1][1] for x in rows) + of_columns * around * max(x[1][1] for x in columns)
+        most = (max(x[received(r, len(of))][1] for r, x in enumerate(of)) for of in (rows, columns))
+        moved = sum(n * each for n, each in zip(most, (of_rows, of_columns * around), strict=True))
         return [Internal("permute", axes, float(moved * element), phase, f"second halves of {what}")]
 
     found = swap("forward", "the operands", query, key + value)
