@@ -143,6 +143,14 @@ def both(together: Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]
     return call
 
 
+def unasked(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """What comes of ``a``, as of a model whose other loss is not asked for: ``b`` went along, and through more besides."""
+    a, b = runtime.all_reduce_together((a, b), "a", to="I")
+    b = runtime.all_reduce(runtime.enter(b, "a"), "a", to="R")
+    b = runtime.amax(runtime.dropout(b, 0.5, b.shape, {}), [0], "a", True)
+    return runtime.enter_together((a, b), "a")[0]
+
+
 def coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
     """The rank's index along every axis; the last axis varies fastest."""
     grid = list(itertools.product(*(range(n) for n in mesh.values())))

@@ -32,6 +32,13 @@ def test_values_and_gradients(mesh: dict[str, int], change: Callable[[torch.Tens
         run_case(world, case, change)
 
 
+def test_what_no_gradient_reaches_has_none() -> None:
+    """Not zeros: an optimizer with weight decay would step on these."""
+    given = [[torch.ones(2, 3, requires_grad=True) for _ in "ab"] for _ in range(2)]
+    sum(y.sum() for y in runtime.World({"a": 2}).run(rc.unasked, given)).backward()
+    assert all(a.grad is not None and b.grad is None for a, b in given)
+
+
 def test_a_backward_that_sums_again_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     right = Move.backward
     monkeypatch.setattr(Move, "backward", lambda m: right(m)._replace(source="P") if m.source == "P" else right(m))

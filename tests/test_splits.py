@@ -45,6 +45,17 @@ def test_slices_that_leave_a_gap_are_none() -> None:
     assert ops.count(aten.slice.Tensor) == 2
 
 
+def test_a_slice_whose_end_the_data_decides_is_none() -> None:
+    class Cut(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y[:, : int(n)].sum() + y[..., : int(n)].sum() + y[..., int(n) :].sum()
+
+    given_ = given().float(), torch.tensor(4)
+    ops = [n.op for n in captured(Cut(8, 9), given_, {}, training=True).nodes]
+    assert ops.count(aten.slice.Tensor) == 3
+
+
 def test_a_fused_layer_is_cut_as_a_pair_of_columns_and_rows() -> None:
     """Every part is cut, also of unequal ones: as Megatron's, two sums forward and one per residual branch backward."""
     found = collectives(Fused(), {"tp": 2}, None, (given(),), like="megatron")

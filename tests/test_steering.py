@@ -70,10 +70,29 @@ class Scaled(Masked):
         return self.second(h)
 
 
+class Places(Masked):
+    """How many places a mask has, told by views of them."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        (places,) = mask.nonzero(as_tuple=True)
+        rows = self.first(x)[places].view(len(places), 2, 4)
+        return self.second(rows.flatten(1) + x.new_zeros(len(torch.where(mask)[0]), 8))
+
+
+class Padded(Masked):
+    """Pieces of lengths that a tensor says, padded: only what follows the trace compares their lengths."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        pieces = self.first(x).split(lengths.tolist())
+        return self.second(nn.utils.rnn.pad_sequence(list(pieces), batch_first=True))
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
     "counted": (Counted, torch.arange(9) % 3 > 0, torch.arange(9) % 3 == 0),
     "scaled": (Scaled, torch.tensor(4), torch.tensor(7)),
     "segments": (Segments, torch.tensor([2, 5, 9]), torch.tensor([3, 3, 9])),
+    "places": (Places, torch.arange(9) % 3 > 0, torch.arange(9) % 3 == 0),
+    "padded": (Padded, torch.tensor([2, 6, 1]), torch.tensor([4, 4, 1])),
     "masked": (Masked, torch.arange(9) % 3 > 0, torch.arange(9) % 3 == 0),
     "symmetric": (Symmetric, torch.tensor([[0, 1], [1, 0]]), torch.tensor([[0, 1], [1, 1]])),
 }
@@ -81,7 +100,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
 
 @pytest.mark.parametrize(
     ("case", "axes"),
-    [("segments", {"tp": 3}), ("masked", {"tp": 3}), ("masked", {"dp": 2, "tp": 2}), ("symmetric", {"tp": 2})],
+    [
+        ("segments", {"tp": 3}),
+        ("masked", {"tp": 3}),
+        ("masked", {"dp": 2, "tp": 2}),
+        ("symmetric", {"tp": 2}),
+        ("places", {"dp": 2, "tp": 2}),
+        ("padded", {"dp": 2, "tp": 2}),
+    ],
 )
 def test_the_integers_of_the_example_decide(case: str, axes: dict[str, int]) -> None:
     torch.manual_seed(0)
@@ -101,6 +127,49 @@ def test_other_integers_get_a_program_of_their_own(case: str) -> None:
         for given, wanted in zip(inputs, expected, strict=True):
             torch.testing.assert_close(sharded(x, given), wanted)
     assert len(sharded.programs) == (1 if case == "scaled" else 2)  # a length may stay open
+
+
+class OfChosenRows(Masked):
+    """The loss of a graph's nodes that are trained on, and of rows and columns that integers choose."""
+
+    def forward(self, x: Tensor, mask: Tensor, labels: Tensor, n: Tensor) -> Tensor:
+        logits = self.second(self.first(x).relu())
+        loss = F.cross_entropy(logits[mask], labels[mask]) + F.nll_loss(logits[~mask].log_softmax(-1), labels[~mask])
+        return loss + self.first(x)[: int(n)].square().sum() + logits[0, labels[1]]
+
+
+@pytest.mark.parametrize("axes", [{"tp": 3}, {"dp": 2, "tp": 2}])
+def test_losses_of_chosen_rows_serve_all_choices(axes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, x, labels = OfChosenRows().double(), torch.randn(9, 6).double(), torch.arange(9) % 4
+    sharded = autoshard.compile(model, ideal(axes), (x, torch.arange(9) % 3 > 0, labels, torch.tensor(4)))
+    for mask, n in ((torch.arange(9) % 3 > 0, 4), (torch.arange(9) > 6, 7), (torch.arange(9) < 8, 1)):
+        given = (x, mask, labels.roll(n), torch.tensor(n))
+        model.zero_grad()
+        sharded.zero_grad()
+        expected, found = model(*given), sharded(*given)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+        expected.backward()
+        found.backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(sharded.full_gradients()[name], p.grad, rtol=1e-9, atol=1e-12)
+    assert len(sharded.programs) == 1
+
+
+def test_a_question_after_the_trace_is_refused_with_what_asked_it() -> None:
+    class Chosen(Masked):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x) if torch.compiler.is_compiling() else self.first(x).relu()
+            return self.second(nn.utils.rnn.pad_sequence([h[x[:, 0] > 0], h[x[:, 1] > 0]]))
+
+    with pytest.raises(autoshard.CaptureError, match="depends on the values of a tensor") as refused:
+        autoshard.plan(Chosen(), {"tp": 2}, (torch.randn(9, 6),))
+    error, causes = refused.value.__cause__, []
+    while error is not None and len(causes) < 9:
+        causes.append(type(error).__name__)
+        error = error.__cause__
+    assert "GuardOnDataDependentSymNode" in causes
+    assert len(causes) < 9, "the chain of causes ends"
 
 
 def test_draws_are_those_of_one_device_when_a_program_stops_after_them() -> None:

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from autoshard.passes.capture.answers.eager import AsInEager, without_grad
 from autoshard.passes.capture.answers.loops import Learnt, check_draws
 from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
+from autoshard.passes.capture.answers.retries import Retry, asks, tried
 from autoshard.passes.capture.exported.arguments import Example, gradient_sources, tensors_of, with_keywords
 from autoshard.passes.capture.exported.attributes import (
     WrittenError,
@@ -47,7 +48,7 @@ from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
 from autoshard.passes.capture.refusals.draws import none_drawn
-from autoshard.passes.capture.refusals.explain import explain, is_data_dependent
+from autoshard.passes.capture.refusals.explain import explain
 from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.capture.refusals.second_call import as_found, check_made, check_second_call, leave, leaving
 from autoshard.passes.capture.repeats.calls import UnequalError
@@ -160,7 +161,7 @@ def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic
         return eager.asked or "HigherOrder" in str(error)  # dynamo traces those, and stops at the answer
 
     with eager.around(), Classes(model).around():
-        return _tried(export, _Retry(has_other, for_tracers, "Its program for tracers"))
+        return tried(export, Retry(has_other, for_tracers, "Its program for tracers"))
 
 
 def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
@@ -179,11 +180,24 @@ def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dyn
 def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynamic, repeats: Repeats) -> Exported:
     """Where the program asks about values: one that all answers give, else that of the example's."""
     trace = functools.partial(_traced, model, example, training, dynamic, Numbers(), repeats)
-    program, output_grads, inputs = _tried(
-        trace,
-        _Retry(_asks, lambda: indifferent(trace), "Whatever the answers are"),
-        _Retry(lambda e: _asks(e) and not dynamic, lambda: trace(steered=True), "With the answers of the example"),
+    finish = functools.partial(_finished, model, example, training)
+
+    def whatever() -> Exported | None:
+        found = indifferent(trace)
+        return None if found is None else finish(found)
+
+    return tried(
+        lambda: finish(trace()),
+        Retry(asks, whatever, "Whatever the answers are"),
+        Retry(
+            lambda e: asks(e) and not dynamic, lambda: finish(trace(steered=True)), "With the answers of the example"
+        ),
     )
+
+
+def _finished(model: nn.Module, example: Example, training: bool, traced: Exported) -> Exported:
+    """What was traced in its functional form, with ops that have rules."""
+    program, output_grads, inputs = traced
     check_views(program.graph_module)
     known = {key: program.graph_module.meta[key] for key in (RETURNED, CHANGED, CLAMPED)}
     try:
@@ -199,42 +213,6 @@ def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynam
         raise
     except Exception as error:
         raise explain(model, error) from error
-
-
-@dataclass(frozen=True)
-class _Retry:
-    """Another way to a program where those before it failed."""
-
-    applies: Callable[[CaptureError], bool]
-    """whether to the first one's error"""
-    export: Callable[[], Exported | None]
-    """None: it has nothing to offer"""
-    says: str
-    """what introduces its own error"""
-
-
-def _tried(first: Callable[[], Exported], *retries: _Retry) -> Exported:
-    """What ``first`` gives, or where it fails the first of ``retries`` that applies and offers something."""
-    try:
-        return first()
-    except WrittenError:
-        raise
-    except CaptureError as error:
-        failed = error
-    for retry in retries:
-        try:
-            found = retry.export() if retry.applies(failed) else None
-        except CaptureError as error:
-            if str(error) == str(failed):
-                raise failed from error
-            raise CaptureError(f"{failed}\n{retry.says}: {error}") from error
-        if found is not None:
-            return found
-    raise failed
-
-
-def _asks(error: CaptureError) -> bool:
-    return is_data_dependent(error.__cause__ or error)
 
 
 def _traced(

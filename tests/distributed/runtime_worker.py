@@ -188,6 +188,15 @@ def check_dropout_is_that_of_one_device() -> None:
         assert torch.equal(torch.get_rng_state(), state if alike else before)
 
 
+def check_what_no_gradient_reaches_has_none() -> None:
+    """Not zeros: an optimizer with weight decay would step on these."""
+    a, b = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
+    with runtime.bind(runtime.TorchCommunicator(meshes()[0])), runtime.synchronised_rng(runtime.current()):
+        rc.unasked(a, b).sum().backward()
+    assert a.grad is not None
+    assert b.grad is None
+
+
 def check_device_mesh() -> None:
     if dist.get_world_size() == 2:
         return

@@ -78,10 +78,13 @@ class _Drop(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
         ctx.save_for_backward(noise != 0)
         ctx.p = p
+        ctx.set_materialize_grads(False)
         return x * noise
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None
         (kept,) = ctx.saved_tensors
         return gradient * scaled(kept.to(gradient.dtype), ctx.p), None, None
 

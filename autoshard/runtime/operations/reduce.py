@@ -145,9 +145,12 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, best: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(share)
+        ctx.set_materialize_grads(False)
         return best.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:
+            return None, None, None
         (share,) = ctx.saved_tensors
         return gradient * share, None, None

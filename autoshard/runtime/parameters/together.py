@@ -2,7 +2,7 @@
 
 Each function does to every tensor what its namesake in :mod:`autoshard.runtime.operations.collectives` does to one; ``dims``
 and ``sizes`` have an entry per tensor. Tensors of different dtypes go in one message per dtype. A tensor that gets no
-gradient takes no part in the backward; where the backward communicates, autograd may hand zeros on for it.
+gradient takes no part in the backward.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return total.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         return gradient, None

@@ -207,13 +207,22 @@ class _Joint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, world: World, moves: tuple[Move, ...], phase: str, *xs: torch.Tensor) -> Tensors:
         ctx.world, ctx.moves = world, moves
-        return tuple(world.execute(moves, xs, phase))
+        ctx.set_materialize_grads(False)
+        out = tuple(world.execute(moves, xs, phase))
+        ctx.shapes = [(y.shape, y.dtype, y.device) for y in out]
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        if all(g is None for g in gradients):  # as of a head whose loss is not asked for: eager has none, either
+            return None, None, None, *gradients
+        given = tuple(
+            torch.zeros(shape, dtype=dtype, device=device) if g is None else g
+            for g, (shape, dtype, device) in zip(gradients, ctx.shapes, strict=True)
+        )
         moves = tuple(move.backward() for move in ctx.moves)
         with recorded(ctx.world.ranks[0], moves[0], "backward"):
-            return None, None, None, *_joint(ctx.world, moves, gradients, "backward")
+            return None, None, None, *_joint(ctx.world, moves, given, "backward")
 
 
 def _all_reduce(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -271,10 +271,15 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, comm: TorchCommunicator, move: Move, phase: str, x: torch.Tensor) -> torch.Tensor:
         ctx.comm, ctx.move = comm, move
+        ctx.set_materialize_grads(False)
         return comm.execute(move, x, phase)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if (
+            gradient is None
+        ):  # on all ranks: they run the same program, and nothing that was computed from it is asked for
+            return None, None, None, None
         move = ctx.move.backward()
         if torch.is_grad_enabled():
             return None, None, None, _Differentiable.apply(ctx.comm, move, "backward", gradient)  # type: ignore[no-untyped-call]

@@ -79,8 +79,12 @@ class Steering(Observer):
                 x.real_tensor = value
 
     def after(self, call: Call, result: Any) -> Any:
-        """``result`` with lengths that depend on the data fixed where they are known."""
-        return pytree.tree_map_only(torch.Tensor, _sized, result)
+        """``result`` with lengths that depend on the data fixed where they are known.
+
+        What shares memory with an operand stays: the check of a length makes a copy, and a write to that would be lost.
+        """
+        operands = {_storage(x) for x in call.operands}
+        return pytree.tree_map_only(torch.Tensor, lambda x: x if _storage(x) in operands else _sized(x), result)
 
     def end(self, output: Any) -> None:
         """After the forward, the fake tensors are as any others."""
@@ -136,8 +140,6 @@ def _is_random(func: Any) -> bool:
 
 
 def _sized(x: torch.Tensor) -> torch.Tensor:
-    if x._is_view():  # what checks the length makes a copy, and a write to that would be lost
-        return x
     lengths = [_known(n) for n in x.shape]
     if None in lengths or all(isinstance(n, int) for n in x.shape):
         return x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-from types import TracebackType
 
 from torch import nn
 
@@ -27,7 +26,7 @@ DATA_DEPENDENT = (
 
 def explain(model: nn.Module, error: BaseException) -> CaptureError:
     """The error a user sees for ``error``, raised while the model was traced: where, what, and what to do."""
-    path, line, code = _locate(model, error.__traceback__)
+    path, line, code = _locate(model, error)
     where = f"{path or 'the model'} ({line})" if line else path
     prefix = f"{where}: " if where else ""
     if isinstance(error, CaptureError):
@@ -53,15 +52,18 @@ def is_data_dependent(error: BaseException) -> bool:
     return type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error)
 
 
-def _locate(model: nn.Module, tb: TracebackType | None) -> tuple[str, str, str]:
+def _locate(model: nn.Module, error: BaseException) -> tuple[str, str, str]:
     """Module path, ``file:line`` and source text of the innermost frame of the user's code, and "" where unknown."""
     names = {id(module): name for name, module in model.named_modules()}
     path = line = code = ""
-    for frame, number in frames.of_traceback(tb):
+    for frame, number in frames.of_traceback(error.__traceback__):
         file = frame.f_code.co_filename
         owner = frame.f_locals.get("self")
         if id(owner) in names and names[id(owner)]:
             path = names[id(owner)]
         if frames.is_users(file):
             line, code = frames.place(file, number), linecache.getline(file, number).strip()
+    if not line and (recorded := frames.users_lines(str(error))):  # the program is traced again without the model
+        file, number = recorded[-1]
+        line, code = frames.place(file, number), linecache.getline(file, number).strip()
     return path, line, code

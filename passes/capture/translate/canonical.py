@@ -200,7 +200,7 @@ class Gradients:
 
         try:
             result = op(*map_refs(args, tensor), **map_refs(kwargs, tensor))
-        except (RuntimeError, NotImplementedError, ValueError, TypeError):
-            return None  # no meta kernel
+        except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+            return None  # no meta kernel, or none for the number that stands for an open one
         results = result if isinstance(result, tuple | list) else (result,)
         return tuple(isinstance(r, torch.Tensor) and r.requires_grad for r in results)

@@ -119,7 +119,7 @@ def _written(
     """
     composite = {op for op in _composite() if rule_for(op) is not None or op in decomposition_table or op in there}
     composite |= {op for op in there if op.namespace != "aten" and _is_preservable_cia_op(op)}
-    with unset_fake_temporarily(), patched([*_keys_of(program), _UNGUARDED]):
+    with unset_fake_temporarily(), patched([*_keys_of(program), _UNGUARDED, _UNASKED]):
         written: torch.export.ExportedProgram = _decompose_exported_program(
             program,
             cia_to_decomp={op: tail.get(op, _special_op_to_preserve_cia) for op in composite},
@@ -135,6 +135,14 @@ _UNGUARDED: Patch = (
     "module",
     partialmethod(torch.export.ExportedProgram.module, check_guards=False),
 )
+
+
+_UNASKED: Patch = (
+    torch._decomp,
+    "decomposition_table",
+    {op: how for op, how in decomposition_table.items() if op is not torch.ops.aten.nll_loss.default},
+)
+"""what fake tensors look up: that of a loss asks whether it has no elements, where its kernel does not"""
 
 
 def _keys_of(program: torch.export.ExportedProgram) -> list[Patch]:
