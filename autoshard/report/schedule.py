@@ -152,8 +152,9 @@ class _Schedule:
         return tuple(sorted(every, key=lambda e: e.start))
 
     def _on_stream(self, event: Event) -> Event:
-        beside = event.movable and bool(self.speed)
-        return replace(event, stream=BESIDE[event.stream]) if beside else replace(event, movable=False)
+        if not event.movable:
+            return event
+        return replace(event, stream=BESIDE[event.stream]) if self.speed else replace(event, movable=False)
 
     def _messages(self, sequence: list[Event]) -> tuple[list[list[int]], dict[int, int]]:
         """The numbers of the events that are one gather of a bucket each, in order; and of each such event its gather."""

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.search.network import Array
 
 
@@ -106,6 +107,7 @@ def summed(parts: Iterable[Parts]) -> Parts:
     return Parts(*(np.array(math.fsum(map(float, column))) for column in zip(*parts, strict=True)))
 
 
+@known_of_graph
 def movable_values(graph: Graph) -> frozenset[str]:
     """Values whose conversions can move in time: parameters, and what is computed from them alone, such as their casts.
 
