@@ -91,6 +91,8 @@ class _Lowering:
 
     def _get(self, value: str, layout: Layout, reader: Node | None) -> str:
         """The local name of ``value`` in ``layout``, redistributed where it does not exist yet."""
+        if layout is self.layouts[value] and value not in self.assignment.pinned:
+            return value
         shared = self.assignment.shared.get(value)
         if shared is not None and value in self.assignment.pinned and value not in self.pinned:
             self.pinned.add(value)

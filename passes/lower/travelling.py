@@ -45,6 +45,8 @@ def travelling(program: Program) -> Program:
             groups[id(group[0])] = function, group
             taken.update(map(id, group))
             gone.update(map(id, group[1:]))
+    if not groups:
+        return program
     units = [groups.get(id(s), ("", [s])) for s in program.statements if id(s) not in gone]
     functions = {id(unit[0]): function for function, unit in units}
     found = (merged(functions[id(u[0])], u) if len(u) > 1 else u[0] for u in placed([unit for _, unit in units]))
