@@ -72,7 +72,7 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
     dump = stages.captured(graph)
     always, cuts = wishes.stages is not None, in_time(wishes.hints, graph, mesh, known=wishes.known)
     found = in_parts(graph, wishes.parts, partial(_built, mesh, wishes, title), _seconds, always, cuts)
-    stages.compiled(found.plan, found.program, found.source.text, dump)
+    stages.compiled(found.plan, found.program, lambda: found.source.text, dump)
     return found
 
 
@@ -81,7 +81,7 @@ def _built(mesh: Mesh, wishes: Wishes, title: str, graph: Graph, micro: MicroBat
     if wishes.stages is not None:
         return in_stages(graph, mesh, wishes, title, micro, planned)
     program, plan = planned(graph, mesh, wishes, title)
-    return Compiled(graph, program, plan, codegen(program, title, plan.recomputed), micro)
+    return Compiled(graph, program, plan, partial(codegen, program, title, plan.recomputed), micro)
 
 
 def _seconds(found: Compiled) -> float:

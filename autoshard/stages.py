@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from autoshard.passes.ir.graph import Graph
@@ -54,8 +55,11 @@ def captured(graph: Graph) -> Path | None:
     return folder
 
 
-def compiled(plan: Plan, program: Program, source: str, folder: Path | None = None) -> None:
-    """Log the stages after capture, and write them into ``folder`` (from :func:`captured`), one file each."""
+def compiled(plan: Plan, program: Program, source: Callable[[], str], folder: Path | None = None) -> None:
+    """Log the stages after capture, and write them into ``folder`` (from :func:`captured`), one file each.
+
+    ``source``: gives the emitted file, which is not made for a plan that nobody logs.
+    """
     _log("plan", plan)
     _log("redistribute", program)
     _log("collectives", "\n".join(map(str, plan.collectives)) or "none")
@@ -64,15 +68,16 @@ def compiled(plan: Plan, program: Program, source: str, folder: Path | None = No
         return
     _write(folder, "02_plan.txt", str(plan))
     _write(folder, "03_program.txt", str(program))
-    _write(folder, "04_rank_module.py", source)
+    _write(folder, "04_rank_module.py", source())
     for name in ("plan.json", "plan.html", "plan.dot", "plan.trace.json"):
         plan.visualize(folder / name)
 
 
 def _log(name: str, what: object) -> None:
+    """``what``: or a function that gives it."""
     logger = logging.getLogger(f"autoshard.{name}")
     if logger.isEnabledFor(logging.INFO):
-        logger.info("%s", what)
+        logger.info("%s", what() if callable(what) else what)
 
 
 def _folder() -> Path | None:

@@ -13,7 +13,8 @@ import torch
 from autoshard.check.rule_check import SEED, Op, RuleCheck, Sample, check_rule, overload
 from autoshard.errors import RuleError
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs, tensor_arguments
+from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
+from autoshard.passes.ir.schema import tensor_arguments
 from autoshard.passes.rules import register
 from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.notation import Dim, Linear, Term, parse, rule

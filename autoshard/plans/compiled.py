@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autoshard.layout import Layout
 from autoshard.passes.codegen import Source
@@ -20,13 +22,19 @@ class Compiled:
     graph: Graph
     program: Program
     plan: Plan
-    source: Source
+    write: Callable[[], Source]
+    """makes :attr:`source`: who asks for a plan alone needs none"""
     micro_batches: MicroBatches | None = None
     """where the step runs in several: the other stages are those of one of them"""
     pipeline: Stages | None = None
     """where the graph is cut along an axis of the mesh; then ``program`` and ``source`` are those of the first stage"""
     parts: tuple[Compiled, ...] = ()
     """per stage of the pipeline; their ``source`` is one file"""
+
+    @cached_property
+    def source(self) -> Source:
+        """The emitted file."""
+        return self.write()
 
     @property
     def in_place(self) -> frozenset[str]:

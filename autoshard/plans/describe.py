@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
@@ -103,6 +104,7 @@ def _choices(program: Program, searched: Objective) -> dict[str, Choice]:
     """What was chosen, by operation."""
     graph, assignment = program.graph, program.assignment
     public, others = {i.name: i.fqn for i in graph.inputs}, alternatives(assignment)
+    shown = cache(lambda placed: str(Layout(program.mesh, placed)))
     found = {}
     for node in graph.nodes:
         compute = searched.operations[node.name].compute
@@ -117,7 +119,7 @@ def _choices(program: Program, searched: Objective) -> dict[str, Choice]:
             has_rule=has_rule(node, graph),
             inputs=tuple(public.get(n, n) for n in node.inputs),
             outputs=node.outputs,
-            uses=tuple(str(Layout(program.mesh, assignment.use(node, i))) for i in range(len(node.inputs))),
+            uses=tuple(shown(assignment.use(node, i)) for i in range(len(node.inputs))),
             alternatives=others.get(node.name, ()),
             again=assignment.again.get(node.name, 0),
         )
@@ -150,8 +152,9 @@ def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterat
 def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
     """Forward collectives in program order, then backward ones in reverse."""
     found: list[Collective] = []
-    again, movable = regathered(program), movable_values(program.graph)
-    by_name = latency_shares(program.graph, program.mesh)
+    graph = program.assignment.graph  # of which this is known already
+    again, movable = regathered(program), movable_values(graph)
+    by_name = latency_shares(graph, program.mesh)
     shares = {i.fqn: by_name[i.name] for i in program.graph.inputs if i.name in by_name}
 
     def of_step(part: Statement, again: bool, stage: int = 0) -> Iterator[Collective]:
@@ -290,7 +293,7 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Sha
 def _travelled(program: Program, s: Statement) -> Iterator[Collective]:
     """What goes round beside the products of ``s``, instead of the collectives of its step."""
     part = next(part for part in s.parts if part.step is not None)
-    near, step = beside(program.graph, program.mesh)[part.value], part.step
+    near, step = beside(program.assignment.graph, program.mesh)[part.value], part.step
     found = None if step is None else journeys(program.graph.types[part.value], near, step.src, step.dst)
     for c in _of_step(program, part, bool(s.again or part.again), 0, ALONE):
         c = replace(c, kind="permute", fqn=module_of(s, program.graph))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 from autoshard.errors import AutoshardError, MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.passes.codegen import codegen_stages
+from autoshard.passes.codegen import Source, codegen_stages
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.memory.fit import SHARE
@@ -94,13 +94,16 @@ def in_stages(
     if wishes.schedule == "zero_bubble" and graph.training:
         found = [(in_two_parts(program), one) for program, one in found]
     programs, recomputed = [program for program, _ in found], [one.recomputed for _, one in found]
-    sources = codegen_stages(programs, title, mesh, wishes.stages, recomputed)
+    sources = cache(partial(codegen_stages, programs, title, mesh, wishes.stages, recomputed))
     parts = tuple(
-        Compiled(stage.graph, program, one, source)
-        for stage, (program, one), source in zip(pipeline.each, found, sources, strict=True)
+        Compiled(stage.graph, program, one, lambda number=number: sources()[number])  # type: ignore[misc]
+        for number, (stage, (program, one)) in enumerate(zip(pipeline.each, found, strict=True))
     )
     inputs = tuple(i.name for i in graph.inputs if i.kind == "input")
-    source = replace(sources[0], inputs=inputs, mutated=tuple(graph.mutations))
+
+    def source() -> Source:
+        return replace(sources()[0], inputs=inputs, mutated=tuple(graph.mutations))
+
     return Compiled(graph, programs[0], whole, source, micro, pipeline, parts)
 
 

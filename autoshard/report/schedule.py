@@ -152,7 +152,9 @@ class _Schedule:
         return tuple(sorted(every, key=lambda e: e.start))
 
     def _on_stream(self, event: Event) -> Event:
-        beside = event.movable and bool(self.plan.mesh.hardware.overlap)
+        if not event.movable:
+            return event
+        beside = self.plan.mesh.hardware.overlap
         return replace(event, stream=BESIDE[event.stream]) if beside else replace(event, movable=False)
 
     def _messages(self, sequence: list[Event]) -> tuple[list[list[int]], dict[int, int]]:

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.answers import steering
@@ -45,6 +43,7 @@ from autoshard.passes.capture.exported.handed import CHANGED, RETURNED, Handed, 
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
 from autoshard.passes.capture.exported.provenance import ENABLES
 from autoshard.passes.capture.exported.trees import register_types
+from autoshard.passes.capture.exported.without_data import without_data
 from autoshard.passes.capture.observer import Forward, patched, replacing
 from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
 from autoshard.passes.capture.refusals.draws import none_drawn
@@ -227,7 +226,7 @@ def _traced(
             trace = _Trace(model, watch, example, example[1] if dynamic else ())
             try:
                 with steering.values_at_hand() if steered else contextlib.nullcontext():
-                    given = _without_data(model, example)
+                    given = without_data(model, example)
                 if not training:  # their views may be written where gradients are off
                     given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
                 inputs = opened(tensors_of(model, given), dynamic) if dynamic else {}
@@ -335,36 +334,6 @@ def _quiet() -> Iterator[None]:
         finally:
             for logger, level in levels:
                 logger.setLevel(level)
-
-
-def _without_data(model: nn.Module, example: Example) -> Example:
-    """The example as distinct tensors on the model's device: export would merge a tensor that is passed twice.
-
-    With anything on the meta device, the model's tensors too are replaced (by :func:`_untouched` undone) by fake
-    ones on a real device, so that the trace is the one of the real model. Its constants, plain attributes, keep their data.
-    """
-    tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
-    if not any(t.is_meta for t in tensors):
-        return pytree.tree_map_only(torch.Tensor, _empty, example)  # type: ignore[no-any-return]
-    device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
-        replaced: dict[int, torch.Tensor] = {}
-        for module in model.modules():
-            for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
-                constant = name in vars(module) and isinstance(tensor, torch.Tensor) and tensor.is_leaf
-                if isinstance(tensor, torch.Tensor) and (tensor.is_meta or not constant):
-                    if id(tensor) not in replaced:
-                        replaced[id(tensor)] = _empty(tensor, device)
-                    setattr(module, name, replaced[id(tensor)])
-        fake = functools.partial(_empty, device=device)
-        return pytree.tree_map_only(torch.Tensor, fake, example)  # type: ignore[no-any-return]
-
-
-def _empty(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    new = torch.empty_like(tensor.detach(), device=device or tensor.device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(new, requires_grad=tensor.requires_grad)
-    return new.requires_grad_(tensor.requires_grad)
 
 
 def effects_stay() -> AbstractContextManager[None]:

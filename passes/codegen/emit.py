@@ -24,6 +24,7 @@ from autoshard.passes.codegen.source_text import (
 from autoshard.passes.codegen.wanted import Wanted, without_moves
 from autoshard.passes.ir.graph import Input, Ref
 from autoshard.passes.ir.memory import Recomputed
+from autoshard.passes.ir.paths import block_path
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import free_symbols
 from autoshard.passes.lower.blocks import Segment, segments
@@ -186,8 +187,8 @@ class _Emitter:
         for value in self.program.graph.inputs:
             if value.kind == "input":
                 continue
-            owner = next((p for p in paths if value.fqn.startswith(p + ".")), "")
-            held[owner].append(value)
+            owner = block_path(value.fqn)
+            held[owner if owner in paths and owner != value.fqn else ""].append(value)
         return held
 
     def _read_later(self) -> list[frozenset[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Placement, R, Shard, chunk
@@ -21,6 +21,12 @@ Placements = tuple[Placement, ...]
 def canonical(placement: Placement, grad: bool) -> Placement:
     """Where no gradient flows, Invariant and Replicate are one."""
     return R if isinstance(placement, Invariant) and not grad else placement
+
+
+@lru_cache(maxsize=16384)
+def laid_out(mesh: Mesh, placements: Placements) -> Layout:
+    """``Layout(mesh, placements)``, one object for all that lie so: what is asked of it is found once."""
+    return Layout(mesh, placements)
 
 
 def is_whole(placements: Placements) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from autoshard.errors import RuleError
 from autoshard.frames import place
+from autoshard.passes.ir.schema import argument_names, tensor_arguments
 from autoshard.passes.ir.walk import Applied, map_tree, walk
 
 Parts = tuple[int, tuple[int, ...]]
@@ -67,7 +68,8 @@ class TensorType:
     @property
     def example(self) -> TensorType:
         """The same with the example's lengths."""
-        return replace(self, shape=tuple(map(int, self.shape)))
+        plain = all(type(n) is int for n in self.shape)
+        return self if plain else replace(self, shape=tuple(map(int, self.shape)))
 
     @property
     def nbytes(self) -> int:
@@ -146,6 +148,11 @@ class Node(Applied):
         return place(*self.frames[-1]) if self.frames else ""
 
     @cached_property
+    def known(self) -> dict[Any, Any]:
+        """See :func:`~autoshard.passes.ir.known.known_of_node`."""
+        return {}
+
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of tensor operands in order of appearance; a value used twice stands twice."""
         return tuple(ref.name for ref in refs((self.args, self.kwargs)))
@@ -153,7 +160,7 @@ class Node(Applied):
     @property
     def given(self) -> list[tuple[str, Any]]:
         """The arguments by name, without those left to their defaults."""
-        return [*zip((a.name for a in self.op._schema.arguments), self.args, strict=False), *self.kwargs.items()]
+        return [*zip(argument_names(self.op), self.args, strict=False), *self.kwargs.items()]
 
     @cached_property
     def input_slots(self) -> tuple[int, ...]:
@@ -169,8 +176,7 @@ class Node(Applied):
     @cached_property
     def positions(self) -> dict[str, int]:
         """Argument name → where its tensor stands in ``inputs``; arguments without a tensor are left out."""
-        names = tensor_arguments(self.op)
-        return {names[slot]: i for i, slot in enumerate(self.input_slots)}
+        return {tensor_arguments(self.op)[slot]: i for i, slot in enumerate(self.input_slots)}
 
     def argument(self, name: str, *absent: Any) -> Any:
         """The value of the op's argument ``name``, or its default; ``absent`` where the op has none such.
@@ -199,12 +205,6 @@ class Node(Applied):
 
     def __str__(self) -> str:
         return f"{', '.join(self.outputs) or '_'} = {show_call(self.op, self)}"
-
-
-@cache
-def tensor_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
-    """Names of the op's arguments that take tensors, in schema order."""
-    return tuple(a.name for a in op._schema.arguments if "Tensor" in str(a.type))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,27 +18,44 @@ class Applied:
 
 def walk(tree: Any) -> Iterator[Any]:
     """Everything in nested tuples, lists, dicts (their values) and calls, in order; a call stands before its arguments."""
-    if isinstance(tree, Applied):
-        yield tree
-        yield from walk(tree.args)
-        yield from walk(tree.kwargs)
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from walk(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from walk(item)
+    found: list[Any] = []
+    _visit(tree, found)
+    return iter(found)
+
+
+def _visit(tree: Any, found: list[Any]) -> None:
+    kind = _KINDS[type(tree)]
+    if kind is None:
+        found.append(tree)
+    elif kind is Applied:
+        found.append(tree)
+        _visit(tree.args, found)
+        _visit(tree.kwargs, found)
     else:
-        yield tree
+        for item in tree if kind is list else tree.values():
+            _visit(item, found)
+
+
+class _Kinds(dict[type, type | None]):
+    """Class → how the parts of its objects are reached; None: they have none."""
+
+    def __missing__(self, cls: type) -> type | None:
+        kinds = {Applied: Applied, tuple: list, list: list, Mapping: dict}
+        self[cls] = next((kind for base, kind in kinds.items() if issubclass(cls, base)), None)
+        return self[cls]
+
+
+_KINDS = _Kinds()
 
 
 def map_tree(tree: Any, f: Callable[[Any], Any]) -> Any:
     """``tree`` with everything that :func:`walk` finds replaced by ``f`` of it; a call's arguments come first."""
-    if isinstance(tree, Applied):
+    kind = _KINDS[type(tree)]
+    if kind is None:
+        return f(tree)
+    if kind is Applied:
         call: Any = tree
         return f(replace(call, args=map_tree(tree.args, f), kwargs=map_tree(tree.kwargs, f)))
-    if isinstance(tree, tuple | list):
-        return type(tree)(map_tree(item, f) for item in tree)
-    if isinstance(tree, Mapping):
-        return {k: map_tree(item, f) for k, item in tree.items()}
-    return f(tree)
+    if kind is list:
+        return type(tree)([map_tree(item, f) for item in tree])
+    return {k: map_tree(item, f) for k, item in tree.items()}

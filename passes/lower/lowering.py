@@ -12,7 +12,7 @@ from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
-from autoshard.passes.ir.assignment import Assignment
+from autoshard.passes.ir.assignment import Assignment, laid_out
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
 from autoshard.passes.ir.program import Call, Internal, Program, Statement
 from autoshard.passes.ir.symbols import narrower
@@ -67,11 +67,11 @@ class _Lowering:
         ins: list[Layout] = []
         names: list[str] = []
         for i, value in enumerate(node.inputs):
-            layout = Layout(self.mesh, self.assignment.use(node, i))
+            layout = laid_out(self.mesh, self.assignment.use(node, i))
             ins.append(layout)
             names.append(self._get(value, layout, node))
         supply = iter(names)
-        local: Node = map_refs(node, lambda _: Ref(next(supply)))
+        local: Node = node if tuple(names) == node.inputs else map_refs(node, lambda _: Ref(next(supply)))
         outs = tuple(self.layouts[o] for o in node.outputs)
         site = Site(local, self.graph, self.mesh, tuple(ins), outs, choice)
         rule = rule_for(node.op)
@@ -91,6 +91,8 @@ class _Lowering:
 
     def _get(self, value: str, layout: Layout, reader: Node | None) -> str:
         """The local name of ``value`` in ``layout``, redistributed where it does not exist yet."""
+        if layout is self.layouts[value] and value not in self.assignment.pinned:
+            return value
         shared = self.assignment.shared.get(value)
         if shared is not None and value in self.assignment.pinned and value not in self.pinned:
             self.pinned.add(value)

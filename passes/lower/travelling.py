@@ -16,7 +16,8 @@ from autoshard.passes.propagate.prices.travelling import PRODUCTS, beside
 
 def travelling(program: Program) -> Program:
     """``program`` with a gather and the products of what it brings in one call, and a product and what sums and cuts it."""
-    if not (near := beside(program.graph, program.mesh)):
+    graph = program.assignment.graph
+    if not (near := beside(graph, program.mesh)):
         return program
     readers: dict[str, list[Statement]] = defaultdict(list)
     for s in program.statements:
@@ -26,7 +27,7 @@ def travelling(program: Program) -> Program:
 
     @cache
     def pays(value: str, src: object, dst: object) -> bool:
-        return goes_round(program.graph, value, near[value], src, dst)  # type: ignore[arg-type]
+        return goes_round(graph, value, near[value], src, dst)  # type: ignore[arg-type]
 
     groups: dict[int, tuple[str, list[Statement]]] = {}
     gone, taken = set[int](), set[int]()
@@ -44,6 +45,8 @@ def travelling(program: Program) -> Program:
             groups[id(group[0])] = function, group
             taken.update(map(id, group))
             gone.update(map(id, group[1:]))
+    if not groups:
+        return program
     units = [groups.get(id(s), ("", [s])) for s in program.statements if id(s) not in gone]
     functions = {id(unit[0]): function for function, unit in units}
     found = (merged(functions[id(u[0])], u) if len(u) > 1 else u[0] for u in placed([unit for _, unit in units]))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoshard.layout import Layout
-from autoshard.passes.ir.assignment import Assignment, Strategy
+from autoshard.passes.ir.assignment import Assignment, Strategy, laid_out
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.propagate.keep import AGAIN, NEEDED, is_passive
 from autoshard.passes.propagate.network import Network, Variable
@@ -24,19 +23,21 @@ def assigned(network: Network, solution: Solution) -> Assignment:
         chosen[name], tags[name] = variable.choices[places[name]], variable.tags[tag]
         if variable.stages and variable.stages[tag]:
             zero[name.removeprefix("shared:")] = variable.stages[tag]
-    layouts = {i.name: Layout(network.mesh, chosen[i.name]) for i in network.graph.inputs}
+    layouts = {i.name: laid_out(network.mesh, chosen[i.name]) for i in network.graph.inputs}
     choices: dict[str, tuple[Strategy, ...]] = {}
     again: dict[str, int] = {}
     for node in network.graph.nodes:
         at = f"node:{node.name}"
         choices[node.name] = chosen[at]
         for slot, name in enumerate(node.outputs):
-            layouts[name] = Layout(network.mesh, network.spaces[node].outputs[slot][places[at]])
+            layouts[name] = laid_out(network.mesh, network.spaces[node].outputs[slot][places[at]])
         if tags[at] > (NEEDED if is_passive(node) else 0):
             again[node.name] = 1 if is_passive(node) else tags[at]
-    shared = {v.removeprefix("shared:"): Layout(network.mesh, s) for v, s in chosen.items() if v.startswith("shared:")}
+    shared = {
+        v.removeprefix("shared:"): laid_out(network.mesh, s) for v, s in chosen.items() if v.startswith("shared:")
+    }
     outputs = tuple(
-        Layout(network.mesh, chosen[f"out:{i}"]) if isinstance(out, Ref) else None
+        laid_out(network.mesh, chosen[f"out:{i}"]) if isinstance(out, Ref) else None
         for i, out in enumerate(network.graph.outputs)
     )
     remade = frozenset(v for v in shared if tags[f"shared:{v}"] == AGAIN)

@@ -337,10 +337,12 @@ class Network:
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
             return self._once(("given", placed), (placed,))
-        states = placeable(type_, self.mesh, replicated=whole) + fixed_states(type_, self.mesh)
-        if name in self.constraints:
-            states = self.constraints[name].allowed(states, type_, self.mesh, whole)
-        return self._once(("parameter", type_, self.constraints.get(name)), states)
+        key = ("parameter", type_, constraint := self.constraints.get(name))
+        if key not in self.known:
+            every = placeable(type_, self.mesh, replicated=whole) + fixed_states(type_, self.mesh)
+            self.known[key] = every if constraint is None else constraint.allowed(every, type_, self.mesh, whole)
+        states: tuple[Placements, ...] = self.known[key]
+        return states
 
     def _output_states(self, name: str, asked: Layout | None) -> tuple[Placements, ...]:
         """Scalars come back whole; other outputs keep a layout that can be put together again: the one ``asked`` for."""

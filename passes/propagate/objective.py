@@ -95,7 +95,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         choice = assignment.choices[node.name]
         traffic = touched.get(node.name)
         spares = {i for i, name in enumerate(node.inputs) if is_whole(assignment.source(name).placements)}
-        key = (signature(node, graph), choice, traffic, *spares)
+        key = (signature(node, graph.types), choice, traffic, *spares)
         if key not in known:
             placed = (
                 *(assignment.use(node, i) for i in range(len(node.inputs))),

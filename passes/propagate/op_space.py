@@ -14,7 +14,8 @@ from autoshard.errors import RuleError
 from autoshard.layout import Layout, Partial
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, Strategy, made, together, used
-from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+from autoshard.passes.ir.known import known_of_node
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.fusion import Traffic, traffic
@@ -91,15 +92,16 @@ AskedOf = tuple[Asked | None, ...]
 """per mesh axis; None: the search is free"""
 
 
-def signature(node: Node, graph: Graph) -> Any:
+@known_of_node
+def signature(node: Node, types: Mapping[str, TensorType]) -> Any:
     """Equal for nodes that have the same strategies at the same cost."""
     numbers: dict[str, int] = {}
 
     def typed(ref: Ref) -> Any:
-        return (numbers.setdefault(ref.name, len(numbers)), graph.types[ref.name])
+        return (numbers.setdefault(ref.name, len(numbers)), types[ref.name])
 
     arguments = map_refs((node.args, dict(node.kwargs)), typed)
-    return (node.op, repr(arguments), tuple(graph.types[o] for o in node.outputs))
+    return (node.op, repr(arguments), tuple(types[o] for o in node.outputs))
 
 
 class _Priced(NamedTuple):
@@ -203,7 +205,7 @@ class OpSpaces:
     def __getitem__(self, node: Node) -> OpSpace:
         if node.name not in self._of:
             asked, traffic = self.asked.get(node.name, ()), self.traffic.get(node.name)
-            key = signature(node, self.graph), asked, traffic
+            key = signature(node, self.graph.types), asked, traffic
             if key not in self._known:
                 self._known[key] = op_space(node, self.graph, self.mesh, asked, traffic)
             self._of[node.name] = self._known[key]

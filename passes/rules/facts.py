@@ -14,6 +14,7 @@ import torch
 import torch.fx as fx
 
 from autoshard.passes.ir.graph import Node, TensorType, refs
+from autoshard.passes.ir.known import known_of_node
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import UNKNOWN, Facts, Rounding, Types
 
@@ -96,6 +97,7 @@ class Saved:
     """tensors that are neither"""
 
 
+@known_of_node
 def saved(node: Node, types: Types) -> Saved:
     """What autograd keeps of ``node``; ``types`` may be those of one rank. A view is kept with all of its base."""
     if not any(types[name].grad for name in node.outputs):

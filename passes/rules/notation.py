@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.passes.ir.graph import Graph, Node, tensor_arguments
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.schema import tensor_arguments
 from autoshard.passes.rules.base import UNKNOWN, Facts, LocalFormOf, Rule
 from autoshard.passes.rules.factors import Dims, Factors
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.layout import Invariant, Replicate, Shard
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Node, TensorType, refs, tensor_arguments
+from autoshard.passes.ir.graph import Node, TensorType, refs
+from autoshard.passes.ir.schema import tensor_arguments
 from autoshard.passes.rules.base import Rule
 
 
@@ -17,6 +18,8 @@ def is_rigid(node: Node, types: Mapping[str, TensorType], rule: Rule | None) -> 
     that depends on the data. A number that stands where the op takes a tensor (``x * n``) is like a scalar tensor.
     """
     used = [types[name] for name in (*node.inputs, *node.outputs)]
+    if all(t.number is None and not t.unknown for t in used):
+        return False
     if any(types[name].number is not None for name in node.outputs):
         return True
     if any(t.unknown for t in used) and (rule is None or (rule.local is not None and rule.sized)):

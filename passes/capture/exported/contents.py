@@ -21,6 +21,7 @@ Contents = list[tuple[Any, Any]]
 """containers and objects, each with what it held: see :func:`held_in`"""
 
 _NOTHING = object()
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _NO_STATE = ("builtins", "functools", "torch")
 """where what can be called is a function"""
 OF_PYTHON = ("builtins", "itertools", "_collections")
@@ -29,7 +30,9 @@ OF_PYTHON = ("builtins", "itertools", "_collections")
 
 def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
     """A copy of what a container holds, or of an object's attributes; None: nothing that is looked into."""
-    if isinstance(x, torch.Tensor | nn.Module | type | ModuleType):
+    if type(x) is dict:  # most are these
+        return x.copy()
+    if type(x) in _PLAIN or isinstance(x, torch.Tensor | nn.Module | type | ModuleType):
         return None
     if isinstance(x, dict):
         return dict(OrderedDict.items(x) if isinstance(x, OrderedDict) else dict.items(x))
@@ -107,7 +110,7 @@ def taken(roots: Iterable[Any]) -> Contents:
 def put(contents: Contents) -> None:
     """Have each hold this; what does already is not touched."""
     for holder, held in contents:
-        if isinstance(holder, tuple | frozenset):
+        if isinstance(holder, tuple | frozenset) or (type(holder) is dict and not holder and not held):
             continue
         now = held_in(holder)
         if type(now) is type(held) and [*map(id, _flat(now))] == [*map(id, _flat(held))]:

@@ -213,9 +213,9 @@ def _contents(x: Any, depth: int = DEPTH, large: int = sys.maxsize, room: int = 
     is_place = held is not None
     if not is_place:
         held = held_in(x) if depth else None
-    if held is None or len(held) > min(large, room):
+    if held is None or len(held) > large or len(held) > room:
         return _Same(x)
-    inside = partial(_contents, depth=depth - 1, large=large, room=room // max(len(held), 1))
+    inside = partial(_contents, depth=depth - 1, large=large, room=room // (len(held) or 1))
     if is_place:
         return _Same(x), tuple(map(inside, held))
     if isinstance(held, set):

@@ -51,6 +51,7 @@ from autoshard.passes.capture.translate.decompose import origin
 from autoshard.passes.capture.translate.forms import in_forms
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, map_refs, refs
 from autoshard.passes.ir.sizes import Size
+from autoshard.passes.ir.walk import walk
 from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.facts import is_random
 
@@ -186,7 +187,7 @@ class _Translation:
             raise CaptureError(f"{where(node)}: {not_an_op(node)}")
         args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
         op, args = as_slice(op, args)
-        if any(is_symbolic(a) for a in pytree.tree_leaves((args, kwargs))):
+        if any(map(is_symbolic, walk((args, kwargs)))):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
         if op is aten._to_copy.default and not isinstance(args[0], Ref):  # vmap makes tensors of numbers
             op, args, kwargs = aten.full.default, ([], args[0]), {"dtype": node.meta["val"].dtype}

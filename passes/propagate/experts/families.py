@@ -44,7 +44,7 @@ class Families:
     def strategies(self, node: Node) -> tuple[Strategy, ...]:
         """The strategies of ``node`` that divide it."""
         if node.name not in self._by_node:
-            key = signature(node, self.graph)
+            key = signature(node, self.graph.types)
             if key not in self._strategies:
                 self._strategies[key] = tuple(s for s in axis_strategies(node, self.graph) if s.divides)
             self._by_node[node.name] = self._strategies[key]

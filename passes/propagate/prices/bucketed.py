@@ -22,6 +22,7 @@ import torch
 
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, TensorType
+from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.redistribute.pricing import ALONE, Shares
 from autoshard.passes.rules.facts import is_view, saves_operand
@@ -51,6 +52,7 @@ def goes_in_buckets(type_: TensorType) -> bool:
     return bool(type_.grad) and not type_.sparse
 
 
+@known_of_graph
 def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
     """Value → what it pays of the latency of messages that move it, above 0 and at most 1: parameters, and what is looked up
     beside others; other values pay all.

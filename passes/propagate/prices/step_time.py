@@ -25,6 +25,7 @@ import numpy as np
 
 from autoshard.hardware import Overlap
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.search.network import Array
 
 
@@ -107,6 +108,7 @@ def summed(parts: Iterable[Parts]) -> Parts:
     return Parts(*(np.array(math.fsum(map(float, column))) for column in zip(*parts, strict=True)))
 
 
+@known_of_graph
 def movable_values(graph: Graph) -> frozenset[str]:
     """Values whose conversions can move in time: parameters, and what is computed from them alone, such as their casts.
 

@@ -23,6 +23,7 @@ from autoshard.layout import Layout, Partial, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
 from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate.prices.cost import ideal, local_shape
 from autoshard.passes.propagate.prices.step_time import Parts
@@ -57,6 +58,7 @@ class Journey(NamedTuple):
     """of the products, what nothing of this hides behind"""
 
 
+@known_of_graph
 def beside(graph: Graph, mesh: Mesh) -> Mapping[str, Beside]:
     """Value → the products beside which it may be converted, where the hardware can do so."""
     if not mesh.hardware.overlap or not mesh.hardware.part_by_part or ideal(mesh):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.passes.ir.graph import Graph, Node, tensor_arguments
+from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local, Offset, spell
+from autoshard.passes.ir.schema import tensor_arguments
 from autoshard.passes.rules.base import Facts, Rule, Site, Types, each_other
 from autoshard.passes.rules.factors import Factors, Space, whole
 from autoshard.runtime.operations.grouped import grouped_mm

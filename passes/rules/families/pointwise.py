@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from autoshard.passes.ir.graph import Graph, Node, TensorType, tensor_arguments
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.schema import tensor_arguments
 from autoshard.passes.rules.base import Facts, Rounding, Rule, Types
 from autoshard.passes.rules.factors import Dims, Factors, numbered, sizes_of
 from autoshard.passes.rules.notation import Groups, rule

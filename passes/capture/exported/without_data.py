@@ -1,0 +1,52 @@
+"""Examples, and the models that they are of, as tensors without data."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from autoshard.passes.capture.exported.arguments import Example
+
+
+def without_data(model: nn.Module, example: Example) -> Example:
+    """The example as distinct tensors on the model's device: export would merge a tensor that is passed twice.
+
+    With anything on the meta device, the model's tensors too are replaced (by the caller undone) by fake
+    ones on a real device, so that the trace is the one of the real model. Its constants, plain attributes, keep their data.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
+    if not any(t.is_meta for t in tensors):
+        return pytree.tree_map_only(torch.Tensor, _empty, example)  # type: ignore[no-any-return]
+    device = next((t.device for t in tensors if not t.is_meta), torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
+        replaced: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
+                constant = name in vars(module) and isinstance(tensor, torch.Tensor) and tensor.is_leaf
+                if isinstance(tensor, torch.Tensor) and (tensor.is_meta or not constant):
+                    if id(tensor) not in replaced:
+                        replaced[id(tensor)] = _empty(tensor, device)
+                    setattr(module, name, replaced[id(tensor)])
+        fake = functools.partial(_empty, device=device)
+        return pytree.tree_map_only(torch.Tensor, fake, example)  # type: ignore[no-any-return]
+
+
+def _empty(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    device = device or tensor.device
+    if type(tensor) in (torch.Tensor, nn.Parameter) and _is_filled(tensor):
+        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    else:  # which takes longer: a fake mode makes a fake of the tensor first
+        new = torch.empty_like(tensor.detach(), device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(new, requires_grad=tensor.requires_grad)
+    return new.requires_grad_(tensor.requires_grad)
+
+
+def _is_filled(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie next to one another, in row-major order."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and tensor.is_contiguous()

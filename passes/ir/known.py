@@ -1,0 +1,49 @@
+"""What several passes ask of one graph, or of one node with its types: found once, and kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from operator import is_
+from typing import Concatenate, ParamSpec, TypeVar
+
+from autoshard.passes.ir.graph import Graph, Node, TensorType
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def known_of_graph(find: Callable[Concatenate[Graph, P], T]) -> Callable[Concatenate[Graph, P], T]:
+    """``find`` of a graph and positional arguments that can be keys.
+
+    Where lengths are open every caller finds it anew: what is decided about them is noted for his program.
+    """
+
+    @wraps(find)
+    def found(graph: Graph, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if graph.symbols.read or kwargs:
+            return find(graph, *args, **kwargs)
+        key = (find, *args)
+        if key not in graph.known:
+            graph.known[key] = find(graph, *args, **kwargs)
+        answer: T = graph.known[key]
+        return answer
+
+    return found
+
+
+def known_of_node(find: Callable[[Node, Mapping[str, TensorType]], T]) -> Callable[[Node, Mapping[str, TensorType]], T]:
+    """``find`` of a node and the types of what it reads and makes, of which the last are kept; see :func:`known_of_graph`."""
+
+    @wraps(find)
+    def found(node: Node, types: Mapping[str, TensorType], /) -> T:
+        of = [types[name] for name in (*node.inputs, *node.outputs)]
+        before, answer = node.known.get(find, ((), None))
+        if len(before) != len(of) or not all(map(is_, before, of)):
+            answer = find(node, types)
+            if all(type(n) is int for t in of for n in t.shape):
+                node.known[find] = of, answer
+        known: T = answer
+        return known
+
+    return found

@@ -1,0 +1,114 @@
+"""What is found once of a graph or node, and kept there; and what a plan does without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import networkx as nx
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.layout import R, Shard
+from autoshard.mesh import Mesh
+from autoshard.passes.capture import capture
+from autoshard.passes.capture.exported.without_data import without_data
+from autoshard.passes.ir.assignment import laid_out
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.known import known_of_graph, known_of_node
+from autoshard.passes.ir.program import Call, Statement
+from autoshard.passes.lower.bucket import placed
+
+
+def _graph(dynamic: bool = False) -> Graph:
+    return capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.randn(6, 4),), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_is_asked_once_unless_lengths_are_open(dynamic: bool) -> None:
+    graph, asked = _graph(dynamic), list[int]()
+
+    @known_of_graph
+    def times(graph: Graph, n: int) -> int:
+        asked.append(n)
+        return n * len(graph.nodes)
+
+    found = [times(graph, 2), times(graph, 2), times(graph, 3), times(replace(graph, passes=2), 2)]
+    count = len(graph.nodes)
+    assert found == [2 * count, 2 * count, 3 * count, 2 * count]
+    assert asked == ([2, 2, 3, 2] if dynamic else [2, 3, 2])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_node_is_asked_once_for_the_same_types(dynamic: bool) -> None:
+    graph, asked = _graph(dynamic), list[str]()
+    node = graph.nodes[0]
+    other = {**graph.types, node.inputs[0]: TensorType((9, 4), torch.float32)}
+
+    @known_of_node
+    def shape(node: Node, types: Mapping[str, TensorType]) -> Any:
+        asked.append(node.name)
+        return types[node.inputs[0]].shape
+
+    found = [tuple(map(int, shape(node, types))) for types in (graph.types, graph.types, other, other, graph.types)]
+    assert found == [(6, 4), (6, 4), (9, 4), (9, 4), (6, 4)]
+    assert len(asked) == (5 if dynamic else 3)
+
+
+def test_what_lies_alike_is_one_object() -> None:
+    mesh = Mesh({"dp": 2, "tp": 4})
+    assert laid_out(mesh, (Shard(0), R)) is laid_out(mesh, (Shard(0), R))
+    assert laid_out(mesh, (Shard(0), R)) == autoshard.Layout(mesh, (Shard(0), R))
+    assert laid_out(Mesh({"dp": 2, "cp": 4}), (Shard(0), R)).mesh.axes == ("dp", "cp")
+
+
+def test_a_plan_is_made_without_source() -> None:
+    example = nn.Linear(4, 4), {"tp": 2}, (torch.randn(4, 4),)
+    with patch("autoshard.compiler.codegen", side_effect=AssertionError("nobody asked")):
+        assert autoshard.plan(*example).choices
+        with pytest.raises(AssertionError, match="nobody asked"):
+            autoshard.compile(*example)
+
+
+def test_parameters_without_data_lie_as_they_did() -> None:
+    made = [
+        torch.empty(3, 4, device="meta"),
+        torch.empty(4, 3, device="meta").t(),
+        torch.empty(2, 3, 4, 5, device="meta").to(memory_format=torch.channels_last),
+        torch.empty(8, 4, device="meta")[::2],
+        torch.empty((), device="meta"),
+        torch.empty(3, 4, device="meta").expand(2, 3, 4),
+    ]
+    model = nn.ParameterList(nn.Parameter(x, requires_grad=i % 2 == 0) for i, x in enumerate(made))
+    before = list(model)
+    without_data(model, ((torch.empty(2),), {}))
+    for old, new in zip(before, model, strict=True):
+        assert isinstance(new, nn.Parameter)
+        assert new.device.type == "cpu"
+        assert new.stride() == torch.empty_like(old).stride()
+        assert (new.shape, new.dtype, new.requires_grad) == (old.shape, old.dtype, old.requires_grad)
+
+
+def test_units_stand_behind_what_they_are_made_from() -> None:
+    """As in a walk through the graph of their needs, each behind its own."""
+    draw = random.Random(0)
+    for _ in range(50):
+        names = [f"v{i}" for i in range(draw.randint(1, 25))]
+        statements = []
+        for i, name in enumerate(names):
+            read = tuple(Ref(n) for n in draw.sample(names[:i], min(i, draw.randint(0, 3))))
+            statements.append(Statement((name,), Call("f", read, {}), (None,)))
+        units: list[list[Statement]] = []
+        for s in statements:
+            draw.choice(units).append(s) if units and draw.random() < 0.3 else units.append([s])
+        maker = {name: i for i, unit in enumerate(units) for s in unit for name in s.outputs}
+        needs: nx.DiGraph = nx.DiGraph()
+        needs.add_nodes_from(range(len(units)))
+        for i, unit in enumerate(units):
+            needs.add_edges_from((i, maker[name]) for s in unit for name in s.call.reads)
+        assert list(placed(units)) == [units[i] for i in nx.dfs_postorder_nodes(needs)]
