@@ -37,11 +37,13 @@ PRICES = 0.2
 FEW = 0.6
 BRIEFLY = 0.15
 PASSES = 40
+# The part that goes into the prices of a network that is larger than any neighbourhood: all else follows from the messages.
+LARGE_PRICES = 0.4
 # Neighbourhoods that repair the first choice where there is no time limit; so many between two descents afterwards.
 REPAIRS = 200
 DESCENTS = 8
-# Nodes of the windows in which a network that is larger than any neighbourhood is swept first.
-WINDOWS = 400, 800
+# Nodes of the windows that better what the messages choose.
+WINDOWS = 100, 200, 400
 # Steps of the prices; strategies of a node that are tried first, the best by score, and leaves of their tree.
 STEPS = 40
 STRATEGIES = 12
@@ -74,17 +76,22 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
     lives, numbers = _reduced(given, begin, limit)
     best = Best(lives, _least(lives), lambda cost, choice: better(cost, lambda: _original(choice, numbers)))
     unit = _unit(lives)
-    best.offer(descend(lives, best.choice, unit, PASSES, begin + DESCENT * limit))
     deadline = begin + limit
-    _repair(best, cheaper, begin + REPAIR * limit)
     now = time.perf_counter()
+    large = len(lives.usage) > MOST
+    part = LARGE_PRICES if large else PRICES
     try:
-        found = priced(best, math.ceil(STEPS * effort), unit, now + PRICES * (deadline - now))
+        found = priced(best, math.ceil(STEPS * effort), unit, now + part * (deadline - now))
     except PlanError:
         raise PlanError(_forbidden(given)) from None
+    best.offer(descend(lives, best.choice, unit, PASSES, deadline))
+    _repair(best, cheaper, found, deadline if large else begin + REPAIR * limit)
     run = _Run(best, cheaper, found, deadline)
     known = math.isfinite(best.cost)
-    run.few(found, now + (PRICES + (BRIEFLY if known else FEW)) * (deadline - now))
+    if large:
+        run.tree.give_up()
+    else:
+        run.few(found, now + (PRICES + (BRIEFLY if known else FEW)) * (deadline - now))
     if math.isinf(limit):
         run.leaves(math.ceil(max(LEAVES, min(ENTRIES / run.entries, ENTRIES)) * effort))
     run.alternate(math.ceil(NEIGHBOURHOODS * effort) if math.isinf(limit) else 10**9, unit)
@@ -96,16 +103,20 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
     return Solution(choice, cost, cost if run.closed else min(run.tree.bound, cost), run.closed, stats)
 
 
-def _repair(best: Best, cheaper: Cheaper, deadline: float) -> None:
-    """Neighbourhoods of what is forbidden, or too much, until nothing is; all of a large network is swept beside that."""
-    nodes = best.lives.network.nodes
-    near = Neighbourhoods(best, cheaper, deadline, [best.choice], nodes, [0.0] * len(nodes))
+def _repair(best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> None:
+    """Windows where the choice costs most above the bound; then neighbourhoods of what is forbidden, or too much, until
+    nothing is."""
+    near = _near(best, cheaper, found, deadline)
+    for size, beside in itertools.product(WINDOWS, (False, True)):
+        near.aim(found.core.gaps, size, beside)
     most = REPAIRS if math.isinf(deadline) else sys.maxsize
-    for size in WINDOWS:
-        if len(nodes) > MOST:
-            near.sweep(size)
-        while math.isinf(best.cost) and near.tried < most and time.perf_counter() < deadline:
-            near.step()
+    while math.isinf(best.cost) and near.tried < most and time.perf_counter() < deadline:
+        near.step()
+
+
+def _near(best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> Neighbourhoods:
+    weights = best.lives.weights(found.prices).tolist()
+    return Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights, found.prices)
 
 
 def _reduced(given: Lives, begin: float, limit: float) -> tuple[Lives, list[Classes]]:
@@ -135,8 +146,7 @@ class _Run:
         self.domains = domains
         self.tree = Tree(lives, cheaper, deadline, best.cost)
         self.tree.put(Leaf(found.bound, domains, found.prices))
-        weights = lives.weights(found.prices).tolist()
-        self.near = Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights)
+        self.near = _near(best, cheaper, found, deadline)
         self.entries = max(sum(matrix.size for *_, matrix in lives.network.matrices), 1)
         self.seconds = {"few": 0.0, "tree": 0.0, "neighbourhoods": 0.0}
         self.leaf = 0.0
