@@ -44,8 +44,9 @@ REPAIRS = 200
 DESCENTS = 8
 # Nodes of the windows that better what the messages choose.
 WINDOWS = 100, 200, 400
-# Steps of the prices; strategies of a node that are tried first, the best by score, and leaves of their tree.
+# Steps of the prices where there is no time limit, and where there is one; strategies of a node that are tried first, the best by score, and leaves of their tree.
 STEPS = 40
+MOST_STEPS = 400
 STRATEGIES = 12
 TRIALS = 8
 # For effort 1, where there is no time limit: leaves, more where tables have fewer entries, and neighbourhoods.
@@ -80,8 +81,9 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
     now = time.perf_counter()
     large = len(lives.usage) > MOST
     part = LARGE_PRICES if large else PRICES
+    steps = math.ceil(STEPS * effort) if math.isinf(limit) else MOST_STEPS
     try:
-        found = priced(best, math.ceil(STEPS * effort), unit, now + part * (deadline - now))
+        found = priced(best, steps, unit, now + part * (deadline - now))
     except PlanError:
         raise PlanError(_forbidden(given)) from None
     best.offer(descend(lives, best.choice, unit, PASSES, deadline))

@@ -21,12 +21,15 @@ from autoshard.passes.search.over_time.descent import Best, descend
 # the last choice in the mean that gives the direction; what the mean decides of a step's length; by how much of itself the
 # bound may fall before the prices go back to the best; after so many steps a descent.
 FIRST_SWEEPS = 30
-FIRST = 0.2
+FIRST = 0.5
 AHEAD = 0.2
 MEAN = 0.2
 LENGTH = 0.05
 FALL = 0.3
 DESCENT = 8
+# The steps end when so many of them raise the bound by less than this part of it.
+PATIENCE = 10
+PROGRESS = 1e-3
 PASSES = 40
 
 
@@ -51,6 +54,7 @@ def priced(best: Best, steps: int, unit: float, deadline: float) -> Priced:
     dual = core.dual
     prices = at_best = mean = np.zeros(lives.count)
     bound, ahead, seen = -math.inf, AHEAD, [best.choice]
+    bounds: list[float] = []
     now = time.perf_counter()
     first = now + FIRST * (deadline - now)
     for step in range(steps):
@@ -62,9 +66,11 @@ def priced(best: Best, steps: int, unit: float, deadline: float) -> Priced:
         choice = core.decode()
         seen.append(choice)
         best.offer(choice)
-        if not swept or time.perf_counter() > deadline:
+        bounds.append(bound)
+        stalled = len(bounds) > PATIENCE and bound - bounds[-1 - PATIENCE] <= PROGRESS * abs(bound)
+        if not swept or stalled or time.perf_counter() > deadline:
             break
-        if step % DESCENT == DESCENT - 1:
+        if step % DESCENT == 0:
             seen.append(descend(lives, choice, unit, PASSES, deadline))
             best.offer(seen[-1])
         slope = lives.sums(lives.held(choice)) - lives.room
