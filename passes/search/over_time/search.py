@@ -44,7 +44,8 @@ REPAIRS = 200
 DESCENTS = 8
 # Nodes of the windows that better what the messages choose.
 WINDOWS = 100, 200, 400
-# Steps of the prices where there is no time limit, and where there is one; strategies of a node that are tried first, the best by score, and leaves of their tree.
+# Steps of the prices where there is no time limit, and where there is one; strategies of a node that are tried first, the
+# best by score, and leaves of their tree.
 STEPS = 40
 MOST_STEPS = 400
 STRATEGIES = 12
