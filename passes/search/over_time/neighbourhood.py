@@ -90,7 +90,7 @@ class Neighbourhoods:
     def _window(self, nodes: list[int]) -> bool:
         """Better some nodes, or each half where their best was not found; returns whether that is better."""
         better, complete = self._improve(sorted(nodes), few=False)
-        if complete or better or len(nodes) < 2 * LEAST:
+        if complete or better or len(nodes) < 2 * LEAST or time.perf_counter() > self.deadline:
             return better
         half = len(nodes) // 2
         parts = [self._window(part) for part in (nodes[:half], nodes[half:])]

@@ -1,7 +1,8 @@
 """The cheapest choice under a limit on what is held at any time: at every moment the best so far is there.
 
-What cannot fit is dropped; prices bound the cost, and tell which strategies are likely; branch and bound among a few of these
-finds a first choice, among all of them it raises the bound; neighbourhoods better what is found.
+What cannot fit is dropped; prices bound the cost, choose by the messages, and tell where a choice costs more than the bound:
+windows there better it. Of a network that is not large, branch and bound among the likely strategies finds more, among all of
+them it raises the bound. Neighbourhoods better what is found.
 """
 
 from __future__ import annotations
@@ -27,11 +28,10 @@ from autoshard.passes.search.over_time.tree import Cheaper, Leaf, Tree
 
 GAP = 1e-9
 # The part of the time that is left for what is under way when it is up, and for the answer; the parts after which
-# beaten strategies are no longer looked for, and the first descent and its repair end; of what is left then, the parts that
+# beaten strategies are no longer looked for, and windows and repair of the first choice end; of what is left, the parts that
 # go into prices and into the few strategies, and into these where a choice is known.
 RESERVE = 0.05
 BEATEN = 0.05
-DESCENT = 0.35
 REPAIR = 0.5
 PRICES = 0.2
 FEW = 0.6
