@@ -16,33 +16,41 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoshard.passes.search import Solution
+from autoshard.passes.search import Solution, solve
+from autoshard.passes.search.over_time import search
+from autoshard.passes.search.over_time.core import Core
+from autoshard.passes.search.over_time.neighbourhood import Neighbourhoods
 from tests.test_search_over_time import problem
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from contest import Anytime, Problem
+from copies import Options, Row
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A problem of which the cheapest choice of every node is too much to hold."""
-    network, memory = problem(3, nodes=60, limit=20.0)
+    return written(tmp_path, 60)
+
+
+def written(tmp_path: Path, nodes: int) -> Path:
+    network, memory = problem(8, nodes, limit=20.0)
     assert memory.intervals is not None
     costs = [[int(1e18) if math.isinf(v) else int(v) for v in m.ravel()] for *_, m in network.edges]
     path = tmp_path / "problem.json.gz"
     with gzip.open(path, "wt") as text:
-        nodes = {
+        of_nodes = {
             "costs": [v.astype(int).tolist() for v in network.nodes],
             "usages": [u.astype(int).tolist() for u in memory.usage],
             "intervals": [list(life) for life in memory.intervals],
         }
         edges = {"nodes": [[i, j] for i, j, _ in network.edges], "costs": costs}
-        json.dump({"problem": {"name": "P", "nodes": nodes, "edges": edges, "usage_limit": 20}}, text)
+        json.dump({"problem": {"name": "P", "nodes": of_nodes, "edges": edges, "usage_limit": 20}}, text)
     return path
 
 
 def test_a_file_is_read_and_what_is_found_is_told_and_kept(file: Path, tmp_path: Path) -> None:
-    read, network = Problem.read(file), problem(3, nodes=60, limit=20.0)[0]
+    read, network = Problem.read(file), problem(8, nodes=60, limit=20.0)[0]
     assert all(np.array_equal(a, b) for a, b in zip(read.network().nodes, network.nodes, strict=True))
     for (i, j, table), (k, m, expected) in zip(read.network().edges, network.edges, strict=True):
         assert (i, j) == (k, m)
@@ -79,3 +87,24 @@ def test_a_search_that_is_stopped_gives_the_best_so_far(file: Path, number: sign
     assert not found.exact
     assert read.checked(found.choice) == (found.cost, pytest.approx(20, abs=19))
     assert signal.getsignal(number) is before
+
+
+def test_a_row_of_copies_is_solved_nearly_as_well_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What joins them hides nothing from the messages; without them and windows nothing is that near."""
+    one = Problem.read(written(tmp_path, 20))
+    best = solve(one.network(), memory=one.memory())
+    assert best.exact
+    text, reference = Row(one, best.choice, Options(copies=20, seams=30, tight=True, shuffled=True)).text()
+    path = tmp_path / "row.json"
+    path.write_text(json.dumps(text))
+    row = Problem.read(path)
+    assert row.checked(reference)[0] == 20 * best.cost
+    monkeypatch.setattr(search, "MOST", 399)
+    monkeypatch.setattr(search, "NEIGHBOURHOODS", 0)
+    monkeypatch.setattr(search, "WINDOWS", (25, 50))
+    found = solve(row.network(), memory=row.memory())
+    assert row.checked(found.choice) == (20 * best.cost, pytest.approx(row.limit, abs=row.limit))
+    assert found.lower_bound >= 0.97 * found.cost
+    monkeypatch.setattr(Core, "decode", lambda core: (0,) * len(core.sizes))
+    monkeypatch.setattr(Neighbourhoods, "aim", lambda *args: None)
+    assert solve(row.network(), memory=row.memory()).cost > 1.05 * found.cost

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,12 +15,14 @@ from autoshard.passes.search import CostNetwork, Memory, solve
 from autoshard.passes.search.exact import solver
 from autoshard.passes.search.exact.milp import CoreSolution
 from autoshard.passes.search.exact.solver import cheaper
+from autoshard.passes.search.network import Array
 from autoshard.passes.search.over_time import search
+from autoshard.passes.search.over_time.core import Core
 from autoshard.passes.search.over_time.descent import Best
 from autoshard.passes.search.over_time.domains import Domains, least_between
 from autoshard.passes.search.over_time.lives import Lives
 from autoshard.passes.search.over_time.neighbourhood import Neighbourhoods
-from autoshard.passes.search.over_time.search import _repair
+from autoshard.passes.search.over_time.subgradient import priced
 
 
 def problem(seed: int, nodes: int, limit: float, alive: int = 3, never: float = 0.15) -> tuple[CostNetwork, Memory]:
@@ -103,21 +106,49 @@ def test_neighbourhoods_alone_come_near_the_best() -> None:
     assert exact.lower_bound <= best.cost <= 1.1 * exact.cost
 
 
-def test_a_large_network_is_swept_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_and_windows_come_near_the_best_of_a_large_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gap to the bound tells where to search: windows anywhere else better little."""
     network, memory = problem(1, nodes=300, limit=20.0)
-    exact = solve(network, memory=memory, effort=0.2)
-    best = Best(Lives.of(network, memory), tuple(int(np.argmin(usage)) for usage in memory.usage))
-    assert best.forbidden
-    swept = []
-    sweep = Neighbourhoods.sweep
-    monkeypatch.setattr(Neighbourhoods, "sweep", lambda near, size: (swept.append(size), sweep(near, size // 20))[1])
-    _repair(best, cheaper, math.inf)
-    assert not swept  # a small one: neighbourhoods until nothing is forbidden, no more
-    assert math.isfinite(best.cost)
+    lives = Lives.of(network, memory)
+
+    def found(aim: Callable[[Array], Array]) -> tuple[float, float]:
+        best = Best(lives, tuple(int(np.argmin(usage)) for usage in memory.usage))
+        assert best.forbidden
+        messages = priced(best, 20, 1.0, math.inf)
+        near = Neighbourhoods(best, cheaper, math.inf, messages.seen, messages.scores, [0.0] * 300, messages.prices)
+        for beside in (False, True):
+            near.aim(lambda choice: aim(messages.core.gaps(choice)), 40, beside)
+        return best.cost, messages.bound
+
+    cost, bound = found(lambda gaps: gaps)
+    assert bound <= cost <= 1.04 * bound
+    assert found(np.zeros_like)[0] > cost
     monkeypatch.setattr(search, "MOST", 299)
-    _repair(best, cheaper, math.inf)
-    assert swept == list(search.WINDOWS)
-    assert exact.lower_bound <= best.cost <= 1.01 * exact.cost
+    monkeypatch.setattr(search, "WINDOWS", (40, 80))
+    monkeypatch.setattr(search, "NEIGHBOURHOODS", 4)
+    whole = solve(network, memory=memory)
+    assert whole.lower_bound <= whole.cost <= 1.02 * whole.lower_bound
+
+
+def test_what_is_left_at_prices_is_what_the_whole_network_costs() -> None:
+    """The bound of a tree is exact, whatever was repriced before; a choice costs its gaps more than the bound."""
+    generator = np.random.default_rng(0)
+    for seed in range(20):
+        network, memory = problem(seed, nodes=9, limit=1.0, never=0.05)
+        lives = Lives.of(network, memory)
+        core = Core(lives)
+        for _ in range(3):
+            prices = generator.random(lives.count) * (generator.random(lives.count) < 0.5)
+            core.reprice(prices)
+            for _ in range(30):
+                core.dual.sweep(math.inf)
+            weights = lives.weights(prices)
+            paid = [c + w * u for c, w, u in zip(network.nodes, weights, lives.usage, strict=True)]
+            at = CostNetwork(tuple(paid), network.edges)
+            best = solve(at)
+            assert core.dual.bound <= best.cost - prices @ lives.room + 1e-9
+            choice = core.decode()
+            assert at.cost(choice) - prices @ lives.room == pytest.approx(core.dual.bound + core.gaps(choice).sum())
 
 
 def test_the_time_limit_holds_for_a_large_problem(monkeypatch: pytest.MonkeyPatch) -> None:

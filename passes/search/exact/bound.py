@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +63,14 @@ class _Edge:
         self.settled = [False, False]
         """per side whether its message was moved out, and nothing came in since: then it is zero"""
 
+    def with_table(self, array: Array, kept: Sequence[Classes]) -> _Edge:
+        """With the ``kept`` rows and columns of another matrix, and what was moved."""
+        new = copy(self)
+        new.table = array.take(kept[0], 0).take(kept[1], 1)
+        new.members = [np.arange(n) for n in new.table.shape]
+        new.differ, new.settled = [True, True], [False, False]
+        return new
+
     def _differ(self, side: int) -> bool:
         """Whether every strategy has a slice of its own, in their order."""
         return np.array_equal(self.members[side], np.arange(self.table.shape[side]))
@@ -111,6 +121,11 @@ class _Edge:
         row: Array = self.table.take(self.members[side][strategy], side)[self.members[1 - side]]
         return row
 
+    def cost(self, first: int, second: int) -> float:
+        """Of two strategies, with what was moved."""
+        cost = self.table[self.members[0][first], self.members[1][second]]
+        return float(cost + self.into[0][first] + self.into[1][second])
+
     def whole(self) -> Array:
         matrix: Array = self.table[np.ix_(*self.members)]
         return matrix
@@ -143,21 +158,23 @@ class Dual:
         self.bound = network.constant + constant
         self.kept: dict[int, Classes] = {i: np.arange(network.sizes[i]) for i in self.order}
 
-    def sweep(self, upper: float, deadline: float = math.inf, among: frozenset[int] | None = None) -> None:
-        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``. Ends at ``deadline``.
+    def sweep(self, upper: float, deadline: float = math.inf, among: frozenset[int] | None = None) -> bool:
+        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``.
 
-        ``among``: the only nodes to go through. Raises PlanError when no choice is feasible.
+        Ends at ``deadline``; returns whether it came to its end. ``among``: the only nodes to go through.
+        Raises PlanError when no choice is feasible.
         """
         for order, ahead in ((self.order, self.after), (self.order[::-1], self.before)):
             if self.seen:
                 self.seen.clear()
             for k, i in enumerate(order):
                 if k % 256 == 0 and time.perf_counter() > deadline:
-                    return
+                    return False
                 if among is None:
                     self._visit(i, ahead[i], upper)
                 elif i in among:
                     self._visit(i, [scope for scope in ahead[i] if among.issuperset(scope)], upper)
+        return True
 
     def _visit(self, i: int, ahead: list[Scope], upper: float) -> None:
         scopes = self.before[i] + self.after[i]
@@ -219,14 +236,39 @@ class Dual:
     def strategies(self) -> int:
         return sum(map(len, self.kept.values()))
 
-    def reprice(self, change: Mapping[int, Array], constant: float) -> None:
-        """Add vectors over all strategies to the nodes' costs, and ``constant`` to the total."""
+    def reprice(
+        self, change: Mapping[int, Array], constant: float, edges: Mapping[Scope, Array] = MappingProxyType({})
+    ) -> None:
+        """Add vectors over all strategies to the nodes' costs, and ``constant`` to the total; ``edges``: other matrices in
+        place of some, beside what was moved into these. The bound is one again after a sweep."""
         self.bound += constant
+        for scope, array in edges.items():
+            self.edges[scope] = self.edges[scope].with_table(array, [self.kept[i] for i in scope])
         for i, vector in change.items():
             self.node[i] += vector[self.kept[i]]
             least = float(self.node[i].min())
             self.bound += least
             self.node[i] -= least
+
+    def gap(self, i: int, choice: Sequence[int]) -> float:
+        """What ``i`` and half of each of its edges cost more than at least: in sum over all nodes, after a sweep, what a choice
+        costs more than the bound. Infinite where a strategy was dropped."""
+        at = self._place(i, choice)
+        if at is None:
+            return math.inf
+        total = float(self.node[i][at])
+        for scope in self.before[i] + self.after[i]:
+            side = scope.index(i)
+            other = self._place(scope[1 - side], choice)
+            if other is None:
+                return math.inf
+            total += self.edges[scope].cost(*((at, other) if side == 0 else (other, at))) / 2
+        return total
+
+    def _place(self, i: int, choice: Sequence[int]) -> int | None:
+        """Where among the strategies that are left one stands."""
+        place = int(np.searchsorted(self.kept[i], choice[i]))
+        return place if place < len(self.kept[i]) and self.kept[i][place] == choice[i] else None
 
     def marginal(self, i: int) -> Array:
         """For each strategy that is left by how much a choice with it costs more than the best, at least, nearby."""

@@ -33,7 +33,7 @@ class Lives:
     ) -> None:
         most = np.array([u.max() for u in usage])
         self.network = network
-        self.first, self.last, self.room = _tight(most, first, last, room)
+        self.first, self.last, self.room, self._rows = _tight(most, first, last, room)
         self.count = len(self.room)
         alive = (self.first < self.last).tolist()
         self.usage = tuple(u if lives else np.zeros(len(u)) for u, lives in zip(usage, alive, strict=True))
@@ -163,6 +163,11 @@ class Lives:
         weights: Array = total[self.last] - total[self.first]
         return weights
 
+    def gathered(self, prices: Array) -> Array:
+        """Prices of the rows that this was made of, as prices of its own."""
+        rows, begins = self._rows
+        return np.add.reduceat(prices[rows], begins) if len(rows) else np.zeros(0)
+
     def cost_of(self, node: int, choice: Sequence[int]) -> Array:
         """What each strategy of a node costs beside the choices of the others."""
         total = self.network.nodes[node]
@@ -194,8 +199,11 @@ def rows(intervals: Sequence[tuple[int, int]]) -> tuple[Integers, Integers, int]
     return first, last, len(moments)
 
 
-def _tight(most: Array, first: Integers, last: Integers, room: Array) -> tuple[Integers, Integers, Array]:
-    """The rows that ``most`` of what every node may hold exceeds, of those with the same nodes the tightest."""
+def _tight(
+    most: Array, first: Integers, last: Integers, room: Array
+) -> tuple[Integers, Integers, Array, tuple[Integers, Integers]]:
+    """The rows that ``most`` of what every node may hold exceeds, of those with the same nodes the tightest; and which these
+    are: (the rows, where among them those with the same nodes begin)."""
     change = np.zeros(len(room) + 1)
     np.add.at(change, first, most)
     np.add.at(change, last, -most)
@@ -206,4 +214,4 @@ def _tight(most: Array, first: Integers, last: Integers, room: Array) -> tuple[I
     borders = np.unique(np.concatenate([first, last, [0, len(room)]]))
     if len(room):
         room = np.minimum.reduceat(room, borders[:-1])
-    return np.searchsorted(borders, first), np.searchsorted(borders, last), room
+    return np.searchsorted(borders, first), np.searchsorted(borders, last), room, (tight, borders[:-1])

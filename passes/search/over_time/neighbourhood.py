@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,6 +28,9 @@ FIRST = 20.0
 FEWEST = 8.0
 MOST = 2_000.0
 GROWTH = 1.2
+# Nodes of a window that is not halved again; the part of the gap to the bound that is not worth a window.
+LEAST = 50
+LITTLE = 1e-4
 # Seconds of a neighbourhood, where there is a limit, and beyond which the next is smaller.
 SECONDS = 10.0
 LONG = 3.0
@@ -49,19 +52,49 @@ class Neighbourhoods:
     scores: Sequence[Array]
     weights: Sequence[float]
     """what a unit that is held costs each node"""
+    prices: Array | None = None
+    """of the rows, where trees begin"""
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     tried: int = 0
     sizes: dict[tuple[bool, bool], float] = field(default_factory=dict)
     """nodes of a neighbourhood by its kind: in one row, with few strategies"""
 
-    def sweep(self, size: int) -> None:
-        """Windows of ``size`` nodes in the order of their lives, each half in the next."""
-        lives = self.best.lives
-        order = np.argsort(lives.first + lives.last, kind="stable").tolist()
-        for start in range(0, len(order) - size // 2, size // 2):
-            if time.perf_counter() > self.deadline:
+    def aim(self, gaps: Callable[[Choice], Array], size: int, near: bool) -> None:
+        """Windows of ``size`` nodes around those where the choice costs most above the bound, by ``gaps``, until what is left
+        of it is little. Parts of a window where that cannot be decided. ``near``: next to each other, otherwise in time."""
+        best = self.best
+        lives = best.lives
+        order = np.argsort(lives.first + lives.last, kind="stable")
+        place = np.argsort(order)
+        left, gap = np.ones(len(best.lives.usage), dtype=bool), self._gaps(gaps)
+        while time.perf_counter() < self.deadline:
+            seed = int(np.argmax(np.where(left, gap, 0.0)))
+            if not left[seed] or gap[seed] <= LITTLE * gap[np.isfinite(gap)].sum():
                 break
-            self._improve(sorted(order[start : start + size]), few=False)
+            if near:
+                nodes = around(lives, seed, size, self.generator)
+                left[nodes[: size // 2]] = False
+            else:
+                start = max(int(place[seed]) - size // 2, 0)
+                nodes = order[start : start + size].tolist()
+                left[nodes[size // 4 : size - size // 4]] = left[seed] = False
+            if self._window(nodes):
+                gap = self._gaps(gaps)
+
+    def _gaps(self, gaps: Callable[[Choice], Array]) -> Array:
+        """Infinite, too, while too much is held."""
+        lives = self.best.lives
+        over = (self.best.used > lives.room).astype(np.float64)
+        return np.where(lives.weights(over) > 0, np.inf, gaps(self.best.choice))
+
+    def _window(self, nodes: list[int]) -> bool:
+        """Better some nodes, or each half where their best was not found; returns whether that is better."""
+        better, complete = self._improve(sorted(nodes), few=False)
+        if complete or better or len(nodes) < 2 * LEAST or time.perf_counter() > self.deadline:
+            return better
+        half = len(nodes) // 2
+        parts = [self._window(part) for part in (nodes[:half], nodes[half:])]
+        return any(parts)
 
     def step(self) -> bool:
         """Search one neighbourhood; returns whether the best choice is better now."""
@@ -114,7 +147,8 @@ class Neighbourhoods:
         before = lives.network.cost(present)
         known = math.isfinite(before) and math.isfinite(best.cost)
         tree = Tree(lives, self.cheaper, deadline, before - BETTER * abs(before) if known else math.inf)
-        tree.put(Leaf(-math.inf, domains, np.zeros(lives.count)))
+        prices = np.zeros(lives.count) if self.prices is None else lives.gathered(self.prices)
+        tree.put(Leaf(-math.inf, domains, prices))
         tree.search(LEAVES)
         better = tree.choice is not None and best.change(dict(zip(nodes, tree.choice, strict=True)))
         return better, tree.complete

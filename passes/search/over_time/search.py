@@ -1,7 +1,8 @@
 """The cheapest choice under a limit on what is held at any time: at every moment the best so far is there.
 
-What cannot fit is dropped; prices bound the cost, and tell which strategies are likely; branch and bound among a few of these
-finds a first choice, among all of them it raises the bound; neighbourhoods better what is found.
+What cannot fit is dropped; prices bound the cost, choose by the messages, and tell where a choice costs more than the bound:
+windows there better it. Of a network that is not large, branch and bound among the likely strategies finds more, among all of
+them it raises the bound. Neighbourhoods better what is found.
 """
 
 from __future__ import annotations
@@ -27,23 +28,26 @@ from autoshard.passes.search.over_time.tree import Cheaper, Leaf, Tree
 
 GAP = 1e-9
 # The part of the time that is left for what is under way when it is up, and for the answer; the parts after which
-# beaten strategies are no longer looked for, and the first descent and its repair end; of what is left then, the parts that
+# beaten strategies are no longer looked for, and windows and repair of the first choice end; of what is left, the parts that
 # go into prices and into the few strategies, and into these where a choice is known.
 RESERVE = 0.05
 BEATEN = 0.05
-DESCENT = 0.35
 REPAIR = 0.5
 PRICES = 0.2
 FEW = 0.6
 BRIEFLY = 0.15
 PASSES = 40
+# The part that goes into the prices of a network that is larger than any neighbourhood: all else follows from the messages.
+LARGE_PRICES = 0.4
 # Neighbourhoods that repair the first choice where there is no time limit; so many between two descents afterwards.
 REPAIRS = 200
 DESCENTS = 8
-# Nodes of the windows in which a network that is larger than any neighbourhood is swept first.
-WINDOWS = 400, 800
-# Steps of the prices; strategies of a node that are tried first, the best by score, and leaves of their tree.
+# Nodes of the windows that better what the messages choose.
+WINDOWS = 100, 200, 400
+# Steps of the prices where there is no time limit, and where there is one; strategies of a node that are tried first, the
+# best by score, and leaves of their tree.
 STEPS = 40
+MOST_STEPS = 400
 STRATEGIES = 12
 TRIALS = 8
 # For effort 1, where there is no time limit: leaves, more where tables have fewer entries, and neighbourhoods.
@@ -74,17 +78,23 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
     lives, numbers = _reduced(given, begin, limit)
     best = Best(lives, _least(lives), lambda cost, choice: better(cost, lambda: _original(choice, numbers)))
     unit = _unit(lives)
-    best.offer(descend(lives, best.choice, unit, PASSES, begin + DESCENT * limit))
     deadline = begin + limit
-    _repair(best, cheaper, begin + REPAIR * limit)
     now = time.perf_counter()
+    large = len(lives.usage) > MOST
+    part = LARGE_PRICES if large else PRICES
+    steps = math.ceil(STEPS * effort) if math.isinf(limit) else MOST_STEPS
     try:
-        found = priced(best, math.ceil(STEPS * effort), unit, now + PRICES * (deadline - now))
+        found = priced(best, steps, unit, now + part * (deadline - now))
     except PlanError:
         raise PlanError(_forbidden(given)) from None
+    best.offer(descend(lives, best.choice, unit, PASSES, deadline))
+    _repair(best, cheaper, found, deadline if large else begin + REPAIR * limit)
     run = _Run(best, cheaper, found, deadline)
     known = math.isfinite(best.cost)
-    run.few(found, now + (PRICES + (BRIEFLY if known else FEW)) * (deadline - now))
+    if large:
+        run.tree.give_up()
+    else:
+        run.few(found, now + (PRICES + (BRIEFLY if known else FEW)) * (deadline - now))
     if math.isinf(limit):
         run.leaves(math.ceil(max(LEAVES, min(ENTRIES / run.entries, ENTRIES)) * effort))
     run.alternate(math.ceil(NEIGHBOURHOODS * effort) if math.isinf(limit) else 10**9, unit)
@@ -96,16 +106,20 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
     return Solution(choice, cost, cost if run.closed else min(run.tree.bound, cost), run.closed, stats)
 
 
-def _repair(best: Best, cheaper: Cheaper, deadline: float) -> None:
-    """Neighbourhoods of what is forbidden, or too much, until nothing is; all of a large network is swept beside that."""
-    nodes = best.lives.network.nodes
-    near = Neighbourhoods(best, cheaper, deadline, [best.choice], nodes, [0.0] * len(nodes))
+def _repair(best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> None:
+    """Windows where the choice costs most above the bound; then neighbourhoods of what is forbidden, or too much, until
+    nothing is."""
+    near = _near(best, cheaper, found, deadline)
+    for size, beside in itertools.product(WINDOWS, (False, True)):
+        near.aim(found.core.gaps, size, beside)
     most = REPAIRS if math.isinf(deadline) else sys.maxsize
-    for size in WINDOWS:
-        if len(nodes) > MOST:
-            near.sweep(size)
-        while math.isinf(best.cost) and near.tried < most and time.perf_counter() < deadline:
-            near.step()
+    while math.isinf(best.cost) and near.tried < most and time.perf_counter() < deadline:
+        near.step()
+
+
+def _near(best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> Neighbourhoods:
+    weights = best.lives.weights(found.prices).tolist()
+    return Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights, found.prices)
 
 
 def _reduced(given: Lives, begin: float, limit: float) -> tuple[Lives, list[Classes]]:
@@ -135,8 +149,7 @@ class _Run:
         self.domains = domains
         self.tree = Tree(lives, cheaper, deadline, best.cost)
         self.tree.put(Leaf(found.bound, domains, found.prices))
-        weights = lives.weights(found.prices).tolist()
-        self.near = Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights)
+        self.near = _near(best, cheaper, found, deadline)
         self.entries = max(sum(matrix.size for *_, matrix in lives.network.matrices), 1)
         self.seconds = {"few": 0.0, "tree": 0.0, "neighbourhoods": 0.0}
         self.leaf = 0.0

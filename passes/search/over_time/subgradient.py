@@ -13,22 +13,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.passes.search.exact.bound import Dual
-from autoshard.passes.search.exact.eliminate import Eliminator
-from autoshard.passes.search.exact.tables import Tables
 from autoshard.passes.search.network import Array, Choice
+from autoshard.passes.search.over_time.core import Core
 from autoshard.passes.search.over_time.descent import Best, descend
-from autoshard.passes.search.over_time.lives import Lives
 
 # Sweeps before the first step, and the part of the time for them; how far above the bound a step aims at most; the share of
 # the last choice in the mean that gives the direction; what the mean decides of a step's length; by how much of itself the
 # bound may fall before the prices go back to the best; after so many steps a descent.
 FIRST_SWEEPS = 30
-FIRST = 0.2
+FIRST = 0.5
 AHEAD = 0.2
 MEAN = 0.2
 LENGTH = 0.05
 FALL = 0.3
 DESCENT = 8
+# The steps end when so many of them raise the bound by less than this part of it.
+PATIENCE = 10
+PROGRESS = 1e-3
 PASSES = 40
 
 
@@ -43,28 +44,33 @@ class Priced:
     bound: float
     seen: list[Choice]
     scores: list[Array]
+    core: Core
 
 
 def priced(best: Best, steps: int, unit: float, deadline: float) -> Priced:
     """Up to ``steps`` steps, which offer to ``best`` what they see; descents pay ``unit`` for what is held too much."""
     lives = best.lives
-    dual = Dual(Eliminator.of(lives.network, Tables()))
+    core = Core(lives)
+    dual = core.dual
     prices = at_best = mean = np.zeros(lives.count)
     bound, ahead, seen = -math.inf, AHEAD, [best.choice]
+    bounds: list[float] = []
     now = time.perf_counter()
     first = now + FIRST * (deadline - now)
     for step in range(steps):
-        _sweep(dual, FIRST_SWEEPS if step == 0 else 2, best.cost, first if step == 0 else deadline)
-        if dual.bound > bound:
+        swept = _sweep(dual, FIRST_SWEEPS if step == 0 else 2, best.cost, first if step == 0 else deadline)
+        if swept and dual.bound > bound:
             bound, at_best, ahead = dual.bound, prices, min(ahead * 1.2, AHEAD)
         else:
             ahead /= 1.2
-        if time.perf_counter() > deadline:
-            break
-        choice = tuple(s for _, s in sorted(dual.decode().items()))
+        choice = core.decode()
         seen.append(choice)
         best.offer(choice)
-        if step % DESCENT == DESCENT - 1:
+        bounds.append(bound)
+        stalled = len(bounds) > PATIENCE and bound - bounds[-1 - PATIENCE] <= PROGRESS * abs(bound)
+        if not swept or stalled or time.perf_counter() > deadline:
+            break
+        if step % DESCENT == 0:
             seen.append(descend(lives, choice, unit, PASSES, deadline))
             best.offer(seen[-1])
         slope = lives.sums(lives.held(choice)) - lives.room
@@ -76,30 +82,20 @@ def priced(best: Best, steps: int, unit: float, deadline: float) -> Priced:
             break
         length = (aim - bound) / max(direction @ direction, LENGTH * (slope @ slope))
         moved = np.maximum(centre + length * direction, 0.0)
-        _reprice(lives, dual, moved - prices)
+        core.reprice(moved)
         prices = moved
-    _reprice(lives, dual, at_best - prices)
-    _sweep(dual, FIRST_SWEEPS, best.cost, deadline)
-    return Priced(at_best, max(bound, dual.bound), seen, _scores(lives, dual))
+    core.reprice(at_best)
+    if _sweep(dual, FIRST_SWEEPS, best.cost, deadline):
+        bound = max(bound, dual.bound)
+    return Priced(at_best, bound, seen, core.scores(best.choice), core)
 
 
-def _sweep(dual: Dual, most: int, upper: float, deadline: float) -> None:
-    """Up to ``most`` sweeps, until they hardly raise the bound."""
-    for _ in range(most):
+def _sweep(dual: Dual, most: int, upper: float, deadline: float) -> bool:
+    """Up to ``most`` sweeps, until they hardly raise the bound; returns whether there was a whole one."""
+    for sweep in range(most):
         before = dual.bound
-        dual.sweep(upper, deadline)
-        if time.perf_counter() > deadline or dual.bound - before <= 1e-4 * abs(before):
+        if not dual.sweep(upper, deadline):
+            return sweep > 0
+        if dual.bound - before <= 1e-4 * abs(before):
             break
-
-
-def _reprice(lives: Lives, dual: Dual, change: Array) -> None:
-    weights = lives.weights(change)
-    paid = {i: weights[i] * lives.usage[i] for i in np.flatnonzero(weights).tolist()}
-    dual.reprice(paid, -float(change @ lives.room))
-
-
-def _scores(lives: Lives, dual: Dual) -> list[Array]:
-    scores = [np.full(len(usage), math.inf) for usage in lives.usage]
-    for node, kept in dual.kept.items():
-        scores[node][kept] = dual.marginal(node)
-    return scores
+    return True

@@ -79,6 +79,10 @@ class Tree:
         self.made += 1
         heapq.heappush(self.leaves, (leaf.bound, -self.made, leaf))
 
+    def give_up(self) -> None:
+        """Look at no more leaves."""
+        self.stuck, self.leaves, self.diving = self.bound, [], None
+
     @property
     def bound(self) -> float:
         """What all choices of the tree cost at least, or ``upper``."""

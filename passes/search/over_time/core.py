@@ -1,0 +1,242 @@
+"""What elimination leaves of a network at prices of its moments: the same nodes at all prices, so that messages stay valid.
+
+Source: Bertelè and Brioschi, Nonserial Dynamic Programming (1972); Held and Karp (1971).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autoshard.errors import PlanError
+from autoshard.passes.search.exact.bound import Dual
+from autoshard.passes.search.exact.eliminate import Eliminator, Scope, by_join
+from autoshard.passes.search.exact.prune import NO_CHOICE
+from autoshard.passes.search.exact.tables import BLOCK, Tables
+from autoshard.passes.search.network import Array, Choice
+from autoshard.passes.search.over_time.lives import Lives
+
+# Entries of the largest join that is made, and neighbours of a node that is eliminated.
+JOIN = 300_000
+NEIGHBOURS = 2
+
+
+@dataclass
+class _Step:
+    """A value made of others: a sum of ``parts``, or the factor that a node leaves its neighbours ``around``.
+
+    Then the parts are the node's own vector and a matrix for each neighbour; ``second``: whether the node is its second axis.
+    """
+
+    parts: tuple[int, ...]
+    node: int = -1
+    around: Scope = ()
+    second: tuple[bool, ...] = ()
+    seen: tuple[Array, ...] = ()
+    result: Array = field(default_factory=lambda: np.empty(0))
+
+    def run(self, values: list[Array]) -> Array:
+        """The value; the same array as last time where the parts are."""
+        parts = tuple(values[k] for k in self.parts)
+        if not self.seen or any(a is not b for a, b in zip(parts, self.seen, strict=True)):
+            self.seen, self.result = parts, self._made(*parts)
+        return self.result
+
+    def _made(self, first: Array, *others: Array) -> Array:
+        if self.node < 0:
+            return sum(others, first)
+        return least_sum(first, [m if last else m.T for m, last in zip(others, self.second, strict=True)])
+
+    def totals(self, choice: Sequence[int] | Mapping[int, int]) -> Array:
+        """What the node's strategies cost beside those of its neighbours."""
+        total = self.seen[0]
+        for matrix, last, other in zip(self.seen[1:], self.second, self.around, strict=True):
+            total = total + (matrix[choice[other]] if last else matrix[:, choice[other]])
+        return total
+
+
+def least_sum(own: Array, matrices: list[Array]) -> Array:
+    """min over s of own[s] + Σ matrices[k][a_k, s], for up to two matrices."""
+    if not matrices:
+        return np.asarray(own.min())
+    first = matrices[0] + own
+    if len(matrices) == 1:
+        least: Array = first.min(axis=1)
+        return least
+    second = np.ascontiguousarray(matrices[1])
+    step = max(1, BLOCK // second.size)
+    blocks = [slice(k, k + step) for k in range(0, len(first), step)]
+    return np.concatenate([(first[block, None, :] + second).min(axis=2) for block in blocks])
+
+
+class Core:
+    """``dual``: the messages on what is left at ``prices`` [rows]; its bound is that of all choices within the limit.
+
+    Once made, ``self._values`` are the costs of nodes and edges, then what the steps make of them.
+    """
+
+    def __init__(self, lives: Lives) -> None:
+        self.lives, self.prices = lives, np.zeros(lives.count)
+        self.sizes = [len(costs) for costs in lives.network.nodes]
+        self._weights = np.zeros(len(self.sizes))
+        self._values: list[Array] = []
+        self._factors: dict[Scope, int] = {}
+        self._constants: list[int] = []
+        self._steps: list[_Step] = []
+        beside = self._begun()
+        self._eliminate(beside)
+        self._run()
+        self.dual = self._messages()
+        self._judged: tuple[Choice, Array] | None = None
+
+    def _begun(self) -> list[set[int]]:
+        """Takes the network's factors in, and returns every node's neighbours; nodes of one strategy are nobody's."""
+        beside: list[set[int]] = [set() for _ in self.sizes]
+        given: list[tuple[Scope, Array]] = [((node,), costs) for node, costs in enumerate(self.lives.network.nodes)]
+        for i, j, matrix in self.lives.network.matrices:
+            both, table = ((i, j), matrix) if i < j else ((j, i), matrix.T)
+            left: Scope = tuple(node for node in both if self.sizes[node] > 1)
+            given.append((left, table if len(left) == 2 else table.reshape([self.sizes[node] for node in left])))
+            if len(left) == 2:
+                beside[i].add(j)
+                beside[j].add(i)
+        self._values = [table for _, table in given]
+        self._given = len(given)
+        for number, (left, _) in enumerate(given):
+            self._add(left, number)
+        return beside
+
+    def _add(self, scope: Scope, number: int) -> None:
+        """Add a value to the factor of a scope."""
+        if not scope:
+            self._constants.append(number)
+        elif scope in self._factors:
+            self._factors[scope] = self._step(_Step((self._factors[scope], number)))
+        else:
+            self._factors[scope] = number
+
+    def _step(self, step: _Step) -> int:
+        self._steps.append(step)
+        self._values.append(np.empty(0))
+        return len(self._values) - 1
+
+    def _eliminate(self, beside: list[set[int]]) -> None:
+        """Steps for all nodes of few neighbours, the smallest join first."""
+        sizes = self.sizes
+
+        def weight(node: int) -> int:
+            return by_join(sizes[node], [sizes[other] for other in beside[node]])
+
+        current = {node: weight(node) for node in range(len(sizes))}
+        heap = [(entries, node) for node, entries in current.items()]
+        heapq.heapify(heap)
+        while heap:
+            entries, node = heapq.heappop(heap)
+            if current.get(node) != entries or entries > JOIN or len(beside[node]) > NEIGHBOURS:
+                continue
+            del current[node]
+            around = tuple(sorted(beside[node]))
+            scopes = [(min(node, other), max(node, other)) for other in around]
+            parts = (self._factors.pop((node,)), *map(self._factors.pop, scopes))
+            self._add(around, self._step(_Step(parts, node, around, tuple(other < node for other in around))))
+            for other in around:
+                beside[other] |= set(around) - {other}
+                beside[other].discard(node)
+                current[other] = weight(other)
+                heapq.heappush(heap, (current[other], other))
+
+    def _run(self) -> None:
+        for number, step in enumerate(self._steps, self._given):
+            self._values[number] = step.run(self._values)
+        self._constant = sum(float(self._values[number]) for number in self._constants)
+        if math.isinf(self._constant):
+            raise PlanError(NO_CHOICE)
+
+    def _messages(self) -> Dual:
+        left = Eliminator(Tables(), self.sizes)
+        left.alive = {node for scope in self._factors for node in scope}
+        for scope, number in self._factors.items():
+            left.insert(scope, left.tables.intern(self._values[number]))
+        return Dual(left, self._constant)
+
+    def reprice(self, prices: Array) -> None:
+        """At other prices; the next sweep makes the bound valid."""
+        lives, values = self.lives, self._values
+        before = [values[number] for number in self._factors.values()], self._constant
+        weights = lives.weights(prices)
+        for node in np.flatnonzero(weights != self._weights).tolist():
+            values[node] = lives.network.nodes[node] + weights[node] * lives.usage[node]
+        change = -float((prices - self.prices) @ lives.room)
+        self._weights, self.prices, self._judged = weights, prices, None
+        self._run()
+        nodes, edges = {}, {}
+        for (scope, number), old in zip(self._factors.items(), before[0], strict=True):
+            new = values[number]
+            if new is not old and len(scope) == 1:
+                nodes[scope[0]] = np.subtract(new, old, out=np.zeros(len(new)), where=np.isfinite(new))
+            elif new is not old:
+                edges[scope] = new
+        self.dual.reprice(nodes, self._constant - before[1] + change, edges)
+
+    def decode(self) -> Choice:
+        """A choice by the messages."""
+        choice = self.dual.decode()
+        for step in reversed(self._steps):
+            if step.node >= 0:
+                choice[step.node] = int(np.argmin(step.totals(choice)))
+        return tuple(choice[node] for node in range(len(self.sizes)))
+
+    def gaps(self, choice: Choice) -> Array:
+        """Of every node what a choice costs more than the bound there, so much in sum but for what prices pay for room."""
+        if self._judged is None:
+            self._judged = choice, np.array([self._gap(node, choice) for node in range(len(choice))])
+        before, found = self._judged
+        changed = {node for node, (a, b) in enumerate(zip(before, choice, strict=True)) if a != b}
+        for node in changed.union(*(self._judges[node] for node in changed)):
+            found[node] = self._gap(node, choice)
+        self._judged = choice, found
+        return found
+
+    @cached_property
+    def _eliminated(self) -> dict[int, _Step]:
+        return {step.node: step for step in self._steps if step.node >= 0}
+
+    @cached_property
+    def _judges(self) -> list[set[int]]:
+        """Of every node those whose gap its choice changes."""
+        found: list[set[int]] = [set() for _ in self.sizes]
+        for node, step in self._eliminated.items():
+            for other in step.around:
+                found[other].add(node)
+        for i, j in self.dual.edges:
+            found[i].add(j)
+            found[j].add(i)
+        return found
+
+    def _gap(self, node: int, choice: Choice) -> float:
+        step = self._eliminated.get(node)
+        if step is None:
+            return self.dual.gap(node, choice)
+        totals = step.totals(choice)
+        least, own = float(totals.min()), float(totals[choice[node]])
+        return own - least if math.isfinite(least) else math.inf
+
+    def scores(self, choice: Choice) -> list[Array]:
+        """Of every strategy how much a choice with it costs more than the bound, nearly; of a node that was eliminated, than
+        beside ``choice``."""
+        lives, scores = self.lives, []
+        for node, weight in enumerate(self._weights.tolist()):
+            kept = self.dual.kept.get(node)
+            if kept is None:
+                cost = lives.cost_of(node, choice) + weight * lives.usage[node]
+                least = float(cost.min())
+                scores.append(cost - least if math.isfinite(least) else lives.network.nodes[node])
+            else:
+                scores.append(np.full(len(lives.usage[node]), math.inf))
+                scores[-1][kept] = self.dual.marginal(node)
+        return scores
