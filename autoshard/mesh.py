@@ -147,13 +147,15 @@ class Mesh:
         """How fast compute runs beside a collective along ``axes``, relative to compute alone (:attr:`Hardware.overlap`).
 
         Collectives and compute share the bandwidth of the memory, and what is sent is read and written there. So one that is
-        slower than an all-gather inside a node takes less, by as much.
+        slower than an all-gather inside a node takes less, by as much; and a message alone, which a rank reads and the next one
+        writes, two of three bytes (NVIDIA/nccl issue 1428: a ring's pass through buffers, too).
         """
-        device = self.hardware
-        near, own = (
-            r.rate(k)[1] for r, k in ((device.route(device.devices_per_node, 1), "all_gather"), (self.link(axes), kind))
-        )
-        return 1.0 - (1.0 - device.overlap) * min(1.0, near / own) if device.overlap and own else device.overlap
+        device, own = self.hardware, self.link(axes).rate(kind)[1]
+        if not device.overlap or not own:
+            return device.overlap
+        near = device.route(device.devices_per_node, 1).rate("all_gather")[1]
+        share = 2 / 3 if kind == "permute" else 1.0
+        return 1.0 - (1.0 - device.overlap) * share * min(1.0, near / own)
 
     @property
     def overlap(self) -> Overlap:

@@ -96,7 +96,7 @@ class Graphs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         near = edges @ edges

@@ -26,7 +26,7 @@ SLOW = replace(
     PRESETS["h100"],
     name="slow_network",
     devices_per_node=1,
-    network=replace(PRESETS["h100"].network, bandwidth=3e10, rates=()),
+    network=replace(PRESETS["h100"].network, bandwidth=1e10, rates=()),
 )
 """a device per node, so that all but messages between stages is dear"""
 

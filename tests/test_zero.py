@@ -259,7 +259,7 @@ def test_the_free_plan_keeps_what_it_gathers_where_memory_allows() -> None:
     with torch.device("meta"):
         model, tokens = Gpt(replace(GptConfig.small(), layers=3)), torch.zeros(64, 256, dtype=torch.long)
     graph = captured(model, (tokens, tokens), {}, training=True)
-    mesh = autoshard.Mesh({"dp": 8}, replace(PRESETS["h100"], dtypes=(), overlap=0.84))
+    mesh = autoshard.Mesh({"dp": 8}, replace(PRESETS["h100"], dtypes=(), updates=5e11))
     free = planned(graph, mesh, Wishes())[1]
     assert set(free.zero.values()) == {2}
     tight = planned(graph, mesh, Wishes(memory_budget=0.8 * free.memory.peak))[1]
