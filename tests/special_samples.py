@@ -109,7 +109,7 @@ CLASSIFICATION: dict[Any, list[Sample]] = {
         call(f(7), f(7).softmax(0), None, SUM),
         call(f(5, 7) * 400, TARGET),
     ],
-    cross_entropy_op._opoverload: [
+    cross_entropy_op: [
         *(call(f(4, 3, 7), GRID, unit(7), reduction, 255) for reduction in (NONE, MEAN, SUM)),
         call(f(4, 3, 7), GRID, unit(7), MEAN, 255, 0.1),
         call(f(4, 3, 7), f(4, 3, 7).softmax(-1)),

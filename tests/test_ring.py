@@ -389,7 +389,7 @@ def picked(length: int, ranks: int, heads: int, kv_heads: int, hardware: autosha
         (H100, 16384, (8, 4), "heads"),
         pytest.param(H100, 16384, (2, 2), "queries", marks=pytest.mark.slow),
         (H100, 65536, (2, 2), "folded queries"),
-        pytest.param(APART, 65536, (8, 2), "query heads", marks=pytest.mark.slow),
+        pytest.param(APART, 32768, (8, 2), "query heads", marks=pytest.mark.slow),
         (APART, 524288, (8, 2), "folded ring"),
     ],
     ids=["whole", "ulysses", "gather", "folded_gather", "query_heads_between_nodes", "ring_between_nodes"],

@@ -12,33 +12,22 @@ from autoshard.runtime.operations.collectives import all_reduce, offset
 from autoshard.runtime.operations.row_sums import along, in_pieces, row_sums
 from autoshard.runtime.operations.softmax import maximum, wide
 from autoshard.runtime.operations.summed import begin_sum
-from autoshard.runtime.operations.whole_op import differentiate
 from autoshard.runtime.transport.communicator import Axes
 
+_NAME = "autoshard::cross_entropy_loss"
+_OPTIONS = "Tensor? weight=None, int reduction=1, int ignore_index=-100, float label_smoothing=0.0"
+torch.library.define(_NAME, f"(Tensor self, Tensor target, {_OPTIONS}) -> Tensor")
 
-@torch.library.custom_op(
-    "autoshard::cross_entropy_loss",
-    mutates_args=(),
-    schema="(Tensor self, Tensor target, Tensor? weight=None, int reduction=1, int ignore_index=-100, "
-    "float label_smoothing=0.0) -> Tensor",
-)
-def cross_entropy_op(self: torch.Tensor, target: torch.Tensor, *options: Any) -> torch.Tensor:
+
+@torch.library.impl(_NAME, "CompositeImplicitAutograd")
+def _classes_last(self: torch.Tensor, target: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
     """``aten.cross_entropy_loss`` of logits [..., c], classes last, and class indices [...] or probabilities [..., c]."""
-    return _classes_last(self, target, *options)
-
-
-@cross_entropy_op.register_fake
-def _(self: torch.Tensor, target: torch.Tensor, weight: Any = None, reduction: int = 1, *_: Any) -> torch.Tensor:
-    return self.new_empty(() if reduction else self.shape[:-1])
-
-
-def _classes_last(self: torch.Tensor, target: torch.Tensor, *options: Any) -> torch.Tensor:
     rows = target.flatten() if target.dim() < self.dim() else target.flatten(0, -2)
-    found: torch.Tensor = torch.ops.aten.cross_entropy_loss(self.flatten(0, -2), rows, *options)
+    found: torch.Tensor = torch.ops.aten.cross_entropy_loss(self.flatten(0, -2), rows, *options, **named)
     return found.view(self.shape[:-1]) if found.dim() else found
 
 
-differentiate(cross_entropy_op, _classes_last)
+cross_entropy_op = torch.ops.autoshard.cross_entropy_loss.default
 
 
 def cross_entropy(

@@ -25,7 +25,7 @@ Lead = tuple[int, ...]
 """the lengths that rows were flattened from"""
 
 EXPERTS = experts_op._opoverload
-_LOSSES = {aten.cross_entropy_loss.default: cross_entropy_op._opoverload}
+_LOSSES = {aten.cross_entropy_loss.default: cross_entropy_op}
 """of [rows, classes] → the same of [..., classes]"""
 _BESIDE = {EXPERTS: slice(1, 3), **dict.fromkeys(_LOSSES, slice(1, 2))}
 """operations whose rows are to keep their dims → operands that are brought into these dims: ids and weights, labels"""

@@ -37,7 +37,7 @@ LARGE = 1 << 27
 
 # --- cross entropy and negative log likelihood: [n, c, ...] or [c]; ours: [..., c] ---
 
-CLASSES_LAST = cross_entropy_op._opoverload
+CLASSES_LAST = cross_entropy_op
 
 
 def class_dim_of(node: Node, graph: Graph) -> int:
