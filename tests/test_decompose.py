@@ -177,6 +177,7 @@ class Spectral(nn.Module):
         frequencies = torch.fft.rfft(self.up(x).mT)
         kept = torch.zeros_like(frequencies)
         kept[..., :4] = torch.einsum("bim,iom->bom", frequencies[..., :4], self.weight)
+        kept[..., 5] = frequencies[..., 4]
         return self.down(torch.fft.irfft(kept, n=x.shape[1]).mT)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, partialmethod
+from functools import cache, partial, partialmethod
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     kept = _islands(program, nodes) | _WHOLE
     tail = {op: how for op, how in _functional().items() if rule_for(op) is None and op not in kept}
     if any(_is_complex(node.meta.get("val")) for node in nodes):
-        tail[torch.ops.aten.slice_scatter.default] = _slice_scatter
+        tail |= _WRITES
     for node in nodes:
         if node.target in tail:
             node.meta["custom"] = {ORIGIN: str(node.target), **(node.meta.get("custom") or {})}
@@ -80,12 +80,19 @@ def _is_complex(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_complex()
 
 
-def _slice_scatter(x: torch.Tensor, part: torch.Tensor, dim: int = 0, *bounds: Any, **named: Any) -> Any:
-    """A write to a slice of complex numbers, as one of pairs: the op has no derivative for them."""
+def _in_pairs(scatter: Any, x: torch.Tensor, part: torch.Tensor, dim: int = 0, *where: Any, **named: Any) -> Any:
+    """A write into complex numbers as one of pairs: ``scatter`` has no derivative for them."""
     if not x.is_complex():
         return NotImplemented
     pairs = torch.view_as_real(x), torch.view_as_real(part.to(x.dtype))
-    return torch.view_as_complex(torch.slice_scatter(*pairs, dim % x.dim(), *bounds, **named))
+    return torch.view_as_complex(scatter(*pairs, dim % x.dim(), *where, **named))
+
+
+_WRITES = {
+    torch.ops.aten.slice_scatter.default: partial(_in_pairs, torch.slice_scatter),
+    torch.ops.aten.select_scatter.default: partial(_in_pairs, torch.select_scatter),
+}
+"""writes that have no derivative where numbers are complex"""
 
 
 def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
