@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import assert_equal_training
 from torch import Tensor, nn
 
 from autoshard.models import Llama, LlamaConfig
@@ -162,3 +163,25 @@ def test_calls_of_equal_modules_do_not_have_a_program_traced_again(monkeypatch: 
     assert str(graph) == str(again)
     assert repr(graph.nodes) == repr(again.nodes)
     assert graph.types == again.types
+
+
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator: products of the lowest frequencies, written into zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 6), nn.Linear(6, 1)
+        self.weight = nn.Parameter(torch.randn(6, 6, 4, dtype=torch.complex128) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frequencies = torch.fft.rfft(self.up(x).mT)
+        kept = torch.zeros_like(frequencies)
+        kept[..., :4] = torch.einsum("bim,iom->bom", frequencies[..., :4], self.weight)
+        kept[..., 5] = frequencies[..., 4]
+        return self.down(torch.fft.irfft(kept, n=x.shape[1]).mT)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 3}, {"dp": 2, "tp": 2}])
+def test_a_write_to_a_slice_of_complex_numbers(axes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    assert_equal_training(Spectral(), axes, (torch.randn(4, 16, 2),), steps=2)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from autoshard.errors import MeshError
 from autoshard.runtime.transport import sparse
 from autoshard.runtime.transport.communicator import Communicator, in_order_of
+from autoshard.runtime.transport.differentiable import Differentiable
 from autoshard.runtime.transport.float_order import floats, ordered
 from autoshard.runtime.transport.generators import Generators
 from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, piece, together
@@ -197,7 +198,7 @@ class TorchCommunicator(Communicator):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             move = named(move, always=True)  # for the backward, where no line of generated code runs
-            result: torch.Tensor = _Differentiable.apply(self, move, self.phase, x)  # type: ignore[no-untyped-call]
+            result: torch.Tensor = Differentiable.apply(self, move, self.phase, x)  # type: ignore[no-untyped-call]
             return result
         return self.execute(named(move), x, self.phase)
 
@@ -263,27 +264,6 @@ class TorchCommunicator(Communicator):
         if self.generators is not None:
             self.generators.agree()
         return fn(*args, **kwargs)
-
-
-class _Differentiable(torch.autograd.Function):
-    """A move of this rank as a node of the autograd graph; its backward is the dual move."""
-
-    @staticmethod
-    def forward(ctx: Any, comm: TorchCommunicator, move: Move, phase: str, x: torch.Tensor) -> torch.Tensor:
-        ctx.comm, ctx.move = comm, move
-        ctx.set_materialize_grads(False)
-        return comm.execute(move, x, phase)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        if (
-            gradient is None
-        ):  # on all ranks: they run the same program, and nothing that was computed from it is asked for
-            return None, None, None, None
-        move = ctx.move.backward()
-        if torch.is_grad_enabled():
-            return None, None, None, _Differentiable.apply(ctx.comm, move, "backward", gradient)  # type: ignore[no-untyped-call]
-        return None, None, None, ctx.comm.execute(move, gradient, "backward")
 
 
 def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:

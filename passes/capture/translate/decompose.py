@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache, partialmethod
+from functools import cache, partial, partialmethod
 from typing import Any
 
 import torch
@@ -59,6 +59,8 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
             _convert(node)
     kept = _islands(program, nodes) | _WHOLE
     tail = {op: how for op, how in _functional().items() if rule_for(op) is None and op not in kept}
+    if any(_is_complex(node.meta.get("val")) for node in nodes):
+        tail |= _WRITES
     for node in nodes:
         if node.target in tail:
             node.meta["custom"] = {ORIGIN: str(node.target), **(node.meta.get("custom") or {})}
@@ -72,6 +74,25 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     there = {n.target for n in nodes if isinstance(n.target, OpOverload)}
     written = _written(program, there, tail)
     return written if _is_plain(written) else _written(program, there, {})
+
+
+def _is_complex(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
+def _in_pairs(scatter: Any, x: torch.Tensor, part: torch.Tensor, dim: int = 0, *where: Any, **named: Any) -> Any:
+    """A write into complex numbers as one of pairs: ``scatter`` has no derivative for them."""
+    if not x.is_complex():
+        return NotImplemented
+    pairs = torch.view_as_real(x), torch.view_as_real(part.to(x.dtype))
+    return torch.view_as_complex(scatter(*pairs, dim % x.dim(), *where, **named))
+
+
+_WRITES = {
+    torch.ops.aten.slice_scatter.default: partial(_in_pairs, torch.slice_scatter),
+    torch.ops.aten.select_scatter.default: partial(_in_pairs, torch.select_scatter),
+}
+"""writes that have no derivative where numbers are complex"""
 
 
 def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
