@@ -42,8 +42,9 @@ LARGE_PRICES = 0.4
 # Neighbourhoods that repair the first choice where there is no time limit; so many between two descents afterwards.
 REPAIRS = 200
 DESCENTS = 8
-# Nodes of the windows that better what the messages choose.
+# Nodes of the windows that better what the messages choose, and the part of a network that they are at most.
 WINDOWS = 100, 200, 400
+PART = 0.25
 # Steps of the prices where there is no time limit, and where there is one; strategies of a node that are tried first, the
 # best by score, and leaves of their tree.
 STEPS = 40
@@ -107,11 +108,12 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
 
 
 def _repair(best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> None:
-    """Windows where the choice costs most above the bound; then neighbourhoods of what is forbidden, or too much, until
-    nothing is."""
+    """Windows where the choice is forbidden or holds too much, and where it costs most above the bound; then neighbourhoods of
+    what is forbidden, or too much, until nothing is."""
     near = _near(best, cheaper, found, deadline)
-    for size, beside in itertools.product(WINDOWS, (False, True)):
-        near.aim(found.core.gaps, size, beside)
+    sizes = [size for size in WINDOWS if size <= PART * len(best.lives.usage)]
+    for least, size, beside in itertools.product((math.inf, 0.0), sizes, (False, True)):
+        near.aim(found.core.gaps, size, beside, least)
     most = REPAIRS if math.isinf(deadline) else sys.maxsize
     while math.isinf(best.cost) and near.tried < most and time.perf_counter() < deadline:
         near.step()
