@@ -80,8 +80,9 @@ class Core:
     Once made, ``self._values`` are the costs of nodes and edges, then what the steps make of them.
     """
 
-    def __init__(self, lives: Lives) -> None:
-        self.lives, self.prices = lives, np.zeros(lives.count)
+    def __init__(self, lives: Lives, most: int = JOIN) -> None:
+        """``most``: entries of the largest join."""
+        self.lives, self.most, self.prices = lives, most, np.zeros(lives.count)
         self.sizes = [len(costs) for costs in lives.network.nodes]
         self._weights = np.zeros(len(self.sizes))
         self._values: list[Array] = []
@@ -137,7 +138,7 @@ class Core:
         heapq.heapify(heap)
         while heap:
             entries, node = heapq.heappop(heap)
-            if current.get(node) != entries or entries > JOIN or len(beside[node]) > NEIGHBOURS:
+            if current.get(node) != entries or entries > self.most or len(beside[node]) > NEIGHBOURS:
                 continue
             del current[node]
             around = tuple(sorted(beside[node]))

@@ -59,9 +59,12 @@ class Neighbourhoods:
     sizes: dict[tuple[bool, bool], float] = field(default_factory=dict)
     """nodes of a neighbourhood by its kind: in one row, with few strategies"""
 
-    def aim(self, gaps: Callable[[Choice], Array], size: int, near: bool) -> None:
+    def aim(self, gaps: Callable[[Choice], Array], size: int, near: bool, least: float = 0.0) -> None:
         """Windows of ``size`` nodes around those where the choice costs most above the bound, by ``gaps``, until what is left
-        of it is little. Parts of a window where that cannot be decided. ``near``: next to each other, otherwise in time."""
+        of it is little, or below ``least``. Parts of a window where that cannot be decided.
+
+        ``near``: next to each other, otherwise in time.
+        """
         best = self.best
         lives = best.lives
         order = np.argsort(lives.first + lives.last, kind="stable")
@@ -69,7 +72,7 @@ class Neighbourhoods:
         left, gap = np.ones(len(best.lives.usage), dtype=bool), self._gaps(gaps)
         while time.perf_counter() < self.deadline:
             seed = int(np.argmax(np.where(left, gap, 0.0)))
-            if not left[seed] or gap[seed] <= LITTLE * gap[np.isfinite(gap)].sum():
+            if not left[seed] or gap[seed] < least or gap[seed] <= LITTLE * gap[np.isfinite(gap)].sum():
                 break
             if near:
                 nodes = around(lives, seed, size, self.generator)

@@ -18,7 +18,7 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.exact.prune import NO_CHOICE
 from autoshard.passes.search.folded import Classes
-from autoshard.passes.search.network import Choice, Solution
+from autoshard.passes.search.network import Array, Choice, Solution
 from autoshard.passes.search.over_time.descent import Best, descend
 from autoshard.passes.search.over_time.domains import Domains
 from autoshard.passes.search.over_time.lives import SLACK, Lives
@@ -28,10 +28,11 @@ from autoshard.passes.search.over_time.tree import Cheaper, Leaf, Tree
 
 GAP = 1e-9
 # The part of the time that is left for what is under way when it is up, and for the answer; the parts after which
-# beaten strategies are no longer looked for, and windows and repair of the first choice end; of what is left, the parts that
+# beaten strategies are no longer looked for, and the first descent and its repair end; of what is left, the parts that
 # go into prices and into the few strategies, and into these where a choice is known.
 RESERVE = 0.05
 BEATEN = 0.05
+DESCENT = 0.35
 REPAIR = 0.5
 PRICES = 0.2
 FEW = 0.6
@@ -81,14 +82,19 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
     deadline = begin + limit
     now = time.perf_counter()
     large = len(lives.usage) > MOST
+    if not large:
+        best.offer(descend(lives, best.choice, unit, PASSES, begin + DESCENT * limit))
+        _mend(Neighbourhoods(best, cheaper, begin + REPAIR * limit, [best.choice], *_nothing(lives)))
+        now = time.perf_counter()
+    steps = math.ceil(STEPS * effort) if not large or math.isinf(limit) else MOST_STEPS
     part = LARGE_PRICES if large else PRICES
-    steps = math.ceil(STEPS * effort) if math.isinf(limit) else MOST_STEPS
     try:
-        found = priced(best, steps, unit, now + part * (deadline - now))
+        found = priced(best, steps, unit, now + part * (deadline - now), whole=not large)
     except PlanError:
         raise PlanError(_forbidden(given)) from None
-    best.offer(descend(lives, best.choice, unit, PASSES, deadline))
-    _repair(best, cheaper, found, deadline if large else begin + REPAIR * limit)
+    if large:
+        best.offer(descend(lives, best.choice, unit, PASSES, deadline))
+        _repair(best, cheaper, found, deadline)
     run = _Run(best, cheaper, found, deadline)
     known = math.isfinite(best.cost)
     if large:
@@ -107,19 +113,24 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
 
 
 def _repair(best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> None:
-    """Windows where the choice costs most above the bound; then neighbourhoods of what is forbidden, or too much, until
-    nothing is."""
-    near = _near(best, cheaper, found, deadline)
-    for size, beside in itertools.product(WINDOWS, (False, True)):
-        near.aim(found.core.gaps, size, beside)
-    most = REPAIRS if math.isinf(deadline) else sys.maxsize
-    while math.isinf(best.cost) and near.tried < most and time.perf_counter() < deadline:
+    """Windows where the choice is forbidden or holds too much, and where it costs most above the bound; then neighbourhoods."""
+    weights = best.lives.weights(found.prices).tolist()
+    near = Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights, found.prices)
+    for least, size, beside in itertools.product((math.inf, 0.0), WINDOWS, (False, True)):
+        near.aim(found.core.gaps, size, beside, least)
+    _mend(near)
+
+
+def _mend(near: Neighbourhoods) -> None:
+    """Neighbourhoods of what is forbidden, or too much, until nothing is."""
+    most = REPAIRS if math.isinf(near.deadline) else sys.maxsize
+    while math.isinf(near.best.cost) and near.tried < most and time.perf_counter() < near.deadline:
         near.step()
 
 
-def _near(best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> Neighbourhoods:
-    weights = best.lives.weights(found.prices).tolist()
-    return Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights, found.prices)
+def _nothing(lives: Lives) -> tuple[tuple[Array, ...], list[float]]:
+    """Scores and weights while nothing is known of them."""
+    return lives.network.nodes, [0.0] * len(lives.usage)
 
 
 def _reduced(given: Lives, begin: float, limit: float) -> tuple[Lives, list[Classes]]:
@@ -149,7 +160,8 @@ class _Run:
         self.domains = domains
         self.tree = Tree(lives, cheaper, deadline, best.cost)
         self.tree.put(Leaf(found.bound, domains, found.prices))
-        self.near = _near(best, cheaper, found, deadline)
+        weights = lives.weights(found.prices).tolist()
+        self.near = Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights)
         self.entries = max(sum(matrix.size for *_, matrix in lives.network.matrices), 1)
         self.seconds = {"few": 0.0, "tree": 0.0, "neighbourhoods": 0.0}
         self.leaf = 0.0

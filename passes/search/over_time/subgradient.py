@@ -21,7 +21,7 @@ from autoshard.passes.search.over_time.descent import Best, descend
 # the last choice in the mean that gives the direction; what the mean decides of a step's length; by how much of itself the
 # bound may fall before the prices go back to the best; after so many steps a descent.
 FIRST_SWEEPS = 30
-FIRST = 0.5
+FIRST, FIRST_WHOLE = 0.5, 0.2
 AHEAD = 0.2
 MEAN = 0.2
 LENGTH = 0.05
@@ -47,16 +47,19 @@ class Priced:
     core: Core
 
 
-def priced(best: Best, steps: int, unit: float, deadline: float) -> Priced:
-    """Up to ``steps`` steps, which offer to ``best`` what they see; descents pay ``unit`` for what is held too much."""
+def priced(best: Best, steps: int, unit: float, deadline: float, whole: bool = False) -> Priced:
+    """Up to ``steps`` steps, which offer to ``best`` what they see; descents pay ``unit`` for what is held too much.
+
+    ``whole``: the messages go through all nodes, which takes longer and tells more of each.
+    """
     lives = best.lives
-    core = Core(lives)
+    core = Core(lives, most=0) if whole else Core(lives)
     dual = core.dual
     prices = at_best = mean = np.zeros(lives.count)
     bound, ahead, seen = -math.inf, AHEAD, [best.choice]
     bounds: list[float] = []
     now = time.perf_counter()
-    first = now + FIRST * (deadline - now)
+    first = now + (FIRST_WHOLE if whole else FIRST) * (deadline - now)
     for step in range(steps):
         swept = _sweep(dual, FIRST_SWEEPS if step == 0 else 2, best.cost, first if step == 0 else deadline)
         if swept and dual.bound > bound:
@@ -70,7 +73,7 @@ def priced(best: Best, steps: int, unit: float, deadline: float) -> Priced:
         stalled = len(bounds) > PATIENCE and bound - bounds[-1 - PATIENCE] <= PROGRESS * abs(bound)
         if not swept or stalled or time.perf_counter() > deadline:
             break
-        if step % DESCENT == 0:
+        if (step + whole) % DESCENT == 0:
             seen.append(descend(lives, choice, unit, PASSES, deadline))
             best.offer(seen[-1])
         slope = lives.sums(lives.held(choice)) - lives.room
