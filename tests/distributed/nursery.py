@@ -22,7 +22,8 @@ import autoshard
 def serve(parent: socket.socket) -> None:
     """Fork a process for every connection that ``parent`` sends."""
     with torch.device("meta"):
-        autoshard.plan(nn.Linear(2, 2), {"x": 2}, (torch.zeros(2, 2),))  # imports what a compile imports
+        # imports what a compile imports; no backward, whose threads builds for GPUs do not let live on in a fork
+        autoshard.plan(nn.Linear(2, 2), {"x": 2}, (torch.zeros(2, 2),), training=False)
     freeze_imports()
     import checks  # noqa: F401  what most worlds import, transformers too: seconds for each; after the freeze, as what
     import state_cases  # noqa: F401  a trace looks for among the objects of user code is not to be hidden
