@@ -136,7 +136,9 @@ class Neighbourhoods:
 
     def _improve(self, nodes: list[int], few: bool) -> tuple[bool, bool]:
         """Free some nodes; returns whether that is better, and whether all there is was searched."""
-        best, deadline = self.best, min(self.deadline, time.perf_counter() + SECONDS)
+        best, deadline = self.best, self.deadline
+        if math.isfinite(deadline):
+            deadline = min(deadline, time.perf_counter() + SECONDS)
         present = tuple(best.choice[node] for node in nodes)
         lives = best.lives.part(nodes, best.choice, best.used)
         domains = Domains.of(lives, deadline)
