@@ -252,7 +252,7 @@ def test_channels_that_are_cut_too_small_take_longer(groups: int) -> None:
     for channels in ((), ((24, 0.5), (48, 1.0))):
         mesh = Mesh({"x": 2}, hardware=replace(H100, channels=channels))
         with torch.device("meta"):
-            layer = nn.Conv2d(48, 48, 3, groups=groups)
+            layer = nn.Conv2d(48, 48, 3, groups=groups, bias=False)
             graph = capture(layer, (torch.empty(256, 48, 64, 64),), {}, training=True)
         taken.append(seconds_of(graph, "conv", mesh))
     slower = {label: taken[1][label].step / seconds.step for label, seconds in taken[0].items()}

@@ -20,7 +20,7 @@ class Block(runtime.Block):
         "norm_1.bias": "float32[32/64]",
         "attention.qkv.weight": "float32[48/192, 64]",
         "attention.qkv.bias": "float32[48/192]",
-        "attention.out.weight": "float32[32/64, 32/64]",
+        "attention.out.weight": "float32[32/64, 64]",
         "attention.out.bias": "float32[32/64]",
         "norm_2.weight": "float32[32/64]",
         "norm_2.bias": "float32[32/64]",
@@ -31,27 +31,31 @@ class Block(runtime.Block):
     }
 
     def forward(self, x, batch, seq):
-        # I@dp → R@dp    backward: all-reduce
+        # I@tp → R@tp    backward: all-reduce
         (
             norm_1_weight,
             norm_1_bias,
+            out_weight,
+            out_bias,
             norm_2_weight,
             norm_2_bias,
         ) = runtime.enter_parameters(
             (
                 self.norm_1.weight,
                 self.norm_1.bias,
+                self.attention.out.weight,
+                self.attention.out.bias,
                 self.norm_2.weight,
                 self.norm_2.bias,
             ),
-            "dp",
+            "tp",
         )
-        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:77
-        norm_1 = runtime.layer_norm(x, [64], norm_1_weight, norm_1_bias, 1e-05, "tp")
-        # S(0)@dp → R@dp    backward: reduce-scatter
-        norm_1 = runtime.all_gather(norm_1, 0, "dp", to="R", size=batch)
-        # S(2)@tp → R@tp    backward: reduce-scatter
-        norm_1 = runtime.all_gather(norm_1, 2, "tp", to="R")
+        # [batch, seq/2, 32/64] S(2)@dp S(1)@tp  gpt.py:77
+        norm_1 = runtime.layer_norm(x, [64], norm_1_weight, norm_1_bias, 1e-05, "dp")
+        # S(2)@dp → R@dp    backward: reduce-scatter
+        norm_1 = runtime.all_gather(norm_1, 2, "dp", to="R")
+        # S(1)@tp → R@tp    backward: reduce-scatter
+        norm_1 = runtime.all_gather(norm_1, 1, "tp", to="R", size=seq)
         # [batch, seq, 48/192] S(2)@dp S(2)@tp  gpt.py:59
         qkv = F.linear(norm_1, self.attention.qkv.weight, self.attention.qkv.bias)
         # [batch, seq, 1/4, 48] S(2)@dp S(2)@tp  gpt.py:59
@@ -69,24 +73,24 @@ class Block(runtime.Block):
             shape=(batch, 4, seq, seq),
             cuts={1: ("dp", "tp")},
         )
+        # S(1)@tp → S(2)@tp    backward: all-to-all
+        y = runtime.all_to_all(y, 1, 2, "tp")
+        # S(1)@dp → R@dp    backward: reduce-scatter
+        y = runtime.all_gather(y, 1, "dp", to="R")
+        y = y.transpose(1, 2)  # [batch, seq/2, 4, 16] S(1)@tp  gpt.py:63
+        # [batch, seq/2, 64] S(1)@tp  gpt.py:63
+        y = y.reshape(batch, runtime.size(seq, "tp"), 64)
+        # [batch, seq/2, 32/64] S(2)@dp S(1)@tp  gpt.py:63
+        out = F.linear(y, out_weight, out_bias)
+        # [batch, seq/2, 32/64] S(2)@dp S(1)@tp  gpt.py:77
+        dropout = runtime.dropout(out, 0.1, (batch, seq, 64), {1: "tp", 2: "dp"})
+        x = x + dropout  # [batch, seq/2, 32/64] S(2)@dp S(1)@tp  gpt.py:77
+        # [batch, seq/2, 32/64] S(2)@dp S(1)@tp  gpt.py:78
+        norm_2 = runtime.layer_norm(x, [64], norm_2_weight, norm_2_bias, 1e-05, "dp")
+        # S(2)@dp → R@dp    backward: reduce-scatter
+        norm_2 = runtime.all_gather(norm_2, 2, "dp", to="R")
         # S(1)@tp → R@tp    backward: reduce-scatter
-        y = runtime.all_gather(y, 1, "tp", to="R")
-        y = y.transpose(1, 2)  # [batch, seq, 2/4, 16] S(2)@dp  gpt.py:63
-        y = y.reshape(batch, seq, 32)  # [batch, seq, 32/64] S(2)@dp  gpt.py:63
-        out_bias = runtime.partial(self.attention.out.bias, "dp", of="I")  # I@dp → P@dp
-        # [batch, seq, 32/64] P@dp S(2)@tp  gpt.py:63
-        out = F.linear(y, self.attention.out.weight, out_bias)
-        # P@dp → S(0)@dp    backward: all-gather
-        out = runtime.reduce_scatter(out, 0, "dp")
-        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:77
-        dropout = runtime.dropout(out, 0.1, (batch, seq, 64), {0: "dp", 2: "tp"})
-        x = x + dropout  # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:77
-        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:78
-        norm_2 = runtime.layer_norm(x, [64], norm_2_weight, norm_2_bias, 1e-05, "tp")
-        # S(0)@dp → R@dp    backward: reduce-scatter
-        norm_2 = runtime.all_gather(norm_2, 0, "dp", to="R", size=batch)
-        # S(2)@tp → R@tp    backward: reduce-scatter
-        norm_2 = runtime.all_gather(norm_2, 2, "tp", to="R")
+        norm_2 = runtime.all_gather(norm_2, 1, "tp", to="R", size=seq)
         # [batch, seq, 64/256] S(2)@dp S(2)@tp  gpt.py:78
         up = F.linear(norm_2, self.up.weight, self.up.bias)
         # S(2)@dp S(2)@tp → S(0)@dp S(0)@tp    backward: all-to-all
@@ -103,13 +107,13 @@ class Block(runtime.Block):
         down_bias = runtime.partial(self.down.bias, ("dp", "tp"), of="I")
         # [batch, seq, 64] P@dp P@tp  gpt.py:78
         down = F.linear(gelu, self.down.weight, down_bias)
-        # P@tp → S(2)@tp    backward: all-gather
-        down = runtime.reduce_scatter(down, 2, "tp")
-        # P@dp → S(0)@dp    backward: all-gather
-        down = runtime.reduce_scatter(down, 0, "dp")
-        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:78
-        dropout = runtime.dropout(down, 0.1, (batch, seq, 64), {0: "dp", 2: "tp"})
-        add = x + dropout  # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:78
+        # P@tp → S(1)@tp    backward: all-gather
+        down = runtime.reduce_scatter(down, 1, "tp")
+        # P@dp → S(2)@dp    backward: all-gather
+        down = runtime.reduce_scatter(down, 2, "dp")
+        # [batch, seq/2, 32/64] S(2)@dp S(1)@tp  gpt.py:78
+        dropout = runtime.dropout(down, 0.1, (batch, seq, 64), {1: "tp", 2: "dp"})
+        add = x + dropout  # [batch, seq/2, 32/64] S(2)@dp S(1)@tp  gpt.py:78
         return add
 
 
@@ -136,30 +140,34 @@ class RankModule(runtime.RankModule):
         token_embedding_weight, position_embedding_weight = runtime.enter_parameters(
             (self.token_embedding.weight, self.position_embedding.weight), ("dp", "tp")
         )
-        # R@dp R@tp → S(1)@dp S(1)@tp
-        tokens = runtime.slice(tokens, 1, ("dp", "tp"), of="R")
-        # [batch, seq/4, 64] S(1)@dp S(1)@tp  gpt.py:109
+        tokens = runtime.slice(tokens, 1, "tp", of="R")  # R@tp → S(1)@tp
+        tokens = runtime.slice(tokens, 0, "dp", of="R")  # R@dp → S(0)@dp
+        # [batch/2, seq/2, 64] S(0)@dp S(1)@tp  gpt.py:109
         token_embedding = F.embedding(tokens, token_embedding_weight)
         # [seq/4, 64] S(0)@dp S(0)@tp  gpt.py:109
         position_embedding = F.embedding(positions, position_embedding_weight)
-        # [batch, seq/4, 64] S(1)@dp S(1)@tp  gpt.py:109
+        # S(0)@dp → S(2)@dp    backward: all-to-all
+        token_embedding = runtime.all_to_all(token_embedding, 0, 2, "dp", size=batch)
+        # S(0)@dp S(0)@tp → S(1)@dp S(1)@tp    backward: all-to-all
+        position_embedding = runtime.all_to_all(
+            position_embedding, 0, 1, ("dp", "tp"), size=seq
+        )
+        # S(1)@tp → S(0)@tp    backward: all-to-all
+        position_embedding = runtime.all_to_all(position_embedding, 1, 0, "tp")
+        # [batch, seq/2, 32/64] S(2)@dp S(1)@tp  gpt.py:109
         add = token_embedding + position_embedding
-        # S(1)@tp → S(2)@tp    backward: all-to-all
-        add = runtime.all_to_all(add, 1, 2, "tp", size=runtime.size(seq, "dp"))
-        # S(1)@dp → S(0)@dp    backward: all-to-all
-        add = runtime.all_to_all(add, 1, 0, "dp", size=seq)
-        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:109
-        x = runtime.dropout(add, 0.1, (batch, seq, 64), {0: "dp", 2: "tp"})
+        # [batch, seq/2, 32/64] S(2)@dp S(1)@tp  gpt.py:109
+        x = runtime.dropout(add, 0.1, (batch, seq, 64), {1: "tp", 2: "dp"})
         for block in self.blocks:
             x = block(x, batch, seq)
-        # I@dp → R@dp    backward: all-reduce
+        # I@tp → R@tp    backward: all-reduce
         norm_weight, norm_bias = runtime.enter_parameters(
-            (self.norm.weight, self.norm.bias), "dp"
+            (self.norm.weight, self.norm.bias), "tp"
         )
-        # [batch/2, seq, 32/64] S(0)@dp S(2)@tp  gpt.py:112
-        norm = runtime.layer_norm(x, [64], norm_weight, norm_bias, 1e-05, "tp")
-        # S(2)@tp → S(1)@tp    backward: all-to-all
-        norm = runtime.all_to_all(norm, 2, 1, "tp")
+        # [batch, seq/2, 32/64] S(2)@dp S(1)@tp  gpt.py:112
+        norm = runtime.layer_norm(x, [64], norm_weight, norm_bias, 1e-05, "dp")
+        # S(2)@dp → S(0)@dp    backward: all-to-all
+        norm = runtime.all_to_all(norm, 2, 0, "dp")
         # S(1)@tp → R@tp    backward: reduce-scatter
         norm = runtime.all_gather(norm, 1, "tp", to="R", size=seq)
         # R@tp → S(0)@tp
