@@ -221,3 +221,33 @@ def test_hints_name_the_batch() -> None:
     hints = {"x": {"micro_batch": Shard(1)}}
     with pytest.raises(HintError, match="names axis 'micro_batch', which is time and an axis of the mesh: rename that"):
         autoshard.compile(model, ideal({"micro_batch": 2}), args, hints=hints)
+
+
+class Classified(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.embedding(ids)).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("stages", [None, "pp"])
+def test_losses_in_pieces(stages: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits so large that a rank's loss works on pieces of them: that is asked of a micro-batch's graph, not in making it."""
+    monkeypatch.setattr("autoshard.passes.rules.families.loss.LARGE", 1)
+    torch.manual_seed(0)
+    model, ids, labels = Classified().double(), torch.randint(16, (4, 3)), torch.randint(16, (4, 3))
+    labels[0, 1:] = labels[3, 0] = -100
+    loss = model(ids, labels)
+    loss.backward()
+    mesh = ideal({"pp": 2} if stages else {"dp": 2})
+    sharded = autoshard.compile(
+        model, mesh, (ids, labels), micro_batches=2, stages=stages, like=None if stages else "ddp"
+    )
+    assert "pieces=True" in sharded.source
+    mine = sharded(ids, labels)
+    mine.backward()
+    torch.testing.assert_close(mine.detach(), loss.detach(), rtol=1e-12, atol=0)
+    for name, gradient in sharded.full_gradients().items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12)

@@ -7,7 +7,7 @@ micro-batch; a summand is summed at the exit only. What would need all micro-bat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -261,7 +261,7 @@ def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Call
     names = (*node.inputs, *node.outputs)
     pairs = zip(names, (*strategy.inputs, *strategy.outputs), strict=True)
     placed = tuple((canonical(p, graph.types[n].grad),) for n, p in pairs)
-    call = rule.local(site_of(node, graph, mesh, (strategy,), placed))
+    call = rule.local(replace(site_of(node, graph, mesh, (strategy,), placed), of_micro_batch=True))
     if rule.named and call.fn == rule.named and call.kwargs.keys() <= {a.name for a in node.op._schema.arguments}:
         given = {a.name for a in node.op._schema.arguments[: len(call.args)]}
         same = {k: v for k, v in node.kwargs.items() if k not in given and not isinstance(v, Ref)}

@@ -27,6 +27,8 @@ class Site:
     outputs: tuple[Layout, ...]
     choice: tuple[Strategy, ...]
     """the strategy of every mesh axis"""
+    of_micro_batch: bool = False
+    """parts are micro-batches, whose graph is planned then: how a rank works on its part of one is asked there"""
 
     @property
     def example(self) -> Site:

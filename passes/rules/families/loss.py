@@ -136,7 +136,7 @@ def _in_pieces(site: Site) -> bool:
     integers = not site.in_type(1).dtype.is_floating_point
     large = math.prod(site.local_shape("self")) >= LARGE
     known = site.node.op in (aten.cross_entropy_loss.default, CLASSES_LAST)
-    return known and site.grad and integers and large
+    return known and site.grad and integers and large and not site.of_micro_batch
 
 
 def _of_rows(site: Site) -> Call:
