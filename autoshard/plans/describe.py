@@ -313,9 +313,8 @@ def _of_node(program: Program, s: Statement, compute: costs.Seconds) -> Iterator
     for c in s.internal:
         if mesh.size_of(c.axes) == 1 or (c.phase == "backward" and not program.graph.training):
             continue
-        moved, seconds = costs.internal_cost(
-            replace(c, share=1.0), mesh
-        )  # what goes with others, :func:`_together` knows
+        # what goes with others, :func:`_together` knows
+        moved, seconds = costs.internal_cost(replace(c, share=1.0), mesh)
         reason = f"{node.op}: {c.what}"
         hidden = costs.hidden_seconds(c, mesh, compute)
         found = Collective(

@@ -21,9 +21,8 @@ class Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        if (
-            gradient is None
-        ):  # on all ranks: they run the same program, and nothing that was computed from it is asked for
+        # None on all ranks: they run the same program, and nothing that was computed from it is asked for
+        if gradient is None:
             return None, None, None, None
         move = ctx.move.backward()
         if torch.is_grad_enabled():
