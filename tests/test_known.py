@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import networkx as nx
 import pytest
 import torch
 from torch import nn
@@ -19,10 +17,8 @@ from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.without_data import without_data
 from autoshard.passes.ir.assignment import laid_out
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.known import known_of_graph, known_of_node
-from autoshard.passes.ir.program import Call, Statement
-from autoshard.passes.lower.bucket import placed
 
 
 def _graph(dynamic: bool = False) -> Graph:
@@ -92,23 +88,3 @@ def test_parameters_without_data_lie_as_they_did() -> None:
         assert new.device.type == "cpu"
         assert new.stride() == torch.empty_like(old).stride()
         assert (new.shape, new.dtype, new.requires_grad) == (old.shape, old.dtype, old.requires_grad)
-
-
-def test_units_stand_behind_what_they_are_made_from() -> None:
-    """As in a walk through the graph of their needs, each behind its own."""
-    draw = random.Random(0)
-    for _ in range(50):
-        names = [f"v{i}" for i in range(draw.randint(1, 25))]
-        statements = []
-        for i, name in enumerate(names):
-            read = tuple(Ref(n) for n in draw.sample(names[:i], min(i, draw.randint(0, 3))))
-            statements.append(Statement((name,), Call("f", read, {}), (None,)))
-        units: list[list[Statement]] = []
-        for s in statements:
-            draw.choice(units).append(s) if units and draw.random() < 0.3 else units.append([s])
-        maker = {name: i for i, unit in enumerate(units) for s in unit for name in s.outputs}
-        needs: nx.DiGraph = nx.DiGraph()
-        needs.add_nodes_from(range(len(units)))
-        for i, unit in enumerate(units):
-            needs.add_edges_from((i, maker[name]) for s in unit for name in s.call.reads)
-        assert list(placed(units)) == [units[i] for i in nx.dfs_postorder_nodes(needs)]

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import networkx as nx
+
 from autoshard.passes.ir.graph import refs
 from autoshard.passes.ir.merge import fused, merged
 from autoshard.passes.ir.program import Program, Statement, reads
@@ -156,21 +158,11 @@ def _function(s: Statement, program: Program) -> str | None:
 def placed(units: Sequence[list[Statement]]) -> Iterator[list[Statement]]:
     """Every unit where its first member stood, but after all that its members are made from."""
     maker = {name: i for i, unit in enumerate(units) for s in unit for name in s.outputs}
-    begun: set[int] = set()
-
-    def needs(i: int) -> Iterator[int]:
-        begun.add(i)
-        return (maker[name] for s in units[i] for name in reads(s) if name in maker)
-
-    for first in range(len(units)):
-        path = [] if first in begun else [(first, needs(first))]
-        while path:
-            i, rest = path[-1]
-            if (before := next((j for j in rest if j not in begun), None)) is not None:
-                path.append((before, needs(before)))
-            else:
-                path.pop()
-                yield units[i]
+    needs = nx.DiGraph()
+    needs.add_nodes_from(range(len(units)))
+    reading = ((i, name) for i, unit in enumerate(units) for s in unit for name in reads(s))
+    needs.add_edges_from((i, maker[name]) for i, name in reading if name in maker)
+    return (units[i] for i in nx.dfs_postorder_nodes(needs))
 
 
 def _bytes(s: Statement, program: Program) -> float:

@@ -144,14 +144,9 @@ class DistributedModule(OnRank):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
-        notes = self._comm.notes
-        try:
-            with self._turns:
-                notes.call += 1
-                return self._called(args, kwargs)
-        except Exception as error:
-            notes.leave(error)
-            raise
+        with self._comm.notes.told(), self._turns:
+            self._comm.notes.call += 1
+            return super().forward(*args, **kwargs)
 
     @contextlib.contextmanager
     def meeting(self, what: str) -> Iterator[None]:
