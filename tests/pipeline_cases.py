@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from microbatch_cases import TOLERANCE, far, full, loss_of
-from pipeline_steps import Uneven, compare, made, tokens
+from pipeline_steps import Short, Uneven, compare, made, tokens
 from state_harness import same_gradients
 from table_models import Looked
 from torch import nn
@@ -285,15 +285,16 @@ def like_an_expert(mesh: autoshard.Mesh) -> None:
 
 
 def gradients_of_inputs(mesh: autoshard.Mesh) -> None:
-    """An input that several stages read: its gradients are added up."""
-    model, (x, y) = made("skips")
-    ours, theirs = (x.clone().requires_grad_() for _ in range(2))
-    sharded = autoshard.compile(copy.deepcopy(model), mesh, (ours, y), stages="pp", micro_batches=2)
-    loss_of(sharded(ours, y)).backward()
-    loss_of(model(theirs, y)).backward()
-    assert ours.grad is not None
-    assert theirs.grad is not None
-    assert far(ours.grad, theirs.grad) <= TOLERANCE
+    """Of an input that several stages read they are added up; one that the loss does not lead to has none."""
+    for name in ("skips", "aside"):
+        model, given = made(name)
+        ours, theirs = ([x.clone().requires_grad_() for x in given] for _ in range(2))
+        sharded = autoshard.compile(copy.deepcopy(model), mesh, tuple(ours), stages="pp", micro_batches=2)
+        loss_of(sharded(*ours)).backward()
+        loss_of(model(*theirs)).backward()
+        for found, expected in zip(ours, theirs, strict=True):
+            assert (found.grad is None) == (expected.grad is None), name
+            assert found.grad is None or far(found.grad, expected.grad) <= TOLERANCE, name
 
 
 def refused(mesh: autoshard.Mesh) -> None:
@@ -321,15 +322,6 @@ def refused(mesh: autoshard.Mesh) -> None:
             micro_batches=1,
         )
     fails(PlanError, "stages: the model has 1 operations to cut between", Short(), args[:1], micro_batches=1)
-
-
-class Short(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight.square()
 
 
 def tables(mesh: autoshard.Mesh) -> None:
@@ -379,6 +371,8 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "skips": trains("skips", 4),
     "normed": trains("normed", 1),
     "detached": trains("detached", 2),
+    "aside": trains("aside", 2),
+    "aside_zero_bubble": trains("aside", 4, schedule="zero_bubble"),
     "one_verdict": one_verdict,
     "no_second_derivatives": no_second_derivatives,
     "ranks_hold_their_stages": ranks_hold_their_stages,

@@ -78,6 +78,35 @@ class Detached(nn.Module):
         return F.mse_loss(x @ self.first.weight.detach(), y)
 
 
+class Aside(nn.Module):
+    """What crosses stages and does not lead to the loss: a branch to an output, a target that is detached at the end, and a
+    layer that the first and the last stage read for outputs. None of their parameters has a gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.branch = (nn.ModuleList(nn.Linear(12, 12) for _ in range(4)) for _ in range(2))
+        self.target, self.outside = nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, Any]:
+        target, early, found, branch = self.target(x), self.outside(y), x, y
+        for layer, beside in zip(self.layers, self.branch, strict=True):
+            found, branch = F.gelu(layer(found)), F.gelu(beside(branch))
+        late = self.outside(found.detach())
+        return {"loss": F.mse_loss(found, target.detach()), "branch": branch, "sums": (early.sum(-1), late.sum(-1))}
+
+
+class Short(nn.Module):
+    """One operation: there is nothing to cut between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.square()
+
+
 class Shared(nn.Module):
     """Of the layers' parameters each is read by some of the others, too."""
 
@@ -123,6 +152,8 @@ def made(name: str) -> Made:
         return Skips().double(), (x, x.flip(0))
     if name == "detached":
         return Detached().double(), (x, x.flip(0))
+    if name == "aside":
+        return Aside().double(), (x, x.flip(0))
     if name == "shared":
         return Shared().double(), (x, x.flip(0))
     if name == "normed":

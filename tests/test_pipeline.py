@@ -219,6 +219,16 @@ def test_a_saved_step_is_the_same(
     assert capsys.readouterr().out.splitlines() == expected
 
 
+def test_a_saved_step_sends_back_what_the_loss_leads_to(tmp_path: Path) -> None:
+    """Else a parameter without a gradient would get one of zeros, which AdamW takes for one."""
+    model, args = made("aside")
+    autoshard.compile(model, ideal({"pp": 4}), args, stages="pp", micro_batches=2).save(tmp_path)
+    saved = json.loads((tmp_path / "step.json").read_text())
+    assert saved["tied"] == {}  # the first and the last stage read `outside`
+    carried = [[m["grad"] for m in sent] for sent in saved["messages"][:-1]]
+    assert all(sum(sent) == 1 < len(sent) for sent in carried), carried
+
+
 class Counted(nn.Module):
     """Samples weigh by how many are positive so far: that is known before the first micro-batch."""
 

@@ -18,6 +18,7 @@ from autoshard.module.programs.executable import Executable
 from autoshard.module.staged.pipeline import form_of, places
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.microbatch import MicroBatches
+from autoshard.passes.pipeline import Stages
 
 Held = Callable[[Executable, int], Mapping[str, torch.Tensor]]
 """what gives every tensor that a rank module of a rank reads, by original name"""
@@ -109,7 +110,7 @@ def _step(executable: Executable) -> dict[str, Any]:
         "training": micro is not None and micro.loss is not None,
         "draws": bool(forms) and forms[0].draws,
         "ranks": stages,
-        "tied": {} if pipeline is None else dict(pipeline.tied),
+        "tied": {} if pipeline is None else _tied(pipeline, micro),
         "stages": [
             {
                 "arguments": [_argument(name, got, micro) for name in part.compiled.source.inputs],
@@ -127,6 +128,13 @@ def _step(executable: Executable) -> dict[str, Any]:
         ]
         or [[]],
     }
+
+
+def _tied(pipeline: Stages, micro: MicroBatches | None) -> dict[str, tuple[int, ...]]:
+    """Parameters of several stages that have a gradient, with these stages."""
+    reached = pipeline.reached(None if micro is None else micro.loss)
+    trained = {i.fqn for i in pipeline.whole.inputs if i.name in reached}
+    return {fqn: homes for fqn, homes in pipeline.tied.items() if fqn in trained}
 
 
 def _argument(name: str, received: tuple[str, ...], micro: MicroBatches | None) -> int | tuple[str, int | None]:

@@ -6,14 +6,12 @@ Everything else that a view of the whole graph gives is decided before, by the c
 
 from __future__ import annotations
 
-import functools
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from autoshard.passes.ir.graph import Graph, Ref
+from autoshard.passes.ir.gradients import outputs_reached
 from autoshard.passes.ir.merge import merged
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.redistribute.pricing import SMALL_BYTES, TOGETHER
@@ -26,7 +24,7 @@ def together(program: Program) -> Program:
     where its first reader stands, which is often later than it could be. Where the backward communicates as well, all
     must count for the same outputs, so that a gradient exists for all or for none.
     """
-    reached = _reached(program.graph)
+    reached = outputs_reached(program.graph)
     groups: dict[int, list[Statement]] = {}
     open_: dict[Any, int] = {}
     made: dict[str, int] = {}
@@ -44,18 +42,6 @@ def together(program: Program) -> Program:
             open_[key] = at
     statements = (merged(f"{g[0].call.fn}_together", g) if len(g) > 1 else g[0] for g in groups.values())
     return replace(program, statements=tuple(statements))
-
-
-def _reached(graph: Graph) -> dict[str, int]:
-    """value → the outputs that a gradient reaches it from, as bits."""
-    found: dict[str, int] = dict.fromkeys(graph.types, 0)
-    for i, out in enumerate(graph.outputs):
-        if isinstance(out, Ref) and graph.types[out.name].grad:
-            found[out.name] |= 1 << i
-    for node in reversed(graph.nodes):
-        for name in node.inputs:
-            found[name] |= functools.reduce(operator.or_, (found[o] for o in node.outputs if graph.types[o].grad), 0)
-    return found
 
 
 def _key(s: Statement, program: Program, reached: Mapping[str, int]) -> Any:

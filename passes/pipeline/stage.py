@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from autoshard.passes.ir.gradients import outputs_reached
 from autoshard.passes.ir.graph import Graph
 
 
@@ -71,6 +72,12 @@ class Stages:
                 found[fqn] = (*found[fqn], stage.number)
         read = [fqn for fqn, stages in found.items() if stages]
         return {fqn: stages or (_beside(fqn, read, found),) for fqn, stages in found.items()}
+
+    def reached(self, loss: int | None) -> frozenset[str]:
+        """The values that a gradient reaches from the model's output ``loss``; without one, none."""
+        if loss is None:
+            return frozenset()
+        return frozenset(name for name, outputs in outputs_reached(self.whole).items() if outputs >> loss & 1)
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:

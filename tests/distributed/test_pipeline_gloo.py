@@ -14,6 +14,7 @@ from state_sweep import IN_PROCESSES
 
 FAST = {
     "gpt_1f1b",
+    "aside",
     "frozen_and_unfrozen",
     "called_in_a_checkpoint",
     "other_outputs",

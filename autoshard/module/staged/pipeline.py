@@ -39,6 +39,14 @@ class ProgramPipeline(Pipeline):
         names = [i.name for i in graph.inputs if i.kind == "input"]
         return {n: tuple(s.number for s in each if n in s.given and s.reads(n)) for n in names}
 
+    @cached_property
+    def reached(self) -> frozenset[str]:
+        """The inputs of the step that a gradient reaches."""
+        micro = self.executable.compiled.micro_batches
+        if micro is None:
+            return frozenset()
+        return frozenset(micro.inputs[n][0] for n in self.stages.reached(micro.loss) if n in micro.inputs)
+
     def shapes(self, part: Executable) -> list[tuple[int, ...] | None]:
         """The global shapes of what a stage gives in the present call, see :meth:`Executable.shapes`."""
         return [None if shape is None else self.lengths(shape) for shape in part.global_shapes]
@@ -61,10 +69,13 @@ def form_of(executable: Executable, rank: int, lengths: Lengths = tuple) -> Form
     micro, last = executable.compiled.micro_batches, len(pipeline) - 1
     loss = None if micro is None or micro.loss is None else pipeline.each[-1].results.index(micro.loss)
 
+    reached = pipeline.reached(None if micro is None else micro.loss)
+
     def message(part: Executable, name: str) -> Message:
         program = part.compiled.program
         type_ = program.types[name]
-        return Message(program.layouts[name].local_shape(lengths(type_.shape), rank), type_.dtype, type_.grad)
+        grad = type_.grad and name in reached
+        return Message(program.layouts[name].local_shape(lengths(type_.shape), rank), type_.dtype, grad)
 
     sent = [
         tuple(message(executable.parts[stage.number + 1], name) for name in stage.sent) for stage in pipeline.each[:-1]

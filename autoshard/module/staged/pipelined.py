@@ -232,7 +232,7 @@ class PipelinedModule(StageOutputs):
         if micro is None or not training:
             return (made[0] if micro is None else delivered(micro, made, ())), written
         self._sum_tied(pipeline, pairs)
-        wanted = [*pairs, *self._of_inputs(inputs, given)]
+        wanted = [*pairs, *self._of_inputs(pipeline, inputs, given)]
         if not wanted:  # nothing is trained here; the user's backward is called on every rank
             wanted = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
         return delivered(micro, made, wanted), written
@@ -323,12 +323,17 @@ class PipelinedModule(StageOutputs):
                     leaf.grad = grad
                 self._along.add_up(_local(grad), homes, f"the gradient of {fqn}")
 
-    def _of_inputs(self, inputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> Pairs:
-        """The inputs that want a gradient, and what has it: the sum of what the stages left."""
+    def _of_inputs(
+        self, pipeline: ProgramPipeline, inputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+    ) -> Pairs:
+        """The inputs that want a gradient, and what has it: the sum of what the stages left, if the loss leads to any."""
         found = []
         for name, x in inputs.items():
             if x.requires_grad:
                 leaf = given[name]
+                if name not in pipeline.reached:
+                    found.append((x, leaf))
+                    continue
                 leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                 self._along.add_up(leaf.grad, range(self._along.ranks), f"the gradient of {name}")
                 found.append((x, leaf))

@@ -33,6 +33,7 @@ class Message:
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
+    """whether its gradient comes back: one from the loss reaches it"""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ class Pipeline:
         if number == self.last:
             self.end = end
             return results[self.form.loss] if self.form.loss is not None else ()
-        sent = [_sent(x) for x in results[:count]]
+        messages = self.form.messages[number][:count]
+        sent = [_sent(x if m.grad else x.detach()) for x, m in zip(results, messages, strict=False)]
         return (*sent, end) if end is not None else tuple(sent)
 
     def sent(self, number: int) -> int:
