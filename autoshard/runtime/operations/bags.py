@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.operations.stacked import one_after_another
+from autoshard.runtime.transport.handed_on import HandingOn
 
 ADDED = ("sum", "mean")
 """modes in which rows are added"""
@@ -33,7 +34,7 @@ def bagged(indices: torch.Tensor, mode: str, padding: int, *tables: torch.Tensor
     return found
 
 
-class _Bagged(torch.autograd.Function):
+class _Bagged(HandingOn):
     @staticmethod
     def forward(ctx: Any, indices: torch.Tensor, mode: str, padding: int, *tables: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(indices)

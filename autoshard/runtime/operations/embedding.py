@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from autoshard.runtime.operations.bags import adds_rows, bagged
 from autoshard.runtime.operations.collectives import all_reduce, offset
 from autoshard.runtime.transport.communicator import Axes
+from autoshard.runtime.transport.handed_on import register
 
 
 def vocab_embedding(
@@ -129,7 +130,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return *torch.autograd.grad(out, weight, grad), None, None, None, None
 
 
-pooled_op.register_autograd(_backward, setup_context=_save)
+register(pooled_op, _backward, _save)
 
 
 def pooled(

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from autoshard.runtime.transport.handed_on import register
+
 OTHER_VALUES = "the program was compiled for inputs with other integers"
 """part of the message of an error that another program would not raise"""
 
@@ -23,7 +25,7 @@ def _(x: torch.Tensor, shape: Sequence[int], where: str) -> torch.Tensor:
     return x.new_empty(shape)
 
 
-exactly.register_autograd(lambda ctx, grad: (grad, None, None))
+register(exactly, lambda ctx, grad: (grad, None, None), lambda ctx, inputs, output: None)
 EXACTLY = torch.ops.autoshard.exactly.default
 
 

@@ -19,6 +19,7 @@ from autoshard.runtime.operations.halo import split
 from autoshard.runtime.operations.slots import collected, dealt, regrouped, slots_of
 from autoshard.runtime.operations.whole_op import differentiate
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
+from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.move import Move, Splits
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -176,7 +177,7 @@ _DERIVATIVES: dict[str, Callable[..., Any]] = {
 }
 
 
-class _Gated(torch.autograd.Function):
+class _Gated(HandingOn):
     """As :func:`gated_by`; gradients of gates, and of what they gate, are written where they belong, not put together."""
 
     @staticmethod

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from autoshard.runtime.transport.handed_on import HandingOn, register
+
 
 @torch.library.custom_op("autoshard::grouped_mm", mutates_args=())
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool = False) -> torch.Tensor:
@@ -92,7 +94,7 @@ def _backward(
     return of_x, outer(grad, x, ends).mT if ctx.turned else outer(x, grad, ends), None, None
 
 
-class _Product(torch.autograd.Function):
+class _Product(HandingOn):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         out = _multiplied(x, weight, ends, True)
@@ -114,5 +116,5 @@ def _backward_of_outer(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | Non
     return grouped_mm(y, grad.mT, ends), grouped_mm(x, grad, ends), None
 
 
-grouped_mm.register_autograd(_backward, setup_context=_save)
-grouped_outer.register_autograd(_backward_of_outer, setup_context=_save_outer)
+register(grouped_mm, _backward, _save)
+register(grouped_outer, _backward_of_outer, _save_outer)

@@ -11,6 +11,7 @@ import torch
 from autoshard.errors import LayoutError
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.generators import synchronised_generators
+from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.process_group import TorchCommunicator
 
 
@@ -71,20 +72,17 @@ def noise_like(
     return drawn(lambda s: current().shared(_noise, (s, p, x.dtype, x.device), {}), shape, order, batch)
 
 
-class _Drop(torch.autograd.Function):
+class _Drop(HandingOn):
     """``x * noise``; one byte per element is kept for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
         ctx.save_for_backward(noise != 0)
         ctx.p = p
-        ctx.set_materialize_grads(False)
         return x * noise
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        if gradient is None:
-            return None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (kept,) = ctx.saved_tensors
         return gradient * scaled(kept.to(gradient.dtype), ctx.p), None, None
 

@@ -14,6 +14,7 @@ import torch
 from autoshard.runtime.operations.collectives import all_gather, all_reduce, enter
 from autoshard.runtime.operations.softmax import maximum, wide
 from autoshard.runtime.transport.communicator import Axes
+from autoshard.runtime.transport.handed_on import HandingOn
 
 Dims = list[int]
 
@@ -139,18 +140,15 @@ def _extreme(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool, op: str, na
     return best if keepdim else best.squeeze(dims)
 
 
-class _Shared(torch.autograd.Function):
+class _Shared(HandingOn):
     """``best`` as a function of ``x``, whose elements have the given ``share`` in its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, best: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(share)
-        ctx.set_materialize_grads(False)
         return best.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        if gradient is None:
-            return None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (share,) = ctx.saved_tensors
         return gradient * share, None, None

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from autoshard.runtime.transport.handed_on import HandingOn
+
 
 class Slots(NamedTuple):
     """The slots that are computed."""
@@ -63,7 +65,7 @@ def _by_columns(lengths: torch.Tensor, rows: int) -> torch.Tensor:
     return shift.repeat_interleave(turned, output_size=rows) + torch.arange(rows, device=lengths.device)
 
 
-class _Dealt(torch.autograd.Function):
+class _Dealt(HandingOn):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: Any, starts: Any) -> torch.Tensor:
         ctx.save_for_backward(places, starts)
@@ -75,7 +77,7 @@ class _Dealt(torch.autograd.Function):
         return F.embedding_bag(places, gradient, starts, mode="sum"), None, None, None
 
 
-class _Collected(torch.autograd.Function):
+class _Collected(HandingOn):
     """The weights are those of the slots that are computed, row after row."""
 
     @staticmethod
@@ -110,7 +112,7 @@ _dots = torch.ops.aten._embedding_bag_per_sample_weights_backward
 """of every element of the bags the product of its row and of its bag's gradient"""
 
 
-class _Ordered(torch.autograd.Function):
+class _Ordered(HandingOn):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(order, back)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.transport import sparse as rows_only
+from autoshard.runtime.transport.handed_on import HandingOn, register
 
 
 @torch.library.custom_op("autoshard::stacked", mutates_args=())
@@ -31,7 +32,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
     return list(grad.reshape(-1, *ctx.shape).unbind()), None
 
 
-stacked_op.register_autograd(_backward, setup_context=_save)
+register(stacked_op, _backward, _save)
 
 
 def stacked(matrices: Sequence[torch.Tensor], parts: int = 1, owned: int | None = None) -> torch.Tensor:
@@ -44,7 +45,7 @@ def stacked(matrices: Sequence[torch.Tensor], parts: int = 1, owned: int | None 
     return rows.reshape(many // parts, parts * length, *matrices[0].shape[1:])
 
 
-class OneAfterAnother(torch.autograd.Function):
+class OneAfterAnother(HandingOn):
     """Tensors as one along dim 0: without a copy where they lie so in memory."""
 
     @staticmethod

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from autoshard.runtime.transport.handed_on import register
+
 
 def differentiate(op: Any, forward: Callable[..., torch.Tensor], of: Collection[int] | None = None) -> None:
     """Register the backward of a custom op that computes what ``forward`` does, of the same arguments.
@@ -30,4 +32,4 @@ def differentiate(op: Any, forward: Callable[..., torch.Tensor], of: Collection[
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=again))
         return tuple(next(found) if n else None for n in wanting)
 
-    op.register_autograd(backward, setup_context=save)
+    register(op, backward, save)

@@ -6,24 +6,24 @@ from typing import Any
 
 import torch
 
+from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.move import Move
 
 
-class Differentiable(torch.autograd.Function):
-    """A move of this rank as a node of the autograd graph; its backward is the dual move."""
+class Differentiable(HandingOn):
+    """A move of this rank as a node of the autograd graph; its backward is the dual move.
+
+    None comes on all ranks or on none: they run the same program.
+    """
 
     @staticmethod
     def forward(ctx: Any, comm: Any, move: Move, phase: str, x: torch.Tensor) -> torch.Tensor:
         ctx.comm, ctx.move = comm, move
-        ctx.set_materialize_grads(False)
         out: torch.Tensor = comm.execute(move, x, phase)
         return out
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        # None on all ranks: they run the same program, and nothing that was computed from it is asked for
-        if gradient is None:
-            return None, None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         move = ctx.move.backward()
         if torch.is_grad_enabled():
             return None, None, None, Differentiable.apply(ctx.comm, move, "backward", gradient)  # type: ignore[no-untyped-call]

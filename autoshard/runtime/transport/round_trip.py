@@ -103,6 +103,8 @@ class _Trips(torch.autograd.Function):
             raise RuntimeMismatchError(f"{name}: a rank's result has no gradient, though that of another has one")
         given, wanted = _of_each(gradients, ranks), _of_each(ctx.needs_input_grad[4:], ranks)
         saved = [held.pop("saved") for _, held in ctx.trips]
+        if not any(held["reached"] for _, held in ctx.trips):
+            return (None,) * len(ctx.needs_input_grad)
         back = zip(ctx.trips, given, saved, wanted, strict=True)
         journeys = [trip.back(g, s, w) for (trip, _), g, s, w in back]
         found = travel(journeys, lambda hops: ctx.comm.exchange(hops, "backward"))
@@ -116,9 +118,10 @@ class _Hold(torch.autograd.Function):
     def forward(ctx: Any, held: dict[str, Any], results: int, *xs: torch.Tensor | None) -> Any:
         ctx.save_for_backward(*xs[results:])
         ctx.held, ctx.needed = held, len(xs) - results
+        ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in xs[:results] if x is not None)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.held["saved"] = ctx.saved_tensors
+        ctx.held |= {"saved": ctx.saved_tensors, "reached": any(g is not None for g in gradients)}
         return None, None, *gradients, *(None,) * ctx.needed

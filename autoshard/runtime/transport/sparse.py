@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.move import Move
 
 ChunksOf = Callable[[int, tuple[str, ...]], Sequence[tuple[int, int]]]
@@ -101,7 +102,7 @@ def cast_table(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return found
 
 
-class _Cast(torch.autograd.Function):
+class _Cast(HandingOn):
     @staticmethod
     def forward(ctx: Any, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         ctx.dtype = table.dtype

@@ -1,0 +1,50 @@
+"""Functions where no gradient comes: none goes on, as through torch's own operations.
+
+Torch makes zeros for a Function of one's own otherwise. A parameter behind it then has a gradient of zeros where one
+device has none, and an optimizer's decay and momentum move it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class HandingOn(torch.autograd.Function):
+    """The base of Functions whose ``backward`` wants the gradient of their only result."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        forward, backward = cls.forward, cls.backward
+
+        @functools.wraps(forward)
+        def remembered(ctx: Any, *args: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            return forward(ctx, *args)
+
+        cls.forward, cls.backward = staticmethod(remembered), staticmethod(handing_on(backward))  # type: ignore[method-assign]
+
+
+def handing_on(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward`` of one result, for where the context makes no zeros: not called without a gradient."""
+
+    @functools.wraps(backward)
+    def handed_on(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is not None:
+            return backward(ctx, gradient)
+        return tuple([None] * len(n) if isinstance(n, list | tuple) else None for n in ctx.needs_input_grad)
+
+    return handed_on
+
+
+def register(op: Any, backward: Callable[..., Any], save: Callable[..., None]) -> None:
+    """Make a custom op of one result differentiable, as :class:`HandingOn` does a Function."""
+
+    def remembered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        save(ctx, inputs, output)
+
+    op.register_autograd(handing_on(backward), setup_context=remembered)
