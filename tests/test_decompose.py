@@ -185,3 +185,26 @@ class Spectral(nn.Module):
 def test_a_write_to_a_slice_of_complex_numbers(axes: dict[str, int]) -> None:
     torch.manual_seed(0)
     assert_equal_training(Spectral(), axes, (torch.randn(4, 16, 2),), steps=2)
+
+
+class Conjugates(nn.Module):
+    """Conjugates written into a slice; the imaginary part of one summed along the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(2, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(self.up(x).unflatten(-1, (3, 2))).conj()
+        written = torch.zeros_like(turned)
+        written[..., 1:] = turned[..., :2]
+        return torch.view_as_real(written).flatten(-2) * turned.imag.cumsum(0).mean()
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 3}])
+def test_conjugates_are_computed(axes: dict[str, int]) -> None:
+    """Eager ones are views that say so: their memory, which is what would be sent, holds the other sign."""
+    torch.manual_seed(0)
+    model, x = Conjugates().double(), torch.randn(4, 16, 2, dtype=torch.float64)
+    assert_equal_training(model, axes, (x,), steps=2)
+    assert not any("_conj" in str(n.op) or "_neg_view" in str(n.op) for n in capture(model, (x,)).nodes)

@@ -43,6 +43,9 @@ _UNINITIALISED = {
 }
 """op → what is made instead, and how many of its positional arguments that takes"""
 
+_LAZY = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+"""views whose memory holds other numbers than they do, which is what would be sent → ops that compute them"""
+
 
 def same_as(
     op: Any,
@@ -148,6 +151,7 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
     - Every way to reshape is ``reshape``, which also serves local tensors of any strides.
     - ``native_dropout`` whose mask is unused is ``dropout``.
     - What overwrites a value without a gradient (``zero``, ``fill``) makes a new one.
+    - A conjugate, and the imaginary part of one, are computed.
     - ``item`` is ``_local_scalar_dense``.
     - Memory that is not initialised is zeros: it would differ from rank to rank.
     - No op names a device, a layout or pinned memory: a program runs on the device of its module.
@@ -157,6 +161,8 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
         kwargs.pop("memory_format", None)
         make, operands = _UNINITIALISED[op]
         return make, args[:operands], kwargs
+    if op in _LAZY:
+        return _LAZY[op], args, kwargs
     if op is aten.item.default:
         return aten._local_scalar_dense.default, args, kwargs
     if op is aten.zero.default:
