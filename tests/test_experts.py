@@ -328,52 +328,6 @@ def test_matrices_of_gates_beside_those_that_they_gate() -> None:
     assert not [c for c in plan.collectives if "experts" in c.reason and c.kind in ("all_gather", "reduce_scatter")]
 
 
-class Grouped(nn.Module):
-    """Routing into buffers of a capacity, group by group of rows (Lepikhin et al. 2020); what does not fit is dropped."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.capacity = capacity
-        self.layer, self.router = nn.Linear(16, 16), nn.Linear(16, 4, bias=False)
-        self.first = nn.Parameter(torch.randn(4, 16, 24) / 4)
-        self.second = nn.Parameter(torch.randn(4, 24, 16) / 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer(x)
-        groups, rows = x.shape[:2]
-        weights, ids = self.router(x).softmax(-1).topk(2, -1)
-        hot = F.one_hot(ids, 4)
-        place = hot.transpose(1, 2).reshape(groups, 2 * rows, 4).cumsum(1).view(groups, 2, rows, 4).transpose(1, 2) - 1
-        hot = hot * (place < self.capacity)
-        at = F.one_hot((place * hot).sum(-1), self.capacity).to(x.dtype)
-        there = torch.einsum("gtke,gtkc->gtec", hot.to(x.dtype), at)
-        back = torch.einsum("gtke,gtkc,gtk->gtec", hot.to(x.dtype), at, weights)
-        hidden = F.gelu(torch.einsum("gecd,edh->gech", torch.einsum("gtec,gtd->gecd", there, x), self.first))
-        y = torch.einsum("gtec,gecd->gtd", back, torch.einsum("gech,ehd->gecd", hidden, self.second))
-        return (x + y).square().mean()
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"hints": dict.fromkeys(("first", "second", "x"), autoshard.Shard(0))},
-        {"like": "expert"},
-        pytest.param({"like": {"ep": "expert", "tp": "megatron"}}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_routing_with_a_capacity(how: dict[str, Any]) -> None:
-    """Buffers of all groups reach their experts, and come back, by an all-to-all; rows that do not fit are dropped."""
-    x, axes = torch.randn(4, 8, 16), dict.fromkeys(how["like"], 2) if isinstance(how.get("like"), dict) else {"ep": 2}
-    assert not torch.equal(Grouped(3)(x), Grouped(16)(x))
-    report = assert_equal_training(Grouped(3), axes, (x,), steps=1, **how)
-    sent = [c for c in report.plan.collectives if "einsum" in c.reason and "ep" in c.axes]
-    features = 16 / (2 if "tp" in axes else 1)
-    assert [(c.kind, c.bytes) for c in sent] == [("all_to_all", 4 * 4 * 3 * features * 8 / 2 / 2)] * 4
-    assert not [c for c in report.plan.collectives if c.reason.startswith(("first", "second"))]
-
-
 def test_routing_by_sorted_rows() -> None:
     """torch's grouped product knows no float64."""
     model, x = routing_models.Routed("in_order"), torch.randn(2, 6, routing_models.WIDTH)
