@@ -46,6 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssForCausalLM",
         {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     ),
+    "qwen2": (
+        "Qwen2MoeForCausalLM",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1,
+         "shared_expert_intermediate_size": 12},
+    ),
     "lfm2": (
         "Lfm2MoeForCausalLM",
         {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_dense_layers": 1,
@@ -87,7 +92,7 @@ def model_of(name: str, form: str = "eager", layers: int = 2, **changes: Any) ->
     kind, sizes = MODELS[name]
     model_class = getattr(transformers, kind)
     config = model_class.config_class(**sizes | {"num_hidden_layers": layers} | changes)
-    config._experts_implementation = form
+    config._experts_implementation = None if name == "llama4" else form
     model: nn.Module = model_class(config)
     return model.train()
 
@@ -151,6 +156,38 @@ def test_every_form_is_one_operation() -> None:
     ops = [[n.op for n in g.nodes] for g in graphs]
     assert ops[0] == ops[1] == ops[2]
     assert ops[0].count(experts_op._opoverload) == 1
+
+
+FORMS = ("batched_mm", "grouped_mm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "like", [{"ep": "expert"}, {"ep": "expert", "tp": "megatron"}, {"dp": "ddp", "ep": "expert"}], ids=str
+)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*((n, f) for n in ("mixtral", "deepseek-v3", "qwen2", "qwen3", "olmoe") for f in FORMS), ("llama4", "eager")],
+)
+def test_forms_of_transformers_send_what_the_formula_says(
+    name: str, form: str, like: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(ep - 1)/ep of a rank's rows times k, four times a layer. Llama 4 has one form alone.
+
+    torch's grouped product knows no float64: transformers' own one stands in for it where nothing is sharded.
+    """
+    monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
+    axes, model = {"ep": 4} if len(like) == 1 else dict.fromkeys(like, 2), model_of(name, form)
+    report = assert_equal_training(model, axes, (), text(), steps=3, like=like)
+    rows, k = 24 / axes["ep"] / axes.get("dp", 1), model.config.num_experts_per_tok
+    layers = sum("experts" in c.op for c in report.plan.choices.values())
+    sent = [c.bytes for c in report.plan.collectives if c.kind == "all_to_all" and "numbers" not in c.reason]
+    assert layers == (1 if name == "deepseek-v3" else 2)
+    assert sent == [rows * k * model.config.hidden_size * 8 * (axes["ep"] - 1) / axes["ep"]] * 4 * layers
+    weights = [
+        c for c in report.plan.collectives if ".mlp.experts." in c.reason or ".feed_forward.experts." in c.reason
+    ]
+    assert {(c.kind, c.phase) for c in weights} <= {("all_reduce", "backward")}
 
 
 def test_gates_are_asked_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
