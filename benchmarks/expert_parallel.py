@@ -1,9 +1,15 @@
-"""Plans of large mixtures of experts: predicted step, memory, and what is sent of rows and of experts' weights.
+"""Plans of large mixtures of experts: predicted step, memory, and what is sent of rows, of experts' weights and gradients.
 
     python benchmarks/expert_parallel.py --layers 4       # of each; DeepSeek-V3 has 61, which 64 devices cannot hold
     python benchmarks/expert_parallel.py Mixtral          # one of them, all layers
 
-Nothing is executed; models have no data. "planned in": processor seconds, without those of the capture.
+Nothing is executed; models have no data. "planned in": processor seconds, without those of the capture. Of what is sent for
+experts, per rank and step:
+
+    rows         rows and their numbers, over the axes along which experts lie, and gradients of rows
+    gradients    of weights, summed over the copies of an expert
+    shards       weights of a rank's own experts, gathered from the shards in which copies keep them (FSDP)
+    weights      weights, and their gradients, between ranks that hold different experts: what expert parallelism is to avoid
 """
 
 from __future__ import annotations
@@ -23,6 +29,8 @@ from autoshard.compiler import captured, planned
 from autoshard.errors import PlanError
 from autoshard.passes.propagate.experts import like_of
 from autoshard.plans.wishes import Wishes
+
+SENT = ("rows", "gradients", "shards", "weights")
 
 CASES: tuple[tuple[str, dict[str, int], Any], ...] = (
     ("MixtralForCausalLM", {"dp": 8, "ep": 8}, None),
@@ -50,6 +58,24 @@ def model_of(kind: str, layers: int | None) -> torch.nn.Module:
     return model.train()
 
 
+def sent_for_experts(plan: autoshard.Plan) -> dict[str, float]:
+    """Bytes per rank and step of :data:`SENT`."""
+    axes, labels = plan.mesh.axes, {c.labels for c in plan.choices.values() if "experts" in c.op}
+    between = {a for of_one in labels for a, label in zip(axes, of_one, strict=True) if label.startswith("exchange")}
+    found = dict.fromkeys(SENT, 0.0)
+    for c in plan.collectives:
+        if not c.fqn.endswith(".experts"):
+            continue
+        if not (c.movable or ": part" in c.reason or "of part" in c.reason):
+            kind = "rows"
+        elif between.intersection(c.axes):
+            kind = "weights"
+        else:
+            kind = "gradients" if c.kind in ("reduce_scatter", "all_reduce") else "shards"
+        found[kind] += c.bytes
+    return found
+
+
 def rows(name: str, layers: int | None, length: int, only: str = "") -> Iterator[tuple[str, ...]]:
     graphs: dict[tuple[str, int], Any] = {}
     for kind, axes, like in CASES:
@@ -67,15 +93,12 @@ def rows(name: str, layers: int | None, length: int, only: str = "") -> Iterator
             print(f"{kind} {mesh} {like}: {error}", file=sys.stderr)
             continue
         took = time.process_time() - begun
-        moved = {True: 0.0, False: 0.0}
-        for c in plan.collectives:
-            if c.fqn.endswith(".experts"):
-                moved[c.movable or ": part" in c.reason or "of part" in c.reason] += c.bytes
+        sent = sent_for_experts(plan)
         assert plan.memory is not None
         yield (
             kind.removesuffix("ForCausalLM"), str(mesh), str(like or "(free)"), f"{plan.cost.total_s * 1e3:.0f} ms",
-            f"{plan.cost.mfu:.1%}", f"{plan.memory.peak / 1e9:.1f} GB", f"{moved[False] / 1e9:.2f} GB",
-            f"{moved[True] / 1e9:.2f} GB", f"{took:.0f} s",
+            f"{plan.cost.mfu:.1%}", f"{plan.memory.peak / 1e9:.1f} GB", *(f"{sent[x] / 1e9:.2f} GB" for x in SENT),
+            f"{took:.0f} s",
         )  # fmt: skip
 
 
@@ -86,7 +109,7 @@ def main() -> None:
     parser.add_argument("--mesh", default="", help="how the mesh prints, such as 'dp=32, ep=8'; default: all")
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence; one sequence per device")
     options = parser.parse_args()
-    table = Table("model", "mesh", "like", "step", "MFU", "peak", "rows sent", "weights sent", "planned in", box=None)
+    table = Table("model", "mesh", "like", "step", "MFU", "peak", *SENT, "planned in", box=None)
     for row in rows(options.name, options.layers, options.length, options.mesh):
         table.add_row(*row)
     Console(width=160).print(table)

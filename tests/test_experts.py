@@ -46,6 +46,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssForCausalLM",
         {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
     ),
+    "qwen2": (
+        "Qwen2MoeForCausalLM",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1,
+         "shared_expert_intermediate_size": 12},
+    ),
     "lfm2": (
         "Lfm2MoeForCausalLM",
         {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_dense_layers": 1,
@@ -87,7 +92,7 @@ def model_of(name: str, form: str = "eager", layers: int = 2, **changes: Any) ->
     kind, sizes = MODELS[name]
     model_class = getattr(transformers, kind)
     config = model_class.config_class(**sizes | {"num_hidden_layers": layers} | changes)
-    config._experts_implementation = form
+    config._experts_implementation = None if name == "llama4" else form
     model: nn.Module = model_class(config)
     return model.train()
 
@@ -151,6 +156,38 @@ def test_every_form_is_one_operation() -> None:
     ops = [[n.op for n in g.nodes] for g in graphs]
     assert ops[0] == ops[1] == ops[2]
     assert ops[0].count(experts_op._opoverload) == 1
+
+
+FORMS = ("batched_mm", "grouped_mm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "like", [{"ep": "expert"}, {"ep": "expert", "tp": "megatron"}, {"dp": "ddp", "ep": "expert"}], ids=str
+)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*((n, f) for n in ("mixtral", "deepseek-v3", "qwen2", "qwen3", "olmoe") for f in FORMS), ("llama4", "eager")],
+)
+def test_forms_of_transformers_send_what_the_formula_says(
+    name: str, form: str, like: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(ep - 1)/ep of a rank's rows times k, four times a layer. Llama 4 has one form alone.
+
+    torch's grouped product knows no float64: transformers' own one stands in for it where nothing is sharded.
+    """
+    monkeypatch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
+    axes, model = {"ep": 4} if len(like) == 1 else dict.fromkeys(like, 2), model_of(name, form)
+    report = assert_equal_training(model, axes, (), text(), steps=3, like=like)
+    rows, k = 24 / axes["ep"] / axes.get("dp", 1), model.config.num_experts_per_tok
+    layers = sum("experts" in c.op for c in report.plan.choices.values())
+    sent = [c.bytes for c in report.plan.collectives if c.kind == "all_to_all" and "numbers" not in c.reason]
+    assert layers == (1 if name == "deepseek-v3" else 2)
+    assert sent == [rows * k * model.config.hidden_size * 8 * (axes["ep"] - 1) / axes["ep"]] * 4 * layers
+    weights = [
+        c for c in report.plan.collectives if ".mlp.experts." in c.reason or ".feed_forward.experts." in c.reason
+    ]
+    assert {(c.kind, c.phase) for c in weights} <= {("all_reduce", "backward")}
 
 
 def test_gates_are_asked_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,52 +363,6 @@ def test_matrices_of_gates_beside_those_that_they_gate() -> None:
     args, kwargs = reference.inputs(batch=4)
     plan = autoshard.plan(reference.model(), ideal({"ep": 2}), args, kwargs, like="expert")
     assert not [c for c in plan.collectives if "experts" in c.reason and c.kind in ("all_gather", "reduce_scatter")]
-
-
-class Grouped(nn.Module):
-    """Routing into buffers of a capacity, group by group of rows (Lepikhin et al. 2020); what does not fit is dropped."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.capacity = capacity
-        self.layer, self.router = nn.Linear(16, 16), nn.Linear(16, 4, bias=False)
-        self.first = nn.Parameter(torch.randn(4, 16, 24) / 4)
-        self.second = nn.Parameter(torch.randn(4, 24, 16) / 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer(x)
-        groups, rows = x.shape[:2]
-        weights, ids = self.router(x).softmax(-1).topk(2, -1)
-        hot = F.one_hot(ids, 4)
-        place = hot.transpose(1, 2).reshape(groups, 2 * rows, 4).cumsum(1).view(groups, 2, rows, 4).transpose(1, 2) - 1
-        hot = hot * (place < self.capacity)
-        at = F.one_hot((place * hot).sum(-1), self.capacity).to(x.dtype)
-        there = torch.einsum("gtke,gtkc->gtec", hot.to(x.dtype), at)
-        back = torch.einsum("gtke,gtkc,gtk->gtec", hot.to(x.dtype), at, weights)
-        hidden = F.gelu(torch.einsum("gecd,edh->gech", torch.einsum("gtec,gtd->gecd", there, x), self.first))
-        y = torch.einsum("gtec,gecd->gtd", back, torch.einsum("gech,ehd->gecd", hidden, self.second))
-        return (x + y).square().mean()
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"hints": dict.fromkeys(("first", "second", "x"), autoshard.Shard(0))},
-        {"like": "expert"},
-        pytest.param({"like": {"ep": "expert", "tp": "megatron"}}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_routing_with_a_capacity(how: dict[str, Any]) -> None:
-    """Buffers of all groups reach their experts, and come back, by an all-to-all; rows that do not fit are dropped."""
-    x, axes = torch.randn(4, 8, 16), dict.fromkeys(how["like"], 2) if isinstance(how.get("like"), dict) else {"ep": 2}
-    assert not torch.equal(Grouped(3)(x), Grouped(16)(x))
-    report = assert_equal_training(Grouped(3), axes, (x,), steps=1, **how)
-    sent = [c for c in report.plan.collectives if "einsum" in c.reason and "ep" in c.axes]
-    features = 16 / (2 if "tp" in axes else 1)
-    assert [(c.kind, c.bytes) for c in sent] == [("all_to_all", 4 * 4 * 3 * features * 8 / 2 / 2)] * 4
-    assert not [c for c in report.plan.collectives if c.reason.startswith(("first", "second"))]
 
 
 def test_routing_by_sorted_rows() -> None:

@@ -73,6 +73,10 @@ class Strategy:
     innermost: bool = False
     """whether no axis inside of its own may cut results as it does, by another strategy"""
 
+    work: tuple[str, int] | None = None
+    """(factor, its length) whose chunks the work is divided by, where that is not its own: experts, to which rows travel.
+    The axes on it may not outnumber it either"""
+
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Of operands, then of results."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -243,7 +244,7 @@ def axis_strategies(node: Node, graph: Graph, exactly: bool = True) -> tuple[Str
 def _fitting(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:
     if ranks == 1:  # nothing to divide: one strategy is enough, and it costs no conversion of I and R
         return [s for s in strategies if s.label == "I"] or list(strategies[:1])
-    return [s for s in strategies if s.allows((ranks,))]
+    return [s for s in strategies if s.allows((ranks,)) and (s.work is None or s.work[1] >= ranks)]
 
 
 def fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
@@ -253,7 +254,11 @@ def fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
     used: dict[str, list[int]] = {}
     for strategy, ranks in zip(choice, mesh.shape, strict=True):
         used.setdefault(strategy.factor, []).append(ranks)
+        if strategy.work is not None:
+            used.setdefault(strategy.work[0], []).append(ranks)
     if any(strategy.alone and len(used[strategy.factor]) > 1 for strategy in choice):
+        return False
+    if any(s.work is not None and s.work[1] < math.prod(used[s.work[0]]) for s in choice):
         return False
     return all(strategy.allows(used[strategy.factor]) for strategy in choice)
 

@@ -1,18 +1,21 @@
 """Routing as users write it, as one operation: rows go to their experts, and come back weighted.
 
-Three forms are known. *Dense*: every expert gets every row, and gates, zero but for the chosen experts, weigh the results.
-*Sorted*: rows in the order of their experts, multiplied in groups. *Loop*: of every expert the rows that chose it. Their
-experts are matrices in one tensor each for the first and the second product (or one more, of what a gate multiplies).
+Four forms are known. *Dense*: every expert gets every row, and gates, zero but for the chosen experts, weigh the results.
+*Sorted*: rows in the order of their experts, multiplied in groups. *Loop*: of every expert the rows that chose it. *Buffers*:
+one-hot products put rows into the places of each expert, and what it makes of them back. Their experts are matrices in one
+tensor each for the first and the second product (or one more, of what a gate multiplies).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Union
 
 import torch
 
+from autoshard.passes.capture.translate.buffers import Buffers
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.capture.translate.patterns import Hot, Ids, Patterns, ProductOf, letters
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
@@ -37,7 +40,9 @@ def as_mixtures(graph: Graph) -> Graph:
             if shape is not None:
                 found = True
                 like = types[made.inputs[0]]
-                types[made.outputs[0]] = TensorType(shape, like.dtype, any(types[n].grad for n in made.inputs))
+                dtype = torch.bool if made.op is aten.ne.Scalar else like.dtype
+                grad = dtype.is_floating_point and any(types[n].grad for n in made.inputs)
+                types[made.outputs[0]] = TensorType(shape, dtype, grad)
     return _of_owners(remove_dead(replace(graph, nodes=tuple(nodes), types=types))) if found else graph
 
 
@@ -45,7 +50,8 @@ def _fits(mixture: Mixture, node: Node, graph: Graph) -> bool:
     """Whether every row has its own ids and weights, and its own result, of the same dtype."""
     x, weights, result = (graph.types[n] for n in (mixture.x.name, mixture.weights.name, *node.outputs))
     ids = graph.shape(mixture.ids.mask)[:-1] if isinstance(mixture.ids, Hot) else graph.shape(mixture.ids)
-    alike = x.shape[:-1] == ids[:-1] == result.shape[:-1] and ids == weights.shape
+    rows = ids if mixture.single else ids[:-1]
+    alike = x.shape[:-1] == rows == result.shape[:-1] and ids == weights.shape[: len(ids)]
     return alike and x.dtype == result.dtype
 
 
@@ -63,11 +69,18 @@ def _of_owners(graph: Graph) -> Graph:
     return replace(graph, types=types)
 
 
+@dataclass(frozen=True)
 class Mixture:
     """The operands of one."""
 
-    def __init__(self, x: Ref, ids: Ids, weights: Ref, experts: Experts) -> None:
-        self.x, self.ids, self.weights, self.experts = x, ids, weights, experts
+    x: Ref
+    ids: Ids
+    weights: Ref
+    experts: Experts
+    single: bool = False
+    """whether ids are [rows], one of each, and weights the same, or those of all experts [rows, e]"""
+    drops_zeros: bool = False
+    """whether what has the weight 0 goes to no expert"""
 
 
 class Experts:
@@ -117,23 +130,38 @@ def _made(node: Node, mixture: Mixture, graph: Graph) -> Iterator[tuple[Node, tu
                 (shape[0], shape[2], shape[1]),
             )
             joined[1] = Ref(f"{node.name}_turned")
-    ids = mixture.ids
+    ids, weights = mixture.ids, mixture.weights
     if isinstance(ids, Hot):
-        for made, shape in _dense_ids(node, ids.mask, graph):
+        for made, shape in _routed(node, mixture, ids.mask, graph):
             yield made, shape
-            ids = Ref(made.outputs[0])
-    args = (mixture.x, ids, mixture.weights, *joined[:2], *experts.form, *joined[2:])
+        ids, weights = Ref(f"{node.name}_ids"), Ref(f"{node.name}_weights") if mixture.single else weights
+    args = (mixture.x, ids, weights, *joined[:2], *experts.form, *joined[2:])
     yield _node(node, node.outputs[0], experts_op._opoverload, args), graph.shape(node.outputs[0])
 
 
-def _dense_ids(node: Node, mask: Ref, graph: Graph) -> Iterator[tuple[Node, tuple[int, ...]]]:
-    """What makes the number of the expert out of a one-hot mask, and -1 where it has none."""
-    shape = graph.shape(mask)[:-1]
-    place, count, both = (f"{node.name}_ids{i}" for i in range(3))
-    yield _node(node, place, aten.argmax.default, (mask, -1)), shape
-    yield _node(node, count, aten.sum.dim_IntList, (mask, [-1])), shape
-    yield _node(node, both, aten.add.Tensor, (Ref(place), Ref(count))), shape
-    yield _node(node, f"{node.name}_ids", aten.sub.Tensor, (Ref(both), 1)), shape
+def _routed(node: Node, mixture: Mixture, mask: Ref, graph: Graph) -> Iterator[tuple[Node, tuple[int, ...]]]:
+    """What makes ids [.., k] out of a one-hot mask, -1 where it has none, and weights like them where they are not."""
+    shape, number = graph.shape(mask), itertools.count()
+    weights, chosen = mixture.weights, mask
+
+    def made(op: torch._ops.OpOverload, *args: Any, name: str = "") -> Node:
+        return _node(node, f"{node.name}_{name or f'routed{next(number)}'}", op, args)
+
+    if graph.shape(weights) == shape:  # those of all experts
+        yield (gated := made(aten.mul.Tensor, weights, mask)), shape
+        yield (summed := made(aten.sum.dim_IntList, Ref(gated.name), [-1])), shape[:-1]
+        weights = Ref(summed.name)
+    if mixture.drops_zeros:
+        yield (some := made(aten.ne.Scalar, weights, 0)), shape[:-1]
+        yield (wide := made(aten.unsqueeze.default, Ref(some.name), -1)), (*shape[:-1], 1)
+        yield (kept := made(aten.mul.Tensor, mask, Ref(wide.name))), shape
+        chosen = Ref(kept.name)
+    yield (place := made(aten.argmax.default, chosen, -1)), shape[:-1]
+    yield (count := made(aten.sum.dim_IntList, chosen, [-1])), shape[:-1]
+    yield (both := made(aten.add.Tensor, Ref(place.name), Ref(count.name))), shape[:-1]
+    yield (ids := made(aten.sub.Tensor, Ref(both.name), 1, name="" if mixture.single else "ids")), shape[:-1]
+    for what, value in (("ids", Ref(ids.name)), ("weights", weights)) if mixture.single else ():
+        yield made(aten.unsqueeze.default, value, -1, name=what), (*shape[:-1], 1)
 
 
 def _node(node: Node, name: str, op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Node:
@@ -232,6 +260,26 @@ def _sorted(node: Node, patterns: Patterns) -> Mixture | None:
         if weights is not None and counted and patterns.graph.shape(ids[0])[-1:] == (top,):
             experts.x = picked.args[0]
             return Mixture(experts.x, ids[0], weights, experts)
+    return None
+
+
+def _buffered(node: Node, patterns: Patterns) -> Mixture | None:
+    """einsum("..tec, buffers -> ..td") of results of experts, in buffers that a one-hot product filled with rows."""
+    if node.op is not aten.einsum.default or len(node.args[1]) != 2:
+        return None
+    buffers, dims = Buffers(patterns), list[int]()
+    for back, y in (node.args[1], node.args[1][::-1]):
+        of_back, of_y, of_result = letters(node, (back, y))
+        experts = _experts(y, buffers.product(dims), patterns) if len(of_back) in (3, 4) else None
+        filled = buffers.filled(experts.x) if experts is not None else None
+        if experts is None or filled is None or (of_y, of_result) != (filled[2], of_back[:-2] + of_y[-1]):
+            continue
+        there, weighed = buffers.placed(filled[0]), buffers.placed(back)
+        if there is None or weighed is None or weighed.gates is None or any(of_y[d] != of_back[-2] for d in dims):
+            continue
+        unweighed = there.gates is None or (there.nonzero and there.gates == weighed.gates)
+        if there[:3] == weighed[:3] and unweighed and not weighed.nonzero:
+            return Mixture(filled[1], there.hot, weighed.gates, experts, there.single, there.gates is not None)
     return None
 
 
@@ -345,4 +393,4 @@ def _of_one(rows: Ref, value: Ref, patterns: Patterns) -> tuple[int, Ids, Ref, E
     return None
 
 
-_FORMS = (_dense, _sorted, _loop, _weighed_loop)
+_FORMS = (_dense, _sorted, _buffered, _loop, _weighed_loop)

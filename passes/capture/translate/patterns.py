@@ -342,8 +342,8 @@ class Patterns:
             return self.graph.shape(node.args[0])[-1] == self.graph.shape(value)[-1] and self.is_hot(node.args[0])
         if self.made(value, aten.one_hot.default) is not None:
             return True
-        kept = (self.graph.types[b.name].dtype == torch.bool and self.is_hot(a) for a, b in self.times(value))
-        return any(kept)
+        pairs = [(a, self.bare(b)) for a, b in self.times(value)]
+        return any(self.graph.types[b.name].dtype == torch.bool and self.is_hot(a) for a, b in pairs)
 
     def kept(self, node: Node) -> Node | None:
         """What adds to some rows, of which ``node`` keeps the result where there are such rows: a turn of a loop over experts.

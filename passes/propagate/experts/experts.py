@@ -166,8 +166,10 @@ def _expert(context: Context, ranks: int) -> OnAxis:
     asked, dims = by_expert(context.families, context.batch)
     if not dims:
         return replace(_fsdp(context, ranks), note="no operation runs experts, so that it is planned as fsdp")
-    fewest = min(int(context.graph.types[p].shape[0]) for p in dims)
-    few = f"{fewest} experts on {ranks} ranks: some ranks hold none" if fewest < ranks else ""
+    types, few = context.graph.types, ""
+    if (fewest := min(types[p].tables or int(types[p].shape[0]) for p in dims)) < ranks:
+        few = f"{fewest} experts on {ranks} ranks, some of which would have none: rows stay, and weights are cut as in fsdp"
+        dims = {p: frozenset(range(len(types[p].shape))) for p in dims}
     return OnAxis(asked, dims, note="; ".join(filter(None, (few, _without_batch(context, ranks)))))
 
 

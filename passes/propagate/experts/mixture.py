@@ -43,7 +43,10 @@ def by_expert(families: Families, batch: frozenset[Family]) -> tuple[dict[str, A
     for node in families.graph.nodes if buffers else ():
         if families.weights.intersection(node.inputs) and (cuts := families.labels(node, buffers)):
             asked[node.name] = families.asked(node, cuts)
-    asked |= {n.name: Asked(frozenset(s.label for s in families.strategies(n) if exchanges(s))) for n in found}
+    for node in found:  # where experts are fewer than ranks, rows stay where they are
+        asked[node.name] = Asked(
+            frozenset(s.label for s in families.strategies(node) if exchanges(s)), instead=families.labels(node, batch)
+        )
     weights = {p for n in found for v in n.inputs[3:] for p in families.origins(v)}
     types = families.graph.types
     dims = {p: frozenset({OWNER if types[p].tables else 0}) for p in weights}

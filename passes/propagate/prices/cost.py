@@ -54,8 +54,9 @@ def divided(choice: Sequence[Strategy], mesh: Mesh) -> float:
         if strategy.size is None:
             share /= ranks
             continue
-        full, left = lengths.get(strategy.label, (int(strategy.size),) * 2)
-        lengths[strategy.label] = (full, chunk(left, ranks, 0)[1])
+        factor, size = strategy.work or (strategy.label, strategy.size)
+        full, left = lengths.get(factor, (int(size),) * 2)
+        lengths[factor] = (full, chunk(left, ranks, 0)[1])
     for full, left in lengths.values():
         share *= left / full if full else 1.0
     return share

@@ -46,7 +46,9 @@ def _strategies(node: Node, graph: Graph) -> Space:
         linear=((2,), (4, 6) if biases else (4,)),
     )
     found = factors.strategies(node, graph)
-    exchanges = tuple(_exchange(d, n, len(node.inputs)) for d, n in enumerate(rows) if len(rows) == 1 or n != 1)
+    exchanges = tuple(
+        _exchange(d, n, int(first[0]), len(node.inputs)) for d, n in enumerate(rows) if len(rows) == 1 or n != 1
+    )
     if node.argument("interleaved"):  # a chunk of pairs has both
         pairs = (replace(s, label="pairs", even=True, alone=True) if s.label == "hidden" else s for s in found)
         return (*pairs, *exchanges)
@@ -72,9 +74,11 @@ def _of_dim(label: str, dim: int) -> str:
     return f"{label} {dim}" if dim else label
 
 
-def _exchange(dim: int, rows: int, operands: int) -> Strategy:
+def _exchange(dim: int, rows: int, experts: int, operands: int) -> Strategy:
+    """A rank computes what comes to its experts: where there are fewer than ranks, some would have nothing to do."""
     inputs = (Shard(dim),) * 3 + (Shard(0),) * (operands - 3)
-    return Strategy(_of_dim(EXCHANGE, dim), inputs, (Shard(dim),), rows, divides=True, joins="none")
+    label, work = _of_dim(EXCHANGE, dim), ("experts", experts)
+    return Strategy(label, inputs, (Shard(dim),), rows, divides=True, joins="none", work=work)
 
 
 def exchanges(strategy: Strategy) -> bool:

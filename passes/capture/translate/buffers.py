@@ -1,0 +1,238 @@
+"""Routing into buffers of a capacity, as one-hot products: which row is in which place, and that no two are in one.
+
+    there [t, e, c] = Σ_k hot [t, k, e] · at [t, k, c]        row t is in place c of expert e (Lepikhin et al. 2020, GShard)
+    back  [t, e, c] = the same, times the gates
+    y [t] = Σ_ec back [t, e, c] · expert_e(Σ_t' there [t', e, c] · x [t'])
+
+A row's place is how many rows before it chose the expert: a running count of ``hot``, which is different for all that chose
+it. So in every place there is one row at most, and y [t] = Σ_k gate [t, k] · expert of (t, k) (x [t]) without the buffers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from autoshard.passes.capture.translate.patterns import Hot, Patterns, Product, ProductOf, letters
+from autoshard.passes.ir.graph import Node, Ref
+
+aten = torch.ops.aten
+
+Dims = tuple[str, ...]
+"""of a value, by name: rows, "k" (choices of a row), "e" (experts), "c" (places)"""
+Named = list[tuple[str, ...]]
+"""the same of a value that is seen in other shapes: of each of its dims the names that it is made of, outer to inner"""
+
+_COUNTING = (torch.int64, torch.int32, torch.float32, torch.float64)
+"""dtypes in which numbers of rows are exact"""
+
+
+class Placed(NamedTuple):
+    """Which rows are in which places."""
+
+    hot: Hot
+    """[rows, k, experts], or [rows, experts] where each has one"""
+    at: Ref
+    """one-hot places"""
+    single: bool
+    """whether it is the latter"""
+    gates: Ref | None
+    """what it is multiplied with"""
+    nonzero: bool
+    """whether it is 1 wherever the product is not zero"""
+
+
+class Buffers:
+    """Asks for them in a graph."""
+
+    def __init__(self, patterns: Patterns) -> None:
+        self.patterns, self.graph = patterns, patterns.graph
+
+    def product(self, places: list[int]) -> ProductOf:
+        """Products of buffers [.., c, in] with matrices; ``places`` gets which dim of the buffers is that of experts."""
+
+        def product(value: Ref) -> Product | None:
+            node = self.patterns.made(value, aten.bmm.default, aten.matmul.default, aten.einsum.default)
+            operands = [] if node is None else node.args[1] if node.op is aten.einsum.default else node.args
+            if node is None or len(operands) != 2:
+                return None
+            for rows, matrices in (operands, operands[::-1]):
+                rank = len(self.graph.shape(rows))
+                if rank not in (3, 4) or len(self.graph.shape(matrices)) != 3:
+                    continue
+                if node.op is not aten.einsum.default:
+                    places.append(rank - 3)
+                    return Product(rows, matrices, True)
+                of_rows, of_matrices, of_result = letters(node, (rows, matrices))
+                last, made = of_rows[-1], of_result[-1]
+                if of_result[:-1] != of_rows[:-1] or of_matrices[0] not in of_rows[:-1] or made in of_rows:
+                    continue
+                if set(of_matrices[1:]) == {last, made}:
+                    places.append(of_rows.index(of_matrices[0]))
+                    return Product(rows, matrices, of_matrices[1] == last)
+            return None
+
+        return product
+
+    def filled(self, buffers: Ref) -> tuple[Ref, Ref, str] | None:
+        """(which rows are where, rows, the letters of the buffers) of einsum("..tec, ..td -> buffers")."""
+        node = self.patterns.made(buffers, aten.einsum.default)
+        for there, x in (node.args[1], node.args[1][::-1]) if node is not None and len(node.args[1]) == 2 else ():
+            of_there, of_x, of_buffers = letters(node, (there, x))  # type: ignore[arg-type]
+            rows, width = of_there[:-2], of_x[-1]
+            kept = {*rows[:-1], *of_there[-2:], width}
+            if of_x == rows + width and set(of_buffers) == kept and of_buffers[-1] == width not in of_there:
+                return there, x, of_buffers
+        return None
+
+    def placed(self, value: Ref) -> Placed | None:
+        """What ``value`` [.., t, e, c] says, if it is a product as above and no two rows are in one place."""
+        rows = tuple(f"t{i}" for i in range(len(self.graph.shape(value)) - 2))
+        bare, nonzero = value, False
+        while (node := self.patterns.made(bare, aten._to_copy.default)) is not None:
+            nonzero |= self.graph.types[bare.name].dtype == torch.bool
+            bare = node.args[0]
+        factors = self._factors(bare, (*rows, "e", "c"))
+        if factors is None:
+            return None
+        chosen = (*rows, "k") if any("k" in dims for _, dims in factors) else rows
+        hots = [(v, dims) for v, dims in factors if "e" in dims and self.patterns.is_hot(v)]
+        ats = [(v, dims) for v, dims in factors if "c" in dims]
+        gates = [(v, dims) for v, dims in factors if (v, dims) not in (*hots, *ats)]
+        if [dims for _, dims in (*hots, *ats)] != [(*chosen, "e"), (*chosen, "c")] or len(gates) > 1:
+            return None
+        if gates and gates[0][1] != chosen and (gates[0][1] != (*rows, "e") or chosen != rows):
+            return None
+        (hot, _), (at, _) = hots[0], ats[0]
+        if not self._is_apart(at, hot, (*chosen, "e"), rows):
+            return None
+        return Placed(Hot(hot), at, chosen == rows, gates[0][0] if gates else None, nonzero)
+
+    def _factors(self, value: Ref, dims: Dims) -> list[tuple[Ref, Dims]] | None:
+        """What is multiplied to ``value``, whose dims are these, and summed over "k", without casts; None: something else."""
+        value = self.patterns.bare(value)
+        if len(dims) != len(self.graph.shape(value)):
+            return None
+        if (
+            not {"e", "c", ""} & {*dims}
+            or self.patterns.is_hot(value)
+            or (node := self.graph.producers.get(value.name)) is None
+        ):
+            return [(value, dims)]
+        parts: list[tuple[Ref, Dims]] = []
+        if node.op is aten.einsum.default:
+            left, _, right = node.args[0].replace(" ", "").partition("->")
+            names = dict(zip(right, dims, strict=True))
+            if len(summed := {*left} - {*right, ","}) > 1 or (summed and "k" in dims):
+                return None
+            names |= dict.fromkeys(summed, "k")
+            parts = [(x, tuple(names[a] for a in term)) for x, term in zip(node.args[1], left.split(","), strict=True)]
+        elif node.op is aten.mul.Tensor and len(node.inputs) == 2:
+            for x in node.args:  # a dim of one goes with all
+                pairs = [*zip(self.graph.shape(x)[::-1], dims[::-1], self.graph.shape(value)[::-1], strict=False)]
+                parts.append((x, tuple(d if n == full else "" for n, d, full in pairs)[::-1]))
+        elif node.op is aten.unsqueeze.default:
+            at = node.args[1] % len(dims)
+            parts = [(node.args[0], dims[:at] + dims[at + 1 :])]
+        elif node.op is aten.sum.dim_IntList and len(node.args) == 2 and len(node.args[1]) == 1 and "k" not in dims:
+            at = node.args[1][0] % (len(dims) + 1)
+            parts = [(node.args[0], (*dims[:at], "k", *dims[at:]))]
+        else:
+            return [(value, dims)]
+        found = [self._factors(x, names) for x, names in parts]
+        return None if any(f is None for f in found) else [*itertools.chain(*found)]  # type: ignore[arg-type]
+
+    def _is_apart(self, at: Ref, hot: Ref, dims: Dims, rows: Dims) -> bool:
+        """Whether one-hot places ``at`` are running counts of the ones that ``hot``, of these dims, has some of."""
+        node = self.patterns.made(self.patterns.bare(at), aten.one_hot.default)
+        base = self._unmasked(hot)
+        place = self._of_chosen(node.args[0], (hot, base)) if node is not None else None
+        if place is None:
+            return False
+        after, count = self._seen(place, base, shifted=True)
+        sums = self.patterns.made(count, aten.cumsum.default)
+        if sums is None or self.graph.types[count.name].dtype not in _COUNTING:
+            return False
+        before, start = self._seen(sums.args[0], base, shifted=False)
+        if not self.patterns.same(start, base):
+            return False
+        named = _through(before, [(d,) for d in dims], dict(zip(dims, self.graph.shape(base), strict=True)), self.graph)
+        if named is None or {*named[sums.args[1] % len(named)]} != {rows[-1], *({"k"} & {*dims})}:
+            return False
+        sizes = dict(zip(dims, self.graph.shape(base), strict=True))
+        return _through(after, named, sizes, self.graph) == [(d,) for d in dims]
+
+    def _unmasked(self, hot: Ref) -> Ref:
+        """The one-hot ids of which ``hot`` has some."""
+        for a, b in self.patterns.times(hot):
+            if self.patterns.is_hot(a) and not self.patterns.is_hot(b):
+                return self._unmasked(a)
+        return hot
+
+    def _of_chosen(self, value: Ref, hots: Sequence[Ref]) -> Ref | None:
+        """The places [.., e] of which ``value`` has that of the expert that was chosen: their sum where ``hots`` is 1."""
+        node = self.patterns.made(self.patterns.bare(value), aten.sum.dim_IntList)
+        if (
+            node is None
+            or len(node.args) > 2
+            or [d % len(self.graph.shape(node.args[0])) for d in node.args[1]]
+            != [len(self.graph.shape(node.args[0])) - 1]
+        ):
+            return None
+        place, found = node.args[0], False
+        while True:
+            sides = ((a, self.patterns.bare(b)) for a, b in self.patterns.times(self.patterns.bare(place)))
+            rest = next((a for a, b in sides if any(self.patterns.same(b, hot) for hot in hots)), None)
+            if rest is None:
+                return place if found else None
+            place, found = rest, True
+
+    def _seen(self, value: Ref, base: Ref, shifted: bool) -> tuple[list[Node], Ref]:
+        """(what changes the order of elements, the first of them first; what they start from).
+
+        ``shifted``: without what is added to all that is looked at: a number, or ``base``, which is 1 there.
+        """
+        nodes: list[Node] = []
+        while not self.patterns.same(value, base) and (node := self.graph.producers.get(value.name)) is not None:
+            if self.graph.types[value.name].dtype not in _COUNTING:
+                break
+            if shifted and node.op in (aten.sub.Tensor, aten.add.Tensor) and not node.kwargs:
+                more = node.args[1]
+                if not isinstance(more, int) and (nodes or not self.patterns.same(self.patterns.bare(more), base)):
+                    break
+            elif node.op in _LAYOUTS:
+                nodes.append(node)
+            elif node.op not in _COPIES:
+                break
+            value = node.args[0]
+        return nodes[::-1], value
+
+
+_LAYOUTS = (aten.reshape.default, aten.transpose.int, aten.permute.default)
+_COPIES = (aten._to_copy.default, aten.clone.default)
+
+
+def _through(nodes: Sequence[Node], named: Named, sizes: dict[str, int], graph: Any) -> Named | None:
+    """The names of the dims after ``nodes``; None where a dim is cut otherwise than between names."""
+    for node in nodes:
+        if node.op is aten.transpose.int:
+            a, b = (d % len(named) for d in node.args[1:3])
+            named = [named[b if i == a else a if i == b else i] for i in range(len(named))]
+        elif node.op is aten.permute.default:
+            named = [named[d % len(named)] for d in node.args[1]]
+        else:
+            flat, named = [*itertools.chain(*named)], []
+            for length in graph.shape(node.outputs[0]):
+                part: tuple[str, ...] = ()
+                while flat and math.prod(sizes[d] for d in part) < length:
+                    part = (*part, flat.pop(0))
+                if math.prod(sizes[d] for d in part) != length:
+                    return None
+                named.append(part)
+            if flat:
+                return None
+    return named
