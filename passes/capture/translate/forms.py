@@ -17,8 +17,8 @@ from autoshard.passes.ir.graph import Graph
 
 
 def in_forms(graph: Graph) -> Graph:
-    """``graph`` with dims that views leave apart, masks by position, products of what was not flattened, experts and their rows, splits and their parts,
-    attention of one width; nothing dead."""
+    """``graph`` with masks by position, products of what was not flattened, experts and their rows, splits and their parts,
+    attention of one width; nothing dead, and no dims that views merge and split again."""
     for form in (
         remove_dead,
         apart,

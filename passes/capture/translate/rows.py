@@ -1,9 +1,9 @@
 """Rows in the dims that they were flattened from: every one of them can be cut.
 
-Of [batch · sequence, width] a cut along the sequence is no chunk where there are several sequences; of [sequence · batch, width],
-as in nn.MultiheadAttention, one along the batch. Layers, routers and experts work row by row, so that they do the same on
-[batch, sequence, width]; a loss is a sum over rows, or one of each. Rows stay flat where neither experts nor losses read them
-and they are not brought back.
+Of [batch · sequence, width] a cut along the sequence is no chunk where there are several sequences; of
+[sequence · batch, width], as in nn.MultiheadAttention, one along the batch. Layers, routers and experts work row by row, so
+that they do the same on [batch, sequence, width]; a loss is a sum over rows, or one of each. Rows stay flat where neither
+experts nor losses read them and they are not brought back.
 """
 
 from __future__ import annotations

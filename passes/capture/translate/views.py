@@ -23,9 +23,11 @@ aten = torch.ops.aten
 Dims = tuple[tuple[int, ...], ...]
 """per dim the numbers of the factors that it is the product of, outermost first; (): its length is 1"""
 _RESHAPES = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim}
+_COPIES = {aten.clone.default}
+"""in a float64 model they order dims in memory, as float32 islands may feel: see ``exact.py``"""
 _TURNS: dict[Any, Callable[[Node, list[int]], Sequence[int]]] = {
     aten.permute.default: lambda node, dims: node.argument("dims"),
-    aten.transpose.int: lambda node, dims: _swapped(dims, node.argument("dim0"), node.argument("dim1")),
+    aten.transpose.int: lambda node, dims: _swapped(dims, *(node.argument(name) for name in ("dim0", "dim1"))),
     aten.t.default: lambda node, dims: dims[::-1],
 }
 """op → (node, dims of its operand) → these in the order of the result"""
@@ -34,8 +36,9 @@ _TURNS: dict[Any, Callable[[Node, list[int]], Sequence[int]]] = {
 def apart(graph: Graph) -> Graph:
     """``graph`` in which no chain of views merges dims that it splits again."""
     views, nodes, types, found = dict[str, _View](), list[Node](), dict(graph.types), False
+    ops = _RESHAPES | _TURNS.keys() | (set() if _has_islands(graph) else _COPIES)
     for node in graph.nodes:
-        view = _viewed(node, views, graph)
+        view = _viewed(node, views, graph) if node.op in ops else None
         if view is not None:
             views[node.outputs[0]] = view
         if view is not None and view.steps > 1 and view.undoes:
@@ -44,6 +47,15 @@ def apart(graph: Graph) -> Graph:
         else:
             nodes.append(node)
     return remove_dead(replace(graph, nodes=tuple(nodes), types=types)) if found else graph
+
+
+def _has_islands(graph: Graph) -> bool:
+    """Whether float32 is computed of float64 values."""
+    return graph.is_double and any(
+        graph.types[n.outputs[0]].dtype in SINGLE and any(graph.types[x].dtype == torch.float64 for x in n.inputs)
+        for n in graph.nodes
+        if n.outputs
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class _View:
     def split(self, factor: int, outer: int) -> _View:
         """With ``factor`` as two, the outer one of this length; the other gets the next number."""
         inner, lengths = len(self.lengths), list(self.lengths)
-        lengths[factor:factor + 1] = [outer]
+        lengths[factor : factor + 1] = [outer]
         lengths.append(self.lengths[factor] // outer)
 
         def both(dims: Dims) -> Dims:
@@ -113,7 +125,7 @@ class _View:
 
 def _viewed(node: Node, views: dict[str, _View], graph: Graph) -> _View | None:
     """What ``node`` makes of the root of its operand."""
-    if (node.op not in _RESHAPES and node.op not in _TURNS) or len(node.inputs) != 1:
+    if len(node.inputs) != 1 or (node.op in _COPIES and not graph.returned.isdisjoint(node.outputs)):
         return None
     types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
     if any(t.unknown or t.permuted or 0 in t.shape or (graph.is_double and t.dtype in SINGLE) for t in types):
@@ -122,10 +134,10 @@ def _viewed(node: Node, views: dict[str, _View], graph: Graph) -> _View | None:
     view = views.get(operand)
     if view is None or view.checkpoint != node.checkpoint:
         view = _start(operand, types[0], node.checkpoint)
-    if node.op in _RESHAPES:
-        return view.shaped(types[1].shape) or _start(operand, types[0], node.checkpoint).shaped(types[1].shape)
-    rank = len(types[0].shape)
-    return view.turned([positive(d, rank) for d in _TURNS[node.op](node, list(range(rank)))])
+    if node.op in _TURNS:
+        rank = len(types[0].shape)
+        return view.turned([positive(d, rank) for d in _TURNS[node.op](node, list(range(rank)))])
+    return view.shaped(types[1].shape) or _start(operand, types[0], node.checkpoint).shaped(types[1].shape)
 
 
 def _start(root: str, type_: TensorType, checkpoint: int) -> _View:
@@ -166,6 +178,6 @@ def _written(node: Node, view: _View, types: dict[str, TensorType]) -> Iterator[
         steps.append((aten.reshape.default, list(result), result))
     for number, (op, given, shape) in enumerate(steps, 1):
         name = node.outputs[0] if number == len(steps) else f"{node.outputs[0]}_apart{number}"
-        types[name] = replace(types[name] if name in types else of, shape=shape)
+        types[name] = replace(types.get(name, of), shape=shape)
         yield replace(node, name=name, op=op, args=(ref, given), kwargs={}, outputs=(name,), output_slots=(0,))
         ref = Ref(name)
