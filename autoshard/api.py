@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.compiler import captured, compiled
-from autoshard.devices import pipelined_for, planned_for, served_for
-from autoshard.errors import CaptureError, MeshError
+from autoshard.devices import AXIS, pipelined_for, planned_for, served_for
+from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
@@ -27,12 +27,12 @@ from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.module.staged.pipelined import PipelinedModule
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.microbatch import count_of
+from autoshard.passes.microbatch import check_lengths, count_of
 from autoshard.passes.propagate.experts import like_of
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
-from autoshard.plans.stages import check_stages
+from autoshard.plans.stages import check_schedule, check_stages
 from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import precision_of
@@ -78,6 +78,7 @@ def compile(  # noqa: A001  the public name
         example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
         plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``: what follows it asks
             nothing of ``like``, ``hints`` and ``memory_budget``, which count for programs of other shapes and states.
+            Micro-batches, stages and schedule are the plan's where they are left to their defaults; others are refused.
         like: an expert's plan instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron" "megatron-sp"
             "ulysses" "ring" "expert" "replicate"``, one for all axes or one per axis (``{"dp": "fsdp", "tp":
             "megatron-sp"}``), or styles by module as of ``parallelize_module`` and transformers
@@ -100,7 +101,8 @@ def compile(  # noqa: A001  the public name
         dynamic: compile one program for all lengths of the inputs' dims that the model leaves open (True), or of those
             named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal; ``"4*batch"`` promises a
             multiple of 4, so that a dim made of several may be cut. Local sizes become expressions of these lengths.
-            An example length of 0 or 1 stays fixed. A call that the program does not hold for compiles another one.
+            An example length of 0 or 1 stays fixed. A call that the program does not hold for compiles another one. Several
+            micro-batches of a call with a backward are refused.
         micro_batches: parts of the batch that a call with a backward runs one after another, forward and backward, so
             that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
             whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
@@ -110,7 +112,7 @@ def compile(  # noqa: A001  the public name
         stages: the mesh axis along which the graph is cut into pipeline stages; the rest of the mesh shards each of them.
             A call with a backward runs forward and backward of all micro-batches, as above; under torch.distributed a
             process holds the parameters of its stages alone, and ``torch.distributed.pipelining`` runs the schedule.
-        schedule: of stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``.
+        schedule: of stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``; without stages it is refused.
         inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
             one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
             the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
@@ -161,7 +163,8 @@ def compile(  # noqa: A001  the public name
 
 
 def _wishes(micro_batches: int | str, mixed_precision: Any, **asked: Any) -> Wishes:
-    return Wishes(micro_batches=count_of(micro_batches), mixed_precision=precision_of(mixed_precision), **asked)
+    wishes = Wishes(micro_batches=count_of(micro_batches), mixed_precision=precision_of(mixed_precision), **asked)
+    return wishes.as_planned()
 
 
 def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings) -> ShardedModule:
@@ -241,6 +244,7 @@ def plan(
     }
     if objective != "step" or profile is not None:
         wishes = replace(_wishes(1, **asked), like=like_of(model, like))
+        check_schedule(wishes, searched=False)
         calls, title = calls_for(model, *example, wishes), type(model).__name__
         if mesh is not None:
             return served(calls, together(calls, Mesh.of(mesh, hardware), wishes), wishes, title)
@@ -255,6 +259,8 @@ def plan(
     wishes = _wishes(1 if micro_batches == "auto" else micro_batches, **asked)
     wishes = replace(wishes, like=like_of(model, like))
     recorded = _records(model, example, training)
+    check_schedule(wishes, searched=stages is not None or micro_batches == "auto")
+    check_lengths(wishes.micro_batches, bool(recorded and dynamic))
 
     def capture(lengths: Dynamic) -> Graph:
         return captured(model, *example, training=recorded, dynamic=lengths, precision=wishes.mixed_precision)
@@ -263,6 +269,8 @@ def plan(
     found = graph, devices, resolve_hardware(hardware or "h100"), wishes, type(model).__name__
     if stages is None and micro_batches != "auto":
         return planned_for(*found)
+    if stages not in (None, AXIS):
+        raise PlanError(f"stages={stages!r}: with devices= the axis of stages is {AXIS!r}")
     batches = None if micro_batches == "auto" or micro_batches == 1 else micro_batches
     return pipelined_for(*found, batches, least=1 if stages is None else 2)
 
@@ -293,6 +301,7 @@ def compiled_for(
     check_asked(wishes.objective, wishes.profile, model.training if training is None else training, others)
     wishes = laid_out(model, resolved, *example, wishes, type(model).__name__)
     recorded = _records(model, example, training)
+    check_lengths(wishes.micro_batches, bool(recorded and dynamic))
     return fixed_if_refused(
         dynamic, lambda lengths: compiled(model, resolved, *example, wishes, training=recorded, dynamic=lengths)
     )

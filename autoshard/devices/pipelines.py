@@ -53,6 +53,8 @@ def pipelined_for(
         raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
     search = _Search(Estimates(graph, hardware, wishes, title), devices, batches, least)
     search.run()
+    if not search.found:
+        raise PlanError(f"no pipeline of these {hardware.name} has a plan: {search.why()}")
     return search.result()
 
 
@@ -64,6 +66,8 @@ class _Search:
     least: int
     found: list[Estimate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """setups without an estimate, and why"""
 
     def run(self) -> None:
         """Estimate setups, the most promising first."""
@@ -81,6 +85,7 @@ class _Search:
                 estimate = of.of(setup, self.schedules)
             except PlanError as error:
                 log.info("%s: %s", setup, error)
+                self.refused.append(f"{setup}: {error}")
                 continue
             log.info("%s, %s: %s", setup, estimate.schedule, show_seconds(estimate.seconds))
             self.found.append(estimate)
@@ -116,6 +121,20 @@ class _Search:
                 most = max(1, length // (shape[0] if len(shape) == 2 or rest > per_node else 1))
                 counts = (2**k for k in range(most.bit_length())) if self.batches is None else (self.batches,)
                 yield from (Setup(stages, shape, n) for n in counts if length % n == 0 and (stages == 1 or n >= stages))
+
+    def why(self) -> str:
+        """Why nothing was found."""
+        if self.refused:
+            return "; ".join(self.refused)
+        if next(self.setups(), None) is not None:
+            return "parameters, gradients and the optimizer's state do not fit, spread over all ranks"
+        if self.estimates.graph.symbols.read:
+            return "a batch of open length (dynamic) is one micro-batch, and every stage needs one"
+        blocks = max(1, len(self.estimates.folded.blocks) or len(self.estimates.graph.nodes))
+        if not any(self.devices % n == 0 for n in range(self.least, min(self.devices, blocks) + 1)):
+            return f"{self.devices} devices do not form {self.least} stages or more of a model of {blocks} blocks"
+        asked = "at least as many micro-batches as stages" if self.batches is None else f"{self.batches} micro-batches"
+        return f"a batch of {self.estimates.batch} does not divide into {asked}, of which every stage needs one"
 
     def result(self) -> Plan:
         """The first of the estimates, the shortest first, that has a plan in full."""

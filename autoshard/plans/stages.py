@@ -39,10 +39,22 @@ Planned = tuple[Program, Plan]
 
 def check_stages(mesh: Mesh, wishes: Wishes) -> None:
     """Raise :class:`MeshError` for an axis, :class:`PlanError` for a schedule that does not exist."""
-    if wishes.schedule not in CHUNKS:
-        raise PlanError(f"schedule={wishes.schedule!r}: there are {', '.join(map(repr, CHUNKS))}")
+    check_schedule(wishes, wishes.stages is not None)
+    if wishes.plan is not None and wishes.plan.staged is not None:
+        check_mesh(wishes.plan, mesh)
     if wishes.stages is not None and wishes.stages not in mesh.axes:
         raise MeshError(f"stages={wishes.stages!r}: the mesh has the axes {', '.join(mesh.axes)}")
+
+
+def check_schedule(wishes: Wishes, searched: bool) -> None:
+    """Raise :class:`PlanError` for a schedule that does not exist, or one without stages. ``searched``: whether there are."""
+    if wishes.schedule not in CHUNKS:
+        raise PlanError(f"schedule={wishes.schedule!r}: there are {', '.join(map(repr, CHUNKS))}")
+    if not searched and wishes.schedule != Wishes.schedule:
+        raise PlanError(
+            f"schedule={wishes.schedule!r} is one of stages, and there are none: name the mesh axis along which the graph is "
+            'cut, stages="pp"'
+        )
 
 
 def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None) -> Stages:
@@ -63,7 +75,6 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
     if wishes.plan is not None:
         if wishes.plan.staged is None:
             raise PlanError(f"stages={wishes.stages!r}: the plan that is given has no stages. Plan again with them.")
-        check_mesh(wishes.plan, mesh)
         return cut(pieces, wishes.plan.staged.boundaries, loss, idle=True)
     if wishes.boundaries is not None:
         return cut(pieces, wishes.boundaries, loss)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.errors import PlanError
@@ -59,6 +59,34 @@ class Wishes:
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
             raise PlanError(f"memory_budget is bytes per rank, such as 40e9, got {budget!r}")
 
+    def as_planned(self) -> Wishes:
+        """With micro-batches, stages and schedule of the plan to follow, where they are left to their defaults.
+
+        Raises :class:`PlanError` where others are asked for.
+        """
+        plan = self.plan
+        if plan is None or (plan.staged is None and not plan.training):  # a call without a backward runs as one
+            return self
+        made: dict[str, Any] = {"micro_batches": self.parts_of_plan}
+        if plan.staged is not None:
+            made |= {"stages": plan.staged.axis, "schedule": plan.staged.schedule}
+        left = {name: value for name, value in made.items() if getattr(self, name) == getattr(Wishes, name)}
+        for name, value in made.items():
+            asked, is_count = getattr(self, name), name == "micro_batches"
+            if name in left or asked == value or (is_count and (asked == AUTO or not plan.training)):
+                continue
+            raise PlanError(
+                f"{name}={asked!r}: the plan that is given was made for {name}={value!r}. Leave {name} out, and it is the "
+                "plan's, or plan again"
+            )
+        return replace(self, **left)
+
+    @property
+    def parts_of_plan(self) -> int:
+        """Micro-batches that the plan to follow was made for."""
+        assert self.plan is not None
+        return self.plan.micro_batches if self.plan.staged is None else self.plan.staged.micro_batches
+
     @property
     def known(self) -> bool:
         """Whether an earlier program has met what names modules: this one may run a part of the model."""
@@ -67,6 +95,4 @@ class Wishes:
     @property
     def parts(self) -> int:
         """``micro_batches``; instead of AUTO as many as the plan to follow was made for."""
-        if self.micro_batches != AUTO or self.plan is None:
-            return self.micro_batches
-        return self.plan.micro_batches if self.plan.staged is None else self.plan.staged.micro_batches
+        return self.parts_of_plan if self.micro_batches == AUTO and self.plan is not None else self.micro_batches

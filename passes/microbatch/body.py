@@ -98,9 +98,17 @@ def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
     return replace(graph, inputs=inputs, nodes=nodes, types={**types, **{n: graph.types[n] for n in made}}), before
 
 
+def check_lengths(count: int, are_open: bool) -> None:
+    """Raise :class:`PlanError` for several micro-batches of a step whose lengths are open."""
+    if are_open and count > 1:
+        raise PlanError(
+            f"micro_batches={count} with open lengths (dynamic) and a backward is not supported: leave out dynamic, and "
+            "other lengths are compiled for when they come"
+        )
+
+
 def _check(graph: Graph, count: int) -> None:
-    if graph.symbols.read and count > 1:
-        raise PlanError(f"micro_batches={count} with dynamic lengths is not supported: leave out dynamic")
+    check_lengths(count, bool(graph.symbols.read))
     if written := [i.fqn for i in graph.inputs if i.kind == "input" and i.fqn in graph.mutations]:
         raise PlanError(
             f"{_asked(count)}: the forward writes into its input {written[0]!r} in place; return the new value instead"
@@ -127,10 +135,10 @@ def _loss(graph: Graph, count: int) -> int:
         i for i, o in enumerate(graph.outputs) if isinstance(o, Ref) and types[o.name].grad and not types[o.name].shape
     ]
     if len(found) != 1:
-        what = "no output" if not found else f"{len(found)} outputs"
+        what = f"{len(found)} outputs of the model are scalars that carry" if found else ""
         raise PlanError(
-            f"{_asked(count)}: {what} of the model is a scalar that carries a gradient. Its forward has to return "
-            "one loss, because forward and backward of a micro-batch run together."
+            f"{_asked(count)}: {what or 'no output of the model is a scalar that carries'} a gradient. Its forward has to "
+            "return one loss, because forward and backward of a micro-batch run together."
         )
     return found[0]
 

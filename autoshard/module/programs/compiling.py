@@ -32,6 +32,7 @@ from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
 from autoshard.passes.capture.exported.trees import flattened
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.microbatch import check_lengths
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
@@ -221,6 +222,8 @@ class Compiling(Fixed):
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
     def _build(self, call: Call, structure: Any) -> Executable:
         """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
+        if call.state.recorded:
+            check_lengths(self._settings.wishes.micro_batches, bool(self._settings.dynamic))
         return fixed_if_refused(
             self._settings.dynamic, lambda lengths: self._built(call, structure if lengths else None)
         )

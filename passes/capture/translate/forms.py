@@ -11,15 +11,17 @@ from autoshard.passes.capture.translate.products import unflattened
 from autoshard.passes.capture.translate.rows import in_their_dims
 from autoshard.passes.capture.translate.spelled import put_together
 from autoshard.passes.capture.translate.tiles import tiled
+from autoshard.passes.capture.translate.views import apart
 from autoshard.passes.capture.translate.widths import one_width
 from autoshard.passes.ir.graph import Graph
 
 
 def in_forms(graph: Graph) -> Graph:
     """``graph`` with masks by position, products of what was not flattened, experts and their rows, splits and their parts,
-    attention of one width; nothing dead."""
+    attention of one width; nothing dead, and no dims that views merge and split again."""
     for form in (
         remove_dead,
+        apart,
         put_together,
         by_position,
         unflattened,

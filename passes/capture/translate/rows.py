@@ -1,7 +1,9 @@
-"""Rows of experts and of losses in the dims that they were flattened from: every one of them can be cut.
+"""Rows in the dims that they were flattened from: every one of them can be cut.
 
-Of [batch · sequence, width] a cut along the sequence is no chunk where there are several sequences. Routers and experts work
-row by row, so that they do the same on [batch, sequence, width]; a loss is a sum over rows, or one of each.
+Of [batch · sequence, width] a cut along the sequence is no chunk where there are several sequences; of
+[sequence · batch, width], as in nn.MultiheadAttention, one along the batch. Layers, routers and experts work row by row, so
+that they do the same on [batch, sequence, width]; a loss is a sum over rows, or one of each. Rows stay flat where neither
+experts nor losses read them and they are not brought back.
 """
 
 from __future__ import annotations
@@ -46,9 +48,7 @@ _ALONG = frozenset(
 
 
 def in_their_dims(graph: Graph) -> Graph:
-    """``graph`` in which rows of experts and losses, and all that is done with them row by row, are not flattened."""
-    if not any(node.op in _BESIDE for node in graph.nodes):
-        return graph
+    """``graph`` in which rows that need not be flat, and all that is done with them row by row, are not flattened."""
     rows = _Rows(graph)
     wanted = rows.kept()
     return remove_dead(rows.written(wanted)) if wanted else graph
@@ -61,7 +61,7 @@ class _Rows:
         self.graph = graph
         self.leads: dict[str, Lead] = {}
         self.starts: dict[str, str] = {}
-        """flattened value → what it was flattened from"""
+        """flattened value → what it was flattened from, if its other dims may be others"""
         self.made: dict[str, Node] = {}
         """node → the same on rows that are not flat"""
         self.ends: set[str] = set()
@@ -81,11 +81,12 @@ class _Rows:
         if node.op is not aten.reshape.default or len(node.inputs) != 1:
             return None
         before, after = (self.graph.types[name] for name in (*node.inputs, *node.outputs))
-        count = len(before.shape) - len(after.shape) + 1
-        lead = before.shape[:count]
-        if before.unknown or len([n for n in lead if n != 1]) < 2 or not after.shape:
+        if before.unknown or not after.shape:
             return None
-        return lead if before.shape[count:] == after.shape[1:] and math.prod(lead) == after.shape[0] else None
+        same = len(before.shape) - len(after.shape) + 1
+        leads = (before.shape[:count] for count in (same, *range(2, len(before.shape) + 1)) if count > 1)
+        several = (lead for lead in leads if len([n for n in lead if n != 1]) > 1)
+        return next((lead for lead in several if math.prod(lead) == after.shape[0]), None)
 
     def _lead(self, node: Node) -> Lead | None:
         """That of the rows that ``node`` reads."""
@@ -137,9 +138,10 @@ class _Rows:
         )
 
     def kept(self) -> set[str]:
-        """The nodes that have rows in common with experts or losses, directly or through each other."""
+        """The nodes that have rows in common with experts, losses or what is brought back, directly or through each other."""
         by_name = {node.name: node for node in self.graph.nodes}
-        open_ = [name for name in self.made if by_name[name].op in _BESIDE]
+        back = {by_name[name].inputs[0] for name in self.ends}
+        open_ = [n for n in self.made if by_name[n].op in _BESIDE or not back.isdisjoint(by_name[n].outputs)]
         found = set(open_)
         while open_:
             for value in self._shared(by_name[open_.pop()]):
@@ -181,7 +183,12 @@ class _Rows:
             else:
                 nodes.append(_renamed(node, names))
                 if out in self.starts:
+                    shape = (*self.leads[out], *types[out].shape[1:])
                     apart[out] = names.get(source, source)
+                    if types[source].shape != shape:
+                        types[f"{out}_rows"] = replace(types[out], shape=shape)
+                        nodes.append(_reshaped(node, apart[out], f"{out}_rows", types))
+                        apart[out] = f"{out}_rows"
         given = replace(graph, nodes=()).renamed(names)
         return replace(given, nodes=tuple(nodes), types=types)
 

@@ -1,0 +1,156 @@
+"""What is asked of micro-batches, stages, schedules, devices, open lengths and a plan that is given, beside each other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from harness import ideal
+from microbatch_cases import far, made
+from state_harness import same_gradients
+from torch import nn
+
+import autoshard
+from autoshard import Plan
+from autoshard.errors import AutoshardError, PlanError
+
+
+def planned(axes: dict[str, int], **asked: Any) -> Plan:
+    """As it comes back from a file."""
+    model, args = made("regression")
+    return Plan.from_json(autoshard.plan(model, ideal(axes), args, **asked).to_json())
+
+
+STAGED = {"stages": "pp", "micro_batches": 4}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        STAGED | {"schedule": "gpipe"},
+        pytest.param(STAGED | {"schedule": "zero_bubble"}, marks=pytest.mark.slow),
+        {"micro_batches": 2},
+    ],
+    ids=str,
+)
+def test_a_plan_brings_what_it_was_made_for(asked: dict[str, Any]) -> None:
+    """Alone, and beside what it says itself, or "auto"; programs of other shapes have it, too."""
+    axes = {"pp": 2} if "stages" in asked else {"dp": 2}
+    plan, (model, args) = planned(axes, **asked), made("regression")
+    several = [{}, asked, {"micro_batches": "auto"}]
+    for given in several:
+        sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), args, plan=plan, **given)  # type: ignore[arg-type]
+        assert len(sharded.source) > 1000
+        found = sharded.plan.staged
+        assert (found is not None) == ("stages" in asked)
+        if found is not None:
+            assert (found.axis, found.schedule, found.micro_batches) == ("pp", asked["schedule"], 4)
+        else:
+            assert sharded.plan.micro_batches == 2
+        for rows in (8, 16) if not given else (8,):
+            batch = tuple(x.repeat(rows // 8, 1) for x in args)
+            losses = [m(*batch)["loss"] for m in (model, sharded)]
+            assert far(losses[1], losses[0]) <= 1e-9
+            for m, loss in zip((model, sharded), losses, strict=True):
+                m.zero_grad()
+                loss.backward()
+            same_gradients(sharded, model)
+    assert autoshard.verify(model, ideal(axes), args, plan=plan).ok
+
+
+def test_what_a_plan_was_not_made_for_is_refused() -> None:
+    gpipe, parts, whole = (
+        planned({"pp": 2}, **STAGED, schedule="gpipe"),
+        planned({"pp": 2}, micro_batches=4),
+        planned({"pp": 2}),
+    )
+    model, args = made("regression")
+    for plan, asked, text in (
+        (
+            gpipe,
+            {"schedule": "zero_bubble"},
+            "schedule='zero_bubble': the plan that is given was made for schedule='gpipe'. Leave",
+        ),
+        (gpipe, {"micro_batches": 2}, "micro_batches=2: the plan that is given was made for micro_batches=4"),
+        (gpipe, {"stages": "dp"}, "stages='dp': the plan that is given was made for stages='pp'"),
+        (parts, {"micro_batches": 2}, "micro_batches=2: the plan that is given was made for micro_batches=4"),
+        (whole, {"micro_batches": 4}, "micro_batches=4: the plan that is given was made for micro_batches=1"),
+        (whole, {"stages": "pp"}, "the plan that is given has no stages"),
+    ):
+        with pytest.raises(PlanError) as raised:
+            autoshard.compile(model, ideal({"pp": 2}), args, plan=plan, **asked)  # type: ignore[arg-type]
+        assert text in str(raised.value)
+
+
+def test_a_plan_of_inference_leaves_training_its_micro_batches() -> None:
+    model, args = made("regression")
+    plan = planned({"dp": 2}, training=False)
+    sharded = autoshard.compile(
+        copy.deepcopy(model), ideal({"dp": 2}), args, plan=plan, training=False, micro_batches=4
+    )
+    assert torch.equal(sharded(*args)["hits"], model(*args)["hits"])
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.layer(x)
+        return y.mean(), y.sum()
+
+
+@pytest.mark.parametrize(
+    ("where", "asked", "text"),
+    [
+        ({"mesh": {"dp": 2}}, {"schedule": "gpipe"}, "schedule='gpipe' is one of stages, and there are none"),
+        ({"devices": 2}, {"schedule": "gpipe"}, "schedule='gpipe' is one of stages, and there are none"),
+        ({"mesh": {"dp": 2}}, {"schedule": "gpipe", "training": False, "objective": "latency"}, "is one of stages"),
+        ({"devices": 2}, {"schedule": "fifo", "stages": "pp"}, "schedule='fifo': there are 'gpipe', '1f1b'"),
+        ({"devices": 2}, {"stages": "depth"}, "stages='depth': with devices= the axis of stages is 'pp'"),
+        ({"devices": 1}, {"stages": "pp"}, "no pipeline of these h100 has a plan: 1 devices do not form 2 stages or more"),
+        ({"devices": 2}, {"stages": "pp", "micro_batches": 3}, "a batch of 8 does not divide into 3 micro-batches"),
+        (
+            {"devices": 2},
+            {"stages": "pp", "memory_budget": 1},
+            "the optimizer's state do not fit, spread over all ranks",
+        ),
+        ({"devices": 2}, {"stages": "pp", "dynamic": True}, "a batch of open length (dynamic) is one micro-batch"),
+        ({"devices": 2}, {"micro_batches": 2, "dynamic": True}, "micro_batches=2 with open lengths (dynamic)"),
+        ({"mesh": {"dp": 2}}, {"micro_batches": 2, "dynamic": True}, "micro_batches=2 with open lengths (dynamic)"),
+        ({"mesh": {"pp": 2}}, {**STAGED, "dynamic": True}, "micro_batches=4 with open lengths (dynamic)"),
+    ],
+)
+def test_what_does_not_go_together(where: dict[str, Any], asked: dict[str, Any], text: str) -> None:
+    """An error that says why, where something was left out in silence, or the reason was."""
+    model, args = made("regression")
+    with pytest.raises(AutoshardError) as raised:
+        autoshard.plan(model, example_args=args, **where, **asked)
+    assert text in str(raised.value)
+    if "mesh" in where and "objective" not in asked:
+        with pytest.raises(AutoshardError) as raised:
+            autoshard.compile(model, **where, example_args=args, **asked)
+        assert text in str(raised.value)
+
+
+def test_several_losses() -> None:
+    with pytest.raises(
+        PlanError, match=r"2 outputs of the model are scalars that carry a gradient\. Its forward has to return"
+    ):
+        autoshard.plan(Two(), {"dp": 2}, (torch.randn(4, 4),), micro_batches=2)
+
+
+def test_open_lengths_without_a_backward() -> None:
+    """The batch goes as one, whatever micro-batches are asked for; a call with a backward is refused when it comes."""
+    model, args = made("regression")
+    sharded = autoshard.compile(copy.deepcopy(model).eval(), ideal({"dp": 2}), args, micro_batches=4, dynamic=True)
+    with torch.no_grad():
+        for rows in (6, 8):
+            given = tuple(x[:rows] for x in args)
+            assert far(sharded(*given)["found"], model.eval()(*given)["found"]) <= 1e-12
+    assert len(sharded.programs) == 1
+    with pytest.raises(PlanError, match="micro_batches=4 with open lengths"):
+        sharded(*args)
