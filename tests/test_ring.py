@@ -290,17 +290,19 @@ class Attention(nn.Module):
         return self.mixed(x).square().mean()
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("causal", [True, False])
-def test_planned_bytes_are_sent(causal: bool) -> None:
-    """With swaps of the folded order where there is one: q, k, v and the result, half a chunk each."""
+def test_planned_bytes_are_sent(causal: bool, ranks: int) -> None:
+    """With swaps of the folded order where there is one, half a chunk each: q and the result and, of more than two ranks, k
+    and v; of gradients the same."""
     x = torch.randn(2, 16, 16)
-    found = collectives(Attention(16, 4, 4, causal), {"cp": 4}, None, (x,), like="ring")
+    found = collectives(Attention(16, 4, 4, causal), {"cp": ranks}, None, (x,), like="ring")
     activation, sent = 2 * 16 * 16 * 8, Counter[str]()
     for (kind, _, phase, size), count in found.items():
         sent[phase] += size * count * (kind == "permute")
-    swapped = activation / 4 / 2 * causal
-    assert sent["forward"] == 2 * 3 / 4 * activation + 4 * swapped
-    assert sent["backward"] == 4 * 3 / 4 * activation + 5 * swapped
+    swapped, share = activation / ranks / 2 * causal, (ranks - 1) / ranks * activation
+    assert sent["forward"] == 2 * share + (4 if ranks > 2 else 2) * swapped
+    assert sent["backward"] == 4 * share + (4 if ranks > 2 else 2) * swapped
 
 
 def test_bytes_of_gathered_keys_and_of_two_axes() -> None:

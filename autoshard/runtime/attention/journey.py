@@ -73,8 +73,9 @@ class Job(NamedTuple):
 
     @property
     def swapped(self) -> list[tuple[Chunks, ...]]:
-        """What the folded order swaps of queries, keys and values: of what is cut, whose intervals."""
-        return [self.rows, *([self.columns] * 2 if len(self.columns) > 1 else [])]
+        """What the folded order swaps of queries, keys and values: of what is folded, whose intervals."""
+        orders = [self.rows, self.columns, self.columns]
+        return [of for of in orders if len(of[self.me % len(of)]) > 1]
 
     def hop(self, xs: Tensors, to: int, source: int, lengths: Sequence[int], longest: Sequence[int]) -> Hop:
         """``xs`` to a rank; ``lengths``: of the sequences that come; ``longest``: of those that any rank sends."""
@@ -103,8 +104,8 @@ class Job(NamedTuple):
         shift = (self.me - of.offset) % n, (self.me + of.offset) % n
         return self.hop(xs, *shift, [coming] * len(xs), [self.longest(of)] * len(xs))
 
-    def swap(self, xs: Tensors, of: Sequence[tuple[Chunks, ...]], back: bool) -> Generator[Hop, Arrival, Tensors]:
-        """Second halves with the mirrored rank; ``of``: per tensor whose intervals, those of rows or of columns.
+    def swap(self, xs: Tensors, of: Sequence[tuple[Chunks, ...]], back: bool) -> Generator[Hop, Arrival, Arrival]:
+        """Begin to swap second halves with the mirrored rank; ``of``: per tensor whose intervals, those of rows or of columns.
 
         ``back``: from what it holds folded to what it holds else.
         """
@@ -115,37 +116,49 @@ class Job(NamedTuple):
         coming = [c[mirror][received(mirror, ranks)][1] if back else c[self.me][at][1] for c in of]
         longest = [max(intervals[received(r, ranks)][1] for r, intervals in enumerate(c)) for c in of]
         arrival = yield self.hop(tuple(sent for _, sent in halves), mirror, mirror, coming, longest)
-        pairs = [(stays, came) for (stays, _), came in zip(halves, arrival(), strict=True)]
-        return tuple(torch.cat(pair if at or back else pair[::-1], -2) for pair in pairs)
+
+        def joined() -> Tensors:
+            pairs = [(stays, came) for (stays, _), came in zip(halves, arrival(), strict=True)]
+            return tuple(_in_a_row(pair if at or back else pair[::-1]) for pair in pairs)
+
+        return joined
 
 
 def forward(
     job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, mask: Any, kept: Any
 ) -> Journey:
-    """→ result, its log-sum-exp, and the queries, keys and values in the order of the ring, and sinks."""
+    """→ result, and what the backward needs, in the order of the ring."""
+    folding: Arrival | None = None
     if job.folded:
-        query, key, value = yield from _swapped(job, (query, key, value), False)
+        folding = yield from job.swap((query, key, value)[: len(job.swapped)], job.swapped, False)
+        if len(job.swapped) > 1:
+            (query, key, value), folding = folding(), None
     result, own, level = _Result(job, query, value), (key, value), job.level(mask)
     for stop, following in _paired(job.stops):
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
+        if folding is not None:
+            (query,), folding = folding(), None
         for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
             result.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
         if arrival is not None:
             key, value = arrival()
     out, sums = result.whole(query.dtype, _sink(job, sinks, level, query))
+    plain = out
     if job.folded:
-        (out,) = yield from job.swap((out,), (job.rows,), True)
-    return out, sums, query, *own, sinks
+        unfolding = yield from job.swap((out,), (job.rows,), True)
+        (plain,) = unfolding()
+    return plain, query, *own, sinks, mask, kept, out, sums
 
 
 def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
     """→ gradients of queries, keys, values and sinks."""
     query, key, value, sinks, mask, kept, out, sums = saved
+    folding: Arrival | None = None
     if job.folded:
-        gradient, out = yield from job.swap((gradient, out), (job.rows, job.rows), False)
-    mine, own, level = torch.zeros_like(wide(query)), (key, value), job.level(mask)
+        folding = yield from job.swap((gradient,), (job.rows,), False)
+    mine, own, level = _Sum(query), (key, value), job.level(mask)
     owns: Tensors = ()
     behind: Arrival | None = None
     before = Stop()
@@ -153,14 +166,17 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
-        theirs: Tensors = (torch.zeros_like(wide(key)), torch.zeros_like(wide(value)))
+        if folding is not None:
+            (gradient,), folding = folding(), None
+        sums_of = _Sum(key), _Sum(value)
         for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
             at = _spot(job.rows[job.me], *t.rows)
             g, o, s = gradient.narrow(-2, *at), out.narrow(-2, *at), sums.narrow(-1, *at)
             dq, dk, dv = tile.backward(g, q, k, v, o, s, masking, job.scale)
-            mine.narrow(-2, *at).add_(dq)
-            for total, more in zip(theirs, (dk, dv), strict=True):
-                total.narrow(-2, *_spot(job.columns_at(stop), *t.columns)).add_(more)
+            mine.add(at, dq)
+            for total, more in zip(sums_of, (dk, dv), strict=True):
+                total.add(_spot(job.columns_at(stop), *t.columns), more)
+        theirs: Tensors = tuple(total.whole() for total in sums_of)
         if not stop.offset:
             owns = theirs
         else:
@@ -172,17 +188,24 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
             before = stop
         if arrival is not None:
             key, value = arrival()
+    of_rows = mine.whole().to(query.dtype)
+    unfolding: Arrival | None = None
+    if job.folded and len(job.swapped) == 1:
+        unfolding = yield from job.swap((of_rows,), job.swapped, True)
     if behind is not None:
         _come_home(job, owns, behind, before)
-    mine, *own_ = (x.to(query.dtype) for x in (mine, *owns))
+    of_keys: Sequence[torch.Tensor] = [x.to(query.dtype) for x in owns]
     of_sinks: Any = None
     if sinks is not None:  # a key whose value is zero
         weights = (_sink(job, sinks, level, query) - sums).exp()
         lost = -weights * (wide(gradient) * wide(out)).sum(-1)
         of_sinks = lost.sum_to_size(lost.shape[-2], 1).view_as(sinks).to(sinks.dtype)
-    if job.folded:
-        mine, *own_ = yield from _swapped(job, (mine, *own_), True)
-    return mine, *own_, of_sinks
+    if unfolding is not None:
+        (of_rows,) = unfolding()
+    elif job.folded:
+        unfolding = yield from job.swap((of_rows, *of_keys), job.swapped, True)
+        of_rows, *of_keys = unfolding()
+    return of_rows, *of_keys, of_sinks
 
 
 def _sink(job: Job, sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor) -> Any:
@@ -208,11 +231,33 @@ def _paired(stops: Sequence[Stop]) -> Iterator[tuple[Stop, Stop | None]]:
     return zip(stops, (*stops[1:], None), strict=True)
 
 
-def _swapped(job: Job, xs: Tensors, back: bool) -> Generator[Hop, Arrival, Tensors]:
-    """Something of queries, keys and values in the folded order; what is not cut stays."""
-    cut = len(job.swapped)
-    moved = yield from job.swap(xs[:cut], job.swapped, back)
-    return *moved, *xs[cut:]
+def _in_a_row(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Parts of a sequence as one. The heads of a position lie side by side, as they come and as models go on: no copy joins
+    them."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].dim() < 3:
+        return torch.cat(tuple(parts), -2)
+    return torch.cat([x.transpose(-2, -3) for x in parts], -3).transpose(-2, -3)
+
+
+class _Sum:
+    """A sum of gradients, each of a part of ``like``, in float32 at least."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+        self.total: torch.Tensor | None = None
+
+    def add(self, at: Interval, more: torch.Tensor) -> None:
+        """Of the positions ``at``; the memory of ``more`` is the sum's."""
+        if self.total is None and at == (0, self.like.shape[-2]):
+            self.total = wide(more)
+        else:
+            self.total = self.whole()
+            self.total.narrow(-2, *at).add_(more)
+
+    def whole(self) -> torch.Tensor:
+        return torch.zeros_like(wide(self.like)) if self.total is None else self.total
 
 
 def _halves(x: torch.Tensor, held: Chunks, at: int, folded: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,7 +352,7 @@ class _Result:
     def whole(self, dtype: torch.dtype, sinks: torch.Tensor | None) -> Tensors:
         """All rows, with their log-sum-exps; ``sinks``: of a key of every row, whose value is zero."""
         found = [self.parts[r] if r in self.parts else self.none(r[1]) for r in self.blocks if r[1]] or [self.none(0)]
-        out, sums = torch.cat([out for out, _ in found], -2), torch.cat([sums for _, sums in found], -1)
+        out, sums = _in_a_row([out for out, _ in found]), torch.cat([sums for _, sums in found], -1)
         if sinks is not None:
             out, sums = tile.merge(out, sums, torch.zeros_like(out), sinks)
         return out.to(dtype), sums

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -54,6 +55,17 @@ def spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]
     halves = [_halves(c) for c in cut]
     pairs = [(first, halves[-1 - i][1]) for i, (first, _) in enumerate(halves)]
     return tuple(pair[:: 1 if received(i, len(cut)) else -1] for i, pair in enumerate(pairs))
+
+
+def held(
+    queries: int, keys: int, ranks: tuple[int, ...], folded: bool
+) -> tuple[tuple[Chunks, ...], tuple[Chunks, ...]]:
+    """:func:`spans` of the queries and of the keys of a ring.
+
+    Of two ranks each sees all keys after one hop, which begins before anything is computed: only over both steps their work
+    has to be even, and so it is where queries alone are folded.
+    """
+    return spans(queries, ranks, folded), spans(keys, ranks, folded and math.prod(ranks) > 2)
 
 
 def received(rank: int, ranks: int) -> int:
@@ -142,6 +154,7 @@ def _tiles(rows: Interval, columns: Interval, band: Band) -> Iterator[Tile]:
     start += band.after  # the last key that the first row sees
     if first >= start + length:
         return
+    count = min(count, start + length - first)  # those behind no row sees
     before = min(max(0, start - first), count)  # all rows see these
     if before:
         yield Tile(rows, (first, before))
@@ -213,6 +226,6 @@ def work(
     queries: int, keys: int, ranks: tuple[int, ...], folded: bool, cut_keys: bool = True, band: Band = CAUSAL
 ) -> tuple[float, ...]:
     """Pairs of query and key that each rank computes under a mask. ``cut_keys``: whether keys are cut, too."""
-    rows = spans(queries, ranks, folded)
-    columns = spans(keys, ranks, folded) if cut_keys else (((0, keys),),)
+    rows, columns = held(queries, keys, ranks, folded)
+    columns = columns if cut_keys else (((0, keys),),)
     return tuple(sum(t.pairs for c in columns for t in tiles(mine, c, band)) for mine in rows)
