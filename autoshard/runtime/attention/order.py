@@ -45,15 +45,15 @@ ALL, CAUSAL = Band(), Band(None, 0)
 def spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]:
     """By number in a ring of axes of so many ranks: the intervals of a sequence of ``size`` that it holds.
 
-    ``folded``: every chunk's second half has been swapped with that of the rank mirrored in the ring. In a causal
+    ``folded``: every chunk's first half has been swapped with that of the rank mirrored in the ring. In a causal
     mask the work of a row grows with its position, so that an early and a late half make every rank's work the same. They
-    lie in the order of the sequence.
+    lie in the order of the sequence. Of its own keys a late half sees more, with which a rank goes on while others come.
     """
     cut = chunks(size, ranks)
     if not folded:
         return tuple((c,) for c in cut)
     halves = [_halves(c) for c in cut]
-    pairs = [(first, halves[-1 - i][1]) for i, (first, _) in enumerate(halves)]
+    pairs = [(second, halves[-1 - i][0]) for i, (_, second) in enumerate(halves)]
     return tuple(pair[:: 1 if received(i, len(cut)) else -1] for i, pair in enumerate(pairs))
 
 
@@ -69,8 +69,8 @@ def held(
 
 
 def received(rank: int, ranks: int) -> int:
-    """Which of a rank's intervals in folded order came from the mirrored one: the first, 0, on late ranks, else 1."""
-    return int(2 * rank < ranks)
+    """Which of a rank's intervals in folded order came from the mirrored one: the last, 1, on early ranks, else 0."""
+    return int(2 * rank < ranks - 1)
 
 
 def _halves(interval: Interval) -> tuple[Interval, Interval]:

@@ -52,9 +52,9 @@ def ring_attention(
     query [..., s, e], key [..., t, e], value [..., t, d], attn_mask [..., s, whole t]; ``queries`` and ``keys``: the
     global lengths. Key and value may have fewer heads, each of which several query heads share. ``before``, ``after``:
     how many positions before and behind it a query sees; with ``is_causal`` none behind it. ``folded``: ranks that
-    are mirrored in the ring swap second halves before and after (of more than two ranks those of keys and values, too), so
-    that a causal mask leaves all ranks the same work; then no mask has rows. ``sloped``, ``sinks`` (of the heads that are here),
-    ``soft_cap``: as in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
+    are mirrored in the ring swap first halves before and after (of more than two ranks those of keys and values, too), so
+    that a causal mask leaves all ranks the same work; then no mask has rows. ``sloped``, ``sinks`` (of the heads that are
+    here), ``soft_cap``: as in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
 
     For dropout, which hits what it hits on one device: ``shape``, the global one of the weights [..., s, t]; ``cuts``, the
     axes that cut each of its dims but the last two; ``batch`` as in :func:`~autoshard.runtime.dropout`.

@@ -98,7 +98,7 @@ def backward(
 def merge(
     out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results over some keys and over others, with their log-sum-exps, as those over all of them; into the memory of ``out``."""
+    """Results over some keys and over others, with their log-sum-exps, as those over all of them; ``out`` is overwritten."""
     share = (more_sums - sums).sigmoid().nan_to_num(0.0)  # of rows that see none of either
     return out.lerp_(more, share.unsqueeze(-1)), torch.logaddexp(sums, more_sums)
 

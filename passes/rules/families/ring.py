@@ -196,7 +196,7 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
             return []
         orders = [(rows, of_rows), (columns, of_columns if around and len(columns[0]) > 1 else 0)]
         moved = sum(max(x[received(r, len(of))][1] for r, x in enumerate(of)) * each for of, each in orders if each)
-        return [Internal("permute", axes, float(moved * element), phase, f"second halves of {what}")]
+        return [Internal("permute", axes, float(moved * element), phase, f"halves of {what}")]
 
     found = swap("forward", "the operands", query, key + value)
     found += hops("forward", "keys and values", element, 1.0, 1.0) + swap("forward", "the result", result)
