@@ -107,6 +107,18 @@ def jagged_bags_of_one_owner() -> None:
     trained(case, compiled(reference, args, "table-wise"), "Adagrad")
 
 
+def bags_of_all_modes() -> None:
+    """Jagged sums with weights, means and maxima (never sparse), by row, by column and whole: where their gradients are dense,
+    and where those of sums and means are sparse."""
+    for like, layout in (("row-wise", "S(0)@x"), ("column-wise", "S(1)@x"), ("table-wise", "O(")):
+        for sparse in (True, False):
+            reference, args = case = towers(sparse)
+            sharded = compiled(reference, args, like)
+            for name in ("seen", "liked", "tags"):
+                assert layout in str(sharded.plan.layouts[f"{name}.weight"]), (like, name)
+            trained(case, sharded, "Adagrad")
+
+
 def sparse_rows_and_replicas() -> None:
     """Row-wise over x; on four ranks the rows of two replicas are gathered. In micro-batches as well."""
     reference, args = case = fields(DCN, True, 8)
@@ -171,6 +183,7 @@ TABLES = {
     for f in (
         tables_of_one_owner,
         jagged_bags_of_one_owner,
+        bags_of_all_modes,
         sparse_rows_and_replicas,
         tables_in_parts_and_lower_precision,
         rows_are_sent_from_where_they_lie,

@@ -39,6 +39,7 @@ CONTRACT = (
     "one_program_for_all_lengths",
     "tables_of_one_owner",
     "jagged_bags_of_one_owner",
+    "bags_of_all_modes",
     "sparse_rows_and_replicas",
     "tables_in_parts_and_lower_precision",
     "rows_are_sent_from_where_they_lie",

@@ -73,8 +73,14 @@ class Job(NamedTuple):
 
     @property
     def swapped(self) -> list[tuple[Chunks, ...]]:
-        """What the folded order swaps of queries, keys and values: of what is cut, whose intervals."""
-        return [self.rows, *([self.columns] * 2 if len(self.columns) > 1 else [])]
+        """What the folded order swaps of queries, keys and values: of what is folded, whose intervals."""
+        orders = [self.rows, self.columns, self.columns]
+        return [of for of in orders if len(of[self.me % len(of)]) > 1]
+
+    def came(self, rows: Chunks) -> bool:
+        """Whether some of these rows of the folded order came from the mirrored rank."""
+        start, length = self.rows[self.me][received(self.me, len(self.rows))]
+        return any(start <= at < start + length for at, _ in rows)
 
     def hop(self, xs: Tensors, to: int, source: int, lengths: Sequence[int], longest: Sequence[int]) -> Hop:
         """``xs`` to a rank; ``lengths``: of the sequences that come; ``longest``: of those that any rank sends."""
@@ -103,8 +109,11 @@ class Job(NamedTuple):
         shift = (self.me - of.offset) % n, (self.me + of.offset) % n
         return self.hop(xs, *shift, [coming] * len(xs), [self.longest(of)] * len(xs))
 
-    def swap(self, xs: Tensors, of: Sequence[tuple[Chunks, ...]], back: bool) -> Generator[Hop, Arrival, Tensors]:
-        """Second halves with the mirrored rank; ``of``: per tensor whose intervals, those of rows or of columns.
+    def swap(
+        self, xs: Tensors, of: Sequence[tuple[Chunks, ...]], back: bool
+    ) -> Generator[Hop, Arrival, tuple[Tensors, Arrival]]:
+        """Begin to swap first halves with the mirrored rank: (what it holds then, without what comes, which another call waits
+        for and puts there). ``of``: per tensor whose intervals, those of rows or of columns.
 
         ``back``: from what it holds folded to what it holds else.
         """
@@ -115,37 +124,60 @@ class Job(NamedTuple):
         coming = [c[mirror][received(mirror, ranks)][1] if back else c[self.me][at][1] for c in of]
         longest = [max(intervals[received(r, ranks)][1] for r, intervals in enumerate(c)) for c in of]
         arrival = yield self.hop(tuple(sent for _, sent in halves), mirror, mirror, coming, longest)
-        pairs = [(stays, came) for (stays, _), came in zip(halves, arrival(), strict=True)]
-        return tuple(torch.cat(pair if at or back else pair[::-1], -2) for pair in pairs)
+        made, gaps = [], []
+        for (stays, _), length in zip(halves, coming, strict=True):
+            whole, kept = _row(stays, stays.shape[-2] + length), stays.shape[-2]
+            lengths = (kept, length) if at and not back else (length, kept)
+            first, last = whole.split(lengths, -2)
+            (first if at and not back else last).copy_(stays)
+            gaps.append(last if at and not back else first)
+            made.append(whole)
+
+        def filled() -> Tensors:
+            for gap, came in zip(gaps, arrival() if gaps else (), strict=True):
+                gap.copy_(came)
+            gaps.clear()
+            return tuple(made)
+
+        return tuple(made), filled
 
 
 def forward(
     job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, mask: Any, kept: Any
 ) -> Journey:
-    """→ result, its log-sum-exp, and the queries, keys and values in the order of the ring, and sinks."""
+    """→ result, and what the backward needs, in the order of the ring."""
+    folding: Arrival = tuple  # of nothing
     if job.folded:
-        query, key, value = yield from _swapped(job, (query, key, value), False)
+        (query, *_), folding = yield from job.swap((query, key, value)[: len(job.swapped)], job.swapped, False)
+        if len(job.swapped) > 1:
+            query, key, value = folding()
     result, own, level = _Result(job, query, value), (key, value), job.level(mask)
     for stop, following in _paired(job.stops):
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
         for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
+            if job.folded and job.came(t.rows):
+                folding()
             result.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
         if arrival is not None:
             key, value = arrival()
+    folding()  # also where no row that came sees a key
     out, sums = result.whole(query.dtype, _sink(job, sinks, level, query))
+    plain = out
     if job.folded:
-        (out,) = yield from job.swap((out,), (job.rows,), True)
-    return out, sums, query, *own, sinks
+        (plain,), unfolding = yield from job.swap((out,), (job.rows,), True)
+        unfolding()
+    return plain, query, *own, sinks, mask, kept, out, sums
 
 
 def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
     """→ gradients of queries, keys, values and sinks."""
     query, key, value, sinks, mask, kept, out, sums = saved
+    folding: Arrival = tuple  # of nothing
     if job.folded:
-        gradient, out = yield from job.swap((gradient, out), (job.rows, job.rows), False)
-    mine, own, level = torch.zeros_like(wide(query)), (key, value), job.level(mask)
+        (gradient,), folding = yield from job.swap((gradient,), (job.rows,), False)
+    mine, own, level = _Sum(query), (key, value), job.level(mask)
     owns: Tensors = ()
     behind: Arrival | None = None
     before = Stop()
@@ -153,14 +185,17 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
-        theirs: Tensors = (torch.zeros_like(wide(key)), torch.zeros_like(wide(value)))
+        sums_of = _Sum(key), _Sum(value)
         for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
+            if job.folded and job.came(t.rows):
+                folding()
             at = _spot(job.rows[job.me], *t.rows)
             g, o, s = gradient.narrow(-2, *at), out.narrow(-2, *at), sums.narrow(-1, *at)
             dq, dk, dv = tile.backward(g, q, k, v, o, s, masking, job.scale)
-            mine.narrow(-2, *at).add_(dq)
-            for total, more in zip(theirs, (dk, dv), strict=True):
-                total.narrow(-2, *_spot(job.columns_at(stop), *t.columns)).add_(more)
+            mine.add(at, dq)
+            for total, more in zip(sums_of, (dk, dv), strict=True):
+                total.add(_spot(job.columns_at(stop), *t.columns), more)
+        theirs: Tensors = tuple(total.whole() for total in sums_of)
         if not stop.offset:
             owns = theirs
         else:
@@ -172,17 +207,23 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
             before = stop
         if arrival is not None:
             key, value = arrival()
+    folding()
+    of_rows = mine.whole().to(query.dtype)
+    unfolding: Arrival = tuple
+    if job.folded and len(job.swapped) == 1:
+        (of_rows,), unfolding = yield from job.swap((of_rows,), job.swapped, True)
     if behind is not None:
         _come_home(job, owns, behind, before)
-    mine, *own_ = (x.to(query.dtype) for x in (mine, *owns))
+    of_keys: Sequence[torch.Tensor] = [x.to(query.dtype) for x in owns]
     of_sinks: Any = None
     if sinks is not None:  # a key whose value is zero
         weights = (_sink(job, sinks, level, query) - sums).exp()
         lost = -weights * (wide(gradient) * wide(out)).sum(-1)
         of_sinks = lost.sum_to_size(lost.shape[-2], 1).view_as(sinks).to(sinks.dtype)
-    if job.folded:
-        mine, *own_ = yield from _swapped(job, (mine, *own_), True)
-    return mine, *own_, of_sinks
+    if len(job.swapped) > 1:
+        (of_rows, *of_keys), unfolding = yield from job.swap((of_rows, *of_keys), job.swapped, True)
+    unfolding()
+    return of_rows, *of_keys, of_sinks
 
 
 def _sink(job: Job, sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor) -> Any:
@@ -208,20 +249,52 @@ def _paired(stops: Sequence[Stop]) -> Iterator[tuple[Stop, Stop | None]]:
     return zip(stops, (*stops[1:], None), strict=True)
 
 
-def _swapped(job: Job, xs: Tensors, back: bool) -> Generator[Hop, Arrival, Tensors]:
-    """Something of queries, keys and values in the folded order; what is not cut stays."""
-    cut = len(job.swapped)
-    moved = yield from job.swap(xs[:cut], job.swapped, back)
-    return *moved, *xs[cut:]
+def _row(like: torch.Tensor, length: int) -> torch.Tensor:
+    """Room for a sequence, where the heads of a position lie side by side, as they come and as models go on: no copy joins
+    them."""
+    *lead, _, width = like.shape
+    if not lead:
+        return like.new_empty(length, width)
+    return like.new_empty(*lead[:-1], length, lead[-1], width).transpose(-2, -3)
+
+
+def _in_a_row(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Parts of a sequence as one."""
+    if len(parts) == 1:
+        return parts[0]
+    lengths = [x.shape[-2] for x in parts]
+    whole = _row(parts[0], sum(lengths))
+    for place, x in zip(whole.split(lengths, -2), parts, strict=True):
+        place.copy_(x)
+    return whole
+
+
+class _Sum:
+    """A sum of gradients, each of a part of ``like``, in float32 at least."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.like = like
+        self.total: torch.Tensor | None = None
+
+    def add(self, at: Interval, more: torch.Tensor) -> None:
+        """Of the positions ``at``; the memory of ``more`` is the sum's."""
+        if self.total is None and at == (0, self.like.shape[-2]):
+            self.total = wide(more)
+        else:
+            self.total = self.whole()
+            self.total.narrow(-2, *at).add_(more)
+
+    def whole(self) -> torch.Tensor:
+        return torch.zeros_like(wide(self.like)) if self.total is None else self.total
 
 
 def _halves(x: torch.Tensor, held: Chunks, at: int, folded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(what stays, what the mirrored rank has in the other order) of a chunk, or of what is ``held`` in folded order, whose
     interval number ``at`` came from there."""
     stay = held[1 - at][1]
-    first = stay if at or not folded else x.shape[-2] - stay
-    halves = x[..., :first, :], x[..., first:, :]
-    return halves if at or not folded else halves[::-1]
+    if at and folded:
+        return x[..., :stay, :], x[..., stay:, :]
+    return x[..., x.shape[-2] - stay :, :], x[..., : x.shape[-2] - stay, :]
 
 
 def _spot(intervals: Chunks, interval: Interval, *more: Interval) -> Interval:
@@ -253,7 +326,8 @@ def _tiles(
     """What this rank computes at ``stop``. ``masks``, a mask and its level, and ``kept``: of its rows and all columns."""
     (mask, level), own, held = masks, job.rows[job.me], job.columns_at(stop)
     apart = mask is not None or kept is not None or job.some
-    for t in stretches(own, held, job.band, apart, job.some):
+    found = stretches(own, held, job.band, apart, job.some)
+    for t in sorted(found, key=lambda t: job.came(t.rows)) if job.folded else found:  # what comes is waited for later
         rows, columns = _spot(own, *t.rows), _spot(held, *t.columns)
         pairs = t.rows[0], t.columns[0]
         bias, noise, aligned = None, None, t.aligned and mask is None
@@ -307,7 +381,7 @@ class _Result:
     def whole(self, dtype: torch.dtype, sinks: torch.Tensor | None) -> Tensors:
         """All rows, with their log-sum-exps; ``sinks``: of a key of every row, whose value is zero."""
         found = [self.parts[r] if r in self.parts else self.none(r[1]) for r in self.blocks if r[1]] or [self.none(0)]
-        out, sums = torch.cat([out for out, _ in found], -2), torch.cat([sums for _, sums in found], -1)
+        out, sums = _in_a_row([out for out, _ in found]), torch.cat([sums for _, sums in found], -1)
         if sinks is not None:
             out, sums = tile.merge(out, sums, torch.zeros_like(out), sinks)
         return out.to(dtype), sums

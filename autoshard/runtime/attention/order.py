@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -44,21 +45,32 @@ ALL, CAUSAL = Band(), Band(None, 0)
 def spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]:
     """By number in a ring of axes of so many ranks: the intervals of a sequence of ``size`` that it holds.
 
-    ``folded``: every chunk's second half has been swapped with that of the rank mirrored in the ring. In a causal
+    ``folded``: every chunk's first half has been swapped with that of the rank mirrored in the ring. In a causal
     mask the work of a row grows with its position, so that an early and a late half make every rank's work the same. They
-    lie in the order of the sequence.
+    lie in the order of the sequence. Of its own keys a late half sees more, with which a rank goes on while others come.
     """
     cut = chunks(size, ranks)
     if not folded:
         return tuple((c,) for c in cut)
     halves = [_halves(c) for c in cut]
-    pairs = [(first, halves[-1 - i][1]) for i, (first, _) in enumerate(halves)]
+    pairs = [(second, halves[-1 - i][0]) for i, (_, second) in enumerate(halves)]
     return tuple(pair[:: 1 if received(i, len(cut)) else -1] for i, pair in enumerate(pairs))
 
 
+def held(
+    queries: int, keys: int, ranks: tuple[int, ...], folded: bool
+) -> tuple[tuple[Chunks, ...], tuple[Chunks, ...]]:
+    """:func:`spans` of the queries and of the keys of a ring.
+
+    Of two ranks each sees all keys after one hop, which begins before anything is computed: only over both steps their work
+    has to be even, and so it is where queries alone are folded.
+    """
+    return spans(queries, ranks, folded), spans(keys, ranks, folded and math.prod(ranks) > 2)
+
+
 def received(rank: int, ranks: int) -> int:
-    """Which of a rank's intervals in folded order came from the mirrored one: the first, 0, on late ranks, else 1."""
-    return int(2 * rank < ranks)
+    """Which of a rank's intervals in folded order came from the mirrored one: the last, 1, on early ranks, else 0."""
+    return int(2 * rank < ranks - 1)
 
 
 def _halves(interval: Interval) -> tuple[Interval, Interval]:
@@ -142,6 +154,7 @@ def _tiles(rows: Interval, columns: Interval, band: Band) -> Iterator[Tile]:
     start += band.after  # the last key that the first row sees
     if first >= start + length:
         return
+    count = min(count, start + length - first)  # those behind no row sees
     before = min(max(0, start - first), count)  # all rows see these
     if before:
         yield Tile(rows, (first, before))
@@ -213,6 +226,6 @@ def work(
     queries: int, keys: int, ranks: tuple[int, ...], folded: bool, cut_keys: bool = True, band: Band = CAUSAL
 ) -> tuple[float, ...]:
     """Pairs of query and key that each rank computes under a mask. ``cut_keys``: whether keys are cut, too."""
-    rows = spans(queries, ranks, folded)
-    columns = spans(keys, ranks, folded) if cut_keys else (((0, keys),),)
+    rows, columns = held(queries, keys, ranks, folded)
+    columns = columns if cut_keys else (((0, keys),),)
     return tuple(sum(t.pairs for c in columns for t in tiles(mine, c, band)) for mine in rows)

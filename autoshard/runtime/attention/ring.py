@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.attention.journey import Job, backward, forward
-from autoshard.runtime.attention.order import Band, spans
+from autoshard.runtime.attention.order import Band, held, spans
 from autoshard.runtime.operations.random import noise_like, part
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.move import Move
@@ -52,9 +52,9 @@ def ring_attention(
     query [..., s, e], key [..., t, e], value [..., t, d], attn_mask [..., s, whole t]; ``queries`` and ``keys``: the
     global lengths. Key and value may have fewer heads, each of which several query heads share. ``before``, ``after``:
     how many positions before and behind it a query sees; with ``is_causal`` none behind it. ``folded``: ranks that
-    are mirrored in the ring swap second halves before and after, so that a causal mask leaves all ranks the same work;
-    then no mask has rows. ``sloped``, ``sinks`` (of the heads that are here),
-    ``soft_cap``: as in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
+    are mirrored in the ring swap first halves before and after (of more than two ranks those of keys and values, too), so
+    that a causal mask leaves all ranks the same work; then no mask has rows. ``sloped``, ``sinks`` (of the heads that are
+    here), ``soft_cap``: as in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
 
     For dropout, which hits what it hits on one device: ``shape``, the global one of the weights [..., s, t]; ``cuts``, the
     axes that cut each of its dims but the last two; ``batch`` as in :func:`~autoshard.runtime.dropout`.
@@ -63,7 +63,7 @@ def ring_attention(
     names = comm.active(axes)
     ranks = tuple(comm.mesh[a] for a in names)
     folded = folded and bool(names)
-    rows, columns = (spans(n, ranks, folded) for n in (queries, keys))
+    rows, columns = held(queries, keys, ranks, folded)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     move = named(Move("S", "S", names, order=names), always=True)
     band = Band(before, 0 if is_causal else after)
@@ -139,8 +139,8 @@ def _run(
     """``operands``: queries, keys, values, and sinks or None; ``kept``: which weights dropout keeps."""
 
     def ahead(query: Any, key: Any, value: Any, sinks: Any) -> Generator[Hop, Arrival, Any]:
-        out, sums, *used = yield from forward(job, query, key, value, sinks, mask, kept)
-        return out, *used, mask, kept, out, sums
+        out, *needed = yield from forward(job, query, key, value, sinks, mask, kept)
+        return out, *needed
 
     def back(gradients: Tensors, saved: Sequence[Any], _: Sequence[bool]) -> Journey:
         return backward(job, gradients[0], saved)

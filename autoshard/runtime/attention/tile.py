@@ -98,11 +98,9 @@ def backward(
 def merge(
     out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results over some keys and over others, with their log-sum-exps, as those over all of them."""
-    total = torch.logaddexp(sums, more_sums)
-    safe = total.masked_fill(total == -torch.inf, 0.0)
-    first, second = ((s - safe).exp().unsqueeze(-1) for s in (sums, more_sums))
-    return out * first + more * second, total
+    """Results over some keys and over others, with their log-sum-exps, as those over all of them; ``out`` is overwritten."""
+    share = (more_sums - sums).sigmoid().nan_to_num(0.0)  # of rows that see none of either
+    return out.lerp_(more, share.unsqueeze(-1)), torch.logaddexp(sums, more_sums)
 
 
 # --- kernels ---

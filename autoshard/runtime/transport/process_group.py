@@ -229,8 +229,7 @@ class TorchCommunicator(Communicator):
         """Begin to send, and to receive."""
         receiver, sender = group.members[hop.to], group.members[hop.source]
         counts = [numel(shape) for shape in hop.shapes]
-        flat = [x.reshape(-1) for x in hop.tensors]
-        sent = flat[0] if len(flat) == 1 else torch.cat(flat)
+        sent = hop.tensors[0].reshape(-1) if len(hop.tensors) == 1 else behind(hop.tensors)
         out = sent.new_empty(sum(counts)) if hop.into is None else hop.into.view(-1)
         works: Sequence[Any] = ()
         if group.gloo:  # whose waits for a single message end a connection when they time out

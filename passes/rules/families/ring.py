@@ -19,7 +19,7 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Site
 from autoshard.runtime.attention.banded import banded_op
-from autoshard.runtime.attention.order import ALL, CAUSAL, ROWS, Band, longest, received, spans, stops, work
+from autoshard.runtime.attention.order import ALL, CAUSAL, ROWS, Band, held, longest, received, stops, work
 
 ATTENTION = frozenset({torch.ops.aten.scaled_dot_product_attention.default, banded_op._opoverload})
 
@@ -147,10 +147,10 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
     if label not in LABELS:
         tiles = 4 if label == FOLDED_ROWS else 2 if label and band == CAUSAL else 1
         return Tiling(pairs, _at_a_time(band, keys), tiles, matrix)
-    n = len(stops(spans(queries, ranks[label], False), spans(keys, ranks[label], False), band))
+    n = len(stops(*held(queries, keys, ranks[label], False), band))
     each = max(1, keys // math.prod(ranks[label]))
-    apart = label == FOLDED and ("attn_mask" in node.positions or node.argument("dropout_p", 0.0))
-    return Tiling(pairs, _at_a_time(band, each), 2 * n + 1 if apart else n, matrix)
+    apart = n == 2 or "attn_mask" in node.positions or node.argument("dropout_p", 0.0)
+    return Tiling(pairs, _at_a_time(band, each), 2 * n + (n > 2) if label == FOLDED and apart else n, matrix)
 
 
 def in_tiles(node: Node, graph: Graph, tile: int) -> float:
@@ -172,7 +172,7 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
     axes = site.axes(label)
     ranks = tuple(site.mesh.size_of(a) for a in axes)
     folded, around = label in (FOLDED, FOLDED_ROWS), label in LABELS
-    rows, columns = (spans(int(size), ranks, folded) for size in (queries, keys))
+    rows, columns = held(int(queries), int(keys), ranks, folded)
     element = site.in_type(0).dtype.itemsize
     wide = torch.promote_types(site.in_type(0).dtype, torch.float32).itemsize
     query, key, value = (math.prod(_features(site, name)) for name in ("query", "key", "value"))
@@ -194,15 +194,15 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
     def swap(phase: str, what: str, of_rows: int, of_columns: int = 0) -> list[Internal]:
         if not folded:
             return []
-        most = (max(x[received(r, len(of))][1] for r, x in enumerate(of)) for of in (rows, columns))
-        moved = sum(n * each for n, each in zip(most, (of_rows, of_columns * around), strict=True))
-        return [Internal("permute", axes, float(moved * element), phase, f"second halves of {what}")]
+        orders = [(rows, of_rows), (columns, of_columns if around and len(columns[0]) > 1 else 0)]
+        moved = sum(max(x[received(r, len(of))][1] for r, x in enumerate(of)) * each for of, each in orders if each)
+        return [Internal("permute", axes, float(moved * element), phase, f"halves of {what}")]
 
     found = swap("forward", "the operands", query, key + value)
     found += hops("forward", "keys and values", element, 1.0, 1.0) + swap("forward", "the result", result)
     if site.grad:  # the last gradients come home when nothing is left to compute
         part = element / (element + wide)
-        found += swap("backward", "the result and its gradient", 2 * result)
+        found += swap("backward", "the result's gradient", result)
         found += hops("backward", "keys and values", element, part, part)
         found += hops("backward", "gradients of keys and values", wide, 1 - part, 0.0)
         found += swap("backward", "the gradients", query, key + value)
