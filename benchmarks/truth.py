@@ -1,10 +1,12 @@
 """Predicted against measured: the plans that there are for six models, on gloo ranks of this machine as it was calibrated.
 
     python benchmarks/truth.py --ranks 2 --steps 15
-    python benchmarks/truth.py --models wide:middle,dlrm:middle --ranks 4 --hardware here.json
+    python benchmarks/truth.py --ranks 4 --models "" --hardware here.json   # calibrates only
+    python benchmarks/truth.py --ranks 4 --models wide:middle,dlrm:middle --hardware here.json
 
 The machine is calibrated with as many ranks first, once, with a thread each. Then a world for each model, whose plans take
-turns with DDP, FSDP2 and, for a Llama, ``parallelize_module``: forward, backward and fused AdamW. Predicted:
+turns with DDP, FSDP2 and, for a Llama, ``parallelize_module``: forward, backward and fused AdamW. Each turn is a few steps, of
+which the first does not count, as no training step follows one of another plan. Predicted:
 ``plan.cost.total_s``, the same less what merged messages save (``merged_s``), and the end of the timeline (``schedule_s``).
 Measured: the median step of the slowest rank, and the least processor time of the busiest one, which other work on the machine
 disturbs less. Forward, backward, optimizer: of rank 0, medians. ρ: Spearman's rank correlation. ``--json``: a folder to which
@@ -39,6 +41,8 @@ MORE = {
     "dlrm:middle": ("table-wise", "row-wise", "column-wise"),
 }
 """plans by name, beside the free one"""
+ROW = 3
+"""steps of a turn"""
 PEERS = ("DDP", "FSDP2", "parallelize_module")
 
 Predicted = dict[str, float]
@@ -79,7 +83,9 @@ def work(options: argparse.Namespace) -> None:
         plans = compiled(task, autoshard.Mesh({"x": options.ranks}, hardware=str(options.hardware)))
         family = name.split(":")[0]
         peers = {c.name: c.make(task) for c in CONTESTANTS if c.name in PEERS and c.only in ("", family)}
-        times = race({**{plan: step for plan, (_, step) in plans.items()}, **peers}, options.steps, options.seconds)
+        times = race(
+            {**{plan: step for plan, (_, step) in plans.items()}, **peers}, options.steps, options.seconds, ROW
+        )
         if options.rank == 0:
             report(name, plans, times)
             if options.json:
@@ -97,15 +103,15 @@ def report(name: str, plans: dict[str, tuple[autoshard.Plan, TrainingStep]], tim
     """One line for each plan, the fastest first."""
     wall = {plan: statistics.median(t.wall) for plan, t in times.items()}
     cpu = {plan: min(t.cpu) for plan, t in times.items()}
-    rounds = len(next(iter(times.values())).wall)
+    steps = len(next(iter(times.values())).wall)
     print(
-        f"\n{name}, {dist.get_world_size()} ranks, {rounds} rounds; ms\n{'':20}{'predicted':>10}{'merged':>9}{'timeline':>10}"
+        f"\n{name}, {dist.get_world_size()} ranks, {steps} steps; ms\n{'':20}{'predicted':>10}{'merged':>9}{'timeline':>10}"
         f"{'measured':>10}{'CPU':>9}{'forward':>9}{'backward':>9}{'update':>8}"
     )
     for plan in sorted(wall, key=wall.__getitem__):
         row = [f"{x * 1e3:.2f}" for x in predictions(plans[plan][0])] if plan in plans else [""] * 3
         row += [f"{x[plan] * 1e3:.2f}" for x in (wall, cpu)]
-        row += [f"{x * 1e3:.2f}" for x in plans[plan][1].medians()] if plan in plans else []
+        row += [f"{x * 1e3:.2f}" for x in plans[plan][1].medians(ROW)] if plan in plans else []
         print(f"  {plan:18}" + "".join(f"{x:>{n}}" for x, n in zip(row, (10, 9, 10, 10, 9, 9, 9, 8), strict=False)))
     for what, found in (("measured", wall), ("CPU", cpu)):
         rhos = [
@@ -133,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(SIX), help="names from six_models.py, separated by commas")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
-    parser.add_argument("--steps", type=int, default=15, help="timed steps of each plan")
+    parser.add_argument("--steps", type=int, default=15, help=f"turns of each plan, of {ROW - 1} timed steps")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end the race of a model after so long")
     parser.add_argument("--json", type=Path, help="a folder for everything that was measured")
     parser.add_argument(
