@@ -5,7 +5,7 @@
     python benchmarks/step_time.py --memory
 
 One thread per process, fp32, forward + backward + fused AdamW. The contestants take turns within one run
-(A B C … A B C …), so that whatever else the machine does meets all of them alike. A step's time is that of the slowest
+(A B C … B C A …), so that whatever else the machine does meets all of them alike. A step's time is that of the slowest
 rank; the table shows median and quartiles, and the ratio of medians to what each is measured against. CPU: processor
 time of the busiest rank, which other work on the machine disturbs less. ``--memory``: instead, the peak of resident
 memory that a world with one contestant alone adds to that of a world without a model.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import random
 import resource
 import statistics
 import sys
@@ -274,16 +275,18 @@ def warm_up(row: int) -> int:
 def race(steps: Mapping[str, Step], count: int, seconds: float = math.inf, row: int = 1) -> dict[str, Times]:
     """Time the contestants in turns, for so many rounds or seconds; says where their losses differ.
 
-    ``row``: steps of a turn. Where there are several the first is not timed.
+    Their order is another one in every round, as a step after a heavy one is slower. ``row``: steps of a turn. Where there are
+    several the first is not timed.
     """
     times = {name: Times([], []) for name in steps}
     started, begun, warm = time.perf_counter(), 0.0, warm_up(row)
     for round_ in range(count + warm):
         losses = {}
-        for (name, step), place in itertools.product(steps.items(), range(row)):
+        order = random.Random(round_).sample(sorted(steps), len(steps))
+        for name, place in itertools.product(order, range(row)):
             dist.barrier()
             begin = time.perf_counter(), time.process_time()
-            losses[name] = step()
+            losses[name] = steps[name]()
             ended = time.perf_counter()
             took = torch.tensor([ended - begin[0], time.process_time() - begin[1], ended - started])
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
