@@ -147,15 +147,14 @@ class Mesh:
         """How fast compute runs beside a collective along ``axes``, relative to compute alone (:attr:`Hardware.overlap`).
 
         Collectives and compute share the bandwidth of the memory, and what is sent is read and written there. So one that is
-        slower than an all-gather inside a node takes less, by as much; and a message alone, which a rank reads and the next one
-        writes, two of three bytes (NVIDIA/nccl issue 1428: a ring's pass through buffers, too).
+        slower than an all-gather inside a node takes less, by as much. A message alone is no better than a step of a ring:
+        both go through a buffer of the rank that receives (NVIDIA/nccl issue 544).
         """
         device, own = self.hardware, self.link(axes).rate(kind)[1]
         if not device.overlap or not own:
             return device.overlap
         near = device.route(device.devices_per_node, 1).rate("all_gather")[1]
-        share = 2 / 3 if kind == "permute" else 1.0
-        return 1.0 - (1.0 - device.overlap) * share * min(1.0, near / own)
+        return 1.0 - (1.0 - device.overlap) * min(1.0, near / own)
 
     @property
     def overlap(self) -> Overlap:

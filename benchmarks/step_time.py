@@ -5,7 +5,7 @@
     python benchmarks/step_time.py --memory
 
 One thread per process, fp32, forward + backward + fused AdamW. The contestants take turns within one run
-(A B C … A B C …), so that whatever else the machine does meets all of them alike. A step's time is that of the slowest
+(A B C … B C A …), so that whatever else the machine does meets all of them alike. A step's time is that of the slowest
 rank; the table shows median and quartiles, and the ratio of medians to what each is measured against. CPU: processor
 time of the busiest rank, which other work on the machine disturbs less. ``--memory``: instead, the peak of resident
 memory that a world with one contestant alone adds to that of a world without a model.
@@ -14,7 +14,9 @@ memory that a world with one contestant alone adds to that of a world without a 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import random
 import resource
 import statistics
 import sys
@@ -47,7 +49,7 @@ import autoshard
 from autoshard.runtime.parameters import gradients
 
 WARM_UP = 9
-"""more calls than are compared with their inputs by default"""
+"""steps: more calls than are compared with their inputs by default"""
 
 HANDLERS: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 TORCHS = dict(HANDLERS)
@@ -127,9 +129,10 @@ class TrainingStep:
         self.phases.append((forward - begin, backward - forward, time.perf_counter() - backward))
         return float(loss.detach())
 
-    def medians(self) -> list[float]:
-        """Of the phases, after the warm-up."""
-        return [statistics.median(x) for x in zip(*self.phases[WARM_UP:], strict=True)]
+    def medians(self, row: int = 1) -> list[float]:
+        """Of the phases of the steps that :func:`race` timed."""
+        timed = [x for i, x in enumerate(self.phases) if i >= row * warm_up(row) and is_timed(i % row, row)]
+        return [statistics.median(x) for x in zip(*timed, strict=True)]
 
 
 def ours(like: str | None, axis: str) -> Callable[[Task], Step]:
@@ -259,28 +262,43 @@ class Times:
     cpu: list[float]
 
 
-def race(steps: Mapping[str, Step], count: int, seconds: float = math.inf) -> dict[str, Times]:
-    """Time the contestants in turns, for so many rounds or seconds; says where their losses differ."""
+def is_timed(place: int, row: int) -> bool:
+    """Whether a step counts at this place of a row of several: the first does not, what the others did emptied the caches."""
+    return place > 0 or row == 1
+
+
+def warm_up(row: int) -> int:
+    """Rounds that do not count, of so many steps in a row."""
+    return -(-WARM_UP // row)
+
+
+def race(steps: Mapping[str, Step], count: int, seconds: float = math.inf, row: int = 1) -> dict[str, Times]:
+    """Time the contestants in turns, for so many rounds or seconds; says where their losses differ.
+
+    Their order is another one in every round, as a step after a heavy one is slower. ``row``: steps of a turn. Where there are
+    several the first is not timed.
+    """
     times = {name: Times([], []) for name in steps}
-    started, begun = time.perf_counter(), 0.0
-    for round_ in range(count + WARM_UP):
+    started, begun, warm = time.perf_counter(), 0.0, warm_up(row)
+    for round_ in range(count + warm):
         losses = {}
-        for name, step in steps.items():
+        order = random.Random(round_).sample(sorted(steps), len(steps))
+        for name, place in itertools.product(order, range(row)):
             dist.barrier()
             begin = time.perf_counter(), time.process_time()
-            losses[name] = step()
+            losses[name] = steps[name]()
             ended = time.perf_counter()
             took = torch.tensor([ended - begin[0], time.process_time() - begin[1], ended - started])
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
-            if round_ >= WARM_UP:
+            if round_ >= warm and is_timed(place, row):
                 times[name].wall.append(float(took[0]))
                 times[name].cpu.append(float(took[1]))
         known = [x for x in losses.values() if x == x]
         begun = begun or abs(known[0])  # what is left of a loss that was learnt by heart is rounding in all of it
-        apart = 1e-3 if round_ < WARM_UP else 1e-2  # AdamW makes steps of one size of the smallest differences
+        apart = 1e-3 if round_ < warm else 1e-2  # AdamW makes steps of one size of the smallest differences
         if max(known) - min(known) > apart * begun + 1e-6:
             raise SystemExit(f"round {round_}: the losses differ: {losses}")
-        if float(took[2]) > seconds and round_ > WARM_UP:
+        if float(took[2]) > seconds and round_ > warm:
             break
     return times
 

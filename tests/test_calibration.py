@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,6 +29,9 @@ class Told:
 
     computing = seconds
 
+    def in_turns(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+        return [[self.seconds(call) for call in calls] for _ in range(3)]
+
 
 def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Any = Told()
@@ -43,7 +46,7 @@ def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) ->
         clock.now, slept = clock.now + (0.5 if slept else 0.2), False
 
     monkeypatch.setattr(travel, "_product", lambda clock: operation)
-    assert travel.Step(clock).seconds(send) == pytest.approx(0.5)
+    assert travel.Step(clock).seconds([send]) == [pytest.approx(0.5)]
 
 
 def test_waits_of_several_collectives_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +63,40 @@ def test_waits_of_several_collectives_count(monkeypatch: pytest.MonkeyPatch) -> 
         clock.now += 1.0 if sent % 4 == 0 else 0.1
 
     monkeypatch.setattr(travel, "_product", lambda clock: operation)
-    assert travel.Step(clock).seconds(send) == pytest.approx(0.325)
+    assert travel.Step(clock).seconds([send]) == [pytest.approx(0.325)]
+
+
+def test_a_machine_that_gets_slower_makes_no_collective_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute and what follows it are timed in turns: what adds 0.1 s adds that, however slow the compute is by then."""
+    clock: Any = Told()
+    slower = 1.0
+
+    def operation() -> None:
+        clock.now += 1e-3 * slower
+
+    def send() -> None:
+        clock.now += 0.1
+
+    def in_turns(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+        nonlocal slower
+        rounds = []
+        for _ in range(5):
+            rounds.append([clock.seconds(call) for call in calls])
+            slower *= 3
+        return rounds
+
+    clock.in_turns = in_turns
+    monkeypatch.setattr(travel, "_product", lambda clock: operation)
+    assert travel.Step(clock).seconds([send, lambda: None]) == [pytest.approx(0.1), travel.LEAST]
+
+
+def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoshard.check.clock.on_this_machine", lambda: 1)
+    monkeypatch.setattr("autoshard.check.clock.dist.barrier", lambda: None)
+    order = list[str]()
+    rounds = Clock(torch.device("cpu"), 2).in_turns([lambda: order.append("a"), lambda: order.append("b")])
+    assert order == ["a", "b"] * 3
+    assert [len(taken) for taken in rounds] == [2, 2]
 
 
 def test_results_are_kept_while_one_is_timed() -> None:

@@ -92,7 +92,7 @@ def test_what_is_slow_takes_little_of_the_memory_from_compute() -> None:
     mesh = Mesh({"dp": 8, "tp": 8})
     assert mesh.beside("tp") == H100.overlap < mesh.beside("tp", "permute") < mesh.beside("dp")
     lost = (1 - mesh.beside("tp", "permute")) / (1 - H100.overlap)
-    assert lost == pytest.approx(2 / 3 * (537 / 2) / (394 * 7 / 8))  # two bytes of three, at the rate of two ranks
+    assert lost == pytest.approx((537 / 2) / (394 * 7 / 8))  # at the rate of two ranks
     alone = Mesh({"dp": 8, "tp": 8}, replace(H100, overlap=0.0))
     assert alone.overlap == (0.0, 0.0)
     assert Mesh({"dp": 2}, "cpu").overlap == (0.0, 0.0)

@@ -53,6 +53,19 @@ class Clock:
         calls = ranks is None or dist.get_rank() % on_this_machine() < ranks
         return self._quartile(call, True, calls, partial(self.now, ranks))
 
+    def in_turns(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+        """Seconds on the wall of each of the ``calls``, once a round: what else the machine does meets all of them alike."""
+        for call in calls:
+            self._took(call, 1)
+        rounds = []
+        for _ in range(self.repeats):
+            taken = []
+            for call in calls:
+                dist.barrier()
+                taken.append(self._took(call, 1))
+            rounds.append(taken)
+        return rounds
+
     def now(self, ranks: int | None = None) -> float:
         """Seconds to take the difference of, of what waits for no other rank.
 

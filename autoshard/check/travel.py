@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,8 @@ from autoshard.runtime.transport.process_group import TorchCommunicator, all_gat
 
 SEVERAL = 8
 """collectives that are timed together, each after compute"""
+LEAST = 1e-6
+"""seconds of one, where what it adds is lost in what else the machine does"""
 
 
 def move_of(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
@@ -34,18 +38,18 @@ class Step:
     """Some compute with something after it, again and again: as a step has it, and not one message after another.
 
     Ranks then do not arrive together, and the threads that carry messages have to wake up. What ranks wait differs much, and
-    a step has the sum. The compute is timed once.
+    a step has the sum. It differs over seconds, too: what is compared takes turns.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.operation = clock, _product(clock)
         self.count = max(1, round(SHORT / clock.seconds(self.operation)))
-        self.alone = clock.seconds(self._of(lambda: None), together=True)
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Of one ``call`` of those after compute, at least of one after another."""
-        one = self.clock.seconds(call, together=True)
-        return max(one, (self.clock.seconds(self._of(call), together=True) - self.alone) / SEVERAL)
+    def seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Of one of each of ``calls``: the median of what several of it add to the compute of the same round."""
+        rounds = self.clock.in_turns([self._of(call) for call in (lambda: None, *calls)])
+        added = ([after - alone for after in taken] for alone, *taken in rounds)
+        return [max(LEAST, statistics.median(column) / SEVERAL) for column in zip(*added, strict=True)]
 
     def _of(self, call: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
@@ -57,34 +61,38 @@ class Step:
         return run
 
 
-def rates(step: Step, ranks: int, quick: bool) -> Iterator[Rate]:
+def rates(step: Step, ranks: int, quick: bool) -> list[Rate]:
     """α and β of every kind among ``ranks`` ranks; groups of that many measure at once. Messages are between two."""
     world = dist.get_world_size()
     if ranks < 2 or world % ranks:
-        return
+        return []
     first = dist.get_rank() // ranks * ranks
     comm = TorchCommunicator({"ranks": ranks}, range(first, first + ranks))
     sizes = (1 << 12, 1 << 17, 1 << 20) if quick else (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
-    for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
-        found: list[tuple[float, float]] = []
-        for size in sizes:
-            move, shape = move_of(kind, ranks, size)
-            x = torch.ones(shape, device=step.clock.device)
-            group = comm.process_group(move.axes)
-            # the copy before it has a price of its own
-            bare = partial(comm.run, group, dist.all_reduce, torch.zeros_like(x))
-            taken = step.seconds(bare if kind == "all_reduce" else partial(comm.execute, move, x, "forward"))
-            found.append((move.ring_bytes(x, ranks), agreed(taken, max)))
-        yield _line(kind, ranks, found)
+    calls: list[Callable[[], object]] = []
+    sent: list[tuple[str, int, float]] = []
+    for kind, size in itertools.product(("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), sizes):
+        move, shape = move_of(kind, ranks, size)
+        x = torch.ones(shape, device=step.clock.device)
+        group = comm.process_group(move.axes)
+        # the copy before it has a price of its own
+        bare = partial(comm.run, group, dist.all_reduce, torch.zeros_like(x))
+        calls.append(bare if kind == "all_reduce" else partial(comm.execute, move, x, "forward"))
+        sent.append((kind, ranks, move.ring_bytes(x, ranks)))
     if ranks == world:
-        yield _line("permute", 2, [(4.0 * size, agreed(_message(step, size), max)) for size in sizes])
+        calls += [_message(step, size) for size in sizes]
+        sent += [("permute", 2, 4.0 * size) for size in sizes]
+    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for (kind, among, bytes_), seconds in zip(sent, step.seconds(calls), strict=True):
+        found.setdefault((kind, among), []).append((bytes_, agreed(seconds, max)))
+    return [_line(*of, points) for of, points in found.items()]
 
 
-def _message(step: Step, size: int) -> float:
-    """Seconds of a message of ``size`` elements to the neighbour, while as much comes from it."""
+def _message(step: Step, size: int) -> Callable[[], None]:
+    """A message of ``size`` elements to the neighbour, while as much comes from it."""
     neighbour = dist.get_rank() ^ 1
     if neighbour >= dist.get_world_size():  # an odd one: the others measure
-        return step.seconds(lambda: None)
+        return lambda: None
     sent, received = (torch.ones(size, device=step.clock.device) for _ in range(2))
     both = [dist.P2POp(dist.isend, sent, neighbour), dist.P2POp(dist.irecv, received, neighbour)]
 
@@ -92,7 +100,7 @@ def _message(step: Step, size: int) -> float:
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
-    return step.seconds(exchange)
+    return exchange
 
 
 def _product(clock: Clock) -> Callable[[], torch.Tensor]:
