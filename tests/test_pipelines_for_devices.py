@@ -10,7 +10,8 @@ import torch
 
 import autoshard
 from autoshard.compiler import captured
-from autoshard.devices.estimate import Estimates, Setup
+from autoshard.devices.bounds import Setup
+from autoshard.devices.estimate import Estimates
 from autoshard.errors import MeshError, PlanError
 from autoshard.hardware import PRESETS, Hardware
 from autoshard.models import Gpt, GptConfig
@@ -73,7 +74,7 @@ def test_blocks_that_differ_stay() -> None:
 @pytest.mark.parametrize("setup", [Setup(2, (2,), 4), Setup(1, (2,), 2)])
 def test_an_estimate_is_close_to_the_plan_in_full(graph: Graph, setup: Setup) -> None:
     of = Estimates(graph, PRESETS["h100"], Wishes(), "model")
-    found = of.of(setup, ["1f1b"])
+    found = of.of(setup)
     assert of.floor(setup) <= found.seconds
     model, tokens = gpt()
     plan = autoshard.plan(

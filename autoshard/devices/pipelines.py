@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autoshard.compiler import build
-from autoshard.devices.estimate import AXIS, Estimate, Estimates, Setup
+from autoshard.devices.bounds import AXIS, Setup
+from autoshard.devices.estimate import Estimate, Estimates
 from autoshard.devices.meshes import shapes
 from autoshard.errors import AutoshardError, MeshError, PlanError
 from autoshard.hardware import Hardware
@@ -26,8 +27,6 @@ log = logging.getLogger("autoshard.plan")
 
 MOST = 8
 """estimates, at most: as many in every run, so that it gives the same plan"""
-SCHEDULES = ("1f1b", "interleaved")
-"""that are tried where none is asked for: GPipe has the bubble of 1F1B and holds more"""
 
 
 @without_autocast()  # its casts are in the graph
@@ -78,7 +77,7 @@ class _Search:
                 continue
             left -= 1
             try:
-                estimate = of.of(setup, self.schedules)
+                estimate = of.of(setup)
             except PlanError as error:
                 log.info("%s: %s", setup, error)
                 continue
@@ -98,11 +97,6 @@ class _Search:
             ranked.append((places[setup.stages], setup))
             places[setup.stages] += 1
         return [setup for _, setup in sorted(ranked, key=lambda one: (one[0], of.guess(one[1])))]
-
-    @property
-    def schedules(self) -> tuple[str, ...]:
-        asked = self.estimates.wishes.schedule
-        return SCHEDULES if asked == "1f1b" else (asked,)
 
     def setups(self) -> Iterator[Setup]:
         """Stages × meshes of up to two axes, the inner one within a node, × micro-batches of at least a row per rank."""
