@@ -41,10 +41,17 @@ class Estimate:
     """positions among the operations of the whole graph of one micro-batch"""
     held: float
     """bytes of states and activations on the fullest rank"""
+    budget: float
+    """bytes that it may hold"""
     plan: Plan
     """of the folded graph"""
     graph: Graph
     """the folded graph of one micro-batch"""
+
+    @property
+    def fits(self) -> bool:
+        """Whether states and activations are within the budget."""
+        return self.held <= self.budget
 
 
 @dataclass
@@ -56,15 +63,26 @@ class Estimates(Bounds):
     def of(self, setup: Setup) -> Estimate:
         """The estimate of ``setup`` with the best of :attr:`schedules`. Raises :class:`PlanError` where there is no plan.
 
-        The folded graph is planned within its share of what a stage may hold.
+        The folded graph is planned within its share of what a stage may hold; once more within less where the stages then
+        hold too much.
         """
+        found, limit = self._within(setup, math.inf)
+        if found.fits:
+            return found
+        try:
+            return self._within(setup, limit * found.budget / found.held)[0]
+        except PlanError:
+            return found  # the plan in full may fit
+
+    def _within(self, setup: Setup, most: float) -> tuple[Estimate, float]:
+        """The estimate where a rank holds at most ``most`` bytes of the folded graph, and as much as that was."""
         graph, own = self.of_one(setup.batches), setup.of_stage(self.hardware)
         rows, sequence = self.folded.sequence(graph)
         flying = in_flight(orders("1f1b", setup.stages, setup.batches)[0]) if graph.training else 0
         share = min(1.0, setup.stages * len(rows) / len(sequence))
         budget, pieces = budget_of(self.wishes, self.hardware), self._pieces(graph, setup, own)
         work = max(map(pieces.touched, graph.nodes), default=0.0)
-        limit = share * budget + (1 - share) * min(2 * work, budget / 2)
+        limit = min(most, share * budget + (1 - share) * min(2 * work, budget / 2))
         asked = replace(self.wishes, stages=None, flying=flying, memory_budget=limit, effort=EFFORT)
         _, plan = planned(graph, own, asked, self.title)
         bare = pieces.between(list(itertools.accumulate(map(len, rows)))[:-1])
@@ -83,11 +101,15 @@ class Estimates(Bounds):
             )
             cut = cutting.shortest()
             size = _held(cutting, cut.ends)
-            cuts = tuple(places[end - 1] for end in cut.ends[:-1])
-            found.append(Estimate(setup, schedule, cut.seconds + once, cutting.bubble(cut), cuts, size, plan, graph))
+            cuts, seconds, bubble = (
+                tuple(places[end - 1] for end in cut.ends[:-1]),
+                cut.seconds + once,
+                cutting.bubble(cut),
+            )
+            found.append(Estimate(setup, schedule, seconds, bubble, cuts, size, budget, plan, graph))
         if not found:
             raise PlanError("no schedule has so few parts and micro-batches")
-        return min(found, key=lambda e: (e.held > budget, e.seconds))
+        return min(found, key=lambda e: (not e.fits, e.seconds)), limit
 
     def _pieces(self, graph: Graph, setup: Setup, own: Mesh) -> Pieces:
         return Pieces(graph, own, setup.mesh(own).link(AXIS), self.wishes.optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -25,8 +25,10 @@ from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard.plan")
 
-MOST = 8
+MOST = 32
 """estimates, at most: as many in every run, so that it gives the same plan"""
+FULL = 3
+"""plans in full, at most, where the first takes longer than it was estimated to"""
 
 
 @without_autocast()  # its casts are in the graph
@@ -42,9 +44,9 @@ def pipelined_for(
     """The plan of the best pipeline found on ``devices``, with what else was estimated in ``candidates``.
 
     ``graph``: of the whole batch; ``batches``: micro-batches, None: searched, too; ``least``: stages, at least.
-    Of every number of stages the setup (:class:`Setup`) is estimated that would take least without communication, then the
-    second of each, and so on; none of which that is more than the best takes, and :data:`MOST` in all. The best ones are
-    then planned in full, until one has a plan.
+    The setups (:class:`Setup`) are estimated one after another, the most promising first, but none whose work alone takes
+    longer than the best; :data:`MOST` in all. The best is planned in full, and others as long as their estimates are below
+    what that takes, :data:`FULL` in all.
 
     Raises :class:`MeshError` for a number of devices that is none, :class:`PlanError` where nothing has a plan.
     """
@@ -63,40 +65,54 @@ class _Search:
     least: int
     found: list[Estimate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ratios: dict[Setup, float] = field(default_factory=dict)
+    """of those that were estimated: seconds, in those guessed; infinite where there was no plan"""
 
     def run(self) -> None:
         """Estimate setups, the most promising first."""
-        of, left = self.estimates, MOST
-        best, longer, late = float("inf"), 0, 0
-        for setup in self.in_order():
-            if of.floor(setup) >= best:
-                longer += 1
-                continue
-            if left <= 0:
-                late += 1
-                continue
-            left -= 1
+        of, best = self.estimates, math.inf
+        every = self.in_order()
+        left, longer, most = every, 0, len(every)
+        while left:
+            left = [setup for setup in left if of.floor(setup) < best]
+            longer = len(every) - len(self.ratios) - len(left)
+            if not left or len(self.ratios) == MOST:
+                break
+            setup = min(left, key=self.promised)
+            left.remove(setup)
             try:
                 estimate = of.of(setup)
             except PlanError as error:
                 log.info("%s: %s", setup, error)
+                self.ratios[setup] = math.inf
                 continue
             log.info("%s, %s: %s", setup, estimate.schedule, show_seconds(estimate.seconds))
+            self.ratios[setup] = estimate.seconds / of.guess(setup)
             self.found.append(estimate)
-            best = min(best, estimate.seconds)
+            if estimate.fits:
+                best = min(best, estimate.seconds)
         if longer:
-            self.notes.append(f"{longer} pipelines were not searched: their work alone takes longer")
-        if late:
-            self.notes.append(f"{late} pipelines were not searched: {MOST} others promised more")
+            self.notes.append(f"{longer} of {most} pipelines were not searched: their work alone takes longer")
+        if left:
+            least = show_seconds(min(map(of.floor, left)))
+            self.notes.append(
+                f"{len(left)} of {most} pipelines were not searched: {MOST} others promised more, and their work alone takes "
+                f"{least} at least"
+            )
 
     def in_order(self) -> list[Setup]:
-        """The setups that may fit: the best guess of every number of stages, then the second of each, and so on."""
-        of, places = self.estimates, Counter[int]()
-        ranked = []
-        for setup in sorted(filter(of.fits, self.setups()), key=of.guess):
-            ranked.append((places[setup.stages], setup))
-            places[setup.stages] += 1
-        return [setup for _, setup in sorted(ranked, key=lambda one: (one[0], of.guess(one[1])))]
+        """The setups that may fit, the best guess first."""
+        return sorted(filter(self.estimates.fits, self.setups()), key=self.estimates.guess)
+
+    def promised(self, setup: Setup) -> float:
+        """Seconds that a setup may take: its guess, as much too low as the one that was most like it; half as much where
+        that had another mesh of a stage."""
+        alike = [other for other in self.ratios if other.stages == setup.stages]
+        if not alike:
+            return self.estimates.guess(setup)
+        near = min(alike, key=lambda other: (other.rest != setup.rest, abs(math.log(other.batches / setup.batches))))
+        more = self.ratios[near] - 1
+        return self.estimates.guess(setup) * (1 + (more if near.rest == setup.rest else more / 2))
 
     def setups(self) -> Iterator[Setup]:
         """Stages × meshes of up to two axes, the inner one within a node, × micro-batches of at least a row per rank."""
@@ -112,21 +128,29 @@ class _Search:
                 yield from (Setup(stages, shape, n) for n in counts if length % n == 0 and (stages == 1 or n >= stages))
 
     def result(self) -> Plan:
-        """The first of the estimates, the shortest first, that has a plan in full."""
-        ranked, errors = sorted(self.found, key=lambda e: e.seconds), list[str]()
-        for number, estimate in enumerate(ranked):
+        """The best of the plans in full that are made of the shortest estimates."""
+        ranked, failed = sorted(self.found, key=lambda e: (not e.fits, e.seconds)), list[str]()
+        best: tuple[Plan, Estimate] | None = None
+        tries = 0
+        for estimate in ranked:
+            if best is not None and (estimate.seconds >= best[0].cost.total_s or tries == FULL):
+                break
             try:
                 plan = self._in_full(estimate)
             except AutoshardError as error:
-                errors.append(f"{estimate.setup}: {error}")
+                failed.append(f"{self._said(estimate)} has no plan: {error}")
                 continue
-            others = (e for e in ranked if e is not estimate)
-            lost = tuple(self._candidate(e, estimate, plan) for e in others)
-            failed = [f"{self._said(e)} has no plan: {why}" for e, why in zip(ranked[:number], errors, strict=True)]
-            return replace(plan, candidates=lost, notes=(*plan.notes, *failed, *self.notes))
-        raise PlanError(
-            f"no pipeline of these {self.estimates.hardware.name} has a plan: {'; '.join(errors or self.notes)}"
-        )
+            tries += 1
+            log.info("%s in full: %s", self._said(estimate), show_seconds(plan.cost.total_s))
+            if best is None or plan.cost.total_s < best[0].cost.total_s:
+                best = plan, estimate
+        if best is None:
+            raise PlanError(
+                f"no pipeline of these {self.estimates.hardware.name} has a plan: {'; '.join(failed or self.notes)}"
+            )
+        plan, won = best
+        lost = tuple(self._candidate(e, won, plan) for e in ranked if e is not won)
+        return replace(plan, candidates=lost, notes=(*plan.notes, *failed, *self.notes))
 
     def _said(self, estimate: Estimate) -> str:
         return f"{estimate.setup}, {estimate.schedule}"
