@@ -27,6 +27,8 @@ from autoshard.report.record import local_bytes
 
 EFFORT = Effort(0.1, branches=False)
 """of the search for an estimate"""
+SHORT = 5
+"""what an estimate within less memory takes more, about, in estimates"""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Estimates(Bounds):
     """Estimates of one captured graph."""
 
     title: str = "model"
+    spent: int = 0
+    """what was estimated, in estimates with memory enough"""
 
     def of(self, setup: Setup) -> Estimate:
         """The estimate of ``setup`` with the best of :attr:`schedules`. Raises :class:`PlanError` where there is no plan.
@@ -66,9 +70,11 @@ class Estimates(Bounds):
         The folded graph is planned within its share of what a stage may hold; once more within less where the stages then
         hold too much.
         """
+        self.spent += 1
         found, limit = self._within(setup, math.inf)
         if found.fits:
             return found
+        self.spent += SHORT
         try:
             return self._within(setup, limit * found.budget / found.held)[0]
         except PlanError:

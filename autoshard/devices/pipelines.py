@@ -18,16 +18,17 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
+from autoshard.plans.stages import budget_of
 from autoshard.plans.wishes import Wishes
 from autoshard.report.record import Candidate, Cost
-from autoshard.report.units import show_seconds
+from autoshard.report.units import show_bytes, show_seconds
 from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard.plan")
 
-MOST = 32
+MOST = 24
 """estimates, at most: as many in every run, so that it gives the same plan"""
-FULL = 3
+FULL = 2
 """plans in full, at most, where the first takes longer than it was estimated to"""
 
 
@@ -45,8 +46,8 @@ def pipelined_for(
 
     ``graph``: of the whole batch; ``batches``: micro-batches, None: searched, too; ``least``: stages, at least.
     The setups (:class:`Setup`) are estimated one after another, the most promising first, but none whose work alone takes
-    longer than the best; :data:`MOST` in all. The best is planned in full, and others as long as their estimates are below
-    what that takes, :data:`FULL` in all.
+    longer than the best; :data:`MOST` in all, where one that is short of memory counts as several. The best is planned in
+    full, and others as long as their estimates are below what that takes, :data:`FULL` in all.
 
     Raises :class:`MeshError` for a number of devices that is none, :class:`PlanError` where nothing has a plan.
     """
@@ -65,6 +66,8 @@ class _Search:
     least: int
     found: list[Estimate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    """why setups have no estimate"""
     ratios: dict[Setup, float] = field(default_factory=dict)
     """of those that were estimated: seconds, in those guessed; infinite where there was no plan"""
 
@@ -73,10 +76,12 @@ class _Search:
         of, best = self.estimates, math.inf
         every = self.in_order()
         left, longer, most = every, 0, len(every)
+        if not every:
+            self.notes.append(self._none())
         while left:
             left = [setup for setup in left if of.floor(setup) < best]
             longer = len(every) - len(self.ratios) - len(left)
-            if not left or len(self.ratios) == MOST:
+            if not left or of.spent >= MOST:
                 break
             setup = min(left, key=self.promised)
             left.remove(setup)
@@ -85,6 +90,7 @@ class _Search:
             except PlanError as error:
                 log.info("%s: %s", setup, error)
                 self.ratios[setup] = math.inf
+                self.failed.append(f"{setup} has no plan: {error}")
                 continue
             log.info("%s, %s: %s", setup, estimate.schedule, show_seconds(estimate.seconds))
             self.ratios[setup] = estimate.seconds / of.guess(setup)
@@ -94,11 +100,29 @@ class _Search:
         if longer:
             self.notes.append(f"{longer} of {most} pipelines were not searched: their work alone takes longer")
         if left:
-            least = show_seconds(min(map(of.floor, left)))
+            least, done = show_seconds(min(map(of.floor, left))), len(self.ratios)
             self.notes.append(
-                f"{len(left)} of {most} pipelines were not searched: {MOST} others promised more, and their work alone takes "
-                f"{least} at least"
+                f"{len(left)} of {most} pipelines were not searched: {done} others promised more, and the work of these alone "
+                f"takes at least {least}"
             )
+
+    def _none(self) -> str:
+        """Why there is no setup at all."""
+        of = self.estimates
+        if any(self.setups()):
+            return (
+                f"parameters, gradients and the optimizer's state take {show_bytes(of.alone(1).state / self.devices)} where "
+                f"they are spread over all ranks, and a rank may hold {show_bytes(budget_of(of.wishes, of.hardware))}"
+            )
+        return (
+            f"no number of stages of at least {self.least} divides {self.devices} devices with as many blocks of the model "
+            f"({self.blocks}) and as many micro-batches ({self.batches or f'of a batch of {of.batch}'})"
+        )
+
+    @property
+    def blocks(self) -> int:
+        """Stages, at most."""
+        return max(1, len(self.estimates.folded.blocks) or len(self.estimates.graph.nodes))
 
     def in_order(self) -> list[Setup]:
         """The setups that may fit, the best guess first."""
@@ -117,8 +141,7 @@ class _Search:
     def setups(self) -> Iterator[Setup]:
         """Stages × meshes of up to two axes, the inner one within a node, × micro-batches of at least a row per rank."""
         per_node, length = self.estimates.hardware.devices_per_node, self.estimates.batch
-        blocks = max(1, len(self.estimates.folded.blocks) or len(self.estimates.graph.nodes))
-        for stages in (n for n in range(self.least, min(self.devices, blocks) + 1) if self.devices % n == 0):
+        for stages in (n for n in range(self.least, min(self.devices, self.blocks) + 1) if self.devices % n == 0):
             rest = self.devices // stages
             for shape in shapes(rest, per_node):
                 if len(shape) == 2 and shape[1] > per_node:
