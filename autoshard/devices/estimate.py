@@ -8,58 +8,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from autoshard.compiler import planned
+from autoshard.devices.bounds import AXIS, Bounds, Setup
 from autoshard.errors import PlanError
-from autoshard.hardware import Hardware
-from autoshard.layout import Placement
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.microbatch import micro_batched
 from autoshard.passes.pipeline import Pieces
 from autoshard.passes.pipeline.choose import Cutting, Piece
-from autoshard.passes.pipeline.fold import Folded, folded
-from autoshard.passes.pipeline.timeline import held, in_flight, orders, refusal
-from autoshard.passes.propagate.hints import in_time
+from autoshard.passes.pipeline.timeline import held, in_flight, orders
 from autoshard.passes.search.network import Effort
 from autoshard.plans.plan import Plan
-from autoshard.plans.stages import CHUNKS, budget_of
-from autoshard.plans.wishes import Wishes
+from autoshard.plans.stages import budget_of
 from autoshard.report.pipeline import meeting_seconds, stage_times
 from autoshard.report.record import local_bytes
 
-AXIS = "pp"
 EFFORT = Effort(0.1, branches=False)
 """of the search for an estimate"""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Ranks along the axis of stages, the rest of the mesh from outer to inner, and micro-batches of a step."""
-
-    stages: int
-    rest: tuple[int, ...]
-    batches: int
-
-    @property
-    def ranks(self) -> int:
-        return self.stages * math.prod(self.rest)
-
-    def of_stage(self, hardware: Hardware) -> Mesh:
-        """The mesh of one stage."""
-        return Mesh({f"axis{i}": n for i, n in enumerate(self.rest)}, hardware)
-
-    def mesh(self, rest: Mesh) -> Mesh:
-        """The whole mesh, the axis of stages outermost; ``rest``: the mesh of a stage, with its names."""
-        return Mesh({AXIS: self.stages, **dict(zip(rest.axes, rest.shape, strict=True))}, rest.hardware)
-
-    def __str__(self) -> str:
-        stages = f"{self.stages} stages × " if self.stages > 1 else ""
-        return f"{stages}{' × '.join(map(str, self.rest))} with {self.batches} micro-batches"
+SHORT = 5
+"""what an estimate within less memory takes more, about, in estimates"""
 
 
 @dataclass(frozen=True)
@@ -74,109 +43,52 @@ class Estimate:
     """positions among the operations of the whole graph of one micro-batch"""
     held: float
     """bytes of states and activations on the fullest rank"""
+    budget: float
+    """bytes that it may hold"""
     plan: Plan
     """of the folded graph"""
     graph: Graph
     """the folded graph of one micro-batch"""
 
-
-class Alone(NamedTuple):
-    """A step on one device."""
-
-    work: float
-    """seconds"""
-    launches: float
-    """seconds"""
-    forward: float
-    """seconds of both in the forward"""
-    state: float
-    """bytes of parameters, gradients and the optimizer's state"""
-    kept: float
-    """bytes that the forward keeps for the backward"""
+    @property
+    def fits(self) -> bool:
+        """Whether states and activations are within the budget."""
+        return self.held <= self.budget
 
 
 @dataclass
-class Estimates:
+class Estimates(Bounds):
     """Estimates of one captured graph."""
 
-    graph: Graph
-    hardware: Hardware
-    wishes: Wishes
-    title: str
-    micro: dict[int, Graph] = field(default_factory=dict)
+    title: str = "model"
+    spent: int = 0
+    """what was estimated, in estimates with memory enough"""
 
-    @cached_property
-    def folded(self) -> Folded:
-        named = self.wishes.hints or isinstance(self.wishes.like, Mapping)  # names of modules, which may be left out
-        return Folded(self.graph, ()) if named else folded(self.graph)
+    def of(self, setup: Setup) -> Estimate:
+        """The estimate of ``setup`` with the best of :attr:`schedules`. Raises :class:`PlanError` where there is no plan.
 
-    @cached_property
-    def cuts(self) -> Mapping[str, Placement]:
-        """What hints say of the inputs of a micro-batch."""
-        return in_time(self.wishes.hints, self.folded.graph)
-
-    def of_one(self, batches: int) -> Graph:
-        """The folded graph of one micro-batch. Raises :class:`PlanError` where the batch does not divide."""
-        if batches not in self.micro:
-            whole = self.folded.graph
-            several = batches > 1 and whole.training
-            self.micro[batches] = replace(micro_batched(whole, batches, self.cuts)[0], passes=1) if several else whole
-        return self.micro[batches]
-
-    @cached_property
-    def batch(self) -> int:
-        """The length of the batch; 1 where it cannot be divided."""
-        if not self.folded.graph.training:
-            return 1
-        try:
-            _, micro = micro_batched(self.folded.graph, 2, self.cuts)
-        except PlanError:
-            return 1
-        types, cut = self.folded.graph.types, micro.inputs.values()
-        return min((int(types[name].shape[dim]) for name, dim in cut if dim is not None), default=1)
-
-    @cached_property
-    def alone(self) -> Alone:
-        """The whole step on one device."""
-        graph = self.folded.graph
-        pieces = Pieces(graph, Mesh({"alone": 1}, self.hardware), self.hardware.route(1, 1), self.wishes.optimizer)
-        rows, sequence = self.folded.sequence(graph)
-        nodes = [node for number in sequence for node in rows[number]]
-        launches = math.fsum(float(pieces.alone[n].launches[:, 0].sum()) for n in nodes)
-        seconds = math.fsum(sum(pieces.seconds[n.name][:2]) for n in nodes)
-        again = math.fsum(pieces.seconds[n.name][0] for n in nodes)
-        state, kept = (math.fsum(of.get(n.name, 0.0) for n in nodes) for of in (pieces.states, pieces.kept))
-        return Alone(seconds - launches, launches, again, state, kept)
-
-    def floor(self, setup: Setup) -> float:
-        """Seconds that no plan of ``setup`` can be below: its work, its launches, and the least bubble."""
-        alone = self.alone
-        each = alone.work / setup.ranks + setup.batches * alone.launches / setup.stages
-        return each * (1 + (setup.stages - 1) / (setup.batches * max(CHUNKS.values())))
-
-    def guess(self, setup: Setup) -> float:
-        """:meth:`floor`, and what has to be made again where all is spread over all ranks: the order of estimates."""
-        alone, budget = self.alone, budget_of(self.wishes, self.hardware)
-        kept = min(setup.stages, setup.batches) * alone.kept / (setup.batches * setup.ranks)
-        over = kept + alone.state / setup.ranks - budget
-        return self.floor(setup) + (min(1.0, over / kept) * alone.forward / setup.ranks if over > 0 else 0.0)
-
-    def fits(self, setup: Setup) -> bool:
-        """Whether at least the states fit where they are spread over all ranks."""
-        return self.alone.state / setup.ranks <= budget_of(self.wishes, self.hardware)
-
-    def of(self, setup: Setup, schedules: Sequence[str]) -> Estimate:
-        """The estimate of ``setup`` with the best of ``schedules``. Raises :class:`PlanError` where there is no plan.
-
-        The folded graph is planned within its share of what a stage may hold.
+        The folded graph is planned within its share of what a stage may hold; once more within less where the stages then
+        hold too much.
         """
+        self.spent += 1
+        found, limit = self._within(setup, math.inf)
+        if found.fits:
+            return found
+        self.spent += SHORT
+        try:
+            return self._within(setup, limit * found.budget / found.held)[0]
+        except PlanError:
+            return found  # the plan in full may fit
+
+    def _within(self, setup: Setup, most: float) -> tuple[Estimate, float]:
+        """The estimate where a rank holds at most ``most`` bytes of the folded graph, and as much as that was."""
         graph, own = self.of_one(setup.batches), setup.of_stage(self.hardware)
         rows, sequence = self.folded.sequence(graph)
         flying = in_flight(orders("1f1b", setup.stages, setup.batches)[0]) if graph.training else 0
         share = min(1.0, setup.stages * len(rows) / len(sequence))
         budget, pieces = budget_of(self.wishes, self.hardware), self._pieces(graph, setup, own)
         work = max(map(pieces.touched, graph.nodes), default=0.0)
-        limit = share * budget + (1 - share) * min(2 * work, budget / 2)
+        limit = min(most, share * budget + (1 - share) * min(2 * work, budget / 2))
         asked = replace(self.wishes, stages=None, flying=flying, memory_budget=limit, effort=EFFORT)
         _, plan = planned(graph, own, asked, self.title)
         bare = pieces.between(list(itertools.accumulate(map(len, rows)))[:-1])
@@ -185,22 +97,25 @@ class Estimates:
         once += meeting_seconds(setup.mesh(own))
         places = list(itertools.accumulate(len(rows[i]) for i in sequence))
         found = []
-        for schedule in schedules:
-            chunks = CHUNKS[schedule] if setup.stages > 1 else 1
-            if refusal(schedule, setup.stages, setup.batches, chunks) or setup.stages * chunks > len(whole):
+        for schedule in self.schedules:
+            if not (chunks := self.chunks(setup, schedule)):
                 continue
             paces = self.hardware.paces(setup.stages, own.size)
             host = self.hardware.on_processor(self.hardware.actions)
             cutting = Cutting(
                 whole, schedule, setup.stages, setup.batches, chunks, math.inf, graph.training, paces, host
             )
-            cut, step = cutting.shortest()
+            cut = cutting.shortest()
             size = _held(cutting, cut.ends)
-            cuts = tuple(places[end - 1] for end in cut.ends[:-1])
-            found.append(Estimate(setup, schedule, step.step_s + once, step.bubble_s, cuts, size, plan, graph))
+            cuts, seconds, bubble = (
+                tuple(places[end - 1] for end in cut.ends[:-1]),
+                cut.seconds + once,
+                cutting.bubble(cut),
+            )
+            found.append(Estimate(setup, schedule, seconds, bubble, cuts, size, budget, plan, graph))
         if not found:
             raise PlanError("no schedule has so few parts and micro-batches")
-        return min(found, key=lambda e: (e.held > budget, e.seconds))
+        return min(found, key=lambda e: (not e.fits, e.seconds)), limit
 
     def _pieces(self, graph: Graph, setup: Setup, own: Mesh) -> Pieces:
         return Pieces(graph, own, setup.mesh(own).link(AXIS), self.wishes.optimizer)

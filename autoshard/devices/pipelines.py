@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from autoshard.compiler import build
-from autoshard.devices.estimate import AXIS, Estimate, Estimates, Setup
+from autoshard.devices.bounds import AXIS, Setup
+from autoshard.devices.estimate import Estimate, Estimates
 from autoshard.devices.meshes import shapes
 from autoshard.errors import AutoshardError, MeshError, PlanError
 from autoshard.hardware import Hardware
@@ -17,17 +18,18 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
+from autoshard.plans.stages import budget_of
 from autoshard.plans.wishes import Wishes
 from autoshard.report.record import Candidate, Cost
-from autoshard.report.units import show_seconds
+from autoshard.report.units import show_bytes, show_seconds
 from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard.plan")
 
-MOST = 8
+MOST = 24
 """estimates, at most: as many in every run, so that it gives the same plan"""
-SCHEDULES = ("1f1b", "interleaved")
-"""that are tried where none is asked for: GPipe has the bubble of 1F1B and holds more"""
+FULL = 2
+"""plans in full, at most, where the first takes longer than it was estimated to"""
 
 
 @without_autocast()  # its casts are in the graph
@@ -43,9 +45,9 @@ def pipelined_for(
     """The plan of the best pipeline found on ``devices``, with what else was estimated in ``candidates``.
 
     ``graph``: of the whole batch; ``batches``: micro-batches, None: searched, too; ``least``: stages, at least.
-    Of every number of stages the setup (:class:`Setup`) is estimated that would take least without communication, then the
-    second of each, and so on; none of which that is more than the best takes, and :data:`MOST` in all. The best ones are
-    then planned in full, until one has a plan.
+    The setups (:class:`Setup`) are estimated one after another, the most promising first, but none whose work alone takes
+    longer than the best; :data:`MOST` in all, where one that is short of memory counts as several. The best is planned in
+    full, and others as long as their estimates are below what that takes, :data:`FULL` in all.
 
     Raises :class:`MeshError` for a number of devices that is none, :class:`PlanError` where nothing has a plan.
     """
@@ -66,54 +68,67 @@ class _Search:
     least: int
     found: list[Estimate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    """setups without an estimate, and why"""
+    failed: list[str] = field(default_factory=list)
+    """why setups have no estimate"""
+    ratios: dict[Setup, float] = field(default_factory=dict)
+    """of those that were estimated: seconds, in those guessed; infinite where there was no plan"""
 
     def run(self) -> None:
         """Estimate setups, the most promising first."""
-        of, left = self.estimates, MOST
-        best, longer, late = float("inf"), 0, 0
-        for setup in self.in_order():
-            if of.floor(setup) >= best:
-                longer += 1
-                continue
-            if left <= 0:
-                late += 1
-                continue
-            left -= 1
+        of, best = self.estimates, math.inf
+        every = self.in_order()
+        left, longer, most = every, 0, len(every)
+        while left:
+            left = [setup for setup in left if of.floor(setup) < best]
+            longer = len(every) - len(self.ratios) - len(left)
+            if not left or of.spent >= MOST:
+                break
+            setup = min(left, key=self.promised)
+            left.remove(setup)
             try:
-                estimate = of.of(setup, self.schedules)
+                estimate = of.of(setup)
             except PlanError as error:
                 log.info("%s: %s", setup, error)
-                self.refused.append(f"{setup}: {error}")
+                self.ratios[setup] = math.inf
+                self.failed.append(f"{setup} has no plan: {error}")
                 continue
             log.info("%s, %s: %s", setup, estimate.schedule, show_seconds(estimate.seconds))
+            self.ratios[setup] = estimate.seconds / of.guess(setup)
             self.found.append(estimate)
-            best = min(best, estimate.seconds)
+            if estimate.fits:
+                best = min(best, estimate.seconds)
         if longer:
-            self.notes.append(f"{longer} pipelines were not searched: their work alone takes longer")
-        if late:
-            self.notes.append(f"{late} pipelines were not searched: {MOST} others promised more")
-
-    def in_order(self) -> list[Setup]:
-        """The setups that may fit: the best guess of every number of stages, then the second of each, and so on."""
-        of, places = self.estimates, Counter[int]()
-        ranked = []
-        for setup in sorted(filter(of.fits, self.setups()), key=of.guess):
-            ranked.append((places[setup.stages], setup))
-            places[setup.stages] += 1
-        return [setup for _, setup in sorted(ranked, key=lambda one: (one[0], of.guess(one[1])))]
+            self.notes.append(f"{longer} of {most} pipelines were not searched: their work alone takes longer")
+        if left:
+            least, done = show_seconds(min(map(of.floor, left))), len(self.ratios)
+            self.notes.append(
+                f"{len(left)} of {most} pipelines were not searched: {done} others promised more, and the work of these alone "
+                f"takes at least {least}"
+            )
 
     @property
-    def schedules(self) -> tuple[str, ...]:
-        asked = self.estimates.wishes.schedule
-        return SCHEDULES if asked == "1f1b" else (asked,)
+    def blocks(self) -> int:
+        """Stages, at most."""
+        return max(1, len(self.estimates.folded.blocks) or len(self.estimates.graph.nodes))
+
+    def in_order(self) -> list[Setup]:
+        """The setups that may fit, the best guess first."""
+        return sorted(filter(self.estimates.fits, self.setups()), key=self.estimates.guess)
+
+    def promised(self, setup: Setup) -> float:
+        """Seconds that a setup may take: its guess, as much too low as the one that was most like it; half as much where
+        that had another mesh of a stage."""
+        alike = [other for other in self.ratios if other.stages == setup.stages]
+        if not alike:
+            return self.estimates.guess(setup)
+        near = min(alike, key=lambda other: (other.rest != setup.rest, abs(math.log(other.batches / setup.batches))))
+        more = self.ratios[near] - 1
+        return self.estimates.guess(setup) * (1 + (more if near.rest == setup.rest else more / 2))
 
     def setups(self) -> Iterator[Setup]:
         """Stages × meshes of up to two axes, the inner one within a node, × micro-batches of at least a row per rank."""
         per_node, length = self.estimates.hardware.devices_per_node, self.estimates.batch
-        blocks = max(1, len(self.estimates.folded.blocks) or len(self.estimates.graph.nodes))
-        for stages in (n for n in range(self.least, min(self.devices, blocks) + 1) if self.devices % n == 0):
+        for stages in (n for n in range(self.least, min(self.devices, self.blocks) + 1) if self.devices % n == 0):
             rest = self.devices // stages
             for shape in shapes(rest, per_node):
                 if len(shape) == 2 and shape[1] > per_node:
@@ -124,34 +139,45 @@ class _Search:
 
     def why(self) -> str:
         """Why nothing was found."""
-        if self.refused:
-            return "; ".join(self.refused)
-        if next(self.setups(), None) is not None:
-            return "parameters, gradients and the optimizer's state do not fit, spread over all ranks"
-        if self.estimates.graph.symbols.read:
+        of = self.estimates
+        if self.failed:
+            return "; ".join(self.failed)
+        if any(self.setups()):
+            return (
+                f"parameters, gradients and the optimizer's state take {show_bytes(of.alone(1).state / self.devices)} where "
+                f"they are spread over all ranks, and a rank may hold {show_bytes(budget_of(of.wishes, of.hardware))}"
+            )
+        if of.graph.symbols.read:
             return "a batch of open length (dynamic) is one micro-batch, and every stage needs one"
-        blocks = max(1, len(self.estimates.folded.blocks) or len(self.estimates.graph.nodes))
-        if not any(self.devices % n == 0 for n in range(self.least, min(self.devices, blocks) + 1)):
-            return f"{self.devices} devices do not form {self.least} stages or more of a model of {blocks} blocks"
+        if not any(self.devices % n == 0 for n in range(self.least, min(self.devices, self.blocks) + 1)):
+            return f"{self.devices} devices do not form {self.least} stages or more of a model of {self.blocks} blocks"
         asked = "at least as many micro-batches as stages" if self.batches is None else f"{self.batches} micro-batches"
-        return f"a batch of {self.estimates.batch} does not divide into {asked}, of which every stage needs one"
+        return f"a batch of {of.batch} does not divide into {asked}, of which every stage needs one"
 
     def result(self) -> Plan:
-        """The first of the estimates, the shortest first, that has a plan in full."""
-        ranked, errors = sorted(self.found, key=lambda e: e.seconds), list[str]()
-        for number, estimate in enumerate(ranked):
+        """The best of the plans in full that are made of the shortest estimates."""
+        ranked, failed = sorted(self.found, key=lambda e: (not e.fits, e.seconds)), list[str]()
+        best: tuple[Plan, Estimate] | None = None
+        tries = 0
+        for estimate in ranked:
+            if best is not None and (estimate.seconds >= best[0].cost.total_s or tries == FULL):
+                break
             try:
                 plan = self._in_full(estimate)
             except AutoshardError as error:
-                errors.append(f"{estimate.setup}: {error}")
+                failed.append(f"{self._said(estimate)} has no plan: {error}")
                 continue
-            others = (e for e in ranked if e is not estimate)
-            lost = tuple(self._candidate(e, estimate, plan) for e in others)
-            failed = [f"{self._said(e)} has no plan: {why}" for e, why in zip(ranked[:number], errors, strict=True)]
-            return replace(plan, candidates=lost, notes=(*plan.notes, *failed, *self.notes))
-        raise PlanError(
-            f"no pipeline of these {self.estimates.hardware.name} has a plan: {'; '.join(errors or self.notes)}"
-        )
+            tries += 1
+            log.info("%s in full: %s", self._said(estimate), show_seconds(plan.cost.total_s))
+            if best is None or plan.cost.total_s < best[0].cost.total_s:
+                best = plan, estimate
+        if best is None:
+            raise PlanError(
+                f"no pipeline of these {self.estimates.hardware.name} has a plan: {'; '.join(failed or self.notes)}"
+            )
+        plan, won = best
+        lost = tuple(self._candidate(e, won, plan) for e in ranked if e is not won)
+        return replace(plan, candidates=lost, notes=(*plan.notes, *failed, *self.notes))
 
     def _said(self, estimate: Estimate) -> str:
         return f"{estimate.setup}, {estimate.schedule}"

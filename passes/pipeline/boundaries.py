@@ -33,7 +33,7 @@ def boundaries(
 
     def shortest(places: Sequence[int], limit: float) -> tuple[Boundaries, list[int]]:
         cutting = Cutting(pieces.between(places), schedule, ranks, batches, chunks, limit, graph.training, paces, host)
-        found, _ = cutting.shortest()
+        found = cutting.shortest()
         return found, [places[end - 1] for end in found.ends[:-1]]
 
     for limit in (budget, math.inf):  # what no estimate fits, the plans of the stages may

@@ -14,21 +14,27 @@ be better, so that the result is exact.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
 
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.passes.pipeline.timeline import StageSeconds, Timeline, in_flight, orders, timeline
+from autoshard.passes.pipeline.steps import step_seconds
+from autoshard.passes.pipeline.timeline import Orders, StageSeconds, in_flight, orders, timeline
 
 Array = np.ndarray
 
 TRIES = 100
 """cuts that are simulated, at most, where none is proven the shortest before"""
+MOVES = 10
+"""times that one boundary is moved, at most, where a rank has several stages"""
+MIXES = 16
+"""bounds of the first stages of all ranks, at most, for each of which the least of the others is found"""
 
 
 @dataclass(frozen=True)
@@ -106,32 +112,89 @@ class Cutting:
         assert stages is not None
         return Boundaries(ends, total, stages)
 
-    def shortest(self) -> tuple[Boundaries, Timeline]:
-        """The boundaries whose simulated step is the shortest, and that step.
+    def shortest(self) -> Boundaries:
+        """The boundaries whose simulated step is the shortest.
 
         It starts with :meth:`best`: the formula is an upper bound of a step, of stages that differ some percent above it.
-        Then cuts are simulated, that with the lowest :meth:`_floor` first, until no other can be shorter, or :data:`TRIES`
-        were. With one stage per rank that mostly is after a few.
+        With one stage per rank, cuts are then simulated, those with the lowest :meth:`_floor` first, until no other can be
+        shorter, or :data:`TRIES` were: mostly after a few. With several, all cuts are where these are so few; else those of
+        :meth:`_even`, and what moving one boundary makes of the best, until that makes it no shorter (:data:`MOVES`).
         """
-        order = orders(self.schedule, self.ranks, self.batches, self.chunks, self.training)
-        found = self.best()
-        step, left, rest = timeline(order, found.stages, self.paces), TRIES, self._floors_from()
-        waiting: list[tuple[float, int, tuple[int, ...]]] = [(float(rest[0][0]), 0, ())]
-        while waiting and left:
+        step, found, left = math.inf, tuple[int, ...](), TRIES if self.chunks == 1 else MOVES
+        rest = self._floors_from() if self.chunks == 1 else []
+        waiting: list[tuple[float, int, tuple[int, ...]]] = [(float(rest[0][0]), 0, ())] if rest else []
+        several, count = self._starts(), 1
+        while several:
+            before = step
+            for ends, seconds in zip(several, self._simulated(several), strict=True):
+                if seconds < step * (1 - 1e-9):
+                    step, found = seconds, ends
+            if self.chunks == 1:
+                several = list(itertools.islice(self._by_floor(waiting, rest, step), min(count, left)))
+                left, count = left - len(several), 1 if self.paces else 2 * count  # many at once take little more
+            else:
+                several, left = self._beside(found) if left and step < before else [], left - 1
+        stages = self._stages(found)
+        assert stages is not None
+        return Boundaries(found, step, stages)
+
+    def _starts(self) -> list[tuple[int, ...]]:
+        """The ends of the cuts that are simulated first."""
+        if self.chunks == 1:
+            return [self.best().ends]
+        pieces = len(self.pieces)
+        if pieces < self.stages or math.comb(pieces - 1, self.stages - 1) > TRIES:
+            return list(dict.fromkeys([self.best().ends, *self._even()]))
+        every = ((*cut, pieces) for cut in itertools.combinations(range(1, pieces), self.stages - 1))
+        return [ends for ends in every if self._fits(ends)] or [self.best().ends]
+
+    def _beside(self, ends: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """The ends of the cuts that differ in one boundary, by one piece."""
+        moved = ((*ends[:i], ends[i] + by, *ends[i + 1 :]) for i in range(len(ends) - 1) for by in (-1, 1))
+        return [other for other in moved if self._fits(other)]
+
+    def _fits(self, ends: tuple[int, ...]) -> bool:
+        """Whether every stage has something, and stays within the budget."""
+        spans = zip((0, *ends), ends, strict=False)
+        return all(np.isfinite(took[span]) for took, span in zip(self.took, spans, strict=True))
+
+    def bubble(self, found: Boundaries) -> float:
+        """Seconds that the busiest rank waits in the step of a cut."""
+        if self.paces:
+            return timeline(self._order, found.stages, self.paces).bubble_s
+        took = [self.batches * sum(s.of(kind) for kind in self._kinds) for s in found.stages]
+        return found.seconds - max(sum(took[rank :: self.ranks]) for rank in range(self.ranks))
+
+    def _simulated(self, several: Sequence[tuple[int, ...]]) -> Sequence[float]:
+        """Seconds of the steps of cuts, each by its ends."""
+        cuts = [stages for ends in several if (stages := self._stages(ends)) is not None]
+        assert len(cuts) == len(several)
+        if self.paces:
+            return [timeline(self._order, stages, self.paces).step_s for stages in cuts]
+        return list(map(float, step_seconds(self._order, cuts)))
+
+    @cached_property
+    def _order(self) -> Orders:
+        return orders(self.schedule, self.ranks, self.batches, self.chunks, self.training)
+
+    @property
+    def _kinds(self) -> str:
+        if not self.training:
+            return "F"
+        return "FIW" if self.schedule == "zero_bubble" else "FB"
+
+    def _by_floor(
+        self, waiting: list[tuple[float, int, tuple[int, ...]]], rest: Sequence[Array], step: float
+    ) -> Iterator[tuple[int, ...]]:
+        """The ends of cuts whose floor is below ``step``, the lowest first; ``waiting``: a heap of cuts begun, by floor."""
+        while waiting and waiting[0][0] < step * (1 - 1e-9):
             floor, _, ends = heappop(waiting)
-            if floor >= step.step_s * (1 - 1e-9):
-                break
-            if (stage := len(ends)) < self.stages:
-                floors = np.maximum(self._floor(stage, ends[-1] if ends else 0), rest[stage + 1]).clip(floor)
-                for end in np.flatnonzero(floors < step.step_s):
-                    heappush(waiting, (float(floors[end]), -stage, (*ends, int(end))))
+            if (stage := len(ends)) == self.stages:
+                yield ends
                 continue
-            stages = self._stages(ends)
-            assert stages is not None
-            other, left = timeline(order, stages, self.paces), left - 1
-            if other.step_s < step.step_s * (1 - 1e-9):
-                found, step = replace(found, ends=ends, stages=stages), other
-        return replace(found, seconds=step.step_s), step
+            floors = np.maximum(self._floor(stage, ends[-1] if ends else 0), rest[stage + 1]).clip(floor)
+            for end in np.flatnonzero(floors < step):
+                heappush(waiting, (float(floors[end]), -stage, (*ends, int(end))))
 
     def _floor(self, stage: int, first: int | slice = slice(None)) -> Array:
         """Seconds that no step is below in which ``stage`` has the pieces from ``first``: float64 [pieces + 1], by its end;
@@ -141,7 +204,7 @@ class Cutting:
         it, it waits for: without a backward, and in GPipe, for all of that; in 1F1B twice, after the first forward and after
         the last, but for the forwards, or backwards, that it may do meanwhile.
         """
-        forward, work = (sums[0] for sums in (self._sums("forward"), self._sums("forward") + self._sums("backward")))
+        forward, work = self._done
         send, back = self._messages
         ahead = forward - forward[first, None] + send[first, None]
         # It waits for what it receives, not for what it sends.
@@ -214,6 +277,12 @@ class Cutting:
         return found
 
     @cached_property
+    def _done(self) -> tuple[Array, Array]:
+        """float64 [pieces + 1] each: seconds forward, and of both ways, of all pieces before."""
+        forward = self._sums("forward")[0]
+        return forward, forward + self._sums("backward")[0]
+
+    @cached_property
     def _messages(self) -> tuple[Array, Array]:
         """float64 [pieces + 1] each: seconds of the message, and of the gradients back, over a boundary before each piece."""
         send = np.array([0.0, *(p.send for p in self.pieces[:-1]), 0.0])
@@ -234,13 +303,15 @@ class Cutting:
             found[first, first + 1 :] = np.maximum.accumulate([p.most for p in self.pieces[first:]])
         return found
 
-    def _cut(self, bound: float) -> tuple[float, tuple[int, ...]] | None:
-        """The least sum of ``t_i`` that are at most ``bound``, and the ends of the stages."""
+    def _cut(self, bound: float, later: float | None = None) -> tuple[float, tuple[int, ...]] | None:
+        """The least sum of ``t_i`` that are at most ``bound``, and the ends of the stages; ``later``: of those that are not
+        the first of their rank, another bound."""
         best = np.full(len(self.pieces) + 1, np.inf)
         best[0] = 0.0
         chosen = []
-        for took in self.took:
-            through = best[:, None] + np.where(took <= bound, took, np.inf)
+        for stage, took in enumerate(self.took):
+            most = bound if later is None or stage < self.ranks else later
+            through = best[:, None] + np.where(took <= most, took, np.inf)
             chosen.append(through.argmin(axis=0))
             best = through.min(axis=0)
         if not np.isfinite(best[-1]):
@@ -249,6 +320,28 @@ class Cutting:
         for first in reversed(chosen[1:]):
             ends.append(int(first[ends[-1]]))
         return float(best[-1]), tuple(reversed(ends))
+
+    def _even(self) -> list[tuple[int, ...]]:
+        """Where a rank has several stages, cuts whose later stages are smaller than the first, or larger: ends of each.
+
+        With one bound for all, three layers on some stage are three on every one: a rank then has six where five would do.
+        """
+        took = np.unique(np.concatenate([t[np.isfinite(t)] for t in {id(t): t for t in self.took}.values()]))
+        each = float(self._done[1][-1]) / self.stages
+        near = took[(took > each / 2) & (took < 2 * each)]
+        levels = near[np.append(np.diff(near) > 1e-6 * each, True)[: len(near)]] * (
+            1 + 1e-9
+        )  # sums of equal pieces are one
+        found = dict[tuple[int, ...], None]()
+        for i in np.unique(np.linspace(0, len(levels) - 1, MIXES).astype(int)) if len(levels) else ():
+            low, high, best = -1, len(levels), None
+            while high - low > 1:
+                middle = (low + high) // 2
+                cut = self._cut(levels[i], levels[middle])
+                low, high, best = (middle, high, best) if cut is None else (low, middle, cut[1])
+            if best is not None:
+                found[best] = None
+        return list(found)
 
     def _lowest(self, bounds: Array) -> int | None:
         """The first of ``bounds`` under which there is a cut."""
@@ -281,10 +374,9 @@ class Cutting:
 
     def _stages(self, ends: tuple[int, ...]) -> tuple[StageSeconds, ...] | None:
         """What every stage takes; None where one does not fit."""
-        spans = tuple(zip((0, *ends), ends, strict=False))
-        if not all(np.isfinite(took[span]) for took, span in zip(self.took, spans, strict=True)):
+        if not self._fits(ends):
             return None
-        return tuple(self.stage(i, *span) for i, span in enumerate(spans))
+        return tuple(self.stage(i, *span) for i, span in enumerate(zip((0, *ends), ends, strict=False)))
 
     def stage(self, number: int, first: int, end: int) -> StageSeconds:
         own = self.pieces[first:end]

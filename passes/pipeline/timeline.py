@@ -227,7 +227,7 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[flo
     (:attr:`StageSeconds.carry`): others have so much less of the processors, while it takes the seconds that it takes.
     Raises :class:`ValueError` where an order never ends.
     """
-    steps, count = _steps(orders, len(stages) - 1)
+    steps, count = numbered(orders, len(stages) - 1)
     shared, paces = bool(paces), paces or [1.0] * len(orders)
     done, waits = [0] * len(orders), [True] * len(orders)
     made: list[Message | None] = [None] * count
@@ -292,7 +292,7 @@ def _pace(paces: Sequence[float], working: int) -> float:
     return paces[working - 1] if working <= len(paces) else paces[-1] * len(paces) / working
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """An action by numbers."""
 
     action: Action
@@ -304,7 +304,7 @@ class _Step(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _steps(orders: Orders, last: int) -> tuple[tuple[tuple[_Step, ...], ...], int]:
+def numbered(orders: Orders, last: int) -> tuple[tuple[tuple[Step, ...], ...], int]:
     """Per rank its actions by numbers, and how many these are, with that of an action that never comes.
 
     ``last``: the last stage.
@@ -312,10 +312,10 @@ def _steps(orders: Orders, last: int) -> tuple[tuple[tuple[_Step, ...], ...], in
     numbers = {action: i for i, action in enumerate(a for order in orders for a in order)}
     never = len(numbers)
 
-    def step(a: Action) -> _Step:
+    def step(a: Action) -> Step:
         way = {"F": 1, "W": 0}.get(a.kind, -1)
         before, after = a.stage - way, a.stage + way
         needs = numbers.get(Action(a.kind, before, a.batch), never) if way and 0 <= before <= last else -1
-        return _Step(a, numbers[a], needs, after % len(orders) if way and 0 <= after <= last else -1)
+        return Step(a, numbers[a], needs, after % len(orders) if way and 0 <= after <= last else -1)
 
     return tuple(tuple(map(step, order)) for order in orders), never + 1

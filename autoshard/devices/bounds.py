@@ -1,0 +1,187 @@
+"""What no pipeline on a number of devices can be below, without a plan: its work alone, dealt out to stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from autoshard.errors import PlanError
+from autoshard.hardware import Hardware
+from autoshard.layout import Placement
+from autoshard.mesh import Mesh
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.microbatch import micro_batched
+from autoshard.passes.pipeline import Pieces
+from autoshard.passes.pipeline.fold import Folded, folded
+from autoshard.passes.pipeline.steps import least_seconds
+from autoshard.passes.pipeline.timeline import orders, refusal
+from autoshard.passes.propagate.hints import in_time
+from autoshard.plans.stages import CHUNKS, budget_of
+from autoshard.plans.wishes import Wishes
+
+AXIS = "pp"
+SCHEDULES = ("1f1b", "interleaved")
+"""that are tried where none is asked for: GPipe has the bubble of 1F1B and holds more"""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Ranks along the axis of stages, the rest of the mesh from outer to inner, and micro-batches of a step."""
+
+    stages: int
+    rest: tuple[int, ...]
+    batches: int
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.each
+
+    @property
+    def each(self) -> int:
+        """Ranks of a stage."""
+        return math.prod(self.rest)
+
+    def of_stage(self, hardware: Hardware) -> Mesh:
+        """The mesh of one stage."""
+        return Mesh({f"axis{i}": n for i, n in enumerate(self.rest)}, hardware)
+
+    def mesh(self, rest: Mesh) -> Mesh:
+        """The whole mesh, the axis of stages outermost; ``rest``: the mesh of a stage, with its names."""
+        return Mesh({AXIS: self.stages, **dict(zip(rest.axes, rest.shape, strict=True))}, rest.hardware)
+
+    def __str__(self) -> str:
+        stages = f"{self.stages} stages × " if self.stages > 1 else ""
+        return f"{stages}{' × '.join(map(str, self.rest))} with {self.batches} micro-batches"
+
+
+class Alone(NamedTuple):
+    """One micro-batch of the whole model on one device."""
+
+    forward: tuple[float, float]
+    """seconds of work, and of launches"""
+    backward: tuple[float, float]
+    weights: tuple[float, float]
+    """of the backward, what makes gradients of weights"""
+    state: float
+    """bytes of parameters, gradients and the optimizer's state"""
+    kept: float
+    """bytes that the forward keeps for the backward"""
+
+
+@dataclass
+class Bounds:
+    """Of one captured graph: what setups are below in no plan, from its micro-batches with their equal blocks left out."""
+
+    graph: Graph
+    hardware: Hardware
+    wishes: Wishes
+    micro: dict[int, Graph] = field(default_factory=dict, init=False)
+    known: dict[int, Alone] = field(default_factory=dict, init=False)
+    floors: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
+
+    @cached_property
+    def folded(self) -> Folded:
+        named = self.wishes.hints or isinstance(self.wishes.like, Mapping)  # names of modules, which may be left out
+        return Folded(self.graph, ()) if named else folded(self.graph)
+
+    @cached_property
+    def cuts(self) -> Mapping[str, Placement]:
+        """What hints say of the inputs of a micro-batch."""
+        return in_time(self.wishes.hints, self.folded.graph)
+
+    def of_one(self, batches: int) -> Graph:
+        """The folded graph of one micro-batch. Raises :class:`PlanError` where the batch does not divide."""
+        if batches not in self.micro:
+            whole = self.folded.graph
+            several = batches > 1 and whole.training
+            self.micro[batches] = replace(micro_batched(whole, batches, self.cuts)[0], passes=1) if several else whole
+        return self.micro[batches]
+
+    @cached_property
+    def batch(self) -> int:
+        """The length of the batch; 1 where it cannot be divided."""
+        if not self.folded.graph.training:
+            return 1
+        try:
+            _, micro = micro_batched(self.folded.graph, 2, self.cuts)
+        except PlanError:
+            return 1
+        types, cut = self.folded.graph.types, micro.inputs.values()
+        return min((int(types[name].shape[dim]) for name, dim in cut if dim is not None), default=1)
+
+    @property
+    def schedules(self) -> Sequence[str]:
+        """Those that are tried."""
+        asked = self.wishes.schedule
+        return SCHEDULES if asked == "1f1b" else (asked,)
+
+    def chunks(self, setup: Setup, schedule: str) -> int:
+        """Stages of a rank; 0 where ``schedule`` does not run so many micro-batches, or the model has not as many parts."""
+        chunks = CHUNKS[schedule] if setup.stages > 1 else 1
+        parts = len(self.folded.sequence(self.folded.graph)[1])
+        none = refusal(schedule, setup.stages, setup.batches, chunks) or setup.stages * chunks > parts
+        return 0 if none else chunks
+
+    def alone(self, batches: int) -> Alone:
+        """One of so many micro-batches. Raises :class:`PlanError` where the batch does not divide."""
+        if batches not in self.known:
+            graph = self.of_one(batches)
+            pieces = Pieces(graph, Mesh({"alone": 1}, self.hardware), self.hardware.route(1, 1), self.wishes.optimizer)
+            rows, sequence = self.folded.sequence(graph)
+            names = [node.name for number in sequence for node in rows[number]]
+            launches = {n.name: pieces.alone[n].launches[:, 0] for n in graph.nodes}
+
+            def summed(way: int, share: int | None = None) -> tuple[float, float]:
+                """Work and launches forward (0) or backward (1); ``share``: the number of a part of these seconds."""
+                parts = [pieces.seconds[n] for n in names]
+                part = [1.0 if share is None else s[share] / s[way] if s[way] else 0.0 for s in parts]
+                started = [float(launches[n][way]) for n in names]
+                work = (p * (s[way] - x) for p, s, x in zip(part, parts, started, strict=True))
+                return math.fsum(work), math.fsum(p * x for p, x in zip(part, started, strict=True))
+
+            state, kept = (math.fsum(of.get(n, 0.0) for n in names) for of in (pieces.states, pieces.kept))
+            self.known[batches] = Alone(summed(0), summed(1), summed(1, 2), state, kept)
+        return self.known[batches]
+
+    def floor(self, setup: Setup) -> float:
+        """Seconds that no plan of ``setup`` is below, however its work is dealt out to stages, under the best schedule;
+        infinite where none has so few parts and micro-batches.
+
+        Raises :class:`PlanError` where the batch does not divide.
+        """
+        key = setup.stages, setup.each, setup.batches
+        if key not in self.floors:
+            self.floors[key] = min((self._floor(setup, schedule) for schedule in self.schedules), default=math.inf)
+        return self.floors[key]
+
+    def _floor(self, setup: Setup, schedule: str) -> float:
+        chunks = self.chunks(setup, schedule)
+        if not chunks:
+            return math.inf
+        forward, backward, weights = (work / setup.each + launches for work, launches in self.alone(setup.batches)[:3])
+        if setup.stages == 1:
+            return setup.batches * (forward + backward)
+        order = orders(schedule, setup.stages, setup.batches, chunks, self.graph.training)
+        work = {"F": forward, "B": backward, "I": backward - weights, "W": weights}
+        return least_seconds(order, setup.stages * chunks, work)
+
+    def guess(self, setup: Setup) -> float:
+        """What a step may take, for the order in which setups are looked at: its work, evenly dealt out, the bubble of such
+        stages, and what has to be made again where all is spread over all ranks."""
+        alone, budget = self.alone(setup.batches), budget_of(self.wishes, self.hardware)
+        forward, both = (sum(work / setup.each + launches for work, launches in of) for of in (alone[:1], alone[:2]))
+        chunks = max((self.chunks(setup, schedule) for schedule in self.schedules), default=0)
+        if not chunks:
+            return math.inf
+        work = setup.batches * both / setup.stages
+        kept = min(setup.stages, setup.batches) * alone.kept / setup.ranks
+        over = kept + alone.state / setup.ranks - budget
+        again = min(1.0, over / kept) * setup.batches * forward / setup.stages if over > 0 and kept else 0.0
+        return work * (1 + (setup.stages - 1) / (setup.batches * chunks)) + again
+
+    def fits(self, setup: Setup) -> bool:
+        """Whether at least the states fit where they are spread over all ranks."""
+        return self.alone(setup.batches).state / setup.ranks <= budget_of(self.wishes, self.hardware)

@@ -1,0 +1,152 @@
+"""The steps of many cuts at once, and what no cut can be below; where ranks share no processors.
+
+There every action ends at the latest of what it waits for, and its own seconds later: a step is the longest path through
+the actions of a schedule. :func:`~autoshard.passes.pipeline.timeline.timeline` draws the same step of one cut.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+import highspy
+import numpy as np
+
+from autoshard.passes.pipeline.timeline import Action, Orders, StageSeconds, numbered
+from autoshard.passes.search.highs import run, solver
+
+Array = np.ndarray
+
+TOLERANCE = 1e-6
+"""by which rows may be missed, as a part of all work: the solver's is 1e-7"""
+
+
+def step_seconds(orders: Orders, cuts: Sequence[Sequence[StageSeconds]]) -> Array:
+    """float64 [cuts]: seconds of the step of each; a cut has what a micro-batch takes on every stage.
+
+    Raises :class:`ValueError` where an order never ends.
+    """
+    last = len(cuts[0]) - 1
+    kinds = sorted({a.kind for order in orders for a in order})
+    adds = {(kind, s): np.array([_added(cut, kind, s) for cut in cuts]) for kind in kinds for s in range(last + 1)}
+    ends, made = [np.zeros(len(cuts))] * len(orders), dict[int, Array]()
+    for rank, action, needs, number in _in_turn(orders, last):
+        end = ends[rank] if needs < 0 else np.maximum(ends[rank], made.pop(needs))
+        ends[rank] = end = end + adds[action]
+        if number >= 0:
+            made[number] = end
+    found: Array = np.max(ends, axis=0)
+    return found
+
+
+def _added(cut: Sequence[StageSeconds], kind: str, stage: int) -> float:
+    """Seconds of an action, and of the message that it waits for."""
+    source = stage - {"F": 1, "W": 0}.get(kind, -1)
+    if kind == "W" or not 0 <= source < len(cut):
+        return cut[stage].of(kind)
+    return cut[stage].of(kind) + (cut[source].send if kind == "F" else cut[source].send_back)
+
+
+@lru_cache(maxsize=4)
+def _in_turn(orders: Orders, last: int) -> tuple[tuple[int, tuple[str, int], int, int], ...]:
+    """All actions, each behind those that it waits for: rank, kind and stage, the number of the one whose message it waits
+    for (-1: none), and its own where somebody waits for its message (else -1)."""
+    steps, _ = numbered(orders, last)
+    found, done, made = list[tuple[int, tuple[str, int], int, int]](), [0] * len(orders), set[int]()
+    waiting: dict[int, int] = {}
+    ready = list(range(len(orders)))
+    while ready:
+        rank = ready.pop()
+        for action, number, needs, target in steps[rank][done[rank] :]:
+            if needs >= 0 and needs not in made:
+                waiting[needs] = rank
+                break
+            found.append((rank, (action.kind, action.stage), needs, number if target >= 0 else -1))
+            done[rank] += 1
+            if target >= 0:
+                made.add(number)
+                if number in waiting:
+                    ready.append(waiting.pop(number))
+    if len(found) < sum(map(len, orders)):
+        raise ValueError("the orders of a schedule wait for each other")
+    return tuple(found)
+
+
+def least_seconds(orders: Orders, stages: int, work: Mapping[str, float]) -> float:
+    """Seconds that the step of no cut into ``stages`` is below. ``work``: by kind of action, what one micro-batch takes on all.
+
+    Between two of its actions a rank does all that its order has there; the first comes after all that its micro-batch does
+    before it on other stages, and the second before all that follows. So much is the step at least, for every rank and
+    every first and last action of a stage; and the work is dealt out to the stages such that the largest of these is least,
+    by a linear programme.
+    """
+    kinds = sorted({a.kind for order in orders for a in order})
+    column = {(kind, s): i * stages + s for i, kind in enumerate(kinds) for s in range(stages)}
+    rows = np.array([_path(column, pair, within) for order in orders for pair, within in _spans(order)])
+    dealt = np.repeat(np.eye(len(kinds)), stages, axis=1)
+    # The last column is the step. Work is in parts of all of it, so that the programme is of the size of 1.
+    whole = sum(work[kind] for kind in kinds) or 1.0
+    table = np.block([[rows, np.full((len(rows), 1), -1.0)], [dealt, np.zeros((len(kinds), 1))]])
+    parts = np.array([work[kind] / whole for kind in kinds])
+    low = np.concatenate([np.full(len(rows), -np.inf), parts])
+    return whole * _smallest(table, low, np.concatenate([np.zeros(len(rows)), parts]))
+
+
+def _spans(order: Sequence[Action]) -> Iterator[tuple[tuple[Action, Action], Mapping[tuple[str, int], int]]]:
+    """The first and the last action of every kind and stage of a rank, in pairs, with what it does from one to the other."""
+    first, last = dict[tuple[str, int], int](), dict[tuple[str, int], int]()
+    for place, action in enumerate(order):
+        first.setdefault(action[:2], place)
+        last[action[:2]] = place
+    count, before, until = Counter[tuple[str, int]](), dict[int, Counter[tuple[str, int]]](), {}
+    begins, ends = set(first.values()), set(last.values())
+    for place, action in enumerate(order):
+        if place in begins:
+            before[place] = count.copy()
+        count[action[:2]] += 1
+        if place in ends:
+            until[place] = count.copy()
+    for begin in sorted(begins):
+        for end in sorted(ends):
+            if begin <= end:
+                yield (order[begin], order[end]), until[end] - before[begin]
+
+
+def _path(
+    column: Mapping[tuple[str, int], int], pair: tuple[Action, Action], within: Mapping[tuple[str, int], int]
+) -> Array:
+    """float64 [columns]: how often the path has the work of each."""
+    found = np.zeros(len(column))
+    for what, times in within.items():
+        found[column[what]] += times
+    (begin, end), back = pair, "I" if ("I", 0) in column else "B"
+    for (kind, stage), i in column.items():
+        # The way of a micro-batch: forward through all stages, then back; what else a stage does leads to no other.
+        if begin.kind == "F":
+            found[i] += kind == "F" and stage < begin.stage
+        else:
+            found[i] += kind == "F" or (kind == back and stage >= begin.stage + (begin.kind == back))
+        if end.kind == "F":
+            found[i] += (kind == "F" and stage > end.stage) or kind == back
+        elif end.kind == back:
+            found[i] += kind == back and stage < end.stage
+    return found
+
+
+def _smallest(table: Array, low: Array, high: Array) -> float:
+    """The least value of the last of variables that are not negative, with ``table`` times them between two bounds; less
+    :data:`TOLERANCE`, for a bound."""
+    programme, columns = highspy.HighsLp(), table.shape[1]
+    programme.num_row_, programme.num_col_ = table.shape
+    programme.col_cost_ = np.eye(columns)[-1]
+    programme.col_lower_, programme.col_upper_ = np.zeros(columns), np.full(columns, np.inf)
+    programme.row_lower_, programme.row_upper_ = low, high
+    row, at = np.nonzero(table)
+    programme.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    programme.a_matrix_.start_ = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=len(table)))])
+    programme.a_matrix_.index_, programme.a_matrix_.value_ = at, table[row, at]
+    highs = solver()
+    highs.passModel(programme)
+    run(highs)
+    return float(highs.getInfo().objective_function_value) * (1 - TOLERANCE)
