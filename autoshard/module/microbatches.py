@@ -153,7 +153,9 @@ class _Delivered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, gradients: list[Any], *tensors: Any) -> torch.Tensor:
         ctx.tensors = tensors
-        ctx.save_for_backward(loss, *gradients)  # of the loss nothing is read: where there are none a second backward raises
+        ctx.save_for_backward(
+            loss, *gradients
+        )  # of the loss nothing is read: where there are none a second backward raises
         return loss.clone()
 
     @staticmethod
