@@ -193,6 +193,20 @@ def draws_go_on(mesh: autoshard.Mesh) -> None:
         assert torch.equal(torch.rand(4), expected)
 
 
+def one_backward(mesh: autoshard.Mesh) -> None:
+    """A second one adds as much where the graph is retained, and raises where not: what it would hand over is gone."""
+    model, args = made("regression")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, micro_batches=2)
+    losses = [loss_of(m(*args)) for m in (model, sharded)]
+    for retain in (True, False):
+        for loss in losses:
+            loss.backward(retain_graph=retain)
+        found = sharded.full_gradients()
+        assert all(far(found[n], p.grad) <= TOLERANCE for n, p in model.named_parameters() if p.grad is not None)
+    with pytest.raises(RuntimeError, match="a second time"):
+        losses[1].backward()
+
+
 def without_gradients(mesh: autoshard.Mesh) -> None:
     """The whole batch at once, with outputs as ever."""
     model, args = made("gpt")
@@ -263,6 +277,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "other_outputs": other_outputs,
     "draws_go_on": draws_go_on,
     "draws_of_samples": draws_of_samples,
+    "one_backward": one_backward,
     "without_gradients": without_gradients,
     "refused": refused,
     "chosen": chosen,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from capture_models import X, check
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -195,6 +196,20 @@ def a_closure(layers: nn.ModuleList) -> None:
         layer.forward = MethodType(made(layer.index // 3 + 1), layer)
 
 
+def makes_a_constant(layer: Layer, x: Tensor, net: Net) -> Tensor:
+    return F.dropout(x, 0.0) + layer.linear(x) * torch.tensor([0.5, 1, 2, 4])
+
+
+def begins_with_nothing(layer: Layer, x: Tensor, net: Net) -> Tensor:
+    """As a cache of transformers."""
+    net.kept.append(torch.cat([torch.tensor([]), layer.linear(x)]))
+    return x + net.kept[-1].tanh()
+
+
+def makes_constants_of_its_own(layer: Layer, x: Tensor, net: Net) -> Tensor:
+    return x + layer.linear(x) * torch.tensor([0.5, 1, 2, layer.index])
+
+
 def tied(layers: nn.ModuleList) -> None:
     layers[3].linear.weight = layers[1].linear.weight
 
@@ -237,6 +252,9 @@ CASES = [
     (doubles_what_the_last_gave, nothing, None),
     (without_gradients, nothing, None),
     (returns_a_view, nothing, None),
+    (makes_a_constant, nothing, 3),
+    (begins_with_nothing, nothing, 3),
+    (makes_constants_of_its_own, nothing, 0),
 ]
 
 

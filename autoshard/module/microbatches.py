@@ -76,7 +76,12 @@ def unseen() -> AbstractContextManager[Any]:
     They would run the whole step again in the backward of each of its micro-batches.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or hooks[0].__module__ != checkpoint.__module__:
+    return nullcontext() if hooks is None or hooks[0].__module__ != checkpoint.__module__ else _unhooked()
+
+
+def _unhooked() -> AbstractContextManager[Any]:
+    """Inside, no hooks see what is saved."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_same, _same)
 
@@ -111,7 +116,8 @@ def delivered(
     if micro.loss is None:
         return outputs
     gradients = [leaf.grad for _, leaf in wanted]
-    outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *(x for x, _ in wanted))  # type: ignore[no-untyped-call]
+    with _unhooked():
+        outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *(x for x, _ in wanted))  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -142,11 +148,14 @@ def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
 
 
 class _Delivered(torch.autograd.Function):
-    """A loss whose gradients are known: the backward scales them."""
+    """A loss whose gradients are known: the backward scales them, and lets go of them unless the graph is retained."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, gradients: list[Any], *tensors: Any) -> torch.Tensor:
-        ctx.gradients, ctx.tensors = gradients, tensors
+        ctx.tensors = tensors
+        ctx.save_for_backward(
+            loss, *gradients
+        )  # of the loss nothing is read: where there are none a second backward raises
         return loss.clone()
 
     @staticmethod
@@ -156,7 +165,8 @@ class _Delivered(torch.autograd.Function):
                 "create_graph=True: gradients of a step of micro-batches or stages have no derivative, since forward and "
                 "backward of each micro-batch have run already. Compile with micro_batches=1 and without stages for it."
             )
-        return None, None, *(_handed_over(x, g, scale) for x, g in zip(ctx.tensors, ctx.gradients, strict=True))
+        _, *gradients = ctx.saved_tensors
+        return None, None, *(_handed_over(x, g, scale) for x, g in zip(ctx.tensors, gradients, strict=True))
 
 
 def _handed_over(x: Any, gradient: Any, scale: torch.Tensor) -> Any:
