@@ -36,6 +36,7 @@ from autoshard.plans.stages import check_schedule, check_stages
 from autoshard.plans.stages_together import rest
 from autoshard.plans.wishes import Wishes
 from autoshard.precision import precision_of
+from autoshard.progress import seldom_collected
 from autoshard.report.record import Cost
 from autoshard.serving import calls_for, check_asked, laid_out, served, together
 from autoshard.stages import set_up_logs
@@ -182,6 +183,7 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
     return InProcessModule(model, resolved, settings)
 
 
+@seldom_collected()
 def plan(
     model: nn.Module,
     mesh: MeshLike | None = None,

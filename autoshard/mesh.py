@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Union
 
 from autoshard.errors import MeshError
@@ -135,9 +135,16 @@ class Mesh:
 
     def link(self, axes: str | Sequence[str]) -> Route:
         """The links that a group along ``axes`` uses; consecutive ranks share a node."""
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
-        numbers = tuple(self.index(a) for a in names)
-        return self.hardware.route(*_spread(self.shape, numbers, self.hardware.devices_per_node))
+        key = axes if isinstance(axes, str) else tuple(axes)
+        if key not in self._links:
+            numbers = tuple(self.index(a) for a in ((key,) if isinstance(key, str) else key))
+            self._links[key] = self.hardware.route(*_spread(self.shape, numbers, self.hardware.devices_per_node))
+        return self._links[key]
+
+    @cached_property
+    def _links(self) -> dict[str | tuple[str, ...], Route]:
+        """Those that were asked for, by axes: every operation and conversion asks."""
+        return {}
 
     def crosses(self, axes: str | Sequence[str]) -> bool:
         """Whether a group along ``axes`` spans several nodes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 _SAME_AS = {
@@ -72,7 +73,7 @@ class Link:
         return latency, (1 - inside) / below.bandwidth + inside / above.bandwidth
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Route:
     """Of a group with ``inside`` ranks on each of ``nodes`` nodes: the links it uses.
 
@@ -94,6 +95,16 @@ class Route:
 
     def rate(self, kind: str) -> tuple[float, float]:
         """(seconds, seconds per ring byte) of a collective of this kind."""
+        if kind not in self._rates:
+            self._rates[kind] = self._fastest(kind)
+        return self._rates[kind]
+
+    @cached_property
+    def _rates(self) -> dict[str, tuple[float, float]]:
+        """Those that were asked for."""
+        return {}
+
+    def _fastest(self, kind: str) -> tuple[float, float]:
         latency, per_byte = self._rate(kind)
         if kind == "all_reduce":  # never slower than in two steps
             (a, b), (c, d) = self._rate("reduce_scatter"), self._rate("all_gather")

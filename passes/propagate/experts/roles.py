@@ -7,8 +7,9 @@ from collections import Counter
 from autoshard.layout import Shard
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.propagate.experts.data import batch_of
-from autoshard.passes.propagate.experts.families import Families, products
+from autoshard.passes.propagate.experts.families import Families, Family, Product, products
 from autoshard.passes.propagate.experts.tensor import tokens
 
 
@@ -18,9 +19,7 @@ def named_by_role(graph: Graph, assignment: Assignment) -> dict[str, int]:
     By what most of the work of its products is cut along: the batch (``dp``; ``fsdp`` where most of the parameters lie
     in shards), the sequence (``cp``), features (``tp``), independent weights (``ep``); ``idle`` where nothing is.
     """
-    families, mesh = Families(graph), assignment.mesh
-    found, batch = products(families), batch_of(families)
-    sequence = tokens(families, found, batch)
+    mesh, (families, found, batch, sequence) = assignment.mesh, _used(graph)
     names: dict[str, int] = {}
     for number, size in enumerate(mesh.shape):
         work: Counter[str] = Counter()
@@ -36,6 +35,14 @@ def named_by_role(graph: Graph, assignment: Assignment) -> dict[str, int]:
             role = "fsdp"
         names[_new(role, names)] = size
     return names
+
+
+@known_of_graph
+def _used(graph: Graph) -> tuple[Families, tuple[Product, ...], frozenset[Family], frozenset[Family]]:
+    """The families of ``graph``, its products, and which families are the batch and the sequence: of every mesh the same."""
+    families = Families(graph)
+    found, batch = products(families), batch_of(families)
+    return families, found, batch, tokens(families, found, batch)
 
 
 def _in_shards(graph: Graph, assignment: Assignment, number: int) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from autoshard.layout import Owned, Placement, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.known import known_of_node
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.prices.fusion import Traffic
@@ -137,10 +138,40 @@ def node_seconds(
     ``flops``: :func:`node_flops`; ``placements``: of every operand, then every result; ``traffic``: what of them is read
     and written, None: all of it. The backward moves twice the bytes of the forward: it reads the gradients, too.
     """
-    names, device = (*node.inputs, *node.outputs), mesh.hardware
+    names = (*node.inputs, *node.outputs)
     if is_view(node.op) or not names:
         return Seconds(0.0)
-    shapes = [local_shape(graph.types[n].shape, p, mesh) for n, p in zip(names, placements, strict=True)]
+    shapes = tuple(local_shape(graph.types[n].shape, p, mesh) for n, p in zip(names, placements, strict=True))
+    what = node, graph, mesh, choice, flops, shapes, traffic
+    if node.op in ring.ATTENTION or (node.op in LOOK_UPS and graph.types[names[0]].tables):
+        return _seconds(*what)
+    _, known = _by_shapes(node, graph.types).setdefault((id(mesh.hardware), traffic), (mesh.hardware, {}))
+    if (key := (flops, divided(choice, mesh), *shapes)) not in known:
+        known[key] = _seconds(*what)
+    return known[key]
+
+
+@known_of_node
+def _by_shapes(
+    node: Node, types: Mapping[str, TensorType]
+) -> dict[tuple[int, Traffic | None], tuple[Hardware, dict[Any, Seconds]]]:
+    """By hardware (kept, so that its id stays its own) and traffic: FLOPs, what of them is a rank's, local shapes → seconds.
+
+    Choices and meshes by which an operation is cut alike take as long: most differ in layouts alone.
+    """
+    return {}
+
+
+def _seconds(
+    node: Node,
+    graph: Graph,
+    mesh: Mesh,
+    choice: Sequence[Strategy],
+    flops: float,
+    shapes: Sequence[tuple[int, ...]],
+    traffic: Traffic | None,
+) -> Seconds:
+    names, device = (*node.inputs, *node.outputs), mesh.hardware
     sizes: list[float] = [math.prod(x) * graph.types[n].dtype.itemsize for n, x in zip(names, shapes, strict=True)]
     touched = (True,) * len(sizes) if traffic is None else (*traffic.reads, *traffic.writes)
     if graph.types[names[0]].tables and node.op in LOOK_UPS:
