@@ -329,7 +329,9 @@ class Cutting:
         took = np.unique(np.concatenate([t[np.isfinite(t)] for t in {id(t): t for t in self.took}.values()]))
         each = float(self._done[1][-1]) / self.stages
         near = took[(took > each / 2) & (took < 2 * each)]
-        levels = near[np.append(np.diff(near) > 1e-6 * each, True)[: len(near)]] * (1 + 1e-9)  # sums of equal pieces are one
+        levels = near[np.append(np.diff(near) > 1e-6 * each, True)[: len(near)]] * (
+            1 + 1e-9
+        )  # sums of equal pieces are one
         found = dict[tuple[int, ...], None]()
         for i in np.unique(np.linspace(0, len(levels) - 1, MIXES).astype(int)) if len(levels) else ():
             low, high, best = -1, len(levels), None
