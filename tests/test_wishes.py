@@ -111,7 +111,11 @@ class Two(nn.Module):
         ({"mesh": {"dp": 2}}, {"schedule": "gpipe", "training": False, "objective": "latency"}, "is one of stages"),
         ({"devices": 2}, {"schedule": "fifo", "stages": "pp"}, "schedule='fifo': there are 'gpipe', '1f1b'"),
         ({"devices": 2}, {"stages": "depth"}, "stages='depth': with devices= the axis of stages is 'pp'"),
-        ({"devices": 1}, {"stages": "pp"}, "no pipeline of these h100 has a plan: 1 devices do not form 2 stages or more"),
+        (
+            {"devices": 1},
+            {"stages": "pp"},
+            "no pipeline of these h100 has a plan: 1 devices do not form 2 stages or more",
+        ),
         ({"devices": 2}, {"stages": "pp", "micro_batches": 3}, "a batch of 8 does not divide into 3 micro-batches"),
         (
             {"devices": 2},
