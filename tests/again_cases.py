@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import importlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -99,7 +100,8 @@ def full(x: torch.Tensor) -> torch.Tensor:
 
 def far(a: torch.Tensor, b: torch.Tensor) -> float:
     a, b = full(a.detach()), b.detach()
-    return float((a - b).norm() / b.norm().clamp_min(1e-30)) if b.numel() else 0.0
+    found = float((a - b).norm() / b.norm().clamp_min(1e-30)) if b.numel() else 0.0
+    return math.inf if math.isnan(found) else found
 
 
 def assert_same_gradients(sharded: nn.Module, model: nn.Module, times: float = 1.0) -> None:

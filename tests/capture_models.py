@@ -64,6 +64,8 @@ def distance(ours: Any, theirs: Any) -> float:
             return float("inf")
         elif y.numel():
             difference = (x.double() - y.double()).abs().max() / y.double().abs().max().clamp_min(1e-30)
+            if difference.isnan():  # of infinities, or of numbers that are none: they have to be the same
+                difference = torch.tensor(0.0 if torch.allclose(x, y, 1e-12, 0.0, equal_nan=True) else torch.inf)
             worst = max(worst, difference.item())
     return worst
 

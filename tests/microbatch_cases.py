@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -99,8 +100,16 @@ def full(x: torch.Tensor) -> torch.Tensor:
 
 
 def far(a: torch.Tensor, b: torch.Tensor, least: float = 1e-30) -> float:
-    """Relative to ``b``, or to ``least`` where ``b`` is nothing but what was rounded."""
-    return float((a.detach() - b.detach()).norm() / b.detach().norm().clamp_min(least)) if b.numel() else 0.0
+    """Relative to ``b``, or to ``least`` where ``b`` is nothing but what was rounded; infinite where there is no number."""
+    assert a.shape == b.shape, f"{list(a.shape)}, not {list(b.shape)}"
+    found = float((a.detach() - b.detach()).norm() / b.detach().norm().clamp_min(least)) if b.numel() else 0.0
+    return math.inf if math.isnan(found) else found
+
+
+def farthest(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], least: float = 1e-30) -> float:
+    """The largest of :func:`far`, of tensors of the same names."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return max(far(found[name], x, least) for name, x in expected.items())
 
 
 def compare(name: str, mesh: autoshard.Mesh, count: int, steps: int = 3) -> autoshard.ShardedModule:
@@ -124,7 +133,7 @@ def compare(name: str, mesh: autoshard.Mesh, count: int, steps: int = 3) -> auto
             optimizer.step()
             optimizer.zero_grad()
     weights = dict(model.named_parameters())
-    assert max(far(full(p.detach()), weights[n].detach()) for n, p in sharded.named_parameters()) <= TOLERANCE
+    assert farthest({n: full(p) for n, p in sharded.named_parameters()}, weights) <= TOLERANCE
     return sharded
 
 
@@ -306,7 +315,9 @@ def steps_alike(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    weights = sharded.full_state_dict()
-    state = {n: x for n, x in model.state_dict().items() if x.is_floating_point()}
+    weights, state = (
+        {n: x for n, x in found.items() if x.is_floating_point()}
+        for found in (sharded.full_state_dict(), model.state_dict())
+    )
     largest = max(float(x.norm()) for x in state.values())
-    assert max(far(weights[n], x, 1e-3 * largest) for n, x in state.items()) <= TOLERANCE
+    assert farthest(weights, state, 1e-3 * largest) <= TOLERANCE

@@ -91,7 +91,8 @@ def test_four_axes(axes: dict[str, int]) -> None:
         torch.manual_seed(0)
         m(ids, ids).loss.backward()
         gradients.append({n: p.grad for n, p in m.named_parameters()})
-    assert max(float((gradients[0][n] - x).abs().max()) for n, x in gradients[1].items()) <= 1e-12
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(float((gradients[0][n] - x).abs().max()) <= 1e-12 for n, x in gradients[1].items())
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import double, ideal
-from microbatch_cases import TOLERANCE, far, loss_of
+from microbatch_cases import TOLERANCE, far, farthest, loss_of
 from pipeline_cases import CASES
 from pipeline_steps import ReadTwice, compare, made, tokens
 from safetensors.torch import load_file
@@ -62,7 +62,7 @@ def resumed_elsewhere() -> None:
         stepped(model, theirs, args, number)
         stepped(sharded, ours, args, number)
         weights = sharded.full_state_dict()
-        assert max(far(weights[n], x) for n, x in model.state_dict().items()) <= TOLERANCE, number
+        assert farthest(weights, model.state_dict()) <= TOLERANCE, number
         dcp.save({"model": sharded.state_dict()}, checkpoint_id=FOLDER / f"resumed{number}")
         state = autoshard.full_optimizer_state_dict(sharded, ours)
         expected = theirs.state_dict()
@@ -133,7 +133,7 @@ def local_inputs() -> None:
         for m, given in ((model, args), (sharded, mine)):
             loss_of(m(*given)).backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        assert max(far(x, gradients[n]) for n, x in sharded.full_gradients().items()) <= TOLERANCE
+        assert farthest(sharded.full_gradients(), gradients) <= TOLERANCE
     if ranks == 4:
         with pytest.raises(RuntimeMismatchError, match="the parts of the inputs"):
             sharded(mine[0] + (dist.get_rank() == 3), mine[1])
@@ -203,6 +203,10 @@ def drawn_again() -> None:
     model.train()
     asked: dict[str, Any] = {"stages": "pp", "micro_batches": 4, "recompute": "blocks"}
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, **asked)
+    assert sharded.plan.staged is not None
+    assert all(plan.recomputed for plan in sharded.plan.staged.plans)
+    assert "again(" in sharded.source
+    assert "dropout" in sharded.source
     for m in (model, sharded):
         torch.manual_seed(3)
         m(*args).loss.backward()
