@@ -13,6 +13,7 @@ from torch import nn
 
 import autoshard
 from autoshard.compiler import captured
+from autoshard.models import Moe, MoeConfig
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.runtime.operations.experts import experts_op
 
@@ -95,3 +96,17 @@ def test_batch_and_sequence_are_cut_together(name: str, like: dict[str, Any]) ->
     report = assert_equal_training(model_of(name), dict.fromkeys(like, 2), (), text(2, 8), like=like, steps=3)
     cut = [c.labels for c in report.plan.choices.values() if "experts" in c.op]
     assert all(not {"I", "R"} & {*labels} for labels in cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("features", "label", "dearer"), [(256, "rows", "expert"), (4096, "exchange", "fsdp")])
+def test_the_size_of_experts_decides_without_hints(features: int, label: str, dearer: str) -> None:
+    """16 experts on two nodes of 8: weights of small ones are gathered, as by FSDP; rows go to large ones."""
+    config = MoeConfig(vocab=1024, width=2048, hidden=features, heads=16, kv_heads=16, layers=2, experts=16)
+    with torch.device("meta"):
+        model, tokens = Moe(config).to(torch.bfloat16), torch.zeros(16, 4096, dtype=torch.long)
+    free, other = (
+        autoshard.plan(model, {"ep": 16}, (tokens, tokens), like=like, memory_budget=1e15) for like in (None, dearer)
+    )
+    assert {c.labels[0] for c in free.choices.values() if "experts" in c.op} == {label}
+    assert free.cost.total_s < other.cost.total_s
