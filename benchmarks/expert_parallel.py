@@ -60,15 +60,18 @@ def model_of(kind: str, layers: int | None) -> torch.nn.Module:
 
 def sent_for_experts(plan: autoshard.Plan) -> dict[str, float]:
     """Bytes per rank and step of :data:`SENT`."""
-    axes, labels = plan.mesh.axes, {c.labels for c in plan.choices.values() if "experts" in c.op}
-    between = {a for of_one in labels for a, label in zip(axes, of_one, strict=True) if label.startswith("exchange")}
+    between = {  # of each mixture the axes along which rows travel
+        c.fqn: {a for a, label in zip(plan.mesh.axes, c.labels, strict=True) if label.startswith("exchange")}
+        for c in plan.choices.values()
+        if "experts" in c.op
+    }
     found = dict.fromkeys(SENT, 0.0)
     for c in plan.collectives:
         if not c.fqn.endswith(".experts"):
             continue
         if not (c.movable or ": part" in c.reason or "of part" in c.reason):
             kind = "rows"
-        elif between.intersection(c.axes):
+        elif between[c.fqn].intersection(c.axes):
             kind = "weights"
         else:
             kind = "gradients" if c.kind in ("reduce_scatter", "all_reduce") else "shards"
