@@ -153,9 +153,8 @@ class _Delivered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, gradients: list[Any], *tensors: Any) -> torch.Tensor:
         ctx.tensors = tensors
-        ctx.save_for_backward(
-            loss, *gradients
-        )  # of the loss nothing is read: where there are none a second backward raises
+        # Of the loss nothing is read: with it a second backward raises where there are no gradients, too.
+        ctx.save_for_backward(loss, *gradients)
         return loss.clone()
 
     @staticmethod

@@ -24,9 +24,8 @@ def write_out(program: torch.export.ExportedProgram) -> None:
     called = {node.args[2]: node for node in nodes if node.target is CALLED}
     inside: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in nodes:
-        if (
-            node.op != "placeholder" and (number := _custom(node).get(REPEATED)) in called
-        ):  # constants stay what they are
+        # Constants that it makes are placeholders: every copy reads the one.
+        if node.op != "placeholder" and (number := _custom(node).get(REPEATED)) in called:
             inside[number].append(node)
     constants = {s.arg.name for s in program.graph_signature.input_specs if s.kind is InputKind.CONSTANT_TENSOR}
     for number in {node.args[1] for node in nodes if node.target is CALLED_AGAIN}:
