@@ -396,6 +396,5 @@ def picked(length: int, ranks: int, heads: int, kv_heads: int, hardware: autosha
     ids=["whole", "ulysses", "gather", "folded_gather", "query_heads_between_nodes", "ring_between_nodes"],
 )
 def test_crossovers(hardware: autoshard.Hardware, length: int, heads: tuple[int, int], label: str) -> None:
-    """On 4 ranks: whole, then gathered keys in plain and folded order with too few heads; heads where there are enough,
-    and a ring where there are fewer key heads than ranks, each rank is on a node of its own, and hops hide."""
+    """On 4 ranks: whole, gathered keys with too few heads, heads where there are enough; between nodes rings that hide."""
     assert picked(length, 4, *heads, hardware) == label
