@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import autoshard
 from autoshard.cli import main
 from autoshard.devices import divided, shapes
+from autoshard.devices.meshes import Search
 
 
 class Block(nn.Module):
@@ -72,7 +74,7 @@ def test_an_operation_and_what_it_sends() -> None:
     check(
         planned("megatron").explain("linear_3"),
         """
-        linear_3: linear in blocks.1.down at test_explain.py:25
+        linear_3: linear in blocks.1.down at test_explain.py:27
           runs cut along k@tp
           reads relu_1 [256, 256] as S(1)@tp
           reads blocks.1.down.weight [64, 256] as S(1)@tp
@@ -177,6 +179,20 @@ def test_a_number_of_devices() -> None:
     assert fixed.cost == plan.cost
     assert "dp" in plan.mesh.axes
     assert autoshard.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_search_of_meshes_is_seldom_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    young = []
+
+    def attempt(self: Search, shape: tuple[int, ...], of: Callable[..., None] = Search.attempt) -> None:
+        young.append(gc.get_threshold()[0])
+        of(self, shape)
+
+    before = gc.get_threshold()
+    monkeypatch.setattr(Search, "attempt", attempt)
+    autoshard.plan(nn.Linear(8, 8), None, (torch.zeros(8, 8),), devices=2, hardware="h100")
+    assert min(young) > before[0]
+    assert gc.get_threshold() == before
 
 
 @pytest.mark.parametrize(

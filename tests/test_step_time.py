@@ -381,3 +381,13 @@ def test_calibration_of_this_machine(tmp_path: Path) -> None:
     plan = planned(str(tmp_path / "here.json"), ranks=2, rows=256)
     assert plan.cost.total_s > 0
     assert "measured" in str(plan)
+
+
+def test_seconds_that_a_node_keeps_are_those_of_one_hardware() -> None:
+    x = torch.empty(256, 512)
+    graph, fresh = (capture(nn.Linear(512, 512), (x,), {}, training=True) for _ in range(2))
+    fast = Mesh({"tp": 4}, hardware="h100")
+    slow = Mesh({"tp": 4}, replace(PRESETS["h100"], flops=PRESETS["h100"].flops / 8, dtypes=(), memory_bandwidth=1e11))
+    quick, after = (op_space(graph.nodes[-1], graph, mesh).compute for mesh in (fast, slow))
+    assert np.array_equal(after, op_space(fresh.nodes[-1], fresh, slow).compute)
+    assert (after > quick).all()
