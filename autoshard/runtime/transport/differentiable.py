@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.node import Node
 
 
-class Differentiable(torch.autograd.Function):
+class Differentiable(Node):
     """A move of this rank as a node of the autograd graph; its backward is the dual move."""
 
     @staticmethod
@@ -26,5 +27,5 @@ class Differentiable(torch.autograd.Function):
             return None, None, None, None
         move = ctx.move.backward()
         if torch.is_grad_enabled():
-            return None, None, None, Differentiable.apply(ctx.comm, move, "backward", gradient)  # type: ignore[no-untyped-call]
+            return None, None, None, Differentiable.apply(ctx.comm, move, "backward", gradient)
         return None, None, None, ctx.comm.execute(move, gradient, "backward")
