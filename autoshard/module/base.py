@@ -139,7 +139,8 @@ class ShardedModule(Compiling):
             own, written = executable.apart(call.leaves)
             if self._of.absent:
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
-            with executable.tried(), without_autocast(), torch.set_grad_enabled(recorded):
+            autocast = without_autocast() if call.state.autocast else contextlib.nullcontext()
+            with executable.tried(), autocast, torch.set_grad_enabled(recorded):
                 if executable.graph.clamped:
                     clamp((self.tensor(fqn), bounds) for fqn, bounds in executable.graph.clamped.items())
                 leaves, mutated = self._step(executable, executable.named(own))
@@ -149,16 +150,21 @@ class ShardedModule(Compiling):
             return typed, mutated, written, executable.graph
 
         leaves, mutated, written, graph = first_that_serves(serve)
-        with torch.no_grad():
-            for fqn, new in mutated.items():
-                old = written[fqn] if fqn in written else self.tensor(fqn)
-                if fqn in written or (old.shape, old.dtype) == (new.shape, new.dtype):
-                    self._load(old, new)
-                else:  # set anew in the forward
-                    self._of.replace(fqn, new.clone())
+        if mutated:
+            self._write_back(mutated, written)
         own = graph.out_spec.num_leaves
         output = pytree.tree_unflatten(leaves[:own], graph.out_spec)
         return give_back(graph.handed, graph.changed, (args, kwargs), output, leaves[own:])
+
+    @torch.no_grad()
+    def _write_back(self, mutated: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
+        """What the forward gave of states, to where they are. ``written``: those that are inputs."""
+        for fqn, new in mutated.items():
+            old = written[fqn] if fqn in written else self.tensor(fqn)
+            if fqn in written or (old.shape, old.dtype) == (new.shape, new.dtype):
+                self._load(old, new)
+            else:  # set anew in the forward
+                self._of.replace(fqn, new.clone())
 
     def called_alone(self, part: nn.Module) -> Any:
         """A module inside this one to be called by itself, on the same tensors: see :func:`~autoshard.module.inner.inner`."""

@@ -44,6 +44,8 @@ def feeding(graph: Graph) -> Feeding:
 
 def refuse_hooks(leaves: Sequence[Any], of: Feeding) -> None:
     """Have an output's backward raise :class:`RuntimeMismatchError` where one that it is computed from has a hook by then."""
+    if not of:
+        return
     with torch._C.DisableTorchFunctionSubclass():  # the way through that of outputs in parts is long
         kept: dict[int, _Hooks] = {}
         for x in (leaves[i] for others in of.values() for i in others):

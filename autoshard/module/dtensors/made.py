@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoshard.layout import Layout
+from autoshard.runtime.transport.node import Node
 
 
 def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
@@ -30,7 +31,7 @@ def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequen
 def whole_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """The tensor of which ``local`` is this rank's part, or summand; differentiable."""
     if local.requires_grad and torch.is_grad_enabled():
-        found: DTensor = _Whole.apply(local, spec)  # type: ignore[no-untyped-call]
+        found: DTensor = _Whole.apply(local, spec)
     else:  # there is nothing for autograd to record
         found = new_dtensor(DTensor, local.view_as(local), spec, requires_grad=False)
     return found
@@ -40,7 +41,7 @@ def part_of(x: DTensor) -> torch.Tensor:
     """This rank's part of a tensor in chunks, for what every rank does with its own; differentiable."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x._local_tensor
-    part: torch.Tensor = _Part.apply(x)  # type: ignore[no-untyped-call]
+    part: torch.Tensor = _Part.apply(x)
     return part
 
 
@@ -48,7 +49,7 @@ GIVEN = "_autoshard_given"
 """marks the part of a gradient that came from outside, which stays its owner's: autograd's count of references to it is 1"""
 
 
-class _Whole(torch.autograd.Function):
+class _Whole(Node):
     """``DTensor.from_local`` of a part whose whole is known, without what it finds out and checks in every call."""
 
     @staticmethod
@@ -62,18 +63,34 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, gradient: DTensor | None) -> Any:
         if gradient is None:
             return None, None
-        spec = ctx.spec
-        wanted = tuple(Replicate() if p.is_partial() else p for p in spec.placements)  # every summand has the sum's
-        if gradient.placements != wanted:
-            gradient = gradient.redistribute(spec.mesh, wanted)
-        if torch.is_grad_enabled():
-            return gradient.to_local(grad_placements=spec.placements), None
-        local = gradient._local_tensor
-        setattr(local, GIVEN, True)
+        local = local_gradient(gradient, ctx.spec)
+        if not torch.is_grad_enabled():
+            setattr(local, GIVEN, True)
         return local, None
 
 
-class _Part(torch.autograd.Function):
+def local_gradient(gradient: DTensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's part of the gradient of a tensor that lies as ``spec`` says; of a sum every summand has the whole."""
+    wanted = tuple([_WHOLE if p.is_partial() else p for p in spec.placements])
+    if gradient._spec.placements != wanted:
+        gradient = gradient.redistribute(spec.mesh, wanted)
+    if torch.is_grad_enabled():
+        return gradient.to_local(grad_placements=spec.placements)
+    local: torch.Tensor = gradient._local_tensor
+    return local
+
+
+_WHOLE = Replicate()
+
+
+def ones_of(x: DTensor) -> DTensor:
+    """What the backward of a number begins with: a one that is whole on every rank."""
+    spec = spec_of(x._spec.mesh, (_WHOLE,) * len(x._spec.placements), torch.Size(()), x.dtype)
+    found: DTensor = new_dtensor(DTensor, torch.ones_like(x._local_tensor), spec, requires_grad=False)
+    return found
+
+
+class _Part(Node):
     """The inverse of :class:`_Whole`, for placements that are chunks or whole."""
 
     @staticmethod

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from autoshard.module.dtensors.made import part_of, spec_of, whole_of
+from autoshard.module.dtensors.made import local_gradient, new_dtensor, part_of, spec_of, whole_of
+from autoshard.runtime.transport.node import Node
 
 
 def _both(*names: str) -> frozenset[Any]:
@@ -36,10 +37,33 @@ def on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTens
     whole = spec.shape.numel()
     if not (whole and x.dtype.is_floating_point and all(type(p) in (Shard, Replicate) for p in spec.placements)):
         return None
-    part = part_of(x)
     if func in _EACH:
-        return whole_of(func(part), spec)
-    mean = func in _MEANS and part.numel()  # that of nothing is no number
-    made = part.mean() * (part.numel() / whole) if mean else part.sum()
-    placements = tuple(Partial() if type(p) is Shard else p for p in spec.placements)
-    return whole_of(made, spec_of(spec.mesh, placements, torch.Size(()), made.dtype))
+        return whole_of(func(part_of(x)), spec)
+    found: DTensor = _Total.apply(x, whole if func in _MEANS else 1)
+    return found
+
+
+class _Total(Node):
+    """The sum of all elements, over ``count``: in one node what part, mean and whole would be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, count: int) -> DTensor:
+        ctx.set_materialize_grads(False)
+        part, spec = x._local_tensor, x._spec
+        mean = count > 1 and part.numel()  # that of nothing is no number
+        made = part.mean() * (part.numel() / count) if mean else part.sum()
+        placements = tuple([_SUMMAND if type(p) is Shard else p for p in spec.placements])
+        ctx.spec, ctx.shape, ctx.count = spec, part.shape, count
+        ctx.made = spec_of(spec.mesh, placements, torch.Size(()), made.dtype)
+        found: DTensor = new_dtensor(DTensor, made, ctx.made, requires_grad=False)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> Any:
+        if gradient is None:
+            return None, None
+        each = local_gradient(gradient, ctx.made).expand(ctx.shape)
+        return whole_of(each / ctx.count if ctx.count > 1 else each, ctx.spec), None
+
+
+_SUMMAND = Partial()

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autoshard.module.dtensors.made import ones_of
 from autoshard.module.dtensors.on_parts import on_parts
 from autoshard.module.dtensors.strided import cuts
 from autoshard.module.dtensors.views import in_order, is_view, seen_from, set_through, writes
@@ -56,6 +57,25 @@ _BACKWARD = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.aut
 """they go through what is gathered also where gradients are off, as in the backward of a checkpoint that is reentrant"""
 
 
+_ALONE = frozenset((torch.Tensor.detach, torch.Tensor.item, torch.Tensor.__float__))
+"""what scripts ask of a loss, and DTensor does as it is"""
+_NOTED = frozenset(("_of", "_state"))
+"""of views that are copies, and of states"""
+
+
+def _backward(
+    x: DTensor, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
+) -> None:
+    """``x.backward()``. Of a number it begins with a one that DTensor need not make."""
+    if gradient is not None or inputs is not None or x.ndim or not x.is_floating_point() or not x.requires_grad:
+        x.backward(gradient, retain_graph, create_graph, inputs)
+        return
+    keep = create_graph if retain_graph is None else retain_graph
+    torch.autograd.graph._engine_run_backward(
+        (x,), (ones_of(x),), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 class Output(DTensor):
     """A DTensor that becomes whole where it meets a plain tensor.
 
@@ -88,10 +108,15 @@ class Output(DTensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func in ABOUT or (func is torch.Tensor.backward and len(args) == 1):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
+            if func in ABOUT:
+                return func(*args, **(kwargs or {}))
+            if len(args) == 1:
+                if func is torch.Tensor.backward:
+                    return _backward(args[0], **(kwargs or {}))
+                if func in _ALONE and not args[0].__dict__.keys() & _NOTED:
+                    made = func(*args, **(kwargs or {}))
+                    return Output.of(made) if isinstance(made, DTensor) else made
             if (loss := on_parts(func, args, kwargs or {})) is not None:
                 return Output.of(loss)
             args, kwargs = in_order(args, kwargs or {})

@@ -146,7 +146,7 @@ class DistributedModule(OnRank):
         """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
         with self._comm.notes.told(), self._turns:
             self._comm.notes.call += 1
-            return super().forward(*args, **kwargs)
+            return self._called(args, kwargs)
 
     @contextlib.contextmanager
     def meeting(self, what: str) -> Iterator[None]:

@@ -22,6 +22,7 @@ from autoshard.module.dtensors.sparse_gradients import accumulate
 from autoshard.runtime.parameters.again import CHANGED
 from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.node import Node
 
 Axes = tuple[str, ...]
 
@@ -30,12 +31,12 @@ def locals_of(
     comm: Communicator, parameters: Sequence[Any], last: tuple[Sequence[int], Axes] = ((), ())
 ) -> tuple[torch.Tensor, ...]:
     """The local tensors of DTensor parameters, for one forward. ``last``: see :class:`runtime.Gradients`."""
-    gradients = runtime.Gradients(comm, lambda number, axes: _taken(comm, parameters[number], axes), last)
-    found: tuple[torch.Tensor, ...] = _Locals.apply(gradients, *parameters)  # type: ignore[no-untyped-call]
+    gradients = runtime.Gradients(comm, lambda numbers, axes: _taken(comm, parameters, numbers, axes), last)
+    found: tuple[torch.Tensor, ...] = _Locals.apply(gradients, *parameters)
     return found
 
 
-class _Locals(torch.autograd.Function):
+class _Locals(Node):
     """DTensor parameters → their local tensors; the backward makes DTensor gradients of the same placements.
 
     It also does what :func:`runtime.wait_gradients` does, in one node: the gradients under way are ``pending``.
@@ -47,7 +48,7 @@ class _Locals(torch.autograd.Function):
         ctx.specs = [p._spec for p in parameters]
         ctx.versions = [p._version for p in parameters]
         ctx.set_materialize_grads(False)
-        return tuple(local.view_as(local) for local in map(local_of, parameters))
+        return tuple([local.view_as(local) for local in map(local_of, parameters)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -69,7 +70,10 @@ class _Locals(torch.autograd.Function):
             there = [i for i, g in enumerate(owned) if g is not None]
             made = iter(_Globals.apply([specs[i] for i in there], *(owned[i] for i in there)))  # type: ignore[no-untyped-call]
             return None, *(None if g is None else next(made) for g in owned)
-        found = [None if g is None else _global(g, spec) for g, spec in zip(owned, specs, strict=True)]
+        found = [
+            None if g is None else new_dtensor(DTensor, g, spec, requires_grad=False)
+            for g, spec in zip(owned, specs, strict=True)
+        ]
         plain = [g is not None and _is_plain(p, g) for p, g in zip(parameters, owned, strict=True)]
         pending.wait()  # what did not need the data is done while they arrive
         return None, *_set(parameters, found, plain, ctx.next_functions)
@@ -186,13 +190,16 @@ def _over(comm: Communicator, spec: Any, axes: Axes) -> Any:
     return type(spec)(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
 
 
-def _taken(comm: Communicator, p: Any, axes: Axes) -> torch.Tensor | None:
-    """The summand that ``p.grad`` is over these axes, to become a part of what this backward leaves there instead."""
-    if p.grad is None or _waiting(comm, p.grad) != axes or not _accumulates(p):
-        return None
-    kept: torch.Tensor = p.grad.to_local()
-    p.grad = None
-    return kept
+def _taken(
+    comm: Communicator, parameters: Sequence[Any], numbers: Sequence[int], axes: Axes
+) -> dict[int, torch.Tensor]:
+    """By number the summands over these axes that gradients are, to become parts of what this backward leaves instead."""
+    found: dict[int, torch.Tensor] = {}
+    for number in numbers if _deferred else ():
+        p = parameters[number]
+        if p.grad is not None and _waiting(comm, p.grad) == axes and _accumulates(p):
+            found[number], p.grad = p.grad.to_local(), None
+    return found
 
 
 def _meet(comm: Communicator, p: Any, axes: Axes) -> Axes:

@@ -30,7 +30,7 @@ def bagged(indices: torch.Tensor, mode: str, padding: int, *tables: torch.Tensor
 
     ``padding``: a row that gets no gradient; negative for none.
     """
-    found: torch.Tensor = _Bagged.apply(indices, mode, padding, *tables)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Bagged.apply(indices, mode, padding, *tables)
     return found
 
 

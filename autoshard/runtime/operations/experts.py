@@ -122,7 +122,7 @@ def experts(
         made = split(made[0], 1, (hidden, hidden), hidden_axes)
     act = activation_of(activation)
     if gated and len(made) == 1 and activation in _DERIVATIVES and (limit, shift, interleaved) == (None, 0, False):
-        mid = _Gated.apply(made[0], activation)  # type: ignore[no-untyped-call]
+        mid = _Gated.apply(made[0], activation)
     else:
         mid = gated_by(act, made, limit, shift, interleaved) if gated else act(made[0])
     if not transposed:

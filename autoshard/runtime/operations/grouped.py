@@ -32,7 +32,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.
     if x.is_meta or torch._C._len_torch_dispatch_stack() or type(x) is not torch.Tensor:
         found: torch.Tensor = grouped_mm(x, weight, ends, True)
     else:
-        found = _Product.apply(x, weight, ends)  # type: ignore[no-untyped-call]
+        found = _Product.apply(x, weight, ends)
     return found
 
 

@@ -61,7 +61,7 @@ def dropout(
     if p == 1.0:
         return x * 0.0
     noise = noise_like(x, p, shape, order, batch)
-    dropped: torch.Tensor = _Drop.apply(x, part(noise, dims), p)  # type: ignore[no-untyped-call]
+    dropped: torch.Tensor = _Drop.apply(x, part(noise, dims), p)
     return dropped
 
 

@@ -136,7 +136,7 @@ def _extreme(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool, op: str, na
         same = x.detach() == best
         equal = wide((same | (x.detach().isnan() & best.isnan()) if nan else same).to(x.dtype))
         share = equal / all_reduce(equal.sum(dims, keepdim=True), axes)
-        best = cast(torch.Tensor, _Shared.apply(x, best, share.to(x.dtype)))  # type: ignore[no-untyped-call]
+        best = cast(torch.Tensor, _Shared.apply(x, best, share.to(x.dtype)))
     return best if keepdim else best.squeeze(dims)
 
 

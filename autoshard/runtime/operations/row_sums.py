@@ -29,7 +29,7 @@ def row_sums(
     They are those of exponentials; the entry at ``index`` [n, …], or 0 where that is none of them; if ``smoothed``, that
     of all entries, weighted by ``share`` [c] where it is given.
     """
-    found: torch.Tensor = _RowSums.apply(logits, top, index, share, smoothed)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _RowSums.apply(logits, top, index, share, smoothed)
     return found
 
 
@@ -66,7 +66,7 @@ def in_pieces(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float
 ) -> torch.Tensor:
     """``F.cross_entropy`` of every sample, for whole rows ``logits`` [n, c, …] and class indices ``target`` [n, …]."""
-    found: torch.Tensor = _InPieces.apply(logits, target, weight, ignore_index, smoothing)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _InPieces.apply(logits, target, weight, ignore_index, smoothing)
     return found
 
 

@@ -39,7 +39,7 @@ def slots_of(order: torch.Tensor, rows: int, top: int) -> Slots:
 
 def dealt(x: torch.Tensor, slots: Slots) -> torch.Tensor:
     """For every slot that is computed its row of ``x`` [t, w]."""
-    found: torch.Tensor = _Dealt.apply(x, *slots[:3])  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Dealt.apply(x, *slots[:3])
     return found
 
 
@@ -47,13 +47,13 @@ def collected(x: torch.Tensor, weights: torch.Tensor, slots: Slots) -> torch.Ten
     """Of ``x`` [s, v], made for the slots, the sums [t, v] for their rows, each times its one of ``weights`` [t · k]."""
     dtype = torch.result_type(x, weights)
     weights = weights if slots.present is None else weights.index_select(0, slots.present)
-    found: torch.Tensor = _Collected.apply(x.to(dtype), weights.to(dtype), *slots[:3])  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Collected.apply(x.to(dtype), weights.to(dtype), *slots[:3])
     return found
 
 
 def regrouped(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Rows ``x`` that lie in segments of ``lengths`` [a, b], one after another: in segments of its transpose [b, a]."""
-    found: torch.Tensor = _Ordered.apply(x, _by_columns(lengths, len(x)), _by_columns(lengths.mT, len(x)))  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Ordered.apply(x, _by_columns(lengths, len(x)), _by_columns(lengths.mT, len(x)))
     return found
 
 
@@ -121,4 +121,4 @@ class _Ordered(HandingOn):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         order, back = ctx.saved_tensors
-        return _Ordered.apply(gradient, back, order), None, None  # type: ignore[no-untyped-call]
+        return _Ordered.apply(gradient, back, order), None, None

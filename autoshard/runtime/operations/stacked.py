@@ -41,7 +41,7 @@ def stacked(matrices: Sequence[torch.Tensor], parts: int = 1, owned: int | None 
     length, many = owned, sum(m.shape[0] > 0 for m in matrices)
     if length is None:
         length, many = matrices[0].shape[0], len(matrices)
-    rows: torch.Tensor = OneAfterAnother.apply(False, *matrices)  # type: ignore[no-untyped-call]
+    rows: torch.Tensor = OneAfterAnother.apply(False, *matrices)
     return rows.reshape(many // parts, parts * length, *matrices[0].shape[1:])
 
 

@@ -217,7 +217,7 @@ def _looked_up(
         indices = _side_by_side([bag.indices for bag in bags], first)
         if adds_rows(here[0], indices, sparse):
             return bagged(indices, mode, -1 if padding is None else padding, *tables)
-    stacked: torch.Tensor = OneAfterAnother.apply(sparse, *tables)  # type: ignore[no-untyped-call]
+    stacked: torch.Tensor = OneAfterAnother.apply(sparse, *tables)
     if not bags:
         return stacked[:0]
     if padding is not None and padding >= 0 and not jagged:

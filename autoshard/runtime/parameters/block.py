@@ -29,6 +29,7 @@ from autoshard.runtime.parameters.together import moved_back
 from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.in_process import InProcessCommunicator
 from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.node import Node
 from autoshard.runtime.transport.step import Gathered
 
 Dtype = torch.dtype | None
@@ -97,11 +98,11 @@ def wait_gradients(*parameters: torch.Tensor) -> Tensors:
     trained = [p for p in parameters if p.requires_grad]
     if not trained or not torch.is_grad_enabled() or isinstance(current(), InProcessCommunicator):
         return parameters
-    waiting = iter(_Wait.apply(Gradients(current()), *trained))  # type: ignore[no-untyped-call]
+    waiting = iter(_Wait.apply(Gradients(current()), *trained))
     return tuple(next(waiting) if p.requires_grad else p for p in parameters)
 
 
-class _Wait(torch.autograd.Function):
+class _Wait(Node):
     @staticmethod
     def forward(ctx: Any, pending: Gradients, *parameters: torch.Tensor) -> Tensors:
         ctx.pending = pending
@@ -115,7 +116,7 @@ class _Wait(torch.autograd.Function):
         return None, *found
 
 
-class _Move(torch.autograd.Function):
+class _Move(Node):
     """A bucket as one node of the autograd graph."""
 
     @staticmethod
@@ -176,7 +177,7 @@ def _through(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int = 3) -> Tenso
     if not torch.is_grad_enabled():
         return _moved(bucket, xs, zero)[0]
     if any(x.requires_grad for x in xs):
-        out: Tensors = _Move.apply(bucket, zero, *xs)  # type: ignore[no-untyped-call]
+        out: Tensors = _Move.apply(bucket, zero, *xs)
     else:
         out = _moved(bucket, xs, zero)[0]
     if zero == 3 and _scope.depth and bucket.moves[0].verb == "all_gather":

@@ -161,7 +161,7 @@ class FlatBucket(Bucket):
         return begin
 
     def _flat(self, xs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        out = self.comm.buffer(xs[0], sum(x.numel() for x in xs), dtype)
+        out = self.comm.buffer(xs[0], sum([x.numel() for x in xs]), dtype)
         return torch.cat([x.reshape(-1) for x in xs], out=out)
 
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:

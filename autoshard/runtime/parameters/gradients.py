@@ -7,7 +7,7 @@ the parameters keeps such summands, and hands them over where a later backward t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ LARGE_ON_GLOO = 4 * 2**20
 UNDER_WAY = 2
 """reduce-scatters that may be under way: each holds whole gradients, sent and received, until it is waited for"""
 
-Earlier = Callable[[int, tuple[str, ...]], torch.Tensor | None]
-"""(number of a parameter, axes) → the summand over these axes that is kept of it, and is no longer"""
+Earlier = Callable[[Sequence[int], tuple[str, ...]], Mapping[int, torch.Tensor]]
+"""(numbers of parameters, axes) → by number the summand over these axes that was kept of it, and is no longer"""
 
 
 class Gradients:
@@ -45,7 +45,7 @@ class Gradients:
     def __init__(
         self,
         comm: Communicator,
-        earlier: Earlier = lambda number, axes: None,
+        earlier: Earlier = lambda numbers, axes: {},
         last: tuple[Sequence[int], tuple[str, ...]] = ((), ()),
     ) -> None:
         self.comm, self.earlier = comm, earlier
@@ -82,7 +82,7 @@ class Gradients:
         enough = SMALL
         if self.works and not bucket.gathers:
             enough = LARGE_ON_GLOO if bucket.comm.process_group(bucket.moves[0].axes).gloo else LARGE
-        if sum(g.nbytes for *_, given in self.held for g in given if g is not None) >= enough:
+        if sum([g.nbytes for *_, given in self.held for g in given if g is not None]) >= enough:
             self._flush()
 
     def _flush(self) -> None:
@@ -94,10 +94,9 @@ class Gradients:
 
     def _move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         kept = bucket.awaited if bucket.deferred else ()
-        earlier = [
-            self.earlier(n, bucket.awaited) if g is not None and bucket.awaited and not kept else None
-            for n, g in zip(numbers, gradients, strict=True)
-        ]
+        there = [n for n, g in zip(numbers, gradients, strict=True) if g is not None]
+        found = self.earlier(there, bucket.awaited) if bucket.awaited and not kept else {}
+        earlier = [found.get(n) for n in numbers] if found else ()
         moved, works, later = bucket.backward(gradients, earlier, bool(kept))
         self.parts += [(n, g, kept) for n, g in zip(numbers, moved, strict=True) if g is not None]
         self.works += works
@@ -115,12 +114,18 @@ class Gradients:
         gradients = self._sum_last(gradients) if self.last else gradients
         self._flush()
         self.begin_later()
+        arrived, self.parts, self.summands = self.parts, [], {}
+        alone = list(gradients)
+        for number, part, axes in arrived:
+            if axes or alone[number] is not None:
+                break
+            alone[number] = part
+        else:
+            return alone
+        self.wait()
         parts: list[list[tuple[torch.Tensor, tuple[str, ...]]]] = [[] if g is None else [(g, ())] for g in gradients]
-        for number, part, axes in self.parts:
+        for number, part, axes in arrived:
             parts[number].append((part, axes))
-        self.parts, self.summands = [], {}
-        if any(len(found) > 1 or (found and found[0][1]) for found in parts):
-            self.wait()
         return [self._sum(number, found) if found else None for number, found in enumerate(parts)]
 
     def wait(self) -> None:

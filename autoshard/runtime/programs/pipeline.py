@@ -181,7 +181,7 @@ class Pipeline:
     def _taken(self, number: int, received: Sequence[torch.Tensor]) -> Locals:
         """Messages as the values that they are."""
         pairs = zip(self.form.messages[number - 1] if number else (), received, strict=True)
-        return [_Dense.apply(x) if x.requires_grad else x.view(message.dtype) for message, x in pairs]  # type: ignore[no-untyped-call]
+        return [_Dense.apply(x) if x.requires_grad else x.view(message.dtype) for message, x in pairs]
 
 
 class _StageModule(nn.Module):

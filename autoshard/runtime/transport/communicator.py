@@ -7,7 +7,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -232,15 +232,22 @@ def current() -> Communicator:
     return comm
 
 
-@contextmanager
-def bind(comm: Communicator) -> Iterator[Communicator]:
+class _Binding:
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def __enter__(self) -> Communicator:
+        self.previous = getattr(_bound, "comm", None)
+        _bound.comm = self.comm
+        return self.comm
+
+    def __exit__(self, *error: object) -> None:
+        _bound.comm = self.previous
+
+
+def bind(comm: Communicator) -> AbstractContextManager[Communicator]:
     """Let the collectives called in this thread run on ``comm``."""
-    previous = getattr(_bound, "comm", None)
-    _bound.comm = comm
-    try:
-        yield comm
-    finally:
-        _bound.comm = previous
+    return _Binding(comm)
 
 
 def device() -> torch.device:

@@ -26,5 +26,5 @@ class Differentiable(HandingOn):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         move = ctx.move.backward()
         if torch.is_grad_enabled():
-            return None, None, None, Differentiable.apply(ctx.comm, move, "backward", gradient)  # type: ignore[no-untyped-call]
+            return None, None, None, Differentiable.apply(ctx.comm, move, "backward", gradient)
         return None, None, None, ctx.comm.execute(move, gradient, "backward")

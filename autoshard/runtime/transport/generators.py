@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +34,13 @@ class Generators:
         self.alike = True
         """whether they were rank 0's"""
 
+    def __enter__(self) -> None:
+        self.comm.generators = self
+
+    def __exit__(self, *error: object) -> None:
+        self.restore()
+        self.comm.generators = None
+
     def agree(self) -> None:
         """Take rank 0's states, once."""
         if self.own is not None:
@@ -54,15 +61,6 @@ class Generators:
             set_states(self.own)
 
 
-@contextlib.contextmanager
-def synchronised_generators(comm: Any) -> Iterator[None]:
+def synchronised_generators(comm: Any) -> AbstractContextManager[Any]:
     """See :func:`autoshard.runtime.synchronised_rng`. Inside another one the generators are that one's."""
-    if comm.generators is not None:
-        yield
-        return
-    comm.generators = mine = Generators(comm)
-    try:
-        yield
-    finally:
-        mine.restore()
-        comm.generators = None
+    return nullcontext() if comm.generators is not None else Generators(comm)

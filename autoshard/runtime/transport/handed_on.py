@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from autoshard.runtime.transport.node import Node
 
-class HandingOn(torch.autograd.Function):
+
+class HandingOn(Node):
     """The base of Functions whose ``backward`` wants the gradient of their only result."""
 
     def __init_subclass__(cls) -> None:

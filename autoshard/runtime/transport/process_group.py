@@ -198,7 +198,7 @@ class TorchCommunicator(Communicator):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             move = named(move, always=True)  # for the backward, where no line of generated code runs
-            result: torch.Tensor = Differentiable.apply(self, move, self.phase, x)  # type: ignore[no-untyped-call]
+            result: torch.Tensor = Differentiable.apply(self, move, self.phase, x)
             return result
         return self.execute(named(move), x, self.phase)
 

@@ -98,7 +98,7 @@ def local(move: Move, x: torch.Tensor, chunks: ChunksOf, number: int) -> torch.T
 
 def cast_table(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``table`` in another dtype; its sparse gradient comes back in the table's own."""
-    found: torch.Tensor = _Cast.apply(table, dtype)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Cast.apply(table, dtype)
     return found
 
 

@@ -85,6 +85,8 @@ def give_back(returned: Returned, changed: Changed, arguments: Any, output: Any,
 
     ``gained``: the leaves of what the caller's dicts gain.
     """
+    if not (returned or changed):
+        return output
     rest = iter(gained)
     taken = [pytree.tree_unflatten(list(itertools.islice(rest, spec.num_leaves)), spec) for _, _, spec in changed]
     dicts = [_at(arguments, path) for path, _, _ in changed]  # before any of them is changed
