@@ -7,8 +7,9 @@ they all move the same way, that is what the buckets take; where only some do, l
 the matrices of their block: of gathers these pay what they would of a sum over replicas, one message for those of all blocks.
 So a vector that is cut pays less than a message, and yet never less than one that is whole.
 
-Results of look-ups that one operation reads, as the features of a recommender, are brought to it together
-(:mod:`~autoshard.passes.lower.together`): each pays as if all of them went the same way.
+Results of look-ups that one operation reads, as the features of a recommender, and queries, keys and values of an attention
+are brought to it together (:mod:`~autoshard.passes.lower.together`) where they are small: each pays as if all of them went the
+same way.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from autoshard.passes.ir.paths import block_path
 from autoshard.passes.redistribute.pricing import ALONE, Shares
 from autoshard.passes.rules.facts import is_view, saves_operand
 from autoshard.passes.rules.families.embedding import LOOK_UPS
+from autoshard.passes.rules.families.ring import ATTENTION
 
 BUCKET_BYTES = 25 * 2**20
 """a bucket is closed when it holds this many bytes per rank, on links without latency (DistributedDataParallel's default),
@@ -80,13 +82,14 @@ def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
 
 
 def _beside_others(graph: Graph) -> dict[str, Shares]:
-    """The results of look-ups that are converted before one operation, where their first reader stands: their shares."""
+    """Results of look-ups, and operands of attention, that are converted before one operation, where their first reader stands:
+    their shares."""
     found: dict[str, Shares] = {}
     for node in graph.nodes:
         groups: dict[Hashable, list[str]] = {}
         for name in dict.fromkeys(node.inputs):
             made = graph.producers.get(name)
-            if made is not None and made.op in LOOK_UPS and name not in found:
+            if made is not None and (made.op in LOOK_UPS or node.op in ATTENTION) and name not in found:
                 type_ = graph.types[name]
                 groups.setdefault((type_.dtype, type_.grad), []).append(name)
         found |= {name: Shares(joined=1.0 / len(names)) for names in groups.values() for name in names}
