@@ -26,7 +26,7 @@ from autoshard.runtime.autocast import without_autocast
 
 log = logging.getLogger("autoshard.plan")
 
-MOST = 24
+MOST = 40
 """estimates, at most: as many in every run, so that it gives the same plan"""
 FULL = 2
 """plans in full, at most, where the first takes longer than it was estimated to"""
@@ -155,26 +155,25 @@ class _Search:
         return f"a batch of {of.batch} does not divide into {asked}, of which every stage needs one"
 
     def result(self) -> Plan:
-        """The best of the plans in full that are made of the shortest estimates."""
+        """The best of the plans in full that are made of the shortest estimates: first of those that fit; others may, too."""
         ranked, failed = sorted(self.found, key=lambda e: (not e.fits, e.seconds)), list[str]()
         best: tuple[Plan, Estimate] | None = None
         tries = 0
         for estimate in ranked:
-            if best is not None and (estimate.seconds >= best[0].cost.total_s or tries == FULL):
-                break
+            if best is not None and (estimate.seconds >= best[0].cost.total_s or tries >= FULL):
+                continue
+            tries += 1
             try:
                 plan = self._in_full(estimate)
             except AutoshardError as error:
                 failed.append(f"{self._said(estimate)} has no plan: {error}")
                 continue
-            tries += 1
             log.info("%s in full: %s", self._said(estimate), show_seconds(plan.cost.total_s))
             if best is None or plan.cost.total_s < best[0].cost.total_s:
                 best = plan, estimate
         if best is None:
-            raise PlanError(
-                f"no pipeline of these {self.estimates.hardware.name} has a plan: {'; '.join(failed or self.notes)}"
-            )
+            why = "; ".join([*failed, *self.failed] or self.notes)
+            raise PlanError(f"no pipeline of these {self.estimates.hardware.name} has a plan: {why}")
         plan, won = best
         lost = tuple(self._candidate(e, won, plan) for e in ranked if e is not won)
         return replace(plan, candidates=lost, notes=(*plan.notes, *failed, *self.notes))
