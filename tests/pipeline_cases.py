@@ -309,7 +309,7 @@ def refused(mesh: autoshard.Mesh) -> None:
     fails(PlanError, "schedule='2f2b': there are 'gpipe', '1f1b', 'interleaved', 'zero_bubble'", schedule="2f2b")
     if mesh.size_of("pp") == 2:
         ten = tuple(x[[*range(8), 0, 1]] for x in args)
-        fails(PlanError, "runs micro-batches in equal rounds", args=ten, micro_batches=5, schedule="interleaved")
+        fails(PlanError, "runs micro-batches in 2 equal rounds", args=ten, micro_batches=5, schedule="interleaved")
     fails(PlanError, "its batch of 8 does not divide into 3", micro_batches=3)
     fails(PlanError, "needs .* of the whole batch", *made("normed"))
     fails(PlanError, "no output of the model is a scalar", nn.Linear(4, 4), (torch.randn(4, 4),))

@@ -54,7 +54,7 @@ class Setup:
 
     def __str__(self) -> str:
         stages = f"{self.stages} stages × " if self.stages > 1 else ""
-        return f"{stages}{' × '.join(map(str, self.rest))} with {self.batches} micro-batches"
+        return f"{stages}{' × '.join(map(str, self.rest))} with {self.batches} micro-batch{'es' * (self.batches != 1)}"
 
 
 class Alone(NamedTuple):

@@ -197,11 +197,8 @@ class _Search:
 
     def _candidate(self, lost: Estimate, won: Estimate, plan: Plan) -> Candidate:
         more = lost.seconds - won.seconds
-        why = (
-            f"{show_seconds(more)} slower by estimate: {self._said(lost)}"
-            if more > 0
-            else f"as fast: {self._said(lost)}"
-        )
+        slower = f"{show_seconds(more)} slower" if more >= 1e-9 * won.seconds else "as fast"
+        why = f"{slower} by estimate: {self._said(lost)}"
         compute = lost.seconds - lost.bubble_s
         cost = Cost(compute, 0.0, lost.seconds, lost.held, plan.cost.flops, 0.0, exposed_s=0.0, bubble_s=lost.bubble_s)
         return Candidate(self._mesh(lost), cost, replace(lost.plan.memory, peak=lost.held), why)

@@ -149,7 +149,7 @@ def _labels(plan: Record, choice: Choice, labels: tuple[str, ...] = ()) -> str:
 
 
 def _divides(label: str) -> bool:
-    return label not in ("I", "R") and not label.startswith("P(")
+    return label not in ("I", "R", "–") and not label.startswith("P(")
 
 
 def _alternatives(plan: Record, choice: Choice, indent: str, most: int = 3) -> Iterator[str]:

@@ -210,7 +210,7 @@ class _Separating:
         return (
             f"micro_batches={count}: {_where(node)} needs {', '.join(dict.fromkeys(node.inputs))} of the whole batch in the "
             "middle of the model, and a micro-batch sees its own part only. Use micro_batches=1, or an operation that looks "
-            "at each sample by itself."
+            "at each sample by itself (of experts: leave out the loss that balances them)."
         )
 
     def _culprit(self) -> Node | None:
