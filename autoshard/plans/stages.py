@@ -68,8 +68,8 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
     ranks, chunks = mesh.size_of(wishes.stages), CHUNKS[wishes.schedule]
     if micro is not None and wishes.schedule in IN_ROUNDS and micro.count % max(1, micro.count // ranks):
         raise PlanError(
-            f"schedule={wishes.schedule!r} runs micro-batches in {micro.count // ranks} equal rounds, since {wishes.stages} has "
-            f"{ranks} ranks, and {micro.count} do not fall into such: choose a multiple of {ranks}"
+            f"schedule={wishes.schedule!r} runs micro-batches in {micro.count // ranks} equal rounds, since {wishes.stages} "
+            f"has {ranks} ranks, and {micro.count} do not fall into such: choose a multiple of {ranks}"
         )
     pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
     if wishes.plan is not None:
