@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.module.base import ShardedModule
-from autoshard.module.dtensors.owned import is_owned, local_of, part_of_owned
+from autoshard.module.dtensors.owned import is_owned, layout_on, local_of, part_of_owned
 from autoshard.module.dtensors.views import alongside
 from autoshard.module.meetings import collective
 from autoshard.module.programs.simulate import shard_of
@@ -108,15 +108,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _part(file: Any, name: str, sharded: ShardedModule, tensor: torch.Tensor) -> torch.Tensor:
+def _part(file: Any, name: str, sharded: Any, tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of an entry."""
     if not isinstance(tensor, DTensor) or not tensor.ndim:
         whole: torch.Tensor = file.get_tensor(name)
         return whole
-    if is_owned(tensor):
-        rows: torch.Tensor = file.get_slice(name)[: len(local_of(tensor))]
-        return rows
-    layout = Layout.from_torch(sharded._running, tensor.placements)
+    layout = layout_on(sharded._running, sharded.device_mesh, tensor)
     if layout.grouped:
         return shard_of(file.get_tensor(name), layout, _rank(sharded))
     chunks = (layout.chunk_of(dim, size, _rank(sharded)) for dim, size in enumerate(tensor.shape))

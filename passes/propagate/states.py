@@ -38,10 +38,22 @@ def fixed_states(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
 
 
 def _owned(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
-    """Those in which a table lies whole on one rank along some axes, and on all along the others."""
+    """Those in which one rank along some axes has all of a table, or of a matrix of one expert; the others leave it whole.
+
+    A matrix they may cut, in chunks of one length: a rank has as many of its rows as its share, or none.
+    """
+    if not type_.tables:
+        return ()
     whole = I if type_.grad else R
-    choices = ((whole, Owned()) if ranks > 1 else (whole,) for ranks in mesh.shape)
-    return tuple(p for p in itertools.product(*choices) if any(isinstance(x, Owned) for x in p)) if type_.tables else ()
+    cuts = () if type_.looked_up else tuple(Shard(d) for d in range(len(type_.shape)))
+    per_axis = [(whole, Owned(), *cuts) if ranks > 1 else (whole,) for ranks in mesh.shape]
+    return tuple(
+        p
+        for p in itertools.product(*per_axis)
+        if any(isinstance(x, Owned) for x in p)
+        and int(type_.shape[0]) % math.prod(n for x, n in zip(p, mesh.shape, strict=True) if x == Shard(0)) == 0
+        and _leaves_chunks(type_.shape, p, mesh)
+    )
 
 
 def _grouped(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:

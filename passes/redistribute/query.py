@@ -92,8 +92,12 @@ def _resolve(
 
 def in_chunks(layout: Layout) -> Layout:
     """``layout`` with a chunk on every rank where one owns the whole, or every rank holds chunks of all parts: what
-    conversions along other axes take on average."""
-    return layout.replace({a: Shard(p.dim) for a, p in layout.fixed.items()}) if layout.fixed else layout
+    conversions along other axes take on average. What a rank owns is cut by other axes, so that owners come first."""
+    if not layout.fixed:
+        return layout
+    owners = tuple(layout.owner)
+    order = (*owners, *(a for a in layout.order if a not in owners))
+    return layout.replace({a: Shard(p.dim) for a, p in layout.fixed.items()}, order)
 
 
 def _of_fixed(src: Layout, found: Redistribution) -> Redistribution:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
+from autoshard.module.dtensors.owned import is_owned, part_of_owned
 
 
 class Chunk(NamedTuple):
@@ -81,7 +82,9 @@ def mend_checkpoints() -> None:
         """Of whole tensors, as of ``broadcast_from_rank0``: states are pairs (DTensor, whole tensor)."""
         for key in keys:
             pair = states.get(key)
-            if isinstance(pair, tuple) and holds_several(pair[0]):
+            if isinstance(pair, tuple) and is_owned(pair[0]):  # a rank that holds none of it takes no part
+                states[key] = part_of_owned(pair[1], pair[0])
+            elif isinstance(pair, tuple) and holds_several(pair[0]):
                 states[key] = _filled(*pair)
         distribute(states, keys, device, pg)
 

@@ -1,20 +1,23 @@
-"""Tensors that one rank owns whole, as DTensors: on the mesh of the ranks that hold them, since no placement says so.
+"""Tensors that one rank along an axis owns, as DTensors: on the mesh of the ranks that hold them, since no placement says so.
 
-Optimizers, state dicts and torch.distributed.checkpoint know such DTensors: other ranks take no part. The meshes have no
-process groups; nothing communicates over them.
+That mesh is the part of the module's where the owners' coordinates are, of as many axes; along the others the ranks hold what
+is whole or cut, and communicate by the module's own process groups. Optimizers, state dicts and torch.distributed.checkpoint
+know such DTensors: other ranks take no part.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from autoshard.layout import Layout, Owned
+from autoshard.layout import Layout, Owned, R
 from autoshard.mesh import Mesh
 from autoshard.module.dtensors.made import dtensor
 from autoshard.runtime.operations.stacked import are_neighbours
@@ -22,21 +25,34 @@ from autoshard.runtime.transport import sparse
 from autoshard.runtime.transport.communicator import Communicator, bind
 from autoshard.runtime.transport.move import Move
 
-_NAMES = ("replicas",)
-"""of the mesh of the ranks that own something"""
+_OF_OWNERS = " of owners"
+"""ends the names of the axes of such a mesh"""
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
-    """This rank's part of a tensor of global ``shape``; ``local`` has no rows where another rank owns the whole."""
+    """This rank's part of a tensor of global ``shape``; ``local`` has no rows where other ranks own it."""
     if not layout.owner:
         return dtensor(local, mesh, layout, shape)
-    ranks = mesh.mesh
-    for i, axis in reversed(list(enumerate(layout.mesh.axes))):
-        if axis in layout.owner:
-            ranks = ranks.select(i, layout.owner[axis])
-    held = DeviceMesh(mesh.device_type, ranks.reshape(-1), mesh_dim_names=_NAMES, _init_backend=False)
+    held = _held(mesh, layout.mesh, tuple(layout.owner.items()))
     meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), local.dtype)
-    return DTensor(local, DTensorSpec(held, (Replicate(),), tensor_meta=meta), requires_grad=local.requires_grad)
+    return DTensor(local, DTensorSpec(held, _placements(layout), tensor_meta=meta), requires_grad=local.requires_grad)
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _held(mesh: DeviceMesh, axes: Mesh, owner: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    """The ranks with these coordinates: along the axes that they name there is one."""
+    ranks = mesh.mesh
+    for axis, number in owner:
+        ranks = ranks.narrow(axes.index(axis), number, 1)
+    names = tuple(axis + _OF_OWNERS for axis in axes.axes)
+    held = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    held._dim_group_names = mesh._dim_group_names if held.get_coordinate() is not None else []
+    return held
+
+
+def _placements(layout: Layout) -> tuple[Any, ...]:
+    """On the mesh of the owners."""
+    return tuple(layout.replace(dict.fromkeys(layout.owner, R)).to_torch())
 
 
 def side_by_side(tensors: Iterable[torch.Tensor]) -> None:
@@ -53,8 +69,8 @@ def side_by_side(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def is_owned(x: torch.Tensor) -> bool:
-    """Whether ``x`` is a DTensor as :func:`as_dtensor` makes them of what one rank owns."""
-    return isinstance(x, DTensor) and x.device_mesh.mesh_dim_names == _NAMES
+    """Whether ``x`` is a DTensor as :func:`as_dtensor` makes them of what some ranks own."""
+    return isinstance(x, DTensor) and (x.device_mesh.mesh_dim_names or ("",))[0].endswith(_OF_OWNERS)
 
 
 def device_type(x: torch.Tensor) -> str:
@@ -66,43 +82,47 @@ def layout_on(mesh: Mesh, device_mesh: DeviceMesh, x: DTensor) -> Layout:
     """The layout of a DTensor on ``device_mesh``, or on that of its owners."""
     if not is_owned(x):
         return Layout.from_torch(mesh, x.placements)
-    everyone = device_mesh.mesh.flatten().tolist()
-    rows = [mesh.coordinates(everyone.index(rank)) for rank in x.device_mesh.mesh.flatten().tolist()]
-    same = {a: n[0] for a, n in zip(mesh.axes, zip(*rows, strict=True), strict=True) if len(set(n)) == 1}
-    return Layout(mesh, {a: Owned(owner=n) for a, n in same.items() if mesh.size_of(a) > 1})
+    first = device_mesh.mesh.flatten().tolist().index(int(x.device_mesh.mesh.flatten()[0]))
+    pairs = zip(mesh.axes, mesh.coordinates(first), strict=True)
+    owner = {a: Owned(owner=n) for a, n in pairs if x.device_mesh.size(mesh.index(a)) < mesh.size_of(a)}
+    return Layout.from_torch(mesh, x.placements).replace(owner)
 
 
 def lies_in(layout: Layout, mesh: DeviceMesh, x: torch.Tensor) -> bool:
     """Whether ``x`` is a DTensor in this layout."""
     if not isinstance(x, DTensor):
         return False
-    if layout.owner:
-        return layout_on(layout.mesh, mesh, x).owner == layout.owner
-    return x.placements == tuple(layout.to_torch())
+    owner = layout_on(layout.mesh, mesh, x).owner if is_owned(x) else {}
+    return owner == layout.owner and x.placements == _placements(layout)
 
 
 def local_of(x: DTensor) -> torch.Tensor:
     """What this rank holds; of what others own, no rows: torch's own operations leave it without dims."""
     local: torch.Tensor = x._local_tensor
-    if local.ndim == x.ndim:
-        return local
-    return local.new_empty(0, *x.shape[1:], device=x.device_mesh.device_type)
+    return local if local.ndim == x.ndim else _no_rows(local, x)
+
+
+def _no_rows(data: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """What a rank holds of ``like`` that does not own it. Ranks that do hold chunks of one length."""
+    mesh, placed = like.device_mesh, enumerate(like.placements)
+    cut = [(p.dim, mesh.size(i)) for i, p in placed if isinstance(p, Shard)]
+    rest = [n // math.prod(ranks for d, ranks in cut if d == dim) for dim, n in enumerate(like.shape)]
+    return data.new_empty(0, *rest[1:], device=mesh.device_type)
 
 
 def part_of_owned(full: torch.Tensor, like: DTensor) -> DTensor:
     """A whole tensor in the layout of ``like``, which some ranks own."""
-    mine = (
-        full.detach().clone() if like.device_mesh.get_coordinate() is not None else full.new_empty(0, *full.shape[1:])
-    )
-    return DTensor(mine, like._spec, requires_grad=False)
+    if like.device_mesh.get_coordinate() is None:
+        return DTensor(_no_rows(full, like), like._spec, requires_grad=False)
+    cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
+    return DTensor(cut.to_local().clone(), like._spec, requires_grad=False)
 
 
-def whole(x: DTensor, layout: Layout, comm: Communicator) -> torch.Tensor:
-    """The whole of what one rank owns, on every rank. Collective."""
-    local, axes = local_of(x), tuple(layout.owner)
-    move = Move("P", "I", comm.active(axes))
+def whole(local: torch.Tensor, shape: Sequence[int], owner: Sequence[str], comm: Communicator) -> torch.Tensor:
+    """What one rank along the axes ``owner`` has as ``local``, of this shape, on every rank. Collective."""
+    move = Move("P", "I", comm.active(tuple(owner)))
     with torch.no_grad(), bind(comm):
         if local.is_sparse:
             numbers, rows = sparse.rows_of(local)
-            return comm.apply(move, sparse.from_rows(numbers, rows, x.shape[0]))
-        return comm.apply(move, local if local.shape == x.shape else local.new_zeros(x.shape))
+            return comm.apply(move, sparse.from_rows(numbers, rows, shape[0]))
+        return comm.apply(move, local if local.shape == torch.Size(shape) else local.new_zeros(shape))

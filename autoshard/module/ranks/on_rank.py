@@ -77,13 +77,14 @@ class OnRank(ShardedModule):
         if not isinstance(tensor, DTensor):
             return tensor.clone()
         # DTensor.full_tensor gathers axis by axis, with a warning; ours gathers the flattened axes at once.
-        layout, local = layout_on(self._running, self.device_mesh, tensor), tensor.to_local()
-        if layout.owner:
-            return whole(tensor, layout, self._comm)
-        src, shape = in_chunks(layout), tuple(tensor.shape)
-        plan = redistribution(src, Layout(self._running), shape, self._running, tensor.dtype, False)
+        layout, local, shape = layout_on(self._running, self.device_mesh, tensor), local_of(tensor), tuple(tensor.shape)
+        owner = {a: layout[a] for a in layout.owner}
+        src = in_chunks(layout) if layout.grouped else layout
+        plan = redistribution(src, Layout(self._running, owner), shape, self._running, tensor.dtype, False)
         with torch.no_grad(), runtime.bind(self._comm):
             full = execute(plan, local)
+        if owner:
+            return whole(full, shape, tuple(owner), self._comm)
         return full.clone() if full is local else in_order(full, layout)
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:

@@ -70,9 +70,9 @@ class Families:
         return self.of(*found[0]) if found else None
 
     def labels(self, node: Node, families: Iterable[Family]) -> frozenset[str]:
-        """The strategies of ``node`` that cut one of ``families``."""
+        """The factors of the strategies of ``node`` that cut one of ``families``."""
         wanted = set(families)
-        return frozenset(s.label for s in self.strategies(node) if self.cut(node, s) in wanted)
+        return frozenset(s.factor for s in self.strategies(node) if self.cut(node, s) in wanted)
 
     @cached_property
     def of_parameters(self) -> frozenset[Family]:
