@@ -41,7 +41,8 @@ class Shard:
 class Owned(Shard):
     """Rank ``owner`` holds the whole tensor and the others none of its rows: a Shard(0) in chunks 0, …, n, …, 0.
 
-    For tables that lie whole on one rank each (table-wise). No conversion along the axis leads to it or from it.
+    For tables that lie whole on one rank each (table-wise), and experts that are modules; other axes may cut what the owner
+    holds. No conversion along the axis leads to it or from it.
     """
 
     dim: int = 0
@@ -221,7 +222,7 @@ class Layout:
 
     @cached_property
     def owner(self) -> dict[str, int]:
-        """Mesh axis → the coordinate of the rank that holds the whole tensor, where one does."""
+        """Mesh axis → the coordinate of the ranks that hold the tensor, where others hold none of it."""
         pairs = zip(self.mesh.axes, self.placements, strict=True)
         return {a: p.owner for a, p in pairs if isinstance(p, Owned)}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from state_experts import EVEN, batch
 from test_experts import Loss, routed
 
 import autoshard
+from autoshard.layout import I, Owned, Shard
+from autoshard.passes.ir.graph import TensorType
+from autoshard.passes.propagate.states import fixed_states
 
 
 @pytest.mark.parametrize(
@@ -43,3 +48,41 @@ def test_work_is_that_of_the_rank_with_most_experts() -> None:
     plan = autoshard.plan(Loss(3).double(), ideal({"ep": 2}), (batch(*EVEN),), like="expert", training=True)
     product, expert = 2 * 6 * 8 * 8, 2 * 6 * 2 * (12 * 8 + 8 * 6)
     assert plan.cost.flops_per_rank == pytest.approx(3 * (product / 2 + expert * 2 / 3) - product / 2)
+
+
+@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("axes", "like"),
+    [
+        ({"ep": 2, "tp": 2}, {"ep": "expert", "tp": "megatron"}),
+        pytest.param({"tp": 2, "ep": 2}, {"ep": "expert", "tp": "megatron"}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "ep": 2}, {"dp": "fsdp", "ep": "expert"}, marks=pytest.mark.slow),
+        pytest.param({"dp": 2, "ep": 2, "tp": 2}, {"dp": "zero1", "ep": "expert", "tp": "megatron"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_experts_in_modules_are_cut_inside(gated: bool, axes: dict[str, int], like: Any) -> None:
+    """Each belongs to one rank along ep, and other axes cut it: its features as in Megatron, or in shards that are gathered."""
+    x, model = torch.randn(8, 6, routing_models.WIDTH), routing_models.Modules("modules", gated)
+    plan = assert_equal_training(model, axes, (x,), like=like, steps=3).plan
+    names = [n for n in plan.layouts if n.startswith("experts") and n.endswith("weight")]
+    whole = {n: model.get_parameter(n).numel() for n in names}
+    for rank in range(plan.mesh.size):
+        local = [math.prod(plan.layouts[n].local_shape(model.get_parameter(n).shape, rank)) for n in names]
+        assert sum(local) * plan.mesh.size == sum(whole.values())
+    assert {c.axes for c in plan.collectives if c.movable and "experts." in c.reason} <= {("dp",)}
+    (labels,) = (c.labels for c in plan.choices.values() if "autoshard.experts" in c.op)
+    inside = dict(zip(axes, labels, strict=True))
+    assert inside["ep"] == "exchange"
+    assert inside.get("tp", "hidden").startswith("hidden")
+
+
+def test_what_a_rank_owns_is_cut_in_chunks_of_one_length() -> None:
+    """25 features on two ranks are not: others hold none of its rows, and cannot tell what is left of its columns."""
+    type_ = TensorType((25, 8), torch.float32, True, tables=4)
+    mesh = autoshard.Mesh({"ep": 2, "tp": 2})
+    cuts = {p for p in fixed_states(type_, mesh) if Owned() in p}
+    assert (Owned(), Shard(1)) in cuts
+    assert (Owned(), Shard(0)) not in cuts
+    assert (Owned(), Shard(0)) in fixed_states(replace(type_, shape=(24, 8)), mesh)
+    assert all(p == (Owned(), Owned()) or I in p for p in fixed_states(replace(type_, looked_up=9), mesh)), "tables"

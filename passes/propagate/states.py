@@ -40,7 +40,7 @@ def fixed_states(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
 def _owned(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
     """Those in which one rank along some axes has all of a table, or of a matrix of one expert; the others leave it whole.
 
-    A matrix they may cut, in chunks of one length: a rank has as many of its rows as its share, or none.
+    A matrix they may cut, in chunks of one length: a rank that holds none of its rows knows them from the shape alone.
     """
     if not type_.tables:
         return ()
@@ -51,8 +51,7 @@ def _owned(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
         p
         for p in itertools.product(*per_axis)
         if any(isinstance(x, Owned) for x in p)
-        and int(type_.shape[0]) % math.prod(n for x, n in zip(p, mesh.shape, strict=True) if x == Shard(0)) == 0
-        and _leaves_chunks(type_.shape, p, mesh)
+        and all(int(n) % cut == 0 for n, cut in zip(type_.shape, _cuts(type_.shape, p, mesh), strict=True))
     )
 
 
@@ -74,7 +73,10 @@ def _grouped(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
 
 
 def _leaves_chunks(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> bool:
-    ranks = (
-        math.prod(r for p, r in zip(placements, mesh.shape, strict=True) if p == Shard(d)) for d in range(len(shape))
-    )
-    return all(int(n) >= cut or cut == 1 for n, cut in zip(shape, ranks, strict=True))
+    return all(int(n) >= cut or cut == 1 for n, cut in zip(shape, _cuts(shape, placements, mesh), strict=True))
+
+
+def _cuts(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> list[int]:
+    """Per dim the number of chunks."""
+    pairs = list(zip(placements, mesh.shape, strict=True))
+    return [math.prod(ranks for p, ranks in pairs if p == Shard(d)) for d in range(len(shape))]

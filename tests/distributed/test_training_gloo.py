@@ -44,6 +44,7 @@ CONTRACT = (
     "sparse_rows_and_replicas",
     "tables_in_parts_and_lower_precision",
     "rows_are_sent_from_where_they_lie",
+    "experts_of_one_owner",
     "random_walks",
 )
 IN_BOTH = {
@@ -56,6 +57,7 @@ IN_BOTH = {
     "full_state_dict_round_trip",
     "different_inputs_are_refused",
     "rows_are_sent_from_where_they_lie",
+    "experts_of_one_owner",
 }
 """what runs in the larger world, too, without --run-slow"""
 

@@ -29,6 +29,7 @@ from checks import (
     mesh,
     seed,
 )
+from expert_checks import CHECKS as EXPERTS
 from harness import Captures
 from loss_checks import OF_OUTPUTS, names_of_nodes
 from profiles import assert_as_predicted, names_of
@@ -378,5 +379,11 @@ if __name__ == "__main__":
     if not CASES.keys() & set(sys.argv[4].split(",")):  # others have models of one class that differ in more
         compiler.capture = Captures(of=configuration)  # type: ignore[assignment]
     main(
-        {**globals(), **TABLES, **OF_OUTPUTS, **{name: lambda case=case: case(mesh()) for name, case in CASES.items()}}
+        {
+            **globals(),
+            **TABLES,
+            **EXPERTS,
+            **OF_OUTPUTS,
+            **{name: lambda case=case: case(mesh()) for name, case in CASES.items()},
+        }
     )

@@ -19,6 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoshard.layout import Layout, Owned, R
 from autoshard.mesh import Mesh
+from autoshard.module.dtensors.lists import mend_lists
 from autoshard.module.dtensors.made import dtensor
 from autoshard.runtime.operations.stacked import are_neighbours
 from autoshard.runtime.transport import sparse
@@ -46,6 +47,7 @@ def _held(mesh: DeviceMesh, axes: Mesh, owner: tuple[tuple[str, int], ...]) -> D
         ranks = ranks.narrow(axes.index(axis), number, 1)
     names = tuple(axis + _OF_OWNERS for axis in axes.axes)
     held = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    mend_lists(is_owned, local_of)
     held._dim_group_names = mesh._dim_group_names if held.get_coordinate() is not None else []
     return held
 

@@ -31,7 +31,9 @@ def _stacked(node: Node, graph: Graph) -> Space:
     )
     found = factors.strategies(node, graph)
     if parts > 1:
-        each = Strategy(f"rows/{parts}", (Shard(0),) * many, (Grouped(1, (1,) * parts),), first, even=True, divides=True)
+        each = Strategy(
+            f"rows/{parts}", (Shard(0),) * many, (Grouped(1, (1,) * parts),), first, even=True, divides=True
+        )
         found = (*found, each)
     if all(graph.types[name].tables for name in node.inputs):
         found = (*found, Strategy(OWNERS, (Owned(),) * many, (Shard(0),), many // parts, divides=True, joins="none"))
