@@ -18,6 +18,7 @@ from autoshard.module.dtensors.views import alongside
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.rules.interpret import interpret
 from autoshard.runtime.transport import generators
+from autoshard.runtime.transport.handed_on import HandingOn
 
 Leaves = list[Any]
 Run = Callable[[list[torch.Tensor]], tuple[Leaves, dict[str, torch.Tensor]]]
@@ -117,7 +118,7 @@ def delivered(
         return outputs
     gradients = [leaf.grad for _, leaf in wanted]
     with _unhooked():
-        outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *(x for x, _ in wanted))  # type: ignore[no-untyped-call]
+        outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *(x for x, _ in wanted))
     return outputs
 
 
@@ -147,7 +148,7 @@ def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
     return parts[0].like(made) if isinstance(parts[0], Output) else Output.of(made)
 
 
-class _Delivered(torch.autograd.Function):
+class _Delivered(HandingOn):
     """A loss whose gradients are known: the backward scales them, and lets go of them unless the graph is retained."""
 
     @staticmethod
