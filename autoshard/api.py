@@ -106,8 +106,9 @@ def compile(  # noqa: A001  the public name
             micro-batches of a call with a backward are refused.
         micro_batches: parts of the batch that a call with a backward runs one after another, forward and backward, so
             that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
-            whole batch. The model returns one loss; its ``backward()`` hands the gradients over, and other outputs come
-            detached. An operation that needs the whole batch, such as batch norm in training, is refused. ``"auto"``: the
+            whole batch. The model returns a loss (of several scalars with a gradient the output called "loss", else the
+            first); its ``backward()`` hands the gradients over, other outputs come detached. An operation that needs the
+            whole batch, such as batch norm in training, is refused. ``"auto"``: the
             divisor of the batch with which the step fits and is cheapest, the smallest of equals. The batch dim of
             every input is found, or named by a hint: ``{"x": {"micro_batch": Shard(1)}}``.
         stages: the mesh axis along which the graph is cut into pipeline stages; the rest of the mesh shards each of them.

@@ -1,4 +1,4 @@
-"""Where no gradient comes none goes on: through every Function of the runtime, and its custom ops."""
+"""Where no gradient comes none goes on: through every Function of a step, and custom ops of the runtime."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
-from autoshard import runtime
+from autoshard import Layout, Mesh, runtime
+from autoshard.module import microbatches
+from autoshard.module.dtensors import made, on_parts
+from autoshard.module.programs import simulate
 from autoshard.runtime.operations import (
     bags,
     ctc,
@@ -23,6 +28,7 @@ from autoshard.runtime.operations import (
     slots,
 )
 from autoshard.runtime.operations.stacked import OneAfterAnother, stacked_op
+from autoshard.runtime.parameters import later, together
 from autoshard.runtime.programs.pipeline import _Dense
 from autoshard.runtime.transport.differentiable import Differentiable
 from autoshard.runtime.transport.handed_on import HandingOn
@@ -54,6 +60,12 @@ def moved(x: torch.Tensor) -> torch.Tensor:
     return runtime.World({"a": 1}).run(lambda x: runtime.all_reduce(x, "a"), [(x,)])[0]
 
 
+def whole(x: torch.Tensor) -> Any:
+    """``x`` as the DTensor of a mesh of one rank, for which no process group is needed."""
+    mesh = DeviceMesh("cpu", [0], mesh_dim_names=("a",), _init_backend=False, _rank=0)
+    return made.whole_of(x, made.spec_of(mesh, (Replicate(),), x.shape, x.dtype))
+
+
 FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
     row_sums._RowSums: lambda x: row_sums.row_sums(x, x.detach().amax(1, True), order(4), None, False),
     row_sums._InPieces: lambda x: row_sums.in_pieces(x, order(4), None, -100, 0.0),
@@ -68,6 +80,13 @@ FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
     random._Drop: lambda x: random._Drop.apply(x, x.detach(), 0.5),
     _Cast: lambda x: _Cast.apply(x, torch.float32),
     _Dense: lambda x: _Dense.apply(x),
+    made._Whole: lambda x: made.part_of(whole(x)),
+    made._Part: lambda x: made.part_of(whole(x)),
+    on_parts._Total: lambda x: made.part_of(on_parts._Total.apply(whole(x), 1)),
+    simulate._Join: lambda x: simulate.joined([x], Layout(Mesh({"a": 1}), {}), (4, 4), "x"),
+    together._Sum: lambda x: together._Sum.apply(x, x.detach()),
+    later._Operand: lambda x: later._Operand.apply(later._LINEAR, lambda *_: None, None, x, x.detach(), None),
+    microbatches._Delivered: lambda x: microbatches._Delivered.apply(x.detach().sum(), [x.detach()], x),
 }
 """of [4, 4]"""
 
@@ -108,7 +127,7 @@ def test_ops(name: str) -> None:
 
 
 def test_every_function_is_tried() -> None:
-    assert {*HandingOn.__subclasses__()} == {*FUNCTIONS, Differentiable}
+    assert {*HandingOn.__subclasses__()} == {*FUNCTIONS, Differentiable, microbatches._Other}  # that has no gradients
 
 
 def test_messages_and_journeys() -> None:

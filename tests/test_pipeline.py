@@ -159,7 +159,8 @@ def test_verify_looks_into_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report.ok, report
     assert report.plan.staged is not None
     why = report.plan.explain("up.1.weight").splitlines()[1]
-    assert "stage 1: asked for by a hint" in why
+    assert "in stage 1 of 2: " in why
+    assert " on each of its ranks; asked for by a hint" in why
     right = runtime.reduce_scatter
 
     def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -249,6 +249,8 @@ def test_every_form_of_a_plan_takes_stages(plan: Plan, tmp_path: Path) -> None:
     jsonschema.Draft202012Validator(schema).validate(json.loads(plan.to_json()))
     said = plan.explain("blocks.0.up")
     assert "blocks.0" in said
+    assert f" in stage 0 of {len(plan.staged.plans)}; " in said  # type: ignore[union-attr]
+    assert "@pp" not in said
     assert "–@" not in said  # the axis of stages cuts nothing of an operation
     assert "waiting" in plan.diff(plan)
     for name in ("plan.dot", "plan.txt", "plan.trace.json"):

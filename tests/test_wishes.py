@@ -10,7 +10,6 @@ import torch
 from harness import ideal
 from microbatch_cases import far, made
 from state_harness import same_gradients
-from torch import nn
 
 import autoshard
 from autoshard import Plan
@@ -93,16 +92,6 @@ def test_a_plan_of_inference_leaves_training_its_micro_batches() -> None:
     assert torch.equal(sharded(*args)["hits"], model(*args)["hits"])
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        y = self.layer(x)
-        return y.mean(), y.sum()
-
-
 @pytest.mark.parametrize(
     ("where", "asked", "text"),
     [
@@ -138,13 +127,6 @@ def test_what_does_not_go_together(where: dict[str, Any], asked: dict[str, Any],
         with pytest.raises(AutoshardError) as raised:
             autoshard.compile(model, **where, example_args=args, **asked)
         assert text in str(raised.value)
-
-
-def test_several_losses() -> None:
-    with pytest.raises(
-        PlanError, match=r"2 outputs of the model are scalars that carry a gradient\. Its forward has to return"
-    ):
-        autoshard.plan(Two(), {"dp": 2}, (torch.randn(4, 4),), micro_batches=2)
 
 
 def test_open_lengths_without_a_backward() -> None:

@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoshard.check.verification import scalar_of
 from autoshard.errors import AutoshardError
 from autoshard.module.base import ShardedModule
 from autoshard.report.units import show_bytes, show_seconds
@@ -128,7 +129,8 @@ def _step(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 def _loss(output: Any) -> torch.Tensor | None:
     ends = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
-    return next((x for x in ends if not x.shape), ends[0].sum() if ends else None)
+    scalar = scalar_of(output)
+    return ends[0].sum() if scalar is None and ends else scalar
 
 
 def _memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, float]:

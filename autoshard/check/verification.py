@@ -191,11 +191,12 @@ class _Runner:
             with torch.set_grad_enabled(training):
                 out = module(*args, **kwargs)
                 leaves = [full(x) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+                loss = loss_of(out, leaves) if training else None
             outputs.append({f"output {i}": x for i, x in enumerate(leaves)})
             left = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
             inputs.append({f"input {i}": x for i, x in enumerate(left)})
-            if training:
-                loss_of(leaves).backward()
+            if loss is not None:
+                loss.backward()
         self._compare("output", number, outputs[1], outputs[0])
         self._compare("input", number, inputs[1], inputs[0])
         if training:
@@ -268,10 +269,16 @@ def full(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def loss_of(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The first scalar with a gradient, else the sum of the outputs' mean squares."""
-    floating = [x for x in outputs if x.is_floating_point() and x.requires_grad]
-    scalar = next((x for x in floating if x.ndim == 0), None)
+def loss_of(output: Any, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`scalar_of` what the model returns, else the sum of its tensors' mean squares."""
+    scalar = scalar_of(output)
     if scalar is not None:
         return scalar
-    return torch.stack([x.square().mean() for x in floating]).sum()
+    return torch.stack([x.square().mean() for x in leaves if x.is_floating_point() and x.requires_grad]).sum()
+
+
+def scalar_of(output: Any) -> torch.Tensor | None:
+    """What a training loop differentiates: the scalar with a gradient that is called "loss", else the first."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    ends = [x for x in (named, *pytree.tree_leaves(output)) if isinstance(x, torch.Tensor)]
+    return next((x for x in ends if x.requires_grad and not x.shape), None)

@@ -18,6 +18,7 @@ from autoshard.module.dtensors.views import alongside
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.rules.interpret import interpret
 from autoshard.runtime.transport import generators
+from autoshard.runtime.transport.handed_on import HandingOn
 
 Leaves = list[Any]
 Run = Callable[[list[torch.Tensor]], tuple[Leaves, dict[str, torch.Tensor]]]
@@ -44,7 +45,7 @@ class MicroBatchRun:
         """The outputs of the step, and what it writes back. ``inputs``: of the whole batch; ``names``: the program's.
 
         The loss carries gradients: its backward scales them and hands them over. Other outputs are detached, since the
-        activations that they came from are gone. Where there is no loss there is no backward.
+        activations that they came from are gone; that of another scalar raises. Where there is no loss there is no backward.
         """
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         given |= beforehand(micro, given, self.tensor)
@@ -115,9 +116,11 @@ def delivered(
     outputs = [_combined(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)]
     if micro.loss is None:
         return outputs
-    gradients = [leaf.grad for _, leaf in wanted]
+    gradients, tensors = [leaf.grad for _, leaf in wanted], [x for x, _ in wanted]
     with _unhooked():
-        outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *(x for x, _ in wanted))  # type: ignore[no-untyped-call]
+        outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *tensors)
+        for position, name in micro.others.items():
+            outputs[position] = _Other.apply(outputs[position], name, *tensors)
     return outputs
 
 
@@ -147,7 +150,7 @@ def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
     return parts[0].like(made) if isinstance(parts[0], Output) else Output.of(made)
 
 
-class _Delivered(torch.autograd.Function):
+class _Delivered(HandingOn):
     """A loss whose gradients are known: the backward scales them, and lets go of them unless the graph is retained."""
 
     @staticmethod
@@ -166,6 +169,23 @@ class _Delivered(torch.autograd.Function):
             )
         _, *gradients = ctx.saved_tensors
         return None, None, *(_handed_over(x, g, scale) for x, g in zip(ctx.tensors, gradients, strict=True))
+
+
+class _Other(HandingOn):
+    """A scalar beside the loss: it is known, its gradients are not."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, name: str, *tensors: Any) -> torch.Tensor:
+        ctx.name = name
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise RuntimeMismatchError(
+            f"a gradient of {ctx.name} is asked for: forward and backward of each micro-batch run together, for one loss. That "
+            'is the output that is called "loss", else the first scalar. Let the forward return what is to be differentiated '
+            "there, such as a weighted sum, or compile with micro_batches=1 and without stages."
+        )
 
 
 def _handed_over(x: Any, gradient: Any, scale: torch.Tensor) -> Any:

@@ -69,16 +69,28 @@ def _why(plan: Record, name: str) -> str:
 
 def _why_in_stages(stages: Sequence[Record], name: str) -> str:
     """Of the first stage that has it: the others take it as it lies there."""
-    number, stage = next((i, p) for i, p in enumerate(stages) if name in p.kinds)
+    stage = next(p for p in stages if name in p.kinds)
     searched = any(p.lower_bound > 0 for p in stages)
     follows = searched and stage.lower_bound <= 0 and name not in stage.given
-    return f"stage {number}: " + ("as in a stage before that is equal" if follows else _why(stage, name))
+    return "as in a stage before that is equal" if follows else _why(stage, name)
+
+
+def _lies(plan: Record, name: str) -> str:
+    """Its layout; in stages that on the rest of the mesh, and which of them hold it."""
+    if plan.staged is None:
+        return show_layout(plan.layouts[name])
+    axis, plans = plan.staged.axis, plan.staged.plans
+    there = [str(i) for i, p in enumerate(plans) if name in p.kinds]
+    layout = next(p.layouts[name] for p in plans if name in p.kinds)
+    how = "whole" if layout.mesh.axes == (axis,) else show_layout(layout)
+    return f"{how} in stage{'s' * (len(there) > 1)} {' and '.join(there)} of {len(plans)}"
 
 
 def _of_input(plan: Record, name: str) -> Iterator[str]:
     shape, layout = plan.shapes[name], plan.layouts[name]
     yield f"{name}: {plan.kinds[name]}, {plan.dtypes.get(name, '')}{list(shape)}"
-    yield f"  lies {show_layout(layout)}: {show_bytes(local_bytes(plan, name))} per rank; {_why(plan, name)}"
+    each = "per rank" if plan.staged is None else "on each of its ranks"
+    yield f"  lies {_lies(plan, name)}: {show_bytes(local_bytes(plan, name))} {each}; {_why(plan, name)}"
     shared = show_layout(plan.shared.get(name, layout))
     if shared != show_layout(layout):
         yield f"  its readers convert from {shared}"
@@ -108,7 +120,7 @@ def _of_module(plan: Record, module: str) -> Iterator[str]:
     seconds = sum(c.seconds for c in inside.values())
     yield f"{module} ({plan.modules[module]}): {_count(len(inside))}, {show_seconds(seconds)}"
     for name in owned[:MOST]:
-        yield f"  {name} {list(plan.shapes[name])} lies {show_layout(plan.layouts[name])}; {_why(plan, name)}"
+        yield f"  {name} {list(plan.shapes[name])} lies {_lies(plan, name)}; {_why(plan, name)}"
     heavy = sorted(inside, key=lambda n: -inside[n].seconds)[:MOST]
     for node in (n for n in inside if n in heavy):
         yield f"  {node} ({short_op(inside[node])}) runs {_labels(plan, inside[node])} in {show_seconds(inside[node].seconds)}"

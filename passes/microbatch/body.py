@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
 from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.walk import map_tree, walk
+from autoshard.passes.microbatch.constants import on_summands, with_share
 from autoshard.passes.microbatch.losses import separable_means
+from autoshard.passes.microbatch.scalars import loss_of
 from autoshard.passes.microbatch.separate import Separation, local_call, separation
 from autoshard.passes.propagate.floating import floating
 from autoshard.passes.propagate.prices.cost import node_flops
@@ -38,7 +40,9 @@ class MicroBatches:
     outputs: tuple[int | str | None, ...]
     """per flat output: the dim along which they are put together, "sum", or None where it is the same in all"""
     loss: int | None
-    """position of the loss among the flat outputs: the one scalar that carries a gradient; None without a backward"""
+    """position of the loss among the flat outputs, whose gradients are made; None without a backward"""
+    others: Mapping[int, str] = field(default_factory=dict)
+    """position → what it is called, of other scalars that carry a gradient on one device"""
     before: Graph | None = None
     """what is computed of the whole inputs before the first micro-batch; its outputs are inputs of the step, too"""
 
@@ -49,26 +53,28 @@ def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | Non
     ``asked``: what a micro-batch takes of the inputs of these names; of others, what the rules find.
 
     Raises :class:`PlanError` for an operation that needs the whole batch in the middle, such as batch norm; with a
-    backward for a model without exactly one differentiable scalar output; without one for work that would be done in
-    every micro-batch again.
+    backward for a model without a differentiable scalar output; without one for work that would be done in every
+    micro-batch again.
     """
     _check(graph, count)
-    loss = _loss(graph, count) if graph.training else None
+    loss, others = loss_of(graph, _asked(count)) if graph.training else (None, {})
     if count == 1:
         inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
-        return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss)
+        return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss, others)
     graph, before = separable_means(graph), None
     try:
         found = _separated(graph, count, asked or {})
     except PlanError as error:
         graph, before = beforehand(graph)
+        if before is None:
+            raise
         try:
             found = _separated(graph, count, asked or {})
         except PlanError:
             raise error from None
     body = _Body(graph, found)
     outputs = tuple(map(_combined, found.outputs))
-    return body.run(), MicroBatches(count, body.inputs, outputs, loss, before)
+    return body.run(), MicroBatches(count, body.inputs, outputs, loss, others, before)
 
 
 def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
@@ -127,20 +133,6 @@ def _separated(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Sepa
     if sum(work[n.name] for n in again) > SHARE * sum(work.values()):
         raise PlanError(f"micro_batches={found.count}: every one would run {again[0]} of the whole batch")
     return found
-
-
-def _loss(graph: Graph, count: int) -> int:
-    types = graph.types
-    found = [
-        i for i, o in enumerate(graph.outputs) if isinstance(o, Ref) and types[o.name].grad and not types[o.name].shape
-    ]
-    if len(found) != 1:
-        what = f"{len(found)} outputs of the model are scalars that carry" if found else ""
-        raise PlanError(
-            f"{_asked(count)}: {what or 'no output of the model is a scalar that carries'} a gradient. Its forward has to "
-            "return one loss, because forward and backward of a micro-batch run together."
-        )
-    return found[0]
 
 
 def _asked(count: int) -> str:
@@ -224,7 +216,7 @@ class _Body:
             self.types[name] = self._cut(graph.types[name], placement.dim if isinstance(placement, Shard) else None)
         renamed = _renamed(node, names)
         if not strategy.divides:
-            yield renamed
+            yield with_share(renamed, self.found.count) if strategy in on_summands(node, graph) else renamed
         elif is_random(node):
             cut = self.found.placed[node.outputs[0]]
             yield replace(renamed, batch=cut.dim if isinstance(cut, Shard) else None)

@@ -6,8 +6,10 @@ micro-batch; a summand is summed at the exit only. What would need all micro-bat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import bisect
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,14 +18,18 @@ from autoshard.errors import PlanError
 from autoshard.layout import P, Partial, Placement, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy, canonical
+from autoshard.passes.ir.gradients import outputs_reached
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.program import Call, Offset
 from autoshard.passes.ir.walk import walk
+from autoshard.passes.microbatch.constants import on_summands
+from autoshard.passes.microbatch.scalars import names_of, output_named
 from autoshard.passes.propagate.hints import MICRO_BATCH
 from autoshard.passes.propagate.op_space import axis_strategies, internal_collectives, site_of
 from autoshard.passes.propagate.prices.cost import node_flops
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
+from autoshard.passes.rules.families.factory import FILLED
 from autoshard.passes.search import CostNetwork, solve
 
 LATER_DIM = 1e-3
@@ -130,11 +136,11 @@ class _Separating:
 
     def _strategies(self, node: Node) -> list[Strategy]:
         """The node's strategies that need nothing of other micro-batches."""
-        every = axis_strategies(node, self.graph, False)
+        every = [*axis_strategies(node, self.graph, False), *on_summands(node, self.graph)]
         if not (alone := [s for s in every if s.label != "I" and self._stands_alone(s, node)]):
             raise PlanError(f"{_where(node)} cannot run in micro-batches")
         # A float32 island in a float64 model may be rounded otherwise than in one batch; a parameter's cast has to be.
-        exact = axis_strategies(node, self.graph)
+        exact = [*axis_strategies(node, self.graph), *on_summands(node, self.graph)]
         found = [s for s in alone if s in exact]
         return [*found, *(s for s in alone if s.label == "R" and s not in found)] if found else alone
 
@@ -201,48 +207,97 @@ class _Separating:
                     f"micro_batches={count}: input {i.fqn!r} has shape {list(shape)}, and its batch of {shape[0]} does not "
                     f"divide into {count}. Choose a number of micro-batches that divides the batch."
                 )
-        node = self._culprit()
-        if node is None:
-            return (
-                f"micro_batches={count}: the loss does not come out as a sum over micro-batches. Every operation on the way "
-                "to it has to look at each sample by itself, and the last one to add up or average over the batch."
-            )
+        if (node := self._culprit()) is not None:
+            return f"micro_batches={count}: {self._whole_for(node)}"
+        for fqn in self.graph.mutations:
+            if not self._solved(len(self.graph.nodes), {f"mutation:{fqn}"}):
+                return (
+                    f"micro_batches={count}: {fqn!r} is written with a value of the whole batch, such as a mean over it, and a "
+                    "micro-batch sees its own part only. Use micro_batches=1, or write what each sample gives by itself."
+                )
         return (
-            f"micro_batches={count}: {_where(node)} needs {', '.join(dict.fromkeys(node.inputs))} of the whole batch in the "
-            "middle of the model, and a micro-batch sees its own part only. Use micro_batches=1, or an operation that looks "
-            "at each sample by itself (of experts: leave out the loss that balances them)."
+            f"micro_batches={count}: the loss does not come out as a sum over micro-batches. Every operation on the way "
+            "to it has to look at each sample by itself, and the last one to add up or average over the batch."
         )
 
-    def _culprit(self) -> Node | None:
-        """The first operation that can only run on the whole batch although what it reads could be cut."""
-        graph = self.graph
-        reached: dict[str, set[Placement]] = {i.name: {R} for i in graph.inputs}
-        for i in graph.inputs:
-            if i.kind == "input":
-                reached[i.name].update(Shard(d) for d in range(len(graph.types[i.name].shape)))
-        for name in self.own:
-            reached[name] = {R, P}
+    def _whole_for(self, node: Node) -> str:
+        """What ``node`` would have to have of the whole batch, and what to do."""
+        graph, number = self.graph, self.graph.nodes.index(node)
+        placed = self._solved(number) or {}
+        reads = {n: placed.get(n, R) for n in node.inputs if n in self.spread}
+        sums = [n for n, p in reads.items() if p == P]
+        made = (
+            [f"{n} ({_where(graph.producers[n])})" for n in sums] or [n for n, p in reads.items() if p != R] or [*reads]
+        )
+        reached, names = outputs_reached(graph), names_of(graph.out_spec)
+        ends = [i for i, o in enumerate(graph.outputs) if isinstance(o, Ref) and not graph.types[o.name].shape]
+        ends = [i for i in ends if i in names and names[i] != "loss" and any(reached[o] >> i & 1 for o in node.outputs)]
+        of = f", for {output_named(ends[0], names)}," if ends else ""
+        balancing = (
+            " A loss that balances experts multiplies two means over the batch: leave it out (transformers: "
+            "output_router_logits=False)."
+        )
+        return (
+            f"{_where(node)}{of} needs {', '.join(made)} of the whole batch in the middle of the model, and a micro-batch "
+            "sees its own part only. Use micro_batches=1, or an operation that looks at each sample by itself."
+            + balancing
+            * (len(sums) > 1)
+        )
+
+    @cached_property
+    def spread(self) -> frozenset[str]:
+        """Values that are to be cut or summands: the batch decides them, and with a backward they lead to the loss."""
+        graph, count = self.graph, self.mesh.size
+        found = {
+            i.name for i in graph.inputs if i.kind == "input" and any(n % count == 0 for n in graph.types[i.name].shape)
+        }
         for node in graph.nodes:
-            possible = [
-                [canonical(p, graph.types[n].grad) for n, p in zip(node.outputs, s.outputs, strict=True)]
-                for s in self.variables[f"node:{node.name}"]
-                if all(
-                    canonical(p, graph.types[n].grad) in reached[n] for n, p in zip(node.inputs, s.inputs, strict=True)
-                )
-            ]
-            for slot, name in enumerate(node.outputs):
-                reached[name] = {made[slot] for made in possible} | ({R, P} if name in self.own else set())
-            cut = any(reached[n] - {R} for n in node.inputs if n not in self.own)
-            if cut and any(reached[n] <= {R} and graph.types[n].grad for n in node.outputs):
-                return node
-        return None
+            if not found.isdisjoint(node.inputs):
+                found.update(node.outputs)
+        return frozenset(found - self.own)
+
+    def _culprit(self) -> Node | None:
+        """The first operation up to which not all values that carry a gradient can be cut, or summands."""
+        nodes = self.graph.nodes
+        if self._solved(len(nodes)):
+            return None
+        return nodes[bisect.bisect(range(1, len(nodes)), False, key=lambda n: not self._solved(n))]
+
+    def _solved(self, number: int, ends: Collection[str] = ()) -> dict[str, Placement]:
+        """How the first ``number`` operations make their values, without the work of the whole batch; nothing if they cannot.
+
+        ``ends``: variables of what is given back or written that count, too.
+        """
+        types = self.graph.types
+        nodes = {f"node:{n.name}": n for n in self.graph.nodes[:number]}
+        kept = {v: i for i, v in enumerate(v for v in self.index if v in nodes or v in ends or v.startswith("input:"))}
+        costs = [self.costs[self.index[v]] for v in kept]
+        for v, node in nodes.items():
+            wanted = [slot for slot, name in enumerate(node.outputs) if name in self.spread and types[name].grad]
+            # Of products no summands: their other dims are no batch.
+            refused = {R, P} if node_flops(node, self.graph, rule_for(node.op)) else {R}
+            wrong = [any(canonical(s.outputs[slot], True) in refused for slot in wanted) for s in self.variables[v]]
+            costs[kept[v]] = np.where(wrong, np.inf, costs[kept[v]])
+        edges = [
+            (kept[a], kept[b], np.where(w > 0, np.inf, 0.0)) for a, b, w, _ in self.edges if a in kept and b in kept
+        ]
+        try:
+            choice = solve(CostNetwork(tuple(costs), tuple(edges))).choice
+        except PlanError:
+            return {}
+        chosen = {v: self.variables[v][choice[i]] for v, i in kept.items()}
+        return {
+            name: canonical(chosen[v].outputs[slot], types[name].grad)
+            for v, node in nodes.items()
+            for slot, name in enumerate(node.outputs)
+        } or {"": R}
 
 
 def _of_no_input(graph: Graph) -> frozenset[str]:
-    """Floating values that parameters and buffers alone decide, such as a penalty on weights, and these themselves."""
+    """Floating values that no input of the step decides, such as a penalty on weights; parameters and buffers themselves."""
     found = {i.name for i in graph.inputs if i.kind != "input"}
     for node in graph.nodes:
-        if node.inputs and found.issuperset(node.inputs) and not is_random(node):
+        if node.op in FILLED or (found.issuperset(node.inputs) and not is_random(node)):
             found.update(node.outputs)
     return frozenset(name for name in found if graph.types[name].dtype.is_floating_point)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoshard.layout import Layout
-from autoshard.runtime.transport.node import Node
+from autoshard.runtime.transport.handed_on import HandingOn
 
 
 def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
@@ -49,20 +49,17 @@ GIVEN = "_autoshard_given"
 """marks the part of a gradient that came from outside, which stays its owner's: autograd's count of references to it is 1"""
 
 
-class _Whole(Node):
+class _Whole(HandingOn):
     """``DTensor.from_local`` of a part whose whole is known, without what it finds out and checks in every call."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
         ctx.spec = spec
-        ctx.set_materialize_grads(False)
         found: DTensor = new_dtensor(DTensor, local.view_as(local), spec, requires_grad=True)
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> Any:
-        if gradient is None:
-            return None, None
+    def backward(ctx: Any, gradient: DTensor) -> Any:
         local = local_gradient(gradient, ctx.spec)
         if not torch.is_grad_enabled():
             setattr(local, GIVEN, True)
@@ -90,18 +87,17 @@ def ones_of(x: DTensor) -> DTensor:
     return found
 
 
-class _Part(Node):
+class _Part(HandingOn):
     """The inverse of :class:`_Whole`, for placements that are chunks or whole."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
         ctx.spec = x._spec
-        ctx.set_materialize_grads(False)
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> DTensor | None:
-        return None if gradient is None else whole_of(gradient, ctx.spec)
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        return whole_of(gradient, ctx.spec)
 
 
 new_dtensor: Any = inspect.unwrap(DTensor.__new__)

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from autoshard.module.dtensors.made import local_gradient, new_dtensor, part_of, spec_of, whole_of
-from autoshard.runtime.transport.node import Node
+from autoshard.runtime.transport.handed_on import HandingOn
 
 
 def _both(*names: str) -> frozenset[Any]:
@@ -43,12 +43,11 @@ def on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTens
     return found
 
 
-class _Total(Node):
+class _Total(HandingOn):
     """The sum of all elements, over ``count``: in one node what part, mean and whole would be."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, count: int) -> DTensor:
-        ctx.set_materialize_grads(False)
         part, spec = x._local_tensor, x._spec
         mean = count > 1 and part.numel()  # that of nothing is no number
         made = part.mean() * (part.numel() / count) if mean else part.sum()
@@ -59,9 +58,7 @@ class _Total(Node):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: DTensor | None) -> Any:
-        if gradient is None:
-            return None, None
+    def backward(ctx: Any, gradient: DTensor) -> Any:
         each = local_gradient(gradient, ctx.made).expand(ctx.shape)
         return whole_of(each / ctx.count if ctx.count > 1 else each, ctx.spec), None
 

@@ -10,6 +10,8 @@ import torch
 from autoshard.errors import RuntimeMismatchError
 from autoshard.layout import Layout, Partial, Shard
 from autoshard.runtime.transport import sparse
+from autoshard.runtime.transport.handed_on import HandingOn
+from autoshard.runtime.transport.node import Node
 
 
 def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
@@ -97,17 +99,17 @@ def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout:
 
 def cut(full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
     """``full``'s part on every rank; the backward puts the ranks' gradients together."""
-    parts: tuple[torch.Tensor, ...] = _Cut.apply(full, layout, name)  # type: ignore[no-untyped-call]
+    parts: tuple[torch.Tensor, ...] = _Cut.apply(full, layout, name)
     return parts
 
 
 def joined(shards: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...] | None, name: str) -> torch.Tensor:
     """:func:`join`, differentiable: the backward cuts the gradient."""
-    full: torch.Tensor = _Join.apply(layout, shape, name, *shards)  # type: ignore[no-untyped-call]
+    full: torch.Tensor = _Join.apply(layout, shape, name, *shards)
     return full
 
 
-class _Cut(torch.autograd.Function):
+class _Cut(Node):
     @staticmethod
     def forward(ctx: Any, full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
         ctx.layout, ctx.shape, ctx.name = layout, full.shape, name
@@ -125,7 +127,7 @@ class _Cut(torch.autograd.Function):
             shapes = [ctx.layout.local_shape(ctx.shape, r) for r in range(len(gradients))]
             given = [given[0].new_zeros(s) if g is None else g for g, s in zip(gradients, shapes, strict=True)]
         # As a node of the graph again: it has the derivative of its own that a gradient penalty asks for.
-        joined = _Join.apply(ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}", *given)  # type: ignore[no-untyped-call]
+        joined = _Join.apply(ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}", *given)
         return joined, None, None
 
 
@@ -150,7 +152,7 @@ def _joined_sparse(
     return sparse.summed(found)
 
 
-class _Join(torch.autograd.Function):
+class _Join(HandingOn):
     @staticmethod
     def forward(
         ctx: Any, layout: Layout, shape: tuple[int, ...] | None, name: str, *shards: torch.Tensor
@@ -160,4 +162,4 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return None, None, None, *_Cut.apply(gradient, ctx.layout.gradient(), ctx.name)  # type: ignore[no-untyped-call]
+        return None, None, None, *_Cut.apply(gradient, ctx.layout.gradient(), ctx.name)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.transport.communicator import current
+from autoshard.runtime.transport.handed_on import HandingOn
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -96,11 +97,11 @@ def _product(product: _Product, x: Tensor, weight: Tensor, bias: Tensor | None =
     # A result of operands without gradients has to have one: the weight's.
     reached = None if x.requires_grad else torch.empty(0, requires_grad=True)
     values = weight.detach(), None if bias is None else bias.detach()
-    out: Tensor = _Operand.apply(product, put, reached, x, *values)  # type: ignore[no-untyped-call]
+    out: Tensor = _Operand.apply(product, put, reached, x, *values)
     return out
 
 
-class _Operand(torch.autograd.Function):
+class _Operand(HandingOn):
     """The product; its backward gives dX."""
 
     @staticmethod
@@ -114,17 +115,14 @@ class _Operand(torch.autograd.Function):
         bias: Tensor | None,
     ) -> Tensor:
         ctx.product, ctx.put = product, put
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[3] else None)
         return product.of(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None) -> Any:
-        dx = None
-        if dy is not None:
-            x, weight = ctx.saved_tensors
-            ctx.put(x, dy)
-            dx = None if weight is None else ctx.product.operand(dy, x, weight)
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.put(x, dy)
+        dx = None if weight is None else ctx.product.operand(dy, x, weight)
         return None, None, None, dx, None, None
 
 

@@ -16,6 +16,7 @@ from autoshard.runtime.operations.collectives import Whole
 from autoshard.runtime.parameters.bucket import Bucket, Tensors
 from autoshard.runtime.parameters.buckets import JointBucket, carried
 from autoshard.runtime.transport.communicator import Axes, current
+from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.move import Move
 
 Lengths = Sequence[int] | None
@@ -34,7 +35,7 @@ def all_reduce_together(xs: Sequence[torch.Tensor], axes: Axes, to: Whole = "I")
         return _together("all_reduce_together", [Move("P", to, names)] * len(xs), xs)
     with torch.no_grad():
         sums = _together("all_reduce_together", [Move("P", "I", names)] * len(xs), xs)
-    return tuple(_Sum.apply(x, y) for x, y in zip(xs, sums, strict=True))  # type: ignore[no-untyped-call]
+    return tuple(_Sum.apply(x, y) for x, y in zip(xs, sums, strict=True))
 
 
 def reduce_scatter_together(xs: Sequence[torch.Tensor], dims: Sequence[int], axes: Axes) -> Tensors:
@@ -125,14 +126,13 @@ def _present(bucket: Bucket, wanted: Sequence[bool]) -> list[int]:
     return [i for i in range(len(wanted)) if any(wanted[i % count :: count])]
 
 
-class _Sum(torch.autograd.Function):
+class _Sum(HandingOn):
     """P → I with the sum at hand: a node for each tensor, so that no gradient waits for another or brings it about."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
         return total.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient, None

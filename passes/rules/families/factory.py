@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from autoshard.layout import I, P, Placement, R, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, spell
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, rules
 from autoshard.passes.rules.factors import Factors, broadcast, numbered, sizes_of
+
+aten = torch.ops.aten
 
 
 def factory_strategies(node: Node, graph: Graph) -> Factors:
@@ -63,6 +67,11 @@ _POSITIONAL = (
     "tril_indices.default triu_indices.default range.default range.step"
 )
 _LIKE = "zeros_like.default ones_like.default full_like.default"
+
+FILLED = frozenset(
+    getattr(aten, name).default for name in "new_zeros new_ones new_full zeros_like ones_like full_like".split()
+)
+"""ops whose value no operand decides, be it theirs that gives the shape"""
 
 ZEROS = Facts(saves="", rounding="exact")
 
