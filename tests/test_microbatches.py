@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ideal
-from microbatch_cases import CASES, compare, loss_of, made
+from microbatch_cases import CASES, TOLERANCE, compare, far, farthest, loss_of, made
 from torch import nn
 
 import autoshard
@@ -221,6 +221,29 @@ def test_hints_name_the_batch() -> None:
     hints = {"x": {"micro_batch": Shard(1)}}
     with pytest.raises(HintError, match="names axis 'micro_batch', which is time and an axis of the mesh: rename that"):
         autoshard.compile(model, ideal({"micro_batch": 2}), args, hints=hints)
+
+
+class Matched(nn.Module):
+    """A loss over all keys, whose numbers are made of the whole batch; beside it a parameter that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.unread = nn.Linear(6, 5), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.query(x) @ keys.T, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("stages", [None, "pp"])
+def test_unread_beside_what_is_made_beforehand(stages: str | None) -> None:
+    torch.manual_seed(0)
+    model, args = Matched().double(), (torch.randn(8, 6).double(), torch.randn(8, 5).double())
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({stages or "dp": 2}), args, micro_batches=4, stages=stages)
+    for module in (model, sharded):
+        module(*args).backward()
+    assert far(sharded(*args).detach(), model(*args).detach()) <= TOLERANCE
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert farthest(sharded.full_gradients(), expected) <= TOLERANCE
 
 
 class Classified(nn.Module):

@@ -92,7 +92,7 @@ def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
         outputs=tuple(map(Ref, made)),
         mutations={},
     )
-    kept = tuple(i for i in graph.inputs if i.name in read)
+    kept = tuple(i for i in graph.inputs if i.name in read or i.kind == "parameter")  # also one that nobody reads
     inputs = (*kept, *(Input(name, "input", name) for name in made))
     types = {n: t for n, t in graph.types.items() if n not in graph.producers or graph.producers[n].name not in free}
     return replace(graph, inputs=inputs, nodes=nodes, types={**types, **{n: graph.types[n] for n in made}}), before
