@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ideal
-from microbatch_cases import CASES, compare, loss_of, made
+from microbatch_cases import CASES, TOLERANCE, compare, far, farthest, loss_of, made
 from torch import nn
 
 import autoshard
@@ -221,6 +221,84 @@ def test_hints_name_the_batch() -> None:
     hints = {"x": {"micro_batch": Shard(1)}}
     with pytest.raises(HintError, match="names axis 'micro_batch', which is time and an axis of the mesh: rename that"):
         autoshard.compile(model, ideal({"micro_batch": 2}), args, hints=hints)
+
+
+class Picked(nn.Module):
+    """One token of every sequence, several of them, and the logit of the label: by the number of the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 6), nn.Linear(6, 7)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        scores, samples = self.head(self.embedding(ids)), torch.arange(len(ids))
+        last = scores[samples, (torch.arange(ids.shape[1]) * (ids != 0).int()).argmax(-1)].log_softmax(-1)
+        several = scores[torch.arange(0, len(ids))[:, None], where]
+        return several.square().mean() - last[samples, labels].mean()
+
+
+@pytest.mark.parametrize("stages", [None, "pp"])
+def test_samples_pick_by_their_number(stages: str | None) -> None:
+    """As in the whole batch, and none works on more than its part of it."""
+    torch.manual_seed(0)
+    model = Picked().double()
+    where = torch.tensor([[0, -1, 2]]).repeat(8, 1).int()
+    args = torch.randint(9, (8, 6)), torch.randint(7, (8,)), where
+    mesh, asked = ideal({stages or "dp": 2}), {"micro_batches": 4, "stages": stages}
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, **asked)
+    assert sharded.plan.cost.flops == autoshard.plan(model, mesh, args).cost.flops
+    losses = [module(*args) for module in (model, sharded)]
+    for loss in losses:
+        loss.backward()
+    assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
+    assert farthest(sharded.full_gradients(), {n: x.grad for n, x in model.named_parameters()}) <= TOLERANCE
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        sharded(*args[:2], where - 6)
+
+
+class Shuffled(nn.Module):
+    """Every sample is compared with another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, order: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x)[order] - y).square().mean()
+
+
+def test_the_whole_batch_is_not_run_in_every_micro_batch() -> None:
+    """Unless an input is not of the batch: it has another length, or hints say so."""
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+    with pytest.raises(PlanError, match=r"every one would run linear = .* of the whole batch"):
+        autoshard.plan(Shuffled(), {"dp": 2}, (x, torch.randperm(8), y), micro_batches=2)
+    asked = {"x": {"micro_batch": Replicate()}}
+    for given, hints in ((x, asked), (torch.randn(5, 6), {})):
+        args = given, torch.randint(5, (8,)), y
+        assert autoshard.plan(Shuffled(), {"dp": 2}, args, micro_batches=2, hints=hints).micro_batches == 2
+
+
+class Matched(nn.Module):
+    """A loss over all keys, whose numbers are made of the whole batch; beside it a parameter that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.unread = nn.Linear(6, 5), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.query(x) @ keys.T, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("stages", [None, "pp"])
+def test_unread_beside_what_is_made_beforehand(stages: str | None) -> None:
+    torch.manual_seed(0)
+    model, args = Matched().double(), (torch.randn(8, 6).double(), torch.randn(8, 5).double())
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({stages or "dp": 2}), args, micro_batches=4, stages=stages)
+    for module in (model, sharded):
+        module(*args).backward()
+    assert far(sharded(*args).detach(), model(*args).detach()) <= TOLERANCE
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert farthest(sharded.full_gradients(), expected) <= TOLERANCE
 
 
 class Classified(nn.Module):

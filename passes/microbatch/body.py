@@ -17,6 +17,7 @@ from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.walk import map_tree, walk
 from autoshard.passes.microbatch.constants import on_summands, with_share
 from autoshard.passes.microbatch.losses import separable_means
+from autoshard.passes.microbatch.picked import picked_by_sample
 from autoshard.passes.microbatch.scalars import loss_of
 from autoshard.passes.microbatch.separate import Separation, local_call, separation
 from autoshard.passes.propagate.floating import floating
@@ -61,7 +62,7 @@ def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | Non
     if count == 1:
         inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
         return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss, others)
-    graph, before = separable_means(graph), None
+    graph, before = separable_means(picked_by_sample(graph)), None
     try:
         found = _separated(graph, count, asked or {})
     except PlanError as error:
@@ -98,7 +99,7 @@ def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
         outputs=tuple(map(Ref, made)),
         mutations={},
     )
-    kept = tuple(i for i in graph.inputs if i.name in read)
+    kept = tuple(i for i in graph.inputs if i.name in read or i.kind == "parameter")  # also one that nobody reads
     inputs = (*kept, *(Input(name, "input", name) for name in made))
     types = {n: t for n, t in graph.types.items() if n not in graph.producers or graph.producers[n].name not in free}
     return replace(graph, inputs=inputs, nodes=nodes, types={**types, **{n: graph.types[n] for n in made}}), before
@@ -124,15 +125,36 @@ def _check(graph: Graph, count: int) -> None:
 
 
 def _separated(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Separation:
-    """With a backward the loss is a sum over micro-batches, which sees to it that these share the work; else it is checked."""
+    """Checked: every micro-batch might run the model on the whole batch, and take its part of the result.
+
+    With a backward each of them may work on an input of another length, such as the names of classes.
+    """
     found = separation(graph, count, asked)
-    if graph.training:
-        return found
     work = {n.name: node_flops(n, graph, rule_for(n.op)) for n in graph.nodes}
-    again = [n for n in graph.nodes if work[n.name] and not found.choices[n.name].divides]
+    of_batch = _of_batch(graph, found, asked) if graph.training else work.keys()
+    again = [n for n in graph.nodes if work[n.name] and n.name in of_batch and not found.choices[n.name].divides]
     if sum(work[n.name] for n in again) > SHARE * sum(work.values()):
         raise PlanError(f"micro_batches={found.count}: every one would run {again[0]} of the whole batch")
     return found
+
+
+def _of_batch(graph: Graph, found: Separation, asked: Mapping[str, Placement]) -> set[str]:
+    """Operations on inputs that are as long as those that micro-batches share, but for those that hints give them whole."""
+    uses = [(n, p) for node in graph.nodes for n, p in zip(node.inputs, found.choices[node.name].inputs, strict=True)]
+    lengths = {
+        (p.dim, graph.types[n].shape[p.dim]) for n, p in uses if n not in graph.producers and isinstance(p, Shard)
+    }
+    reached = {
+        i.name
+        for i in graph.inputs
+        if i.kind == "input" and i.name not in asked and not lengths.isdisjoint(enumerate(graph.types[i.name].shape))
+    }
+    of_batch = set()
+    for node in graph.nodes:
+        if not reached.isdisjoint(node.inputs):
+            reached.update(node.outputs)
+            of_batch.add(node.name)
+    return of_batch
 
 
 def _asked(count: int) -> str:

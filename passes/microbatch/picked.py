@@ -1,0 +1,90 @@
+"""Values picked out of every sample by its number, ``x[arange(batch), positions]``, as operations that look at each sample.
+
+So classifiers of sequences take their last token, and losses written by hand the logit of the label.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoshard.passes.capture.translate.canonical import remove_dead
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+
+aten = torch.ops.aten
+
+_NUMBERS = {
+    aten.arange.default: ("end",),
+    aten.arange.start: ("start", "end"),
+    aten.arange.start_step: ("start", "end"),
+}
+"""op → its arguments; the step is 1 where as many numbers come out as there are samples"""
+_SHAPES = {aten.reshape.default, aten.unsqueeze.default}
+"""what may turn numbers into a column"""
+
+
+def picked_by_sample(graph: Graph) -> Graph:
+    """``graph`` with such an ``index`` as a ``gather`` along the second dim."""
+    types = dict(graph.types)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        nodes += _gathered(node, graph, types) if _is_by_sample(node, graph) else (node,)
+    return graph if len(nodes) == len(graph.nodes) else remove_dead(replace(graph, nodes=tuple(nodes), types=types))
+
+
+def _is_by_sample(node: Node, graph: Graph) -> bool:
+    if node.op is not aten.index.Tensor or len(node.argument("indices")) != 2:
+        return False
+    source, (numbers, positions) = graph.shape(node.args[0]), node.argument("indices")
+    if numbers is None or positions is None or graph.types[positions.name].dtype not in (torch.int32, torch.int64):
+        return False
+    samples, column = source[0], graph.shape(numbers)
+    return (
+        column == (samples, *(1,) * (len(column) - 1))
+        and len(column) == len(graph.shape(positions))
+        and graph.shape(positions)[0] == samples
+        and _counts(numbers, samples, graph)
+    )
+
+
+def _counts(numbers: Ref, samples: int, graph: Graph) -> bool:
+    """Whether these are the numbers from 0 on, as many as there are samples."""
+    node = graph.producers.get(numbers.name)
+    while node is not None and node.op in _SHAPES:
+        node = graph.producers.get(node.inputs[0])
+    if node is None or node.op not in _NUMBERS:
+        return False
+    given = {name: node.argument(name) for name in _NUMBERS[node.op]}
+    return graph.types[node.outputs[0]].shape == (samples,) and {"start": 0, **given} == {"start": 0, "end": samples}
+
+
+def _gathered(node: Node, graph: Graph, types: dict[str, TensorType]) -> Iterator[Node]:
+    source, (_, positions) = node.args[0], node.argument("indices")
+    (out,), (samples, length, *rest) = node.outputs, graph.shape(source)
+    index, many = types[positions.name], math.prod(graph.shape(positions)[1:])
+
+    def made(name: str, op: Any, type_: TensorType, *args: Any, **kwargs: Any) -> Iterator[Node]:
+        types[f"{out}_{name}"] = type_
+        yield replace(node, name=f"{node.name}_{name}", op=op, args=args, kwargs=kwargs, outputs=(f"{out}_{name}",))
+
+    def value(name: str) -> Ref:
+        return Ref(f"{out}_{name}")
+
+    column, wide = (samples, many, *(1 for _ in rest)), (samples, many, *rest)
+    # A negative position counts from the end; one that is out of range stays so.
+    if index.dtype != torch.int64:
+        yield from made(
+            "long", aten._to_copy.default, index := replace(index, dtype=torch.int64), positions, dtype=torch.int64
+        )
+        positions = value("long")
+    yield from made("negative", aten.lt.Scalar, replace(index, dtype=torch.bool), positions, 0)
+    yield from made("from_end", aten.add.Tensor, index, positions, length)
+    yield from made("at", aten.where.self, index, value("negative"), value("from_end"), positions)
+    yield from made("column", aten.reshape.default, replace(index, shape=column), value("at"), list(column))
+    yield from made("wide", aten.expand.default, replace(index, shape=wide), value("column"), list(wide))
+    yield from made("gathered", aten.gather.default, replace(types[out], shape=wide), source, 1, value("wide"))
+    yield replace(node, op=aten.reshape.default, args=(value("gathered"), list(graph.shape(out))), kwargs={})
