@@ -29,6 +29,7 @@ NAMES = {
     "folded queries": "folded gather",
     "ring": "ring",
     "folded ring": "folded ring",
+    "ring with helpers": "ring with helpers",
     "I": "whole",
     "R": "whole",
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ import autoshard.models
 from autoshard import runtime
 from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuntimeMismatchError
-from autoshard.hardware import PRESETS
 from autoshard.runtime.attention import journey as ring_journey
 from autoshard.runtime.attention import order as ring_order
 from autoshard.runtime.attention import tile
@@ -63,6 +61,9 @@ def test_hidden_tiles_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ring_journey.tile, "forward", counted)
     run(4, 64, 64, causal=True, folded=True)
     assert computed == {"causal": 4 * 16 * 16, "whole": 24 * 8 * 8, "tiles": 4 * 4}
+    computed.clear()
+    run(4, 64, 64, causal=True, helpers=True)
+    assert computed == {"causal": 4 * 16 * 16, "whole": 24 * 8 * 8, "tiles": 4 * 3}
 
 
 # --- the run time ---
@@ -103,7 +104,7 @@ def run(
 
     def one(*operands: Any) -> torch.Tensor:
         where = {"queries": queries, "keys": keys, "axes": "cp", "folded": how.get("folded", False)}
-        where["sloped"] = how.get("sloped", False)
+        where |= {"sloped": how.get("sloped", False), "helpers": how.get("helpers", False)}
         return runtime.ring_attention(*operands, causal, scale, **where)
 
     outs = world.run(one, list(zip(*parts, masks, strict=True)))
@@ -120,9 +121,9 @@ def error(theirs: list[torch.Tensor], ours: list[torch.Tensor]) -> float:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("length", [16, 19, 41])
 def test_causal(ranks: int, length: int) -> None:
-    for folded in (False, True):
-        theirs, ours, _ = run(ranks, length, length, heads=2, causal=True, folded=folded)
-        assert error(theirs, ours) < 1e-12, folded
+    for order in ({}, {"folded": True}, {"helpers": True}):
+        theirs, ours, _ = run(ranks, length, length, heads=2, causal=True, **order)
+        assert error(theirs, ours) < 1e-12, order
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -207,7 +208,7 @@ def test_a_result_without_gradient_on_one_rank() -> None:
 
 # --- models ---
 
-RINGS = {"ring", "folded ring"}
+RINGS = {"ring", "folded ring", "ring with helpers"}
 
 
 @functools.cache
@@ -272,9 +273,9 @@ def test_trains_as_one_device(name: str, axes: dict[str, int]) -> None:
 class Attention(nn.Module):
     """One layer."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, causal: bool = True) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, causal: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
-        self.size, self.causal, self.grouped = width // heads, causal, heads != kv_heads
+        self.size, self.causal, self.grouped, self.dropout = width // heads, causal, heads != kv_heads, dropout
         self.q = nn.Linear(width, width, bias=False)
         self.kv = nn.Linear(width, 2 * kv_heads * self.size, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -282,7 +283,9 @@ class Attention(nn.Module):
     def mixed(self, x: torch.Tensor) -> torch.Tensor:
         k, v = self.kv(x).chunk(2, -1)
         q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in (self.q(x), k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=self.grouped)
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.dropout, is_causal=self.causal, enable_gqa=self.grouped
+        )
         result: torch.Tensor = self.out(y.transpose(1, 2).flatten(2))
         return result
 
@@ -293,13 +296,26 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_planned_bytes_are_sent(causal: bool, ranks: int) -> None:
-    """With swaps of the folded order, half a chunk each: q, the result, of more than two ranks k and v; of gradients, too."""
+    """Under a causal mask with helpers, a result's log-sum-exps among what they give back."""
     x = torch.randn(2, 16, 16)
     found = collectives(Attention(16, 4, 4, causal), {"cp": ranks}, None, (x,), like="ring")
+    share, sent = 2 * 16 * 16 * 8 / ranks, Counter[str]()
+    for (kind, _, phase, size), count in found.items():
+        sent[phase] += size * count * (kind == "permute") / share
+    plain = {"forward": 2 * (ranks - 1), "backward": 4 * (ranks - 1)}
+    with_helpers = {2: {"forward": 2.5 + 1 / 8, "backward": 4}, 4: {"forward": 5.5 + 3 / 8, "backward": 9 + 1 / 4}}
+    assert sent == (with_helpers[ranks] if causal else plain)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_planned_bytes_of_a_fold(ranks: int) -> None:
+    """What is swapped, half a chunk each: q, the result, of more than two ranks k and v; of gradients, too."""
+    x = torch.randn(2, 16, 16)
+    found = collectives(Attention(16, 4, 4, dropout=0.1), {"cp": ranks}, None, (x,), like="ring")
     activation, sent = 2 * 16 * 16 * 8, Counter[str]()
     for (kind, _, phase, size), count in found.items():
         sent[phase] += size * count * (kind == "permute")
-    swapped, share = activation / ranks / 2 * causal, (ranks - 1) / ranks * activation
+    swapped, share = activation / ranks / 2, (ranks - 1) / ranks * activation
     assert sent["forward"] == 2 * share + (4 if ranks > 2 else 2) * swapped
     assert sent["backward"] == 4 * share + (4 if ranks > 2 else 2) * swapped
 
@@ -329,7 +345,7 @@ def test_combines_with_other_cuts() -> None:
     q, k, v = (torch.randn(s, generator=random, dtype=torch.float64) for s in shapes)
     sample = (q, k, v, None, 0.0, True), {"enable_gqa": True}
     found = check_rule(torch.ops.aten.scaled_dot_product_attention.default, [sample], meshes=[{"x": 2, "y": 2}])
-    assert {"ring", "folded ring", "folded queries", "queries", "query heads"} <= found.strategies
+    assert {*RINGS, "folded queries", "queries", "query heads"} <= found.strategies
 
 
 def test_made_again_in_the_backward() -> None:
@@ -355,46 +371,3 @@ def test_made_again_in_the_backward() -> None:
     for c in sharded.collectives:
         planned[c.kind, c.phase] += c.bytes
     assert sent == pytest.approx(planned)
-
-
-# --- when it is chosen ---
-
-H100 = PRESETS["h100"]
-APART = replace(H100, devices_per_node=1)
-
-
-class Layers(nn.Module):
-    def __init__(self, heads: int, kv_heads: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Attention(128 * heads, heads, kv_heads) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer.mixed(x)
-        return x.float().square().mean()
-
-
-def picked(length: int, ranks: int, heads: int, kv_heads: int, hardware: autoshard.Hardware) -> str:
-    """How the second layer's attention is divided where nothing is asked for."""
-    with torch.device("meta"):
-        layers = Layers(heads, kv_heads).to(torch.bfloat16)
-        x = torch.zeros(1, length, 128 * heads, dtype=torch.bfloat16)
-    plan = autoshard.plan(layers, autoshard.Mesh({"cp": ranks}, hardware), (x,), memory_budget=1e15)
-    return [c.labels[0] for c in plan.choices.values() if "scaled_dot_product" in c.op][-1]
-
-
-@pytest.mark.parametrize(
-    ("hardware", "length", "heads", "label"),
-    [
-        pytest.param(H100, 2048, (2, 2), "I", marks=pytest.mark.slow),
-        (H100, 16384, (8, 4), "heads"),
-        pytest.param(H100, 16384, (2, 2), "queries", marks=pytest.mark.slow),
-        (H100, 65536, (2, 2), "folded queries"),
-        pytest.param(APART, 16384, (8, 2), "query heads", marks=pytest.mark.slow),
-        (APART, 524288, (8, 2), "folded ring"),
-    ],
-    ids=["whole", "ulysses", "gather", "folded_gather", "query_heads_between_nodes", "ring_between_nodes"],
-)
-def test_crossovers(hardware: autoshard.Hardware, length: int, heads: tuple[int, int], label: str) -> None:
-    """On 4 ranks: whole, gathered keys with too few heads, heads where there are enough; between nodes rings that hide."""
-    assert picked(length, 4, *heads, hardware) == label

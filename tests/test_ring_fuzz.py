@@ -47,6 +47,13 @@ def drawn(seed: int) -> Case:
     return case
 
 
+def with_helpers(case: Case) -> Case:
+    """A case like it that helpers can take."""
+    mask = {"rows": "padding", "numbers": "deep"}.get(case["mask"], case["mask"])
+    plain = {"before": None, "after": 0, "dropout": 0.0, "sloped": False, "folded": False, "around": True}
+    return {**case, **plain, "mask": mask, "keys": case["queries"]}
+
+
 def masks(case: Case, of: torch.Generator) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """(the mask, what it shows [..., s, t], what it adds)."""
     s, t = case["queries"], case["keys"]
@@ -93,9 +100,9 @@ def formula(case: Case, seed: int, q: Any, k: Any, v: Any, sinks: Any, shown: An
     return nn.functional.dropout(weights, case["dropout"]) @ v
 
 
-def error(seed: int) -> float:
-    """The largest difference of the result and of every gradient."""
-    case, of = drawn(seed), torch.Generator().manual_seed(seed)
+def error(seed: int, helpers: bool = False) -> float:
+    """The largest difference of the result and of every gradient; ``helpers``: of a case for these."""
+    case, of = with_helpers(drawn(seed)) if helpers else drawn(seed), torch.Generator().manual_seed(seed)
     ranks, (kv, _) = case["ranks"], case["heads"]
 
     def values(*shape: int) -> torch.Tensor:
@@ -127,7 +134,8 @@ def error(seed: int) -> float:
         if not around:
             return runtime.banded_rows(q, k, v, mask, case["scale"], sinks=sinks, **how)
         dropped = {"dropout_p": case["dropout"], "shape": (2, 4, s, t)} if case["dropout"] else {}
-        return runtime.ring_attention(q, k, v, mask, False, case["scale"], keys=t, sinks=sinks, **dropped, **how)
+        more = {"keys": t, "sinks": sinks, "helpers": helpers}
+        return runtime.ring_attention(q, k, v, mask, False, case["scale"], **more, **dropped, **how)
 
     torch.manual_seed(seed)
     operands = zip(*parts[:3], own, *parts[3:], strict=True)
@@ -145,11 +153,12 @@ def test_random_cases(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(first, first + (20 if not first else 200)):
         for module in (tile, ring_order):
             monkeypatch.setattr(module, "ROWS", drawn(seed)["blocks"])
-        assert error(seed) < 1e-9, (seed, drawn(seed))
+        for helpers in (False, True):
+            assert error(seed, helpers) < 1e-9, (seed, helpers, drawn(seed))
 
 
 def test_what_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: sinks that take no weight."""
-    right = journey._sink
-    monkeypatch.setattr(journey, "_sink", lambda job, sinks, *rest: right(job, sinks - 50.0, *rest))
+    right = journey.sink_of
+    monkeypatch.setattr(journey, "sink_of", lambda job, sinks, *rest: right(job, sinks - 50.0, *rest))
     assert error(next(s for s in range(100) if drawn(s)["sinks"])) > 1e-3

@@ -2,144 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.attention import tile
-from autoshard.runtime.attention.banded import by_distance, is_documents
+from autoshard.runtime.attention.job import Job, Sum, masking_of, narrowed, row_of, sink_of, sinks_gradient, spot
 from autoshard.runtime.attention.order import (
-    Band,
     Stop,
     Stretch,
     blocks,
-    carried,
-    length_of,
-    longest,
-    received,
-    stops,
     stretches,
 )
 from autoshard.runtime.attention.tile import Masking
-from autoshard.runtime.operations.random import scaled
 from autoshard.runtime.operations.softmax import wide
-from autoshard.runtime.transport.move import Move
-from autoshard.runtime.transport.relay import Arrival, Hop, Journey, Tensors
+from autoshard.runtime.transport.relay import Arrival, Journey, Tensors
 from autoshard.runtime.transport.window import Chunks, Interval
-
-
-class Job(NamedTuple):
-    """What one rank of a ring does."""
-
-    move: Move
-    me: int
-    """its number"""
-    rows: tuple[Chunks, ...]
-    """the queries of every rank"""
-    columns: tuple[Chunks, ...]
-    """the keys of every rank, or those that all have"""
-    band: Band
-    scale: float
-    folded: bool = False
-    dropout_p: float = 0.0
-    sloped: bool = False
-    """whether the mask has slopes by the distance"""
-    soft_cap: float | None = None
-
-    @property
-    def some(self) -> bool:
-        """Whether it takes a block of rows at a time."""
-        return self.sloped or self.band.before is not None
-
-    @property
-    def stops(self) -> tuple[Stop, ...]:
-        """The parts of the keys that come by."""
-        return stops(self.rows, self.columns, self.band)
-
-    def level(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """:func:`~autoshard.runtime.attention.tile.level_of` what is added to scores."""
-        return None if self.sloped else tile.level_of(mask)
-
-    def holder(self, stop: Stop) -> int:
-        """Whose keys are here at ``stop``."""
-        return stop.holder(self.me, len(self.columns))
-
-    def columns_at(self, stop: Stop, holder: int | None = None) -> Chunks:
-        """The keys of a rank that come to ``stop``; of that whose keys are here then, if none is given."""
-        return carried(self.rows, self.columns, self.band, stop, self.holder(stop) if holder is None else holder)
-
-    @property
-    def swapped(self) -> list[tuple[Chunks, ...]]:
-        """What the folded order swaps of queries, keys and values: of what is folded, whose intervals."""
-        orders = [self.rows, self.columns, self.columns]
-        return [of for of in orders if len(of[self.me % len(of)]) > 1]
-
-    def came(self, rows: Chunks) -> bool:
-        """Whether some of these rows of the folded order came from the mirrored rank."""
-        start, length = self.rows[self.me][received(self.me, len(self.rows))]
-        return any(start <= at < start + length for at, _ in rows)
-
-    def hop(self, xs: Tensors, to: int, source: int, lengths: Sequence[int], longest: Sequence[int]) -> Hop:
-        """``xs`` to a rank; ``lengths``: of the sequences that come; ``longest``: of those that any rank sends."""
-        shapes = tuple((*x.shape[:-2], n, x.shape[-1]) for x, n in zip(xs, lengths, strict=True))
-        sent = [(*x.shape[:-2], n, x.shape[-1]) for x, n in zip(xs, longest, strict=True)]
-        size = sum(math.prod(s) for s in sent) * xs[0].element_size()
-        return Hop(self.move, to, source, xs, shapes, size)
-
-    def longest(self, stop: Stop) -> int:
-        """Of the keys of all ranks."""
-        return longest(self.rows, self.columns, self.band, stop)
-
-    def onward(self, xs: Tensors, of: Stop, to: Stop) -> Hop:
-        """Something of the keys that are here at ``of`` to the rank where they stop next; the same comes."""
-        n, own = len(self.columns), self.me if to.fresh else self.holder(of)
-        here, there = self.columns_at(Stop() if to.fresh else of, own), self.columns_at(to, own)
-        sent = tuple(_narrowed(x, here, there) for x in xs)
-        coming = length_of(self.columns_at(to))
-        shift = (self.me + to.shift) % n, (self.me - to.shift) % n
-        return self.hop(sent, *shift, [coming] * len(xs), [self.longest(to)] * len(xs))
-
-    def home(self, xs: Tensors, of: Stop) -> Hop:
-        """What belongs to the keys that are here to the rank that they are of; what belongs to its own comes."""
-        n = len(self.columns)
-        coming = length_of(self.columns_at(of, self.me))
-        shift = (self.me - of.offset) % n, (self.me + of.offset) % n
-        return self.hop(xs, *shift, [coming] * len(xs), [self.longest(of)] * len(xs))
-
-    def swap(
-        self, xs: Tensors, of: Sequence[tuple[Chunks, ...]], back: bool
-    ) -> Generator[Hop, Arrival, tuple[Tensors, Arrival]]:
-        """Begin to swap first halves with the mirrored rank: (what it holds then, without what comes, which another call waits
-        for and puts there). ``of``: per tensor whose intervals, those of rows or of columns.
-
-        ``back``: from what it holds folded to what it holds else.
-        """
-        ranks = len(self.rows)
-        mirror = ranks - 1 - self.me
-        at = received(self.me, ranks)
-        halves = [_halves(x, c[self.me], at, back) for x, c in zip(xs, of, strict=True)]
-        coming = [c[mirror][received(mirror, ranks)][1] if back else c[self.me][at][1] for c in of]
-        longest = [max(intervals[received(r, ranks)][1] for r, intervals in enumerate(c)) for c in of]
-        arrival = yield self.hop(tuple(sent for _, sent in halves), mirror, mirror, coming, longest)
-        made, gaps = [], []
-        for (stays, _), length in zip(halves, coming, strict=True):
-            whole, kept = _row(stays, stays.shape[-2] + length), stays.shape[-2]
-            lengths = (kept, length) if at and not back else (length, kept)
-            first, last = whole.split(lengths, -2)
-            (first if at and not back else last).copy_(stays)
-            gaps.append(last if at and not back else first)
-            made.append(whole)
-
-        def filled() -> Tensors:
-            for gap, came in zip(gaps, arrival() if gaps else (), strict=True):
-                gap.copy_(came)
-            gaps.clear()
-            return tuple(made)
-
-        return tuple(made), filled
 
 
 def forward(
@@ -163,7 +42,7 @@ def forward(
         if arrival is not None:
             key, value = arrival()
     folding()  # also where no row that came sees a key
-    out, sums = result.whole(query.dtype, _sink(job, sinks, level, query))
+    out, sums = result.whole(query.dtype, sink_of(job, sinks, level, query))
     plain = out
     if job.folded:
         (plain,), unfolding = yield from job.swap((out,), (job.rows,), True)
@@ -177,7 +56,7 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
     folding: Arrival = tuple  # of nothing
     if job.folded:
         (gradient,), folding = yield from job.swap((gradient,), (job.rows,), False)
-    mine, own, level = _Sum(query), (key, value), job.level(mask)
+    mine, own, level = Sum(query), (key, value), job.level(mask)
     owns: Tensors = ()
     behind: Arrival | None = None
     before = Stop()
@@ -185,16 +64,16 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
-        sums_of = _Sum(key), _Sum(value)
+        sums_of = Sum(key), Sum(value)
         for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
             if job.folded and job.came(t.rows):
                 folding()
-            at = _spot(job.rows[job.me], *t.rows)
+            at = spot(job.rows[job.me], *t.rows)
             g, o, s = gradient.narrow(-2, *at), out.narrow(-2, *at), sums.narrow(-1, *at)
             dq, dk, dv = tile.backward(g, q, k, v, o, s, masking, job.scale)
             mine.add(at, dq)
             for total, more in zip(sums_of, (dk, dv), strict=True):
-                total.add(_spot(job.columns_at(stop), *t.columns), more)
+                total.add(spot(job.columns_at(stop), *t.columns), more)
         theirs: Tensors = tuple(total.whole() for total in sums_of)
         if not stop.offset:
             owns = theirs
@@ -215,23 +94,11 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
     if behind is not None:
         _come_home(job, owns, behind, before)
     of_keys: Sequence[torch.Tensor] = [x.to(query.dtype) for x in owns]
-    of_sinks: Any = None
-    if sinks is not None:  # a key whose value is zero
-        weights = (_sink(job, sinks, level, query) - sums).exp()
-        lost = -weights * (wide(gradient) * wide(out)).sum(-1)
-        of_sinks = lost.sum_to_size(lost.shape[-2], 1).view_as(sinks).to(sinks.dtype)
+    of_sinks = sinks_gradient(job, sinks, level, query, gradient, out, sums)
     if len(job.swapped) > 1:
         (of_rows, *of_keys), unfolding = yield from job.swap((of_rows, *of_keys), job.swapped, True)
     unfolding()
     return of_rows, *of_keys, of_sinks
-
-
-def _sink(job: Job, sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor) -> Any:
-    """The score of every row's sink [..., h, s], if there are any."""
-    if sinks is None:
-        return None
-    rows = wide(sinks).unsqueeze(-1).expand(query.shape[:-1])
-    return rows if level is None else rows - level.squeeze(-1)
 
 
 def _summed(xs: Tensors, ys: Tensors) -> Tensors:
@@ -241,7 +108,7 @@ def _summed(xs: Tensors, ys: Tensors) -> Tensors:
 def _come_home(job: Job, owns: Tensors, behind: Arrival, stop: Stop) -> None:
     """Add the gradients of this rank's keys that come from ``stop``."""
     for x, y in zip(owns, behind(), strict=True):
-        _narrowed(x, job.columns[job.me], job.columns_at(stop, job.me)).add_(y)
+        narrowed(x, job.columns[job.me], job.columns_at(stop, job.me)).add_(y)
 
 
 def _paired(stops: Sequence[Stop]) -> Iterator[tuple[Stop, Stop | None]]:
@@ -249,69 +116,15 @@ def _paired(stops: Sequence[Stop]) -> Iterator[tuple[Stop, Stop | None]]:
     return zip(stops, (*stops[1:], None), strict=True)
 
 
-def _row(like: torch.Tensor, length: int) -> torch.Tensor:
-    """Room for a sequence, where the heads of a position lie side by side, as they come and as models go on: no copy joins
-    them."""
-    *lead, _, width = like.shape
-    if not lead:
-        return like.new_empty(length, width)
-    return like.new_empty(*lead[:-1], length, lead[-1], width).transpose(-2, -3)
-
-
 def _in_a_row(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Parts of a sequence as one."""
     if len(parts) == 1:
         return parts[0]
     lengths = [x.shape[-2] for x in parts]
-    whole = _row(parts[0], sum(lengths))
+    whole = row_of(parts[0], sum(lengths))
     for place, x in zip(whole.split(lengths, -2), parts, strict=True):
         place.copy_(x)
     return whole
-
-
-class _Sum:
-    """A sum of gradients, each of a part of ``like``, in float32 at least."""
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self.like = like
-        self.total: torch.Tensor | None = None
-
-    def add(self, at: Interval, more: torch.Tensor) -> None:
-        """Of the positions ``at``; the memory of ``more`` is the sum's."""
-        if self.total is None and at == (0, self.like.shape[-2]):
-            self.total = wide(more)
-        else:
-            self.total = self.whole()
-            self.total.narrow(-2, *at).add_(more)
-
-    def whole(self) -> torch.Tensor:
-        return torch.zeros_like(wide(self.like)) if self.total is None else self.total
-
-
-def _halves(x: torch.Tensor, held: Chunks, at: int, folded: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what stays, what the mirrored rank has in the other order) of a chunk, or of what is ``held`` in folded order, whose
-    interval number ``at`` came from there."""
-    stay = held[1 - at][1]
-    if at and folded:
-        return x[..., :stay, :], x[..., stay:, :]
-    return x[..., x.shape[-2] - stay :, :], x[..., : x.shape[-2] - stay, :]
-
-
-def _spot(intervals: Chunks, interval: Interval, *more: Interval) -> Interval:
-    """Where an interval of the sequence, and ``more`` behind it, lie in a tensor that holds ``intervals``."""
-    if more:
-        return _spot(intervals, interval)[0], interval[1] + length_of(more)
-    before = 0
-    for start, length in intervals:
-        if start <= interval[0] and sum(interval) <= start + length:
-            return before + interval[0] - start, interval[1]
-        before += length
-    raise RuntimeMismatchError(f"positions {interval} are not among {intervals}")
-
-
-def _narrowed(x: torch.Tensor, here: Chunks, there: Chunks) -> torch.Tensor:
-    """The part ``there`` of a tensor that holds ``here``: all of it, or one interval."""
-    return x if here == there else x.narrow(-2, *_spot(here, there[0]))
 
 
 def _tiles(
@@ -324,44 +137,13 @@ def _tiles(
     kept: torch.Tensor | None,
 ) -> Generator[tuple[Stretch, Tensors, Masking]]:
     """What this rank computes at ``stop``. ``masks``, a mask and its level, and ``kept``: of its rows and all columns."""
-    (mask, level), own, held = masks, job.rows[job.me], job.columns_at(stop)
-    apart = mask is not None or kept is not None or job.some
+    own, held = job.rows[job.me], job.columns_at(stop)
+    apart = masks[0] is not None or kept is not None or job.some
     found = stretches(own, held, job.band, apart, job.some)
     for t in sorted(found, key=lambda t: job.came(t.rows)) if job.folded else found:  # what comes is waited for later
-        rows, columns = _spot(own, *t.rows), _spot(held, *t.columns)
-        pairs = t.rows[0], t.columns[0]
-        bias, noise, aligned = None, None, t.aligned and mask is None
-        if t.partial or aligned is not t.aligned:
-            bias = _shown(*pairs, job.band, query.device)
-        if mask is not None and is_documents(mask):
-            same = mask.narrow(-1, *pairs[0]).mT == mask.narrow(-1, *pairs[1])
-            bias = same if bias is None else bias & same
-        elif mask is not None:
-            if job.sloped:
-                more = by_distance(mask, *pairs)
-            else:
-                more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *pairs[1])
-                more = tile.rows_of(more, *rows)
-            bias = (
-                more
-                if bias is None
-                else bias & more
-                if more.dtype == torch.bool
-                else more.masked_fill(~bias, -torch.inf)
-            )
-        if kept is not None:
-            noise = scaled(wide(kept.narrow(-2, *rows).narrow(-1, *pairs[1]).to(query.dtype)), job.dropout_p)
+        rows, columns = spot(own, *t.rows), spot(held, *t.columns)
         cut = query.narrow(-2, *rows), key.narrow(-2, *columns), value.narrow(-2, *columns)
-        own_level = None if level is None else tile.rows_of(level, *rows)
-        yield t, cut, Masking(aligned, bias, noise, own_level, job.soft_cap)
-
-
-def _shown(rows: Interval, columns: Interval, band: Band, device: torch.device) -> torch.Tensor:
-    """Which pairs of a tile a band shows."""
-    row = torch.arange(rows[0], sum(rows), device=device).unsqueeze(-1)
-    column = torch.arange(columns[0], sum(columns), device=device)
-    shown = torch.ones_like(column, dtype=torch.bool) if band.after is None else column <= row + band.after
-    return shown if band.before is None else shown & (column >= row - band.before)
+        yield t, cut, masking_of(job, t, rows, query, masks, kept)
 
 
 class _Result:

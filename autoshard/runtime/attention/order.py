@@ -229,3 +229,54 @@ def work(
     rows, columns = held(queries, keys, ranks, folded)
     columns = columns if cut_keys else (((0, keys),),)
     return tuple(sum(t.pairs for c in columns for t in tiles(mine, c, band)) for mine in rows)
+
+
+class Share(NamedTuple):
+    """What a rank computes in a step of a causal ring with helpers."""
+
+    rows: Interval
+    columns: Interval
+    helps: bool = False
+    """whether the rows are another rank's, and the columns its own"""
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of query and key that it computes."""
+        return float(self.rows[1] * self.columns[1])
+
+
+@lru_cache(maxsize=1024)
+def shares(cut: tuple[Chunks, ...]) -> tuple[tuple[Share, ...], ...]:
+    """By step and rank of a ring of n, beside every rank's own tile, half of which a causal mask hides.
+
+    In step t = 1 … n/2 a rank computes its rows over the columns of the rank t before it. The first t have none there, and
+    help the last t: with their own columns, over the rows of the rank t before them as the ring goes round. So every tile is
+    computed once, and all ranks have as much to do. Where t = n - t the two of every pair would have the same tile: half each.
+    """
+    n = len(cut)
+    return tuple(tuple(_share(cut, rank, step) for rank in range(n)) for step in range(1, n // 2 + 1))
+
+
+def _share(cut: tuple[Chunks, ...], rank: int, step: int) -> Share:
+    helps, other = rank < step, (rank - step) % len(cut)
+    ((start, length),), (columns,) = (cut[other], cut[rank]) if helps else (cut[rank], cut[other])
+    if 2 * step == len(cut):
+        own = length - length // 2
+        start, length = (start + own, length - own) if helps else (start, own)
+    return Share((start, length), columns, helps)
+
+
+@lru_cache(maxsize=1024)
+def exchanged(cut: tuple[Chunks, ...]) -> tuple[tuple[int, int], ...]:
+    """By step of a ring with helpers: the most rows, and the most columns, that a rank sends."""
+    return tuple(
+        (max(s.rows[1] for s in ranks if s.helps), max(s.columns[1] for s in ranks if not s.helps))
+        for ranks in shares(cut)
+    )
+
+
+def helped_work(size: int, ranks: tuple[int, ...]) -> tuple[float, ...]:
+    """Pairs of query and key that each rank of a causal ring with helpers computes."""
+    cut = spans(size, ranks, False)
+    own = [CAUSAL.pairs(rows[0][1], rows[0][1]) for rows in cut]
+    return tuple(pairs + sum(step[rank].pairs for step in shares(cut)) for rank, pairs in enumerate(own))

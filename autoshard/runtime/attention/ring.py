@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from autoshard.runtime.attention.journey import Job, backward, forward
+from autoshard.runtime.attention import helped, journey
+from autoshard.runtime.attention.job import Job
 from autoshard.runtime.attention.order import Band, held, spans
 from autoshard.runtime.operations.random import noise_like, part
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
@@ -40,6 +42,7 @@ def ring_attention(
     before: int | None = None,
     after: int | None = None,
     folded: bool = False,
+    helpers: bool = False,
     sloped: bool = False,
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
@@ -53,7 +56,9 @@ def ring_attention(
     global lengths. Key and value may have fewer heads, each of which several query heads share. ``before``, ``after``:
     how many positions before and behind it a query sees; with ``is_causal`` none behind it. ``folded``: ranks that
     are mirrored in the ring swap first halves before and after (of more than two ranks those of keys and values, too), so
-    that a causal mask leaves all ranks the same work; then no mask has rows. ``sloped``, ``sinks`` (of the heads that are
+    that a causal mask leaves all ranks the same work; then no mask has rows. ``helpers``: so it does where early ranks
+    compute for late ones (:mod:`~autoshard.runtime.attention.helped`), of as many queries as keys, without slopes, windows, a
+    mask with rows, and dropout. ``sloped``, ``sinks`` (of the heads that are
     here), ``soft_cap``: as in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
 
     For dropout, which hits what it hits on one device: ``shape``, the global one of the weights [..., s, t]; ``cuts``, the
@@ -68,7 +73,8 @@ def ring_attention(
     move = named(Move("S", "S", names, order=names), always=True)
     band = Band(before, 0 if is_causal else after)
     job = Job(move, comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)
-    out = _run(comm, job, (query, key, value, sinks), attn_mask, _kept(job, query, shape, cuts, batch))
+    kept = _kept(job, query, shape, cuts, batch)
+    out = _run(comm, job, (query, key, value, sinks), attn_mask, kept, helped if helpers else journey)
     return out * 0.0 if dropout_p == 1.0 else out
 
 
@@ -135,15 +141,17 @@ def _run(
     operands: tuple[torch.Tensor | None, ...],
     mask: torch.Tensor | None,
     kept: torch.Tensor | None,
+    way: ModuleType = journey,
 ) -> torch.Tensor:
     """``operands``: queries, keys, values, and sinks or None; ``kept``: which weights dropout keeps."""
 
     def ahead(query: Any, key: Any, value: Any, sinks: Any) -> Generator[Hop, Arrival, Any]:
-        out, *needed = yield from forward(job, query, key, value, sinks, mask, kept)
+        out, *needed = yield from way.forward(job, query, key, value, sinks, mask, kept)
         return out, *needed
 
     def back(gradients: Tensors, saved: Sequence[Any], _: Sequence[bool]) -> Journey:
-        return backward(job, gradients[0], saved)
+        found: Journey = way.backward(job, gradients[0], saved)
+        return found
 
     name = (
         f"attention in a ring, with a window, slopes or rows of a causal mask ({', '.join(job.move.axes)}: {job.band})"

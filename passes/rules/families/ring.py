@@ -19,12 +19,25 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Site
 from autoshard.runtime.attention.banded import banded_op
-from autoshard.runtime.attention.order import ALL, CAUSAL, ROWS, Band, held, longest, received, stops, work
+from autoshard.runtime.attention.order import (
+    ALL,
+    CAUSAL,
+    ROWS,
+    Band,
+    exchanged,
+    held,
+    helped_work,
+    longest,
+    received,
+    spans,
+    stops,
+    work,
+)
 
 ATTENTION = frozenset({torch.ops.aten.scaled_dot_product_attention.default, banded_op._opoverload})
 
-RING, FOLDED = "ring", "folded ring"
-LABELS = (RING, FOLDED)
+RING, FOLDED, HELPED = "ring", "folded ring", "ring with helpers"
+LABELS = (RING, FOLDED, HELPED)
 FOLDED_ROWS = "folded queries"
 """queries alone are cut, and swapped so that under a causal mask all ranks have the same work"""
 SEQUENCE = ("queries", "keys", FOLDED_ROWS, *LABELS)
@@ -43,7 +56,7 @@ def band_of(node: Node) -> Band:
 
 
 def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:
-    """The ring, and under a causal mask the folded orders, which leave all ranks the same work.
+    """The ring, and under a causal mask the folded orders and the ring with helpers, which leave all ranks the same work.
 
     A ring not where the mask wants a gradient. No other axis may cut queries or keys in another way, nor features of
     values, so that tiles have a fused kernel.
@@ -52,7 +65,9 @@ def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strat
     rows = mask is not None and _has_rows(graph.shape(mask), queries)  # which would have to be folded as well
     causal = band_of(node) == CAUSAL and not rows
     if mask is None or not graph.types[mask.name].grad:
-        found = [(label, ()) for label in (LABELS if causal and queries == keys else (RING,))]
+        even = causal and queries == keys
+        plain = not node.argument("dropout_p", 0.0) and not node.argument("sloped", False)
+        found = [(label, ()) for label in LABELS if label == RING or (even and (label == FOLDED or plain))]
     if causal and (node.op is banded_op._opoverload or not node.argument("dropout_p", 0.0)):
         found.append((FOLDED_ROWS, ("key", "value")))
     result = Shard(len(graph.types[node.outputs[0]].shape) - 2)
@@ -101,8 +116,8 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
         return Call("banded_rows", operands, {**mask, **scale, **cut, **seen, **order})
     extra: dict[str, Any] = {"is_causal": True} if band == CAUSAL else seen
     extra |= {**mask, **scale, "queries": shape[-2], "keys": shape[-1], "axes": spell(axes)}
-    if label == FOLDED:
-        extra["folded"] = True
+    if label in (FOLDED, HELPED):
+        extra["folded" if label == FOLDED else "helpers"] = True
     return Call("ring_attention", operands, extra)
 
 
@@ -137,7 +152,10 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
     counting = band.pairs(queries, keys) or 1.0
     if label == "keys":
         return Tiling(pairs * queries * keys / counting, keys, matrix=keys / math.prod(ranks[label]))
-    if (label and band != ALL) or band.before is not None:
+    if label == HELPED:
+        found = helped_work(queries, ranks[label])
+        pairs *= max(found) * len(found) / counting
+    elif (label and band != ALL) or band.before is not None:
         found = work(queries, keys, ranks.get(label, ()), label in (FOLDED, FOLDED_ROWS), label in LABELS, band)
         pairs *= max(found) * len(found) / counting
     matrix = keys if "embed" in ranks else 0.0
@@ -149,6 +167,8 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
         return Tiling(pairs, _at_a_time(band, keys), tiles, matrix)
     n = len(stops(*held(queries, keys, ranks[label], False), band))
     each = max(1, keys // math.prod(ranks[label]))
+    if label == HELPED:
+        return Tiling(pairs, each, 1 + math.prod(ranks[label]) // 2, matrix)
     apart = n == 2 or "attn_mask" in node.positions or node.argument("dropout_p", 0.0)
     return Tiling(pairs, _at_a_time(band, each), 2 * n + (n > 2) if label == FOLDED and apart else n, matrix)
 
@@ -171,6 +191,8 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
     """Hops of keys and values, and in the backward those of their gradients behind them; swaps of a folded order."""
     axes = site.axes(label)
     ranks = tuple(site.mesh.size_of(a) for a in axes)
+    if label == HELPED:
+        return _with_helpers(site, axes, exchanged(spans(int(queries), ranks, False)))
     folded, around = label in (FOLDED, FOLDED_ROWS), label in LABELS
     rows, columns = held(int(queries), int(keys), ranks, folded)
     element = site.in_type(0).dtype.itemsize
@@ -207,6 +229,39 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
         found += hops("backward", "gradients of keys and values", wide, 1 - part, 0.0)
         found += swap("backward", "the gradients", query, key + value)
     return tuple(found)
+
+
+def _with_helpers(site: Site, axes: tuple[str, ...], longest: tuple[tuple[int, int], ...]) -> tuple[Internal, ...]:
+    """In every step keys and values or queries, and what was made of them; ``longest``: of both, as elements of a sequence.
+
+    A message runs beside the tile that was there when it began: of the work of n/2 tiles the own one is half of one.
+    """
+    dtype, ranks = site.in_type(0).dtype, math.prod(site.mesh.size_of(a) for a in axes)
+    query, key, value = (math.prod(_features(site, name)) for name in ("query", "key", "value"))
+    heads = query // _features(site, "query")[-1]
+    result = heads * _features(site, "value")[-1]
+    sums = heads * torch.promote_types(dtype, torch.float32).itemsize // dtype.itemsize
+    work = [1 / ranks, *(2 / ranks if 2 * t < ranks else 1 / ranks for t in range(1, ranks // 2 + 1))]
+
+    def steps(phase: str, there: tuple[int, int], back: tuple[int, int]) -> list[Internal]:
+        sizes = [[max(r * rows, c * columns) * dtype.itemsize for rows, columns in longest] for r, c in (there, back)]
+        found = []
+        for t, (out, home) in enumerate(zip(*sizes, strict=True)):
+            together = (out, sizes[1][t - 2]) if t > 1 else (out,)  # what comes home of the step before last
+            found.append(_hop(axes, out, phase, f"keys or queries, step {t + 1}", work[t] * out / (sum(together) or 1)))
+            rest = work[t + 2] if t + 2 < len(work) else 0.0
+            following = sizes[0][t + 2] if t + 2 < len(longest) else 0.0
+            found.append(_hop(axes, home, phase, f"what comes of step {t + 1}", rest * home / (home + following or 1)))
+        return found
+
+    found = steps("forward", (query, key + value), (result + sums, 0))
+    if site.grad:
+        found += steps("backward", (query + 2 * result + sums, key + value), (query, key + value))
+    return tuple(found)
+
+
+def _hop(axes: tuple[str, ...], size: float, phase: str, what: str, beside: float) -> Internal:
+    return Internal("permute", axes, float(size), phase, what, beside)
 
 
 def _features(site: Site, name: str) -> tuple[int, ...]:
