@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -21,17 +21,18 @@ from autoshard.module.inner import compiled_for_generation, inner, may_come_firs
 from autoshard.module.meetings import collective
 from autoshard.module.microbatches import MicroBatchRun
 from autoshard.module.model.clamped import clamp
+from autoshard.module.model.state import defaults, is_usual
 from autoshard.module.programs.compiling import Compiling, Settings
 from autoshard.module.programs.entrance import check_leaves, check_trained
-from autoshard.module.programs.executable import Executable, first_that_serves
+from autoshard.module.programs.executable import Call, Executable, first_that_serves
 from autoshard.module.saving import save
 from autoshard.module.staged.stages import one_after_another
 from autoshard.passes.capture.exported.handed import give_back
-from autoshard.passes.capture.exported.trees import flattened_call
+from autoshard.passes.capture.exported.trees import PLAIN, flattened_call
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.report.record import Collective
-from autoshard.runtime.autocast import without_autocast
+from autoshard.runtime.autocast import autocast_state, without_autocast
 from autoshard.runtime.programs.module import RankModule
 
 
@@ -126,8 +127,7 @@ class ShardedModule(Compiling):
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, spec = flattened_call(args, kwargs)
-        check_leaves(self._of.model, given, spec, self._device_type())
-        call = self._call(given, spec, self._recorded(given), self._wanted)
+        call = self._comes(given, spec)
 
         def serve(number: int) -> tuple[list[Any], dict[str, torch.Tensor], dict[str, torch.Tensor], Graph]:
             executable, recorded = self._serving(call, number), call.state.recorded
@@ -145,6 +145,8 @@ class ShardedModule(Compiling):
                     clamp((self.tensor(fqn), bounds) for fqn, bounds in executable.graph.clamped.items())
                 leaves, mutated = self._step(executable, executable.named(own))
             typed = executable.as_typed(leaves)
+            if recorded == call.state.recorded:
+                call.programs[number] = executable
             if recorded:
                 refuse_hooks(typed, executable.feeding)
             return typed, mutated, written, executable.graph
@@ -155,6 +157,32 @@ class ShardedModule(Compiling):
         own = graph.out_spec.num_leaves
         output = pytree.tree_unflatten(leaves[:own], graph.out_spec)
         return give_back(graph.handed, graph.changed, (args, kwargs), output, leaves[own:])
+
+    def _comes(self, leaves: Sequence[Any], spec: Any) -> Call:
+        """A call with arguments of these leaves. Raises :class:`CaptureError` for what no program takes.
+
+        What that depends on is first compared, in one piece, with what it was in the last call: most calls repeat that one.
+        """
+        present = self._present(leaves, spec)
+        if present is not None and self._last is not None and self._last[0] == present:
+            return self._last[1].again(self._arrived(leaves, spec))
+        check_leaves(self._of.model, leaves, spec, self._device_type())
+        call = self._call(leaves, spec, self._recorded(leaves), self._wanted)
+        object.__setattr__(self, "_last", None if present is None else (present, call.again(())))
+        return call
+
+    def _present(self, leaves: Sequence[Any], spec: Any) -> Any:
+        """What decides which program serves a call of plain tensors and constants; None where more does."""
+        if not (self._of.adopted and PLAIN.issuperset(map(type, leaves)) and is_usual()):
+            return None
+        if any(isinstance(x, torch.Tensor) and x.is_nested for x in leaves):  # it has no shape
+            return None
+        given = [
+            (x.shape, x.dtype, x.requires_grad, x.device, x.layout) if isinstance(x, torch.Tensor) else (type(x), x)
+            for x in leaves
+        ]
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.training, self._of.modes
+        return spec, given, self._of.seen(self._form), modes, autocast_state(), defaults()
 
     @torch.no_grad()
     def _write_back(self, mutated: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:

@@ -189,6 +189,11 @@ def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _as_it_was(op, args, kwargs)
 
 
+def item(x: DTensor) -> Any:
+    """``x.item()`` of a tensor on the mesh of a sharded module."""
+    return x.item() if x.ndim else _number(aten._local_scalar_dense.default, (x,), {})
+
+
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.item()``: DTensor's own gives this rank's summand. Sums are taken at once, without a redistribution of it."""
     x = args[0]

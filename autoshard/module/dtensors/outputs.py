@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autoshard.module.dtensors.made import ones_of
+from autoshard.module.dtensors.made import new_dtensor, ones_of
 from autoshard.module.dtensors.on_parts import on_parts
+from autoshard.module.dtensors.ops import item
 from autoshard.module.dtensors.strided import cuts
 from autoshard.module.dtensors.views import in_order, is_view, seen_from, set_through, writes
 
@@ -57,8 +58,6 @@ _BACKWARD = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.aut
 """they go through what is gathered also where gradients are off, as in the backward of a checkpoint that is reentrant"""
 
 
-_ALONE = frozenset((torch.Tensor.detach, torch.Tensor.item, torch.Tensor.__float__))
-"""what scripts ask of a loss, and DTensor does as it is"""
 _NOTED = frozenset(("_of", "_state"))
 """of views that are copies, and of states"""
 
@@ -115,8 +114,7 @@ class Output(DTensor):
                 if func is torch.Tensor.backward:
                     return _backward(args[0], **(kwargs or {}))
                 if func in _ALONE and not args[0].__dict__.keys() & _NOTED:
-                    made = func(*args, **(kwargs or {}))
-                    return Output.of(made) if isinstance(made, DTensor) else made
+                    return _ALONE[func](args[0])
             if (loss := on_parts(func, args, kwargs or {})) is not None:
                 return Output.of(loss)
             args, kwargs = in_order(args, kwargs or {})
@@ -147,6 +145,14 @@ class Output(DTensor):
                 _take(x, own[0])
                 return x if result is own[0] else result
             return result
+
+
+_ALONE: dict[Any, Callable[[Any], Any]] = {
+    torch.Tensor.detach: lambda x: new_dtensor(Output, x._local_tensor.detach(), x._spec, requires_grad=False),
+    torch.Tensor.item: item,
+    torch.Tensor.__float__: lambda x: float(item(x)),
+}
+"""what scripts ask of a loss, without the way through torch's dispatcher"""
 
 
 def chosen_dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

@@ -7,6 +7,7 @@ import copy
 import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,16 @@ from autoshard.module.model.state import State, defaults
 from autoshard.passes.capture.exported.attributes import as_buffers, attribute
 from autoshard.passes.capture.observer import patched
 from autoshard.runtime.autocast import autocast_state
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """The tensors of a call, how they looked, and what that makes of :class:`State`."""
+
+    tensors: list[torch.Tensor]
+    looks: list[Any]
+    trained: tuple[bool, ...]
+    forms: tuple[Any, ...]
 
 
 class Original:
@@ -45,8 +56,8 @@ class Original:
         """what other processes hold, without data: original name → shape, dtype and requires_grad"""
         self.ties: dict[str, str] = {}
         """further names of a tensor → its first"""
-        self._seen: tuple[list[torch.Tensor], list[Any], tuple[tuple[bool, ...], tuple[Any, ...]]] | None = None
-        """the tensors of the last call, how they looked, and what that makes of :class:`State`"""
+        self._seen: Seen | None = None
+        """the tensors of the last call"""
         self._states: deque[tuple[Any, State]] = deque(maxlen=4)
         """those of the last calls, each with its fields: tuples are compared without a call of Python"""
 
@@ -147,30 +158,33 @@ class Original:
         return [*self.model.parameters(), *self.model.buffers()]
 
     def state(self, recorded: bool, grad: bool, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> State:
-        """The state of a call. ``form``: what programs depend on of a tensor.
-
-        Most calls find the tensors as the one before did; then theirs are not asked for anew. Raises
-        :class:`CaptureError` where tensors were taken away or untied.
-        """
+        """The state of a call. ``form``: what programs depend on of a tensor. Raises as :meth:`seen`."""
         inference = torch.is_inference_mode_enabled()
         if not self.adopted:  # its weights may be elsewhere, or nowhere
             return State(recorded, grad, inference, self.modes, (), (), autocast_state(), defaults())
-        tensors = self.tensors()
-        looks = [
-            (t.requires_grad, t._spec) if isinstance(t, DTensor) else (t.requires_grad, t.dtype, t.shape, t.device)
-            for t in tensors
-        ]
-        if self._seen is None or looks != self._seen[1] or not _are(tensors, self._seen[0]):
-            held = self.held()
-            trained = tuple(held[name].requires_grad for name in self.parameters)
-            self._seen = tensors, looks, (trained, tuple(map(form, held.values())))
-        trained, forms = self._seen[2]
-        present = recorded, grad, inference, self.modes, trained, forms, autocast_state(), defaults()
+        seen = self.seen(form)
+        present = recorded, grad, inference, self.modes, seen.trained, seen.forms, autocast_state(), defaults()
         for known, state in self._states:
             if known == present:
                 return state  # the same object as before: its number is known
         self._states.appendleft((present, State(*present)))
         return self._states[0][1]
+
+    def seen(self, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> Seen:
+        """What the adopted tensors are now: the same object as before where nothing changed, as in most calls.
+
+        Raises :class:`CaptureError` where tensors were taken away or untied.
+        """
+        tensors, known = self.tensors(), self._seen
+        looks = [
+            (t.requires_grad, t._spec) if isinstance(t, DTensor) else (t.requires_grad, t.dtype, t.shape, t.device)
+            for t in tensors
+        ]
+        if known is None or looks != known.looks or not _are(tensors, known.tensors):
+            held = self.held()
+            trained = tuple(held[name].requires_grad for name in self.parameters)
+            self._seen = known = Seen(tensors, looks, trained, tuple(map(form, held.values())))
+        return known
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Original:
         self.check_present(())

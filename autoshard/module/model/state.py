@@ -66,6 +66,13 @@ def requires_grad(*tensors: Iterable[Any]) -> bool:
     return any(isinstance(x, torch.Tensor) and x.requires_grad for group in tensors for x in group)
 
 
+def is_usual() -> bool:
+    """Whether there is nothing around a call that :func:`check_call` would look into."""
+    hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    inside = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
+    return not (inside or hooks or forward_ad._current_level >= 0 or torch.compiler.is_compiling())
+
+
 def _is_dual(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
 

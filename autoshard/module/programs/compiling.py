@@ -71,6 +71,8 @@ class Compiling(Fixed):
     """of caches that one search for prompts and tokens laid out"""
     _homes: Mapping[str, tuple[int, ...]] | None
     """the stages that hold each parameter and buffer"""
+    _last: tuple[Any, Call] | None
+    """what the last call found, and it without its data"""
     _inner: dict[str, Any]
     """modules inside that were called alone, by path"""
     _layout_of: dict[str, Layout]
@@ -93,6 +95,7 @@ class Compiling(Fixed):
         set_(self, "_inner", {})
         set_(self, "_homes", None)
         set_(self, "_state_layouts", None)
+        set_(self, "_last", None)
         set_(self, "__class__", class_of(type(self), type(model), Compiling))
         self._show()
 
@@ -113,7 +116,7 @@ class Compiling(Fixed):
         """A copy with tensors of its own; programs are shared."""
         memo |= {id(x): x for x in self._shared()}
         memo[id(self._executables)] = dict(self._executables)
-        memo[id(self._inner)] = {}
+        memo |= {id(self._inner): {}, id(self._last): None}
         return super().__deepcopy__(memo)
 
     def _alone(self) -> None:
@@ -202,8 +205,9 @@ class Compiling(Fixed):
     def _program_for(self, call: Call, number: int) -> Executable | None:
         """The program for this call, if there is one: first of those with symbolic lengths, which serve most calls.
 
-        One that read tensors outside of the model that were written since serves no call more.
-        """
+        One that read tensors outside of it that were written since serves no call more."""
+        if number in call.programs and not call.programs[number].graph.is_outdated:
+            return call.programs[number]
         for program in self._executables.values() if not number else ():
             if program.structure is None or program.graph.is_outdated:
                 continue

@@ -42,8 +42,14 @@ class Call:
     """the structure of (args, kwargs)"""
     state: State
 
-    keys: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    keys: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """those that were asked for"""
+    programs: dict[int, Executable] = field(default_factory=dict, compare=False, repr=False)
+    """by number, those that serve it"""
+
+    def again(self, leaves: Sequence[Any]) -> Call:
+        """A call that differs from this one in the data of its ``leaves`` alone."""
+        return Call(leaves, self.spec, self.state, self.keys, self.programs)
 
     def key(self, number: int = 0, exactly: bool | Callable[[Any], bool] = True) -> Any:
         """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`, of all or by leaf."""

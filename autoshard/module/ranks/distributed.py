@@ -144,7 +144,7 @@ class DistributedModule(OnRank):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
-        with self._comm.notes.told(), self._turns:
+        with self._comm.notes, self._turns:
             self._comm.notes.call += 1
             return self._called(args, kwargs)
 
@@ -152,7 +152,7 @@ class DistributedModule(OnRank):
     def meeting(self, what: str) -> Iterator[None]:
         """See :meth:`ShardedModule.meeting`."""
         notes = self._comm.notes
-        with notes.told(), self._turns:
+        with notes, self._turns:
             notes.call, notes.meetings = notes.call + 1, notes.meetings + 1
             notes.present(what, lambda: claims.of_meeting(notes, what))
             self._agreement.agree(*notes.claims())
@@ -164,7 +164,7 @@ class DistributedModule(OnRank):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
     ) -> Executable:
         """See :meth:`Compiling.specialise`; every rank must come with the same inputs, in the same state."""
-        with self._comm.notes.told(), self._turns:
+        with self._comm.notes, self._turns:
             return super().specialise(args, kwargs, number, recorded)
 
     def _serving(self, call: Call, number: int) -> Executable:

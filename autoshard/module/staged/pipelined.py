@@ -174,7 +174,7 @@ class PipelinedModule(StageOutputs):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
     ) -> Executable:
         """See :meth:`Compiling.specialise`."""
-        with self._comm.notes.told():
+        with self._comm.notes:
             self._follow_others()
         return super().specialise(args, kwargs, number, recorded)
 

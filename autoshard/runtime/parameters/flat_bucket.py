@@ -11,7 +11,7 @@ import torch.distributed as dist
 from autoshard.runtime.parameters.bucket import PLAIN, Begin, Bucket, Dtypes, Gradients, by_dtype, each, record
 from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.move import LOCAL, Move
-from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single
+from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single, all_reduce_sum
 from autoshard.runtime.transport.profiling import recorded
 from autoshard.runtime.transport.wire import numel, raw
 
@@ -165,7 +165,7 @@ class FlatBucket(Bucket):
         return torch.cat([x.reshape(-1) for x in xs], out=out)
 
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
-        return self.comm.begin(self.comm.beside(axes), dist.all_reduce, buffer)
+        return self.comm.begin(self.comm.beside(axes), all_reduce_sum, buffer)
 
     def _begin_gather(
         self, moves: list[Move], xs: list[torch.Tensor], dtype: torch.dtype

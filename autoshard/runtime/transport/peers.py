@@ -12,7 +12,7 @@ import datetime
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -34,7 +34,10 @@ Claim = tuple[str, int] | tuple[str, int, Sequence[int]]
 
 
 class Notes:
-    """The failures of one module's calls, by call. Every rank makes as many of these, in the same order."""
+    """The failures of one module's calls, by call. Every rank makes as many of these, in the same order.
+
+    As a context: what fails inside is told to the others.
+    """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -71,14 +74,12 @@ class Notes:
             text = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
             _store().compare_set(self._key(self.call), "", text)
 
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """What fails inside is told to the others."""
-        try:
-            yield
-        except Exception as error:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
             self.leave(error)
-            raise
 
     def look(self) -> str:
         """What another rank that failed in this call, or alone in the one before, left, or in what its call is another.

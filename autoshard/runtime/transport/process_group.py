@@ -25,6 +25,12 @@ from autoshard.runtime.transport.wire import behind, numel, outermost, padded, r
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+def all_reduce_sum(x: torch.Tensor, group: Any, async_op: bool = True) -> Any:
+    """Begin ``dist.all_reduce(x, group=group)``, without what that looks up in every call."""
+    return group.allreduce([torch.view_as_real(x) if x.is_complex() else x])
+
+
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

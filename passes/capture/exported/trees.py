@@ -34,12 +34,12 @@ def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
     """:func:`flattened` of ``(args, kwargs)``, whose structure is known where no argument is a container."""
     leaves = [*args, *kwargs.values()]
-    if _LEAVES.issuperset(map(type, leaves)) and not torch.compiler.is_compiling():  # which follows no cache
+    if PLAIN.issuperset(map(type, leaves)) and not torch.compiler.is_compiling():  # which follows no cache
         return leaves, _flat(len(args), tuple(kwargs))
     return flattened((args, kwargs))
 
 
-_LEAVES = frozenset((torch.Tensor, bool, int, float, str, type(None)))
+PLAIN = frozenset((torch.Tensor, bool, int, float, str, type(None)))
 
 
 @functools.lru_cache(maxsize=1 << 6)
