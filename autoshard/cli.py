@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import inspect
-import linecache
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,13 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from autoshard import frames
-from autoshard.errors import AutoshardError, CaptureError, HintError, MeshError, PlanError
+from autoshard.errors import AutoshardError, HintError, MeshError, PlanError
 from autoshard.hardware import PRESETS, free_memory
 from autoshard.layout import Shard
 from autoshard.mesh import Mesh
-
-Loaded = tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
+from autoshard.models.by_name import load
+from autoshard.plans.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,11 +50,17 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
-        command.add_argument("model", metavar="MODEL", help="gpt, llama:8b, …, hf:llama, or package.module:function")
-        mesh = command.add_mutually_exclusive_group(required=True) if name == "plan" else command
-        mesh.add_argument("--mesh", required=name != "plan", help="axes and sizes, for example dp=2,tp=4")
+        command.add_argument(
+            "model", metavar="MODEL", help="gpt, llama:8b, …, hf:llama, hf:config.json, or package.module:function"
+        )
+        mesh = command.add_mutually_exclusive_group(required=True)
+        mesh.add_argument("--mesh", help="axes and sizes, for example dp=2,tp=4")
         if name == "plan":
             mesh.add_argument("--devices", type=int, help="how many: the mesh is searched, too")
+        else:
+            mesh.add_argument(
+                "--plan", type=_saved, metavar="FILE", help="follow what `plan --json FILE` wrote, mesh and all"
+            )
         command.add_argument("--hardware", default="h100", help=f"one of {', '.join(PRESETS)} (default h100)")
         command.add_argument("--batch", type=int, help="global batch size (default 4, or the function's)")
         command.add_argument("--seq", type=int, help="sequence length (default 32, or the function's)")
@@ -86,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         if name == "verify":
             command.add_argument("--steps", type=int, default=1, help="AdamW steps (default 1)")
             command.add_argument(
-                "--dtype", default="float64", choices=("float64", "float32", "bfloat16"), help="default float64"
+                "--dtype",
+                choices=("float64", "float32", "bfloat16"),
+                help="default float64, and with a plan the model's own",
             )
     shown = commands.add_parser(
         "demo", help="the whole way on a small GPT", description="The whole way on a small GPT."
@@ -125,7 +129,8 @@ def _planning(options: argparse.Namespace) -> dict[str, Any]:
         asked["mixed_precision"] = MixedPrecisionPolicy(dtype, torch.float32)
     if hasattr(options, "objective"):
         asked |= {"objective": options.objective, "profile": _profile(options)}
-    return {**asked, "hints": _hints(options), "like": _like(options), "training": not options.inference}
+    asked |= {"hints": _hints(options), "like": _like(options), "training": _trains(options)}
+    return asked if _given(options) is None else {**asked, "plan": _given(options)}
 
 
 def _profile(options: argparse.Namespace) -> dict[str, float] | None:
@@ -138,7 +143,29 @@ def _profile(options: argparse.Namespace) -> dict[str, float] | None:
         raise PlanError(f"--profile {options.profile!r}: write calls and numbers as prefill=1,decode=200") from error
 
 
+def _saved(path: str) -> Plan:
+    try:
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from error
+    except AutoshardError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from error
+
+
+def _given(options: argparse.Namespace) -> Plan | None:
+    """The plan to follow, if there is one."""
+    plan: Plan | None = getattr(options, "plan", None)
+    return plan
+
+
+def _trains(options: argparse.Namespace) -> bool:
+    plan = _given(options)
+    return not options.inference if plan is None else plan.training
+
+
 def _mesh(options: argparse.Namespace) -> Mesh:
+    if (plan := _given(options)) is not None:
+        return plan.mesh
     axes: dict[str, int] = {}
     for part in options.mesh.split(","):
         name, _, size = part.partition("=")
@@ -170,101 +197,6 @@ def _like(options: argparse.Namespace) -> str | dict[str, str] | None:
     return {axis: name for axis, _, name in parts}
 
 
-def load(name: str, batch: int | None, seq: int | None) -> Loaded:
-    """A model factory and example inputs for a MODEL argument. Raises :class:`CaptureError` for an unknown one.
-
-    ``package.module:function`` returns ``(model, args)`` or ``(model, args, kwargs)``. It is called with those of ``batch`` and
-    ``seq`` that are given, as keywords; a model of ours has defaults for them.
-    """
-    module, colon, function = name.partition(":")
-    if not name.startswith("hf:") and ((colon and "." in module) or _importable(module, function)):
-        return _user_function(module, function, {"batch": batch, "seq": seq})
-    batch, seq = 4 if batch is None else batch, 32 if seq is None else seq
-    if name.startswith("hf:"):
-        return _hugging_face(name.removeprefix("hf:"), batch, seq)
-    from autoshard import models
-
-    reference = models.get(name)
-    args, kwargs = reference.inputs(batch=batch, seq=seq)
-    return reference.model, tuple(args), dict(kwargs)
-
-
-def _importable(module: str, function: str) -> bool:
-    from autoshard import models
-
-    known = {n.partition(":")[0] for n in models.names()}
-    return bool(function) and module not in known
-
-
-def _user_function(module: str, function: str, sizes: dict[str, int | None]) -> Loaded:
-    sys.path.insert(0, "")
-    try:
-        make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise CaptureError(f"MODEL {module}:{function} cannot be loaded: {error}") from error
-    asked = {name: size for name, size in sizes.items() if size is not None}
-    try:
-        inspect.signature(make).bind(**asked)
-    except TypeError as error:
-        raise CaptureError(f"MODEL {module}:{function} cannot be called with ({_written(asked)}): {error}") from error
-    try:
-        made = make(**asked)
-    except Exception as error:
-        raise CaptureError(f"{module}:{function} fails{_raised_at(error)}: {type(error).__name__}: {error}") from error
-    if isinstance(made, nn.Module):
-        raise CaptureError(
-            f"{module}:{function} returns a model without example inputs; return (model, args, kwargs) instead"
-        )
-    match made:
-        case (nn.Module() as model, tuple() | list() as args, *rest) if len(rest) < 2 and all(
-            isinstance(x, dict) for x in rest
-        ):
-            return (lambda: model), tuple(args), dict(*rest)
-    raise CaptureError(
-        f"{module}:{function} returns {type(made).__name__}; return (model, args) or (model, args, kwargs)"
-    )
-
-
-def _written(keywords: dict[str, int]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in keywords.items())
-
-
-def _raised_at(error: Exception) -> str:
-    """ " at ``file:line``: ``text``" of the innermost line of the user's; "" where there is none."""
-    of_users = [(f, n) for f, n in frames.of_traceback(error.__traceback__) if frames.is_users(f.f_code.co_filename)]
-    if not of_users:
-        return ""
-    frame, number = of_users[-1]
-    file = frame.f_code.co_filename
-    return f" at {file}:{number} (`{linecache.getline(file, number).strip()}`)"
-
-
-def _hugging_face(family: str, batch: int, seq: int) -> Loaded:
-    """A small random model of a transformers family, from its config: never a download."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise CaptureError("hf: models need the transformers package: pip install transformers") from error
-    known = {
-        "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2}),
-        "mistral": ("MistralConfig", "MistralForCausalLM", {"num_key_value_heads": 2}),
-        "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 2}),
-        "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
-        "bert": ("BertConfig", "BertForMaskedLM", {}),
-        "t5": ("T5Config", "T5ForConditionalGeneration", {"d_kv": 16, "decoder_start_token_id": 0}),
-    }
-    if family not in known:
-        raise CaptureError(f"hf:{family} is not known here. Known: {', '.join('hf:' + k for k in known)}")
-    config_name, model_name, extra = known[family]
-    sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    if family not in ("gpt2",):
-        sizes["intermediate_size"] = 128
-    config = getattr(transformers, config_name)(**sizes, **extra, bos_token_id=0, eos_token_id=1)
-    config.use_cache = False
-    tokens = torch.randint(0, 256, (batch, seq), generator=torch.Generator("cpu").manual_seed(0))
-    return (lambda: getattr(transformers, model_name)(config)), (), {"input_ids": tokens, "labels": tokens.clone()}
-
-
 _COMPILED, _VERIFIED = 4.5, 12
 """measured peaks in copies of the weights: the model, what is adopted and what is written; two models that are trained"""
 
@@ -290,13 +222,15 @@ def _weigh(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> N
 def _without_weights(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     make, args, kwargs = load(options.model, options.batch, options.seq)
     with torch.device("meta"):
-        return make().train(not options.inference), args, kwargs
+        return make().train(_trains(options)), args, kwargs
 
 
 def _planned(options: argparse.Namespace) -> Any:
-    """The plan of a model without weights."""
+    """The plan of a model without weights, or the one that is given."""
     import autoshard
 
+    if (given := _given(options)) is not None:
+        return given
     model, args, kwargs = _without_weights(options)
     if getattr(options, "devices", None) is not None:
         where: dict[str, Any] = {"devices": options.devices, "hardware": options.hardware}
@@ -320,8 +254,7 @@ def _compile(options: argparse.Namespace) -> int:
     make, args, kwargs = load(options.model, options.batch, options.seq)
     _weigh(make, _COMPILED)
     torch.manual_seed(0)
-    training, mesh = not options.inference, _mesh(options)
-    sharded = autoshard.compile(make().train(training), mesh, args, kwargs, **_planning(options))
+    sharded = autoshard.compile(make().train(_trains(options)), _mesh(options), args, kwargs, **_planning(options))
     sharded.save(options.out)
     ranks = sharded.mesh.size
     step = ", step.json" if (options.out / "step.json").exists() else ""
@@ -334,17 +267,19 @@ def _verify(options: argparse.Namespace) -> int:
     import autoshard
 
     make, args, kwargs = load(options.model, options.batch, options.seq)
-    dtype = getattr(torch, options.dtype)
-    _weigh(make, _VERIFIED, dtype.itemsize)
+    name = options.dtype or ("float64" if options.plan is None else None)  # the operations of a plan have dtypes
+    dtype = None if name is None else getattr(torch, name)
+    _weigh(make, _VERIFIED, 0 if dtype is None else dtype.itemsize)
     torch.manual_seed(0)
-    model = make().to(dtype)
-    if options.inference:
-        model.eval()
-    args, kwargs = torch.utils._pytree.tree_map(
-        lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
-    )
+    model = make().train(_trains(options))
+    if dtype is not None:
+        model = model.to(dtype)
+        args, kwargs = torch.utils._pytree.tree_map(
+            lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
+        )
     asked = {name: getattr(options, name) for name in ("steps", "micro_batches", "recompute", "stages", "schedule")}
-    report = autoshard.verify(model, _mesh(options), args, kwargs, hints=_hints(options), like=_like(options), **asked)
+    asked |= {"plan": options.plan, "hints": _hints(options), "like": _like(options)}
+    report = autoshard.verify(model, _mesh(options), args, kwargs, **asked)
     print(report)
     return 0 if report.ok else 1
 

@@ -18,10 +18,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.cli import load
 from autoshard.compiler import captured, planned
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
+from autoshard.models.by_name import load
 from autoshard.passes.propagate.experts import like_of
 from autoshard.plans.wishes import Wishes
 

@@ -65,6 +65,20 @@ class Flow(nn.Module):
         return likelihood + 1e-2 * sum(p.square().sum() for p in self.parameters())
 
 
+class Terms(nn.Module):
+    """A loss of terms that start at zero, and a number; one of them is given back beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        found, loss = self.net(x), torch.zeros(())
+        for term in (F.mse_loss(found, y), aux := found.abs().mean()):
+            loss = loss + term
+        return {"aux": aux, "loss": 1.5 - 2 * loss}
+
+
 def tokens(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """[8, 16] token ids and labels, ignored unevenly: all of one row, most of another."""
     random = torch.Generator().manual_seed(seed)
@@ -78,6 +92,8 @@ def made(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(0)
     if name == "regression":
         return Regression().double(), (torch.randn(8, 12).double(), torch.randn(8, 6).double())
+    if name == "terms":
+        return Terms().double(), (torch.randn(8, 12).double(), torch.randn(8, 6).double())
     if name == "weighted":
         return Weighted().double(), (torch.randn(8, 10).double(), torch.tensor([0, 3, 3, 3, 1, 6, 2, 5]))
     if name == "flow":
@@ -282,7 +298,7 @@ def chosen(mesh: autoshard.Mesh) -> None:
 
 CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     **{f"{name}_in_{n}": trains(name, n) for name in ("gpt", "llama") for n in (2, 4)},
-    **{f"{name}_in_4": trains(name, 4) for name in ("moe", "regression", "weighted", "flow")},
+    **{f"{name}_in_4": trains(name, 4) for name in ("moe", "regression", "weighted", "flow", "terms")},
     "other_outputs": other_outputs,
     "draws_go_on": draws_go_on,
     "draws_of_samples": draws_of_samples,

@@ -24,8 +24,6 @@ from autoshard.errors import AutoshardError, CaptureError, PlanError
 TOLERANCE = 1e-9
 ROUNDED = 1e-7
 """what is rounded to float32 once"""
-TRAINED = 3e-6
-"""weights of float32 after three steps"""
 WIDE = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
 NARROW = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float64)
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers
 
 import autoshard.runtime
 from autoshard.cli import main
@@ -85,6 +86,49 @@ def test_verify(model: str, mesh: str, asked: list[str], capsys: pytest.CaptureF
     arguments = ["verify", model, "--mesh", mesh, "--hardware", "ideal_network", "--seq", "8", "--batch", "2"]
     assert main([*arguments, *asked]) == 0
     assert capsys.readouterr().out.startswith(f"verify on mesh {mesh}: ok  (rtol 1e-09, atol 1e-09)")
+
+
+def test_a_saved_plan_is_followed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By every command that takes one, on its mesh; what it says is not searched again."""
+    path = tmp_path / "plan.json"
+    small = ["gpt", "--batch", "2", "--seq", "8"]
+    asked = ["--mesh", "pp=2,tp=2", "--stages", "pp", "--micro-batches", "2", "--like", "tp=megatron"]
+    assert main(["plan", *small, *asked, "--json", str(path)]) == 0
+    plan = autoshard.Plan.from_json(path.read_text(encoding="utf-8"))
+    capsys.readouterr()
+    assert main(["verify", *small, "--plan", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("verify on mesh pp=2, tp=2: ok")
+    assert main(["compile", *small, "--plan", str(path), "--out", str(tmp_path / "out")]) == 0
+    kept = autoshard.Plan.from_json((tmp_path / "out" / "plan.json").read_text(encoding="utf-8"))
+    assert (kept.mesh, kept.layouts, kept.micro_batches) == (plan.mesh, plan.layouts, plan.micro_batches)
+    capsys.readouterr()
+    assert main(["explain", *small, "blocks.0", "--plan", str(path)]) == 0
+    assert capsys.readouterr().out == plan.explain("blocks.0") + "\n"
+
+
+def test_a_plan_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for path, text in ((tmp_path / "gone.json", "No such file"), (Path(__file__), "plan")):
+        with pytest.raises(SystemExit):
+            main(["verify", "mlp", "--plan", str(path)])
+        assert text in capsys.readouterr().err
+
+
+def test_a_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    config.save_pretrained(tmp_path)
+    for model in (f"hf:{tmp_path}", f"hf:{tmp_path}/config.json", "hf:mixtral", "hf:qwen3_moe"):
+        assert main(["plan", model, "--mesh", "tp=2", "--hardware", "ideal_network"]) == 0
+        assert "ForCausalLM on ideal_network, mesh tp=2" in capsys.readouterr().out
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert main(["plan", f"hf:{tmp_path}", "--mesh", "tp=2"]) == 2
+    assert "is no config of transformers" in capsys.readouterr().err
 
 
 def test_verify_that_fails_has_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +211,10 @@ MISTAKES = [
     (["plan", "mlp", "--mesh", "tp=2,tp=4"], "--mesh 'tp=2,tp=4': axis 'tp' is given twice"),
     (["plan", "mlq", "--mesh", "tp=2"], "there is no reference model 'mlq'. Nearest: mlp:tiny"),
     (["plan", "mlp", "--mesh", "tp=2", "--hardware", "gpu"], "unknown hardware 'gpu'. Known: a100, h100, "),
-    (["plan", "hf:lama", "--mesh", "tp=2"], "hf:lama is not known here. Known: hf:llama, hf:mistral, "),
+    (
+        ["plan", "hf:lama", "--mesh", "tp=2"],
+        "hf:lama is not known here, and no config.json or folder with one. Known: hf:llama, hf:mistral, ",
+    ),
     (["plan", "mlp", "--mesh", "tp=2", "--hint", "rowwise"], "--hint 'rowwise': write PATTERN=HINT, for example "),
     (["plan", "mlp", "--mesh", "tp=2", "--hint", "nowhere=rowwise"], "hint 'nowhere' matches no parameter, buffer, "),
     (["plan", "no_such.module:f", "--mesh", "tp=2"], "MODEL no_such.module:f cannot be loaded: No module named "),

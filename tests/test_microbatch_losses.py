@@ -49,9 +49,6 @@ LOSSES: dict[str, Term] = {
 }
 
 
-SETUPS = ((2, None), (2, "pp"), (4, "pp"))
-
-
 class Trained(nn.Module):
     def __init__(self, loss: Term) -> None:
         super().__init__()
@@ -66,18 +63,19 @@ def case(loss: Term) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return Trained(loss).double(), (torch.randn(8, 6).double(), torch.randn(8, 5).double())
 
 
-@pytest.mark.parametrize(
-    ("count", "stages"), [(4, None), *(pytest.param(n, s, marks=pytest.mark.slow) for n, s in SETUPS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [None, "pp"])
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("name", LOSSES)
 def test_terms_that_no_sample_decides(name: str, count: int, stages: str | None) -> None:
     model, args = case(LOSSES[name])
     steps_alike(model, ideal({stages or "tp": 2}), args, {}, 3, micro_batches=count, stages=stages)
 
 
-def test_terms_in_stages() -> None:
-    model, args = case(lambda h, y: 1.5 - summed(h.new_zeros(()), [LOSSES["numbers"](h, y), LOSSES["filled"](h, y)]))
-    steps_alike(model, ideal({"pp": 2}), args, {}, 3, micro_batches=2, stages="pp")
+@pytest.mark.parametrize(("count", "stages"), [(4, None), (2, "pp")])
+def test_all_these_terms(count: int, stages: str | None) -> None:
+    model, args = case(lambda h, y: summed(h.new_zeros(()), [loss(h, y) for loss in LOSSES.values()]))
+    steps_alike(model, ideal({stages or "tp": 2}), args, {}, 3, micro_batches=count, stages=stages)
 
 
 def test_a_number_that_counts_in_each_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

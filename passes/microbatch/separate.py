@@ -7,7 +7,7 @@ micro-batch; a summand is summed at the exit only. What would need all micro-bat
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -67,10 +67,9 @@ class _Separating:
     mesh: Mesh
     asked: Mapping[str, Placement]
     variables: dict[str, Sequence[Any]] = field(default_factory=dict)
-    costs: list[np.ndarray] = field(default_factory=list)
-    index: dict[str, int] = field(default_factory=dict)
-    edges: list[tuple[str, str, np.ndarray, str]] = field(default_factory=list)
-    """(definition, reader, 1 where it is impossible, the value)"""
+    costs: dict[str, np.ndarray] = field(default_factory=dict)
+    edges: list[tuple[str, str, np.ndarray]] = field(default_factory=list)
+    """(definition, reader, infinite where it is impossible)"""
     own: frozenset[str] = frozenset()
     """values of no input: every micro-batch may add its share of one to what is summed"""
 
@@ -108,16 +107,12 @@ class _Separating:
                 self._connect(name, made[name], f"mutation:{fqn}", [R])
 
     def _add(self, variable: str, states: Sequence[Any], costs: Sequence[float]) -> None:
-        self.index[variable] = len(self.costs)
-        self.variables[variable] = states
-        self.costs.append(np.array(costs))
+        self.variables[variable], self.costs[variable] = states, np.array(costs)
 
     def _connect(self, value: str, made: tuple[str, list[Placement]], reader: str, uses: Sequence[Placement]) -> None:
         shares = value in self.own
-        wrong = np.array(
-            [[float(a != b and not (shares and (a, b) == (R, P))) for b in uses] for a in made[1]]
-        ).reshape(len(made[1]), len(uses))
-        self.edges.append((made[0], reader, wrong, value))
+        table = [[0.0 if a == b or (shares and (a, b) == (R, P)) else np.inf for b in uses] for a in made[1]]
+        self.edges.append((made[0], reader, np.array(table).reshape(len(made[1]), len(uses))))
 
     def _of_input(self, name: str, placement: Placement) -> float:
         """What it costs to read an input so: any dim that the micro-batches divide may be cut, unless hints name it."""
@@ -166,25 +161,32 @@ class _Separating:
         return is_plain(local_call(node, graph, self.mesh, strategy))
 
     def solved(self) -> Separation:
-        forbidden = [np.where(wrong > 0, np.inf, 0.0) for _, _, wrong, _ in self.edges]
-        try:
-            choice = self._solve(self.costs, forbidden)
-        except PlanError:
-            raise PlanError(self._why_not()) from None
+        chosen = self._chosen(self.costs)
+        if chosen is None:
+            raise PlanError(self._why_not())
         graph = self.graph
-        chosen = {v: states[choice[self.index[v]]] for v, states in self.variables.items()}
         choices = {n.name: chosen[f"node:{n.name}"] for n in graph.nodes}
-        placed = {
-            name: canonical(choices[n.name].outputs[slot], graph.types[name].grad)
-            for n in graph.nodes
+        outputs = tuple(chosen.get(f"out:{i}", R) if isinstance(o, Ref) else None for i, o in enumerate(graph.outputs))
+        return Separation(self.mesh, choices, self._placed(chosen, graph.nodes), outputs)
+
+    def _chosen(self, costs: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
+        """The states of these variables that fit together at the least cost; None where none do."""
+        place = {variable: i for i, variable in enumerate(costs)}
+        edges = tuple((place[a], place[b], table) for a, b, table in self.edges if a in place and b in place)
+        try:
+            choice = solve(CostNetwork(tuple(costs.values()), edges)).choice
+        except PlanError:
+            return None
+        return {variable: self.variables[variable][choice[i]] for variable, i in place.items()}
+
+    def _placed(self, chosen: Mapping[str, Any], nodes: Sequence[Node]) -> dict[str, Placement]:
+        """How ``nodes`` make their values."""
+        types = self.graph.types
+        return {
+            name: canonical(chosen[f"node:{n.name}"].outputs[slot], types[name].grad)
+            for n in nodes
             for slot, name in enumerate(n.outputs)
         }
-        outputs = tuple(chosen.get(f"out:{i}", R) if isinstance(o, Ref) else None for i, o in enumerate(graph.outputs))
-        return Separation(self.mesh, choices, placed, outputs)
-
-    def _solve(self, costs: Sequence[np.ndarray], tables: Sequence[np.ndarray]) -> tuple[int, ...]:
-        edges = [(self.index[a], self.index[b], t) for (a, b, _, _), t in zip(self.edges, tables, strict=True)]
-        return solve(CostNetwork(tuple(costs), tuple(edges))).choice
 
     def _why_not(self) -> str:
         """Where the fewest values would have to be put together in the middle."""
@@ -210,7 +212,7 @@ class _Separating:
         if (node := self._culprit()) is not None:
             return f"micro_batches={count}: {self._whole_for(node)}"
         for fqn in self.graph.mutations:
-            if not self._solved(len(self.graph.nodes), {f"mutation:{fqn}"}):
+            if self._divided(len(self.graph.nodes), [f"mutation:{fqn}"]) is None:
                 return (
                     f"micro_batches={count}: {fqn!r} is written with a value of the whole batch, such as a mean over it, and a "
                     "micro-batch sees its own part only. Use micro_batches=1, or write what each sample gives by itself."
@@ -220,77 +222,66 @@ class _Separating:
             "to it has to look at each sample by itself, and the last one to add up or average over the batch."
         )
 
-    def _whole_for(self, node: Node) -> str:
-        """What ``node`` would have to have of the whole batch, and what to do."""
-        graph, number = self.graph, self.graph.nodes.index(node)
-        placed = self._solved(number) or {}
-        reads = {n: placed.get(n, R) for n in node.inputs if n in self.spread}
-        sums = [n for n, p in reads.items() if p == P]
-        made = (
-            [f"{n} ({_where(graph.producers[n])})" for n in sums] or [n for n, p in reads.items() if p != R] or [*reads]
-        )
-        reached, names = outputs_reached(graph), names_of(graph.out_spec)
-        ends = [i for i, o in enumerate(graph.outputs) if isinstance(o, Ref) and not graph.types[o.name].shape]
-        ends = [i for i in ends if i in names and names[i] != "loss" and any(reached[o] >> i & 1 for o in node.outputs)]
-        of = f", for {output_named(ends[0], names)}," if ends else ""
-        balancing = (
-            " A loss that balances experts multiplies two means over the batch: leave it out (transformers: "
-            "output_router_logits=False)."
-        )
-        return (
-            f"{_where(node)}{of} needs {', '.join(made)} of the whole batch in the middle of the model, and a micro-batch "
-            "sees its own part only. Use micro_batches=1, or an operation that looks at each sample by itself."
-            + balancing
-            * (len(sums) > 1)
-        )
+    def _culprit(self) -> Node | None:
+        """The first operation up to which not all values that carry a gradient can be cut, or summands."""
+        nodes = self.graph.nodes
+        if self._divided(len(nodes)) is not None:
+            return None
+        return nodes[bisect.bisect(range(1, len(nodes)), False, key=lambda n: self._divided(n) is None)]
+
+    def _divided(self, number: int, ends: Sequence[str] = ()) -> dict[str, Any] | None:
+        """States with which the first ``number`` operations do none of their work for the whole batch; None where none do.
+
+        ``ends``: variables of what is written that count, too.
+        """
+        types = self.graph.types
+        costs = {v: cost for v, cost in self.costs.items() if v.startswith("input:") or v in ends}
+        for node in self.graph.nodes[:number]:
+            variable = f"node:{node.name}"
+            wanted = [slot for slot, name in enumerate(node.outputs) if name in self.spread and types[name].grad]
+            # Of products no summands: their other dims are no batch.
+            refused = {R, P} if node_flops(node, self.graph, rule_for(node.op)) else {R}
+            wrong = [any(canonical(s.outputs[i], True) in refused for i in wanted) for s in self.variables[variable]]
+            costs[variable] = np.where(wrong, np.inf, self.costs[variable])
+        return self._chosen(costs)
 
     @cached_property
     def spread(self) -> frozenset[str]:
-        """Values that are to be cut or summands: the batch decides them, and with a backward they lead to the loss."""
+        """Values that the batch decides: there they are to be cut, or summands."""
         graph, count = self.graph, self.mesh.size
-        found = {
-            i.name for i in graph.inputs if i.kind == "input" and any(n % count == 0 for n in graph.types[i.name].shape)
-        }
+        given = (i.name for i in graph.inputs if i.kind == "input")
+        found = {name for name in given if any(n % count == 0 for n in graph.types[name].shape)}
         for node in graph.nodes:
             if not found.isdisjoint(node.inputs):
                 found.update(node.outputs)
         return frozenset(found - self.own)
 
-    def _culprit(self) -> Node | None:
-        """The first operation up to which not all values that carry a gradient can be cut, or summands."""
-        nodes = self.graph.nodes
-        if self._solved(len(nodes)):
-            return None
-        return nodes[bisect.bisect(range(1, len(nodes)), False, key=lambda n: not self._solved(n))]
+    def _whole_for(self, node: Node) -> str:
+        """What ``node`` would have to have of the whole batch, and what to do."""
+        graph, number = self.graph, self.graph.nodes.index(node)
+        placed = self._placed(self._divided(number) or {}, graph.nodes[:number])
+        reads = {n: placed.get(n, R) for n in node.inputs if n in self.spread}
+        sums = [f"{n} ({_where(graph.producers[n])})" for n, p in reads.items() if p == P]
+        needed = sums or [n for n, p in reads.items() if p != R] or [*reads]
+        balancing = (
+            " A loss that balances experts multiplies two means over the batch: leave it out (transformers: "
+            "output_router_logits=False)."
+        )
+        return (
+            f"{_where(node)}{self._term_with(node)} needs {', '.join(needed)} of the whole batch in the middle of the model, "
+            "and a micro-batch sees its own part only. Use micro_batches=1, or an operation that looks at each sample by "
+            f"itself.{balancing if len(sums) > 1 else ''}"
+        )
 
-    def _solved(self, number: int, ends: Collection[str] = ()) -> dict[str, Placement]:
-        """How the first ``number`` operations make their values, without the work of the whole batch; nothing if they cannot.
-
-        ``ends``: variables of what is given back or written that count, too.
-        """
-        types = self.graph.types
-        nodes = {f"node:{n.name}": n for n in self.graph.nodes[:number]}
-        kept = {v: i for i, v in enumerate(v for v in self.index if v in nodes or v in ends or v.startswith("input:"))}
-        costs = [self.costs[self.index[v]] for v in kept]
-        for v, node in nodes.items():
-            wanted = [slot for slot, name in enumerate(node.outputs) if name in self.spread and types[name].grad]
-            # Of products no summands: their other dims are no batch.
-            refused = {R, P} if node_flops(node, self.graph, rule_for(node.op)) else {R}
-            wrong = [any(canonical(s.outputs[slot], True) in refused for slot in wanted) for s in self.variables[v]]
-            costs[kept[v]] = np.where(wrong, np.inf, costs[kept[v]])
-        edges = [
-            (kept[a], kept[b], np.where(w > 0, np.inf, 0.0)) for a, b, w, _ in self.edges if a in kept and b in kept
-        ]
-        try:
-            choice = solve(CostNetwork(tuple(costs), tuple(edges))).choice
-        except PlanError:
-            return {}
-        chosen = {v: self.variables[v][choice[i]] for v, i in kept.items()}
-        return {
-            name: canonical(chosen[v].outputs[slot], types[name].grad)
-            for v, node in nodes.items()
-            for slot, name in enumerate(node.outputs)
-        } or {"": R}
+    def _term_with(self, node: Node) -> str:
+        """The scalar beside the loss that ``node`` leads to, as a part of a sentence."""
+        graph, names = self.graph, names_of(self.graph.out_spec)
+        reached = outputs_reached(graph)
+        for i, o in enumerate(graph.outputs):
+            is_term = isinstance(o, Ref) and not graph.types[o.name].shape and names.get(i, "loss") != "loss"
+            if is_term and any(reached[name] >> i & 1 for name in node.outputs):
+                return f", for {output_named(i, names)},"
+        return ""
 
 
 def _of_no_input(graph: Graph) -> frozenset[str]:

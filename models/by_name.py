@@ -1,0 +1,137 @@
+"""Models by name, as the command line takes them: ours, those of transformers, and what a user's function makes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import linecache
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import frames, models
+from autoshard.errors import CaptureError
+
+Loaded = tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
+
+
+def load(name: str, batch: int | None, seq: int | None) -> Loaded:
+    """A model factory and example inputs for a MODEL argument. Raises :class:`CaptureError` for an unknown one.
+
+    ``package.module:function`` returns ``(model, args)`` or ``(model, args, kwargs)``. It is called with those of ``batch`` and
+    ``seq`` that are given, as keywords; a model of ours has defaults for them.
+    """
+    module, colon, function = name.partition(":")
+    if not name.startswith("hf:") and ((colon and "." in module) or _importable(module, function)):
+        return _user_function(module, function, {"batch": batch, "seq": seq})
+    batch, seq = 4 if batch is None else batch, 32 if seq is None else seq
+    if name.startswith("hf:"):
+        return _hugging_face(name.removeprefix("hf:"), batch, seq)
+    reference = models.get(name)
+    args, kwargs = reference.inputs(batch=batch, seq=seq)
+    return reference.model, tuple(args), dict(kwargs)
+
+
+def _importable(module: str, function: str) -> bool:
+    known = {n.partition(":")[0] for n in models.names()}
+    return bool(function) and module not in known
+
+
+def _user_function(module: str, function: str, sizes: dict[str, int | None]) -> Loaded:
+    sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise CaptureError(f"MODEL {module}:{function} cannot be loaded: {error}") from error
+    asked = {name: size for name, size in sizes.items() if size is not None}
+    try:
+        inspect.signature(make).bind(**asked)
+    except TypeError as error:
+        raise CaptureError(f"MODEL {module}:{function} cannot be called with ({_written(asked)}): {error}") from error
+    try:
+        made = make(**asked)
+    except Exception as error:
+        raise CaptureError(f"{module}:{function} fails{_raised_at(error)}: {type(error).__name__}: {error}") from error
+    if isinstance(made, nn.Module):
+        raise CaptureError(
+            f"{module}:{function} returns a model without example inputs; return (model, args, kwargs) instead"
+        )
+    match made:
+        case (nn.Module() as model, tuple() | list() as args, *rest) if len(rest) < 2 and all(
+            isinstance(x, dict) for x in rest
+        ):
+            return (lambda: model), tuple(args), dict(*rest)
+    raise CaptureError(
+        f"{module}:{function} returns {type(made).__name__}; return (model, args) or (model, args, kwargs)"
+    )
+
+
+def _written(keywords: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in keywords.items())
+
+
+def _raised_at(error: Exception) -> str:
+    """ " at ``file:line``: ``text``" of the innermost line of the user's; "" where there is none."""
+    of_users = [(f, n) for f, n in frames.of_traceback(error.__traceback__) if frames.is_users(f.f_code.co_filename)]
+    if not of_users:
+        return ""
+    frame, number = of_users[-1]
+    file = frame.f_code.co_filename
+    return f" at {file}:{number} (`{linecache.getline(file, number).strip()}`)"
+
+
+_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"num_key_value_heads": 2}),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_key_value_heads": 2, "num_local_experts": 4}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {"num_key_value_heads": 2}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"num_key_value_heads": 2, "head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "moe_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {}),
+    "bert": ("BertConfig", "BertForMaskedLM", {}),
+    "t5": ("T5Config", "T5ForConditionalGeneration", {"d_kv": 16, "decoder_start_token_id": 0}),
+}
+"""family → the classes of transformers, and what its small config has beside the common sizes"""
+
+
+def _hugging_face(name: str, batch: int, seq: int) -> Loaded:
+    """A random model of transformers: a small one of a family, or that of a config that lies here. Never a download."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise CaptureError("hf: models need the transformers package: pip install transformers") from error
+    if name in _FAMILIES:
+        config_name, model_name, extra = _FAMILIES[name]
+        sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        if name != "gpt2":
+            sizes["intermediate_size"] = 128
+        config = getattr(transformers, config_name)(**sizes, **extra, bos_token_id=0, eos_token_id=1)
+        make = partial(getattr(transformers, model_name), config)
+    elif Path(name).exists():
+        try:
+            config = transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CaptureError(f"hf:{name} is no config of transformers: {error}") from error
+        make = partial(transformers.AutoModelForCausalLM.from_config, config)
+    else:
+        known = ", ".join(f"hf:{family}" for family in _FAMILIES)
+        raise CaptureError(f"hf:{name} is not known here, and no config.json or folder with one. Known: {known}")
+    config.use_cache = False
+    most = config.get_text_config().vocab_size
+    tokens = torch.randint(0, most, (batch, seq), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    return make, (), {"input_ids": tokens, "labels": tokens.clone()}
