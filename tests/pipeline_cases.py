@@ -210,7 +210,7 @@ def frozen(mesh: autoshard.Mesh) -> None:
 
 
 def frozen_and_unfrozen(mesh: autoshard.Mesh) -> None:
-    """Flags and dtypes that change after compilation, on every stage or on some; norms stay those of stages."""
+    """Flags and dtypes that change after compilation, on every stage or on some; gradients put together are a stage's."""
     model, args = made("gpt")
     model.eval()
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, training=True)
@@ -231,9 +231,17 @@ def frozen_and_unfrozen(mesh: autoshard.Mesh) -> None:
             m.requires_grad_(True).to(dtype)
             loss_of(m(*args)).backward()
         same_gradients(sharded, model, rtol)
+
+    def backward() -> torch.Tensor:
+        loss = loss_of(sharded(*args))
+        loss.backward()
+        return loss
+
     if dist.is_initialized() and dist.get_world_size() == mesh.size_of("pp"):
         with pytest.raises(RuntimeMismatchError, match="use autoshard"):
             torch.nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+        with pytest.raises(RuntimeMismatchError, match="such as LBFGS, do not train stages"):
+            torch.optim.LBFGS(sharded.parameters()).step(backward)
         if "token_embedding.weight" in dict(sharded.named_parameters()):  # held by two stages
             sharded.get_parameter("token_embedding.weight").requires_grad_(dist.get_rank() == 0)
         with pytest.raises(RuntimeMismatchError, match="the ranks disagree on the state of the call"):

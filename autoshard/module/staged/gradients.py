@@ -1,4 +1,4 @@
-"""Gradients of one rank's stages: a norm of them taken together is none of the model, and says so."""
+"""Gradients of one rank's stages: what is made of them taken together is none of the model, and says so."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import RuntimeMismatchError
 
 _NORMS = (torch.linalg.vector_norm, torch._foreach_norm)
+_FLAT = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten)
 
 
 def mark(p: torch.Tensor) -> None:
@@ -20,7 +21,10 @@ def mark(p: torch.Tensor) -> None:
 
 
 class StageGradient(DTensor):
-    """A gradient whose norm may be taken, but not put together with others', as ``torch.nn.utils.clip_grad_norm_`` does."""
+    """A gradient whose norm may be taken, but not put together with others', as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Nor may its elements, as LBFGS does, which would search a step of these stages alone.
+    """
 
     @classmethod
     def __torch_function__(
@@ -28,10 +32,10 @@ class StageGradient(DTensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            if func in _NORMS:
-                for norm in result if isinstance(result, list | tuple) else (result,):
-                    if type(norm) is DTensor:
-                        norm.__class__ = _Norm
+            for kind, funcs in ((_Norm, _NORMS), (_Elements, _FLAT)):
+                for x in (result if isinstance(result, list | tuple) else (result,)) if func in funcs else ():
+                    if type(x) is DTensor:
+                        x.__class__ = kind
             return result
 
 
@@ -52,3 +56,19 @@ class _Norm(DTensor):
             if func is torch.Tensor.to and type(result) is DTensor:
                 result.__class__ = cls
             return result
+
+
+class _Elements(DTensor):
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.cat, torch.concat, torch.concatenate):
+            raise RuntimeMismatchError(
+                "these gradients put together are those of this rank's pipeline stages, not of the model: optimizers that "
+                "take all parameters as one vector, such as LBFGS, do not train stages. sharded.full_gradients() has all"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
