@@ -101,6 +101,18 @@ def tables_of_one_owner() -> None:
     step(case, other, {reference: steps[reference], other: resumed}, "SparseAdam")
 
 
+def sums_go_beside_tables() -> None:
+    """Few gradients of layers are sent before those of tables are, and so while these are added up."""
+    reference, args = fields(DCN, False, 7)
+    sharded = compiled(reference, args, "table-wise")
+    sharded._comm.log = executed = list[Any]()
+    sharded(*args).backward()
+    reference(*args).backward()
+    same(sharded.full_gradients(), {n: p.grad for n, p in reference.named_parameters()})
+    kinds = [e.kind for e in executed if e.phase == "backward" and "x" in e.axes]
+    assert kinds.index("all_reduce") < kinds.index("all_to_all"), kinds
+
+
 def jagged_bags_of_one_owner() -> None:
     """Adagrad; a gradient of the weights of samples; two micro-batches have no jagged bags, so not in parts."""
     reference, args = case = towers(True)
@@ -182,6 +194,7 @@ TABLES = {
     f.__name__: f
     for f in (
         tables_of_one_owner,
+        sums_go_beside_tables,
         jagged_bags_of_one_owner,
         bags_of_all_modes,
         sparse_rows_and_replicas,

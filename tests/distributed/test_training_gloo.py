@@ -39,6 +39,7 @@ CONTRACT = (
     "profiled",
     "one_program_for_all_lengths",
     "tables_of_one_owner",
+    "sums_go_beside_tables",
     "jagged_bags_of_one_owner",
     "bags_of_all_modes",
     "sparse_rows_and_replicas",

@@ -80,7 +80,8 @@ def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], t
     """The parameters that enter their blocks over one group of axes, and the axes, where their gradients are too few to be
     sent before the backward ends: they need no node of the graph in every block.
 
-    Not where the forward reads one of them otherwise, too: what that brings is no summand.
+    Not where the forward reads one of them otherwise, too: what that brings is no summand. Nor where there are others, as
+    tables, whose gradients that message goes beside.
     """
     entering = [s for s in program.statements if s.call.fn == "enter_parameters"]
     groups = {comm.active(s.call.args[1]) for s in entering}
@@ -91,6 +92,8 @@ def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], t
     )
     types = [(program.layouts[n], program.types[n]) for n in names]
     size = sum(math.prod(layout.max_local_shape(t.shape)) * t.dtype.itemsize for layout, t in types)
+    trained = {i.name for i in program.graph.inputs if i.kind == "parameter" and program.types[i.name].grad}
+    alone = alone and names >= trained
     if len(groups) != 1 or not all(groups) or not alone or any(s.call.kwargs for s in entering) or size >= SMALL:
         return frozenset(), ()
     return frozenset(i.fqn for i in program.graph.inputs if i.name in names), groups.pop()

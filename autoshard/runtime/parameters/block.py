@@ -127,6 +127,8 @@ class _Move(Node):
         nodes = [x.grad_fn for x, wanted in zip(xs, trained, strict=True) if wanted]
         alone = all(node is nodes[0] for node in nodes)
         ctx.owner = getattr(nodes[0], "pending", None) if alone else None  # by another name: this is a node, too
+        if ctx.owner is not None:
+            ctx.owner.expected += 1
         ctx.numbers = [x.output_nr if wanted else -1 for x, wanted in zip(xs, trained, strict=True)]
         out, shared = _moved(bucket, xs, zero)
         ctx.sums = shared if zero == 1 else None

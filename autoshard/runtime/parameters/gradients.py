@@ -54,6 +54,8 @@ class Gradients:
             assert isinstance(comm, TorchCommunicator)
             moves = [Move("I", "R", axes, module="")] * len(self.last)
             self.bucket = FlatBucket(comm, moves, listed=True)  # now: it knows whether this forward's sums are deferred
+        self.expected = 0
+        """buckets whose gradients are still to come"""
         self.works: list[Any] = []
         self.later: list[Begin] = []
         self.parts: list[tuple[int, torch.Tensor, tuple[str, ...]]] = []
@@ -71,18 +73,20 @@ class Gradients:
     def move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """Begin to move the ``gradients`` of the parameters with these ``numbers`` back through ``bucket``.
 
-        Small ones wait for the next of their kind: a message has its price, however short it is.
+        Small ones wait for the next of their kind: a message has its price, however short it is. Behind the last there is none:
+        what else the backward does goes beside its message.
         """
         if not isinstance(bucket, FlatBucket):
             self._move(bucket, numbers, gradients)
             return
+        self.expected -= 1
         if self.held and not self.held[0][0].joins(bucket):
             self._flush()
         self.held.append((bucket, numbers, gradients))
         enough = SMALL
         if self.works and not bucket.gathers:
             enough = LARGE_ON_GLOO if bucket.comm.process_group(bucket.moves[0].axes).gloo else LARGE
-        if sum([g.nbytes for *_, given in self.held for g in given if g is not None]) >= enough:
+        if sum([g.nbytes for *_, given in self.held for g in given if g is not None]) >= enough or not self.expected:
             self._flush()
 
     def _flush(self) -> None:
