@@ -78,6 +78,17 @@ def test_all_these_terms(count: int, stages: str | None) -> None:
     steps_alike(model, ideal({stages or "tp": 2}), args, {}, 3, micro_batches=count, stages=stages)
 
 
+def test_a_number_in_an_island_of_float32() -> None:
+    """A norm that computes in float32 adds its epsilon to what is cut."""
+
+    def normed(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mean = h.float().square().mean(-1, keepdim=True)
+        return F.mse_loss((h.float() * torch.rsqrt(mean + 1e-6)).to(h.dtype), y)
+
+    model, args = case(normed)
+    steps_alike(model, ideal({"tp": 2}), args, {}, 2, micro_batches=2)
+
+
 def test_a_number_that_counts_in_each_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "with_share", lambda node, count: node)
     model, args = case(LOSSES["number"])

@@ -131,13 +131,14 @@ class _Separating:
 
     def _strategies(self, node: Node) -> list[Strategy]:
         """The node's strategies that need nothing of other micro-batches."""
-        every = [*axis_strategies(node, self.graph, False), *on_summands(node, self.graph)]
+        every = axis_strategies(node, self.graph, False)
         if not (alone := [s for s in every if s.label != "I" and self._stands_alone(s, node)]):
             raise PlanError(f"{_where(node)} cannot run in micro-batches")
         # A float32 island in a float64 model may be rounded otherwise than in one batch; a parameter's cast has to be.
-        exact = [*axis_strategies(node, self.graph), *on_summands(node, self.graph)]
+        exact = axis_strategies(node, self.graph)
         found = [s for s in alone if s in exact]
-        return [*found, *(s for s in alone if s.label == "R" and s not in found)] if found else alone
+        offered = [*found, *(s for s in alone if s.label == "R" and s not in found)] if found else alone
+        return [*offered, *on_summands(node, self.graph)]
 
     def _stands_alone(self, strategy: Strategy, node: Node) -> bool:
         graph, count = self.graph, self.mesh.size
