@@ -101,6 +101,7 @@ _UNDIVIDED = (
     *("copied", "compiled_by_torch", "inference_mode_first", "grouped_products_in_float32"),
     *("frozen_but_for_the_head_and_unfrozen", "frozen_from_the_beginning"),
 )
+_OPEN = ("classes_of_tensors_and_numbers", "rules_of_ones_own", "a_dict_that_hooks_change")
 _RECURRENT = (
     *("autocast_around_the_call", "autocast_on_whole_tensors_is_eagers_bit_for_bit", "autocast_in_evaluation"),
 )
@@ -111,6 +112,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
             _UNDIVIDED, says(r"input '\w+' has shape \S+( 3\])?, and its batch of [35] does not divide into 2")
         ),
         **dict.fromkeys(_RECURRENT, says(r"aten.\S+ in gru at state_torch.py:\d+ needs \w+ of the whole batch")),
+        **dict.fromkeys(_OPEN, says("micro_batches=2 with open lengths")),
         "attention_kernels_and_matmul_precision": NO_LOSS,
         "accumulation_with_no_sync": fails(_SUMMED, r"Counter.*'all_reduce', 'backward'\): 3.*"),  # in every call
         "hybrid_sharding_with_no_sync": fails(_SUMMED, r".*\('all_reduce', 'backward'\): 3}.*'backward'\): 1}\)\)"),
