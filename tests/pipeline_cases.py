@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from microbatch_cases import TOLERANCE, far, farthest, full, loss_of
-from pipeline_steps import Short, Uneven, compare, made, tokens
+from pipeline_steps import Positive, Short, Uneven, compare, made, tokens
 from state_harness import same_gradients
 from table_models import Looked
 from torch import nn
@@ -162,18 +161,6 @@ def any_lengths(mesh: autoshard.Mesh) -> None:
         sharded.save("nowhere")
 
 
-class Positive(nn.Module):
-    """How many values there are after the first layer depends on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.gelu(self.first(x))
-        return self.last(x[x.sum(-1) > 0]).sum()
-
-
 def state(mesh: autoshard.Mesh) -> None:
     """A whole state dict goes in and comes out; one that does not fit is refused, before anything is loaded."""
     model, args = made("gpt")
@@ -184,6 +171,21 @@ def state(mesh: autoshard.Mesh) -> None:
     sharded.load_full_state_dict(other)
     found = sharded.full_state_dict()
     assert all(torch.equal(found[n], x) for n, x in other.items())
+    sharded.load_state_dict(model.state_dict())
+    found = sharded.full_state_dict()
+    assert all(torch.equal(found[n], x) for n, x in model.state_dict().items())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        sharded.load_state_dict({**model.state_dict(), "gone": torch.ones(1)})
+
+
+def functional(mesh: autoshard.Mesh) -> None:
+    """``functional_call`` with parameters that are computed: what they are computed of gets the gradients."""
+    model, args = made("skips")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
+    for m in (model, sharded):
+        scaled = {n: 2 * p for n, p in m.named_parameters()}
+        loss_of(torch.func.functional_call(m, scaled, args)).backward()
+    same_gradients(sharded, model)
 
 
 def deferred(mesh: autoshard.Mesh) -> None:
@@ -322,13 +324,8 @@ def refused(mesh: autoshard.Mesh) -> None:
     fails(PlanError, "needs .* of the whole batch", *made("normed"))
     fails(PlanError, "no output of the model is a scalar", nn.Linear(4, 4), (torch.randn(4, 4),))
     if mesh.size_of("pp") == 2:
-        fails(
-            PlanError,
-            "would cross from one stage to the next, and its length",
-            Positive(),
-            (torch.randn(4, 4),),
-            micro_batches=1,
-        )
+        text = "would cross from one stage to the next, and its length"
+        fails(PlanError, text, Positive(), (torch.randn(4, 4),), micro_batches=1)
     fails(PlanError, "stages: the model has 1 operations to cut between", Short(), args[:1], micro_batches=1)
 
 
@@ -390,6 +387,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "first_without_gradients": first_without_gradients,
     "any_lengths": any_lengths,
     "state": state,
+    "functional": functional,
     "deferred": deferred,
     "frozen": frozen,
     "frozen_and_unfrozen": frozen_and_unfrozen,

@@ -107,6 +107,18 @@ class Short(nn.Module):
         return self.weight.square()
 
 
+class Positive(nn.Module):
+    """How many values there are after the first layer depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.first(x))
+        return self.last(x[x.sum(-1) > 0]).sum()
+
+
 class Shared(nn.Module):
     """Of the layers' parameters each is read by some of the others, too."""
 

@@ -23,6 +23,7 @@ FAST = {
     "drawn_again",
     "one_verdict",
     "caches_stay",
+    "functional",
 }
 OWN = (
     "resumed_elsewhere",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -70,7 +71,7 @@ class PipelinedModule(StageOutputs):
     def _mark(self) -> None:
         """Let gradients be known as those of a stage, where there are others."""
         for p in self.parameters() if self._along.ranks > 1 else ():
-            if p.requires_grad and mark not in (p._post_accumulate_grad_hooks or {}).values():
+            if p.requires_grad and p.is_leaf and mark not in (p._post_accumulate_grad_hooks or {}).values():
                 p.register_post_accumulate_grad_hook(mark)
 
     def _holds(self, name: str) -> bool:
@@ -129,6 +130,14 @@ class PipelinedModule(StageOutputs):
         with torch.no_grad():
             for name, tensor in self.state_dict(keep_vars=True).items():
                 self._load(tensor, state[name])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`ShardedModule.load_state_dict`; of a whole state dict a rank takes what its stages hold."""
+        elsewhere = self.whole_state_dict().keys() - self.state_dict().keys()
+        mine = OrderedDict((n, x) for n, x in state_dict.items() if n not in elsewhere)
+        if hasattr(state_dict, "_metadata"):
+            mine._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        return super().load_state_dict(mine, *args, **kwargs)
 
     @collective
     def full_gradients(self) -> dict[str, torch.Tensor]:
