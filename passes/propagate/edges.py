@@ -45,7 +45,8 @@ def conversion_parts(
     with others (:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`); ``products``: beside which it may go
     (:mod:`~autoshard.passes.propagate.prices.travelling`).
     """
-    a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
+    a = [Layout(mesh, p) for p in sources]
+    b = a if targets is sources else [Layout(mesh, p) for p in targets]
     held_up, *links = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)
     ahead, back = copied_seconds(type_, a, b, stage is not None, share)
     found: Sequence[np.ndarray] = [held_up + ahead + back, *links]
@@ -54,7 +55,7 @@ def conversion_parts(
         again = forward_matrices(type_, a, b, share)
         found = [x + np.where(gathered, y, 0.0) for x, y in zip(found, (again[0] + ahead, *again[1:]), strict=True)]
     if passes == 1 or stage is None:
-        return with_journeys(as_parts(found, movable), type_, mesh, products, sources, targets)
+        return with_journeys(as_parts(found, movable), type_, products, a, b)
     apart = found if stage == 1 else _sums(type_, a, b, share) if type_.grad else [np.zeros_like(x) for x in found]
     if stage == 2:
         gather, *links = forward_matrices(type_, a, b, share)
@@ -107,7 +108,8 @@ def forward_matrices(
     type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], share: Shares = ALONE
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Seconds, of launches, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
-    a, b = ([layout.without_gradient() for layout in side] for side in (sources, targets))
+    a = [layout.without_gradient() for layout in sources]
+    b = a if targets is sources else [layout.without_gradient() for layout in targets]
     return link_matrices(a, b, type_.shape, type_.dtype, False, type_.unknown, share)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +45,8 @@ class Shares(NamedTuple):
     joined: float = 1.0
 
 
+Bools = npt.NDArray[np.bool_]
+
 ALONE = Shares()
 """goes in messages of its own"""
 
@@ -65,10 +66,26 @@ class Prices:
     space: Space
     piece: Ints
     """per move: elements of the smaller chunk, the unit of volume"""
-    shares: Floats
-    """[8 or 11, moves]: of ``seconds`` those of launches, those of links between nodes, and what several tensors that move
-    together pay once, for each kind in :data:`IN_BUCKETS`, and for :data:`TOGETHER` where asked for: launches, latency of
-    links inside a node, of links between nodes"""
+    mesh: Mesh
+    itemsize: int
+    grad: bool
+
+    @cached_property
+    def shares(self) -> Floats:
+        """[11, moves]: of ``seconds`` those of launches, those of links between nodes, and what several tensors that move
+        together pay once, for each kind in :data:`IN_BUCKETS`, and for small ones in :data:`TOGETHER`: launches, latency of
+        links inside a node, of links between nodes."""
+        graph = self.space
+        crossing, launches, latency, kinds = _messages(self.mesh, graph.kinds, graph.base, self.grad)
+        small = np.maximum(self.numel[graph.src], self.numel[graph.dst]) * self.itemsize <= SMALL_BYTES
+        known = np.isfinite(self.seconds)
+        rest = np.where(known, self.seconds, 0.0) - launches
+        shares = [launches, np.where(crossing, rest, 0.0)]
+        for merges in (*kinds[:-1], kinds[-1] & small):
+            once = np.where(merges, launches, 0.0)
+            links = np.where(merges, latency, 0.0) - once
+            shares += [once, np.where(crossing, 0.0, links), np.where(crossing, links, 0.0)]
+        return np.where(known, np.stack(shares), 0.0)
 
 
 def width(dtype: torch.dtype, grad: Moves) -> int:
@@ -93,7 +110,6 @@ def price(
     base: State,
     closed: tuple[int, ...] = (),
     looked_up: int = 0,
-    joined: bool = False,
 ) -> Prices:
     """Prices of all moves of ``space(mesh.shape, kinds, base)`` for a tensor of global ``shape``.
 
@@ -107,8 +123,6 @@ def price(
     ``looked_up``: of a sparse gradient the rows that all ranks have of it, at most. Whatever the move, each of n ranks gets
     the rows that the others have, and their numbers: (n-1) · k · (bytes of a row + 8), where k is a rank's share of these rows
     where gradients are summed, and no more than there are.
-
-    ``joined``: whether small moves may go with others, so that it matters what these pay together.
     """
     graph = space(mesh.shape, kinds, base)
     sizes = np.array(shape, np.int64)
@@ -125,11 +139,7 @@ def price(
         forbidden = uneven.any(axis=1) | cut.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
     numel = (-(-sizes // graph.cuts)).prod(axis=1)
-    merging = [np.array([m.kind == kind for m in graph.moves], np.bool_) for kind in IN_BUCKETS]
-    if joined:
-        small = np.maximum(numel[graph.src], numel[graph.dst]) * itemsize <= SMALL_BYTES
-        merging.append(small & np.array([m.kind in TOGETHER for m in graph.moves], np.bool_))
-    return Prices(total, gradients, seconds, numel, graph, piece, _shares(mesh, graph, seconds, bool(back), merging))
+    return Prices(total, gradients, seconds, numel, graph, piece, mesh, itemsize, bool(back))
 
 
 def _of_rows(graph: Space, sizes: Ints, back: int, looked_up: int) -> Ints:
@@ -154,28 +164,25 @@ def _rows_seconds(mesh: Mesh, graph: Space, gradients: Ints) -> Floats:
     return found
 
 
-def _shares(mesh: Mesh, graph: Space, seconds: Floats, grad: bool, merging: Sequence[npt.NDArray[np.bool_]]) -> Floats:
-    """See :attr:`Prices.shares`; ``merging``: which moves go with others, of each kind."""
+@lru_cache(maxsize=64)
+def _messages(
+    mesh: Mesh, kinds: tuple[str, ...], base: State, grad: bool
+) -> tuple[Bools, Floats, Floats, tuple[Bools, ...]]:
+    """Per move: whether it leaves a node, seconds of its launches, and with the latency of its links where it may go with
+    others; and per kind in :data:`IN_BUCKETS`, and for all in :data:`TOGETHER`, whether it is one."""
+    graph = space(mesh.shape, kinds, base)
     crosses = cache(lambda group: mesh.crosses([mesh.axes[a] for a in group]))
     crossing = np.array([crosses(m.group) for m in graph.moves], np.bool_)
     calls = (graph.forward > 0).astype(np.float64) + ((graph.backward > 0) if grad else 0)
-    launches = calls * mesh.hardware.kernel_latency
-    known = np.isfinite(seconds)
-    rest = np.where(known, seconds, 0.0) - launches
-    latency = cache(lambda *call: message_latency(mesh, *call))
-    shares = [launches, np.where(crossing, rest, 0.0)]
-    for merges in merging:
-        together = np.array(
-            [
-                latency(tuple(mesh.axes[a] for a in m.group), m.kind, m.backward if grad else None) if merged else 0.0
-                for m, merged in zip(graph.moves, merges, strict=True)
-            ],
-            np.float64,
-        )
-        once = np.where(merges, launches, 0.0)
-        links = together - once
-        shares += [once, np.where(crossing, 0.0, links), np.where(crossing, links, 0.0)]
-    return np.where(known, np.stack(shares), 0.0)
+    merging = [
+        np.array([m.kind in of for m in graph.moves], np.bool_) for of in (*((k,) for k in IN_BUCKETS), TOGETHER)
+    ]
+    seconds = cache(lambda group, *of: message_latency(mesh, tuple(mesh.axes[a] for a in group), *of))
+    latency = np.zeros(len(graph.moves))
+    for i in np.flatnonzero(merging[-1]):
+        move = graph.moves[i]
+        latency[i] = seconds(move.group, move.kind, move.backward if grad else None)
+    return crossing, calls * mesh.hardware.kernel_latency, latency, tuple(merging)
 
 
 def message_latency(mesh: Mesh, axes: tuple[str, ...], forward: str, backward: str | None) -> float:
@@ -184,7 +191,7 @@ def message_latency(mesh: Mesh, axes: tuple[str, ...], forward: str, backward: s
     return math.fsum(found)
 
 
-def _uneven(shape: tuple[int, ...], graph: Space) -> npt.NDArray[np.bool_]:
+def _uneven(shape: tuple[int, ...], graph: Space) -> Bools:
     """Per state and dim: whether chunks may differ in length; of a symbolic length that is not known to divide, yes."""
     found: npt.NDArray[np.bool_] = np.array(shape, np.int64) % graph.cuts != 0
     for dim, n in enumerate(shape):

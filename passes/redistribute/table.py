@@ -28,6 +28,7 @@ from autoshard.passes.redistribute.pricing import (
 )
 from autoshard.passes.redistribute.query import in_chunks, redistribution
 from autoshard.passes.redistribute.space import EXACT_AXES, Floats, everything, state_of
+from autoshard.passes.search.broadcast import added
 
 SMALL = 500
 """states up to which all pairs are computed together"""
@@ -72,9 +73,10 @@ def link_matrices(
     if mesh.ndim > EXACT_AXES:
         return _one_by_one(sources, targets, shape, dtype, grad, closed, share)
     base, back = everything(mesh.ndim, len(shape)), width(dtype, grad)
-    prices = price(mesh, shape, dtype.itemsize, kinds, back, base, closed, rows_in(grad), share.joined < 1.0)
+    prices = price(mesh, shape, dtype.itemsize, kinds, back, base, closed, rows_in(grad))
     index = prices.space.index
-    rows, columns = ([index[state_of(x, len(shape), grad=bool(grad))] for x in side] for side in (sources, targets))
+    rows = [index[state_of(x, len(shape), grad=bool(grad))] for x in sources]
+    columns = rows if targets is sources else [index[state_of(x, len(shape), grad=bool(grad))] for x in targets]
     if len(index) <= SMALL:
         seconds, shares = (table[..., rows, :][..., columns] for table in _all_pairs(prices))
     else:
@@ -90,9 +92,7 @@ def _apart(
     """Launches, links inside a node and links between nodes, without what others pay of each; ``together``: see
     :attr:`~autoshard.passes.redistribute.pricing.Prices.shares`."""
     parts = (share.gathers, share.sums, share.joined)
-    each = [
-        [(1.0 - part) * x for x in together[3 * i : 3 * i + 3]] for i, part in enumerate(parts[: len(together) // 3])
-    ]
+    each = [[(1.0 - part) * x for x in together[3 * i : 3 * i + 3]] for i, part in enumerate(parts)]
     spared = [sum(x) for x in zip(*each, strict=True)]
     return launches - spared[0], seconds - launches - between - spared[1], between - spared[2]
 
@@ -147,7 +147,7 @@ def _one_by_one(
 
 @lru_cache(maxsize=1024)
 def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
-    """From every state to one: seconds [states], and the shares of them [8 or 11, states]."""
+    """From every state to one: seconds [states], and the shares of them [11, states]."""
     found = distances(prices, prices.seconds, goal)
     graph = prices.space
     order = np.lexsort((prices.seconds + found[graph.dst], graph.src))
@@ -166,7 +166,7 @@ def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
 
 @lru_cache(maxsize=64)
 def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
-    """Floyd-Warshall over all states: seconds [states, states], and the shares of them [8 or 11, states, states]."""
+    """Floyd-Warshall over all states: seconds [states, states], and the shares of them [11, states, states]."""
     graph, count = prices.space, len(prices.space.states)
     distance, move = np.full((count, count), np.inf), np.full((count, count), len(graph.moves))
     cheapest_last = np.argsort(-prices.seconds, kind="stable")
@@ -176,7 +176,7 @@ def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
     distance[own, own], move[own, own] = 0.0, len(graph.moves)
     through, middle = np.empty_like(distance), np.full(count * count, -1)
     for k in range(count):
-        np.add(distance[:, k, None], distance[k], out=through)
+        added(distance[:, k, None], distance[k], out=through)
         # few: most pairs are as near as they get after some states
         closer = np.flatnonzero(through < distance)
         distance.reshape(-1)[closer], middle[closer] = through.reshape(-1)[closer], k

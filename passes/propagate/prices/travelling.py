@@ -166,35 +166,35 @@ def _waits(found: tuple[Journey, Journey | None]) -> float:
 def with_journeys(
     parts: Parts,
     type_: TensorType,
-    mesh: Mesh,
     products: Beside,
-    sources: Sequence[Placements],
-    targets: Sequence[Placements],
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
 ) -> Parts:
     """``parts``, of conversions of an activation from each source (row) to each target (column), where what goes round takes
     less than waiting."""
     if products == NONE:
         return parts
     blocking, hidden = parts.blocking.copy(), np.zeros_like(parts.blocking)
-    for i, j in _pairs(mesh, sources, targets):
-        found = journeys(type_, products, Layout(mesh, sources[i]), Layout(mesh, targets[j]))
+    for i, j in _pairs([x.placements for x in sources], [x.placements for x in targets]):
+        found = journeys(type_, products, sources[i], targets[j])
         if found is not None and (waits := _waits(found)) < blocking[i, j]:
             blocking[i, j], hidden[i, j] = waits, math.fsum(x.hidden for x in found if x is not None)
     return Parts(parts.compute, parts.other, blocking, hidden=hidden)
 
 
-def _pairs(mesh: Mesh, sources: Sequence[Placements], targets: Sequence[Placements]) -> Iterator[tuple[int, int]]:
+def _pairs(sources: Sequence[Placements], targets: Sequence[Placements]) -> Iterator[tuple[int, int]]:
     """Places of layouts that differ along one axis, where the source is cut and the target whole, or a summand and cut."""
     places: dict[Placements, list[int]] = {}
     for j, target in enumerate(targets):
         places.setdefault(target, []).append(j)
+    cuts = [[p for p in dict.fromkeys(along) if type(p) is Shard] for along in zip(*targets, strict=True)]
     for i, source in enumerate(sources):
         for a, placement in enumerate(source):
             changed: list[object] = []
             if type(placement) is Shard:
                 changed = [Replicate()]
             elif isinstance(placement, Partial) and placement.op == "sum":
-                changed = [p for p in {t[a] for t in targets} if type(p) is Shard]
+                changed = [*cuts[a]]
             for other in changed:
                 for j in places.get((*source[:a], other, *source[a + 1 :]), ()):  # type: ignore[arg-type]
                     yield i, j

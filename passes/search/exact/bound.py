@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.broadcast import added
 from autoshard.passes.search.exact.eliminate import Eliminator, Scope
 from autoshard.passes.search.exact.prune import NO_CHOICE
 from autoshard.passes.search.exact.tables import BLOCK, Tables
@@ -39,8 +40,8 @@ def cheapest(table: Array, moved: Array, axis: int) -> Array:
     step = max(1, BLOCK // table.shape[1])
     blocks = [slice(start, start + step) for start in range(0, len(table), step)]
     if axis == 1:
-        return np.concatenate([(table[block] + moved).min(axis=1) for block in blocks])
-    found: Array = np.minimum.reduce([(table[block] + moved[block, None]).min(axis=0) for block in blocks])
+        return np.concatenate([added(table[block], moved).min(axis=1) for block in blocks])
+    found: Array = np.minimum.reduce([added(table[block], moved[block, None]).min(axis=0) for block in blocks])
     return found
 
 

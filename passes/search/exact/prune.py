@@ -11,6 +11,7 @@ import time
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.broadcast import added
 from autoshard.passes.search.exact.eliminate import Eliminator, Pruned
 from autoshard.passes.search.exact.tables import BLOCK, Tables
 from autoshard.passes.search.folded import Classes
@@ -110,10 +111,10 @@ def restrict(network: Eliminator, node: int, kept: Classes) -> None:
 
 def least_difference(array: Array) -> Array:
     """[a, b] = min over x of array[a, x] − array[b, x]."""
-    other = np.where(np.isinf(array), HUGE, array)
+    less = np.where(np.isinf(array), -HUGE, -array)
     result = np.empty((len(array), len(array)))
     step = max(1, BLOCK // array.size)
     for start in range(0, len(array), step):
         block = slice(start, start + step)
-        result[block] = (array[block, None, :] - other[None, :, :]).min(axis=2)
+        result[block] = added(array[block, None, :], less[None, :, :]).min(axis=2)
     return result

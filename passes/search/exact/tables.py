@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autoshard.passes.search.broadcast import added
 from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, stored, taken, transposed
 from autoshard.passes.search.network import Array
 
@@ -195,7 +196,9 @@ def min_sum(parts: list[Array], shape: tuple[int, ...]) -> Array:
         return np.asarray(sum(parts[1:], parts[0]).min(), dtype=np.float64)
     parts = sorted(parts, key=lambda part: part.size)  # small sums first: the big broadcasts happen once
     if len(parts[0]) * math.prod(shape) <= AT_ONCE:
-        return np.asarray(sum(parts[1:], parts[0]).min(axis=0))
+        return np.asarray(
+            added(sum(parts[1:-1], parts[0]), parts[-1]).min(axis=0) if len(parts) > 1 else parts[0].min(axis=0)
+        )
     # First an axis along which most parts are the same: their sum is made once, and is long.
     spans = [{k for k, length in enumerate(part.shape[1:]) if length > 1} for part in parts]
     differ = [set[int]().union(*(span for span in spans if k in span)) - {k} for k in range(len(shape))]
@@ -218,7 +221,7 @@ def min_sum(parts: list[Array], shape: tuple[int, ...]) -> Array:
         for s in range(parts[0].shape[0]):
             small = sum((part[s] for part in cut[1:-1]), cut[0][s])
             if len(cut) > 1:
-                np.add(small, cut[-1][s], out=temporary)
+                added(small, cut[-1][s], out=temporary)
                 np.minimum(out, temporary, out=out)
             else:
                 np.minimum(out, small, out=out)
