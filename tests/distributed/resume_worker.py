@@ -147,7 +147,9 @@ def resumed() -> dict[str, dict[str, float]]:
             training.resume(last)
             fsdp = training if name == "another mesh and plan" else fsdp
             pairs = zip(training.steps(BEFORE, AFTER), known[str(dtype)], strict=True)
-            found.setdefault(name, {})[str(dtype)] = max(abs(a - b) / abs(b) for a, b in pairs)
+            found.setdefault(name, {})[str(dtype)] = float(
+                torch.tensor([abs(a - b) / abs(b) for a, b in pairs]).max()  # NaN, if one is
+            )
     found["fused"] = {"parts": fused_on_parts(), "under way": float(most_under_way(fsdp))}
     return found
 
@@ -172,7 +174,7 @@ def fused_on_parts() -> float:
             optimizer.step()
         handlers.update(ours)
         found[torchs] = [p.full_tensor().detach() for p in parameters]
-    return max(float((a - b).abs().max()) for a, b in zip(found[False], found[True], strict=True))
+    return float(torch.stack([(a - b).abs().max() for a, b in zip(found[False], found[True], strict=True)]).max())
 
 
 def most_under_way(training: Training) -> int:
