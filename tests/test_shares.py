@@ -12,11 +12,12 @@ from torch import nn
 import autoshard
 from autoshard import Hardware, Mesh, Shard
 from autoshard.hardware import PRESETS
-from autoshard.layout import I, R
+from autoshard.layout import I, Layout, R
 from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.propagate.edges import conversion_parts
+from autoshard.passes.propagate.edges import conversion_parts, forward_matrices
 from autoshard.passes.propagate.prices.bucketed import bucket_bytes, latency_shares
+from autoshard.passes.redistribute.pricing import Shares
 
 CPU = replace(PRESETS["cpu"], overlap=0.0)
 MACHINES = {"cpu": CPU, "late": replace(CPU, node=replace(CPU.node, latency=2e-3)), "h100": PRESETS["h100"]}
@@ -100,3 +101,19 @@ def test_what_the_backward_does_not_read_is_not_gathered_again() -> None:
     plan = autoshard.plan(model, mesh, (x,), like="fsdp", training=True)
     made = {c.fqn for c in plan.collectives if "gathered again" in c.reason}
     assert made == {"1", "2"}
+
+
+@pytest.mark.parametrize(("stage", "waits"), [(0, (3.0, 2.0)), (2, (3.0,))], ids=["gathered again", "kept"])
+def test_what_lasts_longer_than_the_compute_of_a_block_is_waited_for(stage: int, waits: tuple[float, ...]) -> None:
+    """A gather of four times as long as the compute beside it: no other block's hides the rest."""
+    graph, mesh = captured(4096), Mesh({"dp": 8}, hardware=replace(PRESETS["h100"], overlap=1.0))
+    name = next(n for n in graph.parameters if len(graph.types[n].shape) == 2)
+    assert 0 < latency_shares(graph, mesh)[name].beside < 1e-3
+    type_, moves = graph.types[name], ([(Shard(0),)], [(R,)])
+    what = type_, mesh, *moves, stage, True
+    forward = float(forward_matrices(type_, *([Layout(mesh, s) for s in side] for side in moves))[1][0, 0])
+    hidden = conversion_parts(*what, Shares())
+    for beside, late in ((forward / 4, sum(waits) * forward / 4), (forward, 0.0)):
+        found = conversion_parts(*what, Shares(beside=beside))
+        assert float((found.blocking - hidden.blocking)[0, 0]) == pytest.approx(late, abs=1e-12)
+        assert float((hidden.node - found.node)[0, 0]) == pytest.approx(late, abs=1e-12)

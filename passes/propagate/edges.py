@@ -54,6 +54,9 @@ def conversion_parts(
         gathered = _gathers(a, b)
         again = forward_matrices(type_, a, b, share)
         found = [x + np.where(gathered, y, 0.0) for x, y in zip(found, (again[0] + ahead, *again[1:]), strict=True)]
+    if movable and np.isfinite(share.beside) and (stage == 0 or passes == 1):  # others are gathered once a step
+        twice = stage == 0 and type_.grad and share.again
+        found = _waited_for(found, forward_matrices(type_, a, b, share), share.beside, mesh, twice)
     if passes == 1 or stage is None:
         return with_journeys(as_parts(found, movable), type_, products, a, b)
     apart = found if stage == 1 else _sums(type_, a, b, share) if type_.grad else [np.zeros_like(x) for x in found]
@@ -64,6 +67,24 @@ def conversion_parts(
     each = as_parts([x - y for x, y in zip(found, apart, strict=True)], movable)
     once = as_parts(apart, movable)
     return replace(each, once=once.blocking, node_once=once.node, network_once=once.network)
+
+
+def _waited_for(
+    found: Sequence[np.ndarray], gather: Sequence[np.ndarray], beside: float, mesh: Mesh, twice: bool
+) -> list[np.ndarray]:
+    """``found`` with what of a ``gather`` lasts longer than the compute ``beside`` it as time that nothing hides; ``twice``: it
+    comes again in the backward, whose compute is twice as long."""
+    held_up, *links = found
+    times = (1.0, 2.0) if twice else (1.0,)
+    for i, (all_, ahead, speed) in enumerate(
+        zip(links, gather[1:], (mesh.overlap.node, mesh.overlap.network), strict=True)
+    ):
+        finite = np.where(np.isfinite(all_) & np.isfinite(ahead), ahead, 0.0)
+        late = sum((np.maximum(0.0, speed * finite - n * beside) for n in times), np.zeros_like(finite)) / (
+            speed or 1.0
+        )
+        links[i], held_up = all_ - late, held_up + late
+    return [held_up, *links]
 
 
 def goes_round(graph: Graph, value: str, products: Beside, src: Layout, dst: Layout) -> bool:

@@ -36,13 +36,15 @@ SMALL_BYTES = 1 << 20
 
 class Shares(NamedTuple):
     """What a tensor pays of the latency of messages that several make together: of each kind in :data:`IN_BUCKETS`, and of
-    small ones in :data:`TOGETHER`."""
+    small ones in :data:`TOGETHER`; and what it may hide behind."""
 
     gathers: float = 1.0
     sums: float = 1.0
     again: bool = True
     """whether the backward reads it, or what is gathered with it: then it gathers again what was not kept"""
     joined: float = 1.0
+    beside: float = math.inf
+    """seconds of the forward's compute that a gather of it can run beside, at most"""
 
 
 Bools = npt.NDArray[np.bool_]

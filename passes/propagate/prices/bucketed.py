@@ -22,10 +22,12 @@ from itertools import groupby
 import torch
 
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.graph import Graph, TensorType
+from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.ir.paths import block_path
+from autoshard.passes.propagate.prices.cost import backward_factor, node_flops
 from autoshard.passes.redistribute.pricing import ALONE, Shares
+from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view, saves_operand
 from autoshard.passes.rules.families.embedding import LOOK_UPS
 from autoshard.passes.rules.families.ring import ATTENTION
@@ -64,7 +66,7 @@ def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
     bucket; those of matrices and of vectors need not go over the same axes, and count apart.
     """
     full = min((bucket_bytes(mesh, axis) for axis in mesh.axes if mesh.size_of(axis) > 1), default=BUCKET_BYTES)
-    blocks = _blocks(graph)
+    blocks, beside = _blocks(graph), _beside_block(graph, mesh)
     every: dict[Hashable, float] = defaultdict(float)
     for group in blocks:
         for name, size in group.items():
@@ -77,8 +79,30 @@ def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
         for name, size in group.items():
             sums = min(1.0, size / every[_alike(name, graph)] + size / max(full, BUCKET_BYTES))
             those = sum(group.values()) - joint if _is_vector(name, graph) else joint
-            found[name] = Shares(sums if name in along else min(1.0, size / min(full, those)), sums, again)
+            share = sums if name in along else min(1.0, size / min(full, those))
+            found[name] = Shares(share, sums, again, beside=beside.get(name, math.inf))
     return found
+
+
+def _beside_block(graph: Graph, mesh: Mesh) -> dict[str, float]:
+    """Parameter → seconds of the products of the numbered module that reads it first, in the forward, shared out to all ranks.
+
+    Parameters are gathered while the module before runs (:func:`~autoshard.passes.lower.bucket.prefetched`), which is taken to
+    be like it: what lasts longer is waited for, however much there is to compute elsewhere.
+    """
+    found: dict[str, float] = {}
+    for path, several in groupby(graph.nodes, key=lambda node: block_path(node.fqn)):
+        nodes = [node for node in several if path and node.outputs]
+        seconds = math.fsum(_products(node, graph, mesh) for node in nodes) / mesh.size
+        for name in (n for node in nodes for n in node.inputs if n in graph.parameters):
+            found.setdefault(name, seconds)
+    return found
+
+
+def _products(node: Node, graph: Graph, mesh: Mesh) -> float:
+    """Seconds of a node's products in the forward, on one device."""
+    forward = node_flops(node, graph, rule_for(node.op)) / (1.0 + backward_factor(node, graph))
+    return forward / (mesh.hardware.peak(graph.types[node.outputs[0]].dtype) * mesh.hardware.efficiency)
 
 
 def _beside_others(graph: Graph) -> dict[str, Shares]:

@@ -8,7 +8,8 @@ parameters, whose source is there from the start (a gather can be prefetched) or
 optimizer (a reduction of gradients). While it runs, compute runs at the speed η of what it has alone, which differs between
 the two (:attr:`~autoshard.mesh.Mesh.overlap`): hidden communication costs (1 − η)·M, and more than C / η of it cannot
 hide. What can hide behind nothing counts as blocking: the launch of every collective, the first gather and the last
-reduction (see :func:`movable_values`).
+reduction (see :func:`movable_values`), and what of a gather lasts longer than the compute of a block (see
+:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`).
 
 A step of several micro-batches is as many *passes*, each as above; sums of gradients over replicas, and the optimizer, come
 once, the sums beside the last pass.
