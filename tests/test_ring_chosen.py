@@ -41,13 +41,13 @@ def picked(length: int, ranks: int, heads: int, kv_heads: int, hardware: autosha
     [
         pytest.param(H100, 2048, (2, 2), "I", marks=pytest.mark.slow),
         (H100, 16384, (8, 4), "heads"),
-        pytest.param(H100, 16384, (2, 2), "queries", marks=pytest.mark.slow),
+        pytest.param(APART, 16384, (2, 2), "queries", marks=pytest.mark.slow),
         (H100, 65536, (2, 2), "ring with helpers"),
-        pytest.param(APART, 16384, (8, 2), "query heads", marks=pytest.mark.slow),
+        pytest.param(H100, 16384, (8, 2), "query heads", marks=pytest.mark.slow),
         (APART, 524288, (8, 2), "ring with helpers"),
     ],
-    ids=["whole", "ulysses", "gather", "folded_gather", "query_heads_between_nodes", "ring_between_nodes"],
+    ids=["whole", "ulysses", "gather", "helpers", "query_heads", "ring_between_nodes"],
 )
 def test_crossovers(hardware: autoshard.Hardware, length: int, heads: tuple[int, int], label: str) -> None:
-    """On 4 ranks: whole, gathered keys with too few heads, heads where there are enough; between nodes rings that hide."""
+    """On 4 ranks: whole, gathered keys with too few heads, heads where there are enough; else rings that hide."""
     assert picked(length, 4, *heads, hardware) == label

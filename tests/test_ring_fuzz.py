@@ -48,8 +48,8 @@ def drawn(seed: int) -> Case:
 
 
 def with_helpers(case: Case) -> Case:
-    """A case like it that helpers can take."""
-    mask = {"rows": "padding", "numbers": "deep"}.get(case["mask"], case["mask"])
+    """A case like it that helpers can take: capture makes no causal attention beside a mask that hides by numbers."""
+    mask = "padding" if case["mask"] in ("rows", "numbers", "deep") else case["mask"]
     plain = {"before": None, "after": 0, "dropout": 0.0, "sloped": False, "folded": False, "around": True}
     return {**case, **plain, "mask": mask, "keys": case["queries"]}
 
