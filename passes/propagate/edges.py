@@ -50,13 +50,15 @@ def conversion_parts(
     held_up, *links = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)
     ahead, back = copied_seconds(type_, a, b, stage is not None, share)
     found: Sequence[np.ndarray] = [held_up + ahead + back, *links]
-    if stage == 0 and type_.grad and share.again:
+    twice = stage == 0 and type_.grad and share.again
+    waited = movable and np.isfinite(share.beside) and (stage == 0 or passes == 1)  # others are gathered once a step
+    if twice or waited:
+        value = forward_matrices(type_, a, b, share)
+    if twice:
         gathered = _gathers(a, b)
-        again = forward_matrices(type_, a, b, share)
-        found = [x + np.where(gathered, y, 0.0) for x, y in zip(found, (again[0] + ahead, *again[1:]), strict=True)]
-    if movable and np.isfinite(share.beside) and (stage == 0 or passes == 1):  # others are gathered once a step
-        twice = stage == 0 and type_.grad and share.again
-        found = _waited_for(found, forward_matrices(type_, a, b, share), share.beside, mesh, twice)
+        found = [x + np.where(gathered, y, 0.0) for x, y in zip(found, (value[0] + ahead, *value[1:]), strict=True)]
+    if waited:
+        found = _waited_for(found, value, share.beside, mesh, twice)
     if passes == 1 or stage is None:
         return with_journeys(as_parts(found, movable), type_, products, a, b)
     apart = found if stage == 1 else _sums(type_, a, b, share) if type_.grad else [np.zeros_like(x) for x in found]
