@@ -94,7 +94,8 @@ class Row:
 KORTHIKANTI = plain_gpt(20480, 51200, 2048, 128)
 LLAMA = llama(LlamaConfig(width=16384, hidden=53248, heads=128, kv_heads=8, layers=126))
 
-# Of the 405B the rate was published, in FLOPs as Chowdhery et al. 2022 count them (appendix B): attention in full.
+# Of the 405B the rate was published, in FLOPs as Chowdhery et al. 2022 count them (appendix B): attention in full. Its first
+# chunk holds only the embedding, its last only the head and the loss (Llama team 2024, section 3.3.2): 128 chunks of one part.
 ROWS = (
     Row(
         "Megatron-LM 119B, TP 8 PP 4 DP 48", "h100", 4, (1, 23), {"dp": 48, "tp": 8}, MEGATRON, gpt(10240, 131072, 4096, 80),
@@ -110,7 +111,7 @@ ROWS = (
         )
     ),
     Row(
-        "Llama-3 405B, TP 8 PP 16 DP 64", "h100", 16, (1, 7), {"dp": 64, "tp": 8}, MEGATRON, LLAMA, 16384, 126, 2048, (1,),
+        "Llama-3 405B, TP 8 PP 16 DP 64", "h100", 16, (1, 7, 8), {"dp": 64, "tp": 8}, MEGATRON, LLAMA, 16384, 126, 2048, (1,),
         8192, 2048 * 8192 * (6 * 405e9 + 12 * 126 * 16384 * 8192) / (430e12 * 8192),
     ),
 )  # fmt: skip
@@ -145,13 +146,14 @@ def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
     message = link.seconds(batch * row.length * row.width * 2 / row.mesh["tp"], "permute")
     forward, backward = ((getattr(more.batch, x) - getattr(few.batch, x)) / 2 for x in ("forward", "backward"))
     block = Piece(forward, backward, send=message, send_back=message)
+    start = Piece(0.0, 0.0, send=message)  # the look-up's time is part of the rest
     rest = Piece(few.batch.forward - 2 * forward, few.batch.backward - 2 * backward, send_back=message)
     count = row.rows // (batch * row.mesh.get("dp", 1))
     once = few.once_s + (row.layers / row.stages - 2) * (more.once_s - few.once_s) / 2
     for chunks in row.chunks:
         schedule = "1f1b" if chunks == 1 else "interleaved"
         if not refusal(schedule, row.stages, count, chunks):
-            cutting = Cutting([block] * row.layers + [rest], schedule, row.stages, count, chunks)
+            cutting = Cutting([start] + [block] * row.layers + [rest], schedule, row.stages, count, chunks)
             step = timeline(orders(schedule, row.stages, count, chunks), cutting.best().stages)
             yield step.step_s + once, step.bubble_s, chunks
 
