@@ -65,6 +65,7 @@ def compile(  # noqa: A001  the public name
     micro_batches: int | Literal["auto"] = 1,
     stages: str | None = None,
     schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
     inputs: Inputs = "global",
     mixed_precision: Any = None,
     objective: str = "step",
@@ -115,6 +116,8 @@ def compile(  # noqa: A001  the public name
             A call with a backward runs forward and backward of all micro-batches, as above; under torch.distributed a
             process holds the parameters of its stages alone, and ``torch.distributed.pipelining`` runs the schedule.
         schedule: of stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``; without stages it is refused.
+        stages_per_rank: of ``"interleaved"``, or ``"zero_bubble"``; left out, one of the latter, and of the former as many as
+            make the step shortest: more of them shorten the bubble and send more messages.
         inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
             one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
             the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
@@ -151,6 +154,7 @@ def compile(  # noqa: A001  the public name
         like=like,
         stages=stages,
         schedule=schedule,
+        stages_per_rank=stages_per_rank,
         objective=objective,
         profile=profile,
     )
@@ -204,6 +208,7 @@ def plan(
     micro_batches: int | Literal["auto"] = 1,
     stages: str | None = None,
     schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
     inputs: Inputs = "global",
     mixed_precision: Any = None,
     strict: bool = False,
@@ -243,6 +248,7 @@ def plan(
         "like": like,
         "mixed_precision": mixed_precision,
         "schedule": schedule,
+        "stages_per_rank": stages_per_rank,
         "strict": strict,
     }
     if objective != "step" or profile is not None:

@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--recompute", default="auto", choices=ways, help="default: as memory needs")
         command.add_argument("--stages", metavar="AXIS", help="the mesh axis along which the graph is cut into stages")
         command.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b (default), interleaved or zero_bubble")
+        command.add_argument("--stages-per-rank", type=int, help="of an interleaved schedule (default: chosen)")
         if name != "verify":
             command.add_argument("--dynamic", action="store_true", help="one program for all batch sizes and lengths")
             _add_planning(command)
@@ -120,7 +121,7 @@ def _count(text: str) -> int | str:
 
 def _planning(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of :func:`autoshard.plan` that were given."""
-    names = "memory_budget optimizer recompute micro_batches strict stages schedule dynamic".split()
+    names = "memory_budget optimizer recompute micro_batches strict stages schedule stages_per_rank dynamic".split()
     asked = {name: getattr(options, name) for name in names if hasattr(options, name)}
     if options.mixed_precision is not None:
         dtype = getattr(torch, options.mixed_precision, None)
@@ -277,7 +278,8 @@ def _verify(options: argparse.Namespace) -> int:
         args, kwargs = torch.utils._pytree.tree_map(
             lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
         )
-    asked = {name: getattr(options, name) for name in ("steps", "micro_batches", "recompute", "stages", "schedule")}
+    names = "steps micro_batches recompute stages schedule stages_per_rank".split()
+    asked = {name: getattr(options, name) for name in names}
     asked |= {"plan": options.plan, "hints": _hints(options), "like": _like(options)}
     report = autoshard.verify(model, _mesh(options), args, kwargs, **asked)
     print(report)

@@ -367,6 +367,8 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "gpt_gpipe": trains("gpt", 2, schedule="gpipe"),
     "gpt_interleaved": trains("gpt", 4, schedule="interleaved"),
     "gpt_zero_bubble": trains("gpt", 4, schedule="zero_bubble"),
+    "gpt_three_per_rank": trains("gpt", 4, schedule="interleaved", stages_per_rank=3),
+    "gpt_zero_bubble_interleaved": trains("gpt", 4, schedule="zero_bubble", stages_per_rank=2),
     "gpt_one_batch": trains("gpt", 1),
     "zero1_interleaved": zero("zero1", "interleaved"),
     "zero2_interleaved": zero("zero2", "interleaved"),

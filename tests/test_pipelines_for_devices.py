@@ -126,8 +126,9 @@ def every_plan(of: Estimates, devices: int) -> dict[Setup, float]:
     found: dict[Setup, float] = {}
     for setup in _Search(of, devices, None, 1).setups():
         mesh = setup.of_stage(of.hardware)
-        for schedule in filter(lambda schedule: of.chunks(setup, schedule), of.schedules):
-            asked = replace(of.wishes, micro_batches=setup.batches, schedule=schedule)
+        for schedule, chunks in of.schedules(setup):
+            several = chunks if schedule == "interleaved" else None
+            asked = replace(of.wishes, micro_batches=setup.batches, schedule=schedule, stages_per_rank=several)
             if setup.stages > 1:
                 asked, mesh = replace(asked, stages="pp"), setup.mesh(setup.of_stage(of.hardware))
             seconds = build(of.graph, mesh, asked).plan.cost.total_s

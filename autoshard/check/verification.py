@@ -106,6 +106,7 @@ def verify(
     stages: str | None = None,
     micro_batches: int | Literal["auto"] = 1,
     schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
     recompute: Recompute = "auto",
 ) -> VerifyReport:
     """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare everything.
@@ -116,7 +117,7 @@ def verify(
     (default: ``rtol`` of the largest value of that kind) in absolute terms, so that gradients that are zero but for
     rounding do not count. Weights are allowed 100 times that, since Adam divides by the root of squared gradients. Runs
     on the in-process mesh, and under torch.distributed on every rank (a collective call).
-    ``stages``, ``micro_batches``, ``schedule``, ``recompute``: as of :func:`autoshard.compile`.
+    ``stages``, ``micro_batches``, ``schedule``, ``stages_per_rank``, ``recompute``: as of :func:`autoshard.compile`.
     The loss is the model's first scalar output, or the mean square of its outputs. Raises as :func:`autoshard.compile`
     does, and :class:`AutoshardError` for ``steps`` below 1.
     """
@@ -127,7 +128,8 @@ def verify(
     reference = copy.deepcopy(model, {id(t): t.detach().clone() for t in computed(model)})
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
     asked, rtol = rtol, default_rtol(dtype) if rtol is None else rtol
-    parts: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches, "schedule": schedule}
+    parts: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches}
+    parts |= {"schedule": schedule, "stages_per_rank": stages_per_rank}
     sharded = api.compile(
         model, mesh, example_args, kwargs, plan=plan, hints=hints, like=like, recompute=recompute, **parts
     )

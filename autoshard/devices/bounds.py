@@ -19,12 +19,14 @@ from autoshard.passes.pipeline.fold import Folded, folded
 from autoshard.passes.pipeline.steps import least_seconds
 from autoshard.passes.pipeline.timeline import orders, refusal
 from autoshard.passes.propagate.hints import in_time
-from autoshard.plans.stages import CHUNKS, budget_of
+from autoshard.plans.stages import budget_of
 from autoshard.plans.wishes import Wishes
 
 AXIS = "pp"
 SCHEDULES = ("1f1b", "interleaved")
 """that are tried where none is asked for: GPipe has the bubble of 1F1B and holds more"""
+SEVERAL = (2, 4)
+"""stages of a rank that are tried where schedules interleave"""
 
 
 @dataclass(frozen=True)
@@ -112,18 +114,21 @@ class Bounds:
         types, cut = self.folded.graph.types, micro.inputs.values()
         return min((int(types[name].shape[dim]) for name, dim in cut if dim is not None), default=1)
 
-    @property
-    def schedules(self) -> Sequence[str]:
-        """Those that are tried."""
-        asked = self.wishes.schedule
-        return SCHEDULES if asked == "1f1b" else (asked,)
-
-    def chunks(self, setup: Setup, schedule: str) -> int:
-        """Stages of a rank; 0 where ``schedule`` does not run so many micro-batches, or the model has not as many parts."""
-        chunks = CHUNKS[schedule] if setup.stages > 1 else 1
+    def schedules(self, setup: Setup) -> Sequence[tuple[str, int]]:
+        """Those that are tried, with the stages of a rank: that run so many micro-batches, and have no more stages than the
+        model has parts."""
+        asked, each = self.wishes.schedule, self.wishes.stages_per_rank
+        names = SCHEDULES if asked == Wishes.schedule else (asked,)
+        if setup.stages == 1:
+            return [(names[0], 1)]
+        several = {"interleaved": SEVERAL if each is None else (each,), "zero_bubble": (each or 1,)}
+        found = [(name, chunks) for name in names for chunks in several.get(name, (1,))]
         parts = len(self.folded.sequence(self.folded.graph)[1])
-        none = refusal(schedule, setup.stages, setup.batches, chunks) or setup.stages * chunks > parts
-        return 0 if none else chunks
+        return [
+            (name, chunks)
+            for name, chunks in found
+            if setup.stages * chunks <= parts and not refusal(name, setup.stages, setup.batches, chunks)
+        ]
 
     def alone(self, batches: int) -> Alone:
         """One of so many micro-batches. Raises :class:`PlanError` where the batch does not divide."""
@@ -154,13 +159,10 @@ class Bounds:
         """
         key = setup.stages, setup.each, setup.batches
         if key not in self.floors:
-            self.floors[key] = min((self._floor(setup, schedule) for schedule in self.schedules), default=math.inf)
+            self.floors[key] = min((self._floor(setup, *run) for run in self.schedules(setup)), default=math.inf)
         return self.floors[key]
 
-    def _floor(self, setup: Setup, schedule: str) -> float:
-        chunks = self.chunks(setup, schedule)
-        if not chunks:
-            return math.inf
+    def _floor(self, setup: Setup, schedule: str, chunks: int) -> float:
         forward, backward, weights = (work / setup.each + launches for work, launches in self.alone(setup.batches)[:3])
         if setup.stages == 1:
             return setup.batches * (forward + backward)
@@ -173,7 +175,7 @@ class Bounds:
         stages, and what has to be made again where all is spread over all ranks."""
         alone, budget = self.alone(setup.batches), budget_of(self.wishes, self.hardware)
         forward, both = (sum(work / setup.each + launches for work, launches in of) for of in (alone[:1], alone[:2]))
-        chunks = max((self.chunks(setup, schedule) for schedule in self.schedules), default=0)
+        chunks = max((chunks for _, chunks in self.schedules(setup)), default=0)
         if not chunks:
             return math.inf
         work = setup.batches * both / setup.stages

@@ -97,11 +97,9 @@ class Estimates(Bounds):
         once += meeting_seconds(setup.mesh(own))
         places = list(itertools.accumulate(len(rows[i]) for i in sequence))
         found = []
-        for schedule in self.schedules:
-            if not (chunks := self.chunks(setup, schedule)):
-                continue
-            paces = self.hardware.paces(setup.stages, own.size)
-            host = self.hardware.on_processor(self.hardware.actions)
+        paces = self.hardware.paces(setup.stages, own.size)
+        host = self.hardware.on_processor(self.hardware.actions)
+        for schedule, chunks in self.schedules(setup):
             cutting = Cutting(
                 whole, schedule, setup.stages, setup.batches, chunks, math.inf, graph.training, paces, host
             )

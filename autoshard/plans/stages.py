@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, cast
@@ -18,7 +19,8 @@ from autoshard.passes.ir.program import Program
 from autoshard.passes.memory.fit import SHARE
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following, in_two_parts, with_parameters
-from autoshard.passes.pipeline.timeline import held, orders
+from autoshard.passes.pipeline.boundaries import stages_per_rank
+from autoshard.passes.pipeline.timeline import SCHEDULES, held, orders
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import goes_out, resolve
 from autoshard.plans.alike import renamed, renaming
@@ -29,10 +31,10 @@ from autoshard.plans.stages_together import rest, together
 from autoshard.plans.wishes import Wishes
 from autoshard.report.record import Staged
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
-"""schedule → stages per rank"""
-
 IN_ROUNDS = ("interleaved", "zero_bubble")
+"""schedules of several stages per rank"""
+LEAST = {"interleaved": 2}
+"""stages of a rank, at least"""
 
 Planned = tuple[Program, Plan]
 
@@ -48,12 +50,23 @@ def check_stages(mesh: Mesh, wishes: Wishes) -> None:
 
 def check_schedule(wishes: Wishes, searched: bool) -> None:
     """Raise :class:`PlanError` for a schedule that does not exist, or one without stages. ``searched``: whether there are."""
-    if wishes.schedule not in CHUNKS:
-        raise PlanError(f"schedule={wishes.schedule!r}: there are {', '.join(map(repr, CHUNKS))}")
-    if not searched and wishes.schedule != Wishes.schedule:
+    if wishes.schedule not in SCHEDULES:
+        raise PlanError(f"schedule={wishes.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}")
+    for name in ("schedule", "stages_per_rank"):
+        if not searched and getattr(wishes, name) != getattr(Wishes, name):
+            raise PlanError(
+                f"{name}={getattr(wishes, name)!r} is one of stages, and there are none: name the mesh axis along which the "
+                'graph is cut, stages="pp"'
+            )
+    each = wishes.stages_per_rank
+    if each is None:
+        return
+    if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+        raise PlanError(f"stages_per_rank={each!r} is a number of stages, such as 2")
+    if (each > 1) != (wishes.schedule == "interleaved") and wishes.schedule != "zero_bubble":
         raise PlanError(
-            f"schedule={wishes.schedule!r} is one of stages, and there are none: name the mesh axis along which the graph is "
-            'cut, stages="pp"'
+            f"stages_per_rank={each}: {wishes.schedule!r} runs {'several' if each == 1 else 'one'}. "
+            "Choose 'interleaved' or 'zero_bubble' for several, 'zero_bubble', '1f1b' or 'gpipe' for one"
         )
 
 
@@ -65,7 +78,7 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
     check_stages(mesh, wishes)
     assert wishes.stages is not None
     loss = micro.loss if micro is not None else None
-    ranks, chunks = mesh.size_of(wishes.stages), CHUNKS[wishes.schedule]
+    ranks = mesh.size_of(wishes.stages)
     if micro is not None and wishes.schedule in IN_ROUNDS and micro.count % max(1, micro.count // ranks):
         raise PlanError(
             f"schedule={wishes.schedule!r} runs micro-batches in {micro.count // ranks} equal rounds, since {wishes.stages} "
@@ -79,9 +92,15 @@ def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None)
     if wishes.boundaries is not None:
         return cut(pieces, wishes.boundaries, loss)
     if wishes.homes is not None:
-        return cut(pieces, following(pieces, wishes.homes, ranks * chunks), loss, idle=True)
+        last = max((stage for stages in wishes.homes.values() for stage in stages), default=0)
+        each = max(last // ranks + 1, wishes.stages_per_rank or LEAST.get(wishes.schedule, 1))
+        return cut(pieces, following(pieces, wishes.homes, ranks * each), loss, idle=True)
     budget = budget_of(wishes, mesh.hardware)
-    cuts = boundaries(pieces, wishes.schedule, ranks, wishes.micro_batches, chunks, budget)
+    asked = wishes.schedule, ranks, wishes.micro_batches
+    chunks = wishes.stages_per_rank or (
+        stages_per_rank(pieces, *asked, budget) if wishes.schedule == "interleaved" else 1
+    )
+    cuts = boundaries(pieces, *asked, chunks, budget)
     return cut(pieces, with_parameters(graph, cuts), loss)
 
 
@@ -125,9 +144,49 @@ def planned_stages(
 
     The layout in which a stage gives a value is that in which the next one takes it, so that nothing is gathered to be
     cut again; a parameter of several stages lies in all of them as in the first.
+
+    Several stages of a rank share its memory as :func:`_shared_out` says; where they then hold too much together, equally.
     """
+    assert wishes.stages is not None
+    chunks, budget = len(stages) // mesh.size_of(wishes.stages), budget_of(wishes, mesh.hardware)
+    if chunks > 1 and stages.whole.training:
+        with suppress(PlanError):
+            found = _planned_within(_shared_out(budget, stages, mesh, wishes), stages, mesh, wishes, title, plan)
+            if found[1].memory.peak <= budget:
+                return found
+    return _planned_within([budget / chunks] * len(stages), stages, mesh, wishes, title, plan)
+
+
+def _shared_out(budget: float, stages: Stages, mesh: Mesh, wishes: Wishes) -> list[float]:
+    """Bytes that the plan of every stage may need, where a rank has several.
+
+    What stays is shared equally, the rest by the micro-batches in flight; only the stage that works needs what its operations
+    work on.
+    """
+    assert wishes.stages is not None
+    ranks = mesh.size_of(wishes.stages)
+    chunks = len(stages) // ranks
+    pieces = Pieces(stages.whole, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
+    state = sum(pieces.states.values()) / len(stages)
+    work = max(map(pieces.touched, stages.whole.nodes), default=0.0)
+    flying = [_in_flight(mesh, wishes, stage, chunks) for stage in stages.each]
+    free = max(0.0, budget - chunks * state)
+    shares = (n / sum(flying[i % ranks :: ranks]) for i, n in enumerate(flying))
+    return [state + free * share + (1 - 1 / chunks) * work for share in shares]
+
+
+def _planned_within(
+    limits: Sequence[float],
+    stages: Stages,
+    mesh: Mesh,
+    wishes: Wishes,
+    title: str,
+    plan: Callable[[Graph, Mesh, Wishes, str], Planned],
+) -> tuple[list[Planned], Plan]:
+    """See :func:`planned_stages`. ``limits``: bytes that the plan of each stage may need."""
     axis = wishes.stages
     assert axis is not None
+    chunks = len(stages) // mesh.size_of(axis)
     own, found = rest(mesh, axis), list[Planned]()
     resolve(wishes.hints, stages.whole, own, known=wishes.known)  # what matches nothing is said before a stage is asked
     inputs = dict(zip(stages.whole.flat_inputs, wishes.inputs, strict=False))
@@ -145,8 +204,8 @@ def planned_stages(
             like=_styles(wishes.like, stage, own),
             plan=cast(Plan, given[stage.number]) if given else None,
             parameters=dict(parameters),
-            flying=_in_flight(mesh, wishes, stage),
-            memory_budget=budget_of(wishes, mesh.hardware) / CHUNKS[wishes.schedule],  # several stages share a rank
+            flying=_in_flight(mesh, wishes, stage, chunks),
+            memory_budget=limits[stage.number],
             inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
             states=_given_back(stage, given_back),
         )
@@ -160,7 +219,7 @@ def planned_stages(
     plans = [p for _, p in found]
     messages = tuple(float(s.message_bytes) for s in stages.each[:-1])
     sent = tuple(_sent(stage, one) for stage, one in zip(stages.each[:-1], plans, strict=False))
-    flying = tuple(_in_flight(mesh, wishes, stage) for stage in stages.each)
+    flying = tuple(_in_flight(mesh, wishes, stage, chunks) for stage in stages.each)
     record = Staged(
         axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages, sent, flying
     )
@@ -201,11 +260,11 @@ def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:
     return ahead, back
 
 
-def _in_flight(mesh: Mesh, wishes: Wishes, stage: Stage) -> int:
-    """Micro-batches that ``stage`` keeps something for at once; 0 where there is no backward."""
+def _in_flight(mesh: Mesh, wishes: Wishes, stage: Stage, chunks: int) -> int:
+    """Micro-batches that ``stage``, of ``chunks`` on its rank, keeps something for at once; 0 where there is no backward."""
     if not stage.graph.training or wishes.stages is None:
         return 0
-    ranks, chunks = mesh.size_of(wishes.stages), CHUNKS[wishes.schedule]
+    ranks = mesh.size_of(wishes.stages)
     order = orders(wishes.schedule, ranks, wishes.micro_batches, chunks)[stage.number % ranks]
     return int(held(order, [float(s == stage.number) for s in range(ranks * chunks)]))
 

@@ -41,6 +41,8 @@ class Wishes:
     """the mesh axis along which the graph is cut into stages, instead of the tensors"""
     schedule: str = "1f1b"
     """the order in which stages run micro-batches: gpipe, 1f1b, interleaved or zero_bubble"""
+    stages_per_rank: int | None = None
+    """of schedules that interleave; None: as many as make the step shortest"""
     flying: int = 0
     """of one stage: the micro-batches that it keeps something for at once"""
     boundaries: tuple[int, ...] | None = None
@@ -60,7 +62,7 @@ class Wishes:
             raise PlanError(f"memory_budget is bytes per rank, such as 40e9, got {budget!r}")
 
     def as_planned(self) -> Wishes:
-        """With micro-batches, stages and schedule of the plan to follow, where they are left to their defaults.
+        """With micro-batches, stages, their number and schedule of the plan to follow, where they are left to their defaults.
 
         Raises :class:`PlanError` where others are asked for.
         """
@@ -70,6 +72,7 @@ class Wishes:
         made: dict[str, Any] = {"micro_batches": self.parts_of_plan}
         if plan.staged is not None:
             made |= {"stages": plan.staged.axis, "schedule": plan.staged.schedule}
+            made |= {"stages_per_rank": len(plan.staged.plans) // plan.mesh.size_of(plan.staged.axis)}
         left = {name: value for name, value in made.items() if getattr(self, name) == getattr(Wishes, name)}
         for name, value in made.items():
             asked, is_count = getattr(self, name), name == "micro_batches"

@@ -1,8 +1,8 @@
 """The step of a model in stages, from the plans of its stages: what each takes per micro-batch, the timeline, costs, memory.
 
-A stage's plan is that of one micro-batch. What happens once a step is taken out of it: the optimizer's update, and
-all-reduces of gradients, which sum what all micro-batches left. Communication is that of the program, in which some
-collectives go together; what the search counts for each by itself (``merged_s``) is not in it.
+A stage's plan is that of one micro-batch. What happens once a step is taken out of it: the optimizer's update, all-reduces
+of gradients, which sum what all micro-batches left, and what ZeRO does once. Communication is that of the program, in which
+some collectives go together; what the search counts for each by itself (``merged_s``) is not in it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StageTimes:
     batch: StageSeconds
     compute_s: float
     once_s: float
-    """the update, and reductions of gradients as far as nothing hides them"""
+    """the update, and what all micro-batches share, as far as nothing hides it"""
     update_s: float
     """the update alone"""
 
@@ -50,19 +50,19 @@ def stage_times(plan: Record, sent: Sent = (0.0, 0.0, 0.0, 0.0), later: float = 
     compute = cost.compute_s - cost.optimizer_s + added
     ahead = min(compute, math.fsum(c.seconds - c.backward_s for c in plan.choices.values()))
     movable = [c for c in plan.collectives if c.movable]
-    sums = [c for c in movable if _is_once(c)]
+    gathers, sums = ([c for c in movable if _is_once(c, plan) and c.phase == x] for x in ("forward", "backward"))
     waits = [c for c in plan.collectives if not c.movable]
-    copied = math.fsum(c.copied_s for c in sums)
+    copied = math.fsum(c.copied_s for c in (*gathers, *sums))
     blocking = _seconds(waits) + cost.local_s - copied
     first = blocking * _share(_seconds(c for c in waits if c.phase == "forward"), _seconds(waits))
-    moves = [c for c in movable if not _is_once(c)]
+    moves = [c for c in movable if not _is_once(c, plan)]
     shown = _shown(moves, mesh, compute)
     begun = shown * _share(_seconds(c for c in moves if c.phase == "forward"), _seconds(moves))
     forward, backward = ahead + first + begun, compute - ahead + blocking - first + shown - begun
     weights = added + (backward - added) * _share(
         _weights(plan), math.fsum(c.backward_s for c in plan.choices.values())
     )
-    once = _shown(sums, mesh, compute - ahead) + copied
+    once = _shown(gathers, mesh, ahead) + _shown(sums, mesh, compute - ahead) + copied
     return StageTimes(
         StageSeconds(forward, backward, weights, *sent, host=mesh.hardware.on_processor(mesh.hardware.actions)),
         compute,
@@ -77,9 +77,12 @@ def _adding(plan: Record) -> float:
     return math.fsum(plan.mesh.hardware.traffic_seconds(3.0 * local_bytes(plan, name)) for name in trained)
 
 
-def _is_once(c: Collective) -> bool:
-    """Whether it reduces a gradient that is kept whole on every rank: once, when all micro-batches have left theirs."""
-    return c.movable and c.phase == "backward" and c.kind == "all_reduce"
+def _is_once(c: Collective, plan: Record) -> bool:
+    """Whether all micro-batches share it: the sum of a gradient that is kept whole on every rank, when all have left theirs,
+    and what is done once with a parameter that ZeRO keeps gathered (:mod:`autoshard.passes.propagate.prices.zero`)."""
+    if c.phase == "backward":
+        return c.movable and (c.kind == "all_reduce" or plan.zero.get(c.value) == 1)
+    return c.movable and c.value in plan.zero
 
 
 def _seconds(collectives: Iterable[Collective]) -> float:
@@ -160,7 +163,7 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     pace = work / found.busy_s[busiest] if mesh.hardware.sharing and work else 1.0
     compute = count * sum(t.compute_s for t in own) / pace + update
     exposed = max(0.0, work / pace + sum(t.once_s for t in own) - compute) + meetings
-    once = sum(_seconds(c for c in p.collectives if _is_once(c)) for p in plans)
+    once = sum(_seconds(c for c in p.collectives if _is_once(c, p)) for p in plans)
     return Cost(
         compute_s=compute,
         comm_s=count * sum(p.cost.comm_s - p.cost.merged_s for p in plans) - (count - 1) * once + meetings,

@@ -10,6 +10,10 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.pipeline.choose import Boundaries, Cutting
 from autoshard.passes.pipeline.pieces import Pieces, weights_prepared
 
+EACH = 16
+"""stages of a rank, at most, where their number is chosen"""
+BETTER = 0.002
+"""the share of the step for which a rank gets one stage more: less than an estimate knows"""
 GAIN = 0.05
 """the share of the step for which it is cut elsewhere than between numbered modules: stages of whole layers read better,
 and equal ones are planned once"""
@@ -52,6 +56,24 @@ def boundaries(
         if whole.seconds <= found.seconds * (1 + GAIN):
             return tuple(between)
     return tuple(cuts)
+
+
+def stages_per_rank(pieces: Pieces, schedule: str, ranks: int, batches: int, budget: float = math.inf) -> int:
+    """How many stages of whole blocks make the step of an interleaved ``schedule`` shortest: 2 to :data:`EACH`.
+
+    More of them shorten the bubble, and send more messages; of as good ones, the fewest. 2 where none stays within ``budget``.
+    """
+    parts, found, least = pieces.between(pieces.block_ends), 2, math.inf
+    hardware, training = pieces.mesh.hardware, pieces.graph.training
+    paces, host = hardware.paces(ranks, pieces.mesh.size), hardware.on_processor(hardware.actions)
+    for chunks in range(2, min(EACH, len(parts) // ranks) + 1):
+        try:
+            step = Cutting(parts, schedule, ranks, batches, chunks, budget, training, paces, host).shortest().seconds
+        except PlanError:
+            continue
+        if step < least * (1 - BETTER):
+            found, least = chunks, step
+    return found
 
 
 def following(pieces: Pieces, homes: Mapping[str, tuple[int, ...]], count: int) -> tuple[int, ...]:

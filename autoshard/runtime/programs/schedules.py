@@ -21,7 +21,7 @@ def scheduled(name: str, stages: Sequence[Stage], count: int, ranks: int, *, tra
     kind: Any = _KINDS[name]
     if not training or (name == "1f1b" and count < ranks):
         kind = _KINDS["gpipe"]  # of so few micro-batches 1F1B is the same
-    if len(stages) > 1:
+    if len(stages) > 1 and not training:
         kind = _KINDS["interleaved"]
     multiple = kind not in (_KINDS["gpipe"], _KINDS["1f1b"])
     return kind([*stages] if multiple else stages[0], count, loss_fn=_same if training else None, scale_grads=False)
