@@ -135,9 +135,10 @@ class Original:
         return found
 
     def each(self, names: Sequence[str]) -> list[Any]:
-        """:meth:`tensor` of each of these names of tensors that this process holds."""
-        slots = self.slots
-        found = [holder.get(leaf) for holder, leaf in [slots[name] for name in names]]
+        """:meth:`tensor` of each of these names, in few calls: every step asks."""
+        if self.elsewhere:
+            return [self.tensor(name) for name in names]
+        found = [holder.get(leaf) for holder, leaf in [self.slots[name] for name in names]]
         return [self.tensor(name) if x is None else x for name, x in zip(names, found, strict=True)]
 
     @contextlib.contextmanager
