@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
+from autoshard.runtime.parameters.flat_bucket import FlatBucket
 from autoshard.runtime.parameters.gradients import Gradients
 from autoshard.runtime.transport.in_process import World
+from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.spare import CALLS, LEAST, Spare
 
 MESH = {"dp": 2, "tp": 2}
@@ -59,6 +65,18 @@ def test_only_what_is_added_up_is_waited_for() -> None:
         gradients.wait()
         assert found.tolist() == ([2.0, 2.0] if at_once else [1.0, 1.0])
         assert not gradients.works
+
+
+@pytest.mark.parametrize("size", [1, LEAST // 4])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_summed_in_place_is_no_gradients_own_memory(count: int, size: int) -> None:
+    """Autograd may have given a gradient to others, too."""
+    comm: Any = SimpleNamespace(deferred=False, buffer=lambda like, size, dtype: like.new_empty(size, dtype=dtype))
+    gradients = [torch.ones(size) for _ in range(count)]
+    flat = FlatBucket(comm, [Move("I", "R", ("dp",))] * count)._flat(gradients, torch.float32)
+    assert flat.tolist() == [1.0] * count * size
+    flat.zero_()
+    assert all(g.min() == 1.0 for g in gradients)
 
 
 def test_a_buffer_is_used_again_when_nobody_sees_it() -> None:

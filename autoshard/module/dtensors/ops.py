@@ -6,12 +6,12 @@ ours, as DTensor gives results of one the mesh of the other: what is mended is w
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
@@ -25,6 +25,7 @@ from autoshard.module.dtensors.made import new_dtensor
 from autoshard.module.dtensors.owned import is_owned
 from autoshard.module.dtensors.strided import mend_strided
 from autoshard.module.dtensors.views import VIEWS, indexed, set_through, set_whole
+from autoshard.runtime.transport.process_group import all_reduce_sum
 
 aten = torch.ops.aten
 
@@ -197,17 +198,18 @@ def item(x: DTensor) -> Any:
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``x.item()``: DTensor's own gives this rank's summand. Sums are taken at once, without a redistribution of it."""
     x = args[0]
-    with torch.no_grad():
-        summed = [(i, p) for i, p in enumerate(x.placements) if p.is_partial()]
-        plain = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for _, p in summed)
-        if x.ndim or is_owned(x) or not plain or x.dtype not in (torch.float32, torch.float64):
+    spec = x._spec
+    summed = [(i, p) for i, p in enumerate(spec.placements) if p.is_partial()]
+    plain = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for _, p in summed)
+    if x.ndim or is_owned(x) or not plain or x.dtype not in (torch.float32, torch.float64):
+        with torch.no_grad():
             return op(x.full_tensor())
-        total = x._local_tensor.clone() if summed else x._local_tensor
-        for i, p in summed:
-            dist.all_reduce(total, group=x.device_mesh.get_group(i))
-            if p.reduce_op == "avg":
-                total /= x.device_mesh.size(i)
-        return op(total)
+    total = x._local_tensor.clone() if summed else x._local_tensor
+    for i, p in summed:
+        all_reduce_sum(total, spec.mesh.get_group(i)).wait()
+        if p.reduce_op == "avg":
+            total /= spec.mesh.size(i)
+    return total.item()
 
 
 def _detach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,31 +231,37 @@ def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """The step of a fused optimizer, element by element: where a parameter, its gradient and its states have one layout every
     rank steps on its parts. DTensor would make, and compare, a layout of each of them in each step.
     """
-    first, *others = [x for x in args if isinstance(x, list | tuple) and x]
-    specs = [x._spec for x in first if isinstance(x, DTensor)]
-    summands = [p for spec in specs for p in spec.placements if p.is_partial()]
-    if summands or len(specs) < len(first) or not all(_alike(xs, specs) for xs in others):
-        return _as_it_was(op, args, kwargs)
+    lists = [x for x in args if isinstance(x, list | tuple) and x]
+    specs = [[x._spec if isinstance(x, DTensor) else x.ndim for x in xs] for xs in lists]
+    if specs != _STEPPED.get(op):
+        if not _alike(*specs):
+            return _as_it_was(op, args, kwargs)
+        _STEPPED[op] = specs
     parts = [
         [x._local_tensor if isinstance(x, DTensor) else x for x in a] if isinstance(a, list | tuple) else a
         for a in args
     ]
     binding = getattr(torch, op.overloadpacket.__name__)  # which takes lists of tensors faster than ``op``
-    with torch.no_grad():
+    with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         return binding(*parts, **kwargs)
 
 
-def _alike(tensors: Iterable[Any], specs: Iterable[Any]) -> bool:
-    """Whether what belongs to parameters of these specs is cut as they are; numbers, such as the count of steps, are whole."""
-    for x, spec in zip(tensors, specs, strict=False):
-        if not isinstance(x, DTensor):
-            if x.ndim:
-                return False
-            continue
-        own = x._spec
-        if own is not spec and (own.mesh is not spec.mesh or own.placements != spec.placements):
-            return False
-    return True
+_STEPPED: dict[Any, Sequence[Sequence[Any]]] = {}
+"""how everything lay in the last step of a fused optimizer: it seldom changes, and lists of the same objects compare fast"""
+
+
+def _alike(first: Sequence[Any], *others: Sequence[Any]) -> bool:
+    """Whether what belongs to parameters of these specs is cut as they are; numbers, such as the count of steps, are whole.
+
+    Of what is no DTensor there is the number of dims.
+    """
+    if any(isinstance(spec, int) or any(p.is_partial() for p in spec.placements) for spec in first):
+        return False
+    return all(
+        own == 0 if isinstance(own, int) else own.mesh is spec.mesh and own.placements == spec.placements
+        for specs in others
+        for own, spec in zip(specs, first, strict=False)
+    )
 
 
 def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,10 +27,26 @@ from autoshard.runtime.autocast import autocast_state
 class Seen:
     """The tensors of a call, how they looked, and what that makes of :class:`State`."""
 
-    tensors: list[torch.Tensor]
-    looks: list[Any]
+    looks: list[tuple[dict[str, Any], str, torch.Tensor, bool, Any]]
+    """where it is held, the tensor, requires_grad, and what else counts: see :func:`_form_of`"""
     trained: tuple[bool, ...]
     forms: tuple[Any, ...]
+
+    def lasts(self) -> bool:
+        """Whether they are there, and look so."""
+        for holder, leaf, tensor, trained, form in self.looks:
+            if holder.get(leaf) is not tensor or tensor.requires_grad is not trained:
+                return False
+            now = tensor._spec if isinstance(tensor, DTensor) else _form_of(tensor)
+            if now is not form and now != form:
+                return False
+        return True
+
+
+def _form_of(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, DTensor):
+        return tensor._spec
+    return tensor.dtype, tensor.shape, tensor.device
 
 
 class Original:
@@ -119,6 +134,13 @@ class Original:
             )
         return found
 
+    def each(self, names: Sequence[str]) -> list[Any]:
+        """:meth:`tensor` of each of these names, in few calls: every step asks."""
+        if self.elsewhere:
+            return [self.tensor(name) for name in names]
+        found = [holder.get(leaf) for holder, leaf in [self.slots[name] for name in names]]
+        return [self.tensor(name) if x is None else x for name, x in zip(names, found, strict=True)]
+
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Inside, leaves with the same data stand in for parameters that are trained: pairs of these, each once."""
@@ -175,15 +197,13 @@ class Original:
 
         Raises :class:`CaptureError` where tensors were taken away or untied.
         """
-        tensors, known = self.tensors(), self._seen
-        looks = [
-            (t.requires_grad, t._spec) if isinstance(t, DTensor) else (t.requires_grad, t.dtype, t.shape, t.device)
-            for t in tensors
-        ]
-        if known is None or looks != known.looks or not _are(tensors, known.tensors):
+        known = self._seen
+        if known is None or len(known.looks) != len(self.slots) + len(self.elsewhere) or not known.lasts():
             held = self.held()
             trained = tuple(held[name].requires_grad for name in self.parameters)
-            self._seen = known = Seen(tensors, looks, trained, tuple(map(form, held.values())))
+            places = [*self.slots.values(), *((self.elsewhere, name) for name in self.elsewhere)]
+            looks = [(holder, leaf, t := holder[leaf], t.requires_grad, _form_of(t)) for holder, leaf in places]
+            self._seen = known = Seen(looks, trained, tuple(map(form, held.values())))
         return known
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Original:
@@ -294,11 +314,6 @@ def absent_buffers(model: nn.Module, names: Collection[str]) -> list[str]:
     """Those among ``names`` of buffers that are on the meta device."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return [name for name in buffers if name in names and buffers[name].is_meta]
-
-
-def _are(found: Sequence[object], known: Sequence[object]) -> bool:
-    """Whether they are the same objects."""
-    return len(found) == len(known) and all(map(operator.is_, found, known))
 
 
 def skeleton(model: nn.Module) -> nn.Module:

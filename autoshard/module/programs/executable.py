@@ -151,7 +151,7 @@ class Executable:
 
         The program's values must not see what is written back, unless it writes in place.
         """
-        written = {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
+        written = self._written
         if not written:
             return leaves, {}
         named = dict(zip(self.graph.flat_inputs, leaves, strict=True))
@@ -165,6 +165,11 @@ class Executable:
         aside = {name for name, fqn in written.items() if fqn not in self.compiled.in_place}
         copies = [x.clone() if n in aside else x for n, x in zip(self.graph.flat_inputs, leaves, strict=True)]
         return copies, {fqn: named[name] for name, fqn in written.items()}
+
+    @cached_property
+    def _written(self) -> Mapping[str, str]:
+        """Name → fqn of the arguments that the forward writes to."""
+        return {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
 
     def named(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
         """The tensors among the arguments by the names of the graph's inputs."""

@@ -264,7 +264,7 @@ class DistributedModule(OnRank):
         self._comm.deferred = self._deferred
         if not loaded.recorded:
             self._comm.spare.clear()
-        module.bind_tensors(loaded.tensors(self._of.tensor))
+        module.bind_tensors(loaded.tensors(self._of))
         _, self._comm.summed_last = loaded.last
         try:
             named = zip(executable.compiled.source.inputs, inputs, strict=True)
@@ -304,7 +304,7 @@ class DistributedModule(OnRank):
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
         """See :meth:`ShardedModule.local_tensors`; only of this process's own rank."""
         with torch.no_grad(), runtime.bind(self._comm):
-            return {name: t.detach() for name, t in self._load_program(executable).tensors(self._of.tensor).items()}
+            return {name: t.detach() for name, t in self._load_program(executable).tensors(self._of).items()}
 
     def _output(self, local: torch.Tensor, layout: Layout, shape: Sequence[int], kept: bool) -> torch.Tensor:
         """Scalars are plain; others an :class:`Output` in their layout where it is ``kept``, or the full tensor."""

@@ -20,6 +20,7 @@ from autoshard.module.dtensors.made import GIVEN, new_dtensor
 from autoshard.module.dtensors.owned import local_of
 from autoshard.module.dtensors.sparse_gradients import accumulate
 from autoshard.runtime.parameters.again import CHANGED
+from autoshard.runtime.parameters.flat_bucket import FlatBucket
 from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.node import Node
@@ -28,7 +29,7 @@ Axes = tuple[str, ...]
 
 
 def locals_of(
-    comm: Communicator, parameters: Sequence[Any], last: tuple[Sequence[int], Axes] = ((), ())
+    comm: Communicator, parameters: Sequence[Any], last: tuple[Sequence[int], FlatBucket | None] = ((), None)
 ) -> tuple[torch.Tensor, ...]:
     """The local tensors of DTensor parameters, for one forward. ``last``: see :class:`runtime.Gradients`."""
     gradients = runtime.Gradients(comm, lambda numbers, axes: _taken(comm, parameters, numbers, axes), last)
@@ -48,7 +49,8 @@ class _Locals(Node):
         ctx.specs = [p._spec for p in parameters]
         ctx.versions = [p._version for p in parameters]
         ctx.set_materialize_grads(False)
-        return tuple([local.view_as(local) for local in map(local_of, parameters)])
+        parts = [(p, p._local_tensor) for p in parameters]
+        return tuple([x.view_as(x) if x.ndim == p.ndim else local_of(p) for p, x in parts])  # else others own it
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -57,7 +59,7 @@ class _Locals(Node):
             raise RuntimeMismatchError(CHANGED.format("a parameter"))
         pending, specs, parameters = ctx.pending, ctx.specs, ctx.parameters
         owned = _owned(pending.finish(gradients), gradients)
-        if not all(g is None or _lies_as(p, g) for p, g in zip(parameters, owned, strict=True)):
+        if not all(map(_lies_as, parameters, owned)):
             pending.wait()
             owned = [
                 None if g is None else _in_rows(p, g, spec) for p, g, spec in zip(parameters, owned, specs, strict=True)
@@ -74,23 +76,14 @@ class _Locals(Node):
             None if g is None else new_dtensor(DTensor, g, spec, requires_grad=False)
             for g, spec in zip(owned, specs, strict=True)
         ]
-        plain = [g is not None and _is_plain(p, g) for p, g in zip(parameters, owned, strict=True)]
+        # Where the nodes of autograd behind this one would do no more; they take another DTensor of each gradient.
+        leaves = zip(parameters, owned, ctx.next_functions, strict=True)
+        plain = [g is not None and _is_plain(p, g) and _is_run(leaf) for p, g, (leaf, _) in leaves]
         pending.wait()  # what did not need the data is done while they arrive
-        return None, *_set(parameters, found, plain, ctx.next_functions)
-
-
-def _set(
-    parameters: Sequence[Any], gradients: Sequence[DTensor | None], plain: Sequence[bool], leaves: Sequence[Any]
-) -> list[DTensor | None]:
-    """Have gradients be ``.grad`` where the nodes ``leaves`` would do no more; the others.
-
-    A node of autograd takes another DTensor of each gradient.
-    """
-    rest = list(gradients)
-    for i, (p, (leaf, _)) in enumerate(zip(parameters, leaves, strict=True)):
-        if plain[i] and p.grad is None and _is_run(leaf):
-            p.grad, rest[i] = gradients[i], None
-    return rest
+        for i, p in enumerate(parameters):
+            if plain[i] and p.grad is None:
+                p.grad, found[i] = found[i], None
+        return None, *found
 
 
 def _is_plain(p: Any, local: torch.Tensor) -> bool:
@@ -131,8 +124,10 @@ def _in_rows(p: Any, gradient: torch.Tensor, spec: Any) -> torch.Tensor | None:
     return None
 
 
-def _lies_as(p: Any, gradient: torch.Tensor) -> bool:
-    """Whether a gradient is dense and lies in memory as the parameter does."""
+def _lies_as(p: Any, gradient: torch.Tensor | None) -> bool:
+    """Whether a gradient, if there is one, is dense and lies in memory as the parameter does."""
+    if gradient is None:
+        return True
     if gradient.is_sparse:
         return False
     local: torch.Tensor = p._local_tensor

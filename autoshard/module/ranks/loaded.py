@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,12 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.layout import Layout, Shard
 from autoshard.module.dtensors.owned import local_of
+from autoshard.module.model.original import Original
 from autoshard.module.programs.executable import Executable
 from autoshard.module.programs.simulate import shard_of
 from autoshard.module.ranks.leaves import locals_of
 from autoshard.passes.ir.program import Program, reads
+from autoshard.runtime.parameters.flat_bucket import FlatBucket
 from autoshard.runtime.parameters.gradients import SMALL
 from autoshard.runtime.transport.communicator import Communicator
+from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.process_group import TorchCommunicator
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class Loaded:
     """whether the program has a backward"""
     last: tuple[frozenset[str], tuple[str, ...]]
     """parameters whose gradients are summed when the backward ends, and over which axes; see :func:`summed_last`"""
+    buckets: dict[tuple[int, bool], FlatBucket] = field(default_factory=dict)
+    """what these go through: of so many of them, and whether the sum is left to a later backward"""
 
     @staticmethod
     def of(executable: Executable, comm: Communicator, device: torch.device) -> Loaded:
@@ -55,25 +62,34 @@ class Loaded:
             summed_last(executable.compiled.program, comm) if graph.training else (frozenset(), ()),
         )
 
-    def tensors(self, held: Callable[[str], Any]) -> dict[str, torch.Tensor]:
-        """This rank's part of everything, for one forward. ``held``: gives the parameter or buffer of a name."""
-        found = dict(self.constants)
-        trained = {}
-        for name in self.parameters:
-            parameter = held(name)
-            if self.recorded and parameter.requires_grad:
-                trained[name] = parameter
-            else:
-                found[name] = local_of(parameter)
+    def tensors(self, model: Original) -> dict[str, torch.Tensor]:
+        """This rank's part of everything that ``model`` holds, for one forward."""
+        found, held = dict(self.constants), model.each(self.parameters)
+        is_trained = [self.recorded and p.requires_grad for p in held]
+        trained = [*itertools.compress(self.parameters, is_trained)]
         if trained:
-            names, axes = self.last
-            numbers = [i for i, name in enumerate(trained) if name in names]
-            found.update(zip(trained, locals_of(self.comm, list(trained.values()), (numbers, axes)), strict=True))
+            parameters = [*itertools.compress(held, is_trained)]
+            found.update(zip(trained, locals_of(self.comm, parameters, self._summed(trained)), strict=True))
+        if len(trained) < len(held):
+            rest = zip(self.parameters, held, is_trained, strict=True)
+            found.update((name, local_of(p)) for name, p, is_one in rest if not is_one)
         for name, written in self.buffers:
-            buffer = held(name)
-            part = _part(buffer, self.layouts[name], self.comm.rank)
+            part = _part(model.tensor(name), self.layouts[name], self.comm.rank)
             found[name] = part.clone() if written else part  # it is written after the forward: the backward has a copy
         return found
+
+    def _summed(self, trained: Sequence[str]) -> tuple[Sequence[int], FlatBucket | None]:
+        """The numbers of those among ``trained`` whose gradients are summed when the backward ends, and through what."""
+        names, axes = self.last
+        numbers = [i for i, name in enumerate(trained) if name in names]
+        if not numbers:
+            return (), None
+        assert isinstance(self.comm, TorchCommunicator)
+        key = len(numbers), self.comm.deferred
+        if key not in self.buckets:
+            moves = [Move("I", "R", axes, module="")] * len(numbers)
+            self.buckets[key] = FlatBucket(self.comm, moves, listed=True)
+        return numbers, self.buckets[key]
 
 
 def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], tuple[str, ...]]:

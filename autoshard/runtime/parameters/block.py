@@ -47,8 +47,10 @@ def enter_parameters(
     """
     comm = current()
     names = comm.active(axes)
+    if names == comm.summed_last and dtype is None:
+        return tuple(tensors)
     moving = [t for t in tensors if t.requires_grad]
-    if not names or not moving or not torch.is_grad_enabled() or names == comm.summed_last:
+    if not names or not moving or not torch.is_grad_enabled():
         return tuple(tensors) if dtype is None else tuple(t.to(dtype) for t in tensors)
     moves, dtypes = [Move("I", "R", names)] * len(moving), Dtypes(dtype, reduce_dtype)
     moved = iter(carried("enter_parameters", moves, moving, _through, listed=True, dtypes=dtypes))

@@ -102,6 +102,9 @@ def record(
 
 def by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
     """Indices of the tensors that exist, by dtype, in the order of first appearance."""
+    there = [i for i, x in enumerate(xs) if x is not None]
+    if len({xs[i].dtype for i in there}) < 2:  # type: ignore[union-attr]
+        return [there] if there else []
     groups: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(xs):
         if x is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.move import LOCAL, Move
 from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single, all_reduce_sum
 from autoshard.runtime.transport.profiling import recorded
+from autoshard.runtime.transport.spare import is_kept
 from autoshard.runtime.transport.wire import numel, raw
 
 
@@ -110,7 +112,7 @@ class FlatBucket(Bucket):
         works: list[Any] = []
         later: list[Begin] = []
         for members in by_dtype(gradients):
-            moves = each([self.moves[i] for i in members], Move.backward)
+            moves = self._backs if len(members) == len(self._backs) else [self._backs[i] for i in members]
             present = [g for i in members if (g := gradients[i]) is not None]
             buffer, work, parts = self._begin(moves, present, "backward", dtype)
             if self.replicas and not keeps:
@@ -120,6 +122,11 @@ class FlatBucket(Bucket):
             for i, part in zip(members, parts, strict=True):
                 out[i] = part
         return out, works, later
+
+    @functools.cached_property
+    def _backs(self) -> list[Move]:
+        """The moves of the gradients."""
+        return each(self.moves, Move.backward)
 
     def _begin(
         self, moves: list[Move], xs: list[torch.Tensor], phase: str, dtype: torch.dtype | None
@@ -161,8 +168,11 @@ class FlatBucket(Bucket):
         return begin
 
     def _flat(self, xs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        out = self.comm.buffer(xs[0], sum([x.numel() for x in xs]), dtype)
-        return torch.cat([x.reshape(-1) for x in xs], out=out)
+        size = sum([x.numel() for x in xs])
+        if len(xs) > 1 and xs[0].dtype == dtype and not is_kept(xs[0], size, dtype):
+            flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(xs)  # one call; of one tensor it would be that one
+            return flat
+        return torch.cat([x.reshape(-1) for x in xs], out=self.comm.buffer(xs[0], size, dtype))
 
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
         return self.comm.begin(self.comm.beside(axes), all_reduce_sum, buffer)
@@ -255,6 +265,6 @@ def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.
 
 def _views_like(buffer: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Consecutive views of ``buffer`` in the shapes of ``xs``, by one call where none is empty: torch forgets its shape."""
-    if not all(x.numel() for x in xs):
+    if 0 in [x.numel() for x in xs]:
         return _views(buffer, [x.shape for x in xs])
     return list(torch._C._nn.unflatten_dense_tensors(buffer, xs))

@@ -16,8 +16,6 @@ from autoshard.runtime.parameters.bucket import Begin, Bucket
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
 from autoshard.runtime.parameters.together import moved_back
 from autoshard.runtime.transport.communicator import Communicator
-from autoshard.runtime.transport.move import Move
-from autoshard.runtime.transport.process_group import TorchCommunicator
 
 SMALL = 2**20
 """bytes of gradients below which a bucket goes with the next one: of the first that is sent, and of those in shards"""
@@ -38,7 +36,7 @@ Earlier = Callable[[Sequence[int], tuple[str, ...]], Mapping[int, torch.Tensor]]
 class Gradients:
     """``earlier``: gives what earlier backward passes left; called in the backward, once for a parameter and its axes.
 
-    ``last``: numbers of parameters whose gradients autograd brings as summands over these axes: they are summed together
+    ``last``: numbers of parameters whose gradients autograd brings as summands, and the bucket through which they go together
     when all of them are there.
     """
 
@@ -46,14 +44,9 @@ class Gradients:
         self,
         comm: Communicator,
         earlier: Earlier = lambda numbers, axes: {},
-        last: tuple[Sequence[int], tuple[str, ...]] = ((), ()),
+        last: tuple[Sequence[int], FlatBucket | None] = ((), None),
     ) -> None:
-        self.comm, self.earlier = comm, earlier
-        self.last, axes = last
-        if self.last:
-            assert isinstance(comm, TorchCommunicator)
-            moves = [Move("I", "R", axes, module="")] * len(self.last)
-            self.bucket = FlatBucket(comm, moves, listed=True)  # now: it knows whether this forward's sums are deferred
+        self.comm, self.earlier, self.last = comm, earlier, last
         self.expected = 0
         """buckets whose gradients are still to come"""
         self.works: list[Any] = []
@@ -115,7 +108,7 @@ class Gradients:
 
         The latter comes from uses that no bucket carries; a parameter may have both, and then nothing is under way.
         """
-        gradients = self._sum_last(gradients) if self.last else gradients
+        gradients = gradients if self.last[1] is None else self._sum_last(self.last[1], gradients)
         self._flush()
         self.begin_later()
         arrived, self.parts, self.summands = self.parts, [], {}
@@ -138,16 +131,17 @@ class Gradients:
             work.wait()
         self.works = []
 
-    def _sum_last(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    def _sum_last(self, bucket: FlatBucket, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Begin the last sums; what autograd brought without these. With create_graph they are nodes of the graph."""
-        rest, given = list(gradients), [gradients[n] for n in self.last]
+        numbers, rest = self.last[0], list(gradients)
+        given = [gradients[n] for n in numbers]
         summed: Sequence[torch.Tensor | None] = [None] * len(given)
         if torch.is_grad_enabled():
             like = (torch.empty(0) if g is None else g for g in given)
-            summed = moved_back(self.bucket, given, [True] * len(given), [(x.shape, x.dtype, x.device) for x in like])
+            summed = moved_back(bucket, given, [True] * len(given), [(x.shape, x.dtype, x.device) for x in like])
         else:
-            self.move(self.bucket, self.last, given)
-        for n, g in zip(self.last, summed, strict=True):
+            self._move(bucket, numbers, given)
+        for n, g in zip(numbers, summed, strict=True):
             rest[n] = g
         return rest
 

@@ -10,7 +10,7 @@ from collections import deque
 
 import torch
 
-LEAST = 1 << 17
+LEAST = 1 << 20
 """bytes of a buffer that is kept: smaller ones stay with the allocator"""
 
 CALLS = 2
@@ -26,7 +26,7 @@ class Spare:
 
     def take(self, like: torch.Tensor, size: int, dtype: torch.dtype, call: int) -> torch.Tensor:
         """A buffer of ``size`` elements where ``like`` is, of any content. ``call``: the number of the present call."""
-        if like.device.type != "cpu" or size * dtype.itemsize < LEAST:
+        if not is_kept(like, size, dtype):
             return like.new_empty(size, dtype=dtype)
         kept = self._kept.setdefault((size, dtype), deque())
         found = next((i for i, (_, x) in enumerate(kept) if _is_free(x)), None)
@@ -43,6 +43,11 @@ class Spare:
     def clear(self) -> None:
         """Keep none."""
         self._kept.clear()
+
+
+def is_kept(like: torch.Tensor, size: int, dtype: torch.dtype) -> bool:
+    """Whether a buffer of ``size`` elements where ``like`` is serves again."""
+    return size * dtype.itemsize >= LEAST and like.device.type == "cpu"
 
 
 def _is_free(x: torch.Tensor) -> bool:
