@@ -42,41 +42,37 @@ class Layer(nn.Module):
 
 
 class ByHand(nn.Module):
-    """The same for this rank's rows, with its part of the experts."""
+    """The same for this rank's rows, with its part of the experts: each has parameters of its own, whose gradients need no
+    place in a tensor of all; what the host has to know it asks for once."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.router = nn.Parameter(layer.router.weight.detach().clone())
-        self.first = nn.Parameter(layer.first.detach().chunk(self.ranks)[self.rank].clone())
-        self.second = nn.Parameter(layer.second.detach().chunk(self.ranks)[self.rank].clone())
+        self.first = nn.ParameterList(w.clone() for w in layer.first.detach().chunk(self.ranks)[self.rank])
+        self.second = nn.ParameterList(w.clone() for w in layer.second.detach().chunk(self.ranks)[self.rank])
         self.experts = layer.first.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = F.linear(x, self.router).softmax(-1).topk(TOP)
         flat = ids.flatten()
         order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=self.experts)
+        counts = torch.bincount(flat, minlength=self.experts).view(self.ranks, -1)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts)
-        here = self.experts // self.ranks
-        sent = counts.view(self.ranks, here).sum(1).tolist()
-        by_rank = arriving.view(self.ranks, here)
-        received = by_rank.sum(1).tolist()
-        rows = x[order // TOP]
+        sent, by_rank = counts.sum(1).tolist(), arriving.tolist()
+        received = [sum(of_rank) for of_rank in by_rank]
+        rows = x.index_select(0, order // TOP)
         got = all_to_all_single(rows.new_empty(sum(received), x.shape[1]), rows, received, sent)
-        pieces = got.split(arriving.tolist())
-        back = [[got[:0]] * here for _ in range(self.ranks)]
-        for e in range(here):
-            mine = torch.cat([pieces[r * here + e] for r in range(self.ranks)])
-            gate, up = F.linear(mine, self.first[e]).chunk(2, -1)
-            made = F.linear(F.silu(gate) * up, self.second[e]).split(by_rank[:, e].tolist())
-            for r in range(self.ranks):
-                back[r][e] = made[r]
-        y = torch.cat([p for row in back for p in row])
+        pieces = [of_rank.split(lengths) for of_rank, lengths in zip(got.split(received), by_rank, strict=True)]
+        made = []
+        for e, (first, second) in enumerate(zip(self.first, self.second, strict=True)):
+            gate, up = F.linear(torch.cat([of_rank[e] for of_rank in pieces]), first).chunk(2, -1)
+            made.append(F.linear(F.silu(gate) * up, second).split([lengths[e] for lengths in by_rank]))
+        y = torch.cat([of_expert[r] for r in range(self.ranks) for of_expert in made])
         y = all_to_all_single(y.new_empty(sum(sent), x.shape[1]), y, sent, received)
-        y = torch.zeros_like(y).index_copy(0, order, y).view(*ids.shape, -1)
-        y = (y * weights.unsqueeze(-1)).sum(1)
+        y = torch.empty_like(y).index_copy(0, order, y).view(*ids.shape, -1)
+        y = torch.bmm(weights.unsqueeze(1), y).squeeze(1)
         return (y + x).square().mean() / self.ranks
 
     def step(self, x: torch.Tensor) -> torch.Tensor:

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoshard.runtime.operations import grouped
 from autoshard.runtime.operations.experts import experts
+from autoshard.runtime.operations.gated import gated_products
 from autoshard.runtime.operations.grouped import product
-from autoshard.runtime.operations.slots import collected, dealt, regrouped, slots_of
+from autoshard.runtime.operations.slots import by_columns, collected, dealt, ordered, slots_of
 
 ROWS, TOP, COUNT = 5, 2, 3
 IDS = torch.tensor([[0, 2], [2, 1], [2, 0], [0, 2], [2, -1]])
@@ -94,9 +96,10 @@ def test_some_slots_are_dealt_and_collected(order: list[int], dtype: torch.dtype
 def test_segments_change_their_order_and_come_back() -> None:
     lengths = torch.tensor([[2, 0, 1], [1, 3, 0]])
     x = torch.arange(7.0).requires_grad_()
-    moved = regrouped(x, lengths)
+    order = by_columns(lengths, 7)
+    moved = ordered(x, order)
     assert moved.tolist() == [0, 1, 3, 4, 5, 6, 2]
-    assert torch.equal(regrouped(moved, lengths.mT), x)
+    assert torch.equal(ordered(moved, order.turned()), x)
     (moved * torch.arange(7.0)).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [0, 1, 6, 2, 3, 4, 5]
@@ -150,3 +153,37 @@ def test_nothing_as_large_as_rows_or_weights_is_copied_or_zeroed() -> None:
     with Written() as written:
         experts(x, ids, weights, first, second).sum().backward()
     assert max((n for _, n in written.numel), default=0) <= ROWS * TOP, written.numel
+
+
+@pytest.mark.parametrize("cached", [1, 1 << 20], ids=["group by group", "at once"])
+@pytest.mark.parametrize("turned", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize("moved", [False, True], ids=["", "in segments"])
+def test_gated_products_in_pieces(monkeypatch: pytest.MonkeyPatch, moved: bool, turned: bool, cached: int) -> None:
+    """Of groups of rows, one of them empty, where they lie in segments, too: as row after row, twice differentiable, and
+    gradients of weights lie as these do."""
+    monkeypatch.setattr(grouped, "CACHED", cached)
+    lengths = torch.tensor([[2, 0, 1], [1, 0, 3]]) if moved else torch.tensor([[3, 0, 4]])
+    ends = lengths.sum(0).cumsum(0).to(torch.int32)
+    drawn = torch.Generator().manual_seed(0)
+    shapes = ((7, 4), (3, 4, 6), (3, 3, 5))
+    x, *matrices = (torch.randn(s, generator=drawn, dtype=torch.float64) for s in shapes)
+    if turned:
+        matrices = [w.mT.contiguous().mT for w in matrices]
+    given = [t.requires_grad_() for t in (x, *matrices)]
+    again = [t.detach().clone().requires_grad_() for t in given]
+    order = by_columns(lengths, 7) if moved else None
+    assert len(grouped.pieces(x, ends, 6)) == (2 if cached == 1 else 1)
+    found = gated_products(*given, ends, order, "silu")
+    numbers = torch.arange(3).repeat(len(lengths)).repeat_interleave(lengths.reshape(-1))
+    made = [again[0][i] @ again[1][e] for i, e in enumerate(numbers)]
+    wanted = torch.stack([(F.silu(m[:3]) * m[3:]) @ again[2][e] for m, e in zip(made, numbers, strict=True)])
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    first = torch.autograd.grad(found.square().sum(), given, retain_graph=True)
+    assert [g.stride() for g in first] == [t.stride() for t in given]
+    for out, tensors in ((found, given), (wanted, again)):
+        gradients = torch.autograd.grad(out.square().sum(), tensors, create_graph=True)
+        for a, b in zip(gradients, first, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        sum(g.square().sum() for g in gradients).backward()
+    for a, b in zip(given, again, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)

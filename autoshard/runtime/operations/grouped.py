@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from autoshard.runtime.transport.handed_on import HandingOn, register
+
+CACHED = 1 << 17
+"""elements that a piece of rows makes on a CPU: a megabyte, of the two that its caches have for a core"""
 
 
 @torch.library.custom_op("autoshard::grouped_mm", mutates_args=())
@@ -29,25 +32,78 @@ def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch
 def product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """As :func:`grouped_mm` where no rows follow the last group, for calls that nothing traces: an operator of torch's
     library takes as long as the product of some rows."""
-    if x.is_meta or torch._C._len_torch_dispatch_stack() or type(x) is not torch.Tensor:
-        found: torch.Tensor = grouped_mm(x, weight, ends, True)
-    else:
-        found = _Product.apply(x, weight, ends)
+    found: torch.Tensor = grouped_mm(x, weight, ends, True) if _is_traced(x) else _Product.apply(x, weight, ends)
     return found
+
+
+def _is_traced(x: torch.Tensor) -> bool:
+    return x.is_meta or bool(torch._C._len_torch_dispatch_stack()) or type(x) is not torch.Tensor
+
+
+class Piece(NamedTuple):
+    """Consecutive groups of rows that are worked on together, without autograd."""
+
+    rows: slice
+    groups: slice
+    ends: torch.Tensor | Sequence[int]
+    """where in the piece those of each group end; a tensor: for an operator, of all rows"""
+
+    def times(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The piece's rows [s, k], each times its matrix of all groups' ``weight`` [e, k, n] → [s, n]; in ``out``, of all
+        rows, if there is one."""
+        if not isinstance(self.ends, torch.Tensor):
+            return _multiplied_one_by_one(x, weight[self.groups], self.ends, None if out is None else out[self.rows])
+        return (grouped_mm if _is_traced(x) else _multiplied)(x, weight, self.ends, True)
+
+    def outer(
+        self, x: torch.Tensor, y: torch.Tensor, like: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Of the rows [s, k] and [s, n] of each of its groups the sum of outer products: in ``out`` [e, k, n] of all groups,
+        or, where there is none, in memory as ``like`` [e, k, n]."""
+        if out is not None:
+            _outer(x, y, self.ends, out[self.groups])
+            return out
+        made: Callable[..., torch.Tensor] = (
+            grouped_outer if isinstance(self.ends, torch.Tensor) and _is_traced(x) else _outer
+        )
+        return made(y, x, self.ends).mT if like.mT.is_contiguous() else made(x, y, self.ends)
+
+
+def pieces(x: torch.Tensor, ends: torch.Tensor, columns: int) -> list[Piece]:
+    """Rows [s, k] in groups that end at ``ends``, of which each makes ``columns`` elements: all where one kernel takes them;
+    on CPUs pieces that stay in the caches, and no part of a group."""
+    if _is_traced(x) or x.device.type != "cpu":
+        return [Piece(slice(None), slice(None), ends)]
+    found, begun, start, inside = [], 0, 0, list[int]()
+    for number, _, end in _groups(ends):
+        inside.append(end - start)
+        if inside[-1] * columns >= CACHED or number + 1 == ends.shape[0]:
+            found.append(Piece(slice(start, end), slice(begun, number + 1), inside))
+            begun, start, inside = number + 1, end, []
+    return found or [Piece(slice(None), slice(None), [])]
 
 
 def _multiplied(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool) -> torch.Tensor:
     if full and _has_kernel(x, weight.shape[2]):
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
-    out, last = x.new_empty(x.shape[0], weight.shape[2]), 0
+    return _multiplied_one_by_one(x, weight, ends)
+
+
+def _multiplied_one_by_one(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    out, last = x.new_empty(x.shape[0], weight.shape[2]) if out is None else out, 0
     for e, a, last in _groups(ends):
         torch.mm(x[a:last], weight[e], out=out[a:last])
-    out[last:].zero_()
+    if last < out.shape[0]:
+        out[last:].zero_()
     return out
 
 
-def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    out = x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+def _outer(
+    x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor | Sequence[int], out: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = x.new_empty(len(ends), x.shape[1], y.shape[1]) if out is None else out
     for e, a, b in _groups(ends):
         torch.mm(x[a:b].mT, y[a:b], out=out[e])  # of no rows: zeros
     return out
@@ -63,9 +119,10 @@ def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
 
 
-def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+def _groups(ends: torch.Tensor | Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(number, start, end) of every group."""
-    for number, (a, b) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+    ends = ends.tolist() if isinstance(ends, torch.Tensor) else ends
+    for number, (a, b) in enumerate(itertools.pairwise([0, *ends])):
         yield number, a, b
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from autoshard.runtime.transport.handed_on import HandingOn
 
@@ -31,10 +30,9 @@ def slots_of(order: torch.Tensor, rows: int, top: int) -> Slots:
     """Of ``rows`` with ``top`` slots each those in ``order``, which are all or some of them."""
     starts = torch.arange(0, rows * top, top, device=order.device)
     if order.shape[0] == rows * top:
-        numbers = torch.arange(rows * top, device=order.device)
-        return Slots(order // top, torch.empty_like(order).scatter_(0, order, numbers), starts, None)
+        return Slots(order.floor_divide(top), _inverse(order), starts, None)
     present, places = order.sort()
-    return Slots(order // top, places, torch.searchsorted(present, starts), present)
+    return Slots(order.floor_divide(top), places, torch.searchsorted(present, starts), present)
 
 
 def dealt(x: torch.Tensor, slots: Slots) -> torch.Tensor:
@@ -51,18 +49,37 @@ def collected(x: torch.Tensor, weights: torch.Tensor, slots: Slots) -> torch.Ten
     return found
 
 
-def regrouped(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Rows ``x`` that lie in segments of ``lengths`` [a, b], one after another: in segments of its transpose [b, a]."""
-    found: torch.Tensor = _Ordered.apply(x, _by_columns(lengths, len(x)), _by_columns(lengths.mT, len(x)))
+class Order(NamedTuple):
+    """Rows in an order of their own."""
+
+    rows: torch.Tensor
+    """where each of them lies"""
+    back: torch.Tensor
+    """where in this order each lies"""
+
+    def turned(self) -> Order:
+        """The other way."""
+        return Order(self.back, self.rows)
+
+
+def by_columns(lengths: torch.Tensor, rows: int) -> Order:
+    """Of ``rows`` that lie in segments of ``lengths`` [a, b], one after another: the order in segments of its transpose."""
+    a, b = lengths.shape
+    columns = torch.arange(b, device=lengths.device).repeat(a)
+    order = columns.repeat_interleave(lengths.reshape(-1), output_size=rows).argsort(stable=True)
+    return Order(order, _inverse(order))
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """Where in a permutation each number is."""
+    numbers = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).scatter_(0, order, numbers)
+
+
+def ordered(x: torch.Tensor, order: Order) -> torch.Tensor:
+    """Rows ``x`` in this order."""
+    found: torch.Tensor = _Ordered.apply(x, *order)
     return found
-
-
-def _by_columns(lengths: torch.Tensor, rows: int) -> torch.Tensor:
-    """Where the rows of these segments lie, in the order of the columns."""
-    flat, turned = lengths.reshape(-1), lengths.mT.reshape(-1)
-    begin = (flat.cumsum(0) - flat).view(lengths.shape).mT.reshape(-1)
-    shift = begin - (turned.cumsum(0) - turned)
-    return shift.repeat_interleave(turned, output_size=rows) + torch.arange(rows, device=lengths.device)
 
 
 class _Dealt(HandingOn):
@@ -74,7 +91,7 @@ class _Dealt(HandingOn):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         places, starts = ctx.saved_tensors
-        return F.embedding_bag(places, gradient, starts, mode="sum"), None, None, None
+        return _bags(places, gradient, starts), None, None, None
 
 
 class _Collected(HandingOn):
@@ -86,7 +103,7 @@ class _Collected(HandingOn):
     ) -> torch.Tensor:
         of_x, of_weights = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if of_weights else None, weights if of_x else None, rows, places, starts)
-        return F.embedding_bag(places, x, starts, mode="sum", per_sample_weights=weights)
+        return _bags(places, x, starts, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -94,11 +111,11 @@ class _Collected(HandingOn):
         again = torch.is_grad_enabled()  # the gradients are to be differentiated
         of_x = of_weights = None
         if weights is not None:
-            own = torch.zeros_like(weights).scatter(0, places, weights).unsqueeze(1)
+            own = torch.empty_like(weights).scatter_(0, places, weights)
             if again:
-                of_x = gradient.index_select(0, rows) * own
+                of_x = gradient.index_select(0, rows) * own.unsqueeze(1)
             else:  # every row is a bag
-                of_x = F.embedding_bag(rows.unsqueeze(1), gradient, mode="sum", per_sample_weights=own)
+                of_x = _bags(rows, gradient, torch.arange(rows.shape[0], device=rows.device), own)
         if x is not None:
             bags = rows.index_select(0, places)
             if again:
@@ -106,6 +123,14 @@ class _Collected(HandingOn):
             else:
                 of_weights = _dots(gradient, x, places, starts, bags, 0)
         return of_x, of_weights, None, None, None
+
+
+def _bags(
+    rows: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sums of these rows of ``x`` in bags that begin at ``starts``, without what torch.nn.functional looks at in every call."""
+    found: torch.Tensor = torch.embedding_bag(x, rows, starts, False, 0, False, weights)[0]
+    return found
 
 
 _dots = torch.ops.aten._embedding_bag_per_sample_weights_backward

@@ -68,6 +68,8 @@ class Communicator(ABC):
         self.world_size = math.prod(self.mesh.values())
         if not 0 <= rank < self.world_size:
             raise MeshError(f"rank {rank} is not on a mesh of {self.world_size} ranks ({self.mesh})")
+        self.memo: dict[Any, Any] = {}
+        """what operations have worked out for this rank, each under a key of its own"""
         self._active: dict[Axes, tuple[str, ...]] = {}
         self._chunks: dict[tuple[tuple[str, ...], int], Chunks] = {}
         self._index: dict[tuple[str, ...], int] = {}

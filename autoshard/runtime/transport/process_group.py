@@ -31,6 +31,15 @@ def all_reduce_sum(x: torch.Tensor, group: Any, async_op: bool = True) -> Any:
     return group.allreduce([torch.view_as_real(x) if x.is_complex() else x])
 
 
+def all_to_all_rows(
+    out: torch.Tensor, x: torch.Tensor, gets: list[int], gives: list[int], group: Any, async_op: bool = True
+) -> Any:
+    """Begin ``dist.all_to_all_single(out, x, gets, gives, group)`` likewise."""
+    if x.is_complex():
+        out, x = torch.view_as_real(out), torch.view_as_real(x)
+    return group.alltoall_base(out, x, gets, gives)
+
+
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -337,7 +346,8 @@ def _rows(comm: TorchCommunicator, splits: Splits, group: _Group, x: torch.Tenso
         pieces = x.split(splits.sent)
         x = torch.cat([pieces[k] for k in order])
     out = x.new_empty(sum(gets), *x.shape[1:])
-    comm.run(group, dist.all_to_all_single, raw(out), raw(x.contiguous()), gets, gives)
+    exchange = all_to_all_rows if group.gloo else dist.all_to_all_single
+    comm.run(group, exchange, raw(out), raw(x.contiguous()), gets, gives)
     return out if group.order is None else torch.cat(_by_index(out.split(gets), group))
 
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.passes.capture.observer import Observer, Patch, replacing
-from autoshard.runtime.operations.experts import activation_of, experts_op, gated_by
+from autoshard.runtime.operations.experts import experts_op
+from autoshard.runtime.operations.gated import activation_of, gated_by
 from autoshard.runtime.operations.grouped import grouped_mm
 
 _MODULE, _LLAMA4 = "transformers.integrations.moe", "transformers.models.llama4.modeling_llama4"
@@ -28,7 +29,7 @@ _ACTIVATIONS = {
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu_squared",
 }
-"""classes of activations → their names in ``autoshard.runtime.operations.experts``"""
+"""classes of activations → their names in ``autoshard.runtime.operations.gated``"""
 _WEIGHTS = {f"{name}_proj{bias}" for name in ("gate_up", "up", "down") for bias in ("", "_bias")}
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
 
