@@ -124,11 +124,12 @@ class Network:
         for v in self.variables.values():
             if (id(v.parts), v.size) not in own:
                 own[id(v.parts), v.size] = stepped(v.parts, (v.size,), *hides)
-        for link in self.links:
-            if (key := tables.key(link)) not in made:  # its parts, several times as large, are not kept
+        keys = [tables.key(link) for link in self.links]
+        for link, key in zip(self.links, keys, strict=True):
+            if key not in made:  # its parts, several times as large, are not kept
                 found = tables.of(link)
                 made[key] = stepped(found.parts, found.shape, *hides, (found.rows, found.columns)), found.held
-        between = [made[tables.key(link)] for link in self.links]
+        between = [made[key] for key in keys]
         numbers = {name: i for i, name in enumerate(self.variables)}
         edges = [(numbers[x.source], numbers[x.reader], e) for x, (e, _) in zip(self.links, between, strict=True)]
         nodes = [own[id(v.parts), v.size] for v in self.variables.values()]

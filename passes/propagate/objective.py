@@ -128,13 +128,16 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
     """The forward of operations that are computed again, and of conversions that the backward needs again."""
     graph, mesh = assignment.graph, assignment.mesh
     found: dict[str, Parts] = {}
+    prices: dict[object, Parts] = {}
     if not assignment.again and not assignment.shared_again:
         return found
 
     def convert(value: str, src: Placements, dst: Placements, waits: bool = False) -> None:
-        type_ = graph.types[value]
-        sides = [Layout(mesh, src)], [Layout(mesh, dst)]
-        parts = as_parts(forward_matrices(type_, *sides), value in movable or not waits)[0, 0]
+        case = graph.types[value], src, dst, value in movable or not waits
+        if case not in prices:
+            sides = [Layout(mesh, src)], [Layout(mesh, dst)]
+            prices[case] = as_parts(forward_matrices(case[0], *sides), case[-1])[0, 0]
+        parts = prices[case]
         found[value] = found[value] + parts if value in found else parts
 
     for value in assignment.shared_again:

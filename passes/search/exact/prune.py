@@ -111,10 +111,11 @@ def restrict(network: Eliminator, node: int, kept: Classes) -> None:
 
 def least_difference(array: Array) -> Array:
     """[a, b] = min over x of array[a, x] − array[b, x]."""
-    less = np.where(np.isinf(array), -HUGE, -array)
     result = np.empty((len(array), len(array)))
+    array = np.ascontiguousarray(array.T)  # a minimum over the first axis takes half as long as one over the last
+    less = np.where(np.isinf(array), -HUGE, -array)
     step = max(1, BLOCK // array.size)
-    for start in range(0, len(array), step):
+    for start in range(0, len(result), step):
         block = slice(start, start + step)
-        result[block] = added(array[block, None, :], less[None, :, :]).min(axis=2)
+        result[block] = added(array[:, block, None], less[:, None, :]).min(axis=0)
     return result

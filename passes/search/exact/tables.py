@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autoshard.passes.search.broadcast import added
-from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, stored, taken, transposed
+from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored, taken, transposed
 from autoshard.passes.search.network import Array
 
 # A join is computed in blocks of about this many entries, so that its temporaries stay in cache.
@@ -174,20 +174,15 @@ class Tables:
         spanning = [(t, axes) for t, axes in factors if axis in axes]
         keys = [self.classes(t, axes.index(axis)) for t, axes in spanning if len(axes) > 1]
         size = self.arrays[spanning[0][0]].shape[spanning[0][1].index(axis)]
+        same = joint(keys)[1] if keys else np.zeros(size, dtype=np.intp)
         if axis < rank:
             order = np.arange(size)
         else:
             own: Array = sum((self.arrays[t] for t, axes in spanning if len(axes) == 1), np.zeros(size))
             order = np.argsort(own, kind="stable")
-        chosen: dict[tuple[int, ...], int] = {}
         where = np.empty(size, dtype=np.intp)
-        kept: list[int] = []
-        for index in order:
-            key = tuple(int(k[index]) for k in keys)
-            where[index] = chosen.setdefault(key, len(chosen))
-            if where[index] == len(kept):
-                kept.append(int(index))
-        return np.array(kept, dtype=np.intp), where
+        where[order] = in_order(same[order])[1]
+        return order[np.unique(where[order], return_index=True)[1]], where
 
 
 def min_sum(parts: list[Array], shape: tuple[int, ...]) -> Array:
