@@ -167,7 +167,7 @@ class FlatBucket(Bucket):
 
         return begin
 
-    def _flat(self, xs: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def _flat(self, xs: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         size = sum([x.numel() for x in xs])
         if len(xs) > 1 and xs[0].dtype == dtype and not is_kept(xs[0], size, dtype):
             flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(xs)  # one call; of one tensor it would be that one
