@@ -129,6 +129,26 @@ def test_a_batch_of_fewer_rows_than_ranks(case: Callable[[], Call], mesh: dict[s
     assert "summed=True" in sharded.source
 
 
+class Regular(nn.Module):
+    """Bags of one length, as ``nn.EmbeddingBag`` makes of indices [b, k]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(n, 4, mode=m).double() for n, m in ((9, "sum"), (5, "mean"), (7, "max"))
+        )
+
+    def forward(self, ids: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (torch.cat([table(ids) for table in self.tables], -1) - y).square().mean()
+
+
+def test_bags_of_one_length_are_cut_beside_owners() -> None:
+    args = torch.randint(0, 5, (8, 3)), torch.randn(8, 12, dtype=torch.float64)
+    sharded = trains_alike((Regular(), args), {"dp": 2, "x": 2}, None, like={"dp": "ddp", "x": "table-wise"})
+    assert len(owners(sharded)) == 3
+    assert "S(0)@dp S(0)@x" in sharded.source
+
+
 def test_a_table_wise_plan_serves_any_batch() -> None:
     model, (dense, ids, labels) = dlrm(sparse=True)
     sharded = autoshard.compile(model, ideal({"x": 4}), (dense, ids, labels), like="table-wise")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime.operations.bags import adds_rows, bagged
 from autoshard.runtime.operations.collectives import all_reduce, offset
+from autoshard.runtime.operations.in_range import check_range
 from autoshard.runtime.transport.communicator import Axes
 from autoshard.runtime.transport.handed_on import register
 
@@ -18,11 +19,12 @@ def vocab_embedding(
 ) -> torch.Tensor:
     """Rows of a table of ``size`` rows cut by ``axes``: weight [size/n S, d], indices [...] → [..., d] P.
 
-    A rank gives zeros for the rows it does not hold. ``padding_idx``: a global row that gets no gradient;
-    negative for none. Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053). ``sparse``: the gradient has the rows that
-    were looked up here, and no others: an optimizer must not touch them.
+    A rank gives zeros for the rows it does not hold; an index that no rank holds raises. ``padding_idx``: a global row
+    that gets no gradient; negative for none. Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053). ``sparse``: the
+    gradient has the rows that were looked up here, and no others: an optimizer must not touch them.
     """
     rows = weight.shape[0]
+    check_range(indices, size)
     if rows == 0:
         return weight.new_zeros(*indices.shape, weight.shape[1]) + weight.sum(0)  # the sum keeps the gradient path
     start = offset(size, axes)
@@ -80,6 +82,7 @@ def _largest(
     of every index [k]. Ranks agree on the largest, and then on where it first comes.
     """
     (many,), (rows, width) = indices.shape, weight.shape
+    check_range(indices, size)
     start = offset(size, axes)
     mine = (indices >= start) & (indices < start + rows) & (indices != padding_idx)
     with torch.no_grad():

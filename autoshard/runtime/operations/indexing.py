@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.operations.collectives import offset
+from autoshard.runtime.operations.in_range import check_range
 from autoshard.runtime.transport.communicator import Axes
 
 
@@ -61,7 +62,7 @@ def sharded_index(
     for dim, size, axes in cuts:
         asked = places[dim]
         assert asked is not None  # a cut dim without an index is no business of ours
-        places[dim], held = _held(asked, x.shape[dim], size, axes)
+        places[dim], held = _held(asked, x.shape[dim], size, axes, -size)
         mine = held if mine is None else mine & held
     given = [i for i in places if i is not None]
     looked_up = [d for d, i in enumerate(places) if i is not None]
@@ -115,14 +116,21 @@ def sharded_index_fill(
     x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
 ) -> torch.Tensor:
     """``x.index_fill(dim, index, value)`` → S(dim)."""
-    return _write(torch.index_fill, x, dim, index, value, size, axes)
+    return _write(torch.index_fill, x, dim, index, value, size, axes, -size)
 
 
 def _write(
-    write: Callable[..., torch.Tensor], x: torch.Tensor, dim: int, index: torch.Tensor, what: Any, size: int, axes: Axes
+    write: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    what: Any,
+    size: int,
+    axes: Axes,
+    least: int = 0,
 ) -> torch.Tensor:
     """``write(x, dim, index, what)`` → S(dim), of what falls into this rank's part."""
-    place = _held_or_spare(index, x.shape[dim], size, axes)
+    place = _held_or_spare(index, x.shape[dim], size, axes, least)
     return write(_with_spare(x, dim), dim, place, what).narrow(dim, 0, x.shape[dim])
 
 
@@ -138,7 +146,7 @@ def sharded_index_put(
     for dim, size, axes in cuts:
         asked = places[dim]
         assert asked is not None  # a cut dim without an index is no business of ours
-        places[dim] = _held_or_spare(asked, x.shape[dim], size, axes)
+        places[dim] = _held_or_spare(asked, x.shape[dim], size, axes, -size)
         whole = _with_spare(whole, dim)
     written: torch.Tensor = torch.ops.aten.index_put.default(whole, places, values, accumulate)
     for dim, _, _ in cuts:
@@ -163,17 +171,18 @@ def sharded_grouped_mm(
     return out if parts else out + x[:0].sum() + weight.sum()  # zeros on the gradient path
 
 
-def _held(index: torch.Tensor, rows: int, size: int, axes: Axes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where global indices lie in this rank's part (0 where they do not), and whether they do."""
+def _held(index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where global indices lie in this rank's part (0 where they do not), and whether they do. ``least``: that torch takes."""
+    check_range(index, size, least=least)
     start = offset(size, axes)
     place = torch.where(index < 0, index + size, index) - start
     mine = (place >= 0) & (place < rows)
     return torch.where(mine, place, 0), mine
 
 
-def _held_or_spare(index: torch.Tensor, rows: int, size: int, axes: Axes) -> torch.Tensor:
+def _held_or_spare(index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0) -> torch.Tensor:
     """Where global indices lie in this rank's part; those of other ranks all in a spare row after the last."""
-    place, mine = _held(index, rows, size, axes)
+    place, mine = _held(index, rows, size, axes, least)
     return torch.where(mine, place, rows)
 
 

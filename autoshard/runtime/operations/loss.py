@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.operations.collectives import all_reduce, offset
+from autoshard.runtime.operations.in_range import check_range
 from autoshard.runtime.operations.row_sums import along, in_pieces, row_sums
 from autoshard.runtime.operations.softmax import maximum, wide
 from autoshard.runtime.operations.summed import begin_sum
@@ -87,6 +88,7 @@ def nll_loss(
     mean = reduction == "mean"
     count = _count(log_probabilities, target, weight, ignore_index, batch_axes, counted) if mean else None
     if class_axes:
+        check_range(target, classes, ignored=ignore_index)
         dim = min(log_probabilities.dim() - 1, 1)
         valid = target != ignore_index
         picked = _pick(log_probabilities, dim, target - offset(classes, class_axes))
@@ -121,6 +123,7 @@ def _over_classes(
         sums = torch.stack([x.exp().sum(dim), p.sum(dim), (p * x).sum(dim)])
         exponentials, total, dot = all_reduce(sums, axes).unbind()
         return exponentials.log() * total - dot
+    check_range(target, classes, ignored=ignore_index)
     sums = row_sums(logits, top, target - start, share, bool(smoothing))
     exponentials, picked, *rest = all_reduce(sums, axes).unbind()
     log_sum = exponentials.log()

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.operations.bags import ADDED, adds_rows, bagged
+from autoshard.runtime.operations.in_range import check_range
 from autoshard.runtime.operations.stacked import OneAfterAnother, are_neighbours, as_one
 from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.move import Move, Splits
@@ -212,9 +213,10 @@ def _looked_up(
         found = [_looked_up(own, [bag], mode, padding, sparse, group) for own, bag in each]
         return torch.stack(found, 1).flatten(0, 1) if group.by_row else torch.cat(found)
     weighted, jagged = bool(bags) and bags[0].weights is not None, bool(bags) and bags[0].offsets is not None
-    first = [*itertools.accumulate((len(t) for t in here), initial=0)][: len(bags)]
+    sizes = [len(t) for t in here]
+    first = [*itertools.accumulate(sizes, initial=0)][: len(bags)]
     if group.by_row and bags and not weighted and mode in ADDED:
-        indices = _side_by_side([bag.indices for bag in bags], first)
+        indices = _side_by_side([bag.indices for bag in bags], first, sizes)
         if adds_rows(here[0], indices, sparse):
             return bagged(indices, mode, -1 if padding is None else padding, *tables)
     stacked: torch.Tensor = OneAfterAnother.apply(sparse, *tables)
@@ -226,10 +228,12 @@ def _looked_up(
     weights = [bag.weights for bag in bags if bag.weights is not None]
     form: dict[str, Any] = {"mode": mode, "sparse": sparse, "padding_idx": padding}
     if group.by_row:
-        indices = _side_by_side([bag.indices for bag in bags], first)
+        indices = _side_by_side([bag.indices for bag in bags], first, sizes)
         joined = torch.stack(weights, 1).view(indices.shape) if weighted else None
         return F.embedding_bag(indices, stacked, per_sample_weights=joined, **form)
     begin = list(itertools.accumulate((bag.indices.numel() for bag in bags), initial=0))
+    for bag, size in zip(bags, sizes if len(bags) > 1 else (), strict=False):
+        check_range(bag.indices, size)
     offsets = torch.cat([bag.starts + n for bag, n in zip(bags, begin, strict=False)])
     joined = torch.cat(weights) if weighted else None
     indices = torch.cat(
@@ -238,13 +242,14 @@ def _looked_up(
     return F.embedding_bag(indices, stacked, offsets, per_sample_weights=joined, **form)
 
 
-def _side_by_side(indices: Sequence[torch.Tensor], first: Sequence[int]) -> torch.Tensor:
-    """Indices [b, …] of tables whose rows begin at ``first``, as those of all: [b · tables, k], tables of a bag together."""
+def _side_by_side(indices: Sequence[torch.Tensor], first: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Indices [b, …] of tables of ``sizes`` rows from ``first`` on, as those of all: [b · tables, k], of a bag together."""
     shape, length = indices[0].shape, math.prod(indices[0].shape[1:])
     if len(indices) > 1:
         one = as_one(indices)
         every = torch.stack(list(indices), 1) if one is None else one.transpose(0, 1)
-        starts = every.new_tensor(first).view(-1, *[1] * (len(shape) - 1))
+        starts, rows = (every.new_tensor(x).view(-1, *[1] * (len(shape) - 1)) for x in (first, sizes))
+        check_range(every, rows)  # one beyond its table would be found in the next
         return (every + starts).reshape(len(indices) * shape[0], length)
     return indices[0].reshape(shape[0], length)
 

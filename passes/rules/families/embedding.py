@@ -175,6 +175,12 @@ def bag_length(node: Node, graph: Graph) -> int:
 def _local_bag(site: Site) -> Call:
     node = site.node
     weight, indices, offsets = (node.argument(a) for a in ("weight", "indices", "offsets"))
+    if bags := site.axes("bags"):
+        captured = next(n for n in site.graph.nodes if n.name == node.name)
+        if not bag_length(captured, site.graph):
+            raise PlanError(f"{node.name} ({node.fqn}, {node.source}): bags of unequal length cannot be sharded")
+        count = Local(site.graph.shape(offsets)[0], bags)
+        offsets = Call(aten.slice.Tensor, (offsets, 0, 0, count), {})  # starts count from this rank's first index
     if _axes_of_owners(site):
         return _local_table(
             site,
@@ -184,12 +190,6 @@ def _local_bag(site: Site) -> Call:
             last_offset=node.argument("include_last_offset"),
             padding=(_padding(site),),
         )
-    if bags := site.axes("bags"):
-        captured = next(n for n in site.graph.nodes if n.name == node.name)
-        if not bag_length(captured, site.graph):
-            raise PlanError(f"{node.name} ({node.fqn}, {node.source}): bags of unequal length cannot be sharded")
-        count = Local(site.graph.shape(offsets)[0], bags)
-        offsets = Call(aten.slice.Tensor, (offsets, 0, 0, count), {})  # starts count from this rank's first index
     rows_axes = site.axes_of("weight", 0)
     if not rows_axes:
         return site.unchanged(offsets=offsets, sparse=gives_sparse(site))
