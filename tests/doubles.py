@@ -24,6 +24,11 @@ IN_ONE_PROCESS = """
     an_eval_forward_then_train_then_backward anomalies_are_detected copied_before_it_is_compiled
     flex_attention_as_it_is_and_compiled functions_that_hold_modules modes_of_parts rules_of_ones_own
     what_is_built_otherwise_is_refused what_the_first_call_made
+    a_cache_given_as_an_argument a_cache_on_the_meta_device a_cache_that_the_caller_keeps a_cache_that_users_change
+    a_cache_whose_old_value_is_read a_static_cache_that_has_no_tensors_yet a_tensor_in_a_plain_attribute
+    an_encoder_called_before_the_whole an_optimizer_made_before attention_kernels_and_matmul_precision
+    autocast_around_the_call buffers_replaced_by_assignment compiled_by_torch converted_to_another_dtype functional_calls
+    inference_mode_first integers_of_every_width looked_at states_before_it_is_compiled wrapped_forward
 """.split()
 """states that the fast run tries in one process: what torch and the model do, which is looked at before ranks matter"""
 
