@@ -12,7 +12,6 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from doubles import DOUBLES
 from harness import Captures, captured_once, freeze_imports, use_device
 from torch.utils import _pytree as pytree
 
@@ -31,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if device := config.getoption("--device"):
         os.environ["AUTOSHARD_TEST_DEVICE"] = device  # for the worlds' processes
         use_device(device)
+    if config.getoption("dist", "no") == "no":  # not in the process that has others collect and run
+        import doubles  # noqa: F401  imports transformers, before the freeze
     freeze_imports()
     # A run of the suite says the same twice; slow runs look for examples that nobody has seen.
     hypothesis.settings.register_profile("same", derandomize=not config.getoption("--run-slow"), deadline=None)
@@ -39,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from doubles import DOUBLES
+
     doubles = defaultdict(list)
     for name in DOUBLES:
         doubles[name.partition("::")[0]].append(f"*{name}")

@@ -132,7 +132,8 @@ CASES = {
     ),
 }  # fmt: skip
 NAMES = (*CASES, "dlrm")
-FAST = {"llama", "gpt2", "bert", "resnet", "dlrm"}
+FAST = {"resnet", "dlrm"}
+"""what runs without --run-slow, too; test_compile_models.py has text models of transformers"""
 
 
 def build(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

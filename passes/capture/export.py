@@ -41,7 +41,7 @@ from autoshard.passes.capture.exported.attributes import (
 from autoshard.passes.capture.exported.growing import from_one, longer
 from autoshard.passes.capture.exported.handed import CHANGED, RETURNED, Handed, Returned, of_dicts
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
-from autoshard.passes.capture.exported.provenance import ENABLES
+from autoshard.passes.capture.exported.provenance import ENABLES, ForwardFrames
 from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.exported.without_data import without_data
 from autoshard.passes.capture.observer import Forward, patched, replacing
@@ -115,6 +115,7 @@ def _captured(
         _quiet(),
         # Most graph modules on the way are never called: their Python is written at a call.
         _use_lazy_graph_module(True),
+        patched([(torch.fx.proxy, "CapturedTraceback", ForwardFrames)]),
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
         reading_outside() as read,

@@ -1,20 +1,24 @@
-"""One of two gloo ranks, of which rank 1 fails. Arguments: rank, rendezvous, how. Prints what rank 0 sees and when.
+"""Two gloo ranks, of which rank 1 fails. Argument: how. The result is what each of them says, and when.
 
 Started by test_failures_gloo.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+import world
 from torch import nn
 
 import autoshard
@@ -62,11 +66,23 @@ def fail(*args: object) -> None:
     raise MemoryError("no memory left")
 
 
-def main() -> None:
-    rank, rendezvous, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    torch.set_num_threads(1)
-    wait = datetime.timedelta(seconds=WAIT) if how == "catch" else None
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=wait)
+def main(run: Callable[[int, TextIO], None]) -> None:
+    """Call ``run(rank, file for what it says)`` in both ranks; it is no failure where one is killed."""
+    texts = [Path(f"{sys.argv[3]}.{rank}") for rank in range(2)]
+
+    def joined(rank: int, ranks: int, rendezvous: str, result: str) -> None:
+        wait = datetime.timedelta(seconds=WAIT) if sys.argv[4:] == ["catch"] else None
+        world.join(rendezvous, rank, ranks, timeout=wait)
+        with texts[rank].open("w", encoding="utf-8") as said:
+            run(rank, said)
+
+    with contextlib.suppress(SystemExit):
+        world.main(joined)
+    Path(sys.argv[3]).write_text(json.dumps([text.read_text("utf-8") for text in texts]), encoding="utf-8")
+
+
+def run(rank: int, said: TextIO) -> None:
+    how = sys.argv[4]
     hints = {"blocks.*.up.weight": autoshard.Shard(0), "blocks.*.down.weight": autoshard.Shard(1)}
     mesh = autoshard.Mesh({"tp": 2}, hardware="ideal_network")
     sharded = autoshard.compile(Net(), mesh, (X,), hints=hints)
@@ -105,7 +121,7 @@ def main() -> None:
                 time.sleep(0.5)
             loss.backward()
     except Exception as error:
-        print(f"{time.monotonic() - begin:.2f} s: {type(error).__name__}: {error}", flush=True)
+        print(f"{time.monotonic() - begin:.2f} s: {type(error).__name__}: {error}", file=said)
         if how not in ("kill", "stop", "catch", "kill in backward"):
             # Who goes on after that is told so, and nothing hangs.
             collectives.update(right)
@@ -113,10 +129,9 @@ def main() -> None:
             try:
                 sharded(X)
             except Exception as again:
-                print(f"then: {type(again).__name__}: {again}", flush=True)
+                print(f"then: {type(again).__name__}: {again}", file=said)
             time.sleep(1)
-    os._exit(0)  # as a script that ends, without torch's own way out
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

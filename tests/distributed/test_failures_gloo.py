@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import world
 from failure_worker import WAIT
-from world import HERE, environment
 
 SOON = 5.0
 """seconds within which every rank must know; a rank that waits looks once a second"""
@@ -18,19 +17,9 @@ IN_FORWARD = r"\w+@tp blocks\.\d\S* forward among ranks 0, 1"
 
 
 def seen(folder: Path, how: str, script: str = "failure_worker.py") -> list[str]:
-    """What both ranks print."""
-    command = [sys.executable, str(HERE / script)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(r), str(folder / "rendezvous"), how], env=environment(), stdout=subprocess.PIPE, text=True
-        )
-        for r in range(2)
-    ]
-    try:
-        return [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    """What both ranks say."""
+    said: list[str] = json.loads(world.start(script, 2, folder, how, timeout=120))
+    return said
 
 
 def seconds_and_text(said: str) -> tuple[float, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autoshard.frames import place, users_lines
+from autoshard.frames import place, stack, users_lines
 
 NO_GRAD = "autoshard_no_grad"
 """key in a node's meta: it was traced with gradients off. Export's own regions miss no_grad inside autocast"""
@@ -34,6 +35,25 @@ def marking(key: str, when: Callable[[], bool]) -> Callable[[Any], Any]:
         return create_node
 
     return around
+
+
+class ForwardFrames:
+    """Stands in torch.fx for its ``CapturedTraceback``: the frames of forwards, all that the tracer keeps of a stack.
+
+    torch's own makes a summary of the whole stack and reads a source line for every frame, node by node.
+    """
+
+    def __init__(self, found: list[traceback.FrameSummary]) -> None:
+        self.found = found
+
+    @classmethod
+    def extract(cls) -> ForwardFrames:
+        forwards = [frame for frame in stack() if frame.f_code.co_name == "forward"]
+        found = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in reversed(forwards)]
+        return cls([traceback.FrameSummary(*frame, lookup_line=False) for frame in found])
+
+    def summary(self) -> traceback.StackSummary:
+        return traceback.StackSummary.from_list(self.found)
 
 
 def module_types(node: fx.Node) -> tuple[tuple[str, str], ...]:
