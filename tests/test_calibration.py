@@ -110,7 +110,7 @@ def test_results_are_kept_while_one_is_timed() -> None:
 
     clock: Any = Told()
     calibration._kept_seconds(clock, call)
-    assert max(alive) == alive[-1] == calibration.KEPT // (4 << 20)
+    assert max(alive) == alive[-1] == calibration.KEPT["cpu"] // (4 << 20)
 
 
 def test_a_clock_says_the_lower_quartile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +180,41 @@ def test_backwards_are_measured_where_the_caller_wants_no_gradients(monkeypatch:
     monkeypatch.setattr(calibration.dist, "get_world_size", asked)
     with torch.no_grad(), pytest.raises(AskedError, match="True"):
         calibration._measured(True)
+
+
+def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every visit meets one in another entry; medians are those of visits without."""
+    bad: Any = iter(("bandwidth", "launch", "messages"))
+    visited = []
+
+    def visit(*_: Any) -> dict[str, Any]:
+        slow = next(bad)
+        visited.append(slow)
+        pair = [(0.5, 0.25), (0.6, 0.3), (0.7, 0.35)]
+        return {
+            "speeds": [1e11, 5e11], "bandwidth": 1e9 if slow == "bandwidth" else 1e10, "caches": ((12.0, 1e-6), (99.0, 2e-6)),
+            "launch": 1e-3 if slow == "launch" else 1e-5, "convolutions": 0.8, "attention": pair, "staged": (1e-4, 1e-9),
+            "messages": [[1e-3 * (1 + n) * (40 if slow == "messages" else 1) for n in range(15)]], "overlap": 0.5,
+            "products": [0.1, 0.2, 0.3, 0.4], "channels": [0.1] * 7, "functions": (1e-9, 2e-9), "updates": 1e9,
+            "sharing": ((1, 0.5), (2, 1.0)),
+        }  # fmt: skip
+
+    for name, found in (("get_world_size", lambda: 2), ("get_rank", lambda: 0), ("get_backend", lambda: "gloo")):
+        monkeypatch.setattr(calibration.dist, name, found)
+    monkeypatch.setattr(calibration, "agreed", lambda value, pick: value)
+    monkeypatch.setattr(calibration, "_visit", visit)
+    monkeypatch.setattr(travel, "TorchCommunicator", lambda axes, ranks: type("", (), {"world_size": axes["ranks"]})())
+    found = calibration._measured(True)
+    assert len(visited) == calibration.VISITS
+    assert (found.memory_bandwidth, found.kernel_latency) == (1e10, 1e-5)
+    assert found.attention == ((32, 0.5, 0.25), (128, 0.6, 0.3), (512, 0.7, 0.35))
+    assert found.products == ((4, 0.1), (16, 0.2), (64, 0.3), (256, 0.4), (512, 1.0))
+    assert found.caches == ((12.0, 1e-6), (99.0, 2e-6))
+    assert found.sharing == ((1, 0.5), (2, 1.0))
+    assert [rate.kind for rate in found.node.rates] == [
+        *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+    ]
+    assert all(rate.latency < 0.02 for rate in found.node.rates)
 
 
 def test_stages_take_what_is_not_computing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,20 +10,23 @@ import argparse
 import itertools
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 
 from autoshard.check.clock import MOST, USED, Clock, agreed, on_this_machine
 from autoshard.check.staging import staged_host
-from autoshard.check.travel import Step, overlap, rates
+from autoshard.check.travel import Messages, Step, overlap
 from autoshard.errors import MeshError
 from autoshard.hardware import AHEAD, Hardware, Link, free_memory
 from autoshard.mesh import Mesh, MeshLike
@@ -38,9 +41,11 @@ CPU_TILE = 512
 """keys that PyTorch's attention on CPUs leaves out together (kvSplitSize in ATen's native/cpu/FlashAttentionKernel.cpp)"""
 CACHED = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 22)
 """elements of tensors that caches may hold, or malloc has memory for; for larger ones (glibc: 32 MiB) the system maps it"""
+VISITS = 3
+"""how often all entries are measured, one after another: what else the machine does lasts for a few seconds"""
 FEW = 5
 """small operations between two products of a step"""
-KEPT = 1 << 26
+KEPT = {"cpu": 1 << 25, "cuda": 1 << 26}
 """bytes of results that are kept"""
 
 
@@ -53,6 +58,7 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
             measures, and has to call this.
         quick: a few seconds; else more sizes, dtypes and repetitions.
 
+    Everything is measured three times, each time after everything else, and medians count: one bad second changes nothing.
     Rates of collectives are those of groups of all ranks (and of half of them, if not ``quick``); for a cluster run it with
     torchrun once on one node and once across nodes, and put the links together. Raises :class:`MeshError` where the
     processes fail.
@@ -96,62 +102,89 @@ def _worker() -> None:
 
 @torch.enable_grad()
 def _measured(quick: bool) -> Hardware:
-    """Every rank measures; what they found is put together as the slowest rank's."""
+    """Every rank measures; what they found is put together as the slowest rank's, and of several visits as the median."""
     world = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    clock = Clock(device, 8 if quick else 16)
+    clock, cuda = Clock(device, 3 if quick else 4), device.type == "cuda"
     dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.float64, torch.bfloat16]
-    large = 8192 if device.type == "cuda" else 512 if quick else 1024
-    speeds = [(dtype, agreed(_product_speed(clock, dtype, large), min)) for dtype in dtypes]
-    bandwidth = agreed(_bandwidth(clock), min)
-    latency = agreed(_launch(clock), max)
-    caches = () if device.type == "cuda" else _caches(clock)
-    peak = dict(speeds)[USED[device.type]]
-    convolutions = agreed(_convolution_speed(clock), min)
-    attention = [(n, *_attention_speed(clock, n, peak)) for n in KEYS[device.type]]
-    sizes = sorted({world} if quick else {world, max(2, world // 2)})
-    step = Step(clock)
-    known = [rate for n in sizes for rate in rates(step, n, quick)]
+    large = 8192 if cuda else 512 if quick else 1024
+    step, sizes = Step(clock), sorted({world} if quick else {world, max(2, world // 2)})
+    sent = [Messages(step, n, quick) for n in sizes if n > 1 and world % n == 0]
+    visits = [_visit(clock, dtypes, large, sent, quick) for _ in range(VISITS)]
+    found = pytree.tree_map(lambda *of: statistics.median(of), *visits)
+    known = [
+        rate for messages, seconds in zip(sent, found["messages"], strict=True) for rate in messages.rates(seconds)
+    ]
     whole = next((r for r in known if r.kind == "all_gather" and r.ranks == world), None)
     link = Link(whole.latency if whole else 0.0, whole.bandwidth if whole else 1e12, tuple(known))
-    action, carried = staged_host(clock) if device.type == "cpu" and world > 1 and not quick else (0.0, 0.0)
-    memory = (
-        torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else (free_memory() or 16e9) / on_this_machine()
-    )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    memory = torch.cuda.mem_get_info(device)[1] if cuda else (free_memory() or 16e9) / on_this_machine()
+    name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
+    speeds = dict(zip(dtypes, found["speeds"], strict=True))
+    action, carried = found["staged"]
     return Hardware(
         name=f"{name}, measured",
-        flops=max(speed * (1 if dtype.itemsize <= 2 else dtype.itemsize / 2) for dtype, speed in speeds),
-        memory_bandwidth=bandwidth,
+        flops=max(speed * (1 if dtype.itemsize <= 2 else dtype.itemsize / 2) for dtype, speed in speeds.items()),
+        memory_bandwidth=found["bandwidth"],
         memory_bytes=agreed(memory, min),
         node=link,
         network=link,
         devices_per_node=1 << 30,
         efficiency=1.0,
-        kernel_latency=latency,
-        overlap=agreed(overlap(clock), min) if world > 1 else 0.0,
+        kernel_latency=found["launch"],
+        overlap=found["overlap"],
         memory_efficiency=1.0,
-        dtypes=tuple((str(dtype).removeprefix("torch."), speed) for dtype, speed in speeds),
-        products=(*((n, agreed(_narrow_speed(clock, n), min) / peak) for n in NARROW), (large, 1.0)),
-        convolutions=convolutions / peak,
-        channels=_channels(clock, convolutions),
-        attention=tuple(attention),
-        attention_tile=0 if device.type == "cuda" else CPU_TILE,
-        caches=caches,
-        functions=() if device.type == "cuda" else tuple(agreed(x, max) for x in _function_seconds(clock)),
-        ahead=AHEAD if device.type == "cuda" else 1,
-        updates=agreed(_update_speed(clock), min),
-        sharing=_sharing(clock) if clock.shared else (),
+        dtypes=tuple((str(dtype).removeprefix("torch."), speed) for dtype, speed in speeds.items()),
+        products=(*zip(NARROW, found["products"], strict=True), (large, 1.0)),
+        convolutions=found["convolutions"],
+        channels=tuple(zip(CHANNELS[device.type][1], found["channels"], strict=True)),
+        attention=tuple((n, *shares) for n, shares in zip(KEYS[device.type], found["attention"], strict=True)),
+        attention_tile=0 if cuda else CPU_TILE,
+        caches=found["caches"],
+        functions=found["functions"],
+        ahead=AHEAD if cuda else 1,
+        updates=found["updates"],
+        sharing=found["sharing"],
         actions=action,
         carried=carried,
     )
+
+
+def _visit(
+    clock: Clock, dtypes: Sequence[torch.dtype], large: int, sent: Sequence[Messages], quick: bool
+) -> dict[str, Any]:
+    """Every entry once: numbers of all ranks, in the form in which those of other visits come.
+
+    Shares are of what the same visit found of the whole: the machine changes its speed.
+    """
+    cpu, world = clock.device.type == "cpu", dist.get_world_size()
+    speeds = [agreed(_product_speed(clock, dtype, large), min) for dtype in dtypes]
+    peak = speeds[dtypes.index(USED[clock.device.type])]
+    bandwidth, launch = agreed(_bandwidth(clock), min), agreed(_launch(clock), max)
+    caches = _caches(clock) if cpu else ()
+    convolutions = agreed(_convolution_speed(clock), min)
+    return {
+        "speeds": speeds,
+        "bandwidth": bandwidth,
+        "launch": launch,
+        "caches": caches,
+        "convolutions": convolutions / peak,
+        "attention": [_attention_speed(clock, n, peak) for n in KEYS[clock.device.type]],
+        "messages": [messages.seconds() for messages in sent],
+        "staged": staged_host(clock) if cpu and world > 1 and not quick else (0.0, 0.0),
+        "overlap": agreed(overlap(clock), min) if world > 1 else 0.0,
+        "products": [agreed(_narrow_speed(clock, n), min) / peak for n in NARROW],
+        "channels": _channels(clock, convolutions),
+        "functions": tuple(agreed(x, max) for x in _function_seconds(clock)) if cpu else (),
+        "updates": agreed(_update_speed(clock), min),
+        "sharing": _sharing(clock) if clock.shared else (),
+    }
 
 
 def _kept_seconds(clock: Clock, call: Callable[[], torch.Tensor]) -> float:
     """Of one call, whose result is kept beside those of others, and takes the place of the oldest: in a step results go to
     memory that no cache holds, and that mostly was some other tensor's before."""
     one = call().nbytes
-    kept = deque[torch.Tensor](maxlen=max(1, min(MOST, KEPT // one)))
+    kept = deque[torch.Tensor](maxlen=max(1, min(MOST, KEPT[clock.device.type] // one)))
     while len(kept) < (kept.maxlen or 0):
         kept.append(call())
     return clock.computing(lambda: kept.append(call()))
@@ -169,7 +202,7 @@ def _narrow_speed(clock: Clock, n: int) -> float:
     width, dtype = 4096 if clock.device.type == "cuda" else 512, USED[clock.device.type]
     x = torch.randn(n, width, device=clock.device, dtype=dtype)
     one = torch.randn(width, width, device=clock.device, dtype=dtype)
-    weights = itertools.cycle([one, *(one.clone() for _ in range(KEPT // one.nbytes))])
+    weights = itertools.cycle([one, *(one.clone() for _ in range(KEPT[clock.device.type] // one.nbytes))])
 
     def products() -> torch.Tensor:
         weight = next(weights)
@@ -197,10 +230,9 @@ def _both_ways(layer: torch.nn.Module, x: torch.Tensor) -> None:
     torch.autograd.backward(layer(x).sum())
 
 
-def _channels(clock: Clock, whole: float) -> tuple[tuple[int, float], ...]:
-    """(channels, share) of few channels; ``whole``: FLOP/s of many."""
-    found = ((n, agreed(_convolution_speed(clock, n), min) / whole) for n in CHANNELS[clock.device.type][1])
-    return tuple((n, min(1.0, share)) for n, share in found)
+def _channels(clock: Clock, whole: float) -> list[float]:
+    """The shares of few channels; ``whole``: FLOP/s of many."""
+    return [min(1.0, agreed(_convolution_speed(clock, n), min) / whole) for n in CHANNELS[clock.device.type][1]]
 
 
 def _bandwidth(clock: Clock) -> float:

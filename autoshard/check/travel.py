@@ -61,31 +61,43 @@ class Step:
         return run
 
 
-def rates(step: Step, ranks: int, quick: bool) -> list[Rate]:
-    """α and β of every kind among ``ranks`` ranks; groups of that many measure at once. Messages are between two."""
-    world = dist.get_world_size()
-    if ranks < 2 or world % ranks:
-        return []
-    first = dist.get_rank() // ranks * ranks
-    comm = TorchCommunicator({"ranks": ranks}, range(first, first + ranks))
-    sizes = (1 << 12, 1 << 17, 1 << 20) if quick else (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
-    calls: list[Callable[[], object]] = []
-    sent: list[tuple[str, int, float]] = []
-    for kind, size in itertools.product(("all_reduce", "all_gather", "reduce_scatter", "all_to_all"), sizes):
-        move, shape = move_of(kind, ranks, size)
-        x = torch.ones(shape, device=step.clock.device)
-        group = comm.process_group(move.axes)
-        # the copy before it has a price of its own
-        bare = partial(comm.run, group, dist.all_reduce, torch.zeros_like(x))
-        calls.append(bare if kind == "all_reduce" else partial(comm.execute, move, x, "forward"))
-        sent.append((kind, ranks, move.ring_bytes(x, ranks)))
-    if ranks == world:
-        calls += [_message(step, size) for size in sizes]
-        sent += [("permute", 2, 4.0 * size) for size in sizes]
-    found: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for (kind, among, bytes_), seconds in zip(sent, step.seconds(calls), strict=True):
-        found.setdefault((kind, among), []).append((bytes_, agreed(seconds, max)))
-    return [_line(*of, points) for of, points in found.items()]
+class Messages:
+    """Collectives of every kind among ``ranks`` ranks, of several sizes; groups of that many measure at once. Single messages
+    are between two."""
+
+    def __init__(self, step: Step, ranks: int, quick: bool) -> None:
+        world = dist.get_world_size()
+        first = dist.get_rank() // ranks * ranks
+        self.step, self.comm = step, TorchCommunicator({"ranks": ranks}, range(first, first + ranks))
+        sizes = (1 << 12, 1 << 17, 1 << 20) if quick else (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
+        kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(("permute",) if ranks == world else ()))
+        self.sent = [*itertools.product(kinds, sizes)]
+
+    def seconds(self) -> list[float]:
+        """Of each."""
+        return [agreed(x, max) for x in self.step.seconds([self._call(*sent) for sent in self.sent])]
+
+    def _call(self, kind: str, size: int) -> Callable[[], object]:
+        if kind == "permute":
+            return _message(self.step, size)
+        comm, (move, shape) = self.comm, move_of(kind, self.comm.world_size, size)
+        x = torch.ones(shape, device=self.step.clock.device)
+        if kind == "all_reduce":  # the copy before it has a price of its own
+            return partial(comm.run, comm.process_group(move.axes), dist.all_reduce, torch.zeros_like(x))
+        return partial(comm.execute, move, x, "forward")
+
+    def rates(self, seconds: Sequence[float]) -> list[Rate]:
+        """α and β of every kind that took so long."""
+        found: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        ranks = self.comm.world_size
+        for (kind, size), taken in zip(self.sent, seconds, strict=True):
+            if kind == "permute":
+                found.setdefault((kind, 2), []).append((4.0 * size, taken))
+            else:
+                move, shape = move_of(kind, ranks, size)
+                bytes_ = move.ring_bytes(torch.empty(shape, device="meta"), ranks)
+                found.setdefault((kind, ranks), []).append((bytes_, taken))
+        return [_line(*of, points) for of, points in found.items()]
 
 
 def _message(step: Step, size: int) -> Callable[[], None]:

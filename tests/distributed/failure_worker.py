@@ -86,6 +86,8 @@ def run(rank: int, said: TextIO) -> None:
     hints = {"blocks.*.up.weight": autoshard.Shard(0), "blocks.*.down.weight": autoshard.Shard(1)}
     mesh = autoshard.Mesh({"tp": 2}, hardware="ideal_network")
     sharded = autoshard.compile(Net(), mesh, (X,), hints=hints)
+    beside = how in ("raise", "other module")
+    other = autoshard.compile(Net(), mesh, (X,), hints=hints) if beside else None
     collectives: dict[str, Any] = process_group._COLLECTIVES
     right = dict(collectives)
     begin = 0.0
@@ -116,20 +118,25 @@ def run(rank: int, said: TextIO) -> None:
                     sharded.full_state_dict()
                 elif how == "other mode":
                     sharded.eval()
+                elif how == "other module":  # which it called last, so that this is not compared
+                    other(X)
             loss = sharded(X)
             if how == "kill in backward" and step == STEPS - 1:
                 time.sleep(0.5)
             loss.backward()
+            if other is not None:
+                other(X).backward()
     except Exception as error:
         print(f"{time.monotonic() - begin:.2f} s: {type(error).__name__}: {error}", file=said)
         if how not in ("kill", "stop", "catch", "kill in backward"):
             # Who goes on after that is told so, and nothing hangs.
             collectives.update(right)
             time.sleep(3 * rank)
-            try:
-                sharded(X)
-            except Exception as again:
-                print(f"then: {type(again).__name__}: {again}", file=said)
+            for module in filter(None, (other, sharded)):
+                try:
+                    module(X)
+                except Exception as again:
+                    print(f"then: {type(again).__name__}: {again}", file=said)
             time.sleep(1)
 
 

@@ -72,19 +72,22 @@ def test_a_rank_that_is_killed_in_its_backward(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_raises_in_its_forward(tmp_path: Path) -> None:
-    """It lives on, and has its own error; the other one waits in a collective and is told why."""
+    """It lives on, and has its own error; the other one waits in a collective and is told why. Another module, whose groups
+    are the same, goes on no more than this one."""
     other, failed = seen(tmp_path, "raise")
     assert seconds_and_text(failed)[1] == "MemoryError: no memory left"
     seconds, text = seconds_and_text(other)
     assert seconds < SOON
     assert re.match(rf"CommunicationError: {IN_FORWARD}: rank 1 failed: MemoryError: no", text), text
     for said in (other, failed):  # by the agreement, or by a look while it is waited for
-        assert re.search(r"then: \w+Error: .*the ranks disagree on whether an earlier call failed", said), said
+        told = re.findall(r"then: \w+Error: .*the ranks disagree on whether an earlier call failed", said)
+        assert len(told) == 2, said
 
 
 @pytest.mark.parametrize(
     ("how", "what"),
     [
+        pytest.param("other module", r"rank \d calls another module than rank \d: every", id="module"),
         ("state", r"rank \d is in (a call|full_state_dict\(\)), and rank \d in (a call|full_state_dict)"),
         pytest.param("other mode", "the ranks disagree on the state of the call", marks=pytest.mark.slow),
         pytest.param("other shape", "the ranks disagree on the shapes and", marks=pytest.mark.slow),

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoshard.layout import Layout
+from autoshard.runtime.transport.groups import forgotten
 from autoshard.runtime.transport.handed_on import HandingOn
 
 
@@ -104,6 +105,7 @@ new_dtensor: Any = inspect.unwrap(DTensor.__new__)
 """without what keeps torch.compile out of it, at several Python calls for each tensor and step"""
 
 
+@forgotten
 @functools.lru_cache(maxsize=1 << 8)
 def spec_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
     """Of a tensor whose dims lie in memory as they are numbered. Those of the layers of a cache are one."""

@@ -24,6 +24,7 @@ from autoshard.module.dtensors.made import dtensor
 from autoshard.runtime.operations.stacked import are_neighbours
 from autoshard.runtime.transport import sparse
 from autoshard.runtime.transport.communicator import Communicator, bind
+from autoshard.runtime.transport.groups import forgotten
 from autoshard.runtime.transport.move import Move
 
 _OF_OWNERS = " of owners"
@@ -39,6 +40,7 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Seq
     return DTensor(local, DTensorSpec(held, _placements(layout), tensor_meta=meta), requires_grad=local.requires_grad)
 
 
+@forgotten
 @functools.lru_cache(maxsize=1 << 10)
 def _held(mesh: DeviceMesh, axes: Mesh, owner: tuple[tuple[str, int], ...]) -> DeviceMesh:
     """The ranks with these coordinates: along the axes that they name there is one."""

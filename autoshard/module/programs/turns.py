@@ -1,4 +1,4 @@
-"""One call of a module at a time, whatever threads call it; and of all modules of one process, none while one is traced."""
+"""One call at a time, of all modules of one process, whatever threads call them; and none while one is traced."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.capture.export import ALONE
+from autoshard.runtime.transport.groups import once
 
 
 class Turns:
@@ -19,13 +20,13 @@ class Turns:
     """
 
     def __init__(self, waits: bool = True) -> None:
-        self.waits, self._lock = waits, ALONE if waits else threading.RLock()
+        self.waits, self._lock = waits, ALONE if waits else once("turns", threading.RLock)
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=self.waits):
             raise RuntimeMismatchError(
-                "a sharded module is called by two threads at once: the ranks would not meet in the same calls. "
-                "Call it from one thread, or hold a lock that gives all ranks the same order."
+                "a sharded module is called by two threads at once, or two modules are: the ranks would not meet in the same "
+                "calls. Call them from one thread, or hold a lock that gives all ranks the same order."
             )
 
     def __exit__(
@@ -34,4 +35,4 @@ class Turns:
         self._lock.release()
 
     def __reduce__(self) -> Any:
-        return Turns, (self.waits,)  # a copy of the module is called on its own
+        return Turns, (self.waits,)  # locks are not copied

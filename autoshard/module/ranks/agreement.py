@@ -1,4 +1,4 @@
-"""What the ranks of a module agree on, on a process group of its own: gloo on the CPU, so that no device waits for it.
+"""What the ranks of a module agree on, on a process group for this alone: gloo on the CPU, so that no device waits for it.
 
 The numbers of an agreement are gathered in the background while a call begins; before its first collective all ranks
 must have come with the same numbers, as a backend may hang or abort the process where they begin different ones. Where
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from autoshard import errors
 from autoshard.errors import AutoshardError, CommunicationError, PlanError, RuntimeMismatchError
 from autoshard.module.ranks.checksum import checksum
+from autoshard.runtime.transport.groups import once
 from autoshard.runtime.transport.peers import Claim, Notes, lost, wait
 from autoshard.runtime.transport.process_group import all_gather_single
 from autoshard.runtime.transport.wire import raw
@@ -49,8 +50,6 @@ class Agreement:
         fake = dist.get_backend() == "fake"
         self.rank, self.ranks = (0, 1) if fake else (dist.get_rank(), dist.get_world_size())
         self._group = None if self.ranks == 1 else _group()
-        self._lost = False
-        """whether an agreement was given up: the next ones would meet the wrong ones of other ranks"""
         self._open: tuple[Any, torch.Tensor, tuple[Claim, ...]] | None = None
         notes.settle = self.finish
 
@@ -59,7 +58,7 @@ class Agreement:
     def begin(self, *claims: Claim) -> None:
         """Begin to compare; :meth:`finish` has the result."""
         self.finish()
-        kind = zlib.crc32(repr((self.notes.call, [what for what, *_ in claims])).encode())
+        kind = zlib.crc32(repr((self.notes.number, self.notes.at, [what for what, *_ in claims])).encode())
         numbers = [kind, *(n & _POSITIVE for _, n, *_ in claims)]
         self._open = (*self._numbers(_cpu(numbers + [0] * (_WIDTH - len(numbers)))), claims)
 
@@ -170,7 +169,7 @@ class Agreement:
     # --- the group ---
 
     def _begin(self, what: str, collective: Callable[..., Any], *args: Any) -> Any:
-        if self._lost:
+        if self.notes.common.lost:
             raise CommunicationError(AFTERWARDS)
         try:
             return collective(*args, group=self._group, async_op=True)
@@ -183,7 +182,7 @@ class Agreement:
         try:
             wait(work, self.notes, lambda: f"{what} (call {self.notes.call})")
         except CommunicationError:
-            self._lost = True
+            self.notes.common.lost = True
             raise
 
 
@@ -214,15 +213,9 @@ def asked_checks() -> dict[str, int]:
     return found
 
 
-_made: tuple[Any, Any] | None = None
-
-
 def _group() -> Any:
-    """A group of all ranks on gloo, made once for each initialisation of torch.distributed."""
-    global _made
-    if _made is None or _made[0] is not dist.group.WORLD:
-        _made = (dist.group.WORLD, dist.new_group(backend="gloo"))
-    return _made[1]
+    """A group of all ranks on gloo."""
+    return once("agreement", lambda: dist.new_group(backend="gloo"))
 
 
 def _tried(do: Callable[[], T]) -> tuple[T | None, Exception | None]:

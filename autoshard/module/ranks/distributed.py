@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
@@ -45,6 +45,7 @@ from autoshard.plans.compiled import Compiled
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.programs.module import RankModule
+from autoshard.runtime.transport.groups import mesh_of
 
 FIRST_CALLS = 8
 """how many calls are compared with their inputs, even if they repeat the one before; AUTOSHARD_CHECK=inputs: all"""
@@ -70,7 +71,7 @@ class DistributedModule(OnRank):
         super().__init__(model, mesh, settings)
         kind = device_mesh.device_type if device_mesh is not None else default_device_type()
         if device_mesh is None:
-            device_mesh = init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axes)
+            device_mesh = mesh_of(kind, torch.arange(mesh.size, device="cpu").view(mesh.shape), mesh.axes)
         set_ = object.__setattr__
         set_(self, "device_mesh", device_mesh)
         set_(self, "_comm", runtime.TorchCommunicator.of(device_mesh))
@@ -145,7 +146,7 @@ class DistributedModule(OnRank):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
         with self._comm.notes, self._turns:
-            self._comm.notes.call += 1
+            self._comm.notes.begin()
             return self._called(args, kwargs)
 
     @contextlib.contextmanager
@@ -153,7 +154,7 @@ class DistributedModule(OnRank):
         """See :meth:`ShardedModule.meeting`."""
         notes = self._comm.notes
         with notes, self._turns:
-            notes.call, notes.meetings = notes.call + 1, notes.meetings + 1
+            notes.begin(meeting=True)
             notes.present(what, lambda: claims.of_meeting(notes, what))
             self._agreement.agree(*notes.claims())
             if notes.broken:
@@ -171,17 +172,18 @@ class DistributedModule(OnRank):
         """See :meth:`Compiling._serving`.
 
         What the program is compiled for is compared while it runs, the values of the inputs before: in the first calls,
-        and where this rank does not repeat its last call. A rank that waits for others compares again, see :class:`Notes`.
+        and where this rank does not repeat its last call, or has called another module since. A rank that waits for others
+        compares again, see :class:`Notes`.
         """
         notes, agreement = self._comm.notes, self._agreement
-        executable = self._program_for(call, number)
+        executable, again = self._program_for(call, number), notes.calls_again()
         # Of a state that grows the ranks know the length.
         in_parts = [x for x in call.leaves if isinstance(x, DTensor)]
         present = call.key(number, exactly=_is_plain if in_parts else True), self._deferred, notes.failed, notes.broken
         checked = notes.call - notes.meetings <= FIRST_CALLS or "inputs" in self._checks
         of_call = functools.partial(claims.of_call, notes, call, number, self._settings.inputs, self._deferred)
         notes.present("a call", of_call)
-        if checked or executable is None or present != self._compared or not self._repeats(executable):
+        if checked or not again or executable is None or present != self._compared or not self._repeats(executable):
             object.__setattr__(self, "_compared", present)
             agreement.begin(*notes.claims(), *claims.of_values(call.leaves, self._running, self._places, checked))
             if checked or executable is None or notes.broken:

@@ -30,6 +30,7 @@ from autoshard.plans.stages_together import rest
 from autoshard.runtime.programs.along import Along
 from autoshard.runtime.programs.pipeline import packed, unpacked
 from autoshard.runtime.transport import generators, sparse
+from autoshard.runtime.transport.groups import mesh_of
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -51,7 +52,7 @@ class PipelinedModule(StageOutputs):
         own = rest(mesh, axis)
         ranks = ranks.movedim(mesh.index(axis), 0).reshape(-1, *own.shape)
         axes = f"{axis}_stages", *own.axes
-        whole = DeviceMesh(kind, ranks, mesh_dim_names=axes)
+        whole = mesh_of(kind, ranks, axes)
         super().__init__(model, mesh, settings, whole[own.axes if len(own.axes) > 1 else own.axes[0]])
         object.__setattr__(self, "_along", Along(whole.get_group(axes[0]), self._comm.notes))
         object.__setattr__(self, "_pipelines", {})

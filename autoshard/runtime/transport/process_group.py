@@ -14,6 +14,7 @@ from autoshard.runtime.transport.communicator import Communicator, in_order_of
 from autoshard.runtime.transport.differentiable import Differentiable
 from autoshard.runtime.transport.float_order import floats, ordered
 from autoshard.runtime.transport.generators import Generators
+from autoshard.runtime.transport.groups import group_of
 from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, piece, together
 from autoshard.runtime.transport.peers import Notes, lost, wait
 from autoshard.runtime.transport.profiling import collective_name, named, recorded
@@ -90,7 +91,8 @@ class _Group(NamedTuple):
 
 
 class TorchCommunicator(Communicator):
-    """This process's rank. Process groups are made when axes are first used, on all their members at once.
+    """This process's rank. Process groups are made when axes are first used, on all their members at once, or are those that
+    another communicator of this process uses already.
 
     ``ranks``: the global rank of every mesh rank (default: 0, 1, …). Raises :class:`MeshError` where torch.distributed
     is not initialised or has too few ranks.
@@ -106,8 +108,6 @@ class TorchCommunicator(Communicator):
             raise MeshError(f"mesh {self.mesh} has {self.world_size} ranks, but {len(self.ranks)} processes run")
         self._groups: dict[tuple[str, ...], _Group] = {}
         self._handles: dict[tuple[int, ...], Any] = {}
-        self._beside: dict[tuple[int, ...], Any] = {}
-        self._host: _Group | None = None
         self.generators: Generators | None = None
         """set inside :func:`synchronised_rng`"""
         self._at: tuple[Move | None, str] = (None, "a collective")
@@ -130,9 +130,7 @@ class TorchCommunicator(Communicator):
             ordered = tuple(sorted(members))
             if ordered not in self._handles:
                 everyone = ordered == tuple(range(dist.get_world_size()))
-                self._handles[ordered] = (
-                    dist.group.WORLD if everyone else dist.new_group(list(ordered), use_local_synchronization=True)
-                )
+                self._handles[ordered] = dist.group.WORLD if everyone else group_of(ordered, "axes")
             order = None if ordered == members else tuple(members.index(r) for r in ordered)
             handle = self._handles[ordered]
             gloo = dist.get_backend(handle) == "gloo"
@@ -150,9 +148,7 @@ class TorchCommunicator(Communicator):
 
     def _own(self, group: _Group) -> _Group:
         """``group`` with a communicator of its own. Every member has to ask for the first time together."""
-        if group.members not in self._beside:
-            self._beside[group.members] = dist.new_group(sorted(group.members), use_local_synchronization=True)
-        return group._replace(handle=self._beside[group.members])
+        return group._replace(handle=group_of(group.members, "beside"))
 
     def host_group(self) -> _Group:
         """All ranks, for tensors on the CPU.
@@ -164,10 +160,7 @@ class TorchCommunicator(Communicator):
         config = dist.get_backend_config(world.handle)
         if world.gloo or ("cpu:" in config and "cpu:gloo" not in config):
             return world
-        if self._host is None:
-            handle = dist.new_group(sorted(self.ranks), backend="gloo", use_local_synchronization=True)
-            self._host = world._replace(handle=handle, gloo=True)
-        return self._host
+        return world._replace(handle=group_of(self.ranks, "host", "gloo"), gloo=True)
 
     def buffer(self, like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat buffer of ``size`` elements where ``like`` is, for gradients that are to be kept."""
