@@ -34,8 +34,7 @@ def no_second_derivatives(mesh: autoshard.Mesh) -> None:
 
 def one_verdict(mesh: autoshard.Mesh) -> None:
     """An infinity in a gradient of one stage, which has more dtypes than others: none takes its step, all scale alike."""
-    args = made("skips")[1]
-    model = Uneven().double()
+    args, model = made("skips")[1], Uneven().double()
     model.factor.data = torch.ones(12)
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2)
     optimizer, scaler = torch.optim.SGD(sharded.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -55,8 +54,7 @@ def zero(like: str, schedule: str) -> Callable[[autoshard.Mesh], None]:
 
     def case(mesh: autoshard.Mesh) -> None:
         axes = autoshard.Mesh({"pp": mesh.size // 2, "dp": 2}, hardware=mesh.hardware)
-        sharded = compare("gpt", axes, 4, 2, schedule=schedule, like={"dp": like})
-        assert sharded.plan.zero
+        assert compare("gpt", axes, 4, 2, schedule=schedule, like={"dp": like}).plan.zero
 
     return case
 
@@ -368,7 +366,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "gpt_interleaved": trains("gpt", 4, schedule="interleaved"),
     "gpt_zero_bubble": trains("gpt", 4, schedule="zero_bubble"),
     "gpt_three_per_rank": trains("gpt", 4, schedule="interleaved", stages_per_rank=3),
-    "gpt_zero_bubble_interleaved": trains("gpt", 4, schedule="zero_bubble", stages_per_rank=2),
+    "gpt_parts_per_rank": trains("gpt", 4, schedule="zero_bubble", stages_per_rank=2),
     "gpt_one_batch": trains("gpt", 1),
     "zero1_interleaved": zero("zero1", "interleaved"),
     "zero2_interleaved": zero("zero2", "interleaved"),
