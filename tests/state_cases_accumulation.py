@@ -200,6 +200,7 @@ def a_gradient_that_is_given_and_used_again(mesh: autoshard.Mesh) -> None:
         given.mul_(3)
         module(rows()).backward(given)
         given.zero_()
+        module(rows()).backward(torch.full(y.shape, 2.0, dtype=y.dtype))  # a plain one, also where outputs are in parts
     same_gradients(sharded, model)
 
 

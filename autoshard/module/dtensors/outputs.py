@@ -66,6 +66,9 @@ def _backward(
     x: DTensor, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
 ) -> None:
     """``x.backward()``. Of a number it begins with a one that DTensor need not make."""
+    if type(gradient) is torch.Tensor:  # of the whole: every rank takes its part of it
+        with torch.enable_grad():
+            x = x.full_tensor()  # type: ignore[assignment]
     if gradient is not None or inputs is not None or x.ndim or not x.is_floating_point() or not x.requires_grad:
         x.backward(gradient, retain_graph, create_graph, inputs)
         return
