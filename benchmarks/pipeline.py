@@ -126,10 +126,7 @@ def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
         graph = captured(model, (tokens,), {"labels": tokens}, training=True)
     wishes = Wishes(like=row.like, memory_budget=1e15)
     program, plan = planned(graph, Mesh(row.mesh, row.hardware), wishes)
-    # The distributed optimizer gathers parameters and reduces gradients once a step.
-    once = (replace(c, kind="all_reduce", phase="backward") if c.movable else c for c in plan.collectives)
-    kept = tuple(c for c in once if not (c.movable and c.reason.endswith("(gathered again)")))
-    times = stage_times(replace(plan, collectives=kept))
+    times = stage_times(plan)
     if row.again is None:
         return times
     more = sum(made_again(program, row.again))
