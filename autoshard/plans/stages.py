@@ -18,8 +18,17 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.memory.fit import SHARE
 from autoshard.passes.microbatch import MicroBatches
-from autoshard.passes.pipeline import Pieces, Stage, Stages, boundaries, cut, following, in_two_parts, with_parameters
-from autoshard.passes.pipeline.boundaries import stages_per_rank
+from autoshard.passes.pipeline import (
+    Pieces,
+    Stage,
+    Stages,
+    boundaries,
+    cut,
+    following,
+    in_two_parts,
+    stages_per_rank,
+    with_parameters,
+)
 from autoshard.passes.pipeline.timeline import SCHEDULES, held, orders
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.hints import goes_out, resolve
