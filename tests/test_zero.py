@@ -23,6 +23,7 @@ from autoshard import Link
 from autoshard.compiler import captured, compiled, planned
 from autoshard.hardware import PRESETS
 from autoshard.models import Gpt, GptConfig
+from autoshard.passes.ir.memory import Memory
 from autoshard.passes.memory import tried
 from autoshard.passes.propagate.experts import asked_by
 from autoshard.passes.propagate.objective import objective
@@ -130,6 +131,24 @@ def test_memory_by_stage(count: int) -> None:
     sums = psi - psi / 2 if count > 1 else 0
     assert plans["zero1"].peak - plans["zero2"].peak >= sums
     assert count > 1 or plans["zero1"] == plans["zero2"]
+
+
+@pytest.mark.parametrize("like", ["zero1", "zero2"])
+def test_micro_batches_in_flight_share_what_is_gathered(like: str) -> None:
+    """In a stage of a pipeline: activations are there once for each, gathered parameters once for all."""
+    model, (tokens, labels) = small()
+    graph, mesh = captured(model, (tokens, labels), {}, training=True), autoshard.Mesh({"dp": 2}, WIRE)
+    whole = sum(p.nbytes for n, p in model.named_parameters() if not is_unread(n))
+
+    def memory(like: str, flying: int, budget: float | None = None) -> Memory:
+        return planned(graph, mesh, Wishes(like=like, flying=flying, memory_budget=budget))[1].memory
+
+    plain, several, alone = memory("ddp", 8), memory(like, 8), memory(like, 1)
+    assert several.gathered == alone.gathered == whole
+    assert several.activations - plain.activations == alone.activations - plain.activations / 8 == whole
+    assert sum(several.at_peak.values()) == several.peak
+    tight = several.peak - 0.8 * plain.activations
+    assert memory(like, 8, tight).peak <= tight
 
 
 def is_unread(name: str) -> bool:

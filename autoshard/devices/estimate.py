@@ -136,7 +136,8 @@ class Estimates(Bounds):
         times = stage_times(replace(plan, choices=choices, collectives=sent, cost=cost))
         kept = sum(pieces.kept.values()) or 1.0
         memory = plan.memory
-        states = memory.parameters + memory.gradients + memory.optimizer
+        states = memory.parameters + memory.gradients + memory.optimizer + memory.gathered
+        each = (memory.activations - memory.gathered) / max(1, flying)
         return (
             replace(
                 bare,
@@ -144,7 +145,7 @@ class Estimates(Bounds):
                 backward=times.batch.backward,
                 weights=times.batch.weights,
                 state=part * states,
-                kept=memory.activations / max(1, flying) * sum(pieces.kept.get(n, 0.0) for n in names) / kept,
+                kept=each * sum(pieces.kept.get(n, 0.0) for n in names) / kept,
             ),
             times.once_s,
         )

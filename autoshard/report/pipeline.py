@@ -236,6 +236,7 @@ def _beside(stages: Sequence[Memory]) -> Memory:
     return replace(
         works,
         **{part: sum(getattr(m, part) for m in stages) for part in stay},
+        gathered=sum(m.gathered for m in stages),
         temporaries=max(m.temporaries for m in stages),
         peak=sum(at_peak.values()),
         at_peak=at_peak,

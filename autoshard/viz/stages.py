@@ -64,12 +64,10 @@ def memory_over_steps(plan: Record, step: Timeline) -> tuple[int, tuple[tuple[fl
     ranks = len(step.ranks)
     plans = [[staged.plans[i] for i in range(rank, len(staged.plans), ranks)] for rank in range(ranks)]
     rank = max(range(ranks), key=lambda r: sum(p.memory.peak for p in plans[r]))
-    stay = sum(
-        getattr(p.memory, part) for p in plans[rank] for part in ("parameters", "optimizer", "buffers", "gradients")
-    )
-    kept = {
-        i: staged.plans[i].memory.activations / max(1, staged.flying[i]) for i in range(rank, len(staged.plans), ranks)
-    }
+    parts = ("parameters", "optimizer", "buffers", "gradients", "gathered")
+    stay = sum(getattr(p.memory, part) for p in plans[rank] for part in parts)
+    held = {i: staged.plans[i].memory for i in range(rank, len(staged.plans), ranks)}
+    kept = {i: (own.activations - own.gathered) / max(1, staged.flying[i]) for i, own in held.items()}
     last = "W" if any(span.action.kind == "W" for span in step.ranks[rank]) else "B"
     points, now = [(0.0, stay)], stay
     for action, _, end in step.ranks[rank]:

@@ -65,11 +65,13 @@ class Memory:
     spared: Mapping[str, float] = field(default_factory=dict, repr=False)
     """operation that is made again in the backward, or value whose conversion is → bytes that are not kept therefore, less
     what is kept to make it from"""
+    gathered: float = 0.0
+    """of the activations: parameters that ZeRO keeps gathered, which all micro-batches of a step share"""
 
     def in_flight(self, count: int) -> Memory:
         """The same where ``count`` micro-batches keep what they need for the backward at once, as in a pipeline, and
         earlier ones have left their gradients."""
-        more = (count - 1) * self.activations
+        more = (count - 1) * (self.activations - self.gathered)
         left = self.gradients - self.at_peak.get("gradients", 0.0)
         at_peak = dict(self.at_peak)
         for part, size in (("activations", more), ("gradients", left)):

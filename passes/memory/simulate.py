@@ -66,8 +66,10 @@ class _Simulation:
         """bytes of buckets that are gathered ahead"""
         self.bucket: dict[int, str] = {}
         """storage of a bucket that is gathered again → its first result"""
+        self.shared: set[int] = set()
+        """storages of buckets that are gathered once a step"""
         self.constant = dict.fromkeys(("parameters", "optimizer", "buffers"), 0.0)
-        self.gradients = self.activations = 0.0
+        self.gradients = self.activations = self.gathered = 0.0
         self.best = Memory()
         self.curve: dict[tuple[str, str], float] = {}
         """(operation, phase) → the most bytes while it ran"""
@@ -106,6 +108,7 @@ class _Simulation:
             if segment.path:
                 self._leave({o for s in segment.statements for o in s.outputs} - set(segment.outputs))
         self.activations = self.heap.kept
+        self.gathered = float(sum(self.heap.sizes[x] for x in self.shared if self.heap.saved[x]))
         self._leave(set(self.storage) - self.program.returned - {i.name for i in self.graph.inputs})
         if self.graph.training:
             self._ends()
@@ -126,6 +129,7 @@ class _Simulation:
             self.best.moment,
             tuple((op, phase, size) for (op, phase), size in self.curve.items()),
             self._recomputed(),
+            self.gathered,
         )
 
     def _recomputed(self) -> dict[str, float]:
@@ -284,6 +288,8 @@ class _Simulation:
         if gathers and self.again.intersection(s.outputs):
             self.uses[self.storage[s.outputs[0]]] = 0
             self.bucket[self.storage[s.outputs[0]]] = s.outputs[0]
+        if stage:
+            self.shared.update(self.storage[o] for o in s.outputs)
         if stage and self.graph.passes > 1:  # for all of them
             for o in s.outputs:
                 self.heap.hold(self.storage[o])

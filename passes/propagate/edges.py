@@ -221,7 +221,7 @@ class Table:
 class EdgeTables:
     """The tables of many links: one matrix per tensor type, cut per link.
 
-    ``held``: whether bytes are asked for beside seconds; ``flying``: micro-batches that hold them at once.
+    ``held``: whether bytes are asked for beside seconds; ``flying``: micro-batches that hold them at once, of parameters one.
     """
 
     def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool, flying: int = 1) -> None:
@@ -262,7 +262,8 @@ class EdgeTables:
             each = [spared * (1 + (not asked.passive and tag == AGAIN)) for tag in asked.tags]
             parts += Parts(blocking=np.tile(unspared(np.concatenate(each), given.placed), (len(given.tags), 1)))
         parts, held = self._held(link, parts, cut) if self.held else (paid(parts, link.mask), None)
-        return Table(parts, None if held is None else Folded(held * self.flying, rows, columns), rows, columns)
+        count = 1 if link.value in self.graph.parameters else self.flying
+        return Table(parts, None if held is None else Folded(held * count, rows, columns), rows, columns)
 
     def _sides(self, link: Link) -> Iterator[tuple[Side, np.ndarray, np.ndarray, np.ndarray]]:
         """Each side with one of all choices that the link cannot tell apart; which these are, their codes, and per state

@@ -136,16 +136,9 @@ class Network:
         network, hiding = stepping(nodes, edges, *hides)
         if self.offer is None:
             return Built(network, hiding, alike=alike(self.graph, self.variables))
-        keep = tuple(self._flying(v.kept, name) for name, v in self.variables.items())
-        kept = Row(keep, tuple(held for _, held in between), math.inf)
+        kept = Row(tuple(v.kept for v in self.variables.values()), tuple(held for _, held in between), math.inf)
         stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
         return Built(network, hiding, (kept, stays), alike(self.graph, self.variables))
-
-    def _flying(self, held: np.ndarray | None, name: str = "") -> np.ndarray | None:
-        """Bytes of all micro-batches in flight; a parameter is there once."""
-        if held is None or self.flying == 1 or name in self.graph.parameters:
-            return held
-        return self.known.setdefault(("flying", id(held)), (held, held * self.flying))[1]  # type: ignore[no-any-return]
 
     def _variables(self) -> None:
         graph = self.graph
@@ -229,6 +222,7 @@ class Network:
             own = keeps.private.copy()
             for slot, saves in enumerate(keeps.results):
                 own += np.where(saves, self._bytes(node.outputs[slot], space.outputs[slot]), 0.0)
+            own *= self.flying  # one micro-batch works at a time
             again = [not passive and tag == 2 for tag in tags]
             each = [space.parts + space.ahead if a else space.parts for a in again]
             parts = Parts(*(np.concatenate(x) if x[0].ndim else x[0] for x in zip(*each, strict=True)))
