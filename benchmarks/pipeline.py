@@ -25,7 +25,8 @@ import autoshard
 from autoshard import Mesh
 from autoshard.compiler import captured, planned
 from autoshard.models.llama import LlamaConfig
-from autoshard.passes.pipeline.choose import Cutting, Piece
+from autoshard.passes.pipeline.choose import Cutting
+from autoshard.passes.pipeline.piece import Piece
 from autoshard.passes.pipeline.timeline import orders, refusal, timeline
 from autoshard.plans.wishes import Wishes
 from autoshard.report.pipeline import StageTimes, stage_times
@@ -124,6 +125,7 @@ def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
         tokens = torch.zeros(batch * row.mesh.get("dp", 1), row.length, dtype=torch.long)
     with left_as_spelled():
         graph = captured(model, (tokens,), {"labels": tokens}, training=True)
+    graph = replace(graph, passes=row.rows // len(tokens))
     wishes = Wishes(like=row.like, memory_budget=1e15)
     program, plan = planned(graph, Mesh(row.mesh, row.hardware), wishes)
     times = stage_times(plan)
@@ -142,17 +144,22 @@ def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
     link = Mesh({"pp": row.stages, **row.mesh}, row.hardware).link("pp")
     message = link.seconds(batch * row.length * row.width * 2 / row.mesh["tp"], "permute")
     forward, backward = ((getattr(more.batch, x) - getattr(few.batch, x)) / 2 for x in ("forward", "backward"))
-    block = Piece(forward, backward, send=message, send_back=message)
+    once = (more.once_s - few.once_s) / 2
+    block = Piece(forward, backward, send=message, send_back=message, once=once)
     start = Piece(0.0, 0.0, send=message)  # the look-up's time is part of the rest
-    rest = Piece(few.batch.forward - 2 * forward, few.batch.backward - 2 * backward, send_back=message)
+    rest = Piece(
+        few.batch.forward - 2 * forward,
+        few.batch.backward - 2 * backward,
+        send_back=message,
+        once=few.once_s - 2 * once,
+    )
     count = row.rows // (batch * row.mesh.get("dp", 1))
-    once = few.once_s + (row.layers / row.stages - 2) * (more.once_s - few.once_s) / 2
     for chunks in row.chunks:
         schedule = "1f1b" if chunks == 1 else "interleaved"
         if not refusal(schedule, row.stages, count, chunks):
             cutting = Cutting([start] + [block] * row.layers + [rest], schedule, row.stages, count, chunks)
             step = timeline(orders(schedule, row.stages, count, chunks), cutting.best().stages)
-            yield step.step_s + once, step.bubble_s, chunks
+            yield step.end_s, step.bubble_s, chunks
 
 
 def steps(names: Sequence[str]) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from autoshard.errors import PlanError
 from autoshard.passes.pipeline import choose
-from autoshard.passes.pipeline.choose import Cutting, Piece
+from autoshard.passes.pipeline.choose import Cutting
+from autoshard.passes.pipeline.piece import Piece
 from autoshard.passes.pipeline.steps import step_seconds
 from autoshard.passes.pipeline.timeline import in_flight, orders, timeline
 
@@ -115,6 +116,7 @@ def test_the_cut_is_the_best_of_all_by_simulation(
                 kept=1.0,
                 least=0.3,
                 again=f,
+                once=training * draw.choice([0.0, 0.0, 0.0, 6.0]) * draw.random(),
             )
             for _ in range(count)
         ]
@@ -124,7 +126,7 @@ def test_the_cut_is_the_best_of_all_by_simulation(
         steps = {}
         for ends in cuts(count, ranks * chunks):
             if (stages := cutting._stages(ends)) is not None:
-                steps[ends] = timeline(order, stages, paces).step_s
+                steps[ends] = timeline(order, stages, paces).end_s
                 spans = enumerate(zip((0, *ends), ends, strict=False))
                 assert max(cutting._floor(i, a)[b] for i, (a, b) in spans) <= steps[ends] * (1 + 1e-9)
         found = cutting.shortest()
@@ -144,6 +146,15 @@ def test_few_cuts_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         simulated.clear()
         Cutting(pieces, "1f1b", 4, 16).shortest()
         assert len(simulated) < 10
+
+
+def test_what_does_much_once_a_step_is_put_where_ranks_wait() -> None:
+    """The first rank is done last: sums of gradients and updates on others hide behind its backward."""
+    block, other = [Piece(1, 2)] * 2, Piece(1, 2, once=5.0)
+    assert Cutting([*block, Piece(1, 2), *block], "1f1b", 2, 4).shortest().ends == (3, 5)
+    found = Cutting([*block, other, *block], "1f1b", 2, 4).shortest()
+    assert found.ends == (2, 5)
+    assert found.seconds == timeline(orders("1f1b", 2, 4), found.stages).end_s == 43.0
 
 
 def test_a_heavy_head_has_fewer_blocks_beside_it() -> None:

@@ -95,7 +95,9 @@ class Bounds:
         return in_time(self.wishes.hints, self.folded.graph)
 
     def of_one(self, batches: int) -> Graph:
-        """The folded graph of one micro-batch. Raises :class:`PlanError` where the batch does not divide."""
+        """The folded graph of one micro-batch, to be planned as one alone: what its head could hide of its few blocks' gathers
+        once others are priced once a step is not there for all blocks. Raises :class:`PlanError` where the batch does not
+        divide."""
         if batches not in self.micro:
             whole = self.folded.graph
             several = batches > 1 and whole.training

@@ -17,7 +17,8 @@ from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.pipeline import Pieces
-from autoshard.passes.pipeline.choose import Cutting, Piece
+from autoshard.passes.pipeline.choose import Cutting
+from autoshard.passes.pipeline.piece import Piece
 from autoshard.passes.pipeline.timeline import held, in_flight, orders
 from autoshard.passes.search.network import Effort
 from autoshard.plans.plan import Plan
@@ -93,21 +94,16 @@ class Estimates(Bounds):
         _, plan = planned(graph, own, asked, self.title)
         bare = pieces.between(list(itertools.accumulate(map(len, rows)))[:-1])
         parts = [self._piece(piece, nodes, plan, pieces, flying) for piece, nodes in zip(bare, rows, strict=True)]
-        whole, once = [parts[i][0] for i in sequence], sum(parts[i][1] for i in sequence) / setup.stages
-        once += meeting_seconds(setup.mesh(own))
+        whole, meetings = [parts[i] for i in sequence], meeting_seconds(setup.mesh(own))
         places = list(itertools.accumulate(len(rows[i]) for i in sequence))
         found = []
-        paces = self.hardware.paces(setup.stages, own.size)
-        host = self.hardware.on_processor(self.hardware.actions)
         for schedule, chunks in self.schedules(setup):
-            cutting = Cutting(
-                whole, schedule, setup.stages, setup.batches, chunks, math.inf, graph.training, paces, host
-            )
+            cutting = pieces.cutting(whole, schedule, setup.stages, setup.batches, chunks)
             cut = cutting.shortest()
             size = _held(cutting, cut.ends)
             cuts, seconds, bubble = (
                 tuple(places[end - 1] for end in cut.ends[:-1]),
-                cut.seconds + once,
+                cut.seconds + meetings,
                 cutting.bubble(cut),
             )
             found.append(Estimate(setup, schedule, seconds, bubble, cuts, size, budget, plan, graph))
@@ -119,8 +115,8 @@ class Estimates(Bounds):
         return Pieces(graph, own, setup.mesh(own).link(AXIS), self.wishes.optimizer)
 
     @staticmethod
-    def _piece(bare: Piece, nodes: Sequence[Node], plan: Plan, pieces: Pieces, flying: int) -> tuple[Piece, float]:
-        """A row of operations as ``plan`` runs them; and the seconds that it takes once a step."""
+    def _piece(bare: Piece, nodes: Sequence[Node], plan: Plan, pieces: Pieces, flying: int) -> Piece:
+        """A row of operations as ``plan`` runs them."""
         names = {n.name for n in nodes}
         inputs = {i.name: i.fqn for i in pieces.graph.inputs if i.kind == "parameter"}
         weights = {inputs[x] for n in nodes if n.name in pieces.states for x in n.inputs if x in inputs}
@@ -138,16 +134,14 @@ class Estimates(Bounds):
         memory = plan.memory
         states = memory.parameters + memory.gradients + memory.optimizer + memory.gathered
         each = (memory.activations - memory.gathered) / max(1, flying)
-        return (
-            replace(
-                bare,
-                forward=times.batch.forward,
-                backward=times.batch.backward,
-                weights=times.batch.weights,
-                state=part * states,
-                kept=each * sum(pieces.kept.get(n, 0.0) for n in names) / kept,
-            ),
-            times.once_s,
+        return replace(
+            bare,
+            forward=times.batch.forward,
+            backward=times.batch.backward,
+            weights=times.batch.weights,
+            state=part * states,
+            kept=each * sum(pieces.kept.get(n, 0.0) for n in names) / kept,
+            once=times.once_s,
         )
 
 

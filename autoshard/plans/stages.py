@@ -123,10 +123,7 @@ def in_stages(
 ) -> Compiled:
     """What follows capture for a graph that is cut along an axis of the mesh. ``plan``: plans one graph."""
     count = micro.count if micro is not None else 1
-    graph, wishes = (
-        replace(graph, passes=1),
-        replace(wishes, micro_batches=count),
-    )  # plans of stages: of one micro-batch
+    wishes = replace(wishes, micro_batches=count)
     assert wishes.stages is not None
     pipeline = staged(graph, mesh, wishes, micro)
     found, whole = planned_stages(pipeline, mesh, wishes, title, plan)
@@ -157,28 +154,31 @@ def planned_stages(
     Several stages of a rank share its memory as :func:`_shared_out` says; where they then hold too much together, equally.
     """
     assert wishes.stages is not None
-    chunks, budget = len(stages) // mesh.size_of(wishes.stages), budget_of(wishes, mesh.hardware)
+    ranks, budget = mesh.size_of(wishes.stages), budget_of(wishes, mesh.hardware)
+    chunks = len(stages) // ranks
+    flying = _in_flight(stages, wishes, ranks, chunks)
+    planned = partial(_planned_within, flying=flying, stages=stages, mesh=mesh, wishes=wishes, title=title, plan=plan)
     if chunks > 1 and stages.whole.training:
         with suppress(PlanError):
-            found = _planned_within(_shared_out(budget, stages, mesh, wishes), stages, mesh, wishes, title, plan)
+            found = planned(_shared_out(budget, chunks, flying, stages, mesh, wishes))
             if found[1].memory.peak <= budget:
                 return found
-    return _planned_within([budget / chunks] * len(stages), stages, mesh, wishes, title, plan)
+    return planned([budget / chunks] * len(stages))
 
 
-def _shared_out(budget: float, stages: Stages, mesh: Mesh, wishes: Wishes) -> list[float]:
-    """Bytes that the plan of every stage may need, where a rank has several.
+def _shared_out(
+    budget: float, chunks: int, flying: Sequence[int], stages: Stages, mesh: Mesh, wishes: Wishes
+) -> list[float]:
+    """Bytes that the plan of every stage may need, where a rank has several, ``chunks``.
 
     What stays is shared equally, the rest by the micro-batches in flight; only the stage that works needs what its operations
     work on.
     """
     assert wishes.stages is not None
-    ranks = mesh.size_of(wishes.stages)
-    chunks = len(stages) // ranks
+    ranks = len(stages) // chunks
     pieces = Pieces(stages.whole, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
     state = sum(pieces.states.values()) / len(stages)
     work = max(map(pieces.touched, stages.whole.nodes), default=0.0)
-    flying = [_in_flight(mesh, wishes, stage, chunks) for stage in stages.each]
     free = max(0.0, budget - chunks * state)
     shares = (n / sum(flying[i % ranks :: ranks]) for i, n in enumerate(flying))
     return [state + free * share + (1 - 1 / chunks) * work for share in shares]
@@ -186,16 +186,16 @@ def _shared_out(budget: float, stages: Stages, mesh: Mesh, wishes: Wishes) -> li
 
 def _planned_within(
     limits: Sequence[float],
+    flying: tuple[int, ...],
     stages: Stages,
     mesh: Mesh,
     wishes: Wishes,
     title: str,
     plan: Callable[[Graph, Mesh, Wishes, str], Planned],
 ) -> tuple[list[Planned], Plan]:
-    """See :func:`planned_stages`. ``limits``: bytes that the plan of each stage may need."""
+    """See :func:`planned_stages`. ``limits``: bytes that the plan of each stage may need; ``flying``: of :func:`_in_flight`."""
     axis = wishes.stages
     assert axis is not None
-    chunks = len(stages) // mesh.size_of(axis)
     own, found = rest(mesh, axis), list[Planned]()
     resolve(wishes.hints, stages.whole, own, known=wishes.known)  # what matches nothing is said before a stage is asked
     inputs = dict(zip(stages.whole.flat_inputs, wishes.inputs, strict=False))
@@ -213,7 +213,7 @@ def _planned_within(
             like=_styles(wishes.like, stage, own),
             plan=cast(Plan, given[stage.number]) if given else None,
             parameters=dict(parameters),
-            flying=_in_flight(mesh, wishes, stage, chunks),
+            flying=flying[stage.number],
             memory_budget=limits[stage.number],
             inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
             states=_given_back(stage, given_back),
@@ -228,7 +228,6 @@ def _planned_within(
     plans = [p for _, p in found]
     messages = tuple(float(s.message_bytes) for s in stages.each[:-1])
     sent = tuple(_sent(stage, one) for stage, one in zip(stages.each[:-1], plans, strict=False))
-    flying = tuple(_in_flight(mesh, wishes, stage, chunks) for stage in stages.each)
     record = Staged(
         axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages, sent, flying
     )
@@ -269,13 +268,13 @@ def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:
     return ahead, back
 
 
-def _in_flight(mesh: Mesh, wishes: Wishes, stage: Stage, chunks: int) -> int:
-    """Micro-batches that ``stage``, of ``chunks`` on its rank, keeps something for at once; 0 where there is no backward."""
-    if not stage.graph.training or wishes.stages is None:
-        return 0
-    ranks = mesh.size_of(wishes.stages)
-    order = orders(wishes.schedule, ranks, wishes.micro_batches, chunks)[stage.number % ranks]
-    return int(held(order, [float(s == stage.number) for s in range(ranks * chunks)]))
+def _in_flight(stages: Stages, wishes: Wishes, ranks: int, chunks: int) -> tuple[int, ...]:
+    """Per stage the micro-batches that it keeps something for at once, ``chunks`` on a rank; 0 where there is no backward."""
+    if not stages.whole.training:
+        return (0,) * len(stages)
+    order = orders(wishes.schedule, ranks, wishes.micro_batches, chunks)
+    each = range(len(stages))
+    return tuple(int(held(order[i % ranks], [float(i == k) for k in each])) for i in each)
 
 
 def budget_of(wishes: Wishes, hardware: Hardware) -> float:

@@ -1,8 +1,9 @@
 """The step of a model in stages, from the plans of its stages: what each takes per micro-batch, the timeline, costs, memory.
 
-A stage's plan is that of one micro-batch. What happens once a step is taken out of it: the optimizer's update, all-reduces
-of gradients, which sum what all micro-batches left, and what ZeRO does once. Communication is that of the program, in which
-some collectives go together; what the search counts for each by itself (``merged_s``) is not in it.
+A stage's plan is that of all micro-batches of a step. What happens once is taken out of it: the optimizer's update, all-reduces
+of gradients, which sum what all micro-batches left, and what ZeRO does once; the rest is shared out to the micro-batches.
+Communication is that of the program, in which some collectives go together; what the search counts for each by itself
+(``merged_s``) is not in it.
 """
 
 from __future__ import annotations
@@ -29,60 +30,68 @@ MEETINGS = 4
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What a stage takes: ``batch`` per micro-batch, of which ``compute_s`` are computing; ``once_s`` per step."""
+    """What a stage takes: ``batch``, of which ``compute_s`` are computing per micro-batch."""
 
     batch: StageSeconds
     compute_s: float
-    once_s: float
-    """the update, and what all micro-batches share, as far as nothing hides it"""
     update_s: float
-    """the update alone"""
+    """once a step"""
+
+    @property
+    def once_s(self) -> float:
+        """Seconds per step: the update, and what all micro-batches share, as far as nothing hides it."""
+        return self.batch.once
 
 
-def stage_times(plan: Record, sent: Sent = (0.0, 0.0, 0.0, 0.0), later: float = 0.0) -> StageTimes:
+def stage_times(plan: Record, sent: Sent = (0.0, 0.0, 0.0, 0.0)) -> StageTimes:
     """What the stage of ``plan`` takes.
 
-    ``sent``: seconds of its message forward, and of the gradients that go back, then of the work of either end of both;
-    ``later``: the part of the micro-batches that add their gradients to those of earlier ones.
+    ``sent``: seconds of its message forward, and of the gradients that go back, then of the work of either end of both.
+    All micro-batches but the first add their gradients to those of earlier ones.
     """
-    cost, mesh = plan.cost, plan.mesh
-    added = later * _adding(plan) if later else 0.0
-    compute = cost.compute_s - cost.optimizer_s + added
-    ahead = min(compute, math.fsum(c.seconds - c.backward_s for c in plan.choices.values()))
-    movable = [c for c in plan.collectives if c.movable]
-    gathers, sums = ([c for c in movable if _is_once(c, plan) and c.phase == x] for x in ("forward", "backward"))
-    waits = [c for c in plan.collectives if not c.movable]
-    copied = math.fsum(c.copied_s for c in (*gathers, *sums))
-    blocking = _seconds(waits) + cost.local_s - copied
+    cost, mesh, count = plan.cost, plan.mesh, plan.micro_batches
+    once = [c for c in plan.collectives if _is_once(c, plan)]
+    each = [replace(c, seconds=c.seconds / count) for c in plan.collectives if not _is_once(c, plan)]
+    added = (1 - 1 / count) * _adding(plan) if plan.training else 0.0
+    compute = (cost.compute_s - cost.optimizer_s) / count + added
+    ahead = min(compute, math.fsum(c.seconds - c.backward_s for c in plan.choices.values()) / count)
+    copied = math.fsum(c.copied_s for c in once)
+    waits, moves = ([c for c in each if c.movable == movable] for movable in (False, True))
+    blocking = _seconds(waits) + (cost.local_s - copied) / count
     first = blocking * _share(_seconds(c for c in waits if c.phase == "forward"), _seconds(waits))
-    moves = [c for c in movable if not _is_once(c, plan)]
     shown = _shown(moves, mesh, compute)
     begun = shown * _share(_seconds(c for c in moves if c.phase == "forward"), _seconds(moves))
     forward, backward = ahead + first + begun, compute - ahead + blocking - first + shown - begun
     weights = added + (backward - added) * _share(
         _weights(plan), math.fsum(c.backward_s for c in plan.choices.values())
     )
-    once = _shown(gathers, mesh, ahead) + _shown(sums, mesh, compute - ahead) + copied
-    return StageTimes(
-        StageSeconds(forward, backward, weights, *sent, host=mesh.hardware.on_processor(mesh.hardware.actions)),
-        compute,
-        once + cost.optimizer_s,
-        cost.optimizer_s,
-    )
+    gathers, sums = ([c for c in once if c.movable and c.phase == phase] for phase in ("forward", "backward"))
+    shared = _shown(gathers, mesh, ahead) + _shown(sums, mesh, compute - ahead)
+    shared += _seconds(c for c in once if not c.movable) + copied
+    host = mesh.hardware.on_processor(mesh.hardware.actions)
+    batch = StageSeconds(forward, backward, weights, *sent, host=host, once=shared + cost.optimizer_s)
+    return StageTimes(batch, compute, cost.optimizer_s)
 
 
 def _adding(plan: Record) -> float:
-    """Seconds in which gradients are added to others: both are read, and the sum is written."""
-    trained = (name for name in plan.differentiable if plan.kinds.get(name) == "parameter")
-    return math.fsum(plan.mesh.hardware.traffic_seconds(3.0 * local_bytes(plan, name)) for name in trained)
+    """Seconds in which gradients are added to others: both are read, and the sum written. What ZeRO reduces once is whole."""
+    trained = [name for name in plan.differentiable if plan.kinds.get(name) == "parameter"]
+    along: dict[str, set[str]] = {name: set() for name in trained}
+    for c in plan.collectives:
+        if c.kind == "all_gather" and c.phase == "forward" and plan.zero.get(c.value) == 1:
+            along[c.value].update(c.axes)
+    sizes = (local_bytes(plan, name) * math.prod(map(plan.mesh.size_of, along[name])) for name in trained)
+    return math.fsum(plan.mesh.hardware.traffic_seconds(3.0 * size) for size in sizes)
 
 
 def _is_once(c: Collective, plan: Record) -> bool:
-    """Whether all micro-batches share it: the sum of a gradient that is kept whole on every rank, when all have left theirs,
-    and what is done once with a parameter that ZeRO keeps gathered (:mod:`autoshard.passes.propagate.prices.zero`)."""
-    if c.phase == "backward":
-        return c.movable and (c.kind == "all_reduce" or plan.zero.get(c.value) == 1)
-    return c.movable and c.value in plan.zero
+    """Whether all micro-batches share it: the sum of a parameter's gradient over ranks that keep it whole, when all have left
+    theirs, and what is done once with a parameter that ZeRO keeps gathered (:mod:`autoshard.passes.propagate.prices.zero`)."""
+    if plan.kinds.get(c.value) != "parameter":
+        return False
+    if c.phase == "forward":
+        return c.value in plan.zero
+    return c.kind == "all_reduce" or plan.zero.get(c.value) == 1
 
 
 def _seconds(collectives: Iterable[Collective]) -> float:
@@ -124,8 +133,7 @@ def staged_times(staged: Staged, mesh: Mesh) -> tuple[StageTimes, ...]:
         carry, carry_back = (hardware.on_processor(hardware.carried * size) for size in sizes)
         return ahead, back, carry, carry_back
 
-    later = 1 - 1 / staged.micro_batches if staged.plans[0].training else 0.0
-    return tuple(stage_times(p, sent(i), later) for i, p in enumerate(staged.plans))
+    return tuple(stage_times(p, sent(i)) for i, p in enumerate(staged.plans))
 
 
 def pipeline(plan: Record) -> Timeline:
@@ -155,26 +163,23 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     busiest = max(range(ranks), key=lambda r: sum(t.batch.work for t in of_ranks[r]))
     own, plans = of_ranks[busiest], [staged.plans[i] for i in range(busiest, len(times), ranks)]
     meetings = meeting_seconds(mesh)
-    end = max(spans[-1].end + sum(t.once_s for t in of) for spans, of in zip(found.ranks, of_ranks, strict=True))
-    end += meetings
+    end = found.end_s + meetings
     update = sum(t.update_s for t in own)
     work = count * sum(t.batch.work for t in own)
     work += sum(times[span.action.stage].batch.host for span in found.ranks[busiest])
     pace = work / found.busy_s[busiest] if mesh.hardware.sharing and work else 1.0
     compute = count * sum(t.compute_s for t in own) / pace + update
     exposed = max(0.0, work / pace + sum(t.once_s for t in own) - compute) + meetings
-    once = sum(_seconds(c for c in p.collectives if _is_once(c, p)) for p in plans)
     return Cost(
         compute_s=compute,
-        comm_s=count * sum(p.cost.comm_s - p.cost.merged_s for p in plans) - (count - 1) * once + meetings,
+        comm_s=sum(p.cost.comm_s - p.cost.merged_s for p in plans) + meetings,
         exposed_s=exposed,
         bubble_s=end - compute - exposed,
         total_s=end,
         memory_bytes=pipeline_memory(staged, ranks).peak,
-        flops=count * sum(p.cost.flops for p in staged.plans),
-        flops_per_rank=count
-        * max(sum(staged.plans[i].cost.flops_per_rank for i in x) for x in _of_ranks(staged, ranks)),
-        local_s=count * sum(p.cost.local_s for p in plans),
+        flops=sum(p.cost.flops for p in staged.plans),
+        flops_per_rank=max(sum(staged.plans[i].cost.flops_per_rank for i in x) for x in _of_ranks(staged, ranks)),
+        local_s=sum(p.cost.local_s for p in plans),
         optimizer_s=update,
         schedule_s=end,
     )

@@ -163,7 +163,7 @@ class Staged:
     boundaries: tuple[int, ...]
     """positions among the graph's operations before which it is cut"""
     plans: tuple[Record, ...]
-    """per stage; its figures are those of one micro-batch"""
+    """per stage, of all its micro-batches"""
     messages: tuple[float, ...] = ()
     """per boundary the bytes that one micro-batch sends forward, whole"""
     sent: tuple[tuple[float, float], ...] = ()

@@ -72,7 +72,7 @@ class Memory:
         """The same where ``count`` micro-batches keep what they need for the backward at once, as in a pipeline, and
         earlier ones have left their gradients."""
         more = (count - 1) * (self.activations - self.gathered)
-        left = self.gradients - self.at_peak.get("gradients", 0.0)
+        left = max(0.0, self.gradients - self.at_peak.get("gradients", 0.0))
         at_peak = dict(self.at_peak)
         for part, size in (("activations", more), ("gradients", left)):
             at_peak[part] = at_peak.get(part, 0.0) + size

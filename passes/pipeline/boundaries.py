@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.pipeline.choose import Boundaries, Cutting
+from autoshard.passes.pipeline.choose import Boundaries
 from autoshard.passes.pipeline.pieces import Pieces, weights_prepared
 
 EACH = 16
@@ -29,15 +29,12 @@ def boundaries(
     graph, count = pieces.graph, ranks * chunks
     if count == 1:
         return ()
-    hardware = pieces.mesh.hardware
-    paces, host = hardware.paces(ranks, pieces.mesh.size), hardware.on_processor(hardware.actions)
     if len(pieces.places) + 1 < count:
         own = sum(n.name not in pieces.free for n in graph.nodes)
         raise PlanError(f"{count} stages: the model has {own} operations to cut between. Ask for fewer stages.")
 
     def shortest(places: Sequence[int], limit: float) -> tuple[Boundaries, list[int]]:
-        cutting = Cutting(pieces.between(places), schedule, ranks, batches, chunks, limit, graph.training, paces, host)
-        found = cutting.shortest()
+        found = pieces.cutting(pieces.between(places), schedule, ranks, batches, chunks, limit).shortest()
         return found, [places[end - 1] for end in found.ends[:-1]]
 
     for limit in (budget, math.inf):  # what no estimate fits, the plans of the stages may
@@ -64,11 +61,9 @@ def stages_per_rank(pieces: Pieces, schedule: str, ranks: int, batches: int, bud
     More of them shorten the bubble, and send more messages; of as good ones, the fewest. 2 where none stays within ``budget``.
     """
     parts, found, least = pieces.between(pieces.block_ends), 2, math.inf
-    hardware, training = pieces.mesh.hardware, pieces.graph.training
-    paces, host = hardware.paces(ranks, pieces.mesh.size), hardware.on_processor(hardware.actions)
     for chunks in range(2, min(EACH, len(parts) // ranks) + 1):
         try:
-            step = Cutting(parts, schedule, ranks, batches, chunks, budget, training, paces, host).shortest().seconds
+            step = pieces.cutting(parts, schedule, ranks, batches, chunks, budget).shortest().seconds
         except PlanError:
             continue
         if step < least * (1 - BETTER):

@@ -24,6 +24,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.pipeline.piece import Piece
 from autoshard.passes.pipeline.steps import step_seconds
 from autoshard.passes.pipeline.timeline import Orders, StageSeconds, in_flight, orders, timeline
 
@@ -35,34 +36,6 @@ MOVES = 10
 """times that one boundary is moved, at most, where a rank has several stages"""
 MIXES = 16
 """bounds of the first stages of all ranks, at most, for each of which the least of the others is found"""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of the graph that is never cut. Seconds of one micro-batch, bytes on the busiest rank."""
-
-    forward: float
-    backward: float
-    weights: float = 0.0
-    """seconds of the backward that make gradients of weights"""
-    send: float = 0.0
-    """seconds of the message to the next piece, if it lies on another stage"""
-    send_back: float = 0.0
-    """seconds of the gradients to the piece before, if it lies on another stage"""
-    state: float = 0.0
-    """bytes that stay: parameters, gradients, the optimizer's state"""
-    kept: float = 0.0
-    """bytes that one micro-batch keeps for the backward"""
-    most: float = 0.0
-    """bytes that it needs beside while it runs"""
-    least: float = math.nan
-    """bytes that one micro-batch keeps where all else is made again; NaN: nothing can be made again"""
-    again: float = 0.0
-    """seconds that this takes"""
-    carry: float = 0.0
-    """seconds that either end works for the message to the next piece"""
-    carry_back: float = 0.0
-    """seconds that either end works for the gradients to the piece before"""
 
 
 @dataclass(frozen=True)
@@ -162,7 +135,7 @@ class Cutting:
         """Seconds that the busiest rank waits in the step of a cut."""
         if self.paces:
             return timeline(self._order, found.stages, self.paces).bubble_s
-        took = [self.batches * sum(s.of(kind) for kind in self._kinds) for s in found.stages]
+        took = [self.batches * sum(s.of(kind) for kind in self._kinds) + s.once for s in found.stages]
         return found.seconds - max(sum(took[rank :: self.ranks]) for rank in range(self.ranks))
 
     def _simulated(self, several: Sequence[tuple[int, ...]]) -> Sequence[float]:
@@ -170,7 +143,7 @@ class Cutting:
         cuts = [stages for ends in several if (stages := self._stages(ends)) is not None]
         assert len(cuts) == len(several)
         if self.paces:
-            return [timeline(self._order, stages, self.paces).step_s for stages in cuts]
+            return [timeline(self._order, stages, self.paces).end_s for stages in cuts]
         return list(map(float, step_seconds(self._order, cuts)))
 
     @cached_property
@@ -199,6 +172,16 @@ class Cutting:
     def _floor(self, stage: int, first: int | slice = slice(None)) -> Array:
         """Seconds that no step is below in which ``stage`` has the pieces from ``first``: float64 [pieces + 1], by its end;
         for all of them [pieces + 1, pieces + 1].
+
+        The first rank is done last, but where a split backward fills its gaps; then comes what it does once.
+        """
+        once = np.concatenate([[0.0], np.cumsum([p.once for p in self.pieces])])
+        own = once - once[first, None] if stage == 0 or self.schedule == "zero_bubble" else once[1]
+        found: Array = self._floor_of_batches(stage, first) + own
+        return found
+
+    def _floor_of_batches(self, stage: int, first: int | slice) -> Array:
+        """See :meth:`_floor`: until all micro-batches are done.
 
         Before its work the first micro-batch goes through the stages ahead, and after it the last one back. What is behind
         it, it waits for: without a backward, and in GPipe, for all of that; in 1F1B twice, after the first forward and after
@@ -386,7 +369,10 @@ class Cutting:
         again = float(self.took[number][first, end]) - forward - backward - ahead - back
         carry = self.pieces[end - 1].carry if end < len(self.pieces) else 0.0
         carry_back = own[0].carry_back if first else 0.0
-        return StageSeconds(forward, backward + max(0.0, again), weights, ahead, back, carry, carry_back, self.host)
+        once = math.fsum(p.once for p in own)
+        return StageSeconds(
+            forward, backward + max(0.0, again), weights, ahead, back, carry, carry_back, self.host, once
+        )
 
     def _does_not_fit(self) -> str:
         """The sentence for a budget within which there is no cut; its figure is no more than any cut holds."""

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from autoshard.hardware import Route
+from autoshard.layout import Replicate
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.paths import block_path
-from autoshard.passes.pipeline.choose import Piece
+from autoshard.passes.pipeline.choose import Cutting
 from autoshard.passes.pipeline.later import PRODUCTS
+from autoshard.passes.pipeline.piece import Piece
 from autoshard.passes.propagate.floating import floating
 from autoshard.passes.propagate.keep import KeepTables
 from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.passes.propagate.prices.cost import optimizer_seconds
 from autoshard.passes.rules.facts import is_view
 
 SHORT = 1e-5
@@ -98,10 +101,11 @@ class Pieces:
         seconds = np.array([self.seconds[n.name] for n in own]).sum(axis=0)
         names = [n.name for n in own]
         forward = float(seconds[0])
+        updated, added = (math.fsum(x) for x in zip(*(self.updates.get(n, (0.0, 0.0)) for n in names), strict=True))
         return Piece(
             forward,
-            float(seconds[1]),
-            float(seconds[2]),
+            float(seconds[1]) + added,
+            float(seconds[2]) + added,
             self._message(sent[end]),
             self._message(back[first]),
             state=sum(self.states.get(n, 0.0) for n in names),
@@ -111,7 +115,22 @@ class Pieces:
             again=forward,
             carry=self._carried(sent[end]),
             carry_back=self._carried(back[first]),
+            once=updated,
         )
+
+    def cutting(
+        self,
+        pieces: Sequence[Piece],
+        schedule: str,
+        ranks: int,
+        batches: int,
+        chunks: int = 1,
+        budget: float = math.inf,
+    ) -> Cutting:
+        """The choice of boundaries between ``pieces`` of this graph, on this hardware. ``budget``: bytes per rank."""
+        hardware, training = self.mesh.hardware, self.graph.training
+        paces, host = hardware.paces(ranks, self.mesh.size), hardware.on_processor(hardware.actions)
+        return Cutting(pieces, schedule, ranks, batches, chunks, budget, training, paces, host)
 
     def _message(self, size: float) -> float:
         return self.route.seconds(float(size) / self.mesh.size, "permute") if size else 0.0
@@ -190,17 +209,35 @@ class Pieces:
     @cached_property
     def states(self) -> dict[str, float]:
         """Operation that reads a parameter first → bytes of it, its gradient and the optimizer's state."""
-        found, seen = dict[str, float](), set[str]()
+        found = dict[str, float]()
+        for node, type_ in self._first_reads():
+            size = float(type_.nbytes)
+            if type_.grad and self.graph.training:
+                size += type_.nbytes + optimizer_bytes(self.optimizer, type_.example.shape, type_.dtype)
+            found[node.name] = found.get(node.name, 0.0) + size / self.mesh.size
+        return found
+
+    @cached_property
+    def updates(self) -> dict[str, tuple[float, float]]:
+        """Operation that reads a trained parameter first → seconds of its update, once a step, and per micro-batch those in
+        which its gradient is added to that of earlier ones."""
+        found, alone = dict[str, tuple[float, float]](), self.alone.mesh
+        for node, type_ in self._first_reads():
+            if type_.grad and self.graph.training:
+                update = optimizer_seconds(self.optimizer, type_, (Replicate(),), alone)
+                added = (1 - 1 / self.graph.passes) * self.mesh.hardware.traffic_seconds(3.0 * type_.nbytes)
+                before = found.get(node.name, (0.0, 0.0))
+                found[node.name] = before[0] + update / self.mesh.size, before[1] + added / self.mesh.size
+        return found
+
+    def _first_reads(self) -> Iterator[tuple[Node, TensorType]]:
+        """Every parameter's type, with the operation that reads it first."""
+        seen = set[str]()
         for node in self.graph.nodes:
             for name in node.inputs:
                 if name in self.graph.parameters and name not in seen:
                     seen.add(name)
-                    type_ = self.graph.types[name]
-                    size = float(type_.nbytes)
-                    if type_.grad and self.graph.training:
-                        size += type_.nbytes + optimizer_bytes(self.optimizer, type_.example.shape, type_.dtype)
-                    found[node.name] = found.get(node.name, 0.0) + size / self.mesh.size
-        return found
+                    yield node, self.graph.types[name]
 
     def touched(self, node: Node) -> float:
         """Bytes of an operation's operands and results, beside weights."""

@@ -36,7 +36,8 @@ def step_seconds(orders: Orders, cuts: Sequence[Sequence[StageSeconds]]) -> Arra
         ends[rank] = end = end + adds[action]
         if number >= 0:
             made[number] = end
-    found: Array = np.max(ends, axis=0)
+    once = np.array([[cut[s].once for cut in cuts] for s in range(last + 1)])
+    found: Array = np.max([end + once[rank :: len(orders)].sum(axis=0) for rank, end in enumerate(ends)], axis=0)
     return found
 
 

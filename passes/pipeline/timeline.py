@@ -59,6 +59,8 @@ class StageSeconds:
     """the same of the gradients"""
     host: float = 0.0
     """what each F, B, I or W takes beside its operations"""
+    once: float = 0.0
+    """what its rank does for it once a step, behind all micro-batches: sums of gradients, the update"""
 
     def of(self, kind: str) -> float:
         """Seconds of one F, B, I or W."""
@@ -96,10 +98,17 @@ class Timeline:
     ranks: tuple[tuple[Span, ...], ...]
     """per rank its work in order"""
     messages: tuple[Message, ...] = ()
+    once: tuple[float, ...] = ()
+    """per rank the seconds of what it does once, behind its work"""
+
+    @property
+    def end_s(self) -> float:
+        """Seconds until the last rank is done, also with what it does once."""
+        return max(spans[-1].end + once for spans, once in zip(self.ranks, self.once, strict=True))
 
     @property
     def step_s(self) -> float:
-        """Seconds until the last rank is done."""
+        """Seconds until the last rank is done with all micro-batches."""
         return max((span.end for spans in self.ranks for span in spans), default=0.0)
 
     @property
@@ -115,7 +124,7 @@ class Timeline:
     @property
     def bubble_s(self) -> float:
         """Seconds that the busiest rank waits: for other stages, and for their messages."""
-        return self.step_s - self.work_s
+        return self.end_s - max(busy + once for busy, once in zip(self.busy_s, self.once, strict=True))
 
 
 def orders(schedule: str, ranks: int, batches: int, chunks: int = 1, training: bool = True) -> Orders:
@@ -284,7 +293,8 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[flo
                     ready.append(target)
     if any(n < len(order) for n, order in zip(done, orders, strict=True)):
         raise ValueError("the orders of a schedule wait for each other")
-    return Timeline(tuple(map(tuple, spans)), tuple(messages))
+    once = tuple(math.fsum(s.once for s in stages[rank :: len(orders)]) for rank in range(len(orders)))
+    return Timeline(tuple(map(tuple, spans)), tuple(messages), once)
 
 
 def _pace(paces: Sequence[float], working: int) -> float:

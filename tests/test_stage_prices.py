@@ -1,0 +1,78 @@
+"""What happens once a step, whatever the number of micro-batches, is priced so where stages are planned and reported."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from autoshard import Mesh
+from autoshard.compiler import build, captured
+from autoshard.hardware import PRESETS, Link
+from autoshard.models import Gpt, GptConfig
+from autoshard.plans.plan import Plan
+from autoshard.plans.wishes import Wishes
+from autoshard.report.pipeline import StageTimes, stage_times
+from autoshard.report.record import Staged
+
+SLOW = dataclasses.replace(PRESETS["h100"], node=Link(1e-6, 1e10), kernel_latency=1e-6)
+
+
+def planned(batches: int = 16, like: str | None = None) -> Plan:
+    """Of a step of so many micro-batches of four rows."""
+    with torch.device("meta"):
+        model = Gpt(GptConfig(500, 128, 256, 4, 4, dropout=0.0))
+        tokens = torch.empty(4 * batches, 128, dtype=torch.long)
+    graph = captured(model, (tokens,), {"labels": tokens}, training=True)
+    asked = None if like is None else {"dp": like}
+    return build(graph, Mesh({"pp": 2, "dp": 4}, SLOW), Wishes(stages="pp", micro_batches=batches, like=asked)).plan
+
+
+def staged_in(plan: Plan) -> Staged:
+    assert plan.staged is not None
+    return plan.staged
+
+
+def times(plan: Plan) -> list[StageTimes]:
+    """Of every stage, without messages, and without what adds the gradients of micro-batches, which the search leaves out."""
+    return [stage_times(dataclasses.replace(one, training=False)) for one in staged_in(plan).plans]
+
+
+def test_a_search_is_no_worse_than_an_expert() -> None:
+    """To sum gradients once a step takes less than to exchange activations in every micro-batch."""
+    found = planned().cost.total_s
+    assert found <= 1.02 * min(planned(like=like).cost.total_s for like in ("ddp", "fsdp", "megatron"))
+
+
+@pytest.mark.parametrize("like", ["ddp", "zero1"])
+def test_a_step_of_a_stage_is_its_micro_batches_and_what_comes_once(like: str) -> None:
+    plan = planned(like=like)
+    for one, took in zip(staged_in(plan).plans, times(plan), strict=True):
+        step = one.micro_batches * took.batch.work + took.once_s
+        assert step == pytest.approx(
+            one.cost.total_s, rel=0.03
+        )  # sums hide behind the backward, or behind all of a step
+        assert took.once_s > 0.1 * step
+
+
+@pytest.mark.parametrize("like", ["ddp", "zero1", "zero2"])
+def test_more_micro_batches_take_as_long_each(like: str) -> None:
+    """What comes once stays as it is: the sums of gradients, of which the first cannot hide, what ZeRO gathers, the update."""
+    few, more = (times(planned(batches, like)) for batches in (4, 16))
+    for a, b in zip(few, more, strict=True):
+        assert b.batch.forward == pytest.approx(a.batch.forward, rel=1e-3)  # the loss is a part of the batch's
+        assert b.batch.backward == pytest.approx(a.batch.backward, rel=1e-3)
+        assert b.once_s == pytest.approx(a.once_s, rel=1e-3)
+
+
+def test_gradients_that_zero_sums_once_are_whole_until_then() -> None:
+    """Every rank keeps, and adds to, the sums of its micro-batches' gradients, as in data parallelism."""
+    found = {like: planned(like=like) for like in ("ddp", "zero1", "zero2")}
+    held = {like: staged_in(plan).plans[1].memory.at_peak["gradients"] for like, plan in found.items()}
+    assert held["zero1"] == pytest.approx(held["ddp"], rel=0.1)  # at the peak a bucket is scattered
+    assert held["zero1"] > 3 * held["zero2"]
+    alone = {like: times(plan)[1].compute_s for like, plan in found.items()}
+    added = {like: stage_times(staged_in(plan).plans[1]).compute_s - alone[like] for like, plan in found.items()}
+    assert added["zero1"] == pytest.approx(added["ddp"])
+    assert added["zero1"] > 3 * added["zero2"]
