@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 from harness import Captures, captured_once, freeze_imports, use_device
+from remembered import remembered
 from torch.utils import _pytree as pytree
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -80,6 +81,18 @@ def captures() -> Iterator[Captures]:
     """The tests of a module that compile one model, the same object, for several meshes capture it once."""
     with captured_once() as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def _folder_of_captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture
+def remembering(_folder_of_captures: Path) -> Iterator[None]:
+    """Models like one that was captured before, in any test with this fixture, are not captured again."""
+    with remembered(_folder_of_captures):
+        yield
 
 
 @pytest.fixture

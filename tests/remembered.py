@@ -23,7 +23,9 @@ from typing import Any
 import pytest
 import torch
 
+from autoshard.module.model.state import defaults, is_usual
 from autoshard.passes.capture import export
+from autoshard.passes.capture.answers import eager
 from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.autocast import autocast_state
 
@@ -41,6 +43,12 @@ def _names(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names(inner)
+
+
+def _text(code: CodeType) -> Any:
+    """Several lambdas may stand in one line."""
+    inner = tuple(_text(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
+    return code.co_filename, code.co_firstlineno, code.co_code, code.co_names, code.co_varnames, inner
 
 
 class _Signature(pickle.Pickler):
@@ -89,8 +97,7 @@ class _Signature(pickle.Pickler):
         read = {}
         if Path(code.co_filename).is_relative_to(TESTS):
             read = {name: x.__globals__[name] for name in sorted({*_names(code)} & x.__globals__.keys())}
-        where = x.__module__, x.__qualname__, code.co_filename, code.co_firstlineno
-        return where, x.__defaults__, x.__kwdefaults__, closure, read, vars(x)
+        return x.__module__, x.__qualname__, _text(code), x.__defaults__, x.__kwdefaults__, closure, read, vars(x)
 
     def of_class(self, x: type) -> Any:
         where = x.__module__, x.__qualname__
@@ -108,12 +115,17 @@ class _Signature(pickle.Pickler):
 
 def signature(model: torch.nn.Module, example: Any, *options: Any) -> str | None:
     """Of a capture; None where it cannot be told."""
-    state = (
-        (torch.get_default_dtype(), str(torch.get_default_device()), torch.is_grad_enabled()),
-        (torch.is_inference_mode_enabled(), autocast_state(), torch.are_deterministic_algorithms_enabled()),
-        (torch.get_float32_matmul_precision(), torch.is_anomaly_enabled(), torch.backends.cuda.math_sdp_enabled()),
-        (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()),
-    )
+    if not is_usual():
+        return None
+    cuda = torch.backends.cuda
+    kernels = cuda.math_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
+    called = eager.inference.get(), eager.without_grad.get(), eager._autograd.get()
+    modes = [
+        torch.is_grad_enabled(),
+        torch.is_anomaly_enabled(),
+        *(getattr(of, name)() for _, of, name in eager._MODES),
+    ]
+    state = defaults(), autocast_state(), called, modes, kernels, torch.get_float32_matmul_precision()
     file = io.BytesIO()
     signed = _Signature(file)
     try:

@@ -82,12 +82,16 @@ def test_changed_models_differ(change: Callable[[Net], None]) -> None:
     assert signature(model, ()) != before
 
 
-def test_functions_differ_by_closures_and_globals(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_differ_by_code_closures_and_globals(monkeypatch: pytest.MonkeyPatch) -> None:
     def by(factor: float) -> nn.Module:
         return Of(lambda layer, x: layer(x) * factor)
 
     assert signature(by(2.0), ()) == signature(by(2.0), ())
     assert signature(by(2.0), ()) != signature(by(3.0), ())
+    assert (
+        len({signature(Of(f), ()) for f in (lambda m, x: m(x) + 1, lambda m, x: m(x) + 2, lambda m, x: m(x).exp())})
+        == 3
+    )
     before = signature(Of(scaled), ())
     monkeypatch.setitem(globals(), "FACTOR", 3.0)
     assert signature(Of(scaled), ()) != before
