@@ -9,8 +9,6 @@ import pytest
 from harness import ideal
 from state_cases import CASES
 
-pytestmark = pytest.mark.usefixtures("remembering")
-
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("axes", [{"tp": 2}], ids=str)

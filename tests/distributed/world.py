@@ -156,8 +156,9 @@ def _fork(run: Callable[[int, int, str, str], None], rank: int, *arguments: obje
 
 
 def _run(run: Callable[[int, int, str, str], None], rank: int, *arguments: Any) -> None:
-    """``run`` of a rank, which captures what no rank has captured before."""
+    """``run`` of a rank, which captures what no rank has captured before. A script that no nursery started captures all."""
     from remembered import remembered
 
-    with remembered(Path(os.environ[CAPTURES])):
+    folder = os.environ.get(CAPTURES)
+    with remembered(Path(folder)) if folder else contextlib.nullcontext():
         run(rank, *arguments)
