@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 from harness import Captures, captured_once, freeze_imports, use_device
+from remembered import remembered
 from torch.utils import _pytree as pytree
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -61,7 +62,8 @@ def _deterministic(pytestconfig: pytest.Config) -> Iterator[None]:
     """Every test starts from the same seeds and leaves no default dtype or device behind."""
     torch.set_default_device(pytestconfig.getoption("--device"))
     random.seed(0)
-    torch.manual_seed(0)
+    # Without a device, manual_seed would note the calls for those that might come, a millisecond each.
+    (torch.manual_seed if pytestconfig.getoption("--device") else torch.default_generator.manual_seed)(0)
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
@@ -79,6 +81,18 @@ def captures() -> Iterator[Captures]:
     """The tests of a module that compile one model, the same object, for several meshes capture it once."""
     with captured_once() as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def _folder_of_captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("captures")
+
+
+@pytest.fixture
+def remembering(_folder_of_captures: Path) -> Iterator[None]:
+    """Models like one that was captured before, in any test with this fixture, are not captured again."""
+    with remembered(_folder_of_captures):
+        yield
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from autoshard.passes.lower.parts import parted
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.transport.in_process import World
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "fsdp3": {"fsdp": 3}}
 
 

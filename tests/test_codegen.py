@@ -25,6 +25,8 @@ from autoshard.compiler import build
 from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.capture.export import capture
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 IDEAL = autoshard.Mesh({"tp": 2}, hardware="ideal_network")
 
 

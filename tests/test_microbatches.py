@@ -19,6 +19,8 @@ from autoshard.module import microbatches
 from autoshard.passes.microbatch import micro_batched
 from autoshard.passes.propagate.hints import in_time
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "fsdp3": {"fsdp": 3}}
 
 

@@ -31,6 +31,8 @@ from autoshard.passes.pipeline import Pieces, cut
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages_together import rest
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 MESHES = {"pp2": {"pp": 2}, "pp2tp2": {"pp": 2, "tp": 2}, "pp4": {"pp": 4}, "pp2dp2tp2": {"pp": 2, "dp": 2, "tp": 2}}
 FAST = {"gpt_1f1b", "skips", "other_outputs", "interleaved_without_gradients", "gradients_of_inputs", "refused"}
 

@@ -12,6 +12,8 @@ import torch
 import autoshard
 from autoshard.models.llama import Llama, LlamaConfig
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 VOCAB, RANKS = 32768, 4
 SMALL = (256, 1024, 4)
 SIZES = {"1k": (1024, 1024, 8), "2k": (2048, 2048, 16), "4k": (4096, 4096, 32)}

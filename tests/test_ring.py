@@ -24,6 +24,8 @@ from autoshard.runtime.attention import tile
 from autoshard.runtime.attention.order import CAUSAL, spans, tiles, work
 from autoshard.runtime.transport.window import chunks
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 B, HEADS, WIDTH = 2, 4, 8
 
 

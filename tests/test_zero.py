@@ -31,6 +31,8 @@ from autoshard.passes.propagate.planner import Planner
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.transport.step import Step
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("like", LIKE)

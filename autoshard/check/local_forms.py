@@ -17,8 +17,8 @@ from autoshard.passes.ir.walk import map_tree, walk
 from autoshard.passes.rules.base import Rule, Site
 
 
-def run(rule: Rule, site: Site, held: list[Tensors]) -> list[Tensors]:
-    """The results of the local form on every rank's operands."""
+def run(rule: Rule, site: Site, held: list[Tensors], world: runtime.World) -> list[Tensors]:
+    """The results of the local form on every rank's operands. ``world``: with the site's mesh."""
     call = rule.local(site) if rule.local else Call(rule.op, site.node.args, site.node.kwargs)
 
     def one(rank: int) -> Tensors:
@@ -28,7 +28,6 @@ def run(rule: Rule, site: Site, held: list[Tensors]) -> list[Tensors]:
 
     if not any(isinstance(item, Call) and isinstance(item.fn, str) for item in walk(call)):  # nothing of the runtime
         return [one(rank) for rank in range(site.mesh.size)]
-    world = runtime.World(dict(zip(site.mesh.axes, site.mesh.shape, strict=True)))
     return world.run(one, [(rank,) for rank in range(site.mesh.size)])
 
 

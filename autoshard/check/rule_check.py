@@ -26,6 +26,7 @@ from autoshard.passes.ir.program import Call
 from autoshard.passes.propagate.op_space import fits
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Rule, Site
+from autoshard.runtime import World
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 """``(args, kwargs)`` of one concrete call, with float64 tensors where gradients are to be compared"""
@@ -98,15 +99,15 @@ def check_rule(
         raise RuleError(f"{op} has no rule; write one with autoshard.register_rule")
     cases, failures = 0, list[str]()
     labels = set[str]()
+    worlds = [(Mesh(sizes), World(sizes)) for sizes in meshes]
     for number, sample in enumerate(samples):
         example = _example(tested, sample, gradients, results)
         allowed = max(tolerance, 8 * _rounding(example)) if values else float("inf")
-        for sizes in meshes:
-            mesh = Mesh(sizes)
+        for mesh, world in worlds:
             for graph, choice in _choices(tested, example, mesh):
                 cases += 1
                 labels.update(s.label for s in choice)
-                difference = _differs(tested, example, graph, mesh, choice, allowed)
+                difference = _differs(tested, example, graph, mesh, world, choice, allowed)
                 if difference:
                     failures.append(f"  {_describe(example, number, mesh, choice)}\n    {difference}")
     if failures:
@@ -167,7 +168,7 @@ def _run_whole(
     args = tuple(lift(a, name) for a, name in zip(sample[0], names_of_arguments, strict=False))
     kwargs = {k: lift(v, k) for k, v in sample[1].items()}
     names = {f"x{i}": x for i, x in enumerate(operands)}
-    torch.manual_seed(SEED)
+    _seed()
     if torch.Tag.nondeterministic_seeded in rule.op.tags:
         results = _alone(rule, args, kwargs, names)
     else:
@@ -179,6 +180,11 @@ def _run_whole(
     cotangents = [noise(y, random) if y.requires_grad else None for y in outputs]
     gradients = _backward(outputs, cotangents, operands)
     return _Example(node, graph, operands, [y.detach() for y in outputs], cotangents, gradients)
+
+
+def _seed() -> None:
+    # Where there is no accelerator, manual_seed notes its caller's stack for every kind of them: a millisecond.
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(SEED)
 
 
 def _rounding(example: _Example) -> float:
@@ -210,8 +216,8 @@ def _alone(rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: 
     node, graph = _graph(rule.op, args, kwargs, operands, [shapes[i] for i in slots], slots)
     mesh = Mesh({"x": 1})
     choice = (next(s for s in rule.strategies(node, graph) if s.label == "R"),)
-    torch.manual_seed(SEED)
-    (results,) = run(rule, _site(node, graph, mesh, choice), [operands])
+    _seed()
+    (results,) = run(rule, _site(node, graph, mesh, choice), [operands], World({"x": 1}))
     return results
 
 
@@ -220,11 +226,14 @@ def _choices(rule: Rule, example: _Example, mesh: Mesh) -> Iterator[tuple[Graph,
     still = {n: TensorType(t.shape, t.dtype) for n, t in example.graph.types.items()}
     without = Graph((), (example.node,), still, example.graph.outputs, None, None)
     moving = rule.strategies(example.node, example.graph)
-    for graph, strategies in (example.graph, moving), (without, rule.strategies(example.node, without)):
-        for choice in itertools.product(strategies, repeat=mesh.ndim):
-            new = graph is example.graph or not all(s in moving for s in choice)
-            if new and fits(choice, mesh):
-                yield graph, choice
+    for choice in itertools.product(moving, repeat=mesh.ndim):
+        if fits(choice, mesh):
+            yield example.graph, choice
+    plain = [(s, s not in moving) for s in rule.strategies(example.node, without)]
+    for marked in itertools.product(plain if any(new for _, new in plain) else (), repeat=mesh.ndim):
+        choice = tuple(s for s, _ in marked)
+        if any(new for _, new in marked) and fits(choice, mesh):
+            yield without, choice
 
 
 def _site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) -> Site:
@@ -242,7 +251,13 @@ def _site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) ->
 
 
 def _differs(
-    rule: Rule, example: _Example, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], tolerance: float
+    rule: Rule,
+    example: _Example,
+    graph: Graph,
+    mesh: Mesh,
+    world: World,
+    choice: tuple[Strategy, ...],
+    tolerance: float,
 ) -> str | None:
     """What the strategies get wrong, in words."""
     random = torch.Generator("cpu").manual_seed(SEED)
@@ -251,8 +266,8 @@ def _differs(
         parts = [scatter(x.detach(), at, random) for x, at in zip(example.operands, site.inputs, strict=True)]
         held = [[part[r].requires_grad_(x.requires_grad) for part, x in zip(parts, example.operands, strict=True)]
                 for r in range(mesh.size)]  # fmt: skip
-        torch.manual_seed(SEED)
-        made = run(rule, site, held)
+        _seed()
+        made = run(rule, site, held, world)
         for i, (result, at) in enumerate(zip(example.results, site.outputs, strict=True)):
             wrong = differs([row[i].detach() for row in made], at, result, tolerance)
             if wrong:

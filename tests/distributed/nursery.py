@@ -26,6 +26,7 @@ def serve(parent: socket.socket) -> None:
         autoshard.plan(nn.Linear(2, 2), {"x": 2}, (torch.zeros(2, 2),), training=False)
     freeze_imports()
     import checks  # noqa: F401  what most worlds import, transformers too: seconds for each; after the freeze, as what
+    import remembered  # noqa: F401
     import state_cases  # noqa: F401  a trace looks for among the objects of user code is not to be hidden
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -13,12 +13,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+CAPTURES = "AUTOSHARD_TEST_CAPTURES"
+"""variable with the folder of what ranks have captured"""
 
 
 def environment() -> dict[str, str]:
@@ -86,9 +89,16 @@ def _parent() -> socket.socket:
     """Of one test process; it ends when this end is closed."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, str(HERE / "nursery.py"), str(theirs.fileno())]
-    subprocess.Popen(command, env=environment(), pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    environ = {**environment(), CAPTURES: _captures().name}
+    subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     return ours
+
+
+@functools.cache
+def _captures() -> tempfile.TemporaryDirectory[str]:
+    """What the worlds of one test process have captured; removed at its end."""
+    return tempfile.TemporaryDirectory(prefix="captures")
 
 
 @contextlib.contextmanager
@@ -129,7 +139,7 @@ def main(run: Callable[[int, int, str, str], None]) -> None:
     ranks, rendezvous, result = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     if rank := os.environ.get("AUTOSHARD_TEST_RANK"):
         with exiting():
-            run(int(rank), ranks, rendezvous, result)
+            _run(run, int(rank), ranks, rendezvous, result)
     ids = [_fork(run, rank, ranks, rendezvous, result) for rank in range(ranks)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ids]
     sys.exit(any(statuses))
@@ -141,5 +151,14 @@ def _fork(run: Callable[[int, int, str, str], None], rank: int, *arguments: obje
         if "AUTOSHARD_TEST_DEVICE" in os.environ:  # CUDA does not live on in a fork
             os.execve(sys.executable, [sys.executable, *sys.argv], {**environment(), "AUTOSHARD_TEST_RANK": str(rank)})
         with exiting():
-            run(rank, *arguments)  # type: ignore[arg-type]
+            _run(run, rank, *arguments)
     return process
+
+
+def _run(run: Callable[[int, int, str, str], None], rank: int, *arguments: Any) -> None:
+    """``run`` of a rank, which captures what no rank has captured before. A script that no nursery started captures all."""
+    from remembered import remembered
+
+    folder = os.environ.get(CAPTURES)
+    with remembered(Path(folder)) if folder else contextlib.nullcontext():
+        run(rank, *arguments)
