@@ -260,7 +260,7 @@ def test_the_first_difference_is_looked_for_in_the_buckets(monkeypatch: pytest.M
 
 def test_few_gradients_are_summed_when_the_backward_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them over one group of axes; not where a parameter is read whole, too: what that brings is no summand; nor beside
-    others, whose gradients come later."""
+    others, whose gradients come later, unless experts read them."""
     program, comm = layers(2, "I", "m", dp=2), World({"dp": 2}).ranks[0]
     names = {i.fqn for i in program.graph.inputs if i.kind == "parameter"}
     assert len(names) == 4
@@ -272,6 +272,11 @@ def test_few_gradients_are_summed_when_the_backward_ends(monkeypatch: pytest.Mon
     assert summed_last(replace(program, statements=(*program.statements, reader)), comm) == none
     assert summed_last(program, World({"dp": 1}).ranks[0]) == none
     last = [s for s in program.statements if s.call.fn == "enter_parameters"][-1]
-    assert summed_last(replace(program, statements=tuple(s for s in program.statements if s is not last)), comm) == none
+    without = replace(program, statements=tuple(s for s in program.statements if s is not last))
+    assert summed_last(without, comm) == none
+    read = {ref.name for ref in last.call.args[0]}
+    experts = Statement(("_",), Call("experts", last.call.args[0], {}), (None,))
+    others = frozenset(i.fqn for i in program.graph.inputs if i.fqn in names and i.name not in read)
+    assert summed_last(replace(without, statements=(*without.statements, experts)), comm) == (others, ("dp",))
     monkeypatch.setattr(loaded, "SMALL", 4 * 16 * 16 * 4)
     assert summed_last(program, comm) == none

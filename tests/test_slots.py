@@ -93,10 +93,11 @@ def test_some_slots_are_dealt_and_collected(order: list[int], dtype: torch.dtype
         torch.testing.assert_close(a, b, **close)
 
 
-def test_segments_change_their_order_and_come_back() -> None:
-    lengths = torch.tensor([[2, 0, 1], [1, 3, 0]])
+@pytest.mark.parametrize("few", [6, 5], ids=["put together", "gathered"])
+def test_segments_change_their_order_and_come_back(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
+    monkeypatch.setattr("autoshard.runtime.operations.slots.FEW", few)
     x = torch.arange(7.0).requires_grad_()
-    order = by_columns(lengths, 7)
+    order = by_columns([[2, 0, 1], [1, 3, 0]], x.device)
     moved = ordered(x, order)
     assert moved.tolist() == [0, 1, 3, 4, 5, 6, 2]
     assert torch.equal(ordered(moved, order.turned()), x)
@@ -155,15 +156,18 @@ def test_nothing_as_large_as_rows_or_weights_is_copied_or_zeroed() -> None:
     assert max((n for _, n in written.numel), default=0) <= ROWS * TOP, written.numel
 
 
-@pytest.mark.parametrize("cached", [1, 1 << 20], ids=["group by group", "at once"])
+@pytest.mark.parametrize("cached", [1, 1 << 20, None], ids=["group by group", "at once", "by a kernel"])
 @pytest.mark.parametrize("turned", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("moved", [False, True], ids=["", "in segments"])
-def test_gated_products_in_pieces(monkeypatch: pytest.MonkeyPatch, moved: bool, turned: bool, cached: int) -> None:
-    """Of groups of rows, one of them empty, where they lie in segments, too: as row after row, twice differentiable, and
-    gradients of weights lie as these do."""
-    monkeypatch.setattr(grouped, "CACHED", cached)
-    lengths = torch.tensor([[2, 0, 1], [1, 0, 3]]) if moved else torch.tensor([[3, 0, 4]])
-    ends = lengths.sum(0).cumsum(0).to(torch.int32)
+def test_gated_products_in_pieces(monkeypatch: pytest.MonkeyPatch, turned: bool, cached: int | None) -> None:
+    """Of groups of rows, one of them empty: as row after row, twice differentiable, and gradients of weights lie as these
+    do."""
+    if cached is None:
+        at_once = "autoshard.runtime.operations.gated.pieces"
+        monkeypatch.setattr(at_once, lambda x, ends, columns: [grouped.Piece((), ends)])
+    else:
+        monkeypatch.setattr(grouped, "CACHED", cached)
+    lengths = torch.tensor([3, 0, 4])
+    ends = lengths.cumsum(0).to(torch.int32)
     drawn = torch.Generator().manual_seed(0)
     shapes = ((7, 4), (3, 4, 6), (3, 3, 5))
     x, *matrices = (torch.randn(s, generator=drawn, dtype=torch.float64) for s in shapes)
@@ -171,10 +175,9 @@ def test_gated_products_in_pieces(monkeypatch: pytest.MonkeyPatch, moved: bool, 
         matrices = [w.mT.contiguous().mT for w in matrices]
     given = [t.requires_grad_() for t in (x, *matrices)]
     again = [t.detach().clone().requires_grad_() for t in given]
-    order = by_columns(lengths, 7) if moved else None
     assert len(grouped.pieces(x, ends, 6)) == (2 if cached == 1 else 1)
-    found = gated_products(*given, ends, order, "silu")
-    numbers = torch.arange(3).repeat(len(lengths)).repeat_interleave(lengths.reshape(-1))
+    found = gated_products(*given, ends, "silu")
+    numbers = torch.arange(3).repeat_interleave(lengths)
     made = [again[0][i] @ again[1][e] for i, e in enumerate(numbers)]
     wanted = torch.stack([(F.silu(m[:3]) * m[3:]) @ again[2][e] for m, e in zip(made, numbers, strict=True)])
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -97,19 +97,20 @@ def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], t
     sent before the backward ends: they need no node of the graph in every block.
 
     Not where the forward reads one of them otherwise, too: what that brings is no summand. Nor where there are others, as
-    tables, whose gradients that message goes beside.
+    tables, whose gradients that message goes beside. Weights of experts are none: what these exchange comes before.
     """
     entering = [s for s in program.statements if s.call.fn == "enter_parameters"]
     groups = {comm.active(s.call.args[1]) for s in entering}
     names = {name for s in entering for name in reads(s)}
     others = {name for s in program.statements if s.call.fn != "enter_parameters" for name in reads(s)}
+    of_experts = {name for s in program.statements if s.call.fn == "experts" for name in reads(s)}
     alone = sum(s.parameter for s in program.statements) == len(entering) and names.isdisjoint(
         others | program.returned
     )
     types = [(program.layouts[n], program.types[n]) for n in names]
     size = sum(math.prod(layout.max_local_shape(t.shape)) * t.dtype.itemsize for layout, t in types)
     trained = {i.name for i in program.graph.inputs if i.kind == "parameter" and program.types[i.name].grad}
-    alone = alone and names >= trained
+    alone = alone and names | of_experts >= trained
     if len(groups) != 1 or not all(groups) or not alone or any(s.call.kwargs for s in entering) or size >= SMALL:
         return frozenset(), ()
     return frozenset(i.fqn for i in program.graph.inputs if i.name in names), groups.pop()

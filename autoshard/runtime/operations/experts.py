@@ -14,7 +14,7 @@ import torch
 from autoshard.runtime.operations.gated import DERIVATIVES, activation_of, gated_by, gated_products
 from autoshard.runtime.operations.grouped import product
 from autoshard.runtime.operations.halo import split
-from autoshard.runtime.operations.slots import by_columns, collected, dealt, ordered, slots_of
+from autoshard.runtime.operations.slots import Order, by_columns, collected, dealt, ordered, slots_of
 from autoshard.runtime.operations.whole_op import differentiate
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.move import Move, Splits
@@ -90,15 +90,14 @@ def experts(
     flat = x.reshape(-1, x.shape[-1])
     slots = slots_of(computed, flat.shape[0], top)
     rows = _exchanged(dealt(flat, slots), held, routes.splits)
-    order = None if routes.arriving is None else by_columns(routes.arriving, rows.shape[0])
+    if routes.order is not None:
+        rows = ordered(rows, routes.order)
     ends = routes.ends[: first.shape[0]]
     dim, apart = 2 if transposed else 1, gated and hidden_axes and not interleaved
     plain = (first_bias, second_bias, limit, shift, interleaved) == (None, None, None, 0, False)
     if gated and plain and not apart and activation in DERIVATIVES:
-        matrices = (first, second) if transposed else (first.mT, second.mT)
-        out = gated_products(rows, *matrices, ends, order, activation)
+        out = gated_products(rows, *((first, second) if transposed else (first.mT, second.mT)), ends, activation)
     else:
-        rows = rows if order is None else ordered(rows, order)
         of_rows = exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[dim]))
         parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]
         made = [product(rows, part if transposed else part.mT, ends) for part in parts]
@@ -111,7 +110,8 @@ def experts(
         out = product(mid, second if transposed else second.mT, ends)
         if second_bias is not None:
             out = out + _of_rows(second_bias, ends, rows)
-        out = out if order is None else ordered(out, order.turned())
+    if routes.order is not None:
+        out = ordered(out, routes.order.turned())
     out = _exchanged(out, held, None if routes.splits is None else routes.splits.backward())
     out = collected(out, weights.reshape(-1), slots).to(x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
@@ -170,9 +170,8 @@ class _Routes(NamedTuple):
 
     splits: Splits | None
     """None: they stay"""
-    arriving: torch.Tensor | None
-    """how many rows come from each rank for each expert here: they come by rank, and are multiplied by expert; None: they
-    stay"""
+    order: Order | None
+    """in which they are multiplied, by expert, of that in which they come, by rank; None: they stay"""
     ends: torch.Tensor
     """where the rows of each of this rank's experts end; it may hold fewer than most"""
 
@@ -193,10 +192,10 @@ def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
     me, sent = held.comm.index(held.axes), sent.view(held.ranks, -1)
     row_each = Splits((1,) * held.ranks, (1,) * held.ranks, me)
     arriving = held.comm.apply(Move("S", "S", held.axes, 0, splits=row_each), sent)
-    numbers = torch.stack([sent, arriving]).tolist()  # the host waits, once
-    gives, gets = (tuple(map(sum, of_ranks)) for of_ranks in numbers)
-    splits = Splits(gives, gets, me)
-    return slots[: sum(splits.sent)], _Routes(splits, arriving, arriving.sum(0).cumsum(0, dtype=torch.int32))
+    gone, come = torch.stack([sent, arriving]).tolist()  # the host waits, once
+    splits = Splits(tuple(map(sum, gone)), tuple(map(sum, come)), me)
+    ends = arriving.sum(0).cumsum(0, dtype=torch.int32)
+    return slots[: sum(splits.sent)], _Routes(splits, by_columns(come, ids.device), ends)
 
 
 def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
@@ -211,7 +210,8 @@ def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
     each = -(-kept // held.ranks)
     sent = (each,) * (held.ranks - 1)
     splits = Splits((kept - sum(sent), *sent), (kept - sum(sent), *sent), 0)
-    return slots, _Routes(splits, slots.new_empty(held.ranks, held.most), ends)
+    come = [[n, *[0] * (held.most - 1)] for n in splits.received]
+    return slots, _Routes(splits, by_columns(come, ids.device), ends)
 
 
 def _exchanged(x: torch.Tensor, held: _Held, splits: Splits | None) -> torch.Tensor:

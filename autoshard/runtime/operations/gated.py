@@ -9,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime.operations.grouped import pieces, product
-from autoshard.runtime.operations.slots import Order, ordered
+from autoshard.runtime.operations.grouped import matrices, parts, pieces, product
 from autoshard.runtime.transport.handed_on import HandingOn
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -57,12 +56,13 @@ DERIVATIVES: dict[str, Callable[..., Any]] = {
 
 
 def gated_products(
-    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor, order: Order | None, activation: str
+    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """Rows ``x`` [s, w], which in this order are groups that end at ``ends`` [e]: ``activation(gate) * up`` of the products
-    [gate, up] with ``first`` [e, w, 2h], times ``second`` [e, h, v] → [s, v], in the order of ``x``."""
-    rows, back = order or (None, None)
-    found: torch.Tensor = _GatedProducts.apply(x, first, second, ends, rows, back, activation)
+    """Rows ``x`` [s, w] in groups that end at ``ends`` [e]: ``activation(gate) * up`` of the products [gate, up] with
+    ``first`` [e, w, 2h], times ``second`` [e, h, v] → [s, v]."""
+    if not ends.shape[0]:
+        return _plainly(x, first, second, ends, activation)
+    found: torch.Tensor = _GatedProducts.apply(x, first, second, ends, activation)
     return found
 
 
@@ -72,69 +72,64 @@ class _GatedProducts(HandingOn):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        first: torch.Tensor,
-        second: torch.Tensor,
-        ends: torch.Tensor,
-        rows: torch.Tensor | None,
-        back: torch.Tensor | None,
-        activation: str,
+        ctx: Any, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor, activation: str
     ) -> torch.Tensor:
-        ctx.pieces, ctx.activation, kept = pieces(x, ends, first.shape[2]), activation, []
-        out = x.new_empty(x.shape[0], second.shape[2]) if len(ctx.pieces) > 1 else None
-        for piece in ctx.pieces:
-            made = piece.times(_picked(x, rows, piece.rows), first)
+        work = pieces(x, ends, first.shape[2])
+        out = x.new_empty(x.shape[0], second.shape[2]) if len(work) > 1 else None
+        firsts, seconds, kept = matrices(work, first), matrices(work, second), list[torch.Tensor]()
+        places = [None] if out is None else parts(work, out)
+        for piece, rows, to_mid, to_out, place in zip(work, parts(work, x), firsts, seconds, places, strict=True):
+            made = piece.times(rows, to_mid)
             gate, up = made.chunk(2, -1)
             active = ACTIVATIONS[activation](gate)
             mid = active * up
-            of_piece = piece.times(mid, second, out)
+            of_piece = piece.times(mid, to_out, place)
             kept += [made, active, mid]
-        ctx.save_for_backward(x, first, second, ends, rows, back, *kept)
-        out = of_piece if out is None else out
-        return out if back is None else out.index_select(0, back)
+        ctx.pieces, ctx.activation = work, activation
+        ctx.save_for_backward(x, first, second, ends, *kept)
+        return of_piece if out is None else out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, first, second, ends, rows, back, *kept = ctx.saved_tensors
+        x, first, second, ends, *kept = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # it is to be differentiated
-            out = _plainly(x, first, second, ends, None if rows is None else Order(rows, back), ctx.activation)
+            out = _plainly(x, first, second, ends, ctx.activation)
             inputs = [t for t, n in zip((x, first, second), wanted, strict=True) if n]
             found = iter(torch.autograd.grad(out, inputs, gradient, create_graph=True))
-            return *(next(found) if n else None for n in wanted), None, None, None, None
-        several = len(ctx.pieces) > 1
-        of_x, of_first, of_second = (
-            torch.empty_like(t) if n and several else None for t, n in zip((x, first, second), wanted, strict=True)
+            return *(next(found) if n else None for n in wanted), None, None
+        work = ctx.pieces
+        of_x = torch.empty_like(x) if wanted[0] and len(work) > 1 else None
+        places = None if of_x is None else parts(work, of_x)
+        of_first, of_second = (
+            torch.empty_like(w) if n and work[0].lengths else None
+            for w, n in zip((first, second), wanted[1:], strict=True)
         )
-        for piece, made, active, mid in zip(ctx.pieces, kept[::3], kept[1::3], kept[2::3], strict=True):
-            mine = _picked(gradient, rows, piece.rows)
+        given = parts(work, x), parts(work, gradient), kept[::3], kept[1::3], kept[2::3]
+        through = matrices(work, first.mT), matrices(work, second.mT)
+        rooms = [matrices(work, w if g is None else g) for w, g in ((first, of_first), (second, of_second))]
+        for n, (piece, rows, mine, made, active, mid) in enumerate(zip(work, *given, strict=True)):
             (gate, up), of_made = made.chunk(2, -1), torch.empty_like(made)
             of_gate, of_up = of_made.chunk(2, -1)
             if wanted[2]:
-                of_second = piece.outer(mid, mine, second, of_second)
-            of_mid = piece.times(mine, second.mT)
+                summed = piece.outer(mid, mine, rooms[1][n])
+                of_second = summed if of_second is None else of_second
+            of_mid = piece.times(mine, through[1][n])
             torch.mul(of_mid, active, out=of_up)
             torch.mul(of_mid, up, out=of_gate)
             DERIVATIVES[ctx.activation](of_gate, gate, grad_input=of_gate)
             if wanted[1]:
-                of_first = piece.outer(_picked(x, rows, piece.rows), of_made, first, of_first)
+                summed = piece.outer(rows, of_made, rooms[0][n])
+                of_first = summed if of_first is None else of_first
             if wanted[0]:
-                of_piece = piece.times(of_made, first.mT, of_x)
+                of_piece = piece.times(of_made, through[0][n], places and places[n])
         if wanted[0]:
             of_x = of_piece if of_x is None else of_x
-            of_x = of_x if back is None else of_x.index_select(0, back)
-        return of_x, of_first, of_second, None, None, None, None
-
-
-def _picked(x: torch.Tensor, order: torch.Tensor | None, rows: slice) -> torch.Tensor:
-    return x[rows] if order is None else x.index_select(0, order[rows])
+        return of_x, of_first, of_second, None, None
 
 
 def _plainly(
-    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor, order: Order | None, activation: str
+    x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, ends: torch.Tensor, activation: str
 ) -> torch.Tensor:
     """As :func:`gated_products`, of what autograd knows."""
-    x = x if order is None else ordered(x, order)
-    out = product(gated_by(ACTIVATIONS[activation], [product(x, first, ends)]), second, ends)
-    return out if order is None else ordered(out, order.turned())
+    return product(gated_by(ACTIVATIONS[activation], [product(x, first, ends)]), second, ends)

@@ -43,56 +43,66 @@ def _is_traced(x: torch.Tensor) -> bool:
 class Piece(NamedTuple):
     """Consecutive groups of rows that are worked on together, without autograd."""
 
-    rows: slice
-    groups: slice
-    ends: torch.Tensor | Sequence[int]
-    """where in the piece those of each group end; a tensor: for an operator, of all rows"""
+    lengths: Sequence[int]
+    """rows of its groups; (): one kernel takes all groups"""
+    ends: torch.Tensor
+    """where each group ends, of all rows"""
 
-    def times(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The piece's rows [s, k], each times its matrix of all groups' ``weight`` [e, k, n] → [s, n]; in ``out``, of all
-        rows, if there is one."""
-        if not isinstance(self.ends, torch.Tensor):
-            return _multiplied_one_by_one(x, weight[self.groups], self.ends, None if out is None else out[self.rows])
-        return (grouped_mm if _is_traced(x) else _multiplied)(x, weight, self.ends, True)
+    def times(self, x: torch.Tensor, matrices: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The piece's rows [s, k], each times its one of :func:`matrices` → [s, n]; in ``out``, if there is one."""
+        if not self.lengths:
+            return (grouped_mm if _is_traced(x) else _multiplied)(x, matrices, self.ends, True)
+        if len(self.lengths) == 1:
+            return torch.mm(x, matrices[0], out=out)
+        out = x.new_empty(x.shape[0], matrices[0].shape[1]) if out is None else out
+        for rows, matrix, into in zip(x.split(self.lengths), matrices, out.split(self.lengths), strict=True):
+            torch.mm(rows, matrix, out=into)
+        return out
 
-    def outer(
-        self, x: torch.Tensor, y: torch.Tensor, like: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Of the rows [s, k] and [s, n] of each of its groups the sum of outer products: in ``out`` [e, k, n] of all groups,
-        or, where there is none, in memory as ``like`` [e, k, n]."""
-        if out is not None:
-            _outer(x, y, self.ends, out[self.groups])
-            return out
-        made: Callable[..., torch.Tensor] = (
-            grouped_outer if isinstance(self.ends, torch.Tensor) and _is_traced(x) else _outer
-        )
-        return made(y, x, self.ends).mT if like.mT.is_contiguous() else made(x, y, self.ends)
+    def outer(self, x: torch.Tensor, y: torch.Tensor, out: Any) -> torch.Tensor | None:
+        """Of the rows [s, k] and [s, n] of each of its groups the sum of outer products, in its :func:`matrices` of ``out``;
+        where one kernel takes all: a new tensor, in memory as ``out`` [e, k, n]."""
+        if not self.lengths:
+            made: Callable[..., torch.Tensor] = grouped_outer if _is_traced(x) else _outer
+            return made(y, x, self.ends).mT if out.mT.is_contiguous() else made(x, y, self.ends)
+        if len(self.lengths) == 1:
+            torch.mm(x.mT, y, out=out[0])  # of no rows: zeros
+            return None
+        for rows, theirs, into in zip(x.split(self.lengths), y.split(self.lengths), out, strict=True):
+            torch.mm(rows.mT, theirs, out=into)
+        return None
 
 
 def pieces(x: torch.Tensor, ends: torch.Tensor, columns: int) -> list[Piece]:
     """Rows [s, k] in groups that end at ``ends``, of which each makes ``columns`` elements: all where one kernel takes them;
     on CPUs pieces that stay in the caches, and no part of a group."""
     if _is_traced(x) or x.device.type != "cpu":
-        return [Piece(slice(None), slice(None), ends)]
-    found, begun, start, inside = [], 0, 0, list[int]()
-    for number, _, end in _groups(ends):
-        inside.append(end - start)
-        if inside[-1] * columns >= CACHED or number + 1 == ends.shape[0]:
-            found.append(Piece(slice(start, end), slice(begun, number + 1), inside))
-            begun, start, inside = number + 1, end, []
-    return found or [Piece(slice(None), slice(None), [])]
+        return [Piece((), ends)]
+    found = [list[int]()]
+    for _, start, end in _groups(ends):
+        if sum(found[-1]) * columns >= CACHED:
+            found.append([])
+        found[-1].append(end - start)
+    return [Piece(lengths, ends) for lengths in found]
+
+
+def parts(of: Sequence[Piece], x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Of every piece the rows of ``x``."""
+    return x.split([sum(piece.lengths) for piece in of]) if len(of) > 1 else (x,)
+
+
+def matrices(of: Sequence[Piece], weight: torch.Tensor) -> Sequence[Any]:
+    """Of every piece the matrices of its groups, in ``weight`` [e, k, n]; all of it where one kernel takes all groups."""
+    if not of[0].lengths:
+        return (weight,)
+    each = iter(weight.unbind())
+    return [[*itertools.islice(each, len(piece.lengths))] for piece in of]
 
 
 def _multiplied(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool) -> torch.Tensor:
     if full and _has_kernel(x, weight.shape[2]):
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
-    return _multiplied_one_by_one(x, weight, ends)
-
-
-def _multiplied_one_by_one(
-    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor | Sequence[int], out: torch.Tensor | None = None
-) -> torch.Tensor:
-    out, last = x.new_empty(x.shape[0], weight.shape[2]) if out is None else out, 0
+    out, last = x.new_empty(x.shape[0], weight.shape[2]), 0
     for e, a, last in _groups(ends):
         torch.mm(x[a:last], weight[e], out=out[a:last])
     if last < out.shape[0]:
@@ -100,10 +110,10 @@ def _multiplied_one_by_one(
     return out
 
 
-def _outer(
-    x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor | Sequence[int], out: torch.Tensor | None = None
-) -> torch.Tensor:
-    out = x.new_empty(len(ends), x.shape[1], y.shape[1]) if out is None else out
+def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if _has_kernel(x, y.shape[1]):
+        return torch._grouped_mm(x.contiguous().mT, y.contiguous(), offs=ends)
+    out = x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
     for e, a, b in _groups(ends):
         torch.mm(x[a:b].mT, y[a:b], out=out[e])  # of no rows: zeros
     return out
@@ -119,10 +129,9 @@ def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
 
 
-def _groups(ends: torch.Tensor | Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """(number, start, end) of every group."""
-    ends = ends.tolist() if isinstance(ends, torch.Tensor) else ends
-    for number, (a, b) in enumerate(itertools.pairwise([0, *ends])):
+    for number, (a, b) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         yield number, a, b
 
 

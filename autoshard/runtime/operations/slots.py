@@ -6,6 +6,8 @@ known from the order of the slots, so that nothing is summed into zeros: sums of
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,36 +52,58 @@ def collected(x: torch.Tensor, weights: torch.Tensor, slots: Slots) -> torch.Ten
 
 
 class Order(NamedTuple):
-    """Rows in an order of their own."""
+    """Rows that lie in segments, one after another, in the order of the transpose of these."""
 
-    rows: torch.Tensor
-    """where each of them lies"""
-    back: torch.Tensor
-    """where in this order each lies"""
+    lengths: Sequence[Sequence[int]]
+    """of the segments, [a, b]"""
+    numbers: tuple[torch.Tensor, torch.Tensor] | None
+    """where each of the rows lies in the other order, and there and back; None: the few segments are put together anew"""
 
     def turned(self) -> Order:
         """The other way."""
-        return Order(self.back, self.rows)
+        return Order([*zip(*self.lengths, strict=True)], self.numbers and self.numbers[::-1])
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows ``x`` in this order, without autograd."""
+        if self.numbers is not None:
+            return x.index_select(0, self.numbers[0])
+        columns = len(self.lengths[0])
+        segments = x.split([n for row in self.lengths for n in row])
+        return torch.cat([s for number in range(columns) for s in segments[number::columns]])
 
 
-def by_columns(lengths: torch.Tensor, rows: int) -> Order:
-    """Of ``rows`` that lie in segments of ``lengths`` [a, b], one after another: the order in segments of its transpose."""
-    a, b = lengths.shape
-    columns = torch.arange(b, device=lengths.device).repeat(a)
-    order = columns.repeat_interleave(lengths.reshape(-1), output_size=rows).argsort(stable=True)
-    return Order(order, _inverse(order))
+FEW = 64
+"""segments that are put together in less time than their rows are numbered, and gathered"""
+
+
+def by_columns(lengths: Sequence[Sequence[int]], device: torch.device) -> Order:
+    """Of rows on ``device`` in segments of ``lengths`` [a, b], one after another: the order in segments of its transpose."""
+    columns, rows = len(lengths[0]), sum(map(sum, lengths))
+    if columns * len(lengths) <= FEW:
+        return Order(lengths, None)
+    starts = [0, *itertools.accumulate(itertools.chain.from_iterable(lengths))]
+    turned = list(itertools.chain.from_iterable(zip(*lengths, strict=True)))
+    places = [0, *itertools.accumulate(turned)]
+    begins = (start for b in range(columns) for start in starts[b:-1:columns])
+    ways = [start - place for start, place in zip(begins, places, strict=False)]  # from there to here
+    way, length = torch.tensor([ways, turned], device=device).unbind()
+    numbers = torch.arange(rows, device=device)
+    order = way.repeat_interleave(length, output_size=rows).add_(numbers)
+    return Order(lengths, (order, torch.empty_like(order).scatter_(0, order, numbers)))
+
+
+def ordered(x: torch.Tensor, order: Order) -> torch.Tensor:
+    """Rows ``x`` in this order."""
+    if not x.requires_grad:
+        return order.of(x)
+    found: torch.Tensor = _Ordered.apply(x, order)
+    return found
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
     """Where in a permutation each number is."""
     numbers = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter_(0, order, numbers)
-
-
-def ordered(x: torch.Tensor, order: Order) -> torch.Tensor:
-    """Rows ``x`` in this order."""
-    found: torch.Tensor = _Ordered.apply(x, *order)
-    return found
 
 
 class _Dealt(HandingOn):
@@ -139,11 +163,10 @@ _dots = torch.ops.aten._embedding_bag_per_sample_weights_backward
 
 class _Ordered(HandingOn):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(order, back)
-        return x.index_select(0, order)
+    def forward(ctx: Any, x: torch.Tensor, order: Order) -> torch.Tensor:
+        ctx.order = order
+        return order.of(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        order, back = ctx.saved_tensors
-        return _Ordered.apply(gradient, back, order), None, None
+        return ordered(gradient, ctx.order.turned()), None
