@@ -217,6 +217,28 @@ def test_names_are_heard_everywhere(like: str) -> None:
             assert 0 < len(whole) < len(trained)
 
 
+class Remembering(nn.Module):
+    """Attention as transformers writes it: keys and values join a cache, which is empty in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = (y(x).unflatten(-1, (4, -1)).transpose(1, 2) for y in (self.q, self.k, self.v))
+        k, v = (torch.cat([torch.tensor([], dtype=x.dtype), y], -2) for y in (k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean(), k, v
+
+
+def test_the_batch_beside_an_empty_cache() -> None:
+    """Joined with nothing, keys have the positions of the queries: these are no batch, as attention mixes them."""
+    model, x = Remembering().double(), torch.randn(BATCH, SEQ, WIDTH, dtype=torch.float64)
+    plan = assert_equal_training(model, {"x": 2}, (x,), like="ddp", hardware="h100", steps=1).plan
+    assert {c.labels for c in plan.choices.values() if "linear" in c.op} == {("...0",)}
+    assert "constant" not in plan.kinds.values()
+
+
 # --- styles by module ---
 
 STYLES = {

@@ -77,6 +77,18 @@ def same_as(
     return None
 
 
+def joined_with_nothing(args: Any, types: dict[str, TensorType], result: Any) -> Ref | None:
+    """The operand of which a concatenation is a copy, as of keys with a cache that is empty; None if there are others.
+
+    Nothing is ``torch.tensor([])``, which goes with operands of any shape. Left in, it would hide that dims before and
+    behind it are one, such as the positions of the queries and of the keys.
+    """
+    rest: list[Ref] = [ref for ref in args[0] if types[ref.name].shape != (0,) or types[ref.name].grad]
+    if len(rest) != 1 or types[rest[0].name].dtype != result.dtype or memory_order(result) != tuple(range(result.ndim)):
+        return None
+    return rest[0]
+
+
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """The dims of ``tensor`` as they lie in memory, outermost first."""
     strides = [_example(s) for s in tensor.stride()]
@@ -133,7 +145,7 @@ def live_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def remove_dead(graph: Graph) -> Graph:
-    """Without nodes that nothing needs. Random ops stay: each advances the generator, used or not; checks as well."""
+    """Without nodes and constants that nothing needs. Random ops stay: each advances the generator; checks as well."""
     needed = set(graph.returned)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
@@ -141,8 +153,11 @@ def remove_dead(graph: Graph) -> Graph:
             kept.append(node)
             needed.update(node.inputs)
     kept.reverse()
-    defined = {i.name for i in graph.inputs} | {o for n in kept for o in n.outputs}
-    return replace(graph, nodes=tuple(kept), types={name: t for name, t in graph.types.items() if name in defined})
+    inputs = tuple(i for i in graph.inputs if i.kind != "constant" or i.name in needed or i.fqn in graph.mutations)
+    defined = {i.name for i in inputs} | {o for n in kept for o in n.outputs}
+    constants = {name: x for name, x in graph.constants.items() if name in defined}
+    types = {name: t for name, t in graph.types.items() if name in defined}
+    return replace(graph, inputs=inputs, nodes=tuple(kept), types=types, constants=constants)
 
 
 def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> tuple[Any, Any, dict[str, Any]]:

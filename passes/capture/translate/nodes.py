@@ -42,6 +42,7 @@ from autoshard.passes.capture.translate.canonical import (
     canonical,
     is_felt,
     is_turned,
+    joined_with_nothing,
     live_nodes,
     memory_order,
     operand_order,
@@ -191,6 +192,8 @@ class _Translation:
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
         if op is aten._to_copy.default and not isinstance(args[0], Ref):  # vmap makes tensors of numbers
             op, args, kwargs = aten.full.default, ([], args[0]), {"dtype": node.meta["val"].dtype}
+        if op is aten.cat.default and (whole := joined_with_nothing(args, self.types, value)):
+            op, args, kwargs = aten.clone.default, (whole,), {"memory_format": torch.contiguous_format}
         if op is aten.linear.default and len(args) == 2 and len(self.types[args[1].name].shape) == 1:
             op = aten.matmul.default  # a weight of one row
         if op is aten.broadcast_tensors.default and not self.is_open(args):
@@ -201,7 +204,7 @@ class _Translation:
             self.values[node.name] = self.scatter(node, *args, **kwargs)
         elif op is aten.copy.default:
             self.values[node.name] = self.cast(node, args[1], node.meta["val"], args[0])
-        elif same := self.same(node, args, kwargs):
+        elif same := self.same(node, op, args):
             self.rename(node, same)
         else:
             if op is aten.as_strided.default:
@@ -221,11 +224,10 @@ class _Translation:
     def shape(self, value: torch.Tensor) -> list[int]:
         return [self.lengths.of(n) if is_length(n) else n for n in value.shape]
 
-    def same(self, node: fx.Node, args: Any, kwargs: Any) -> Ref | None:
-        is_output = any(user.op == "output" for user in node.users)
-        if node.target is aten.clone.default and is_output:
+    def same(self, node: fx.Node, op: Any, args: Any) -> Ref | None:
+        if op is aten.clone.default and any(user.op == "output" for user in node.users):
             return None  # the user gets a tensor of his own
-        found = same_as(node.target, args, self.types, node.meta.get("val"), self.shape)
+        found = same_as(op, args, self.types, node.meta.get("val"), self.shape)
         if found and self.double and is_felt(self.types[found.name], self.fakes[found.name], node.meta.get("val")):
             return None
         return found

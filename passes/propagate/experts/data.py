@@ -32,12 +32,11 @@ def _independent(families: Families, found: frozenset[Family]) -> dict[Family, t
     """Family → (FLOPs, elements) of the operations that it cuts into independent parts."""
     from_rules = dict.fromkeys(found, (0.0, 0.0))
     for node in families.graph.nodes:
-        for strategy in families.strategies(node):
-            family = families.cut(node, strategy)
-            if family in from_rules and not families.loose(node, strategy):
-                flops, elements = from_rules[family]
-                made = sum(families.graph.types[o].numel for o in node.outputs)
-                from_rules[family] = (flops + families.flops(node), elements + made)
+        made = sum(families.graph.types[o].numel for o in node.outputs)
+        cuts = [families.cut(node, s) for s in families.strategies(node) if not families.loose(node, s)]
+        for family in found.intersection(cuts):  # counted once, in however many ways attention cuts it
+            flops, elements = from_rules[family]
+            from_rules[family] = (flops + families.flops(node), elements + made)
     return from_rules
 
 
