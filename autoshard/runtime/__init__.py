@@ -5,6 +5,7 @@ Imports torch and nothing of the compiler.
 
 from torch import reshape
 
+from autoshard.runtime.channels import channels_first, channels_last
 from autoshard.runtime.operations import ctc, exactly, functions, grouped  # noqa: F401  their ops
 from autoshard.runtime.operations.collectives import (
     all_gather,
@@ -59,6 +60,8 @@ __all__ = [
     "all_to_all_together",
     "bind",
     "cast_table",
+    "channels_first",
+    "channels_last",
     "conv",
     "current",
     "device",

@@ -6,6 +6,7 @@ from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.program import Program
 from autoshard.passes.lower.blocks import hoisted
 from autoshard.passes.lower.bucket import bucket
+from autoshard.passes.lower.channels import channels_last
 from autoshard.passes.lower.counted import counted
 from autoshard.passes.lower.freed import freed
 from autoshard.passes.lower.in_place import in_place
@@ -28,5 +29,6 @@ def lowered(assignment: Assignment) -> Program:
     program = hoisted(program)
     program = bucket(program)
     program = in_place(program)
+    program = channels_last(program)
     program = parted(program)
     return freed(program)

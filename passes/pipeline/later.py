@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Program, Statement, reads
+from autoshard.passes.ir.program import Call, Program, Statement, reads
 from autoshard.passes.rules.facts import is_view
 
 aten = torch.ops.aten
@@ -45,6 +45,8 @@ def _same(op: torch._ops.OpOverload) -> bool:
 def _fits(s: Statement, weights: set[str], program: Program) -> bool:
     x, weight, *rest = s.call.args
     bias = rest[0] if rest else None
+    if isinstance(x, Call) and x.fn == "channels_last":
+        (x,) = x.args
     if not (isinstance(x, Ref) and isinstance(weight, Ref)) or s.call.kwargs:
         return False
     ranks = [len(program.types[ref.name].shape) for ref in (x, weight)]

@@ -29,10 +29,13 @@ Axes = tuple[str, ...]
 
 
 def locals_of(
-    comm: Communicator, parameters: Sequence[Any], last: tuple[Sequence[int], FlatBucket | None] = ((), None)
+    comm: Communicator,
+    parameters: Sequence[Any],
+    last: tuple[Sequence[int], FlatBucket | None] = ((), None),
+    buckets: dict[Any, FlatBucket] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The local tensors of DTensor parameters, for one forward. ``last``: see :class:`runtime.Gradients`."""
-    gradients = runtime.Gradients(comm, lambda numbers, axes: _taken(comm, parameters, numbers, axes), last)
+    """The local tensors of DTensor parameters, for one forward. ``last``, ``buckets``: see :class:`runtime.Gradients`."""
+    gradients = runtime.Gradients(comm, lambda numbers, axes: _taken(comm, parameters, numbers, axes), last, buckets)
     found: tuple[torch.Tensor, ...] = _Locals.apply(gradients, *parameters)
     return found
 
@@ -50,7 +53,7 @@ class _Locals(Node):
         ctx.versions = [p._version for p in parameters]
         ctx.set_materialize_grads(False)
         parts = [(p, p._local_tensor) for p in parameters]
-        return tuple([x.view_as(x) if x.ndim == p.ndim else local_of(p) for p, x in parts])  # else others own it
+        return tuple([x.detach() if x.ndim == p.ndim else local_of(p) for p, x in parts])  # else others own it
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

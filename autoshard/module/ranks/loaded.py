@@ -42,8 +42,9 @@ class Loaded:
     """whether the program has a backward"""
     last: tuple[frozenset[str], tuple[str, ...]]
     """parameters whose gradients are summed when the backward ends, and over which axes; see :func:`summed_last`"""
-    buckets: dict[tuple[int, bool], FlatBucket] = field(default_factory=dict)
-    """what these go through: of so many of them, and whether the sum is left to a later backward"""
+    buckets: dict[Any, FlatBucket] = field(default_factory=dict)
+    """what parameters went through in the last forwards; of these by how many they are, and whether the sum is left to a
+    later backward"""
 
     @staticmethod
     def of(executable: Executable, comm: Communicator, device: torch.device) -> Loaded:
@@ -69,7 +70,9 @@ class Loaded:
         trained = [*itertools.compress(self.parameters, is_trained)]
         if trained:
             parameters = [*itertools.compress(held, is_trained)]
-            found.update(zip(trained, locals_of(self.comm, parameters, self._summed(trained)), strict=True))
+            found.update(
+                zip(trained, locals_of(self.comm, parameters, self._summed(trained), self.buckets), strict=True)
+            )
         if len(trained) < len(held):
             rest = zip(self.parameters, held, is_trained, strict=True)
             found.update((name, local_of(p)) for name, p, is_one in rest if not is_one)

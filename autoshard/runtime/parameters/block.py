@@ -26,10 +26,12 @@ from autoshard.runtime.parameters.buckets import carried
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
 from autoshard.runtime.parameters.gradients import Gradients
 from autoshard.runtime.parameters.together import moved_back
-from autoshard.runtime.transport.communicator import Axes, current
+from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.in_process import InProcessCommunicator
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.node import Node
+from autoshard.runtime.transport.process_group import TorchCommunicator
+from autoshard.runtime.transport.profiling import named
 from autoshard.runtime.transport.step import Gathered
 
 Dtype = torch.dtype | None
@@ -52,9 +54,22 @@ def enter_parameters(
     moving = [t for t in tensors if t.requires_grad]
     if not names or not moving or not torch.is_grad_enabled():
         return tuple(tensors) if dtype is None else tuple(t.to(dtype) for t in tensors)
-    moves, dtypes = [Move("I", "R", names)] * len(moving), Dtypes(dtype, reduce_dtype)
-    moved = iter(carried("enter_parameters", moves, moving, _through, listed=True, dtypes=dtypes))
+    moved = iter(_entered(comm, moving, names, Dtypes(dtype, reduce_dtype)))
     return tuple(next(moved) if t.requires_grad else t if dtype is None else t.to(dtype) for t in tensors)
+
+
+def _entered(comm: Communicator, moving: Sequence[torch.Tensor], names: tuple[str, ...], dtypes: Dtypes) -> Tensors:
+    """``moving`` through a bucket: that of the forward before, where it ran the same program."""
+    pending = getattr(moving[0].grad_fn, "pending", None)
+    if not isinstance(pending, Gradients):
+        moves = [Move("I", "R", names)] * len(moving)
+        return carried("enter_parameters", moves, moving, _through, listed=True, dtypes=dtypes)
+    key = moving[0].output_nr, len(moving), names, dtypes, comm.deferred
+    if key not in pending.buckets:
+        assert isinstance(comm, TorchCommunicator)
+        move = named(Move("I", "R", names), always=True)
+        pending.buckets[key] = FlatBucket(comm, [move] * len(moving), listed=True, dtypes=dtypes)
+    return _through(pending.buckets[key], moving)
 
 
 def gather_parameters(

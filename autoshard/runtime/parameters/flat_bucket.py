@@ -46,7 +46,7 @@ class FlatBucket(Bucket):
         out: list[Any] = list(xs)
         verb = self.moves[0].verb
         if verb == "enter" and self.dtypes.forward is None:
-            return [x.view_as(x) for x in xs]
+            return [x.detach() for x in xs]  # cheaper than a view: what autograd knows of views is kept for each
         if verb in LOCAL:
             xs = [x.view_as(x) for x in xs] if self.dtypes.forward is None else [x.to(self.dtypes.forward) for x in xs]
             return [self.comm.local(m, x) for m, x in zip(self.moves, xs, strict=True)]

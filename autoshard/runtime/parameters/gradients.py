@@ -37,7 +37,7 @@ class Gradients:
     """``earlier``: gives what earlier backward passes left; called in the backward, once for a parameter and its axes.
 
     ``last``: numbers of parameters whose gradients autograd brings as summands, and the bucket through which they go together
-    when all of them are there.
+    when all of them are there. ``buckets``: of the blocks' parameters, as forwards of the same program found them before.
     """
 
     def __init__(
@@ -45,8 +45,10 @@ class Gradients:
         comm: Communicator,
         earlier: Earlier = lambda numbers, axes: {},
         last: tuple[Sequence[int], FlatBucket | None] = ((), None),
+        buckets: dict[Any, FlatBucket] | None = None,
     ) -> None:
         self.comm, self.earlier, self.last = comm, earlier, last
+        self.buckets: dict[Any, FlatBucket] = {} if buckets is None else buckets
         self.expected = 0
         """buckets whose gradients are still to come"""
         self.works: list[Any] = []

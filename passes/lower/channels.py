@@ -1,0 +1,98 @@
+"""Convolutions read images with the channels last in memory: on CPUs oneDNN, which computes them, then reorders nothing.
+
+As in Inductor (``decide_layout_opt`` of torch/_inductor/graph.py). Results follow the order of their operand, so that mostly
+the image that comes in is all that is copied. What is returned lies as its dims are numbered. Where the program
+runs is seen there: on other devices nothing happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autoshard.passes.ir.graph import Ref, map_refs
+from autoshard.passes.ir.program import Call, Program, Statement, reads
+from autoshard.passes.rules.facts import is_view
+
+aten = torch.ops.aten
+
+DTYPES = {torch.float32, torch.bfloat16}
+"""in which oneDNN computes on any CPU that torch runs it on"""
+
+_CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding)
+
+_PRODUCTS = frozenset("linear addmm mm bmm baddbmm matmul scaled_dot_product_attention embedding".split())
+"""ops that make a tensor whose dims lie as they are numbered, of any operands"""
+
+_FOLLOWING = frozenset(
+    "batch_norm max_pool2d avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d dropout".split()
+)
+"""ops, beside those of each element, whose result lies as their operand does"""
+
+
+def channels_last(program: Program) -> Program:
+    """``program`` with its convolutions of images reading them with channels last.
+
+    Not where other weights are float64: what is computed in single precision in such a model is to round as it does there.
+    """
+    if not any(_convolves(s, program) for s in program.statements) or _is_double(program):
+        return program
+    statements: list[Statement] = []
+    last, touched = set[str](), set[str]()
+    """local names that surely lie so, and those that may"""
+    for s in program.statements:
+        if _convolves(s, program):
+            x, *rest = s.call.args
+            if not (isinstance(x, Ref) and x.name in last):
+                s = replace(s, call=replace(s.call, args=(Call("channels_last", (x,), {}), *rest)))
+            last.update(s.outputs)
+            touched.update(s.outputs)
+        elif not touched.isdisjoint(reads(s)) and _name(s) not in _PRODUCTS:
+            touched.update(o for o in s.outputs if o != "_" and len(program.types[o].shape) > 2)
+            if _follows(s) and last.issuperset(n for n in reads(s) if len(program.types[n].shape) > 3):
+                last.update(s.outputs)
+        statements.append(s)
+    return _returned_as_numbered(replace(program, statements=tuple(statements)), program.returned & touched)
+
+
+def _convolves(s: Statement, program: Program) -> bool:
+    if s.call.fn not in _CONVOLUTIONS:
+        return False
+    made = program.types[s.outputs[0]]
+    return made.dtype in DTYPES and len(made.shape) == 4
+
+
+def _is_double(program: Program) -> bool:
+    return any(program.types[name].dtype is torch.float64 for name in program.graph.parameters)
+
+
+def _name(s: Statement) -> str:
+    return s.call.fn if isinstance(s.call.fn, str) else s.call.fn._schema.name.partition("::")[2]
+
+
+def _follows(s: Statement) -> bool:
+    """Whether the result lies in memory as its operands of four dims do, if these lie alike."""
+    fn = s.call.fn
+    if isinstance(fn, str) or is_view(fn):
+        return False
+    return torch.Tag.pointwise in fn.tags or _name(s) in _FOLLOWING
+
+
+def _returned_as_numbered(program: Program, names: frozenset[str]) -> Program:
+    """``program`` that returns values of these ``names`` with their dims in memory as they are numbered."""
+    if not names:
+        return program
+    own = {name: f"{name}__numbered" for s in program.statements for name in s.outputs if name in names}
+    made = (
+        Statement((new,), Call("channels_first", (Ref(old),), {}), (program.layouts[old],), value=program.values[old])
+        for old, new in own.items()
+    )
+    return replace(
+        program,
+        statements=(*program.statements, *made),
+        types={**program.types, **{new: program.types[old] for old, new in own.items()}},
+        layouts={**program.layouts, **{new: program.layouts[old] for old, new in own.items()}},
+        outputs=map_refs(program.outputs, lambda ref: Ref(own.get(ref.name, ref.name))),
+        mutations={fqn: own.get(name, name) for fqn, name in program.mutations.items()},
+    )

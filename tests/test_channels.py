@@ -1,0 +1,82 @@
+"""Convolutions on CPUs read images with the channels last in memory, and give what they give on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import assert_equal_training
+from torch import Tensor, nn
+
+import autoshard
+from autoshard.passes.lower import channels
+
+
+class Net(nn.Module):
+    """Down, up and across, with what reads the order of dims: flattened, joined, multiplied, and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1)
+        )
+        self.wide = nn.Conv2d(8, 8, 3, padding="same", groups=4)
+        self.up, self.outer = nn.ConvTranspose2d(8, 8, 4, 2, 1), nn.Conv2d(16, 4, 1)
+        self.head = nn.Linear(4 * 8 * 8, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        skip = self.inner[:3](x)
+        deep = self.wide(F.max_pool2d(self.inner[3](skip), 3, 1, 1)) + 1
+        features = self.outer(torch.cat([skip, self.up(deep)], 1))
+        rows = deep.flatten(2).transpose(1, 2)
+        out = self.head(features.flatten(1))
+        return out.square().mean() + (rows @ rows.mT).mean() + features.square().sum(1).mean(), features, rows
+
+
+def image(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.fixture
+def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass where sums do not round."""
+    monkeypatch.setattr(channels, "DTYPES", {torch.float64})
+    monkeypatch.setattr(channels, "_is_double", lambda program: False)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}])
+def test_as_on_one_device(doubles: None, axes: dict[str, int]) -> None:
+    assert_equal_training(Net(), axes, (image(),))
+
+
+def test_only_what_comes_in_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded = autoshard.compile(Net(), autoshard.Mesh({"dp": 2}), (image(),), like="ddp")
+    assert sharded.source.count("runtime.channels_last(") < sharded.source.count("F.conv2d(")
+    convolve, seen = torch.nn.functional.conv2d, list[bool]()
+
+    def noted(x: Tensor, *rest: Any) -> Tensor:
+        seen.append(x.is_contiguous(memory_format=torch.channels_last))
+        return convolve(x, *rest)
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", noted)
+    _, features, rows = sharded(image())
+    assert seen == [True] * 4 * 2
+    assert [x.is_contiguous() for x in (features, rows)] == [True, True]
+
+
+def test_rounds_as_it_does_in_float64() -> None:
+    """Single precision inside a model in double precision is left as it is."""
+
+    class Island(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.kernel = nn.Linear(8, 8), nn.Buffer(torch.ones(1, 3, 3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.conv2d(self.a(x).float(), self.kernel.float()).square().mean()
+
+    for dtype in (torch.float64, torch.float32):
+        sharded = autoshard.compile(Island().to(dtype), autoshard.Mesh({"dp": 2}), (image(dtype),), like="ddp")
+        assert ("channels_last" in sharded.source) == (dtype is torch.float32)
