@@ -194,7 +194,7 @@ def _across_blocks(c: Collective, shares: Mapping[str, Shares], mesh: Mesh) -> C
 def _in_all_passes(c: Collective, graph: Graph) -> Collective:
     """``c`` as often as it runs in a step: a sum of a parameter's gradient over replicas once, as what ZeRO does once."""
     if graph.passes == 1 or c.times == ONCE:
-        return replace(c, times=1)
+        return c if c.times == 1 else replace(c, times=1)
     n = graph.passes
     seconds, hidden, copied = (n * x for x in (c.seconds, c.hidden_s, c.copied_s))
     return replace(c, bytes=n * c.bytes, times=n, seconds=seconds, hidden_s=hidden, copied_s=copied)

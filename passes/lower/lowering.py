@@ -42,7 +42,8 @@ class _Lowering:
         self.types = dict(graph.types)
         self.graph = replace(graph, types=self.types)
         self.layouts: dict[str, Layout] = dict(assignment.layouts)
-        self.made: dict[str, dict[Layout, str]] = {v: {layout: v} for v, layout in assignment.layouts.items()}
+        self.made: dict[str, dict[Layout, str]] = {}
+        """of values that are redistributed, the local name in every layout that exists"""
         self.parameters = {i.name for i in graph.inputs if i.kind == "parameter"}
         self.statements: list[Statement] = []
         self.pinned: set[str] = set()
@@ -97,6 +98,8 @@ class _Lowering:
         if shared is not None and value in self.assignment.pinned and value not in self.pinned:
             self.pinned.add(value)
             self.made[value] = {shared: self._get(value, shared, reader)}
+        if value not in self.made:
+            self.made[value] = {self.layouts[value]: value}
         made = self.made[value]
         if layout in made:
             return made[layout]

@@ -229,6 +229,8 @@ class EdgeTables:
         self.movable, self.shares = movable_values(graph), latency_shares(graph, mesh)
         self.products = beside(graph, mesh)
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
+        self.collected: set[tuple[int, int]] = set()
+        """ids of types and placements, which live as long as the graph and :attr:`alive`"""
         self.known: dict[TensorType, dict[Placements, int]] = {}
         self.alive: list[Sequence[Placements]] = []
         self.matrices: dict[Any, Parts] = {}
@@ -239,6 +241,9 @@ class EdgeTables:
 
     def _collect(self, value: str, placed: Sequence[Placements]) -> None:
         type_ = self.graph.types[value]
+        if (id(type_), id(placed)) in self.collected:
+            return
+        self.collected.add((id(type_), id(placed)))
         if (type_, id(placed)) in self.codes:
             return
         known = self.known.setdefault(type_, {})

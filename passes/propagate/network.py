@@ -200,14 +200,14 @@ class Network:
         found: set[str] = set()
         for node in reversed(self.graph.nodes):
             keeps = self.keeps.of(node, self.spaces[node])
-            again = (is_passive(node) and not found.isdisjoint(node.outputs)) or 2 in self.offer(node)
+            again = (node.name in self.views and not found.isdisjoint(node.outputs)) or 2 in self.offer(node)
             found.update(n for n, saves in zip(node.inputs, keeps.operands, strict=True) if again or saves.any())
         return frozenset(found)
 
     def _tags(self, node: Node, needed: frozenset[str]) -> tuple[int, ...]:
         if self.offer is None:
             return (0,)
-        if not is_passive(node):
+        if node.name not in self.views:
             return self.offer(node)
         offered = self.offer(node)
         return passive_tags(not needed.isdisjoint(node.outputs), any(offered), 0 in offered)
@@ -215,9 +215,9 @@ class Network:
     def _operation(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Variable:
         if self.offer is None:
             return Variable(space.choices, tags, space.parts)
-        key = ("operation", id(space), tags, is_passive(node), node.name in self.tail)
+        key = ("operation", id(space), tags, node.name in self.views, node.name in self.tail)
         if key not in self.known:
-            passive, keeps = is_passive(node), self.keeps.of(node, space)
+            passive, keeps = node.name in self.views, self.keeps.of(node, space)
             work = keeps.work if node.name in self.tail else np.zeros(len(space.choices))
             own = keeps.private.copy()
             for slot, saves in enumerate(keeps.results):
@@ -235,14 +235,18 @@ class Network:
             saves = None
             if self.offer is not None:
                 saves = self.keeps.of(node, space).saves(node, reading.position, space)
-            side = Side(reading.placed, tags, is_passive(node), saves)
+            side = Side(reading.placed, tags, node.name in self.views, saves)
             yield reading.name, _Reader(f"node:{node.name}", side, reading.mask, reading.spared)
 
     def _definition(self, node: Node, slot: int, tags: tuple[int, ...]) -> Side:
         space = self.spaces[node]
         holds = self.keeps.of(node, space).results[slot] if self.offer is not None else None
         return Side(
-            space.outputs[slot], tags, is_passive(node), None, holds if holds is not None and holds.any() else None
+            space.outputs[slot],
+            tags,
+            node.name in self.views,
+            None,
+            holds if holds is not None and holds.any() else None,
         )
 
     # --- edges ---

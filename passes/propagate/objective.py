@@ -78,7 +78,7 @@ class OpSeconds:
         hides, waits, hidden = self.compute.forward - launch, self.inside.forward, self.inside.hidden[0]
         return Parts(np.array(hides), np.array(launch), np.array(waits), hidden=np.array(hidden))
 
-    @property
+    @cached_property
     def parts(self) -> Parts:
         launches = sum(self.compute.launches)
         hides, waits = self.compute.step - launches, self.inside.step

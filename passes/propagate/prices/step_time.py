@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,7 @@ class Parts:
     """the same, on the link between nodes"""
 
     def __iter__(self) -> Iterator[Array]:
-        return (getattr(self, f.name) for f in fields(self))
+        return iter(vars(self).values())  # in the order in which they are declared
 
     def __add__(self, other: Parts) -> Parts:
         return Parts(*(x + y for x, y in zip(self, other, strict=True)))

@@ -52,14 +52,21 @@ class _Edge:
     each strategy has.
     """
 
-    def __init__(self, tables: Tables, table: int) -> None:
-        if tables.matrix(table).size < SMALL:  # looking for equal slices takes longer than they do
-            self.table = np.ascontiguousarray(tables.arrays[table])
-            self.members = [np.arange(n) for n in self.table.shape]
+    table: Array
+    members: list[Classes]
+    differ: list[bool]
+
+    def __init__(self, tables: Tables, table: int, known: _Edge | None = None) -> None:
+        """``known``: a new edge of the same table."""
+        if known is not None:
+            self.table, self.members, self.differ = known.table, [*known.members], [*known.differ]
         else:
-            self.table = tables.compact(table)
-            self.members = [tables.classes(table, axis) for axis in (0, 1)]
-        self.differ = [self._differ(side) for side in (0, 1)]
+            small = tables.matrix(table).size < SMALL  # looking for equal slices takes longer than they do
+            self.table = np.ascontiguousarray(tables.arrays[table]) if small else tables.compact(table)
+            self.members = [
+                np.arange(n) if small else tables.classes(table, axis) for axis, n in enumerate(self.table.shape)
+            ]
+            self.differ = [self._differ(side) for side in (0, 1)]
         self.into = [np.zeros(len(members)) for members in self.members]
         self.settled = [False, False]
         """per side whether its message was moved out, and nothing came in since: then it is zero"""
@@ -148,11 +155,13 @@ class Dual:
         for i in self.order:
             self.node.setdefault(i, np.zeros(network.sizes[i]))
         self.edges: dict[Scope, _Edge] = {}
+        known: dict[int, _Edge] = {}  # by table
         self.after: dict[int, list[Scope]] = {i: [] for i in self.order}
         self.before: dict[int, list[Scope]] = {i: [] for i in self.order}
         for scope, table in sorted(network.factors.items()):
             if len(scope) == 2:
-                self.edges[scope] = _Edge(network.tables, table)
+                edge = self.edges[scope] = _Edge(network.tables, table, known.get(table))
+                known.setdefault(table, edge)
                 first, second = sorted(scope, key=rank.__getitem__)
                 self.after[first].append(scope)
                 self.before[second].append(scope)

@@ -172,9 +172,9 @@ class Eliminator:
         Infinite where one join of every order has more than ``max_weight``. ``sizes``: numbers of strategies to assume
         in place of the present ones.
         """
-        return min(((self._total(order, max_weight, sizes), order) for order in ORDERS), key=lambda found: found[0])
+        return min(((self.joined(order, max_weight, sizes), order) for order in ORDERS), key=lambda found: found[0])
 
-    def _total(self, order: Order, max_weight: int, sizes: Mapping[int, int] | None) -> float:
+    def joined(self, order: Order, max_weight: int, sizes: Mapping[int, int] | None = None) -> float:
         """Entries of all joins in this order; infinite where one has more than ``max_weight``."""
         size = {node: self.sizes[node] for node in self.alive} if sizes is None else sizes
         many = {node for node in self.alive if size[node] > 1}
@@ -191,7 +191,7 @@ class Eliminator:
             w, node = heapq.heappop(heap)
             if current.get(node) != w:
                 continue
-            join = priced(node, by_join)
+            join = w if order is by_join else priced(node, by_join)
             if join > max_weight:
                 return math.inf
             total += join

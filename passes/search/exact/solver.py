@@ -16,7 +16,7 @@ import numpy as np
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.exact.bound import Dual
-from autoshard.passes.search.exact.eliminate import Eliminator, Step
+from autoshard.passes.search.exact.eliminate import ORDERS, Eliminator, Step
 from autoshard.passes.search.exact.milp import entries, solve_core
 from autoshard.passes.search.exact.prune import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Pruner, restrict
 from autoshard.passes.search.exact.tables import Tables
@@ -293,7 +293,7 @@ def _stalled(marks: list[tuple[float, float, int]]) -> bool:
 
 def fits(network: Eliminator, max_join: int, sizes: Mapping[int, int] | None = None) -> bool:
     """Whether all that is left can be eliminated with joins of at most ``max_join`` entries; ``sizes``: if these."""
-    return network.cheapest_order(max_join, sizes)[0] < math.inf
+    return any(network.joined(order, max_join, sizes) < math.inf for order in ORDERS)
 
 
 def finish(run: _Run) -> bool:

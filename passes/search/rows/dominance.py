@@ -38,7 +38,9 @@ def probes(problem: Stacked) -> list[Probe]:
     most = np.where(np.isfinite(problem.prices), problem.prices, 0.0)
     corners = {tuple(most * single[list(chosen)].sum(axis=0)) for chosen in _subsets(soft.tolist())}
     hard = np.flatnonzero(np.isinf(problem.prices))
-    return [*((1.0, np.array(corner)) for corner in sorted(corners)), *((0.0, single[r]) for r in hard)]
+    # the most telling first: after them most nodes are known to keep all that they have
+    first, *rest = ((1.0, np.array(corner)) for corner in sorted(corners, reverse=True))
+    return [first, *((0.0, single[r]) for r in hard), *rest]
 
 
 def _subsets(members: list[int]) -> list[tuple[int, ...]]:
