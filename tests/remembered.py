@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 
 from autoshard.module.model.state import defaults, is_usual
 from autoshard.passes.capture import export
@@ -125,7 +126,8 @@ def signature(model: torch.nn.Module, example: Any, *options: Any) -> str | None
         torch.is_anomaly_enabled(),
         *(getattr(of, name)() for _, of, name in eager._MODES),
     ]
-    state = defaults(), autocast_state(), called, modes, kernels, torch.get_float32_matmul_precision()
+    registered = [str(kind) for kind in pytree.SUPPORTED_NODES]  # capture makes some of transformers' known
+    state = defaults(), autocast_state(), called, modes, kernels, torch.get_float32_matmul_precision(), registered
     file = io.BytesIO()
     signed = _Signature(file)
     try:

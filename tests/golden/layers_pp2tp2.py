@@ -45,8 +45,7 @@ class Layer_2(runtime.Block):
     def forward(self, x):
         # [2, 4/8] S(1)@tp  golden_models.py:43
         up = F.linear(x, self.up.weight, self.up.bias)
-        gelu = F.gelu(up)  # [2, 4/8] S(1)@tp  golden_models.py:43
-        return gelu
+        return up
 
 
 class Layer_3(runtime.Block):
@@ -58,8 +57,11 @@ class Layer_3(runtime.Block):
     }
 
     def forward(self, x, x_shard):
+        gelu = F.gelu(x)  # [2, 4/8] S(1)@tp  golden_models.py:43
+        # S(1)@tp → R@tp    backward: reduce-scatter
+        gelu = runtime.all_gather(gelu, 1, "tp", to="R")
         # [2, 3/6] S(1)@tp  golden_models.py:43
-        down = F.linear(x, self.down.weight, self.down.bias)
+        down = F.linear(gelu, self.down.weight, self.down.bias)
         add = x_shard + down  # [2, 3/6] S(1)@tp  golden_models.py:43
         return add
 
@@ -92,8 +94,6 @@ class Stage1(runtime.RankModule):
     TENSORS = {}
 
     def forward(self, target, x, x_1):
-        # S(1)@tp → R@tp    backward: reduce-scatter
-        x_1 = runtime.all_gather(x_1, 1, "tp", to="R")
         x = runtime.slice(x, 1, "tp", of="I")  # I@tp → S(1)@tp    backward: all-gather
         x = self.layers[2](x_1, x)
         # S(1)@tp → R@tp    backward: reduce-scatter
