@@ -92,7 +92,6 @@ class Row:
     dtype: torch.dtype = torch.bfloat16
 
 
-KORTHIKANTI = plain_gpt(20480, 51200, 2048, 128)
 LLAMA = llama(LlamaConfig(width=16384, hidden=53248, heads=128, kv_heads=8, layers=126))
 
 # Of the 405B the rate was published, in FLOPs as Chowdhery et al. 2022 count them (appendix B): attention in full. Its first
@@ -104,11 +103,32 @@ ROWS = (
     ),
     *(
         Row(
-            f"Korthikanti 530B, TP 8 PP 35, {what}", "a100", 35, (3,), {"tp": 8}, {"tp": like}, KORTHIKANTI, 20480, 105, 280,
-            (1,), 2048, seconds, again, torch.float16,
+            f"Korthikanti {name}, TP 8 PP {stages}, {what}", "a100", stages, (chunks,), {"tp": 8}, {"tp": like},
+            plain_gpt(width, 51200, 2048, heads), width, layers, rows, (1,), 2048, seconds, again, torch.float16,
         )
-        for what, like, again, seconds in (
-            ("full", "megatron", whole, 49.05), ("SP + selective", "megatron-sp", attention_core, 37.83),
+        for name, width, layers, heads, stages, chunks, rows, times in (
+            ("175B", 12288, 96, 96, 8, 3, 64, (18.13, 13.75)),
+            ("530B", 20480, 105, 128, 35, 3, 280, (49.05, 37.83)),
+            ("1T", 25600, 128, 160, 64, 1, 512, (94.42, 71.49)),
+        )
+        for (what, like, again), seconds in zip(
+            (("full", "megatron", whole), ("SP + selective", "megatron-sp", attention_core)), times, strict=True
+        )
+    ),
+    *(
+        Row(
+            f"Narayanan {name}, TP 8 PP {stages} DP {ranks}, full", "a100", stages, chunks, {"dp": ranks, "tp": 8},
+            {"dp": "ddp", "tp": "megatron"}, plain_gpt(width, 51200, 2048, heads), width, layers, rows, batches, 2048,
+            96 * rows * 2048 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
+            / (rate * 1e12 * 8 * stages * ranks), whole, torch.float16,
+        )
+        for name, width, layers, heads, stages, ranks, rows, chunks, batches, rate in (
+            ("39B", 8192, 48, 64, 2, 32, 1536, (1, 2, 3, 4, 6), (1, 2), 138),
+            ("76B", 10240, 60, 80, 4, 32, 1792, (1, 3, 5), (1, 2), 140),
+            ("146B", 12288, 80, 96, 8, 24, 2304, (1, 2, 5), (1, 2), 148),
+            ("310B", 16384, 96, 128, 16, 15, 2160, (1, 2, 3, 6), (1, 2), 155),
+            ("530B", 20480, 105, 128, 35, 9, 2520, (1, 3), (1, 2), 163),
+            ("1T", 25600, 128, 160, 64, 6, 3072, (1, 2), (1, 2), 163),
         )
     ),
     Row(
