@@ -94,8 +94,10 @@ class Row:
 
 LLAMA = llama(LlamaConfig(width=16384, hidden=53248, heads=128, kv_heads=8, layers=126))
 
-# Of the 405B the rate was published, in FLOPs as Chowdhery et al. 2022 count them (appendix B): attention in full. Its first
-# chunk holds only the embedding, its last only the head and the loss (Llama team 2024, section 3.3.2): 128 chunks of one part.
+# Korthikanti et al. 2022 (arXiv:2205.05198), table 5; Narayanan et al. 2021 (arXiv:2104.04473), table 1: FLOP/s per GPU, by its
+# own formula; Megatron-LM's table of models. Of the 405B the rate was published, in FLOPs as Chowdhery et al. 2022 count them
+# (appendix B): attention in full. Its first chunk holds only the embedding, its last only the head and the loss (Llama team
+# 2024, section 3.3.2): 128 chunks of one part.
 ROWS = (
     Row(
         "Megatron-LM 119B, TP 8 PP 4 DP 48", "h100", 4, (1, 23), {"dp": 48, "tp": 8}, MEGATRON, gpt(10240, 131072, 4096, 80),
