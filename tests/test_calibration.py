@@ -124,27 +124,38 @@ def test_a_clock_says_the_lower_quartile(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_ranks_that_share_cores_take_by_how_many_work(
     machine: int, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Shared:
-        def computing(self, call: Callable[[], object], ranks: int) -> float:
-            return 0.1 * max(1.0, ranks / 2)  # two cores
+    """Of two cores, of a machine that becomes slower from turn to turn, and in one second is slow indeed."""
+    turns = (1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0, 4.0)
+    speeds = [slow * (40.0 if (slow, ranks) == (4.0, 1) else 1.0) for slow in turns for ranks in counts]
+    took = list[int]()
 
-    monkeypatch.setattr(calibration, "on_this_machine", lambda: machine)
-    monkeypatch.setattr(calibration, "agreed", lambda value, pick: value)
-    clock: Any = Shared()
+    def one(call: Callable[[], object], often: int, now: Any) -> float:
+        took.append(now.args[0])
+        return speeds[len(took) - 1] * max(1.0, took[-1] / 2)
+
+    for module in ("clock", "calibration"):
+        monkeypatch.setattr(f"autoshard.check.{module}.on_this_machine", lambda: machine)
+    monkeypatch.setattr("autoshard.check.clock.dist.barrier", lambda: None)
+    monkeypatch.setattr("autoshard.check.clock.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("autoshard.check.clock.agreed", lambda value, pick: pick([value] * took[-1]))
+    clock = Clock(torch.device("cpu"), 4)
+    monkeypatch.setattr(clock, "_often", lambda call, together: 7)
+    monkeypatch.setattr(clock, "_took", one)
     assert calibration._sharing(clock) == tuple((n, pytest.approx(max(2, n) / machine)) for n in counts)
+    assert len(took) == len(speeds)
 
 
 def test_only_some_ranks_repeat_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.check.clock.on_this_machine", lambda: 4)
     monkeypatch.setattr("autoshard.check.clock.agreed", lambda value, pick: value)
     monkeypatch.setattr("autoshard.check.clock.dist.barrier", lambda: None)
-    clock, calls = Clock(torch.device("cpu"), 8), list[int]()
-    for rank, often in ((5, 10), (6, 2)):  # the second and the third of the second machine
+    for rank, expected in ((5, [2, 4]), (6, [4])):  # the second and the third of the second machine
         monkeypatch.setattr("autoshard.check.clock.dist.get_rank", lambda rank=rank: rank)
-        monkeypatch.setattr(clock, "_took", lambda call, often, now=None: calls.append(1) or 1.0)
-        calls.clear()
-        assert clock.computing(lambda: None, 2) == (often == 10)
-        assert len(calls) == often
+        clock, calls = Clock(torch.device("cpu"), 8), list[int]()
+        monkeypatch.setattr(clock, "_often", lambda call, together: 7)
+        monkeypatch.setattr(clock, "_took", lambda call, often, now, calls=calls: calls.append(now.args[0]) or 1.0)
+        clock.relative(lambda: None, [2, 4])
+        assert calls == expected * (len(calls) // len(expected))
 
 
 @pytest.mark.parametrize(("cores", "threads", "ranks", "expected"), [(2, 1, 4, 2.0), (2, 1, 1, 1.0), (8, 4, 4, 0.5)])
@@ -167,7 +178,10 @@ def test_ranks_that_share_cores_wait_for_them(
     monkeypatch.setattr("autoshard.check.clock.time.process_time", lambda: worked)
     clock = Clock(torch.device("cpu"), 4)
     assert clock.shared
-    assert clock.computing(call, None if ranks == 4 else ranks) == pytest.approx(expected)
+    clock._took(call, 1)
+    begin = clock.now(ranks)
+    call()
+    assert clock.now(ranks) - begin == pytest.approx(expected)
 
 
 def test_backwards_are_measured_where_the_caller_wants_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

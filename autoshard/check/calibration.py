@@ -287,9 +287,7 @@ def _sharing(clock: Clock) -> tuple[tuple[int, float], ...]:
     """(ranks at work, seconds of the same products relative to all ranks at work): those that wait leave their core."""
     a, b = (torch.randn(512, 512) for _ in range(2))
     counts = [*(n for n in (1, 2, 4, 8, 16, 32) if n < on_this_machine()), on_this_machine()]
-    call = partial(torch.matmul, a, b)
-    taken = [agreed(clock.computing(call, n), max) for n in counts]
-    return tuple((n, seconds / taken[-1]) for n, seconds in zip(counts, taken, strict=True))
+    return tuple(zip(counts, clock.relative(partial(torch.matmul, a, b), counts), strict=True))
 
 
 def _launch(clock: Clock) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,6 +13,9 @@ import torch.distributed as dist
 
 SHORT, LONG, MOST = 0.002, 0.05, 1000
 """seconds that a repetition takes at least where every rank has a core, and where ranks share cores; the most calls in it"""
+
+TURNS = 2
+"""of how many ranks are at work, for every repetition of all else"""
 
 USED = {"cpu": torch.float32, "cuda": torch.bfloat16}
 """the dtype that kernels are measured in, if not in several"""
@@ -43,15 +47,29 @@ class Clock:
 
     def seconds(self, call: Callable[[], object], together: bool = False) -> float:
         """Of one call. ``together``: all ranks begin at once, and call equally often."""
-        return self._quartile(call, together, True, time.perf_counter)
+        return self._quartile(call, together, time.perf_counter)
 
-    def computing(self, call: Callable[[], object], ranks: int | None = None) -> float:
-        """Of one call that waits for no other rank, while all ranks make as many: see :meth:`now`.
+    def computing(self, call: Callable[[], object]) -> float:
+        """Of one call that waits for no other rank, while all ranks make as many: see :meth:`now`."""
+        return self._quartile(call, True, self.now)
 
-        ``ranks``: so many of each machine do, and the others wait.
+    def relative(self, call: Callable[[], object], counts: Sequence[int]) -> list[float]:
+        """Seconds of one call while so many ranks of each machine make as many, and the others wait, for each of ``counts``,
+        relative to the last of them.
+
+        Counts take turns, and medians count of what each turn finds: the speed of a machine changes by more, within a second,
+        than what they differ by. Of a turn the mean of the ranks is taken: of more of them the slowest is slower.
         """
-        calls = ranks is None or dist.get_rank() % on_this_machine() < ranks
-        return self._quartile(call, True, calls, partial(self.now, ranks))
+        often, place = self._often(call, True), dist.get_rank() % on_this_machine()
+        turns = []
+        for _ in range(TURNS * self.repeats):
+            taken = []
+            for ranks in counts:
+                dist.barrier()
+                own = self._took(call, often, partial(self.now, ranks)) if place < ranks else 0.0
+                taken.append(agreed(own, sum) / ranks)
+            turns.append([seconds / taken[-1] for seconds in taken])
+        return [statistics.median(column) for column in zip(*turns, strict=True)]
 
     def in_turns(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
         """Seconds on the wall of each of the ``calls``, once a round: what else the machine does meets all of them alike."""
@@ -78,17 +96,19 @@ class Clock:
         ranks = on_this_machine() if ranks is None else ranks
         return time.process_time() * max(1 / self.threads, ranks / self.cores)
 
-    def _quartile(self, call: Callable[[], object], together: bool, calls: bool, now: Callable[[], float]) -> float:
-        self._took(call, 1)
-        often = max(1, min(MOST, round(self.long / self._took(call, 1))))
-        if together:
-            often = round(agreed(often, max))
-        found = []
+    def _quartile(self, call: Callable[[], object], together: bool, now: Callable[[], float]) -> float:
+        often, found = self._often(call, together), []
         for _ in range(self.repeats):
             if together:
                 dist.barrier()
-            found.append(self._took(call, often, now) if calls else 0.0)
+            found.append(self._took(call, often, now))
         return sorted(found)[len(found) // 4]
+
+    def _often(self, call: Callable[[], object], together: bool) -> int:
+        """How many calls a repetition has."""
+        self._took(call, 1)
+        often = max(1, min(MOST, round(self.long / self._took(call, 1))))
+        return round(agreed(often, max)) if together else often
 
     def _took(self, call: Callable[[], object], often: int, now: Callable[[], float] = time.perf_counter) -> float:
         self._wait()
