@@ -4,8 +4,9 @@ The machine is measured first, by the ranks together. A model whose layers diffe
 more ranks: in every way), and where it would be, if that is elsewhere; the cuts take turns of a few steps, so that whatever
 else the machine does meets all alike, and the medians of the slowest rank are compared: with what was predicted for each cut,
 and the cut that would be chosen with the best. Nothing else may run beside: a rank that waits for the processor looks like one
-that waits for a message. On a busy machine the least of many rounds says more. Freed memory stays with the processes:
-calibration has no page faults either.
+that waits for a message. On a busy machine the least of many rounds says more. A step in which a virtual machine did not have
+its cores (steal time) is not counted, as long as others are left. Freed memory stays with the processes: calibration has no
+page faults either.
 
 ``--memory``: instead, the resident memory of every rank that holds its stage of a GPT of 200 M parameters.
 """
@@ -19,7 +20,7 @@ import resource
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from autoshard.report.units import show_bytes, show_seconds
 
 STEPS = 3
 """steps of a cut one after another; the first is not counted: what others did since its last turn emptied the caches"""
+STOLEN = 0.02
+"""of a step's time on all cores, to those to whom the host gave them: more is not this machine's step"""
 WARM_UP = 3
 """rounds, of more calls than are compared with their inputs by default"""
 
@@ -62,7 +65,14 @@ class Cut:
     name: str
     sharded: Any
     predicted: float
-    taken: list[float]
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    """seconds of each, and what share of the cores was stolen meanwhile"""
+
+    @property
+    def taken(self) -> list[float]:
+        """Seconds of the steps that count."""
+        whole = [seconds for seconds, stolen in self.steps if stolen <= STOLEN]
+        return whole if len(whole) > 1 else [seconds for seconds, _ in self.steps]
 
     @property
     def median(self) -> float:
@@ -81,7 +91,7 @@ def cuts(model: nn.Module, args: tuple[Tensor, ...], mesh: autoshard.Mesh, count
     for cut in dict.fromkeys([*itertools.combinations(places, mesh.size - 1), chosen]):
         plan = build(graph, mesh, Wishes(stages="pp", micro_batches=count, boundaries=cut)).plan
         sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=count, plan=plan)
-        found.append(Cut(named(cut, places), sharded, plan.cost.total_s - plan.cost.optimizer_s, []))
+        found.append(Cut(named(cut, places), sharded, plan.cost.total_s - plan.cost.optimizer_s))
     return found, named(chosen, places)
 
 
@@ -91,7 +101,7 @@ def schedules(model: nn.Module, args: tuple[Tensor, ...], mesh: autoshard.Mesh, 
     for name in SCHEDULES:
         sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=count, schedule=name)
         cost = sharded.plan.cost
-        found.append(Cut(name, sharded, cost.total_s - cost.optimizer_s, []))
+        found.append(Cut(name, sharded, cost.total_s - cost.optimizer_s))
     return found, min(found, key=lambda c: c.predicted).name
 
 
@@ -104,17 +114,18 @@ def named(cut: Sequence[int], places: Mapping[int, int]) -> str:
 
 def race(found: Sequence[Cut], args: tuple[Tensor, ...], rounds: int, seconds: float) -> None:
     """A few steps of every cut a round, for so many rounds or seconds."""
-    started = time.perf_counter()
+    started, cores = time.perf_counter(), os.cpu_count() or 1
     for number in range(rounds + WARM_UP):
         for cut, step in itertools.product(found, range(STEPS)):
             cut.sharded.zero_grad()
             dist.barrier()
-            begin = time.perf_counter()
+            begin, gone = time.perf_counter(), worlds.stolen()
             cut.sharded(*args).backward()
-            took = torch.tensor([time.perf_counter() - begin, time.perf_counter() - started])
+            now = time.perf_counter()
+            took = torch.tensor([now - begin, now - started, worlds.stolen() - gone], dtype=torch.float64)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if number >= WARM_UP and step:
-                cut.taken.append(float(took[0]))
+                cut.steps.append((float(took[0]), float(took[2]) / (cores * float(took[0]))))
         if float(took[1]) > seconds and number > WARM_UP:
             break
 
@@ -132,7 +143,8 @@ def steps(options: argparse.Namespace) -> None:
     race(found, args, options.rounds, options.seconds)
     if dist.get_rank():
         return
-    print(f"{hardware.name}; {options.micro_batches} micro-batches, {len(found[0].taken)} steps")
+    count, each = sum(len(cut.taken) for cut in found), len(found[0].steps)
+    print(f"{hardware.name}; {options.micro_batches} micro-batches, {each} steps of each; {count} of all counted")
     print(f"{'cut':20}{'predicted':>12}{'measured':>12}{'error':>9}{'least':>12}{'error':>9}   quartiles")
     for cut in found:
         low, _, high = statistics.quantiles(cut.taken, n=4)

@@ -74,6 +74,15 @@ def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], s
             print(f"compiled / by hand: {found['compiled'] / found['by hand']:.2f}")
 
 
+def stolen() -> float:
+    """Seconds, of all cores together, that whoever runs this virtual machine gave to others; 0 where no system says so."""
+    try:
+        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    except OSError:
+        return 0.0
+    return float(first[8]) / os.sysconf("SC_CLK_TCK") if len(first) > 8 else 0.0
+
+
 def keep() -> None:
     """Start this script anew with freed memory kept (:data:`KEEPING`), as calibration has its memory, where it is not."""
     if any(os.environ.get(name) != value for name, value in KEEPING.items()):
