@@ -149,7 +149,8 @@ def planned_stages(
     """Program and plan of every stage, and the plan of all. ``plan``: plans one graph.
 
     The layout in which a stage gives a value is that in which the next one takes it, so that nothing is gathered to be
-    cut again; a parameter of several stages lies in all of them as in the first.
+    cut again; a parameter of several stages lies in all of them as in the first, or as in the last where the step is then
+    shorter.
 
     Several stages of a rank share its memory as :func:`_shared_out` says; where they then hold too much together, equally.
     """
@@ -184,6 +185,10 @@ def _shared_out(
     return [state + free * share + (1 - 1 / chunks) * work for share in shares]
 
 
+Done = list[tuple[Stage, Wishes, Planned]]
+"""stages in order, what was asked of their plans, and these"""
+
+
 def _planned_within(
     limits: Sequence[float],
     flying: tuple[int, ...],
@@ -194,15 +199,50 @@ def _planned_within(
     plan: Callable[[Graph, Mesh, Wishes, str], Planned],
 ) -> tuple[list[Planned], Plan]:
     """See :func:`planned_stages`. ``limits``: bytes that the plan of each stage may need; ``flying``: of :func:`_in_flight`."""
+    planned = partial(_one_after_another, limits, flying, stages, mesh, title=title, plan=plan)
+    assert wishes.stages is not None
+    own, (done, best) = rest(mesh, wishes.stages), planned(wishes)
+    if not (wishes.plan or wishes.like or wishes.hints):
+        last = _as_in_the_last(done, wishes, lambda stage, asked: plan(stage.graph, own, asked, title)[1])
+        if last:
+            with suppress(PlanError):
+                other, one = planned(replace(wishes, parameters={**(wishes.parameters or {}), **last}))
+                if one.cost.total_s < best.cost.total_s:
+                    done, best = other, one
+    return [found for _, _, found in done], best
+
+
+def _as_in_the_last(done: Done, wishes: Wishes, plan: Callable[[Stage, Wishes], Plan]) -> dict[str, Layout]:
+    """Parameters of several stages that the last of these would have in another layout than the first, were it alone."""
+    found: dict[str, Layout] = {}
+    fixed = set(wishes.parameters or ())
+    for stage, asked, _ in reversed(done):
+        taken = asked.parameters or {}
+        shared = {i.fqn for i in stage.graph.inputs if i.kind == "parameter" and i.fqn in taken} - fixed
+        fixed |= shared
+        if shared:
+            alone = plan(stage, replace(asked, parameters={n: x for n, x in taken.items() if n not in shared})).layouts
+            found |= {fqn: alone[fqn] for fqn in shared if alone[fqn] != taken[fqn]}
+    return found
+
+
+def _one_after_another(
+    limits: Sequence[float],
+    flying: tuple[int, ...],
+    stages: Stages,
+    mesh: Mesh,
+    wishes: Wishes,
+    title: str,
+    plan: Callable[[Graph, Mesh, Wishes, str], Planned],
+) -> tuple[Done, Plan]:
     axis = wishes.stages
     assert axis is not None
-    own, found = rest(mesh, axis), list[Planned]()
+    own, done = rest(mesh, axis), Done()
     resolve(wishes.hints, stages.whole, own, known=wishes.known)  # what matches nothing is said before a stage is asked
     inputs = dict(zip(stages.whole.flat_inputs, wishes.inputs, strict=False))
     taken = {i.fqn: layout for i in stages.whole.inputs if (layout := inputs.get(i.name)) is not None}
     given_back = goes_out({} if stages.whole.training else {**taken, **(wishes.states or {})}, stages.whole)
     received: dict[str, Layout | None] = {}
-    done: list[tuple[Stage, Wishes, Plan]] = []
     parameters = dict(wishes.parameters or {})
     given = wishes.plan.staged.plans if wishes.plan is not None and wishes.plan.staged is not None else ()
     for stage in stages.each:
@@ -220,28 +260,27 @@ def _planned_within(
         )
         if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
             asked = replace(asked, plan=_as_before(stage, asked, done))
-        found.append(plan(stage.graph, own, asked, title))
-        done.append((stage, asked, found[-1][1]))
-        layouts = found[-1][1].layouts
-        parameters |= {i.fqn: layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
-        received = dict(zip(stage.sent, found[-1][1].outputs, strict=False))
-    plans = [p for _, p in found]
+        done.append((stage, asked, plan(stage.graph, own, asked, title)))
+        one = done[-1][2][1]
+        parameters |= {i.fqn: one.layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
+        received = dict(zip(stage.sent, one.outputs, strict=False))
+    plans = [one for _, _, (_, one) in done]
     messages = tuple(float(s.message_bytes) for s in stages.each[:-1])
     sent = tuple(_sent(stage, one) for stage, one in zip(stages.each[:-1], plans, strict=False))
     record = Staged(
         axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages, sent, flying
     )
-    return found, together(stages, plans, mesh, record)
+    return done, together(stages, plans, mesh, record)
 
 
-def _as_before(stage: Stage, asked: Wishes, done: Sequence[tuple[Stage, Wishes, Plan]]) -> Plan | None:
+def _as_before(stage: Stage, asked: Wishes, done: Done) -> Plan | None:
     """The plan of an earlier stage that is the same but for names, if it is the best for this one, too.
 
     It is where as many micro-batches are in flight, or fewer and nothing was made again.
     """
     if any(fqn in (asked.parameters or {}) for fqn in stage.held):
         return None
-    for other, wishes, plan in reversed(done):
+    for other, wishes, (_, plan) in reversed(done):
         fits = asked.flying == wishes.flying or (asked.flying < wishes.flying and not plan.recomputed)
         same = asked.inputs == wishes.inputs and asked.states == wishes.states
         if fits and same and not any(fqn in (wishes.parameters or {}) for fqn in other.held):
