@@ -18,12 +18,12 @@ from autoshard.passes.lower.blocks import module_of
 from autoshard.passes.lower.bucket import prefetched, regathered
 from autoshard.passes.memory import simulate
 from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
-from autoshard.passes.propagate.edges import forward_seconds
+from autoshard.passes.propagate.edges import seconds_on_the_way
 from autoshard.passes.propagate.objective import Objective, objective
 from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
-from autoshard.passes.propagate.prices.copies import copied_seconds
+from autoshard.passes.propagate.prices.copies import copied_on_the_way
 from autoshard.passes.propagate.prices.step_time import movable_values
 from autoshard.passes.propagate.prices.travelling import beside, journeys
 from autoshard.passes.redistribute.pricing import ALONE, Shares
@@ -257,8 +257,8 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Sha
     op = s.node.name if s.node is not None else ""
     reason = f"{public}: {step.src} → {step.dst}"
     forward, backward, _ = _step_seconds(step)
-    copies = copied_seconds(program.types[s.value], (step.src,), (step.dst,), s.parameter, share)
-    ahead, back = (float(x[0, 0]) for x in copies)
+    graph, way = program.assignment.graph, (step.src, step.dst)
+    ahead, back = copied_on_the_way(graph, program.types[s.value], *way, s.parameter, share)
     first = Collective(
         step.kind,
         step.group,
@@ -285,7 +285,7 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Sha
             copied_s=back,
         )
     if again and step.is_collective:
-        seconds = float(forward_seconds(program.graph.types[s.value], (step.src,), (step.dst,))[0, 0])
+        seconds = seconds_on_the_way(graph, program.graph.types[s.value], *way)
         how = "(gathered again)" if s.parameter else AGAIN
         yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} {how}")
 

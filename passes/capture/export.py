@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.answers import steering
@@ -69,6 +70,8 @@ from autoshard.precision import Precision
 log = logging.getLogger("autoshard")
 ALONE = threading.RLock()
 """held by the thread that traces: tracers, and what is patched for them, are the process's"""
+_NO_METADATA = "_extract_tensor_metadata", lambda tensor: None
+"""a second description of every traced tensor, which takes as long as the first, the only one that is read here"""
 _NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 
 
@@ -115,7 +118,7 @@ def _captured(
         _quiet(),
         # Most graph modules on the way are never called: their Python is written at a call.
         _use_lazy_graph_module(True),
-        patched([(torch.fx.proxy, "CapturedTraceback", ForwardFrames)]),
+        patched([(torch.fx.proxy, "CapturedTraceback", ForwardFrames), (proxy_tensor, *_NO_METADATA)]),
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
         reading_outside() as read,

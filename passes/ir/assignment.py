@@ -171,10 +171,21 @@ class Assignment:
         """The layout that readers of ``value`` convert from."""
         return self.shared.get(value) or self.layouts[value]
 
+    @cached_property
+    def _used(self) -> dict[tuple[int, int, bool], tuple[tuple[Strategy, ...], Placements, bool]]:
+        """By a choice's id, an operand, and whether that has a gradient: the choice, how it reads, and whether one rank owns
+        that. Equal layers have one choice."""
+        return {}
+
     def use(self, node: Node, operand: int) -> Placements:
         """How ``node`` reads operand number ``operand``."""
-        found = used(self.choices[node.name], operand, self.graph.types[node.inputs[operand]].grad)
-        if not any(isinstance(p, Owned) for p in found):
+        choice, grad = self.choices[node.name], self.graph.types[node.inputs[operand]].grad
+        known, found, owned = self._used.get(key := (id(choice), operand, grad), ((), (), False))
+        if known is not choice:
+            found = used(choice, operand, grad)
+            owned = any(isinstance(p, Owned) for p in found)
+            self._used[key] = choice, found, owned
+        if not owned:
             return found
         held = self.source(node.inputs[operand]).placements  # whichever rank it is that owns it
         return tuple(

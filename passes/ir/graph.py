@@ -12,7 +12,7 @@ import torch
 
 from autoshard.errors import RuleError
 from autoshard.frames import place
-from autoshard.passes.ir.schema import argument_names, tensor_arguments
+from autoshard.passes.ir.schema import argument_names, places_and_defaults, tensor_arguments
 from autoshard.passes.ir.walk import Applied, map_tree, walk
 
 Parts = tuple[int, tuple[int, ...]]
@@ -183,22 +183,20 @@ class Node(Applied):
 
         Raises :class:`RuleError` without ``absent``.
         """
-        for i, a in enumerate(self.op._schema.arguments):
-            if a.name == name:
-                if name in self.kwargs:
-                    return self.kwargs[name]
-                return self.args[i] if i < len(self.args) else a.default_value
+        if name in (known := places_and_defaults(self.op)):
+            place, default = known[name]
+            return self.kwargs.get(name, self.args[place] if place < len(self.args) else default)
         if absent:
             return absent[0]
-        raise RuleError(f"{self.op} has no argument {name!r}; it has {[a.name for a in self.op._schema.arguments]}")
+        raise RuleError(f"{self.op} has no argument {name!r}; it has {[*known]}")
 
     def with_arguments(self, /, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with some arguments replaced; a missing one is added by name."""
         args, kwargs = list(self.args), dict(self.kwargs)
-        position = {a.name: i for i, a in enumerate(self.op._schema.arguments)}
+        known = places_and_defaults(self.op)
         for name, value in changes.items():
-            if name not in kwargs and position[name] < len(args):
-                args[position[name]] = value
+            if name not in kwargs and known[name][0] < len(args):
+                args[known[name][0]] = value
             else:
                 kwargs[name] = value
         return tuple(args), kwargs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -11,6 +12,12 @@ import torch
 def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
     """Names of the op's arguments, in schema order."""
     return tuple(a.name for a in op._schema.arguments)
+
+
+@cache
+def places_and_defaults(op: torch._ops.OpOverload) -> dict[str, tuple[int, Any]]:
+    """Argument name → its place, and its default (None: none)."""
+    return {a.name: (i, a.default_value) for i, a in enumerate(op._schema.arguments)}
 
 
 @cache

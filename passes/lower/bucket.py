@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import networkx as nx
-
 from autoshard.passes.ir.graph import refs
 from autoshard.passes.ir.merge import fused, merged
 from autoshard.passes.ir.program import Program, Statement, reads
@@ -158,11 +156,20 @@ def _function(s: Statement, program: Program) -> str | None:
 def placed(units: Sequence[list[Statement]]) -> Iterator[list[Statement]]:
     """Every unit where its first member stood, but after all that its members are made from."""
     maker = {name: i for i, unit in enumerate(units) for s in unit for name in s.outputs}
-    needs = nx.DiGraph()
-    needs.add_nodes_from(range(len(units)))
-    reading = ((i, name) for i, unit in enumerate(units) for s in unit for name in reads(s))
-    needs.add_edges_from((i, maker[name]) for i, name in reading if name in maker)
-    return (units[i] for i in nx.dfs_postorder_nodes(needs))
+    needs = [dict.fromkeys(maker[name] for s in unit for name in reads(s) if name in maker) for unit in units]
+    begun: set[int] = set()
+    for root in range(len(units)):
+        path = [] if root in begun else [(root, iter(needs[root]))]
+        begun.add(root)
+        while path:
+            unit, rest = path[-1]
+            before = next((i for i in rest if i not in begun), None)
+            if before is None:
+                yield units[unit]
+                path.pop()
+            else:
+                begun.add(before)
+                path.append((before, iter(needs[before])))
 
 
 def _bytes(s: Statement, program: Program) -> float:

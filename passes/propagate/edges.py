@@ -12,6 +12,7 @@ from autoshard.layout import Invariant, Layout, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, is_whole
 from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.propagate.keep import AGAIN, Copies, Side, kept, stages
 from autoshard.passes.propagate.op_space import OpSpace
 from autoshard.passes.propagate.prices import cost as costs
@@ -140,6 +141,12 @@ def forward_seconds(type_: TensorType, sources: Sequence[Layout], targets: Seque
     """:func:`forward_matrices` added up."""
     found: np.ndarray = np.add.reduce(forward_matrices(type_, sources, targets))
     return found
+
+
+@known_of_graph
+def seconds_on_the_way(graph: Graph, type_: TensorType, src: Layout, dst: Layout) -> float:
+    """:func:`forward_seconds` from one layout to another, as ``graph`` has it often: in equal layers."""
+    return float(forward_seconds(type_, (src,), (dst,))[0, 0])
 
 
 def _gathers(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:

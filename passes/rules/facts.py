@@ -15,6 +15,7 @@ import torch.fx as fx
 
 from autoshard.passes.ir.graph import Node, TensorType, refs
 from autoshard.passes.ir.known import known_of_node
+from autoshard.passes.ir.schema import places_and_defaults
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import UNKNOWN, Facts, Rounding, Types
 
@@ -74,9 +75,9 @@ def makes_tensor(node: Node) -> bool:
 
 def _arguments(op: torch._ops.OpOverload, node: Node | fx.Node) -> dict[str, Any]:
     """The node's arguments by name, with the op's defaults."""
-    schema = op._schema.arguments
-    given = zip((a.name for a in schema), node.args, strict=False)
-    return {**{a.name: a.default_value for a in schema}, **dict(given), **node.kwargs}
+    known = places_and_defaults(op)
+    defaults = {name: default for name, (_, default) in known.items()}
+    return {**defaults, **dict(zip(known, node.args, strict=False)), **node.kwargs}
 
 
 def rounding(node: Node) -> Rounding:

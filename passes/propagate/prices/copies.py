@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autoshard.layout import Invariant, Layout, Partial, Replicate, Shard
-from autoshard.passes.ir.graph import TensorType
+from autoshard.passes.ir.graph import Graph, TensorType
+from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.propagate.prices.cost import ideal, local_numel
 from autoshard.passes.redistribute.pricing import ALONE, Shares, width
 from autoshard.passes.search.network import Array
@@ -53,6 +54,15 @@ def copied_seconds(
     rows = np.array([[alone and all(p.dim == 0 for p in x.placements if isinstance(p, Shard))] for x in sources])
     as_it_is = rows & (back in (0, moved))
     return gathers * ~rows * (into + out_of), (scatters & ~as_it_is | sums_back & ~scatters) * reduced
+
+
+@known_of_graph
+def copied_on_the_way(
+    graph: Graph, type_: TensorType, src: Layout, dst: Layout, parameter: bool, share: Shares
+) -> tuple[float, float]:
+    """:func:`copied_seconds` from one layout to another, as ``graph`` has it often: in equal layers."""
+    ahead, back = copied_seconds(type_, (src,), (dst,), parameter, share)
+    return float(ahead[0, 0]), float(back[0, 0])
 
 
 def _on_an_axis(sources: Sequence[Layout], given: object, targets: Sequence[Layout], asked: object) -> Bools:

@@ -199,11 +199,11 @@ class Dual:
         # Rounding noise must not drop the strategy of an optimum that equals ``upper``: the bound would pass it.
         most = upper - self.bound + _NOISE * abs(upper)
         allowed = np.isfinite(self.node[i])  # infinity less infinity would be no number
-        stay = np.flatnonzero(allowed & (self.node[i] <= most))
-        if not len(stay):  # nothing is of interest
-            stay = np.flatnonzero(allowed)
-        if len(stay) < len(self.node[i]):
-            self._restrict(i, stay)
+        stays = allowed if math.isinf(most) else allowed & (self.node[i] <= most)
+        if not stays.any():  # nothing is of interest
+            stays = allowed
+        if not stays.all():
+            self._restrict(i, np.flatnonzero(stays))
         if ahead:
             share = self.node[i] / max(len(ahead), len(scopes) - len(ahead))
             for scope in ahead:
