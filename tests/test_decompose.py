@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autoshard.models import Llama, LlamaConfig
 from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.translate import decompose
+from autoshard.passes.ir.graph import Graph, Node
 
 
 class Calling(nn.Module):
@@ -53,6 +54,16 @@ def test_parts_of_parts_need_no_further_trace(
     assert not {str(node.op) for node in graph.nodes} & origins
 
 
+def without_gradients(m: Odd, y: Tensor, x: Tensor, n: Tensor) -> object:
+    """Regions in regions, of values of all kinds, that give what they are given, too."""
+    with torch.no_grad():
+        halved = m.lin.weight.flatten()[:4] * y / 2
+        with torch.enable_grad():
+            both = m.norm(halved + y), x
+        table = m.table.reshape(2, 2).reshape(-1)
+    return both[0] * halved, both[1], table + n[0], m.lin.weight
+
+
 class Odd(nn.Module):
     """Results in all forms: of parameters, buffers, inputs, constants, twice, and what nobody reads."""
 
@@ -81,6 +92,10 @@ ODD: dict[str, Callable[..., object]] = {
     "several results": lambda m, y, x, n: (y.max(-1), y.split(2, -1), y.topk(2)),
     "look-ups": lambda m, y, x, n: F.embedding(n, y).softmax(-1),
     "drawn": lambda m, y, x, n: y * torch.rand_like(y),
+    "drawn in turn": lambda m, y, x, n: F.dropout(y, 0.5) * torch.rand_like(y) + F.dropout(x, 0.5, training=False),
+    "drawn unread": lambda m, y, x, n: (F.dropout(y), torch.bernoulli(x.detach().sigmoid()), y)[2],
+    "drawn attention": lambda m, y, x, n: F.scaled_dot_product_attention(y, y, x, dropout_p=0.5),
+    "converted": lambda m, y, x, n: y.float().to(torch.float64),
     "strided": lambda m, y, x, n: y.t().expand(2, 4, 3).transpose(0, 1) @ y,
     "other dtypes": lambda m, y, x, n: F.layer_norm(y.float(), (4,)).double() + n[0],
 }
@@ -101,18 +116,108 @@ def test_what_is_functional_is_not_traced_again(name: str, training: bool, monke
         return str(graph), repr(graph.nodes), repr(graph.types), repr(graph.inputs), graph.outputs, graph.mutations
 
     graph = captured()
-    assert runs.call_count == (name in ("drawn", "other dtypes"))
+    assert runs.call_count == 0
     monkeypatch.setattr(decompose, "_stays", lambda node, tail: False)
     assert graph == captured()
     assert runs.call_count == 1
 
 
-def test_what_is_written_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def placeless(graph: Graph) -> dict[tuple[str, ...], Node]:
+    """Its operations by what they define: another trace forgets places in some regions, and makes views of writes anew."""
+    return {node.outputs: replace(node, frames=(), fqn="", module_types=()) for node in graph.nodes}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_regions_without_gradients_are_written_where_they_stand(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is that of another trace, which forgets the lines of regions where it is not for training."""
     runs = Mock(wraps=decompose._decompose_exported_program)
     monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
-    graph = capture(Calling(lambda x: x.exp().add_(1)), (torch.randn(6, 8, dtype=torch.float64),))
+    model = Odd(without_gradients).double()
+    inputs = torch.randn(3, 4, dtype=torch.float64, requires_grad=training), torch.tensor([0, 2])
+    graph = capture(model, inputs, training=training)
+    assert runs.call_count == 0
+    assert all(node.frames for node in graph.nodes)
+    monkeypatch.setattr(decompose, "spliced", lambda *a: False)
+    again = capture(model, inputs, training=training)
     assert runs.call_count == 1
-    assert not any(node.op._schema.is_mutable for node in graph.nodes)
+    assert placeless(graph) == placeless(again)
+    assert (graph.types, graph.inputs, graph.outputs) == (again.types, again.inputs, again.outputs)
+
+
+def test_what_autocast_converts_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A region of another kind, whose operations are others by themselves."""
+    runs = Mock(wraps=decompose._decompose_exported_program)
+    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+
+    def halved(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x.T
+
+    graph = capture(Calling(halved), (torch.randn(6, 8),))
+    assert runs.call_count == 1
+    assert graph.types[graph.outputs[0].name].dtype == torch.bfloat16
+
+
+def in_turn(m: Odd, y: Tensor, x: Tensor, n: Tensor) -> object:
+    z = y = y.exp()
+    before = y.sum()
+    y.add_(1).mul_(2)
+    z += x
+    return z.view(-1), before, y.mean()
+
+
+def gates(m: Odd, y: Tensor, x: Tensor, n: Tensor) -> object:
+    weights, chosen = y.softmax(-1).topk(2)
+    weights /= weights.sum(-1, keepdim=True)
+    return weights.to(x.dtype).flatten(), chosen
+
+
+def without_gradient(m: Odd, y: Tensor, x: Tensor, n: Tensor) -> object:
+    with torch.no_grad():
+        scale = y.exp()
+        scale.div_(scale.sum())
+    return (y + 1).add_(scale)
+
+
+def of_two_views(m: Odd, y: Tensor, x: Tensor, n: Tensor) -> object:
+    first, rest = x.exp().split([1, 2])
+    return first.add_(1), rest
+
+
+WRITES: dict[str, tuple[Callable[..., object], int]] = {
+    "in turn": (in_turn, 0),
+    "gates": (gates, 0),
+    "of a copy": (lambda m, y, x, n: x.clone().masked_fill_(x > 0, 0.0).clamp_(max=3.0).relu_() * y, 0),
+    "without a gradient": (without_gradient, 0),
+    "seen by a view of before": (lambda m, y, x, n: (z := y.exp(), z[0], z.add_(1))[1], 1),
+    "of a view": (lambda m, y, x, n: (z := y.exp(), z.view(-1).mul_(2))[0], 1),
+    "of two views": (of_two_views, 1),
+    "of another dtype": (lambda m, y, x, n: y.float().add_(x), 1),
+    "of a buffer": (lambda m, y, x, n: m.table.add_(1) * y, 1),
+    "drawn": (lambda m, y, x, n: y.exp().uniform_(), 1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a value that nothing else shows they are written where they stand; else the program is traced again."""
+    runs = Mock(wraps=decompose._decompose_exported_program)
+    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+    function, expected = WRITES[name]
+
+    def captured() -> tuple[object, ...]:
+        runs.reset_mock()
+        graph = capture(Odd(function).double(), (torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 2])))
+        assert not any(node.op._schema.is_mutable for node in graph.nodes)
+        return placeless(graph), graph.types, graph.inputs, graph.outputs, graph.mutations
+
+    graph = captured()
+    assert runs.call_count == expected
+    monkeypatch.setattr(decompose, "spliced", lambda *a: False)
+    assert graph == captured()
+    assert runs.call_count == 1
 
 
 VIEWS: dict[str, Callable[..., object]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoshard
+from autoshard.passes.capture.export import capture
+from autoshard.passes.capture.translate.canonical import Gradients
 
 
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
@@ -57,3 +60,16 @@ def test_second_derivatives_of_attention_in_the_plain_kernel() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         for given, wanted in zip(second(sharded), expected, strict=True):
             torch.testing.assert_close(given, wanted, rtol=1e-9, atol=1e-9 * largest)
+
+
+def test_autograd_is_asked_once_about_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers serve all captures."""
+    monkeypatch.setattr(Gradients, "_torchs", {})
+    asked = Mock(wraps=Gradients._ask)
+    monkeypatch.setattr(Gradients, "_ask", asked)
+    model, x = nn.Sequential(nn.Linear(3, 5), nn.GELU()), torch.randn(2, 3)
+    graphs = [capture(model, (x,)) for _ in range(2)]
+    assert asked.call_count == 2
+    for graph in graphs:
+        assert graph.types == graphs[0].types
+        assert graph.types[graph.outputs[0].name].grad

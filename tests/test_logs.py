@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import logging
 logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s")
@@ -36,22 +38,28 @@ def _heard(before: str = "", script: str = SCRIPT, **variables: str) -> str:
     return done.stderr
 
 
+@pytest.fixture(scope="module")
+def asked() -> str:
+    return _heard(script=SCRIPT + AGAIN, AUTOSHARD_LOGS="plan,programs")
+
+
 def test_a_program_that_logs_at_info_hears_nothing() -> None:
     assert "autoshard" not in _heard()
 
 
-def test_what_is_asked_for_is_heard() -> None:
-    text = _heard(AUTOSHARD_LOGS="plan")
-    assert "[autoshard.plan]" in text
-    assert "autoshard.plan INFO" not in text, "a program that logs hears it once"
-    asked = "import logging; logging.getLogger('autoshard').setLevel(logging.INFO)\n"
-    assert "autoshard.plan INFO" in _heard(asked)
+def test_what_is_asked_for_is_heard(asked: str) -> None:
+    assert "[autoshard.plan]" in asked
+    assert "autoshard.plan INFO" not in asked, "a program that logs hears it once"
 
 
-def test_why_a_call_compiles_another_program() -> None:
+def test_what_loggers_are_set_to_is_heard() -> None:
+    before = "import logging; logging.getLogger('autoshard').setLevel(logging.INFO)\n"
+    assert "autoshard.plan INFO" in _heard(before)
+
+
+def test_why_a_call_compiles_another_program(asked: str) -> None:
     """Lengths that an open program does not take, and another state; a call that a program serves compiles none."""
-    text = _heard(script=SCRIPT + AGAIN, AUTOSHARD_LOGS="programs")
-    said = re.findall(r"^\[autoshard.programs\] (.*)$", text, re.MULTILINE)
+    said = re.findall(r"^\[autoshard.programs\] (.*)$", asked, re.MULTILINE)
     assert "a program does not serve this call: batch >= 2 does not hold for batch = 1" in said
     assert [line for line in said if line.startswith("another")] == [
         "another is compiled, for other shapes, dtypes or constants of the arguments",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -29,6 +29,9 @@ STRIDED = {aten.as_strided.default, aten.view_as_complex.default, aten.view.dtyp
 
 OVERWRITING = {aten.zero.default, aten.fill.Scalar}
 """ops of which the operand's values do not count"""
+
+_REMEMBERED = 10_000
+"""answers of autograd that are kept for other captures"""
 
 _NO_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
 _SHAPES = {aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default}
@@ -194,19 +197,27 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
 
 
 class Gradients:
-    """Through which results of an op a gradient flows: asked of autograd itself, on tensors without data."""
+    """Through which results of an op a gradient flows: asked of autograd itself, on tensors without data.
+
+    Torch's own ops answer alike in all captures; others' may be defined anew.
+    """
+
+    _torchs: ClassVar[dict[str, tuple[bool, ...] | None]] = {}
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[bool, ...] | None] = {}
+        self._others: dict[str, tuple[bool, ...] | None] = {}
+        if len(self._torchs) > _REMEMBERED:
+            self._torchs.clear()
 
     def flags(self, op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], results: list[Any]) -> list[bool]:
         """Per result (slot order) whether it needs a gradient, given the operands' ``types``."""
         if not any(types[ref.name].grad for ref in refs((args, kwargs))):
             return [False] * len(results)
         key = repr((str(op), map_refs((args, kwargs), lambda ref: types[ref.name])))
-        if key not in self._known:
-            self._known[key] = self._ask(op, args, kwargs, types)
-        known = self._known[key]
+        answers = self._torchs if op.namespace == "aten" else self._others
+        if key not in answers:
+            answers[key] = self._ask(op, args, kwargs, types)
+        known = answers[key]
         if known is not None and len(known) == len(results):
             return list(known)
         return [isinstance(r, torch.Tensor) and (r.is_floating_point() or r.is_complex()) for r in results]

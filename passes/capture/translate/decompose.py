@@ -23,10 +23,11 @@ from torch.export.graph_signature import InputKind
 
 from autoshard.passes.capture.observer import Patch, patched
 from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN
-from autoshard.passes.capture.translate.spliced import spliced
+from autoshard.passes.capture.translate.canonical import DROPPED
+from autoshard.passes.capture.translate.spliced import REGION, functional, spliced
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.exact import SINGLE
-from autoshard.passes.rules.facts import has_effect
+from autoshard.passes.rules.facts import has_effect, is_random
 from autoshard.runtime.autocast import autocast_state
 
 ORIGIN = "autoshard_origin"
@@ -43,6 +44,8 @@ _TABLE = """
 
 _WHOLE = frozenset({torch.ops.aten.where.default})
 """their results are as long as the data says, so their parts would run on full tensors as well"""
+_OURS = ("aten", "autoshard")
+"""others' operations may have effects that are ordered by tokens"""
 _LIFTED = frozenset({torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default})
 """constants on their way into a trace"""
 
@@ -99,7 +102,7 @@ def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
     """Whether the functional form of its program has ``node`` as it is: markers of equal modules, too."""
     if node.op in ("placeholder", "output") or node.target in (operator.getitem, CALLED, CALLED_AGAIN):
         return True
-    return _op_stays(node.target, tail) and not has_effect(node)
+    return _op_stays(node.target, tail) and not _acts(node)
 
 
 def _op_stays(op: Any, tail: Collection[OpOverload]) -> bool:
@@ -108,11 +111,18 @@ def _op_stays(op: Any, tail: Collection[OpOverload]) -> bool:
 
 def _is_written_alone(node: fx.Node, tail: Collection[OpOverload]) -> bool:
     """Whether the functional form of its program has ``node`` as others, whatever stands around it: a view, for one."""
-    return _is_functional(node.target, tail) and _is_composite(node.target) and not has_effect(node)
+    if node.target is REGION or node.op == "get_attr" or functional(node.target):  # get_attr: the body of a region
+        return True
+    return _is_functional(node.target, tail) and _is_composite(node.target) and not _acts(node)
+
+
+def _acts(node: fx.Node) -> bool:
+    """Whether it has an effect beside a draw, that its place among others keeps, or a check that is dropped."""
+    return has_effect(node) and not is_random(node) and node.target not in DROPPED
 
 
 def _is_functional(op: Any, tail: Collection[OpOverload]) -> bool:
-    return isinstance(op, OpOverload) and op.namespace == "aten" and not op._schema.is_mutable and op not in tail
+    return isinstance(op, OpOverload) and op.namespace in _OURS and not op._schema.is_mutable and op not in tail
 
 
 def _convert(copy: fx.Node) -> None:

@@ -1,20 +1,27 @@
-"""Composite operations written as others where they stand, such as ``flatten`` as a view: without another trace."""
+"""Composite operations written as others where they stand, such as ``flatten`` as a view: without another trace.
+
+So are regions without gradients, as their operations already read detached values, and writes into values of which no view
+was made before: who reads them later reads the new value.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.export.graph_signature import SymIntArgument, TensorArgument
 from torch.utils._python_dispatch import TorchDispatchMode
 
+REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+"""calls a graph of its own, where gradients are off or on"""
 Calls = list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]
 """operation, arguments and result, one after another"""
 
@@ -39,32 +46,95 @@ def spliced(
     """Whether every node of ``program`` that does not stay is written there as the operations that PyTorch makes of it.
 
     ``plain``: which operations these may be. Nothing has changed where one of them is another, a length is open, or what
-    the program calls has a graph of its own. Names are those that another trace would give, but for
-    their numbers in some programs with values that nobody reads.
+    the program calls has a graph of its own and is no :data:`REGION`. Names are those that another trace would give, but
+    for their numbers in some programs with values that nobody reads.
     """
     module, old = program.graph_module, program.graph_module.graph
-    values = [leaf for node in old.nodes for leaf in pytree.tree_leaves(node.meta.get("val"))]
-    if any(node.op == "get_attr" for node in old.nodes) or any(map(_is_open, values)):
+    same: dict[fx.Node, Any] = {}
+    nodes = list(_in_place(module, same))
+    values = [leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val"))]
+    if any(node.op == "get_attr" for node in nodes) or any(map(_is_open, values)):
         return False
     written: dict[fx.Node, tuple[Calls, Any]] = {}
-    for node in old.nodes:
-        if not stays(node):
-            recorded = _recorded(node)
-            if not all(plain(func) and isinstance(out, torch.Tensor | list) for func, _, _, out in recorded[0]):
+    for node in nodes:
+        if not stays(node) and node not in same:
+            recorded = _recorded(node, functional(node.target) or node.target)
+            if not all(plain(func) and isinstance(out, torch.Tensor | list | tuple) for func, _, _, out in recorded[0]):
                 return False
             written[node] = recorded
-    graph, new = fx.Graph(module), dict[fx.Node, Any]()
-    for node in old.nodes:
-        if node in written:
+    graph, new, named = fx.Graph(module), dict[fx.Node, Any](), _Names()
+    for node in nodes:
+        names = named.before(node)
+        if functional(node.target) is not None and not _is_whole(names, node, written[node][1]):
+            return False
+        if node in same:
+            new[node] = fx.map_arg(same[node], lambda n: new[n])
+        elif node in written:
             new[node] = _write(graph, node, *written[node], new)
             if new[node] is None:
                 return False
         else:
             new[node] = _copied(graph, node, new)
-    _rename_outputs(program, {node.name: made.name for node, made in new.items() if isinstance(made, fx.Node)})
+        if functional(node.target) is not None:
+            new.update(dict.fromkeys(names, new[node]))
+    _rename_outputs(program, {node.name: new[node].name for node in old.nodes if isinstance(new.get(node), fx.Node)})
     module.graph = graph
+    module.delete_all_unused_submodules()
     module.recompile()
     return True
+
+
+def _in_place(module: fx.GraphModule, same: dict[fx.Node, Any]) -> Iterator[fx.Node]:
+    """The nodes of ``module``, those of regions in their place; ``same``: which are other names, across a border."""
+    regions = [node for node in module.graph.nodes if node.target is REGION]
+    bodies = {region.args[1] for region in regions}
+    for node in module.graph.nodes:
+        if node.target is REGION:
+            body: Any = getattr(module, node.args[1].target)
+            *inner, output = _in_place(body, same)
+            same.update(zip(body.graph.find_nodes(op="placeholder"), node.args[2:], strict=True))
+            results: Any = output.args[0]
+            same.update((get, results[get.args[1]]) for get in node.users)
+            yield from inner
+        elif node not in bodies:
+            yield node
+
+
+def functional(op: Any) -> OpOverload | None:
+    """The operation that gives what ``op`` writes into its first operand; None where it does not, or draws."""
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or not op._schema.is_mutable:
+        return None
+    first, *others = op._schema.arguments
+    packet = getattr(torch.ops.aten, op.overloadpacket.__name__.removesuffix("_"), None)
+    if any(a.is_write for a in others) or not first.is_write or op.overloadpacket is packet:
+        return None
+    return getattr(packet, op._overloadname, None) if torch.Tag.nondeterministic_seeded not in op.tags else None
+
+
+class _Names:
+    """The nodes that are names of one value; for memory that others hold, or see in another shape, there are none."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[fx.Node]] = {}
+
+    def before(self, node: fx.Node) -> list[fx.Node]:
+        """Those of the memory of the result of ``node``, which is taken in."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):  # of several results each has a node
+            return []
+        memory = value.untyped_storage()._cdata
+        names = self.of.get(memory, [])
+        if memory not in self.of and node.op == "call_function":
+            self.of[memory] = [node]
+        else:
+            self.of[memory] = [*names, node] if names and functional(node.target) else []
+        return names
+
+
+def _is_whole(names: list[fx.Node], node: fx.Node, result: Any) -> bool:
+    """Whether ``node`` writes ``result`` into a value with no names but ``names``, and it fits there."""
+    target = node.args[0]
+    return target in names and (result.shape, result.dtype) == (node.meta["val"].shape, node.meta["val"].dtype)
 
 
 def _is_open(value: Any) -> bool:
@@ -73,19 +143,24 @@ def _is_open(value: Any) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _recorded(node: fx.Node) -> tuple[Calls, Any]:
-    """What runs in place of ``node``, and the result: on tensors without data."""
+def _recorded(node: fx.Node, op: Any) -> tuple[Calls, Any]:
+    """What runs where ``node`` calls ``op``, and the result: on tensors without data."""
     args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
     mode = detect_fake_mode(pytree.tree_leaves((args, kwargs)))
     assert mode is not None
-    with mode, _Recorder() as recorder:
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    with (
+        mode,
+        enable_python_dispatcher(),
+        _Recorder() as recorder,
+    ):  # a trace has it: it knows a dropout as one operation
+        result = op(*args, **kwargs)
     return recorder.calls, result
 
 
 def _write(graph: fx.Graph, node: fx.Node, calls: Calls, result: Any, new: dict[fx.Node, Any]) -> fx.Node | None:
     """The last of the nodes that stand for ``node``; None where its results are not those of one of them."""
     known = {id(arg.meta["val"]): new[arg] for arg in node.all_input_nodes}
+    read = {id(x) for x in pytree.tree_leaves([result, *((args, kwargs) for _, args, kwargs, _ in calls)])}
     for func, args, kwargs, out in calls:
         if any(id(x) not in known for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)):
             return None
@@ -95,6 +170,10 @@ def _write(graph: fx.Graph, node: fx.Node, calls: Calls, result: Any, new: dict[
         known[id(out)] = made
         if isinstance(out, list):  # as long as both hold the same tensors, the one is the other
             known[id(result)] = made if _are(out, result) else known.get(id(result))
+        for slot, value in enumerate(out) if isinstance(out, tuple) else ():
+            if id(value) in read:
+                known[id(value)] = graph.create_node("call_function", operator.getitem, (made, slot))
+                known[id(value)].meta = {**node.meta, "val": value}
     return known.get(id(result))
 
 
