@@ -113,6 +113,22 @@ def test_results_are_kept_while_one_is_timed() -> None:
     assert max(alive) == alive[-1] == calibration.KEPT["cpu"] // (4 << 20)
 
 
+def test_convolutions_are_timed_as_programs_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their images, and the gradients of their results, lie with the channels last in memory, which is faster on CPUs."""
+    clock: Any = Told()
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def both_ways(layer: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        clock.now += 1.0
+        seen.append((x, gradient))
+
+    monkeypatch.setattr(calibration, "_both_ways", both_ways)
+    for few in (None, 8):
+        assert calibration._convolution_speed(clock, few) > 0
+    assert {(x.shape[1], gradient.shape[1]) for x, gradient in seen} == {(64, 64), (8, 64), (64, 8)}
+    assert all(x.is_contiguous(memory_format=torch.channels_last) for pair in seen for x in pair)
+
+
 def test_a_clock_says_the_lower_quartile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.check.clock.on_this_machine", lambda: 1)
     clock, took = Clock(torch.device("cpu"), 8), iter([9.0, 9.0, 8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 4.0])

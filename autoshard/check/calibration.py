@@ -30,6 +30,7 @@ from autoshard.check.travel import Messages, Step, overlap
 from autoshard.errors import MeshError
 from autoshard.hardware import AHEAD, Hardware, Link, free_memory
 from autoshard.mesh import Mesh, MeshLike
+from autoshard.runtime.channels import channels_last
 
 NARROW = (4, 16, 64, 256)
 """lengths of the shortest dim of products"""
@@ -214,20 +215,22 @@ def _narrow_speed(clock: Clock, n: int) -> float:
 
 
 def _convolution_speed(clock: Clock, few: int | None = None) -> float:
-    """FLOP/s of a convolution, forward and backward; ``few``: of two, one from so many channels and one to so many."""
+    """FLOP/s of a convolution as programs run it, forward and backward; ``few``: of two, one from so many channels and one to
+    so many."""
     side, batch, channels = 32, (32 if clock.device.type == "cuda" else 4), CHANNELS[clock.device.type][0]
     dtype = USED[clock.device.type]
     seconds = 0.0
     pairs = [(channels, channels)] if few is None else [(few, channels), (channels, few)]
     for given, made in pairs:
-        x = torch.randn(batch, given, side, side, device=clock.device, dtype=dtype, requires_grad=True)
+        x = channels_last(torch.randn(batch, given, side, side, device=clock.device, dtype=dtype)).requires_grad_()
         layer = torch.nn.Conv2d(given, made, 3, padding=1).to(clock.device, dtype)
-        seconds += clock.computing(partial(_both_ways, layer, x))
+        gradient = torch.ones_like(layer(x))
+        seconds += clock.computing(partial(_both_ways, layer, x, gradient))
     return sum(3 * 2.0 * batch * side**2 * 9 * given * made for given, made in pairs) / seconds
 
 
-def _both_ways(layer: torch.nn.Module, x: torch.Tensor) -> None:
-    torch.autograd.backward(layer(x).sum())
+def _both_ways(layer: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    torch.autograd.backward(layer(x), gradient)
 
 
 def _channels(clock: Clock, whole: float) -> list[float]:
