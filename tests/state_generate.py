@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from state_cases_inputs import executed
 from state_harness import case, close, refused, steps
@@ -52,7 +53,7 @@ def same_tokens(model: Any, sharded: Any, tokens: torch.Tensor, ways: dict[str, 
     for way, options in ways.items():
         made = []
         for module in (sharded, model):
-            rank = getattr(getattr(module, "_comm", None), "rank", 0)
+            rank = dist.get_rank() if module is sharded and dist.is_initialized() else 0
             torch.manual_seed(3 + rank)  # all sample as rank 0
             mask = options.get("attention_mask", torch.ones_like(tokens))
             given = {"max_new_tokens": new, "pad_token_id": 0, **options, "attention_mask": mask}

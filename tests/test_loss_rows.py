@@ -149,5 +149,6 @@ def test_transformers_in_float32() -> None:
     expected = model(**given).loss
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    for name, gradient in sharded.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    found = sharded.full_gradients()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-6)

@@ -329,5 +329,6 @@ def test_losses_in_pieces(stages: str | None, monkeypatch: pytest.MonkeyPatch) -
     mine = sharded(ids, labels)
     mine.backward()
     torch.testing.assert_close(mine.detach(), loss.detach(), rtol=1e-12, atol=0)
-    for name, gradient in sharded.full_gradients().items():
-        torch.testing.assert_close(gradient, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+    found = sharded.full_gradients()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)

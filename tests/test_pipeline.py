@@ -22,7 +22,7 @@ from torch import nn
 
 import autoshard
 from autoshard import runtime
-from autoshard.compiler import captured
+from autoshard.compiler import build, captured
 from autoshard.errors import PlanError
 from autoshard.hardware import Hardware, Link
 from autoshard.module.staged import stages
@@ -30,6 +30,7 @@ from autoshard.passes.ir.verify import check_graph
 from autoshard.passes.pipeline import Pieces, cut
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages_together import rest
+from autoshard.plans.wishes import Wishes
 
 pytestmark = pytest.mark.usefixtures("remembering")
 
@@ -132,12 +133,15 @@ def test_values_of_inputs_are_passed_on_or_made_again(bandwidth: float, times: i
 def test_a_plan_in_stages_is_followed() -> None:
     model, args = made("skips")
     mesh = ideal({"pp": 2, "tp": 2})
-    plan = autoshard.plan(model, mesh, args, stages="pp", micro_batches=2)
+    searched = autoshard.plan(model, mesh, args, stages="pp", micro_batches=2).staged
+    graph = captured(model, args, {}, training=True)
+    plan = build(graph, mesh, Wishes(stages="pp", micro_batches=2, boundaries=(5,))).plan
     again = Plan.from_json(plan.to_json())
     assert again == plan
     sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=2, plan=again)
     assert sharded.plan.staged is not None
-    assert sharded.plan.staged.boundaries == plan.staged.boundaries  # type: ignore[union-attr]
+    assert searched is not None
+    assert sharded.plan.staged.boundaries == (5,) != searched.boundaries
     assert "2 stages along pp, schedule 1f1b, 2 micro-batches" in str(plan)
     with pytest.raises(PlanError, match="the plan that is given has no stages"):
         autoshard.compile(model, mesh, args, stages="pp", plan=autoshard.plan(model, mesh, args))

@@ -62,14 +62,15 @@ def test_each_stage_more_shortens_the_bubble() -> None:
 def test_a_plan_that_is_given_says_how_many() -> None:
     mesh, model, x = Mesh({"pp": 2}, PRESETS["h100"]), Layers(6, 8), torch.randn(8, 8)
     asked: dict[str, Any] = {"stages": "pp", "micro_batches": 2, "schedule": "interleaved"}
-    made = autoshard.compile(model, mesh, (x,), stages_per_rank=2, **asked).plan
+    assert of_each(autoshard.compile(model, mesh, (x,), **asked).plan) == 2
+    made = autoshard.compile(model, mesh, (x,), stages_per_rank=3, **asked).plan
     plan = Plan.from_json(made.to_json())
     again = autoshard.compile(model, mesh, (x,), plan=plan).plan
     assert again.staged is not None
     assert made.staged is not None
     assert again.staged.boundaries == made.staged.boundaries
-    assert of_each(again) == 2
-    with pytest.raises(PlanError, match=r"stages_per_rank=5: the plan that is given was made for stages_per_rank=2"):
+    assert of_each(again) == 3
+    with pytest.raises(PlanError, match=r"stages_per_rank=5: the plan that is given was made for stages_per_rank=3"):
         autoshard.compile(model, mesh, (x,), plan=plan, stages_per_rank=5, **asked)
 
 

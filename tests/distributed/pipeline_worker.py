@@ -19,6 +19,7 @@ from pipeline_cases import CASES
 from pipeline_steps import ReadTwice, compare, made, tokens
 from safetensors.torch import load_file
 from stage_caches import caches_stay
+from state_generate import same_tokens
 from test_later import Counted
 from test_real_models import build
 from torch import nn
@@ -95,6 +96,7 @@ def generates() -> None:
     )
     assert torch.equal(sharded.generate(ids, **asked), theirs.generate(ids, **asked))
     assert len(sharded.programs) == 2
+    same_tokens(theirs, sharded, ids, {"sampled": {"do_sample": True, "top_p": 0.9}}, new=4)
 
 
 def library(name: str, **asked: Any) -> None:
@@ -246,6 +248,44 @@ def in_two_parts() -> None:
             compare("skips", mesh, 4, 1, **split)
 
 
+def what_users_do_with_their_own() -> None:
+    """Norms by hand are refused; an optimizer of no parameters steps, also compiled; entries of others are checked; draws."""
+    model, args = made("gpt")
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"pp": dist.get_world_size()}), args, stages="pp")
+    for m in (model, sharded):
+        for n, p in m.named_parameters():
+            p.requires_grad_(n.startswith(("blocks.3", "norm")))
+    optimizers = []
+    for m in (sharded, model):
+        torch.manual_seed(0)
+        loss_of(m(*args)).backward()
+        groups = [{"params": [p for p in m.parameters() if p.requires_grad]}]  # of the first rank there are none
+        optimizers.append(torch.optim.SGD(groups, 0.1))
+    parts = [p.grad for p in sharded.parameters() if p.grad is not None]
+    norms: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda g: g.norm(),
+        lambda g: torch.norm(g.detach(), 2.0),
+        lambda g: g.data.norm(2),
+    ]
+    for norm in norms if parts else ():
+        with pytest.raises(RuntimeMismatchError, match="is that of this rank's pipeline stages"):
+            torch.stack([norm(g) for g in parts])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(optimizers[0], "step", torch.compile(optimizers[0].step, backend="aot_eager"))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert farthest(sharded.full_state_dict(), model.state_dict()) <= TOLERANCE
+    state = model.state_dict()
+    for n in ("position_embedding.weight", "blocks.3.up.weight"):
+        with pytest.raises(RuntimeError, match=f"size mismatch for {n}"):
+            sharded.load_state_dict({**state, n: torch.ones(3)})
+    torch.manual_seed(dist.get_rank())
+    with sharded.drawing_alike():
+        drawn = torch.rand(3)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(3))
+
+
 def tied_in_some_stages() -> None:
     """Each of the tied parameters lies in other stages, whose ranks add up its gradients without the rest."""
     mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware="ideal_network")
@@ -267,7 +307,9 @@ def tied_tables() -> None:
             for m in (model, sharded) * 2:
                 loss_of(m(ids)).backward()
             gradients = {n: p.grad for n, p in model.named_parameters()}
-            for n, x in sharded.full_gradients().items():
+            found = sharded.full_gradients()
+            assert found.keys() == gradients.keys()
+            for n, x in found.items():
                 assert x.is_sparse == gradients[n].is_sparse == (n == "table.weight" and not head)
                 assert far(x.to_dense(), gradients[n].to_dense()) <= TOLERANCE, n
 
@@ -349,6 +391,7 @@ if __name__ == "__main__":
         "reduced_once": reduced_once,
         "tied_in_some_stages": tied_in_some_stages,
         "tied_tables": tied_tables,
+        "what_users_do_with_their_own": what_users_do_with_their_own,
     }
     cases |= {f"state {name}": functools.partial(state_sweep.run, "stages", name) for name in state_sweep.IN_PROCESSES}
     cases |= {"t5": lambda: library("t5", schedule="interleaved"), "whisper": lambda: library("whisper")}

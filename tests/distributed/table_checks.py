@@ -154,8 +154,10 @@ def tables_in_parts_and_lower_precision() -> None:
     for like in ("table-wise", "ddp"):
         sharded = compiled(reference, args, like, mixed_precision=half)
         sharded(*args).backward()
-        for name, found in sharded.full_gradients().items():
-            expected = reference.get_parameter(name).grad
+        gradients = sharded.full_gradients()
+        for name, p in reference.named_parameters():
+            found, expected = gradients[name], p.grad
+            assert expected is not None
             assert found.is_sparse == expected.is_sparse
             assert found.dtype == expected.dtype
             torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=0.1, atol=0.02, msg=name)

@@ -24,6 +24,8 @@ FAST = {
     "one_verdict",
     "caches_stay",
     "functional",
+    "counted",
+    "what_users_do_with_their_own",
 }
 OWN = (
     "resumed_elsewhere",
@@ -37,6 +39,7 @@ OWN = (
     "reduced_once",
     "tied_in_some_stages",
     "tied_tables",
+    "what_users_do_with_their_own",
     "t5",
     "whisper",
     "gradients_of_inputs_in_parts",

@@ -81,8 +81,7 @@ def _of_generation(kind: Any) -> dict[str, Any]:
             return kind.generate(self, *args, **kwargs)
         object.__setattr__(self, "_generating", True)
         try:
-            with comm.notes, runtime.synchronised_rng(comm):  # what the caller adds may fail between calls
-                comm.random_states()  # the ranks agree: with other seeds they would sample other tokens
+            with comm.notes, self.drawing_alike():  # what the caller adds may fail between calls
                 return plain(kind.generate(self, *args, **kwargs))
         finally:
             object.__setattr__(self, "_generating", False)

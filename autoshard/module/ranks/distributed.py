@@ -289,6 +289,13 @@ class DistributedModule(OnRank):
             return Logits.of(local, layout, whole, self._comm, partial(self._output, kept=False))
         return self._output(local, layout, whole, keeps)
 
+    @contextlib.contextmanager
+    def drawing_alike(self) -> Iterator[None]:
+        """Inside, all ranks draw what rank 0 would: with seeds of their own they would sample other tokens. Collective."""
+        with runtime.synchronised_rng(self._comm):
+            self._comm.random_states()
+            yield
+
     def _enter(self, index: int, count: int) -> None:
         self._comm.enter(index, count)
 

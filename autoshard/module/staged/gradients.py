@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import RuntimeMismatchError
 
-_NORMS = (torch.linalg.vector_norm, torch._foreach_norm)
+_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm, torch._foreach_norm)
+_SAME = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _FLAT = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten)
 
 
@@ -26,13 +27,20 @@ class StageGradient(DTensor):
     Nor may its elements, as LBFGS does, which would search a step of these stages alone.
     """
 
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:
+        """Of the same class: a compiled ``optimizer.step`` checks what it is given against what it was traced with."""
+        made: DTensor = DTensor.__tensor_unflatten__(inner, spec, size, stride)
+        made.__class__ = StageGradient
+        return made
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            for kind, funcs in ((_Norm, _NORMS), (_Elements, _FLAT)):
+            for kind, funcs in ((_Norm, _NORMS), (_Elements, _FLAT), (cls, _SAME)):
                 for x in (result if isinstance(result, list | tuple) else (result,)) if func in funcs else ():
                     if type(x) is DTensor:
                         x.__class__ = kind

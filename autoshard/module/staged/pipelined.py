@@ -115,7 +115,8 @@ class PipelinedModule(StageOutputs):
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """See :meth:`ShardedModule.whole_state_dict`."""
         own = self.state_dict(keep_vars=True)
-        return {n: own.get(n, x) for n, x in self._of.model.state_dict(keep_vars=True).items()}
+        named = self._of.model.state_dict(keep_vars=True)  # in the dtypes of the last capture
+        return {n: own.get(n, self._of.elsewhere.get(n, x)) for n, x in named.items()}
 
     def whole_names(self) -> list[str]:
         """Original names of all parameters of the model, each tensor once."""
@@ -133,8 +134,16 @@ class PipelinedModule(StageOutputs):
                 self._load(tensor, state[name])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`ShardedModule.load_state_dict`; of a whole state dict a rank takes what its stages hold."""
-        elsewhere = self.whole_state_dict().keys() - self.state_dict().keys()
+        """See :meth:`ShardedModule.load_state_dict`; of a whole state dict a rank takes what its stages hold.
+
+        An entry of another stage that does not fit raises here as it does there.
+        """
+        whole = self.whole_state_dict()
+        elsewhere = whole.keys() - self.state_dict().keys()
+        for n in sorted(elsewhere & state_dict.keys()):
+            if state_dict[n].shape != whole[n].shape:
+                sizes = f"{list(state_dict[n].shape)} from checkpoint, {list(whole[n].shape)} in the model"
+                raise RuntimeError(f"size mismatch for {n} of another stage: {sizes}")
         mine = OrderedDict((n, x) for n, x in state_dict.items() if n not in elsewhere)
         if hasattr(state_dict, "_metadata"):
             mine._metadata = state_dict._metadata  # type: ignore[attr-defined]
@@ -144,7 +153,7 @@ class PipelinedModule(StageOutputs):
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Original parameter name → full gradient (parameters without one are left out), on every rank. Collective."""
         own = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
-        names = dict(self._of.model.named_parameters())
+        names = {n: self._of.tensor(n) for n in self.whole_names()}
         kinds = [(n in own, n in own and own[n].is_sparse) for n in names]
         there = torch.tensor(kinds, dtype=torch.int32, device=self._device)
         self._along.add_up(there, range(self._along.ranks), "which gradients there are")
@@ -216,10 +225,10 @@ class PipelinedModule(StageOutputs):
         }
         if training:
             self._mark()
-        if micro is not None:
-            given |= beforehand(micro, given, self.tensor)
-        pipeline.run = partial(self._run_stage, pipeline, given)
         self._agreement.finish()
+        if micro is not None:
+            given |= beforehand(micro, given, self._buffer_everywhere)
+        pipeline.run = partial(self._run_stage, pipeline, given)
         own = generators.states(cuda=self._device.type == "cuda")
         before = self._defer(True)
         try:
@@ -269,6 +278,11 @@ class PipelinedModule(StageOutputs):
             elsewhere = isinstance(x, OfStage) and any(x.home != self._home_of(n) for n in pipeline.readers(name))
             yield name, x.everywhere() if elsewhere else x  # type: ignore[attr-defined]
 
+    def _buffer_everywhere(self, name: str) -> torch.Tensor:
+        """A buffer that one stage may hold, whole on all ranks. Collective."""
+        x = self._of.tensor(name)
+        return self.everywhere(name, x, None if name in self._of.elsewhere else x.detach())
+
     def _run_stage(
         self,
         pipeline: ProgramPipeline,
@@ -292,8 +306,26 @@ class PipelinedModule(StageOutputs):
 
     def _beginning(self, pipeline: ProgramPipeline) -> torch.Tensor | None:
         """The state of rank 0's generators, on the ranks of the first stage."""
-        if not pipeline.draws or 0 not in pipeline.mine:
-            return None
+        return self._state_of_first() if pipeline.draws and 0 in pipeline.mine else None
+
+    @contextlib.contextmanager
+    def drawing_alike(self) -> Iterator[None]:
+        """See :meth:`DistributedModule.drawing_alike`; the ranks of all stages."""
+        own, before, state = (
+            generators.states(self._device.type == "cuda"),
+            packed(self._device),
+            self._state_of_first(),
+        )
+        self._along.tell(0, state, "the random state")
+        generators.set_states(unpacked(state, self._device))
+        try:
+            yield
+        finally:
+            if not torch.equal(before, state):
+                generators.set_states(own)
+
+    def _state_of_first(self) -> torch.Tensor:
+        """The state of the generators of this stage's first rank, on all of its ranks."""
         state = packed(self._device)
         if self._comm.world_size > 1:
             group = self._comm.process_group(self._comm.active(tuple(self._comm.mesh)))
