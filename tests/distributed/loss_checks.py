@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
-import pickle
 import warnings
 from collections.abc import Callable
 
@@ -16,7 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.runtime.transport.arriving import Arriving
 
 LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean of squares": lambda x: x.square().mean(),
@@ -96,79 +93,6 @@ def losses_go_back_as_of_plain_outputs() -> None:
         assert_close({"value": ours}, {"value": theirs}, f"number {i}")
 
 
-class WithLoss(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        out = super().forward(x)
-        return out, out.square().mean()
-
-
-READ: dict[str, Callable[[torch.Tensor, torch.Tensor], float]] = {
-    "float": lambda loss, out: float(loss.detach()),
-    "item": lambda loss, out: loss.item(),
-    "text": lambda loss, out: float(f"{loss.detach():.12f}"),
-    "list": lambda loss, out: loss.tolist(),
-    "numpy": lambda loss, out: float(loss.detach().numpy()),
-    "pickle": lambda loss, out: float(pickle.loads(pickle.dumps(loss.detach()))),
-    "sum": lambda loss, out: (loss + 1).item() - 1,
-    "in a list": lambda loss, out: torch.stack([loss, loss])[1].item(),
-    "beside an output": lambda loss, out: (0 * out.detach() + loss)[0, 0].item(),  # which is asked first
-    "sent": lambda loss, out: _summed(loss.detach()) / dist.get_world_size(),
-    "view": lambda loss, out: loss.view(1)[0].item(),
-    "data": lambda loss, out: loss.data.item(),
-    "in place": lambda loss, out: loss.detach().mul_(2).item() / 2,
-}
-"""ways in which scripts read a loss, beside an output"""
-
-
-def _summed(x: torch.Tensor) -> float:
-    dist.all_reduce(x)
-    return x.item()
-
-
-def losses_arrive_later() -> None:
-    """On gloo a forward ends before other ranks come; who reads its loss waits, its backward does not, until it ends."""
-    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    model = WithLoss(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
-    flat = autoshard.Mesh({"dp": dist.get_world_size()}, hardware="cpu")
-    sharded = autoshard.compile(copy.deepcopy(model), flat, (x,), like="ddp")
-    expected = model(x)[1]
-    if dist.get_backend() != "gloo":
-        return
-    for name, read in READ.items():
-        out, loss = sharded(x)
-        assert type(loss) is Arriving, name
-        assert (loss.shape, loss.dtype, loss.requires_grad) == ((), torch.float64, True)
-        assert type(loss) is Arriving, name
-        with torch._C.DisableTorchFunctionSubclass():  # negative control: nobody could take it for the loss
-            assert loss.isnan()
-        assert abs(read(loss, out) - expected.item()) < 1e-9, name
-        assert type(loss) is torch.Tensor, name
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 1:
-        store.wait(["a forward has ended"], datetime.timedelta(seconds=20))
-    _, loss = sharded(x)
-    store.set("a forward has ended", "")
-    _, later = sharded(x)  # a call waits for the losses of those before
-    assert (type(loss), type(later)) == (torch.Tensor, Arriving)
-    for backward in (torch.Tensor.backward, torch.autograd.backward, lambda y: y.backward(torch.ones_like(y))):
-        for each in (sharded, model):
-            each.zero_grad()
-            _, loss = each(x)
-            backward(loss)
-            assert type(loss) is torch.Tensor
-            assert_close({"loss": loss}, {"loss": expected}, "after its backward, loss")
-        assert_close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()}, "gradient of")
-    gradients = []
-    for each in (sharded, model):
-        first = torch.autograd.grad(each(x)[1], [*each.parameters()], create_graph=True)
-        penalty = sum(g.square().sum() for g in first)
-        found = torch.autograd.grad(penalty, [*each.parameters()])
-        gradients.append({f"{i}": g.full_tensor() if isinstance(g, DTensor) else g for i, g in enumerate(found)})
-    assert_close(*gradients, "second gradient")
-    with torch.no_grad():
-        assert type(sharded(x)[1]) is torch.Tensor
-
-
 def names_of_nodes(x: torch.Tensor) -> set[str]:
     """Of the autograd graph."""
     found, left = {}, [x.grad_fn]
@@ -182,6 +106,5 @@ def names_of_nodes(x: torch.Tensor) -> set[str]:
 
 OF_OUTPUTS = {
     "losses_are_computed_on_parts": losses_are_computed_on_parts,
-    "losses_arrive_later": losses_arrive_later,
     "losses_go_back_as_of_plain_outputs": losses_go_back_as_of_plain_outputs,
 }

@@ -27,7 +27,6 @@ CONTRACT = (
     "gathered_on_request_with_gradients",
     "gradients_through_sharded_logits",
     "losses_are_computed_on_parts",
-    "losses_arrive_later",
     "losses_go_back_as_of_plain_outputs",
     "clipping",
     "few_gradients_are_summed_last",

@@ -15,7 +15,6 @@ from autoshard.module.dtensors.on_parts import on_parts
 from autoshard.module.dtensors.ops import item
 from autoshard.module.dtensors.strided import cuts
 from autoshard.module.dtensors.views import in_order, is_view, seen_from, set_through, writes
-from autoshard.runtime.transport.arriving import Arriving
 
 log = logging.getLogger("autoshard")
 
@@ -111,8 +110,6 @@ class Output(DTensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if Arriving in types:
-            return NotImplemented  # it is asked next, and waits
         with torch._C.DisableTorchFunctionSubclass():
             if func in ABOUT:
                 return func(*args, **(kwargs or {}))

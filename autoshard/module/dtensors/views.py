@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autoshard.module.dtensors.draws import first_ranks_generator
 from autoshard.module.dtensors.strided import cuts
-from autoshard.runtime.transport.arriving import Arriving
 
 aten = torch.ops.aten
 
@@ -53,8 +52,6 @@ class Copied(DTensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if Arriving in types:
-            return NotImplemented  # see Output
         args, kwargs = in_order(args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             if writes(func) and set_through(func, args, kwargs):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
-from autoshard.runtime.transport import arriving
 from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.process_group import TorchCommunicator
-from autoshard.runtime.transport.profiling import named
+from autoshard.runtime.transport.profiling import named, recorded
 
 
 def begin_sum(x: torch.Tensor, axes: Axes) -> Callable[[], torch.Tensor]:
@@ -20,8 +20,11 @@ def begin_sum(x: torch.Tensor, axes: Axes) -> Callable[[], torch.Tensor]:
     if not isinstance(comm, TorchCommunicator) or not names:
         whole = comm.apply(Move("P", "R", names), out) if names else out
         return lambda: whole
-    out = out.clone()
-    work = arriving.begin_sum(comm, named(Move("P", "R", names), always=True), out, comm.phase)
+    move, group, out = named(Move("P", "R", names), always=True), comm.process_group(names), out.clone()
+    comm.record("all_reduce", names, comm.phase, move.ring_bytes(out, group.size))
+    comm.during(move, comm.phase)
+    with recorded(comm, move, comm.phase):
+        work = comm.begin(group, dist.all_reduce, out)
 
     def arrived() -> torch.Tensor:
         work.wait()

@@ -51,8 +51,6 @@ class Common:
         """whether a collective was given up: those that follow would meet the wrong ones of other ranks"""
         self.lost = False
         """whether that was an agreement"""
-        self.under_way: list[Callable[[], None]] = []
-        """what waits for the numbers whose sums calls have begun"""
 
 
 class Notes:
@@ -95,9 +93,7 @@ class Notes:
         self.common.broken = True
 
     def begin(self, meeting: bool = False) -> None:
-        """A call, or a ``meeting``, begins. Numbers that nobody has read of those before are waited for."""
-        while self.common.under_way:
-            self.common.under_way.pop()()
+        """A call, or a ``meeting``, begins."""
         self.common.calls += 1
         self.at, self.call, self.meetings = self.common.calls, self.call + 1, self.meetings + meeting
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from autoshard.errors import MeshError
 from autoshard.runtime.transport import sparse
-from autoshard.runtime.transport.arriving import Summed, comes_later
 from autoshard.runtime.transport.communicator import Communicator, in_order_of
 from autoshard.runtime.transport.differentiable import Differentiable
 from autoshard.runtime.transport.float_order import floats, ordered
@@ -199,8 +198,7 @@ class TorchCommunicator(Communicator):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             move = named(move, always=True)  # for the backward, where no line of generated code runs
-            node = Summed if comes_later(self, move, x) else Differentiable
-            result: torch.Tensor = node.apply(self, move, self.phase, x)
+            result: torch.Tensor = Differentiable.apply(self, move, self.phase, x)
             return result
         return self.execute(named(move), x, self.phase)
 
