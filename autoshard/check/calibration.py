@@ -147,6 +147,7 @@ def _measured(quick: bool) -> Hardware:
         sharing=found["sharing"],
         actions=action,
         carried=carried,
+        cpu=not cuda,
     )
 
 

@@ -81,6 +81,8 @@ class Hardware:
     """processor seconds of an action of a pipeline beside its operations, with its messages but for their bytes"""
     carried: float = 0.0
     """processor seconds per byte that each end of a message between stages takes from those with whom it shares cores"""
+    cpu: bool = False
+    """whether it is a CPU: convolutions read images with the channels last in memory, and autograd keeps them so"""
 
     def paces(self, groups: int, ranks: int) -> tuple[float, ...]:
         """How fast a rank works while one of so many groups of ``ranks`` does, two, ... all, where all are at work 1.

@@ -174,7 +174,7 @@ PRESETS: dict[str, Hardware] = {
             channels=((3, 0.16), (8, 0.37), (12, 0.5), (16, 0.7), (24, 0.66), (32, 0.85), (48, 0.91)),
             attention=((32, 0.29, 0.27), (128, 0.53, 0.55), (512, 0.76, 0.77)), attention_tile=512,
             caches=((49152, 0.9e-6), (393216, 14e-6), (1572864, 58e-6), (6291456, 317e-6), (50331648, 2.6e-3)),
-            functions=(5.9e-10, 6.7e-10), updates=3.2e10,
+            functions=(5.9e-10, 6.7e-10), updates=3.2e10, cpu=True,
         ),
         # Communication is next to free: FLOPs decide, bytes on the wire break ties, memory traffic comes last. So all
         # matmul-like work that can be split is split, with the fewest bytes.

@@ -19,5 +19,5 @@ def channels_first(x: torch.Tensor) -> torch.Tensor:
 
 
 def _on_onednn(x: torch.Tensor) -> bool:
-    """Or where only the memory of a step is counted, of which a CPU's has the copy."""
+    """Or where only the memory of a step on CPUs is counted, which has the copy."""
     return x.device.type in ("cpu", "meta") and torch.backends.mkldnn.is_available()

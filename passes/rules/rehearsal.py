@@ -6,13 +6,14 @@ every tensor in between. Statements that are equal in all that matters run once,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
+from torch._prims_common import suggest_memory_format
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,6 +27,10 @@ from autoshard.runtime.transport.move import LOCAL, Move
 from autoshard.runtime.transport.relay import Arrival, Hop
 
 aten = torch.ops.aten
+
+SCRATCH = frozenset({aten.native_batch_norm_backward.default})
+"""operations whose kernels on CPUs allocate as much as their first operand while they run, which no dispatch mode sees: where
+gradient and operand lie alike in memory, which is taken for granted here"""
 
 
 class Form(NamedTuple):
@@ -76,19 +81,20 @@ class Outcome:
 
 def rehearsal_on(mesh: Mesh) -> Rehearsal:
     """The one of this mesh. What it knows serves all programs: those of a search, of other lengths, of evaluation."""
-    return _rehearsal(mesh.axes, mesh.shape)
+    return _rehearsal(mesh.axes, mesh.shape, mesh.hardware.cpu)
 
 
 @lru_cache(maxsize=8)
-def _rehearsal(axes: tuple[str, ...], shape: tuple[int, ...]) -> Rehearsal:
-    return Rehearsal(dict(zip(axes, shape, strict=True)))
+def _rehearsal(axes: tuple[str, ...], shape: tuple[int, ...], cpu: bool) -> Rehearsal:
+    return Rehearsal(dict(zip(axes, shape, strict=True)), cpu)
 
 
 class Rehearsal:
     """Runs statements of programs for rank 0 of a mesh, which holds the largest parts."""
 
-    def __init__(self, axes: Mapping[str, int]) -> None:
-        self.comm = _Absent(dict(axes), 0)
+    def __init__(self, axes: Mapping[str, int], cpu: bool = False) -> None:
+        """``cpu``: whether the mesh is one of CPUs."""
+        self.comm, self.cpu = _Absent(dict(axes), 0), cpu
         self.known: dict[Any, tuple[Call, Outcome | None]] = {}
         """with the call, whose functions keep their addresses, by which keys may tell them apart, while they are here"""
         self.results: Results = {}
@@ -112,7 +118,8 @@ class Rehearsal:
 
     def _run(self, call: Call, operands: Mapping[str, Form]) -> Outcome:
         given = {name: form.empty() for name, form in operands.items()}
-        seen = _Storages(self.results, given.values())
+        inside = SCRATCH if self.cpu else frozenset()
+        seen = _Storages(self.results, given.values(), inside=inside)
         kept: list[torch.Tensor] = []
 
         def pack(x: torch.Tensor) -> torch.Tensor:
@@ -133,7 +140,7 @@ class Rehearsal:
 
         results = tuple(None if x is None else Made(Form.of(x), number(x)) for x in made)
         keeps = tuple(dict.fromkeys(number(x) for x in kept))
-        old = _Storages(self.results, [*given.values(), *(x for x in made if x is not None)], kept)
+        old = _Storages(self.results, [*given.values(), *(x for x in made if x is not None)], kept, inside)
         del kept[:]
         gradients, backward_peak = _backward(made, list(given.values()), old)
         return Outcome(results, tuple(new), keeps, forward_peak, gradients, backward_peak)
@@ -150,13 +157,17 @@ class Rehearsal:
                 case Offset():
                     return 0
                 case Call():
-                    return _called(item)
+                    return _called(item, self.cpu)
             return item
 
         return map_tree(tree, value)
 
 
-def _called(call: Call) -> Any:
+def _called(call: Call, cpu: bool) -> Any:
+    if call.fn in ("channels_last", "channels_first") and not cpu:
+        return call.args[0]
+    if call.fn is aten.group_norm.default and cpu:
+        return _group_norm(*call.args, **call.kwargs)
     if isinstance(call.fn, str):
         return getattr(runtime, call.fn)(*call.args, **call.kwargs)
     if call.fn is aten.scaled_dot_product_attention.default:
@@ -165,6 +176,21 @@ def _called(call: Call) -> Any:
     if any(a.name == "device" for a in call.fn._schema.arguments):
         kwargs["device"] = torch.device("meta")
     return call.fn(*call.args, **kwargs)
+
+
+def _group_norm(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """As on CPUs, which do not copy an operand with the channels last, as it is done without data."""
+    n, c = x.shape[:2]
+    x = x.contiguous(memory_format=suggest_memory_format(x))
+    out: torch.Tensor = aten.native_group_norm(x, weight, bias, n, c, x.shape[2:].numel(), num_groups, eps)[0]
+    return out
 
 
 def _attention(
@@ -219,10 +245,16 @@ class _Storages(TorchDispatchMode):
     ``kept``: those of them that are there at first, and not among ``known``, count as less when they go.
     """
 
-    def __init__(self, results: Results, known: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
-        """``results``: of operations that ran before; others are added."""
+    def __init__(
+        self,
+        results: Results,
+        known: Iterable[torch.Tensor],
+        kept: Iterable[torch.Tensor] = (),
+        inside: Set[Any] = frozenset(),
+    ) -> None:
+        """``results``: of operations that ran before; others are added. ``inside``: as :data:`SCRATCH`."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.results = results
+        self.results, self.inside = results, inside
         self.ignored: dict[int, StorageWeakRef] = {}
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
@@ -244,7 +276,8 @@ class _Storages(TorchDispatchMode):
                 storage = x.untyped_storage()
                 self.alive[_storage(x)] = (StorageWeakRef(storage), storage.nbytes())
         gone = sum(n for ref, n in self.kept if ref.expired())
-        self.peak = max(self.peak, sum(n for _, n in self.alive.values()) - gone)
+        scratch = args[0].untyped_storage().nbytes() if func in self.inside else 0
+        self.peak = max(self.peak, sum(n for _, n in self.alive.values()) - gone + scratch)
         return out
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -260,6 +293,8 @@ class _Storages(TorchDispatchMode):
         if known:
             return known[0].empty()
         out = func(*args, **kwargs)
+        if func is aten.convolution.default:  # lies as its operand does, but without data as its dims are numbered
+            out = out.contiguous(memory_format=suggest_memory_format(args[0]))
         if known == ():
             self.results[key] = (Form.of(out),) if _is_alone(out, (args, kwargs)) else None
         return out
