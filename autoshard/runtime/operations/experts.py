@@ -1,13 +1,12 @@
 """Mixtures of experts: rows go to the experts that a router chose for them, and come back weighted.
 
 Without capacity: every row is computed. Where experts are cut by axes that cut the rows as well, rows travel by an
-all-to-all. Its sizes are exchanged first, while the rows are put together; the host waits for them (Lepikhin et al. 2020,
-GShard; Gale et al. 2022, MegaBlocks).
+all-to-all whose sizes are exchanged first; the host waits for them once (Lepikhin et al. 2020, GShard; Gale et al. 2022,
+MegaBlocks).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -87,12 +86,10 @@ def experts(
         known = (ids >= 0) & (ids < count)
         ids, weights = ids.where(known, 0), weights.where(known, 0)
     held = _held(count, expert_axes, exchange_axes, ids.device)
-    computed, arrived = _routes(ids.reshape(-1), held)
+    computed, routes = _routes(ids.reshape(-1), held)
     flat = x.reshape(-1, x.shape[-1])
     slots = slots_of(computed, flat.shape[0], top)
-    sent = dealt(flat, slots)
-    routes = arrived()
-    rows = _exchanged(sent, held, routes.splits)
+    rows = _exchanged(dealt(flat, slots), held, routes.splits)
     if routes.order is not None:
         rows = ordered(rows, routes.order)
     ends = routes.ends[: first.shape[0]]
@@ -179,32 +176,26 @@ class _Routes(NamedTuple):
     """where the rows of each of this rank's experts end; it may hold fewer than most"""
 
 
-def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, Callable[[], _Routes]]:
-    """The slots (rows of ``ids``, flat) that are computed, by rank and expert, and what waits for their routes: the numbers
-    of rows that come travel while those that go are put together."""
+def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
+    """The slots (rows of ``ids``, flat) that are computed, by rank and expert, and their routes."""
     if ids.is_meta:
-        slots, balanced = _balanced(ids, held)
-        return slots, lambda: balanced
+        return _balanced(ids, held)
     # Whatever names no expert has the last of the places.
     keys = ids if held.places is None else held.places[ids.clamp(-1, held.places.shape[0] - 1)]
     cells = held.ranks * held.most
-    counts = torch.bincount(keys, minlength=cells)[:cells]
-    comm = held.comm if held.axes else None
-    if comm is None:
-        slots, ends = keys.argsort(stable=True), counts.cumsum(0, dtype=torch.int32)
-        # Those of other ranks come last.
-        return slots if held.places is None else slots[: int(counts.sum())], lambda: _Routes(None, None, ends)
-    me, counts = comm.index(held.axes), counts.view(held.ranks, -1)
+    slots = keys.argsort(stable=True)
+    sent = torch.bincount(keys, minlength=cells)[:cells]
+    if held.places is None:
+        return slots, _Routes(None, None, sent.cumsum(0, dtype=torch.int32))
+    if held.comm is None or not held.axes:  # those of other ranks come last
+        return slots[: int(sent.sum())], _Routes(None, None, sent.cumsum(0, dtype=torch.int32))
+    me, sent = held.comm.index(held.axes), sent.view(held.ranks, -1)
     row_each = Splits((1,) * held.ranks, (1,) * held.ranks, me)
-    arriving = comm.arriving(Move("S", "S", held.axes, 0, splits=row_each), counts)
-    slots, gone = keys.argsort(stable=True), counts.sum(1).tolist()
-
-    def arrived() -> _Routes:
-        come = (theirs := arriving()).tolist()
-        ends = theirs.sum(0).cumsum(0, dtype=torch.int32)
-        return _Routes(Splits(tuple(gone), tuple(map(sum, come)), me), by_columns(come, ids.device), ends)
-
-    return slots[: sum(gone)], arrived
+    arriving = held.comm.apply(Move("S", "S", held.axes, 0, splits=row_each), sent)
+    gone, come = torch.stack([sent, arriving]).tolist()  # the host waits, once
+    splits = Splits(tuple(map(sum, gone)), tuple(map(sum, come)), me)
+    ends = arriving.sum(0).cumsum(0, dtype=torch.int32)
+    return slots[: sum(splits.sent)], _Routes(splits, by_columns(come, ids.device), ends)
 
 
 def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:

@@ -36,10 +36,6 @@ def product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.
     return found
 
 
-cut = torch.split_with_sizes
-"""``cut(x, lengths)`` into consecutive rows, without the Python of ``x.split``"""
-
-
 def _is_traced(x: torch.Tensor) -> bool:
     return x.is_meta or bool(torch._C._len_torch_dispatch_stack()) or type(x) is not torch.Tensor
 
@@ -59,7 +55,7 @@ class Piece(NamedTuple):
         if len(self.lengths) == 1:
             return torch.mm(x, matrices[0], out=out)
         out = x.new_empty(x.shape[0], matrices[0].shape[1]) if out is None else out
-        for rows, matrix, into in zip(cut(x, self.lengths), matrices, cut(out, self.lengths), strict=True):
+        for rows, matrix, into in zip(x.split(self.lengths), matrices, out.split(self.lengths), strict=True):
             torch.mm(rows, matrix, out=into)
         return out
 
@@ -72,7 +68,7 @@ class Piece(NamedTuple):
         if len(self.lengths) == 1:
             torch.mm(x.mT, y, out=out[0])  # of no rows: zeros
             return None
-        for rows, theirs, into in zip(cut(x, self.lengths), cut(y, self.lengths), out, strict=True):
+        for rows, theirs, into in zip(x.split(self.lengths), y.split(self.lengths), out, strict=True):
             torch.mm(rows.mT, theirs, out=into)
         return None
 
@@ -92,7 +88,7 @@ def pieces(x: torch.Tensor, ends: torch.Tensor, columns: int) -> list[Piece]:
 
 def parts(of: Sequence[Piece], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """Of every piece the rows of ``x``."""
-    return cut(x, [sum(piece.lengths) for piece in of]) if len(of) > 1 else (x,)
+    return x.split([sum(piece.lengths) for piece in of]) if len(of) > 1 else (x,)
 
 
 def matrices(of: Sequence[Piece], weight: torch.Tensor) -> Sequence[Any]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoshard.runtime.operations.grouped import cut
 from autoshard.runtime.transport.handed_on import HandingOn
 
 
@@ -69,7 +68,7 @@ class Order(NamedTuple):
         if self.numbers is not None:
             return x.index_select(0, self.numbers[0])
         columns = len(self.lengths[0])
-        segments = cut(x, [n for row in self.lengths for n in row])
+        segments = x.split([n for row in self.lengths for n in row])
         return torch.cat([s for number in range(columns) for s in segments[number::columns]])
 
 

@@ -90,11 +90,6 @@ class Communicator(ABC):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """Carry out ``move`` on this rank's ``x``, differentiably."""
 
-    def arriving(self, move: Move, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin a ``move`` by splits of an ``x`` without gradient; what is returned waits for the result, once."""
-        moved = self.apply(move, x)
-        return lambda: moved
-
     @abstractmethod
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)`` with one draw from the random generators for all ranks together."""

@@ -15,11 +15,10 @@ from autoshard.runtime.transport.differentiable import Differentiable
 from autoshard.runtime.transport.float_order import floats, ordered
 from autoshard.runtime.transport.generators import Generators
 from autoshard.runtime.transport.groups import group_of
-from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, piece, together
+from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, piece, together
 from autoshard.runtime.transport.peers import Notes, lost, wait
 from autoshard.runtime.transport.profiling import collective_name, named, recorded
 from autoshard.runtime.transport.relay import Arrival, Hop
-from autoshard.runtime.transport.rows import begin_rows, by_index
 from autoshard.runtime.transport.spare import Spare
 from autoshard.runtime.transport.wire import behind, numel, outermost, padded, raw, with_length
 
@@ -31,6 +30,15 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 def all_reduce_sum(x: torch.Tensor, group: Any, async_op: bool = True) -> Any:
     """Begin ``dist.all_reduce(x, group=group)``, without what that looks up in every call."""
     return group.allreduce([torch.view_as_real(x) if x.is_complex() else x])
+
+
+def all_to_all_rows(
+    out: torch.Tensor, x: torch.Tensor, gets: list[int], gives: list[int], group: Any, async_op: bool = True
+) -> Any:
+    """Begin ``dist.all_to_all_single(out, x, gets, gives, group)`` likewise."""
+    if x.is_complex():
+        out, x = torch.view_as_real(out), torch.view_as_real(x)
+    return group.alltoall_base(out, x, gets, gives)
 
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -217,15 +225,6 @@ class TorchCommunicator(Communicator):
                 return sparse.joined(move, parts, self.chunks, group.number)
             return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
 
-    def arriving(self, move: Move, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """See :meth:`Communicator.arriving`."""
-        move, group = named(move), self.process_group(move.axes)
-        assert move.splits is not None
-        self.record(move.kind, move.axes, self.phase, move.ring_bytes(x, group.size))
-        self.during(move, self.phase)
-        with recorded(self, move, self.phase):
-            return begin_rows(self, move.splits, group, x)
-
     def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
         """See :meth:`Communicator.exchange`."""
         (hop,) = hops
@@ -299,7 +298,7 @@ def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     comm.run(group, all_gather_single, raw(parts), raw(x).unsqueeze(0))
     if in_place:
         return out
-    pieces = by_index(parts.unbind(0), group)
+    pieces = _by_index(parts.unbind(0), group)
     return torch.cat([p.narrow(move.dim, 0, n) for p, n in zip(pieces, lengths, strict=True)], move.dim)
 
 
@@ -321,7 +320,7 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch
 
 def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
     if move.splits is not None:
-        return begin_rows(comm, move.splits, group, x)()
+        return _rows(comm, move.splits, group, x)
     sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
     members = range(group.size) if group.order is None else group.order
     pieces = [x.narrow(move.to_dim, *sent[k]) for k in members]
@@ -329,7 +328,20 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     shapes = [with_length(shape, move.dim, gathered[k][1]) for k in members]
     out = _exchanged(comm, pieces, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
-    return torch.cat(by_index(parts, group), move.dim)
+    return torch.cat(_by_index(parts, group), move.dim)
+
+
+def _rows(comm: TorchCommunicator, splits: Splits, group: _Group, x: torch.Tensor) -> torch.Tensor:
+    """Rows go from where they lie to where they stay, unless the process group has an order of its own."""
+    order = range(group.size) if group.order is None else group.order
+    gives, gets = [splits.sent[k] for k in order], [splits.received[k] for k in order]
+    if group.order is not None:
+        pieces = x.split(splits.sent)
+        x = torch.cat([pieces[k] for k in order])
+    out = x.new_empty(sum(gets), *x.shape[1:])
+    exchange = all_to_all_rows if group.gloo else dist.all_to_all_single
+    comm.run(group, exchange, raw(out), raw(x.contiguous()), gets, gives)
+    return out if group.order is None else torch.cat(_by_index(out.split(gets), group))
 
 
 def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
@@ -339,7 +351,7 @@ def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -
     shapes = [with_length(x.shape, move.dim, move.exchange.piece(k, group.number)[1]) for k in members]
     out = _exchanged(comm, sent, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
-    return together(move, group.number, by_index(parts, group))
+    return together(move, group.number, _by_index(parts, group))
 
 
 def _exchanged(
@@ -369,3 +381,13 @@ _COLLECTIVES = {
     "permute": _permute,
     "halo": _halo,
 }
+
+
+def _by_index(parts: Sequence[torch.Tensor], group: _Group) -> list[torch.Tensor]:
+    """Parts that lie in the process group's order, in the order of the axes."""
+    if group.order is None:
+        return list(parts)
+    out = list(parts)
+    for position, k in enumerate(group.order):
+        out[k] = parts[position]
+    return out
