@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -126,36 +125,8 @@ class _Flag:
 
 def _imported(replaced: dict[Any, Any]) -> Iterator[Patch]:
     """The same for names that the user's modules have imported."""
-    functions = tuple(replaced)
-    for module, name, place in _IMPORTS.of(functions):
-        yield module, name, replaced[functions[place]]
-
-
-class _Imports:
-    """Which names of the user's modules are functions that a trace replaces. To look is to go through all their names.
-
-    Every such name holds a reference to its function. So where these have as many as they had, there are no new ones.
-    """
-
-    def __init__(self) -> None:
-        self.known: list[tuple[ModuleType, str, int]] = []
-        """a module, the name there, and the place of its function among those asked for"""
-        self.references: list[int] = []
-
-    def of(self, functions: tuple[Any, ...]) -> list[tuple[ModuleType, str, int]]:
-        references = [sys.getrefcount(f) for f in functions]
-        there = all(vars(module).get(name) is functions[place] for module, name, place in self.known)
-        if references != self.references or not there:
-            self.known, self.references = list(_found(functions)), references
-        return self.known
-
-
-def _found(functions: tuple[Any, ...]) -> Iterator[tuple[ModuleType, str, int]]:
-    places = {id(f): place for place, f in enumerate(functions)}
+    by_id = {id(original): new for original, new in replaced.items()}
     for module in users_modules():
         names = vars(module).copy()
-        if not places.keys().isdisjoint(map(id, names.values())):  # mostly it is, and this is the quick way to see it
-            yield from ((module, name, places[id(x)]) for name, x in names.items() if id(x) in places)
-
-
-_IMPORTS = _Imports()
+        if not by_id.keys().isdisjoint(map(id, names.values())):  # mostly it is, and this is the quick way to see it
+            yield from ((module, name, by_id[id(value)]) for name, value in names.items() if id(value) in by_id)
