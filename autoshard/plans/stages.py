@@ -158,7 +158,12 @@ def planned_stages(
     ranks, budget = mesh.size_of(wishes.stages), budget_of(wishes, mesh.hardware)
     chunks = len(stages) // ranks
     flying = _in_flight(stages, wishes, ranks, chunks)
-    planned = partial(_planned_within, flying=flying, stages=stages, mesh=mesh, wishes=wishes, title=title, plan=plan)
+    own = rest(mesh, wishes.stages)
+
+    def one(stage: Stage, asked: Wishes) -> Planned:
+        return plan(stage.graph, own, asked, title)
+
+    planned = partial(_planned_within, wishes, one, partial(_one_after_another, stages, mesh, flying, one))
     if chunks > 1 and stages.whole.training:
         with suppress(PlanError):
             found = planned(_shared_out(budget, chunks, flying, stages, mesh, wishes))
@@ -189,30 +194,28 @@ Done = list[tuple[Stage, Wishes, Planned]]
 """stages in order, what was asked of their plans, and these"""
 
 
+PlanOne = Callable[[Stage, Wishes], Planned]
+"""plans one stage"""
+
+
 def _planned_within(
-    limits: Sequence[float],
-    flying: tuple[int, ...],
-    stages: Stages,
-    mesh: Mesh,
     wishes: Wishes,
-    title: str,
-    plan: Callable[[Graph, Mesh, Wishes, str], Planned],
+    plan: PlanOne,
+    planned: Callable[[Wishes, Sequence[float]], tuple[Done, Plan]],
+    limits: Sequence[float],
 ) -> tuple[list[Planned], Plan]:
-    """See :func:`planned_stages`. ``limits``: bytes that the plan of each stage may need; ``flying``: of :func:`_in_flight`."""
-    planned = partial(_one_after_another, limits, flying, stages, mesh, title=title, plan=plan)
-    assert wishes.stages is not None
-    own, (done, best) = rest(mesh, wishes.stages), planned(wishes)
-    if not (wishes.plan or wishes.like or wishes.hints):
-        last = _as_in_the_last(done, wishes, lambda stage, asked: plan(stage.graph, own, asked, title)[1])
-        if last:
-            with suppress(PlanError):
-                other, one = planned(replace(wishes, parameters={**(wishes.parameters or {}), **last}))
-                if one.cost.total_s < best.cost.total_s:
-                    done, best = other, one
+    """See :func:`planned_stages`. ``planned``: all stages in order; ``limits``: bytes that the plan of each may need."""
+    done, best = planned(wishes, limits)
+    last = {} if wishes.plan or wishes.like or wishes.hints else _as_in_the_last(done, wishes, plan)
+    if last:
+        with suppress(PlanError):
+            other, one = planned(replace(wishes, parameters={**(wishes.parameters or {}), **last}), limits)
+            if one.cost.total_s < best.cost.total_s:
+                done, best = other, one
     return [found for _, _, found in done], best
 
 
-def _as_in_the_last(done: Done, wishes: Wishes, plan: Callable[[Stage, Wishes], Plan]) -> dict[str, Layout]:
+def _as_in_the_last(done: Done, wishes: Wishes, plan: PlanOne) -> dict[str, Layout]:
     """Parameters of several stages that the last of these would have in another layout than the first, were it alone."""
     found: dict[str, Layout] = {}
     fixed = set(wishes.parameters or ())
@@ -221,20 +224,16 @@ def _as_in_the_last(done: Done, wishes: Wishes, plan: Callable[[Stage, Wishes], 
         shared = {i.fqn for i in stage.graph.inputs if i.kind == "parameter" and i.fqn in taken} - fixed
         fixed |= shared
         if shared:
-            alone = plan(stage, replace(asked, parameters={n: x for n, x in taken.items() if n not in shared})).layouts
+            free = replace(asked, parameters={n: x for n, x in taken.items() if n not in shared})
+            alone = plan(stage, free)[1].layouts
             found |= {fqn: alone[fqn] for fqn in shared if alone[fqn] != taken[fqn]}
     return found
 
 
 def _one_after_another(
-    limits: Sequence[float],
-    flying: tuple[int, ...],
-    stages: Stages,
-    mesh: Mesh,
-    wishes: Wishes,
-    title: str,
-    plan: Callable[[Graph, Mesh, Wishes, str], Planned],
+    stages: Stages, mesh: Mesh, flying: tuple[int, ...], plan: PlanOne, wishes: Wishes, limits: Sequence[float]
 ) -> tuple[Done, Plan]:
+    """``flying``: of :func:`_in_flight`."""
     axis = wishes.stages
     assert axis is not None
     own, done = rest(mesh, axis), Done()
@@ -260,7 +259,7 @@ def _one_after_another(
         )
         if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
             asked = replace(asked, plan=_as_before(stage, asked, done))
-        done.append((stage, asked, plan(stage.graph, own, asked, title)))
+        done.append((stage, asked, plan(stage, asked)))
         one = done[-1][2][1]
         parameters |= {i.fqn: one.layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
         received = dict(zip(stage.sent, one.outputs, strict=False))
