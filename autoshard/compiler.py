@@ -126,5 +126,5 @@ def planner_of(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert, **more:
     """What searches ``graph`` under these wishes. ``more``: see :class:`Planner`."""
     hinted = resolve(wishes.hints, graph, mesh, known=wishes.known) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
-    rest = _given(graph, wishes), expert.zero, wishes.flying, wishes.effort
-    return Planner(graph, mesh, {**expert.limits, **hinted}, *asked, *rest, **more)
+    rest = _given(graph, wishes), expert.zero, wishes.flying, wishes.stays
+    return Planner(graph, mesh, {**expert.limits, **hinted}, *asked, *rest, wishes.effort, **more)

@@ -6,17 +6,28 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
 from autoshard import Mesh
 from autoshard.compiler import build, captured
 from autoshard.hardware import PRESETS, Link
 from autoshard.models import Gpt, GptConfig
+from autoshard.plans import stages
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.report.pipeline import StageTimes, stage_times
 from autoshard.report.record import Staged
 
 SLOW = dataclasses.replace(PRESETS["h100"], node=Link(1e-6, 1e10), kernel_latency=1e-6)
+
+
+class WithLoss(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().sum()
 
 
 def planned(batches: int = 16, like: str | None = None) -> Plan:
@@ -43,6 +54,24 @@ def test_a_search_is_no_worse_than_an_expert() -> None:
     """To sum gradients once a step takes less than to exchange activations in every micro-batch."""
     found = planned().cost.total_s
     assert found <= 1.02 * min(planned(like=like).cost.total_s for like in ("ddp", "fsdp", "megatron"))
+
+
+def test_where_memory_is_short_a_search_is_no_worse_than_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that stay gathered are found, too, which a stage alone is not offered."""
+    halves = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
+    model = WithLoss(nn.Sequential(*halves))
+    graph = captured(model, (torch.randn(64, 64),), {}, training=True)
+
+    def step(budget: float, like: str | None = None) -> float:
+        wishes = Wishes(stages="pp", micro_batches=2, like=like, memory_budget=budget)
+        plan = build(graph, Mesh({"pp": 2, "dp": 4}, "cpu"), wishes).plan
+        assert plan.memory.peak <= budget
+        return plan.cost.total_s
+
+    short, ample = step(0.6e6), step(0.7e6)
+    assert ample <= short <= min(step(0.6e6, like) for like in ("zero2", "fsdp"))
+    monkeypatch.setattr(stages, "_is_tight", lambda done: False)
+    assert step(0.6e6) > 1.2 * short
 
 
 @pytest.mark.parametrize("like", ["ddp", "zero1"])

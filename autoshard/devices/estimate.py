@@ -90,7 +90,7 @@ class Estimates(Bounds):
         budget, pieces = budget_of(self.wishes, self.hardware), self._pieces(graph, setup, own)
         work = max(map(pieces.touched, graph.nodes), default=0.0)
         limit = min(most, share * budget + (1 - share) * min(2 * work, budget / 2))
-        asked = replace(self.wishes, stages=None, flying=flying, memory_budget=limit, effort=EFFORT)
+        asked = replace(self.wishes, stages=None, flying=flying, stays=False, memory_budget=limit, effort=EFFORT)
         _, plan = planned(graph, own, asked, self.title)
         bare = pieces.between(list(itertools.accumulate(map(len, rows)))[:-1])
         parts = [self._piece(piece, nodes, plan, pieces, flying) for piece, nodes in zip(bare, rows, strict=True)]

@@ -190,6 +190,11 @@ def _shared_out(
     return [state + free * share + (1 - 1 / chunks) * work for share in shares]
 
 
+RIVALS = ("ddp", "zero1", "zero2", "fsdp")
+"""plans by an expert's name that are tried where memory is short"""
+TIGHT = 0.5
+"""of the bytes that a stage may need: where its plan needs less, memory had no say in it"""
+
 Done = list[tuple[Stage, Wishes, Planned]]
 """stages in order, what was asked of their plans, and these"""
 
@@ -204,15 +209,41 @@ def _planned_within(
     planned: Callable[[Wishes, Sequence[float]], tuple[Done, Plan]],
     limits: Sequence[float],
 ) -> tuple[list[Planned], Plan]:
-    """See :func:`planned_stages`. ``planned``: all stages in order; ``limits``: bytes that the plan of each may need."""
-    done, best = planned(wishes, limits)
-    last = {} if wishes.plan or wishes.like or wishes.hints else _as_in_the_last(done, wishes, plan)
-    if last:
-        with suppress(PlanError):
-            other, one = planned(replace(wishes, parameters={**(wishes.parameters or {}), **last}), limits)
-            if one.cost.total_s < best.cost.total_s:
-                done, best = other, one
-    return [found for _, _, found in done], best
+    """See :func:`planned_stages`. ``planned``: all stages in order; ``limits``: bytes that the plan of each may need.
+
+    A stage is planned without the next ones, and under a limit not to the optimum: so where memory may decide, parameters
+    that stay gathered and the plans by an expert's name are rivals.
+    """
+    found: list[tuple[Done, Plan]] = []
+    refused: list[PlanError] = []
+
+    def attempt(asked: Wishes) -> None:
+        try:
+            found.append(planned(asked, limits))
+        except PlanError as error:
+            refused.append(error)
+
+    plain = replace(wishes, stays=False)
+    attempt(plain)
+    free = not (wishes.plan or wishes.like or wishes.hints)
+    if found and free and (last := _as_in_the_last(found[0][0], plain, plan)):
+        attempt(replace(plain, parameters={**(wishes.parameters or {}), **last}))
+    if wishes.plan is None and (not found or _is_tight(found[0][0])):
+        attempt(wishes)
+        for like in RIVALS if free else ():
+            attempt(replace(plain, like=like))
+    if not found:
+        raise refused[0]
+    done, best = min(found, key=lambda one: one[1].cost.total_s)
+    return [one for _, _, one in done], best
+
+
+def _is_tight(done: Done) -> bool:
+    """Whether memory may have decided about the plans of stages with a backward."""
+    return any(
+        stage.graph.training and (one.recomputed or one.memory.peak > TIGHT * (asked.memory_budget or 0.0))
+        for stage, asked, (_, one) in done
+    )
 
 
 def _as_in_the_last(done: Done, wishes: Wishes, plan: PlanOne) -> dict[str, Layout]:

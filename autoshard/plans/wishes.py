@@ -45,6 +45,8 @@ class Wishes:
     """of schedules that interleave; None: as many as make the step shortest"""
     flying: int = 0
     """of one stage: the micro-batches that it keeps something for at once"""
+    stays: bool = True
+    """whether the search may leave parameters gathered, as stages 1 and 2 of ZeRO do"""
     boundaries: tuple[int, ...] | None = None
     """positions among the operations of a micro-batch before which stages are cut; None: searched"""
     effort: Effort = FULL

@@ -63,15 +63,16 @@ class Planner:
         given: Mapping[str, Layout] | None = None,
         zero: Mapping[str, int] | None = None,
         flying: int = 0,
+        stays: bool = True,
         effort: Effort = FULL,
         carried: frozenset[str] = frozenset(),
     ) -> None:
         """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
         :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts;
         ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; ``flying``: of a stage of a pipeline, the
-        micro-batches that it keeps something for at once; ``effort``: of the search;
-        ``carried``: inputs that an earlier call gave back, such as caches, whose layouts are to be chosen."""
-        self.flying, self.effort, self.carried = flying, effort, carried
+        micro-batches that it keeps something for at once; ``stays``: whether parameters may stay gathered; ``effort``: of
+        the search; ``carried``: inputs that an earlier call gave back, such as caches, whose layouts are to be chosen."""
+        self.flying, self.stays, self.effort, self.carried = flying, stays, effort, carried
         self.prepare: Prepare = _alone
         self.given, self.zero = given or {}, zero or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
@@ -219,7 +220,7 @@ class Planner:
         if limited and self._limited is not None:
             return self._limited
         what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
-        asked = self.graph.parameters if self.flying else self.constraints.keys()
+        asked = self.constraints.keys() if self.stays else self.graph.parameters
         stages = offered(self.graph, self.mesh, self.zero, asked, limited)
         more = self.optimizer, self.given, stages, max(1, self.flying), self.carried
         network = Network(*what, self.offer if limited else None, *more)
