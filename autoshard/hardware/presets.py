@@ -42,7 +42,7 @@ from pathlib import Path
 
 from autoshard.errors import MeshError
 from autoshard.hardware.device import AHEAD, Hardware
-from autoshard.hardware.link import Link, Rate
+from autoshard.hardware.link import SCALAR, Link, Rate
 from autoshard.hardware.tiles import Tiling
 
 GB = 1e9
@@ -81,6 +81,7 @@ _LOOPBACK = Link(
     tuple(
         Rate(kind, ranks, latency, bandwidth * GB)
         for kind, bandwidth, pair, four in (
+            (SCALAR, 1.34, 0.73e-3, 1.6e-3),
             ("all_reduce", 1.34, 0.73e-3, 2.7e-3),
             ("all_gather", 0.94, 0.89e-3, 1.8e-3),
             ("reduce_scatter", 0.95, 0.97e-3, 2.0e-3),
