@@ -29,7 +29,8 @@
   "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning", arXiv 2507.03114).
 - ``cpu``: what :func:`autoshard.calibrate` found (``quick=False``, medians of three runs) of two ranks on two cores of a Xeon
   with AVX-512, PyTorch 2.13, gloo, a thread each. Latencies among four are those times what groups of four took relative to
-  groups of two where four ranks shared these cores (two runs).
+  groups of two where four ranks shared these cores (two runs). The sum of one number takes as long as one of 4096 among two
+  ranks, and 0.60 of it among four (0.49 to 0.67 in 14 turns; gathers of 4096 took 0.7).
 
 Where nothing is named kernels reach 70 % of the data sheet, and a link's latency is that of published NCCL measurements.
 """
