@@ -3,8 +3,8 @@
     python benchmarks/expert_step.py
     python benchmarks/expert_step.py --ranks 4 --rows 512
 
-Both cut rows and experts along one axis and give the same loss. Prints medians and least of wall seconds and of rank 0's
-processor seconds, and their ratios.
+Both cut rows and experts along one axis and give the same loss. Prints medians and least of the slowest rank's wall seconds and
+of the busiest one's processor seconds, and their ratios; steps in which a virtual machine did not have its cores do not count.
 """
 
 from __future__ import annotations

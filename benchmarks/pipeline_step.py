@@ -18,9 +18,9 @@ import itertools
 import os
 import resource
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +39,6 @@ from autoshard.report.units import show_bytes, show_seconds
 
 STEPS = 3
 """steps of a cut one after another; the first is not counted: what others did since its last turn emptied the caches"""
-STOLEN = 0.02
-"""of a step's time on all cores, to those to whom the host gave them: more is not this machine's step"""
 FINAL = 4
 """those measured the fastest, which race again, with the chosen one: the best of many medians is partly luck"""
 WARM_UP = 3
@@ -67,14 +65,12 @@ class Cut:
     name: str
     sharded: Any
     predicted: float
-    steps: list[tuple[float, float]] = field(default_factory=list)
-    """seconds of each, and what share of the cores was stolen meanwhile"""
+    steps: list[worlds.Taken] = field(default_factory=list)
 
     @property
     def taken(self) -> list[float]:
         """Seconds of the steps that count."""
-        whole = [seconds for seconds, stolen in self.steps if stolen <= STOLEN]
-        return whole if len(whole) > 1 else [seconds for seconds, _ in self.steps]
+        return [taken.wall for taken in worlds.counted(self.steps)]
 
     @property
     def median(self) -> float:
@@ -114,21 +110,21 @@ def named(cut: Sequence[int], places: Mapping[int, int]) -> str:
     return f"{what} {', '.join(map(str, numbers))}"
 
 
+def stepped(cut: Cut, args: tuple[Tensor, ...]) -> None:
+    cut.sharded(*args).backward()
+
+
 def race(found: Sequence[Cut], args: tuple[Tensor, ...], rounds: int, seconds: float) -> None:
     """A few steps of every cut a round, for so many rounds or seconds."""
-    started, cores = time.perf_counter(), os.cpu_count() or 1
+    spent = 0.0  # as all ranks have it
     for number in range(rounds + WARM_UP):
         for cut, step in itertools.product(found, range(STEPS)):
             cut.sharded.zero_grad()
-            dist.barrier()
-            begin, gone = time.perf_counter(), worlds.stolen()
-            cut.sharded(*args).backward()
-            now = time.perf_counter()
-            took = torch.tensor([now - begin, now - started, worlds.stolen() - gone], dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
+            took = worlds.timed(partial(stepped, cut, args))[1]
+            spent += took.wall
             if number >= WARM_UP and step:
-                cut.steps.append((float(took[0]), float(took[2]) / (cores * float(took[0]))))
-        if float(took[1]) > seconds and number > WARM_UP:
+                cut.steps.append(took)
+        if spent > seconds and number > WARM_UP:
             break
 
 

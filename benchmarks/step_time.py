@@ -7,8 +7,9 @@
 One thread per process, fp32, forward + backward + fused AdamW. The contestants take turns within one run
 (A B C … B C A …), so that whatever else the machine does meets all of them alike. A step's time is that of the slowest
 rank; the table shows median and quartiles, and the ratio of medians to what each is measured against. CPU: processor
-time of the busiest rank, which other work on the machine disturbs less. ``--memory``: instead, the peak of resident
-memory that a world with one contestant alone adds to that of a world without a model.
+time of the busiest rank, which other work on the machine disturbs less. Steps in which a virtual machine did not have its
+cores (steal time) do not count; the table says how many do. ``--memory``: instead, the peak of resident memory that a world
+with one contestant alone adds to that of a world without a model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -256,10 +257,19 @@ CONTESTANTS = (
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds per step: of the slowest rank, and processor time of the busiest rank."""
+    """The steps of a contestant."""
 
-    wall: list[float]
-    cpu: list[float]
+    steps: list[worlds.Taken] = field(default_factory=list)
+
+    @property
+    def wall(self) -> list[float]:
+        """Seconds of the slowest rank, of the steps that count."""
+        return [taken.wall for taken in worlds.counted(self.steps)]
+
+    @property
+    def cpu(self) -> list[float]:
+        """Processor seconds of the busiest rank."""
+        return [taken.cpu for taken in worlds.counted(self.steps)]
 
 
 def is_timed(place: int, row: int) -> bool:
@@ -278,27 +288,22 @@ def race(steps: Mapping[str, Step], count: int, seconds: float = math.inf, row: 
     Their order is another one in every round, as a step after a heavy one is slower. ``row``: steps of a turn. Where there are
     several the first is not timed.
     """
-    times = {name: Times([], []) for name in steps}
-    started, begun, warm = time.perf_counter(), 0.0, warm_up(row)
+    times = {name: Times() for name in steps}
+    spent, begun, warm = 0.0, 0.0, warm_up(row)  # seconds spent: as all ranks have them
     for round_ in range(count + warm):
         losses = {}
         order = random.Random(round_).sample(sorted(steps), len(steps))
         for name, place in itertools.product(order, range(row)):
-            dist.barrier()
-            begin = time.perf_counter(), time.process_time()
-            losses[name] = steps[name]()
-            ended = time.perf_counter()
-            took = torch.tensor([ended - begin[0], time.process_time() - begin[1], ended - started])
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            losses[name], took = worlds.timed(steps[name])
+            spent += took.wall
             if round_ >= warm and is_timed(place, row):
-                times[name].wall.append(float(took[0]))
-                times[name].cpu.append(float(took[1]))
+                times[name].steps.append(took)
         known = [x for x in losses.values() if x == x]
         begun = begun or abs(known[0])  # what is left of a loss that was learnt by heart is rounding in all of it
         apart = 1e-3 if round_ < warm else 1e-2  # AdamW makes steps of one size of the smallest differences
         if max(known) - min(known) > apart * begun + 1e-6:
             raise SystemExit(f"round {round_}: the losses differ: {losses}")
-        if float(took[2]) > seconds and round_ > warm:
+        if spent > seconds and round_ > warm:
             break
     return times
 
@@ -307,7 +312,7 @@ def report(title: str, chosen: list[Contestant], times: Mapping[str, Times]) -> 
     """One row per contestant."""
     table = Table(title=f"{title}, {dist.get_world_size()} gloo ranks, torch {torch.__version__}; ms per step")
     table.add_column("")
-    for column in ("median", "quartiles", "CPU", "ratio", "CPU ratio", "target"):
+    for column in ("counted", "median", "quartiles", "CPU", "ratio", "CPU ratio", "target"):
         table.add_column(column, justify="right")
     wall = {name: statistics.median(t.wall) for name, t in times.items()}
     cpu = {name: statistics.median(t.cpu) for name, t in times.items()}
@@ -318,7 +323,8 @@ def report(title: str, chosen: list[Contestant], times: Mapping[str, Times]) -> 
         ratios = [f"{of[c.name] / of[best]:.2f}" if best else "" for of in (wall, cpu)]
         shown = [f"{s * 1e3:.1f}" for s in (wall[c.name], low, high, cpu[c.name])]
         target = f"≤ {c.target} × {best}" if c.target else f"(to {best})" if best else ""
-        table.add_row(c.name, shown[0], f"{shown[1]} … {shown[2]}", shown[3], *ratios, target)
+        count = f"{len(times[c.name].wall)}/{len(times[c.name].steps)}"
+        table.add_row(c.name, count, shown[0], f"{shown[1]} … {shown[2]}", shown[3], *ratios, target)
     return table
 
 

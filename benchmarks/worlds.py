@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,19 @@ PINNED = "BENCHMARK_PINNED"
 
 KEEPING = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 """for glibc: memory that is freed stays with the process. Else which contestant pays for new pages is chance"""
+
+STOLEN = 0.02
+"""of a step's time on all cores, to those to whom the host gave them: more is not this machine's step"""
+
+Made = TypeVar("Made")
+
+
+class Taken(NamedTuple):
+    """A step: seconds of the slowest rank, processor seconds of the busiest, the share of all cores that was stolen."""
+
+    wall: float
+    cpu: float
+    stolen: float
 
 
 def launch(script: str, arguments: Sequence[str], ranks: int, keeping: bool = True) -> int:
@@ -44,8 +57,7 @@ def join(rank: int, ranks: int, rendezvous: str | os.PathLike[str]) -> None:
 def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], steps: int, warm: int = 10) -> None:
     """Steps of ``sharded`` on ``x`` and of the same written by hand, in turns: their losses have to agree.
 
-    Rank 0 prints wall seconds, and its processor seconds, which a load touches less. ``warm``: steps that do not count; in its
-    first calls a module compares the ranks' inputs.
+    Rank 0 prints what they took. ``warm``: steps that do not count; in its first calls a module compares the ranks' inputs.
     """
 
     def compiled() -> torch.Tensor:
@@ -57,21 +69,39 @@ def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], s
     forms = {"compiled": compiled, "by hand": by_hand}
     losses = {name: float(run()) for name, run in forms.items()}
     assert abs(losses["compiled"] - losses["by hand"]) < 1e-5 * losses["by hand"], losses
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in forms}
+    taken: dict[str, list[Taken]] = {name: [] for name in forms}
     for number in range(warm + steps):
         for name, run in forms.items():
-            dist.barrier()
-            begun = time.perf_counter(), time.process_time()
-            run()
+            took = timed(run)[1]
             if number >= warm:
-                taken[name].append((time.perf_counter() - begun[0], time.process_time() - begun[1]))
+                taken[name].append(took)
     if dist.get_rank():
         return
+    whole = {name: counted(times) for name, times in taken.items()}
+    print(", ".join(f"{len(times)} of {steps} steps {name} counted" for name, times in whole.items()))
     for i, clock in enumerate(("wall", "processor")):
         for what, of in (("median", statistics.median), ("least", min)):
-            found = {name: of([t[i] for t in times]) for name, times in taken.items()}
+            found = {name: of([t[i] for t in times]) for name, times in whole.items()}
             print(clock, what, {name: f"{s * 1e3:.1f} ms" for name, s in found.items()}, end=" ")
             print(f"compiled / by hand: {found['compiled'] / found['by hand']:.2f}")
+
+
+def timed(step: Callable[[], Made]) -> tuple[Made, Taken]:
+    """What ``step`` returns, and what it took; ranks begin together, and agree on the latter."""
+    dist.barrier()
+    begin = time.perf_counter(), time.process_time(), stolen()
+    made = step()
+    ended = time.perf_counter(), time.process_time(), stolen()
+    took = torch.tensor([b - a for a, b in zip(begin, ended, strict=True)], dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    wall, cpu, gone = took.tolist()
+    return made, Taken(wall, cpu, gone / (wall * (os.cpu_count() or 1)))
+
+
+def counted(steps: Sequence[Taken]) -> list[Taken]:
+    """Those in which this machine had its cores (:data:`STOLEN`); all, where these are not two."""
+    whole = [taken for taken in steps if taken.stolen <= STOLEN]
+    return whole if len(whole) > 1 else list(steps)
 
 
 def stolen() -> float:

@@ -224,7 +224,7 @@ def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         return {
             "speeds": [1e11, 5e11], "bandwidth": 1e9 if slow == "bandwidth" else 1e10, "caches": ((12.0, 1e-6), (99.0, 2e-6)),
             "launch": 1e-3 if slow == "launch" else 1e-5, "convolutions": 0.8, "attention": pair, "staged": (1e-4, 1e-9),
-            "messages": [[1e-3 * (1 + n) * (40 if slow == "messages" else 1) for n in range(15)]], "overlap": 0.5,
+            "messages": [[1e-3 * (1 + n) * (40 if slow == "messages" else 1) for n in range(16)]], "overlap": 0.5,
             "products": [0.1, 0.2, 0.3, 0.4], "channels": [0.1] * 7, "functions": (1e-9, 2e-9), "updates": 1e9,
             "sharing": ((1, 0.5), (2, 1.0)),
         }  # fmt: skip
@@ -242,9 +242,10 @@ def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.caches == ((12.0, 1e-6), (99.0, 2e-6))
     assert found.sharing == ((1, 0.5), (2, 1.0))
     assert [rate.kind for rate in found.node.rates] == [
-        *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+        *("scalar", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
     ]
     assert all(rate.latency < 0.02 for rate in found.node.rates)
+    assert found.node.rate("scalar", 2)[0] == pytest.approx(1e-3)
 
 
 def test_stages_take_what_is_not_computing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import autoshard
 from autoshard import Hardware, Link, Mesh
-from autoshard.hardware import PRESETS, Rate
+from autoshard.hardware import PRESETS, SCALAR, Rate, Route
 
 H100 = PRESETS["h100"]
 
@@ -145,6 +145,19 @@ def test_rates_between_measured_sizes_and_beyond() -> None:
     assert link.rate("all_gather", 8) == pytest.approx((4e-6, 1 / 2e9))
     assert link.rate("all_to_all", 6) == link.rate("all_gather", 6)
     assert Link(1e-6, 1e9).rate("all_reduce", 5) == pytest.approx((2e-6, 1e-9))
+
+
+def test_one_number_goes_as_an_all_reduce_where_nothing_else_was_measured() -> None:
+    for hardware in PRESETS.values():
+        if any(rate.kind == SCALAR for rate in hardware.node.rates):
+            continue
+        for inside, nodes in ((2, 1), (8, 1), (4, 3), (1, 4)):
+            route = hardware.route(inside, nodes)
+            assert route.rate(SCALAR) == route.rate("all_reduce")
+    rows = [Rate("all_gather", 4, 2e-6, 1e9), Rate("all_reduce", 4, 3e-6, 1e9)]
+    for measured, least in ((1e-6, 1e-6), (5e-6, 3e-6)):
+        link = Link(1.0, 1.0, (*rows, Rate(SCALAR, 4, measured, 1e9)))
+        assert Route(link, link, 4, 1).rate(SCALAR)[0] == pytest.approx(least)
 
 
 def test_ranks_that_share_cores_work_faster_while_others_wait() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autoshard.check.clock import SHORT, USED, Clock, agreed
-from autoshard.hardware import Rate
+from autoshard.hardware import SCALAR, Rate
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single
 
@@ -25,7 +25,7 @@ LEAST = 1e-6
 def move_of(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
     """The move of ``size`` elements, and the shape of what a rank brings."""
     axes = ("ranks",)
-    if kind == "all_reduce":
+    if kind in ("all_reduce", SCALAR):
         return Move("P", "I", axes), (size,)
     if kind == "all_gather":
         return Move("S", "R", axes, 0, size), (size // ranks,)
@@ -71,7 +71,7 @@ class Messages:
         self.step, self.comm = step, TorchCommunicator({"ranks": ranks}, range(first, first + ranks))
         sizes = (1 << 12, 1 << 17, 1 << 20) if quick else (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
         kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(("permute",) if ranks == world else ()))
-        self.sent = [*itertools.product(kinds, sizes)]
+        self.sent = [(SCALAR, 1), *itertools.product(kinds, sizes)]
 
     def seconds(self) -> list[float]:
         """Of each."""
@@ -82,7 +82,7 @@ class Messages:
             return _message(self.step, size)
         comm, (move, shape) = self.comm, move_of(kind, self.comm.world_size, size)
         x = torch.ones(shape, device=self.step.clock.device)
-        if kind == "all_reduce":  # the copy before it has a price of its own
+        if kind in ("all_reduce", SCALAR):  # the copy before it has a price of its own
             return partial(comm.run, comm.process_group(move.axes), dist.all_reduce, torch.zeros_like(x))
         return partial(comm.execute, move, x, "forward")
 
@@ -97,7 +97,10 @@ class Messages:
                 move, shape = move_of(kind, ranks, size)
                 bytes_ = move.ring_bytes(torch.empty(shape, device="meta"), ranks)
                 found.setdefault((kind, ranks), []).append((bytes_, taken))
-        return [_line(*of, points) for of, points in found.items()]
+        ((_, once),) = found.pop((SCALAR, ranks))
+        rates = [_line(*of, points) for of, points in found.items()]
+        summed = next(r for r in rates if r.kind == "all_reduce")
+        return [Rate(SCALAR, ranks, min(once, summed.latency), summed.bandwidth), *rates]
 
 
 def _message(step: Step, size: int) -> Callable[[], None]:

@@ -12,19 +12,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+SCALAR = "scalar"
+"""the kind of an all-reduce of one number, such as a loss: gloo cuts what it sums into two segments per rank and sends those
+that are not empty round its ring (gloo/allreduce.cc), so that a single number takes far fewer messages than a row of them"""
+
 _SAME_AS = {
+    SCALAR: "all_reduce",
     "reduce_scatter": "all_gather",
     "all_to_all": "all_gather",
     "permute": "all_gather",
     "all_reduce": "all_gather",
 }
 
+_SUMS = ("all_reduce", SCALAR)
+
 
 class Rate(NamedTuple):
     """What was measured of one kind of collective among ``ranks`` ranks."""
 
     kind: str
-    """all_gather, reduce_scatter, all_reduce, all_to_all or permute"""
+    """all_gather, reduce_scatter, all_reduce, all_to_all, permute or :data:`SCALAR`"""
     ranks: int
     latency: float
     """seconds"""
@@ -48,7 +55,7 @@ class Link:
     latency: float
     bandwidth: float
     rates: tuple[Rate, ...] = ()
-    """by kind and number of ranks; a kind that was not measured goes as an all-gather"""
+    """by kind and number of ranks; a kind that was not measured goes as an all-gather, one number as any all-reduce"""
 
     def rate(self, kind: str, ranks: int) -> tuple[float, float]:
         """(seconds, seconds per ring byte) of a collective among ``ranks`` ranks.
@@ -63,7 +70,7 @@ class Link:
             return self.rate(_SAME_AS[kind], 2 if kind == "permute" else ranks)
         if not known:
             return self.latency * (1 + 0.25 * (ranks - 1)), 1.0 / self.bandwidth
-        at = (lambda n: math.log2(n)) if kind == "all_reduce" else float
+        at = (lambda n: math.log2(n)) if kind in _SUMS else float
         if len(known) == 1 or ranks <= known[0].ranks:
             return known[0].latency, 1.0 / known[0].bandwidth
         below, above = next((p for p in itertools.pairwise(known) if ranks <= p[1].ranks), (known[-2], known[-1]))
@@ -106,10 +113,12 @@ class Route:
 
     def _fastest(self, kind: str) -> tuple[float, float]:
         latency, per_byte = self._rate(kind)
-        if kind == "all_reduce":  # never slower than in two steps
+        if kind in _SUMS:  # never slower than in two steps
             (a, b), (c, d) = self._rate("reduce_scatter"), self._rate("all_gather")
             latency, per_byte = min(latency, a + c), min(per_byte, (b + d) / 2)
-        elif kind in ("all_gather", "reduce_scatter"):  # by a tree, too, where messages are small (NCCL's PAT)
+        if kind == SCALAR:
+            latency = min(latency, self._rate("all_reduce")[0])
+        if kind in ("all_gather", "reduce_scatter"):  # by a tree, too, where messages are small (NCCL's PAT)
             latency = min(latency, self._rate("all_reduce")[0])
         return (latency + self.launch if self.ranks > 1 else 0.0), per_byte
 
@@ -131,5 +140,5 @@ class Route:
             crossing = (ranks - inside) / (ranks - 1)
             return near + far, max(crossing * across, (1 - crossing) * beside)
         crossing = (nodes - 1) / nodes * ranks / (ranks - 1)
-        steps = 1 if kind == "all_reduce" else inside  # a ring goes through all ranks, a tree's depth is that of nodes
+        steps = 1 if kind in _SUMS else inside  # a ring goes through all ranks, a tree's depth is that of nodes
         return near + far * steps, max(beside if inside > 1 else 0.0, crossing * across / inside)

@@ -202,15 +202,17 @@ def _in_all_passes(c: Collective, graph: Graph) -> Collective:
 
 def _shared(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> list[Collective]:
     """``parts`` of one call per kind and phase, each with its share of the call's time. ``bucket``: of parameters."""
-    calls: dict[tuple[str, str], list[float]] = {}
+    calls: dict[tuple[str, str], list[Collective]] = {}
     for c in parts:
-        calls.setdefault((c.kind, c.phase), []).append(c.bytes)
+        calls.setdefault((c.kind, c.phase), []).append(c)
 
     def share(c: Collective) -> float:
         every = calls[c.kind, c.phase]
-        if len(every) == 1 or not sum(every):
+        size = sum(x.bytes for x in every)
+        if len(every) == 1 or not size:
             return c.seconds
-        return mesh.link(c.axes).seconds(sum(every), c.kind) * c.bytes / sum(every)
+        apart = sum(x.seconds for x in every)  # less, of two numbers
+        return min(apart, mesh.link(c.axes).seconds(size, c.kind)) * c.bytes / size
 
     return [replace(c, seconds=share(c), bucket=bucket) for c in parts]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from autoshard.hardware import Hardware
+from autoshard.hardware import SCALAR, Hardware
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Moves, OfRows
 from autoshard.passes.ir.sizes import Size
@@ -71,6 +71,8 @@ class Prices:
     mesh: Mesh
     itemsize: int
     grad: bool
+    scalar: bool
+    """whether the tensor is a single number"""
 
     @cached_property
     def shares(self) -> Floats:
@@ -78,7 +80,7 @@ class Prices:
         together pay once, for each kind in :data:`IN_BUCKETS`, and for small ones in :data:`TOGETHER`: launches, latency of
         links inside a node, of links between nodes."""
         graph = self.space
-        crossing, launches, latency, kinds = _messages(self.mesh, graph.kinds, graph.base, self.grad)
+        crossing, launches, latency, kinds = _messages(self.mesh, graph.kinds, graph.base, self.grad, self.scalar)
         small = np.maximum(self.numel[graph.src], self.numel[graph.dst]) * self.itemsize <= SMALL_BYTES
         known = np.isfinite(self.seconds)
         rest = np.where(known, self.seconds, 0.0) - launches
@@ -129,7 +131,8 @@ def price(
     graph = space(mesh.shape, kinds, base)
     sizes = np.array(shape, np.int64)
     piece = (-(-sizes // graph.pieces)).prod(axis=1)[graph.piece]
-    latency, per_byte = _rates(mesh, kinds, 0.0 if looked_up else back / itemsize, base)
+    scalar = math.prod(shape) == 1
+    latency, per_byte = _rates(mesh, kinds, 0.0 if looked_up else back / itemsize, base, scalar)
     gradients = _of_rows(graph, sizes, back, looked_up) if looked_up else graph.backward * back * piece
     total = graph.forward * itemsize * piece + gradients
     seconds = latency + per_byte * (piece * itemsize)
@@ -141,7 +144,7 @@ def price(
         forbidden = uneven.any(axis=1) | cut.any(axis=1)
         total[forbidden], seconds[forbidden] = FORBIDDEN, np.inf
     numel = (-(-sizes // graph.cuts)).prod(axis=1)
-    return Prices(total, gradients, seconds, numel, graph, piece, mesh, itemsize, bool(back))
+    return Prices(total, gradients, seconds, numel, graph, piece, mesh, itemsize, bool(back), scalar)
 
 
 def _of_rows(graph: Space, sizes: Ints, back: int, looked_up: int) -> Ints:
@@ -168,7 +171,7 @@ def _rows_seconds(mesh: Mesh, graph: Space, gradients: Ints) -> Floats:
 
 @lru_cache(maxsize=64)
 def _messages(
-    mesh: Mesh, kinds: tuple[str, ...], base: State, grad: bool
+    mesh: Mesh, kinds: tuple[str, ...], base: State, grad: bool, scalar: bool
 ) -> tuple[Bools, Floats, Floats, tuple[Bools, ...]]:
     """Per move: whether it leaves a node, seconds of its launches, and with the latency of its links where it may go with
     others; and per kind in :data:`IN_BUCKETS`, and for all in :data:`TOGETHER`, whether it is one."""
@@ -183,14 +186,22 @@ def _messages(
     latency = np.zeros(len(graph.moves))
     for i in np.flatnonzero(merging[-1]):
         move = graph.moves[i]
-        latency[i] = seconds(move.group, move.kind, move.backward if grad else None)
+        latency[i] = seconds(move.group, move.kind, move.backward if grad else None, scalar)
     return crossing, calls * mesh.hardware.kernel_latency, latency, tuple(merging)
 
 
-def message_latency(mesh: Mesh, axes: tuple[str, ...], forward: str, backward: str | None) -> float:
-    """Seconds of the collectives of a move, forward and backward, that do not depend on its bytes."""
-    found = [mesh.link(axes).rate(kind)[0] for kind in (forward, backward) if kind in COLLECTIVES]
+def message_latency(mesh: Mesh, axes: tuple[str, ...], forward: str, backward: str | None, scalar: bool) -> float:
+    """Seconds of the collectives of a move, forward and backward, that do not depend on bytes; ``scalar``: of one number."""
+    found = [mesh.link(axes).rate(kind)[0] for kind in (_sent(forward, scalar), backward) if kind in _RATED]
     return math.fsum(found)
+
+
+_RATED = {*COLLECTIVES, SCALAR}
+
+
+def _sent(forward: str, scalar: bool) -> str:
+    """The kind whose rate a forward collective has; gradients are summed in company (:attr:`Shares.sums`)."""
+    return SCALAR if scalar and forward == "all_reduce" else forward
 
 
 def _uneven(shape: tuple[int, ...], graph: Space) -> Bools:
@@ -204,10 +215,10 @@ def _uneven(shape: tuple[int, ...], graph: Space) -> Bools:
 
 
 @lru_cache(maxsize=64)
-def _rates(mesh: Mesh, kinds: tuple[str, ...], back: float, base: State) -> tuple[Floats, Floats]:
+def _rates(mesh: Mesh, kinds: tuple[str, ...], back: float, base: State, scalar: bool) -> tuple[Floats, Floats]:
     """Per move: fixed seconds, and seconds per byte of the smaller chunk. ``back``: of gradients, bytes per such byte."""
     graph = space(mesh.shape, kinds, base)
-    rate = cache(lambda *call: _rate(mesh, graph, *call))
+    rate = cache(partial(_rate, mesh, graph, scalar))
     launch = mesh.hardware.kernel_latency
     calls = [(m.kind, m.backward if back else None, m.group, m.order, back) for m in graph.moves]
     pairs = np.array([rate(*call) for call in calls], np.float64)
@@ -219,6 +230,7 @@ def _rates(mesh: Mesh, kinds: tuple[str, ...], back: float, base: State) -> tupl
 def _rate(
     mesh: Mesh,
     graph: Space,
+    scalar: bool,
     forward: str,
     backward: str | None,
     group: tuple[int, ...],
@@ -228,10 +240,10 @@ def _rate(
     """(seconds, seconds per byte) of one move: α-β for each collective, memory traffic for a local copy."""
     link = mesh.link([mesh.axes[a] for a in group])
     fixed, rate = local_step(mesh.hardware), 0.0
-    for kind, width in ((forward, 1.0), (backward, back)):
+    for kind, width, sent in ((forward, 1.0, _sent(forward, scalar)), (backward, back, backward)):
         volume = graph.volume(kind, group, order) / graph.ranks
-        if kind is not None and volume:
-            latency, per_byte = link.rate(kind)
+        if sent is not None and volume:
+            latency, per_byte = link.rate(sent)
             fixed += latency
             rate += volume * per_byte * width
     written = {"slice": 1.0, "partial": 1.0, "pad": float(graph.count(group))}.get(forward, 0.0)

@@ -134,7 +134,7 @@ def _one_by_one(
         for s in plan.steps:
             largest = max(math.prod(x.max_local_shape(s.shape)) for x in (s.src, s.dst)) * dtype.itemsize
             joined = s.kind in TOGETHER and largest <= SMALL_BYTES
-            links = message_latency(src.mesh, s.axes, s.kind, s.backward) - launches[s]
+            links = message_latency(src.mesh, s.axes, s.kind, s.backward, math.prod(shape) == 1) - launches[s]
             for i in (*(i for i, kind in enumerate(IN_BUCKETS) if s.kind == kind), *[len(IN_BUCKETS)] * joined):
                 together[3 * i] += launches[s]
                 together[3 * i + 1 + src.mesh.crosses(s.axes)] += links

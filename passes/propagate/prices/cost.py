@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.hardware import Hardware
+from autoshard.hardware import SCALAR, Hardware
 from autoshard.layout import Owned, Placement, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
@@ -92,15 +92,19 @@ def _summed(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> floa
     return float(result * dtype.itemsize) if facts_of(node.op).kernels == 1 and any(of_bias) else 0.0
 
 
+SCALAR_BYTES = 8
+"""of a single number, at most"""
+
+
 def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
     """(ring bytes per rank, seconds) of a collective inside an op's local form, at its share of the latency."""
     ranks, link = mesh.size_of(collective.axes), mesh.link(collective.axes)
     if collective.kind == "permute":  # every rank sends one message
         return collective.bytes, link.seconds(collective.bytes, "permute")
-    others = (1.0 - collective.share) * link.rate(collective.kind)[0]
     passes = 2 if collective.kind == "all_reduce" else 1
+    kind = SCALAR if passes == 2 and collective.bytes <= SCALAR_BYTES else collective.kind
     moved = passes * (ranks - 1) / ranks * collective.bytes
-    return moved, link.seconds(moved, collective.kind) - others
+    return moved, link.seconds(moved, kind) - (1.0 - collective.share) * link.rate(kind)[0]
 
 
 def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:
