@@ -71,7 +71,6 @@ FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
     row_sums._InPieces: lambda x: row_sums.in_pieces(x, order(4), None, -100, 0.0),
     slots._Dealt: lambda x: slots.dealt(x, slots.slots_of(order(8), 4, 2)),
     slots._Collected: lambda x: slots.collected(x, torch.ones(4, dtype=x.dtype), slots.slots_of(order(4), 2, 2)),
-    slots._Ordered: lambda x: slots.ordered(x, slots.by_columns([[1, 2], [1, 0]], x.device)),
     gated._GatedProducts: lambda x: gated.gated_products(
         x, x.detach().expand(2, 4, 4), x.detach()[:2].expand(2, 2, 4), torch.tensor([1, 4]), "silu"
     ),

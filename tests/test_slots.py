@@ -13,7 +13,8 @@ from autoshard.runtime.operations import grouped
 from autoshard.runtime.operations.experts import experts
 from autoshard.runtime.operations.gated import gated_products
 from autoshard.runtime.operations.grouped import product
-from autoshard.runtime.operations.slots import by_columns, collected, dealt, ordered, slots_of
+from autoshard.runtime.operations.slots import collected, dealt, slots_of
+from autoshard.runtime.transport.segments import by_columns
 
 ROWS, TOP, COUNT = 5, 2, 3
 IDS = torch.tensor([[0, 2], [2, 1], [2, 0], [0, 2], [2, -1]])
@@ -95,15 +96,12 @@ def test_some_slots_are_dealt_and_collected(order: list[int], dtype: torch.dtype
 
 @pytest.mark.parametrize("few", [6, 5], ids=["put together", "gathered"])
 def test_segments_change_their_order_and_come_back(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
-    monkeypatch.setattr("autoshard.runtime.operations.slots.FEW", few)
-    x = torch.arange(7.0).requires_grad_()
+    monkeypatch.setattr("autoshard.runtime.transport.segments.FEW", few)
+    x = torch.arange(7.0)
     order = by_columns([[2, 0, 1], [1, 3, 0]], x.device)
-    moved = ordered(x, order)
+    moved = order.of(x)
     assert moved.tolist() == [0, 1, 3, 4, 5, 6, 2]
-    assert torch.equal(ordered(moved, order.turned()), x)
-    (moved * torch.arange(7.0)).sum().backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [0, 1, 6, 2, 3, 4, 5]
+    assert torch.equal(order.turned().of(moved), x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -163,7 +161,7 @@ def test_gated_products_in_pieces(monkeypatch: pytest.MonkeyPatch, turned: bool,
     do."""
     if cached is None:
         at_once = "autoshard.runtime.operations.gated.pieces"
-        monkeypatch.setattr(at_once, lambda x, ends, columns: [grouped.Piece((), ends)])
+        monkeypatch.setattr(at_once, lambda x, ends, columns: [grouped.Piece(slice(None), (), x.shape[0], ends)])
     else:
         monkeypatch.setattr(grouped, "CACHED", cached)
     lengths = torch.tensor([3, 0, 4])

@@ -350,11 +350,12 @@ class _Absent(Communicator):
         """``move`` without autograd."""
         if move.verb in LOCAL:
             return in_order_of(x, self.local(move, x))
+        if move.splits is not None:
+            sent = move.splits.going(x)
+            return move.splits.staying(sent.new_empty(sum(move.splits.received), *x.shape[1:]))
         shape = list(x.shape)
         if move.exchange is not None:
             shape[move.dim] = move.exchange.wanted[self.index(move.axes)][1]
-        elif move.splits is not None:
-            shape[0] = sum(move.splits.received)
         elif move.dim >= 0 and not move.order:
             gathers = move.source == "S"
             shape[move.dim] = move.size if gathers else self.chunk(move.size, move.axes)[1]

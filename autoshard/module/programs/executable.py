@@ -111,7 +111,7 @@ class Executable:
         )
         return Executable(compiled, classes[0], inputs, carried, structure, parts)
 
-    @property
+    @cached_property
     def graph(self) -> Graph:
         return self.compiled.graph
 

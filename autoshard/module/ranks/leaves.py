@@ -6,7 +6,6 @@ backward outside takes it along, so that several of them cost one sum.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,10 +103,11 @@ def _owned(
     """
     own = list(gradients)
     kept = [i for i, g in enumerate(gradients) if g is not None and g is brought[i] and not g.is_sparse]
-    places = Counter([g.data_ptr() for g in brought if g is not None and not g.is_sparse]) if kept else {}
+    places = [g.data_ptr() for g in brought if g is not None and not g.is_sparse] if kept else []
+    apart = len({*places}) == len(places)
     for i in kept:
         g: Any = own[i]
-        if g._use_count() > 1 or hasattr(g, GIVEN) or places[g.data_ptr()] > 1:
+        if g._use_count() > 1 or hasattr(g, GIVEN) or not (apart or places.count(g.data_ptr()) == 1):
             own[i] = g.clone()
     return own
 

@@ -14,10 +14,11 @@ import torch
 from autoshard.runtime.operations.gated import DERIVATIVES, activation_of, gated_by, gated_products
 from autoshard.runtime.operations.grouped import product
 from autoshard.runtime.operations.halo import split
-from autoshard.runtime.operations.slots import Order, by_columns, collected, dealt, ordered, slots_of
+from autoshard.runtime.operations.slots import collected, dealt, slots_of
 from autoshard.runtime.operations.whole_op import differentiate
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.move import Move, Splits
+from autoshard.runtime.transport.segments import by_columns
 
 
 @torch.library.custom_op("autoshard::experts", mutates_args=())
@@ -90,8 +91,6 @@ def experts(
     flat = x.reshape(-1, x.shape[-1])
     slots = slots_of(computed, flat.shape[0], top)
     rows = _exchanged(dealt(flat, slots), held, routes.splits)
-    if routes.order is not None:
-        rows = ordered(rows, routes.order)
     ends = routes.ends[: first.shape[0]]
     dim, apart = 2 if transposed else 1, gated and hidden_axes and not interleaved
     plain = (first_bias, second_bias, limit, shift, interleaved) == (None, None, None, 0, False)
@@ -110,8 +109,6 @@ def experts(
         out = product(mid, second if transposed else second.mT, ends)
         if second_bias is not None:
             out = out + _of_rows(second_bias, ends, rows)
-    if routes.order is not None:
-        out = ordered(out, routes.order.turned())
     out = _exchanged(out, held, None if routes.splits is None else routes.splits.backward())
     out = collected(out, weights.reshape(-1), slots).to(x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
@@ -169,9 +166,7 @@ class _Routes(NamedTuple):
     """Where rows go and how they lie there."""
 
     splits: Splits | None
-    """None: they stay"""
-    order: Order | None
-    """in which they are multiplied, by expert, of that in which they come, by rank; None: they stay"""
+    """from the rank that has them to that of their expert, where they come by rank and stay by expert; None: they stay"""
     ends: torch.Tensor
     """where the rows of each of this rank's experts end; it may hold fewer than most"""
 
@@ -186,32 +181,32 @@ def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
     slots = keys.argsort(stable=True)
     sent = torch.bincount(keys, minlength=cells)[:cells]
     if held.places is None:
-        return slots, _Routes(None, None, sent.cumsum(0, dtype=torch.int32))
+        return slots, _Routes(None, sent.cumsum(0, dtype=torch.int32))
     if held.comm is None or not held.axes:  # those of other ranks come last
-        return slots[: int(sent.sum())], _Routes(None, None, sent.cumsum(0, dtype=torch.int32))
+        return slots[: int(sent.sum())], _Routes(None, sent.cumsum(0, dtype=torch.int32))
     me, sent = held.comm.index(held.axes), sent.view(held.ranks, -1)
     row_each = Splits((1,) * held.ranks, (1,) * held.ranks, me)
     arriving = held.comm.apply(Move("S", "S", held.axes, 0, splits=row_each), sent)
     gone, come = torch.stack([sent, arriving]).tolist()  # the host waits, once
-    splits = Splits(tuple(map(sum, gone)), tuple(map(sum, come)), me)
-    ends = arriving.sum(0).cumsum(0, dtype=torch.int32)
-    return slots[: sum(splits.sent)], _Routes(splits, by_columns(come, ids.device), ends)
+    order = by_columns(come, ids.device)
+    splits = Splits(tuple(map(sum, gone)), tuple(map(sum, come)), me, after=order)
+    return slots[: sum(splits.sent)], _Routes(splits, arriving.sum(0).cumsum(0, dtype=torch.int32))
 
 
 def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
     """The routes of tensors without data: every expert gets as many rows."""
     ends = torch.empty(held.most, dtype=torch.int32, device="meta")
     if held.places is None:
-        return torch.empty_like(ids), _Routes(None, None, ends)
+        return torch.empty_like(ids), _Routes(None, ends)
     kept = -(-ids.numel() * held.together // (len(held.places) - 1))
     slots = ids.new_empty(kept)
     if held.comm is None or not held.axes:
-        return slots, _Routes(None, None, ends)
+        return slots, _Routes(None, ends)
     each = -(-kept // held.ranks)
     sent = (each,) * (held.ranks - 1)
-    splits = Splits((kept - sum(sent), *sent), (kept - sum(sent), *sent), 0)
-    come = [[n, *[0] * (held.most - 1)] for n in splits.received]
-    return slots, _Routes(splits, by_columns(come, ids.device), ends)
+    sent = (kept - sum(sent), *sent)
+    order = by_columns([[n, *[0] * (held.most - 1)] for n in sent], ids.device)
+    return slots, _Routes(Splits(sent, sent, 0, after=order), ends)
 
 
 def _exchanged(x: torch.Tensor, held: _Held, splits: Splits | None) -> torch.Tensor:

@@ -43,8 +43,12 @@ def _is_traced(x: torch.Tensor) -> bool:
 class Piece(NamedTuple):
     """Consecutive groups of rows that are worked on together, without autograd."""
 
-    lengths: Sequence[int]
-    """rows of its groups; (): one kernel takes all groups"""
+    groups: slice
+    """their numbers"""
+    lengths: tuple[int, ...]
+    """how many rows each has; (): one kernel takes all groups"""
+    rows: int
+    """how many all have"""
     ends: torch.Tensor
     """where each group ends, of all rows"""
 
@@ -77,26 +81,28 @@ def pieces(x: torch.Tensor, ends: torch.Tensor, columns: int) -> list[Piece]:
     """Rows [s, k] in groups that end at ``ends``, of which each makes ``columns`` elements: all where one kernel takes them;
     on CPUs pieces that stay in the caches, and no part of a group."""
     if _is_traced(x) or x.device.type != "cpu":
-        return [Piece((), ends)]
-    found = [list[int]()]
-    for _, start, end in _groups(ends):
-        if sum(found[-1]) * columns >= CACHED:
-            found.append([])
-        found[-1].append(end - start)
-    return [Piece(lengths, ends) for lengths in found]
+        return [Piece(slice(None), (), x.shape[0], ends)]
+    lengths = [b - a for a, b in itertools.pairwise([0, *ends.tolist()])]
+    found, first, rows = list[Piece](), 0, 0
+    for last, length in enumerate(lengths, 1):
+        rows += length
+        if rows * columns >= CACHED or last == len(lengths):
+            found.append(Piece(slice(first, last), tuple(lengths[first:last]), rows, ends))
+            first, rows = last, 0
+    return found
 
 
 def parts(of: Sequence[Piece], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """Of every piece the rows of ``x``."""
-    return x.split([sum(piece.lengths) for piece in of]) if len(of) > 1 else (x,)
+    return x.split_with_sizes([piece.rows for piece in of]) if len(of) > 1 else (x,)
 
 
 def matrices(of: Sequence[Piece], weight: torch.Tensor) -> Sequence[Any]:
     """Of every piece the matrices of its groups, in ``weight`` [e, k, n]; all of it where one kernel takes all groups."""
     if not of[0].lengths:
         return (weight,)
-    each = iter(weight.unbind())
-    return [[*itertools.islice(each, len(piece.lengths))] for piece in of]
+    each = weight.unbind()
+    return [each[piece.groups] for piece in of]
 
 
 def _multiplied(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool) -> torch.Tensor:

@@ -6,8 +6,6 @@ known from the order of the slots, so that nothing is summed into zeros: sums of
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +37,8 @@ def slots_of(order: torch.Tensor, rows: int, top: int) -> Slots:
 
 def dealt(x: torch.Tensor, slots: Slots) -> torch.Tensor:
     """For every slot that is computed its row of ``x`` [t, w]."""
+    if not x.requires_grad:
+        return x.index_select(0, slots.rows)
     found: torch.Tensor = _Dealt.apply(x, *slots[:3])
     return found
 
@@ -48,55 +48,6 @@ def collected(x: torch.Tensor, weights: torch.Tensor, slots: Slots) -> torch.Ten
     dtype = torch.result_type(x, weights)
     weights = weights if slots.present is None else weights.index_select(0, slots.present)
     found: torch.Tensor = _Collected.apply(x.to(dtype), weights.to(dtype), *slots[:3])
-    return found
-
-
-class Order(NamedTuple):
-    """Rows that lie in segments, one after another, in the order of the transpose of these."""
-
-    lengths: Sequence[Sequence[int]]
-    """of the segments, [a, b]"""
-    numbers: tuple[torch.Tensor, torch.Tensor] | None
-    """where each of the rows lies in the other order, and there and back; None: the few segments are put together anew"""
-
-    def turned(self) -> Order:
-        """The other way."""
-        return Order([*zip(*self.lengths, strict=True)], self.numbers and self.numbers[::-1])
-
-    def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows ``x`` in this order, without autograd."""
-        if self.numbers is not None:
-            return x.index_select(0, self.numbers[0])
-        columns = len(self.lengths[0])
-        segments = x.split([n for row in self.lengths for n in row])
-        return torch.cat([s for number in range(columns) for s in segments[number::columns]])
-
-
-FEW = 64
-"""segments that are put together in less time than their rows are numbered, and gathered"""
-
-
-def by_columns(lengths: Sequence[Sequence[int]], device: torch.device) -> Order:
-    """Of rows on ``device`` in segments of ``lengths`` [a, b], one after another: the order in segments of its transpose."""
-    columns, rows = len(lengths[0]), sum(map(sum, lengths))
-    if columns * len(lengths) <= FEW:
-        return Order(lengths, None)
-    starts = [0, *itertools.accumulate(itertools.chain.from_iterable(lengths))]
-    turned = list(itertools.chain.from_iterable(zip(*lengths, strict=True)))
-    places = [0, *itertools.accumulate(turned)]
-    begins = (start for b in range(columns) for start in starts[b:-1:columns])
-    ways = [start - place for start, place in zip(begins, places, strict=False)]  # from there to here
-    way, length = torch.tensor([ways, turned], device=device).unbind()
-    numbers = torch.arange(rows, device=device)
-    order = way.repeat_interleave(length, output_size=rows).add_(numbers)
-    return Order(lengths, (order, torch.empty_like(order).scatter_(0, order, numbers)))
-
-
-def ordered(x: torch.Tensor, order: Order) -> torch.Tensor:
-    """Rows ``x`` in this order."""
-    if not x.requires_grad:
-        return order.of(x)
-    found: torch.Tensor = _Ordered.apply(x, order)
     return found
 
 
@@ -159,14 +110,3 @@ def _bags(
 
 _dots = torch.ops.aten._embedding_bag_per_sample_weights_backward
 """of every element of the bags the product of its row and of its bag's gradient"""
-
-
-class _Ordered(HandingOn):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: Order) -> torch.Tensor:
-        ctx.order = order
-        return order.of(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ordered(gradient, ctx.order.turned()), None

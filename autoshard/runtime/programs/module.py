@@ -96,6 +96,8 @@ class RankModule(Block):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward; first :meth:`bind_tensors`."""
+        if not (self.PREFETCH or self.GATHERS or self.AGAIN):
+            return super().__call__(*args, **kwargs)
         ahead = self._ahead.forward(self._bound()) if self.PREFETCH else contextlib.nullcontext()
         with (
             ahead,

@@ -249,8 +249,9 @@ def _all_to_all(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[
 
 def _exchanged(moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Rows by the numbers in the moves' splits."""
-    sent = [x.split(move.splits.sent) for move, x in zip(moves, xs, strict=True) if move.splits is not None]
-    return [torch.cat(parts) for parts in zip(*sent, strict=True)]
+    ways = [move.splits for move in moves if move.splits is not None]
+    sent = [way.going(x).split(way.sent) for way, x in zip(ways, xs, strict=True)]
+    return [way.staying(torch.cat(parts)) for way, parts in zip(ways, zip(*sent, strict=True), strict=True)]
 
 
 def _sparse(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from autoshard.runtime.transport.segments import Order
 from autoshard.runtime.transport.window import Exchange
 
 DUAL = {"S": "S", "I": "I", "R": "P", "P": "R"}
@@ -65,9 +66,22 @@ class Splits(NamedTuple):
     sent: tuple[int, ...]
     received: tuple[int, ...]
     me: int
+    before: Order | None = None
+    """into which rows are put before they go; None: they go as they lie"""
+    after: Order | None = None
+    """into which they are put where they arrive; None: they stay as they come"""
 
     def backward(self) -> Splits:
-        return Splits(self.received, self.sent, self.me)
+        before, after = self.after and self.after.turned(), self.before and self.before.turned()
+        return Splits(self.received, self.sent, self.me, before, after)
+
+    def going(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows as they go."""
+        return x if self.before is None else self.before.of(x)
+
+    def staying(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows that came, as they stay."""
+        return x if self.after is None else self.after.of(x)
 
 
 class Move(NamedTuple):
@@ -76,7 +90,7 @@ class Move(NamedTuple):
     ``dim`` is the sharded tensor dim and ``size`` its length before the cut. An all-to-all goes from a cut of ``dim``
     to a cut of ``to_dim`` (length ``to_size``). ``order`` makes it a permute: the same chunks, numbered along
     ``order`` afterwards. ``exchange`` makes it a halo: other intervals of ``dim`` than the chunks. ``splits`` makes it an
-    all-to-all of as many rows (dim 0) as they say, in the order of the ranks.
+    all-to-all of as many rows (dim 0) as they say, in the order of the ranks, or in others of their own.
     """
 
     source: str

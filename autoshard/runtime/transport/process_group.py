@@ -332,16 +332,16 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
 
 
 def _rows(comm: TorchCommunicator, splits: Splits, group: _Group, x: torch.Tensor) -> torch.Tensor:
-    """Rows go from where they lie to where they stay, unless the process group has an order of its own."""
-    order = range(group.size) if group.order is None else group.order
-    gives, gets = [splits.sent[k] for k in order], [splits.received[k] for k in order]
+    """Rows go from where they lie to where they stay, unless an order of theirs or of the process group is another."""
+    x, gives, gets = splits.going(x), splits.sent, splits.received
     if group.order is not None:
-        pieces = x.split(splits.sent)
-        x = torch.cat([pieces[k] for k in order])
+        pieces = x.split(gives)
+        x = torch.cat([pieces[k] for k in group.order])
+        gives, gets = (tuple(numbers[k] for k in group.order) for numbers in (gives, gets))
     out = x.new_empty(sum(gets), *x.shape[1:])
     exchange = all_to_all_rows if group.gloo else dist.all_to_all_single
-    comm.run(group, exchange, raw(out), raw(x.contiguous()), gets, gives)
-    return out if group.order is None else torch.cat(_by_index(out.split(gets), group))
+    comm.run(group, exchange, raw(out), raw(x.contiguous()), list(gets), list(gives))
+    return splits.staying(out if group.order is None else torch.cat(_by_index(out.split(gets), group)))
 
 
 def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:

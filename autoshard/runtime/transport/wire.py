@@ -11,16 +11,19 @@ _SENT_AS = {
     torch.uint16: torch.bfloat16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
+    torch.bool: torch.uint8,
+    **{
+        x: torch.uint8
+        for x in vars(torch).values()
+        if isinstance(x, torch.dtype) and x.itemsize == 1 and x.is_floating_point
+    },
 }
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
     """The same bits in a dtype of the same size that backends send; tensors that they can send are unchanged."""
-    if (other := _SENT_AS.get(x.dtype)) is not None:
-        return x.view(other)
-    if x.dtype == torch.bool or (x.dtype.is_floating_point and x.element_size() == 1):
-        return x.view(torch.uint8)
-    return x
+    other = _SENT_AS.get(x.dtype)
+    return x if other is None else x.view(other)
 
 
 def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
