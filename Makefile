@@ -50,15 +50,18 @@ format: setup
 
 setup: $(STAMP)
 
-# Bytecode is made on all cores at once (pip uses one): tests start many processes, and some machines write none. Of the
-# models of transformers a run imports few, and of others' tests none. The pip that comes with Python takes twice as long.
+# Bytecode is made on all cores at once: tests start many processes, and some machines write none. pip uses one core, so
+# torch's is made meanwhile. Of the models of transformers a run imports few, of others' tests none. The pip that comes
+# with Python takes twice as long.
+COMPILE := -m compileall -qq -x '/transformers/models/(?!auto/)|/site-packages/.*/tests/'
 $(STAMP): pyproject.toml
 	@test -x $(PY) || test -n "$(PYTHON)" || { echo "No Python >= 3.10 with venv found; set PYTHON=..." >&2; exit 1; }
 	@echo "Setting up $(ENV) (once; some minutes)" >&2
 	@test -x $(PY) || { $(PYTHON) -m venv $(ENV) && { $(PY) -m pip install -qq --no-compile -U pip || true; }; }
 	@$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -qq --no-compile $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH)
-	@$(PY) -m pip install -qq --no-compile -e '.[test,dev]'
-	@$(PY) -m compileall -qq -j 0 -x '/transformers/models/(?!auto/)|/site-packages/.*/tests/' $(ENV)/lib || true
+	@$(PY) $(COMPILE) $(ENV)/lib/python*/site-packages/torch & $(PY) -m pip install -qq --no-compile -e '.[test,dev]'; \
+	installed=$$?; wait; exit $$installed
+	@$(PY) $(COMPILE) -j 0 $(ENV)/lib || true
 	@touch $@
 
 clean:

@@ -14,6 +14,8 @@ import transformers
 import autoshard.runtime
 from autoshard.cli import main
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 MLP = ("mlp", "--mesh", "tp=2")
 
 

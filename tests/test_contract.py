@@ -14,6 +14,8 @@ from torch import nn
 import autoshard
 from autoshard import Mesh, Plan, Shard
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 X, IDS = torch.ones(8, 16), torch.arange(24).reshape(4, 6) % 12
 
 

@@ -15,6 +15,8 @@ import autoshard
 from autoshard import Plan
 from autoshard.errors import AutoshardError, PlanError
 
+pytestmark = pytest.mark.usefixtures("remembering")
+
 
 def planned(axes: dict[str, int], **asked: Any) -> Plan:
     """As it comes back from a file."""
