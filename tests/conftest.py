@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import random
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 from harness import Captures, captured_once, freeze_imports, use_device
-from remembered import remembered
+from remembered import OF_RUN, remembered
 from torch.utils import _pytree as pytree
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -26,6 +27,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # all processes of a run have one folder of captures
+        folder = tempfile.TemporaryDirectory(prefix="captures")
+        os.environ[OF_RUN] = folder.name
+        config.add_cleanup(folder.cleanup)
     # Tests run side by side in several processes; more threads each would only get in one another's way.
     torch.set_num_threads(1)
     if device := config.getoption("--device"):
@@ -83,15 +88,10 @@ def captures() -> Iterator[Captures]:
         yield found
 
 
-@pytest.fixture(scope="session")
-def _folder_of_captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("captures")
-
-
 @pytest.fixture
-def remembering(_folder_of_captures: Path) -> Iterator[None]:
-    """Models like one that was captured before, in any test with this fixture, are not captured again."""
-    with remembered(_folder_of_captures):
+def remembering() -> Iterator[None]:
+    """Models like one that was captured before, in any test with this fixture or any world, are not captured again."""
+    with remembered(Path(os.environ[OF_RUN])):
         yield
 
 

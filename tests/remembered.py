@@ -31,6 +31,8 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.autocast import autocast_state
 
 TESTS = Path(__file__).parent
+OF_RUN = "AUTOSHARD_TEST_CAPTURES_OF_RUN"
+"""where all processes of a run have their captures: a variable of the environment"""
 WAIT = 60
 """seconds that another process may take for its capture"""
 
@@ -126,7 +128,9 @@ def signature(model: torch.nn.Module, example: Any, *options: Any) -> str | None
         torch.is_anomaly_enabled(),
         *(getattr(of, name)() for _, of, name in eager._MODES),
     ]
-    registered = [str(kind) for kind in pytree.SUPPORTED_NODES]  # capture makes some of transformers' known
+    registered = [
+        f"{kind.__module__}.{kind.__qualname__}" for kind in pytree.SUPPORTED_NODES
+    ]  # of which capture makes some of transformers' known
     state = defaults(), autocast_state(), called, modes, kernels, torch.get_float32_matmul_precision(), registered
     file = io.BytesIO()
     signed = _Signature(file)

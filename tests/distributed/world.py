@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,18 +86,14 @@ def _nursery() -> socket.socket:
 @functools.cache
 def _parent() -> socket.socket:
     """Of one test process; it ends when this end is closed."""
+    from remembered import OF_RUN
+
     ours, theirs = socket.socketpair()
     command = [sys.executable, str(HERE / "nursery.py"), str(theirs.fileno())]
-    environ = {**environment(), CAPTURES: _captures().name}
+    environ = {**environment(), CAPTURES: os.environ[OF_RUN]}
     subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
     return ours
-
-
-@functools.cache
-def _captures() -> tempfile.TemporaryDirectory[str]:
-    """What the worlds of one test process have captured; removed at its end."""
-    return tempfile.TemporaryDirectory(prefix="captures")
 
 
 @contextlib.contextmanager
