@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -167,3 +168,20 @@ def test_what_ran_before_gives_what_it_gave() -> None:
     assert len(first) >= 10
     wider = {key: known and (known[0]._replace(dtype=torch.float64),) for key, known in results.items()}
     assert rehearsed(wider) != plain  # what is known is used
+
+
+def test_axes_of_one_size_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, mesh = graph_of("llama"), autoshard.Mesh({"dp": 2, "tp": 2})
+
+    def kept() -> tuple[list[np.ndarray], int]:
+        tables, spaces = KeepTables(graph, mesh), OpSpaces(graph, mesh)
+        tables.rehearsal = Rehearsal(dict(zip(mesh.axes, mesh.shape, strict=True)))
+        found = [tables.of(node, spaces[node]) for node in graph.nodes]
+        arrays = [a for keeps in found for a in (*keeps.operands, *keeps.results, keeps.private, keeps.work)]
+        return arrays, len(tables.rehearsal.known)
+
+    once, count = kept()
+    monkeypatch.setattr(Rehearsal, "_told", lambda self, text: text)
+    each, more = kept()
+    assert all(map(np.array_equal, once, each))
+    assert count < 0.8 * more

@@ -368,7 +368,9 @@ def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict
     for value in (i.name for i in graph.inputs):
         stages = (0,) if value in graph.parameters else ()
         link = Link("definition", Side(layouts, stages=stages), "reader", Side(layouts), value)
-        table = EdgeTables(graph, on, [link], held=False).of(link)
+        tables = EdgeTables(graph, on)
+        tables.collect([link])
+        table = tables.of(link, held=False)
         share = latency_shares(graph, on).get(value, ALONE)
         case = graph.types[value], stages[0] if stages else None, value in movable_values(graph), share
         for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):

@@ -6,6 +6,7 @@ import textwrap
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,13 +17,14 @@ from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.sizes import noting
-from autoshard.passes.propagate import propagate
+from autoshard.passes.propagate import edges, propagate
 from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.hints import resolve
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.propagate.prices.copies import copied_seconds
 from autoshard.passes.redistribute import cost_matrix
+from autoshard.passes.search.folded import whole
 
 
 class Mlp(nn.Module):
@@ -194,11 +196,12 @@ def test_what_edges_cannot_tell_apart_is_stored_once() -> None:
 
     graph = capture(Attends(), (torch.empty(2, 4, 16, 8, requires_grad=True),), {})
     network = Planner(graph, autoshard.Mesh({"tp": 4}), {}).network(limited=False)[0]
-    tables = EdgeTables(graph, network.mesh, network.links, held=False)
+    tables = EdgeTables(graph, network.mesh)
+    tables.collect(network.links)
     masked = [link for link in network.links if link.mask is not None]
     assert masked
     for link in masked:
-        table = tables.of(link)
+        table = tables.of(link, held=False)
         sides = [[Layout(network.mesh, p) for p in side.placed] for side in (link.given, link.asked)]
         type_ = graph.types[link.value]
         expected = cost_matrix(*sides, type_.shape, type_.dtype, type_.moves, type_.unknown)
@@ -231,3 +234,27 @@ def test_every_search_notes_what_it_decides_about_open_lengths() -> None:
         conditions.append([str(c) for c in decided])
     (first,), (second,) = conditions
     assert first == second
+
+
+def test_networks_with_bytes_and_without_share_what_conversions_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, mesh = capture(Mlp(), (torch.zeros(64, 16),), {}, training=True), autoshard.Mesh({"dp": 2, "tp": 2})
+    made: list[int] = []
+    asked = edges.conversion_parts
+    monkeypatch.setattr(edges, "conversion_parts", lambda *terms: made.append(1) or asked(*terms))
+
+    def tables(without: bool) -> list[np.ndarray]:
+        planner = Planner(graph, mesh, {}, recompute="auto")
+        if without:
+            planner.network(limited=False)
+        made.clear()
+        built = planner.network(limited=True)[1]
+        rows = (*built.hiding, *built.kept)
+        matrices = [table for *_, table in built.network.edges] + [
+            m for row in rows for m in row.edges if m is not None
+        ]
+        return [*built.network.nodes, *map(whole, matrices)]
+
+    alone, count = tables(without=False), len(made)
+    after = tables(without=True)
+    assert len(made) < count
+    assert all(map(np.array_equal, alone, after))

@@ -226,13 +226,10 @@ class Table:
 
 
 class EdgeTables:
-    """The tables of many links: one matrix per tensor type, cut per link.
+    """The tables of many links, of one network or of several: one matrix per tensor type, cut per link."""
 
-    ``held``: whether bytes are asked for beside seconds; ``flying``: micro-batches that hold them at once, of parameters one.
-    """
-
-    def __init__(self, graph: Graph, mesh: Mesh, links: Sequence[Link], held: bool, flying: int = 1) -> None:
-        self.graph, self.mesh, self.held, self.flying = graph, mesh, held, flying
+    def __init__(self, graph: Graph, mesh: Mesh) -> None:
+        self.graph, self.mesh = graph, mesh
         self.movable, self.shares = movable_values(graph), latency_shares(graph, mesh)
         self.products = beside(graph, mesh)
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
@@ -242,6 +239,9 @@ class EdgeTables:
         self.alive: list[Sequence[Placements]] = []
         self.matrices: dict[Any, Parts] = {}
         self.copies: dict[Any, Copies] = {}
+
+    def collect(self, links: Sequence[Link]) -> None:
+        """To be told of all links of a network before the table of any is asked for."""
         for link in links:
             self._collect(link.value, link.given.placed)
             self._collect(link.value, link.asked.placed)
@@ -263,8 +263,9 @@ class EdgeTables:
         value = self.graph.types[link.value], link.value in self.movable, share_of(link.value, self.shares)
         return *value, self._beside(link), link.given.key, link.asked.key, *marks
 
-    def of(self, link: Link) -> Table:
-        """What a link takes, and its bytes."""
+    def of(self, link: Link, held: bool, flying: int = 1) -> Table:
+        """What a link takes, and where they are ``held`` its bytes; ``flying``: micro-batches that hold them at once, of
+        parameters one."""
         (given, _, above, rows), (asked, first, beside, columns) = self._sides(link)
         mask, spared = (None if mark is None else mark[first] for mark in (link.mask, link.spared))
         link = link._replace(given=given, asked=asked, mask=mask, spared=spared)
@@ -273,9 +274,9 @@ class EdgeTables:
         if spared is not None:  # an operation that is computed again asks again
             each = [spared * (1 + (not asked.passive and tag == AGAIN)) for tag in asked.tags]
             parts += Parts(blocking=np.tile(unspared(np.concatenate(each), given.placed), (len(given.tags), 1)))
-        parts, held = self._held(link, parts, cut) if self.held else (paid(parts, link.mask), None)
-        count = 1 if link.value in self.graph.parameters else self.flying
-        return Table(parts, None if held is None else Folded(held * count, rows, columns), rows, columns)
+        parts, amounts = self._held(link, parts, cut) if held else (paid(parts, link.mask), None)
+        count = 1 if link.value in self.graph.parameters else flying
+        return Table(parts, None if amounts is None else Folded(amounts * count, rows, columns), rows, columns)
 
     def _sides(self, link: Link) -> Iterator[tuple[Side, np.ndarray, np.ndarray, np.ndarray]]:
         """Each side with one of all choices that the link cannot tell apart; which these are, their codes, and per state
@@ -312,8 +313,8 @@ class EdgeTables:
     def _conversions(self, value: str, stage: int | None, products: Beside) -> Parts:
         """What bringing a value from every known layout to every other takes."""
         type_, terms = self.graph.types[value], (stage, value in self.movable, share_of(value, self.shares), products)
-        if (key := (type_, *terms)) not in self.matrices:
-            known = tuple(self.known[type_])
+        known = tuple(self.known[type_])
+        if (key := (type_, len(known), *terms)) not in self.matrices:
             self.matrices[key] = conversion_parts(type_, self.mesh, known, known, *terms, self.graph.passes)
         return self.matrices[key]
 
@@ -337,15 +338,16 @@ class EdgeTables:
         """What the conversions of the forward take in the backward, whose source may be there long before they are needed;
         but ``waits``: for an operation that is computed again."""
         type_, movable = self.graph.types[value], value in self.movable or not waits
-        if ("again", type_, movable) not in self.matrices:
-            layouts = [Layout(self.mesh, p) for p in self.known[type_]]
-            self.matrices["again", type_, movable] = as_parts(forward_matrices(type_, layouts, layouts), movable)
-        return self.matrices["again", type_, movable]
+        known = self.known[type_]
+        if (key := ("again", type_, len(known), movable)) not in self.matrices:
+            layouts = [Layout(self.mesh, p) for p in known]
+            self.matrices[key] = as_parts(forward_matrices(type_, layouts, layouts), movable)
+        return self.matrices[key]
 
     def _copies(self, value: str, stage: int | None) -> Copies:
         type_ = self.graph.types[value]
-        if (type_, stage) not in self.copies:
-            known = tuple(self.known[type_])
+        known = tuple(self.known[type_])
+        if (key := (type_, len(known), stage)) not in self.copies:
             layouts = [Layout(self.mesh, p) for p in known]
             own = np.array([costs.local_numel(type_, p, self.mesh) for p in known], dtype=float) * type_.dtype.itemsize
             codes: dict[Placements, int] = {}
@@ -359,5 +361,5 @@ class EdgeTables:
                 whole = own[None, :] + (np.maximum(own[None, :] - own[:, None], 0.0) if stage == 1 else 0.0)
                 anyway = np.where(gathered, whole, 0.0)
                 copies = replace(copies, made=np.where(gathered, 0.0, copies.made), anyway=anyway)
-            self.copies[type_, stage] = copies
-        return self.copies[type_, stage]
+            self.copies[key] = copies
+        return self.copies[key]

@@ -114,10 +114,10 @@ class Network:
         self.free = free_states(self.graph, self.given, self.constraints) | self.carried
         """buffers whose layout is to be chosen, as a parameter's is"""
 
-    def build(self) -> Built:
+    def build(self, tables: EdgeTables) -> Built:
         """Variables and links, then their tables."""
         self._variables()
-        tables = EdgeTables(self.graph, self.mesh, self.links, self.offer is not None, self.flying)
+        tables.collect(self.links)
         hides = self.mesh.overlap, self.graph.passes
         own: dict[Any, Stepped] = {}
         made: dict[Any, tuple[Stepped, Folded | None]] = {}
@@ -127,7 +127,7 @@ class Network:
         keys = [tables.key(link) for link in self.links]
         for link, key in zip(self.links, keys, strict=True):
             if key not in made:  # its parts, several times as large, are not kept
-                found = tables.of(link)
+                found = tables.of(link, self.offer is not None, self.flying)
                 made[key] = stepped(found.parts, found.shape, *hides, (found.rows, found.columns)), found.held
         between = [made[key] for key in keys]
         numbers = {name: i for i, name in enumerate(self.variables)}

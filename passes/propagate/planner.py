@@ -15,6 +15,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.chosen import assigned, states_of
+from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.network import Built, Network, Variable
@@ -85,6 +86,10 @@ class Planner:
         """whether nothing has to be made again"""
         self.prices: tuple[float, ...] = ()
         """of the rows, in the last search: where the next one begins"""
+        self._known: dict[Any, Any] = {}
+        """see :attr:`Network.known`"""
+        self._tables: EdgeTables | None = None
+        """of the network without a limit: most are those of the limited one, too"""
         self._free: Network | None = None
         """in which the cheapest was searched for"""
         self._limited: tuple[Network, Built] | None = None
@@ -223,8 +228,10 @@ class Planner:
         asked = self.constraints.keys() if self.stays else self.graph.parameters
         stages = offered(self.graph, self.mesh, self.zero, asked, limited)
         more = self.optimizer, self.given, stages, max(1, self.flying), self.carried
-        network = Network(*what, self.offer if limited else None, *more)
-        built = network.build()
+        network = Network(*what, self.offer if limited else None, *more, known=self._known)
+        tables = self._tables or EdgeTables(self.graph, self.mesh)
+        built = network.build(tables)
+        self._tables = None if limited else tables  # after the limited one no other follows
         states, (nodes, edges) = sum(map(len, built.network.nodes)), (built.network.nodes, built.network.edges)
         log.info("cost network: %d variables, %d states, %d edges", len(nodes), states, len(edges))
         if limited:

@@ -6,6 +6,7 @@ every tensor in between. Statements that are equal in all that matters run once,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -95,6 +96,8 @@ class Rehearsal:
     def __init__(self, axes: Mapping[str, int], cpu: bool = False) -> None:
         """``cpu``: whether the mesh is one of CPUs."""
         self.comm, self.cpu = _Absent(dict(axes), 0), cpu
+        self.axes = {repr(name): size for name, size in axes.items()}
+        self.mentioned = re.compile("|".join(map(re.escape, self.axes)) or "(?!)")
         self.known: dict[Any, tuple[Call, Outcome | None]] = {}
         """with the call, whose functions keep their addresses, by which keys may tell them apart, while they are here"""
         self.results: Results = {}
@@ -103,7 +106,7 @@ class Rehearsal:
         """The outcome of ``call``, whose :class:`Ref` name ``operands``; None where it needs data."""
         numbers = {name: i for i, name in enumerate(operands)}
         key = (
-            repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x)),
+            self._told(repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x))),
             *operands.values(),
             training,
             torch.get_default_dtype(),
@@ -115,6 +118,11 @@ class Rehearsal:
             except Exception:
                 self.known[key] = call, None
         return self.known[key][1]
+
+    def _told(self, text: str) -> str:
+        """``text`` with axes by size and in the order that they are mentioned: rank 0 can tell no more of them."""
+        names: dict[str, str] = {}
+        return self.mentioned.sub(lambda m: names.setdefault(m[0], f"{self.axes[m[0]]}.{len(names)}"), text)
 
     def _run(self, call: Call, operands: Mapping[str, Form]) -> Outcome:
         given = {name: form.empty() for name, form in operands.items()}

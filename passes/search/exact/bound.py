@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from autoshard.passes.search.broadcast import added
 from autoshard.passes.search.exact.eliminate import Eliminator, Scope
 from autoshard.passes.search.exact.prune import NO_CHOICE
 from autoshard.passes.search.exact.tables import BLOCK, Tables
-from autoshard.passes.search.folded import Classes
+from autoshard.passes.search.folded import Classes, Folded
 from autoshard.passes.search.network import Array
 
 _NOISE = 1e-9
@@ -38,11 +39,25 @@ def cheapest(table: Array, moved: Array, axis: int) -> Array:
     Block by block: sums that leave the cache before their minimum is taken take twice as long.
     """
     step = max(1, BLOCK // table.shape[1])
+    if len(table) <= step:
+        least: Array = added(table, moved if axis == 1 else moved[:, None]).min(axis=axis)
+        return least
     blocks = [slice(start, start + step) for start in range(0, len(table), step)]
     if axis == 1:
         return np.concatenate([added(table[block], moved).min(axis=1) for block in blocks])
     found: Array = np.minimum.reduce([added(table[block], moved[block, None]).min(axis=0) for block in blocks])
     return found
+
+
+def _folded(tables: Tables, number: int) -> tuple[Array, list[Classes]]:
+    """A matrix without equal slices, and per axis the slice of every index."""
+    matrix = tables.matrix(number)
+    if matrix.size < SMALL:  # looking for equal slices takes longer than they do
+        array = np.ascontiguousarray(tables.arrays[number])
+        return array, [np.arange(n) for n in array.shape]
+    if isinstance(matrix, Folded):
+        return np.ascontiguousarray(matrix.values), [matrix.rows, matrix.columns]
+    return tables.compact(number), [tables.classes(number, axis) for axis in (0, 1)]
 
 
 class _Edge:
@@ -56,18 +71,16 @@ class _Edge:
     members: list[Classes]
     differ: list[bool]
 
-    def __init__(self, tables: Tables, table: int, known: _Edge | None = None) -> None:
-        """``known``: a new edge of the same table."""
+    def __init__(self, tables: Tables, table: int, known: _Edge | None = None, single: bool = False) -> None:
+        """``known``: a new edge of the same table; ``single``: see :class:`Dual`."""
         if known is not None:
             self.table, self.members, self.differ = known.table, [*known.members], [*known.differ]
         else:
-            small = tables.matrix(table).size < SMALL  # looking for equal slices takes longer than they do
-            self.table = np.ascontiguousarray(tables.arrays[table]) if small else tables.compact(table)
-            self.members = [
-                np.arange(n) if small else tables.classes(table, axis) for axis, n in enumerate(self.table.shape)
-            ]
+            self.table, self.members = _folded(tables, table)
+            if single:
+                self.table = self.table.astype(cast(Any, np.float32))
             self.differ = [self._differ(side) for side in (0, 1)]
-        self.into = [np.zeros(len(members)) for members in self.members]
+        self.into = [np.zeros(len(members), self.table.dtype) for members in self.members]
         self.settled = [False, False]
         """per side whether its message was moved out, and nothing came in since: then it is zero"""
 
@@ -122,7 +135,7 @@ class _Edge:
         """For each slice of a side the least that the edge costs, but for what was moved in from that side."""
         moved, members = self.into[1 - side], self.members[1 - side]
         if not self.differ[1 - side]:
-            moved = np.full(self.table.shape[1 - side], np.inf)
+            moved = np.full(self.table.shape[1 - side], np.inf, self.table.dtype)
             np.minimum.at(moved, members, self.into[1 - side])
         return cheapest(self.table, moved, 1 - side)
 
@@ -147,22 +160,26 @@ class Dual:
     ``bound`` is a lower bound of the optimum: the sum of every table's minimum. It never falls.
     """
 
-    def __init__(self, network: Eliminator, constant: float = 0.0, alike: bool = False) -> None:
-        """``constant`` is added to the total; ``alike``: many edges will have equal messages."""
+    def __init__(self, network: Eliminator, constant: float = 0.0, alike: bool = False, single: bool = False) -> None:
+        """``constant`` is added to the total; ``alike``: many edges will have equal messages; ``single``: in single
+        precision, for messages that another dual begins with."""
         self.seen: Seen | None = {} if alike else None
         self.order = sorted(network.alive)
         rank = {node: k for k, node in enumerate(self.order)}
         arrays = network.tables.arrays
-        self.node = {i: np.array(arrays[network.factors[i,]]) for i in self.order if (i,) in network.factors}
+        dtype: Any = np.float32 if single else np.float64
+        self.node: dict[int, Array] = {
+            i: np.array(arrays[network.factors[i,]], dtype) for i in self.order if (i,) in network.factors
+        }
         for i in self.order:
-            self.node.setdefault(i, np.zeros(network.sizes[i]))
+            self.node.setdefault(i, np.zeros(network.sizes[i], dtype))
         self.edges: dict[Scope, _Edge] = {}
         known: dict[int, _Edge] = {}  # by table
         self.after: dict[int, list[Scope]] = {i: [] for i in self.order}
         self.before: dict[int, list[Scope]] = {i: [] for i in self.order}
         for scope, table in sorted(network.factors.items()):
             if len(scope) == 2:
-                edge = self.edges[scope] = _Edge(network.tables, table, known.get(table))
+                edge = self.edges[scope] = _Edge(network.tables, table, known.get(table), single)
                 known.setdefault(table, edge)
                 first, second = sorted(scope, key=rank.__getitem__)
                 self.after[first].append(scope)

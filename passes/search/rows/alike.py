@@ -26,7 +26,7 @@ TIED = 0.5
 SWEEPS = 120
 LEAST_GAIN = 1e-4
 # Sweeps through all copies, at the end: what the layers at the ends want goes into those between them.
-LAST_SWEEPS = 2
+LAST_SWEEPS = 1
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,14 @@ def bound(network: CostNetwork, of: Sequence[int]) -> float:
     classes = _numbered([(of[i], whole.factors.get((i,))) for i in nodes])
     at = dict(zip(nodes, classes, strict=True))
     quotient, shares = _quotient(whole, at)
-    between = Dual(quotient)
+    between = Dual(quotient, single=True)
+    del quotient  # its tables are twice as large
     _converge(between)
     dual = Dual(whole, alike=True)
     rare = _share_out(dual, at, between, shares)
     _converge(dual, _near(nodes, rare, len(nodes) / max(Counter(classes).values())))
     for _ in range(LAST_SWEEPS):
-        before = dual.bound
         dual.sweep(math.inf)
-        if dual.bound - before <= LEAST_GAIN * abs(dual.bound):
-            break
     return dual.bound
 
 
