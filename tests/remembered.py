@@ -29,6 +29,7 @@ from autoshard.passes.capture import export
 from autoshard.passes.capture.answers import eager
 from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.autocast import autocast_state
+from autoshard.runtime.operations import functions
 
 TESTS = Path(__file__).parent
 OF_RUN = "AUTOSHARD_TEST_CAPTURES_OF_RUN"
@@ -155,7 +156,8 @@ class _Reader(pickle.Unpickler):
 
 
 def _written(graph: Graph, model: torch.nn.Module) -> bytes:
-    """A graph and the names of the model's tensors that the forward read; nothing of what holds on to other objects."""
+    """A graph and the names of the model's tensors that the forward read; nothing of what holds on to other objects, nor what
+    names a function that only this process finds."""
     names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
     read = [names.get(id(x)) for x, _ in graph.outside]
     if None in read or graph.constants:
@@ -165,7 +167,8 @@ def _written(graph: Graph, model: torch.nn.Module) -> bytes:
         _Writer(file).dump((replace(graph, outside=()), read))
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
         return b""
-    return file.getvalue()
+    text = file.getvalue()
+    return b"" if any(name.encode() in text for name in functions._local) else text
 
 
 def _read(text: bytes, model: torch.nn.Module) -> Graph:

@@ -107,3 +107,30 @@ def test_flags_of_torch_count() -> None:
         assert signature(Net(), ()) != before
     with torch.autocast("cpu"):
         assert signature(Net(), ()) != before
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        class Local(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                return gradient * 2
+
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), Local
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.function.apply(self.layer(x))
+        return result
+
+
+def test_a_function_that_no_other_process_finds_is_not_written(tmp_path: Path) -> None:
+    with remembered(tmp_path):
+        capture(Doubled(), (torch.ones(2, 4),))
+        assert not any(path.read_bytes() for path in tmp_path.iterdir())
+        capture(nn.Linear(4, 4), (torch.ones(2, 4),))
+        assert any(path.read_bytes() for path in tmp_path.iterdir())
