@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
 import os
 import random
 import tempfile
@@ -39,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("dist", "no") == "no":  # not in the process that has others collect and run
         import doubles  # noqa: F401  imports transformers, before the freeze
     freeze_imports()
+    gc.set_threshold(20_000, 20, 100)  # thousands of captures leave cycles: to look at everything for them took a tenth
     # A run of the suite says the same twice; slow runs look for examples that nobody has seen.
     hypothesis.settings.register_profile("same", derandomize=not config.getoption("--run-slow"), deadline=None)
     hypothesis.settings.load_profile("same")

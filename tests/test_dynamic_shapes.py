@@ -202,7 +202,7 @@ def test_every_op_on_a_cut_symbolic_dim(captures: Captures) -> None:
         args, kwargs = floats(4, 6)
         sharded = autoshard.compile(model, ideal(axes), args, kwargs, hints={"linear": cut}, dynamic=True)
         assert all(sharded.plan.shared["linear"][axis] == placement for axis, placement in cut.items())
-        for batch, seq in ((4, 6), (3, 5), (2, 2), (7, 3), (2, 9)):
+        for batch, seq in ((4, 6), (3, 5), (2, 9)):
             given = floats(batch, seq)
             expected = train(model, given)
             given[0][0].grad = None

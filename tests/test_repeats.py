@@ -60,7 +60,7 @@ class Net(nn.Module):
     def __init__(self, case: Callable[..., Any], change: Callable[[nn.ModuleList], Any] = lambda layers: None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(i) for i in range(LAYERS))
-        self.case, self.kept, self.turn = case, [], 0
+        self.case, self.kept, self.turn, self.outer = case, [], 0, None
         self.gain = nn.Parameter(torch.ones(4))
         change(self.layers)
 
@@ -73,7 +73,9 @@ class Net(nn.Module):
             x = layer(x, self.case, self)
             x = x[0] if isinstance(x, tuple) else x
             total += x  # in place, and read by a case
-        return x.sum() + sum(k.sin().sum() for k in self.kept) + total.mean()
+        result = x.sum() + sum(k.sin().sum() for k in self.kept) + total.mean()
+        Layer.seen, self.turn, self.kept, self.outer = 0, 0, [], None  # a forward that leaves something is traced twice
+        return result
 
 
 def plain(layer: Layer, x: Tensor, net: Net) -> Tensor:

@@ -108,14 +108,14 @@ def test_neighbourhoods_alone_come_near_the_best() -> None:
 
 def test_messages_and_windows_come_near_the_best_of_a_large_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gap to the bound tells where to search: windows anywhere else better little."""
-    network, memory = problem(1, nodes=300, limit=20.0)
+    network, memory = problem(1, nodes=200, limit=20.0)
     lives = Lives.of(network, memory)
 
     def found(aim: Callable[[Array], Array]) -> tuple[float, float]:
         best = Best(lives, tuple(int(np.argmin(usage)) for usage in memory.usage))
         assert best.forbidden
         messages = priced(best, 20, 1.0, math.inf)
-        near = Neighbourhoods(best, cheaper, math.inf, messages.seen, messages.scores, [0.0] * 300, messages.prices)
+        near = Neighbourhoods(best, cheaper, math.inf, messages.seen, messages.scores, [0.0] * 200, messages.prices)
         for beside in (False, True):
             near.aim(lambda choice: aim(messages.core.gaps(choice)), 40, beside)
         return best.cost, messages.bound
@@ -123,7 +123,7 @@ def test_messages_and_windows_come_near_the_best_of_a_large_network(monkeypatch:
     cost, bound = found(lambda gaps: gaps)
     assert bound <= cost <= 1.04 * bound
     assert found(np.zeros_like)[0] > cost
-    monkeypatch.setattr(search, "MOST", 299)
+    monkeypatch.setattr(search, "MOST", 199)
     monkeypatch.setattr(search, "WINDOWS", (40, 80))
     monkeypatch.setattr(search, "NEIGHBOURHOODS", 4)
     whole = solve(network, memory=memory)

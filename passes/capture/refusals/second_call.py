@@ -38,6 +38,8 @@ _LARGE = 256
 _ALL = _LARGE**2
 """items of a global that are looked at: scripts keep data sets there, in lists of lists"""
 
+_PARAMETERS_AGAIN = ("_flat_weights", "_flat_weight_refs")
+"""of recurrent layers: lists of their own parameters, which torch makes anew whenever one is replaced, as in a trace"""
 _HOLDERS = {"parameter": "_parameters", "buffer": "_buffers", "module": "_modules"}
 
 
@@ -123,6 +125,8 @@ def leave(model: nn.Module, before: Found) -> None:
         inside = {} if own else _small(now)
         for name, value in now.items():
             if name in _HOLDERS.values() if own else name not in inside:
+                continue
+            if isinstance(module, nn.RNNBase) and name in _PARAMETERS_AGAIN:
                 continue
             if name in old and (_contents(value) if own else inside[name]) == contents.get(name):
                 continue
