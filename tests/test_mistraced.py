@@ -15,6 +15,7 @@ from sample_makers import f
 from torch import nn
 
 import autoshard
+from autoshard.passes.capture.export import capture
 from autoshard.passes.capture.substitutes.rewritten import REWRITTEN
 
 
@@ -53,6 +54,25 @@ def test_dropout_between_recurrent_layers(name: str, axes: dict[str, int]) -> No
 
 def test_of_one_sequence_without_a_batch() -> None:
     assert_equal_training(First(RECURRENT["lstm"]()), {"x": 2}, (f(3, 4),))
+
+
+class Counting(nn.GRU):
+    calls = 0
+
+    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        return super().forward(x, state)
+
+
+@pytest.mark.parametrize(("kind", "traces"), [(nn.GRU, 1), (Counting, 2)])
+def test_lists_of_their_own_parameters_are_nothing_that_a_call_leaves(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.GRU], traces: int
+) -> None:
+    found = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: found.append(1) or export(*args, **kwargs))
+    capture(First(kind(4, 5)).double(), (f(3, 4, 4),))
+    assert len(found) == traces
 
 
 def test_verify_sees_dropout_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
