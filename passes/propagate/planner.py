@@ -43,6 +43,10 @@ def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | L
     return proven(Planner(graph, mesh, constraints).cheapest())
 
 
+class AskedTooMuchError(PlanError):
+    """An expert's plan leaves an operation without layouts."""
+
+
 _ASKED_TOO_MUCH = (
     "what like= and hints= ask for cannot be met together: an operation is left without layouts that its neighbours can give "
     "or take. Ask for less: like= for one axis of the mesh, such as {'tp': 'megatron-sp'}, or fewer hints."
@@ -112,7 +116,7 @@ class Planner:
         except PlanError as error:
             if not self.spaces.asked:
                 raise
-            raise PlanError(_ASKED_TOO_MUCH) from error
+            raise AskedTooMuchError(_ASKED_TOO_MUCH) from error
         self.prices, self._free = found.prices, network
         return assigned(network, found)
 

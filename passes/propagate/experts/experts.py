@@ -42,6 +42,11 @@ class Expert:
     text: str = ""
     """the expert's plan as it was asked for"""
 
+    def given_up(self) -> Expert:
+        """Of a later program, whose parameters lie as an earlier one has them, where that leaves no room for the plan."""
+        note = f"like={self.text}: not beside the layouts that the parameters have, so that all is searched"
+        return Expert(notes=(*self.notes, note), text=self.text)
+
 
 @dataclass(frozen=True)
 class OnAxis:
