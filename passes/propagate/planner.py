@@ -16,6 +16,7 @@ from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.chosen import assigned, states_of
 from autoshard.passes.propagate.edges import EdgeTables
+from autoshard.passes.propagate.experts import AskedTooMuchError
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.network import Built, Network, Variable
@@ -41,10 +42,6 @@ def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | L
     Raises :class:`~autoshard.errors.HintError` from constraints.
     """
     return proven(Planner(graph, mesh, constraints).cheapest())
-
-
-class AskedTooMuchError(PlanError):
-    """An expert's plan leaves an operation without layouts."""
 
 
 _ASKED_TOO_MUCH = (
