@@ -23,7 +23,7 @@ from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.memory import fitting, tried
 from autoshard.passes.microbatch import MicroBatches, in_parts
-from autoshard.passes.propagate.experts import Expert, asked_by, like_of
+from autoshard.passes.propagate.experts import Expert, asked_by, like_of, met
 from autoshard.passes.propagate.hints import comes_in, fixed, goes_out, held, in_time, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
@@ -97,7 +97,7 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program
         by_plan = None if wishes.plan is None else Expert(text=wishes.plan.like)
         expert = by_plan or asked_by(wishes.like, graph, mesh, known=wishes.known)
-        program, memory = _program(graph, mesh, wishes, expert)
+        expert, (program, memory) = met(expert, wishes.known, partial(_program, graph, mesh, wishes))
     program = narrowed(program, decided)
     check_program(program)
     plan = describe(program, title, wishes.optimizer, memory)

@@ -313,3 +313,28 @@ def test_conjugates_are_computed(axes: dict[str, int]) -> None:
     model, x = Conjugates().double(), torch.randn(4, 16, 2, dtype=torch.float64)
     assert_equal_training(model, axes, (x,), steps=2)
     assert not any("_conj" in str(n.op) or "_neg_view" in str(n.op) for n in capture(model, (x,)).nodes)
+
+
+class Named(nn.Module):
+    """Tensors named as what a graph module has: its code, its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.recompile = nn.Parameter(torch.randn(6)), nn.BatchNorm1d(6)
+        self.register_buffer("code", torch.randn(5, 6))
+        self.register_buffer("to_folder", torch.ones(6), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.recompile(x * self.graph * self.to_folder)
+        nearest = self.code[(y.unsqueeze(1) - self.code).square().sum(-1).argmin(-1)]
+        with torch.no_grad():
+            self.code.mul_(0.9)
+        return (y - nearest).square().mean()
+
+
+def test_names_of_what_a_graph_module_has() -> None:
+    model = Named()
+    assert_equal_training(model, {"x": 2}, (torch.randn(4, 6),))
+    graph = capture(model, (torch.randn(4, 6, dtype=torch.float64),))
+    assert {*dict(model.named_parameters()), *dict(model.named_buffers())} == {i.fqn for i in graph.inputs} - {"x"}
+    assert "code" in graph.mutations

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import autoshard
 import autoshard.models
 from autoshard import Mesh, Shard
+from autoshard.check.coverage import SPLIT_ALL
 from autoshard.compiler import captured
 from autoshard.compiler import planned as planned_on
 from autoshard.hardware import PRESETS
@@ -237,6 +238,25 @@ def test_the_batch_beside_an_empty_cache() -> None:
     plan = assert_equal_training(model, {"x": 2}, (x,), like="ddp", hardware="h100", steps=1).plan
     assert {c.labels for c in plan.choices.values() if "linear" in c.op} == {("...0",)}
     assert "constant" not in plan.kinds.values()
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 2).permute(2, 0, 3, 1, 4)
+        return self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2)).square().mean()
+
+
+def test_a_later_call_has_a_program_beside_the_layouts_that_parameters_have() -> None:
+    """Of one position there is no sequence, so all is searched: parts of a weight are cut, which Ulysses reads whole."""
+    model, x = Fused().double(), torch.randn(2, 6, 8, dtype=torch.float64)
+    sharded = autoshard.compile(model, Mesh({"sp": 2}, SPLIT_ALL), (x[:, :1],), like="ulysses")
+    assert str(sharded.plan.layouts["qkv.weight"]) == "S(0/3)@sp"
+    torch.testing.assert_close(sharded(x), model(x), rtol=1e-9, atol=0)
+    assert any("not beside the layouts" in note for note in sharded.plan.notes)
 
 
 # --- styles by module ---

@@ -194,3 +194,21 @@ def test_refusals_name_the_cause(name: str) -> None:
     forward, text = REFUSED[name]
     with pytest.raises(PlanError, match=text):
         autoshard.plan(Culprit(forward), {"tp": 2}, (torch.randn(8, 6), torch.randn(8, 5)), micro_batches=2)
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(9, 4)
+
+    def forward(self, rows: torch.Tensor, starts: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.table(rows, starts), y)
+
+
+@pytest.mark.parametrize("bags", [4, 5])
+def test_jagged_rows_are_no_batch(bags: int) -> None:
+    """Where others divide the message says so; where none does the number is wrong for the batch, too."""
+    args = torch.arange(7), torch.arange(bags), torch.randn(bags, 4)
+    with pytest.raises(PlanError, match=r"shape \[7\], and its batch of 7 does not divide into 2") as error:
+        autoshard.plan(Pooled(), {"tp": 2}, args, micro_batches=2)
+    assert ("Rows of jagged bags" in str(error.value)) == (bags == 4)

@@ -198,9 +198,9 @@ class _Separating:
                 f"micro_batches={count}: the model does not fall into micro-batches that take of the inputs what hints ask "
                 f"for ({named}). Name other dims for the axis {MICRO_BATCH!r}, or none: then they are found."
             )
-        longest = max(
-            (types[i.name].shape[0] for i in self.graph.inputs if i.kind == "input" and types[i.name].shape), default=0
-        )
+        lengths = [types[i.name].shape[0] for i in self.graph.inputs if i.kind == "input" and types[i.name].shape]
+        longest, others = max(lengths, default=0), any(n % count == 0 for n in lengths)
+        jagged = " Rows of jagged bags are no batch, and are needed all at once: micro_batches=1." if others else ""
         for i in self.graph.inputs:
             shape = types[i.name].shape
             if (
@@ -208,7 +208,7 @@ class _Separating:
             ):  # 1 among others: no batch
                 return (
                     f"micro_batches={count}: input {i.fqn!r} has shape {list(shape)}, and its batch of {shape[0]} does not "
-                    f"divide into {count}. Choose a number of micro-batches that divides the batch."
+                    f"divide into {count}. Choose a number of micro-batches that divides the batch.{jagged}"
                 )
         if (node := self._culprit()) is not None:
             return f"micro_batches={count}: {self._whole_for(node)}"

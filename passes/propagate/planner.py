@@ -16,6 +16,7 @@ from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.chosen import assigned, states_of
 from autoshard.passes.propagate.edges import EdgeTables
+from autoshard.passes.propagate.experts import AskedTooMuchError
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.network import Built, Network, Variable
@@ -112,7 +113,7 @@ class Planner:
         except PlanError as error:
             if not self.spaces.asked:
                 raise
-            raise PlanError(_ASKED_TOO_MUCH) from error
+            raise AskedTooMuchError(_ASKED_TOO_MUCH) from error
         self.prices, self._free = found.prices, network
         return assigned(network, found)
 

@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.export import exported_program
 from torch.export.exported_program import _decompose_exported_program
-from torch.export.graph_signature import InputKind
+from torch.export.graph_signature import InputKind, OutputKind
 
 from autoshard.passes.capture.observer import Patch, patched
 from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN
@@ -75,8 +75,25 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
         ):
             return program
     there = {n.target for n in nodes if isinstance(n.target, OpOverload)}
+    _rename(program, lambda fqn: f"{_APART}{fqn}" if hasattr(fx.GraphModule, fqn.split(".")[0]) else fqn)
     written = _written(program, there, tail)
-    return written if _is_plain(written) else _written(program, there, {})
+    written = written if _is_plain(written) else _written(program, there, {})
+    _rename(written, lambda fqn: fqn.removeprefix(_APART))
+    return written
+
+
+_APART = "autoshard_apart."
+"""of a tensor named as an attribute of a graph module is, such as code: export makes it one (torch 2.13) and fails"""
+
+
+def _rename(program: torch.export.ExportedProgram, renamed: Callable[[str], str]) -> None:
+    """Give the parameters, buffers and constants of ``program`` other names."""
+    for spec in (*program.graph_signature.input_specs, *program.graph_signature.output_specs):
+        if spec.kind not in (InputKind.USER_INPUT, OutputKind.USER_INPUT_MUTATION) and spec.target is not None:
+            spec.target = renamed(spec.target)
+    for tensors in (program.state_dict, program.constants):
+        for fqn in [fqn for fqn in tensors if renamed(fqn) != fqn]:
+            tensors[renamed(fqn)] = tensors.pop(fqn)
 
 
 def _is_complex(value: Any) -> bool:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
@@ -241,6 +241,28 @@ def asked_by(like: Any, graph: Graph, mesh: Mesh, *, known: bool = False) -> Exp
     regathers, stage = "megatron-sp" in names, max((ZERO.get(x, 0) for x in names), default=0)
     zero = dict.fromkeys(graph.parameters, stage) if stage in (1, 2) else {}
     return Expert({n: asked for n, asked in of_nodes.items() if any(asked)}, limits, regathers, zero, notes, repr(like))
+
+
+class AskedTooMuchError(PlanError):
+    """An expert's plan leaves an operation without layouts."""
+
+
+Found = TypeVar("Found")
+
+
+def met(expert: Expert, known: bool, search: Callable[[Expert], Found]) -> tuple[Expert, Found]:
+    """What ``search`` finds for ``expert``, and what was asked of it.
+
+    ``known``: parameters lie as an earlier program has them. Where that leaves no room for the expert's plan, all is searched.
+    """
+    try:
+        return expert, search(expert)
+    except AskedTooMuchError:
+        if not known:
+            raise
+    note = f"like={expert.text}: not beside the layouts that the parameters have, so that all is searched"
+    free = Expert(notes=(*expert.notes, note), text=expert.text)
+    return free, search(free)
 
 
 def _per_axis(like: Any, mesh: Mesh) -> dict[str, Any]:
