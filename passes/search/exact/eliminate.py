@@ -60,6 +60,7 @@ class Eliminator:
         self.sizes = list(sizes)
         self.factors: dict[Scope, int] = {}
         self.touching: list[set[Scope]] = [set() for _ in sizes]
+        self.around: list[set[int]] = [set() for _ in sizes]  # who shares a scope with each node
         self.scalars: list[int] = []  # tables without an axis
         self.steps: list[Step | Pruned] = []
         self.alive = set(range(len(sizes)))
@@ -78,6 +79,7 @@ class Eliminator:
         """The network as it is, with the same tables and without the steps that led there."""
         new = Eliminator(self.tables, self.sizes)
         new.factors, new.touching = dict(self.factors), [set(scopes) for scopes in self.touching]
+        new.around = [set(nodes) for nodes in self.around]
         new.scalars, new.alive = list(self.scalars), set(self.alive)
         return new
 
@@ -94,10 +96,14 @@ class Eliminator:
         """The nodes of ``scope`` are joined."""
         for node in scope:
             self.touching[node].add(scope)
+            self.around[node].update(scope)
+            self.around[node].discard(node)
 
-    def remove(self, scope: Scope) -> int:
-        for node in scope:
-            self.touching[node].discard(scope)
+    def _left(self, node: int, scope: Scope) -> int:
+        """Take a factor away from a node that is eliminated: those that it joined stay joined."""
+        for other in scope:
+            self.touching[other].discard(scope)
+            self.around[other].discard(node)
         return self.factors.pop(scope)
 
     def forbid(self, scope: Scope, pairs: NDArray[np.bool_]) -> None:
@@ -107,7 +113,7 @@ class Eliminator:
             self.factors[scope] = self.tables.intern(np.where(pairs, np.inf, table))
 
     def neighbours(self, node: int) -> Scope:
-        return tuple(sorted({other for scope in self.touching[node] for other in scope} - {node}))
+        return tuple(sorted(self.around[node]))
 
     def eliminate(self, node: int) -> Scope:
         """Replace the node's factors by their minimum over its strategies; returns the neighbours."""
@@ -115,7 +121,7 @@ class Eliminator:
             return self._fold(node)
         around = self.neighbours(node)
         place = {other: axis for axis, other in enumerate(around)} | {node: len(around)}
-        step = Step(node, tuple((scope, self.remove(scope)) for scope in sorted(self.touching[node])))
+        step = Step(node, tuple((scope, self._left(node, scope)) for scope in sorted(self.touching[node])))
         spans = tuple(
             (self._node_last(scope, table, node), tuple(sorted(map(place.__getitem__, scope))))
             for scope, table in step.factors
@@ -129,7 +135,7 @@ class Eliminator:
         """Eliminate a node that has one strategy: each of its factors loses an axis."""
         around = self.neighbours(node)
         for scope in sorted(self.touching[node]):
-            table = self.tables.squeeze(self.remove(scope), scope.index(node))
+            table = self.tables.squeeze(self._left(node, scope), scope.index(node))
             self.insert(tuple(other for other in scope if other != node), table)
         self.steps.append(Step(node, ()))
         self.alive.discard(node)
@@ -140,7 +146,7 @@ class Eliminator:
 
     def priced(self, node: int, order: Order) -> int:
         """``order`` of a node that is left."""
-        return order(self.sizes[node], [self.sizes[other] for other in self.neighbours(node)])
+        return order(self.sizes[node], [self.sizes[other] for other in self.around[node]])
 
     def run(self, max_degree: int, max_weight: int, order: Order = by_join, deadline: float = math.inf) -> None:
         """Eliminate, cheapest first, every node of at most ``max_degree`` neighbours and ``max_weight`` by ``order``.
@@ -156,7 +162,7 @@ class Eliminator:
         while heap and time.perf_counter() < deadline:
             key = heapq.heappop(heap)
             node = key[-1]
-            if current.get(node) != key or key[0] > max_weight or (key[0] and len(self.neighbours(node)) > max_degree):
+            if current.get(node) != key or key[0] > max_weight or (key[0] and len(self.around[node]) > max_degree):
                 continue
             del current[node]
             for other in self.eliminate(node):
@@ -178,7 +184,7 @@ class Eliminator:
         """Entries of all joins in this order; infinite where one has more than ``max_weight``."""
         size = {node: self.sizes[node] for node in self.alive} if sizes is None else sizes
         many = {node for node in self.alive if size[node] > 1}
-        around = {node: set(self.neighbours(node)) & many for node in many}
+        around = {node: self.around[node] & many for node in many}
 
         def priced(node: int, order: Order) -> int:
             return order(size[node], [size[other] for other in around[node]])

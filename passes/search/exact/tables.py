@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from autoshard.passes.search.broadcast import added
+from autoshard.passes.search.contents import Contents
 from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored, taken, transposed
 from autoshard.passes.search.network import Array
 
@@ -43,7 +43,7 @@ class Tables:
     def __init__(self) -> None:
         self.arrays: list[Array] = Unfolded()
         self._by_id: dict[int, tuple[Matrix, int]] = {}  # keeps the array alive, so that its id stays its own
-        self._by_content: dict[bytes, int] = {}
+        self._contents = Contents()
         self._memo: dict[tuple[object, ...], int] = {}
         self._classes: dict[tuple[int, int], Classes] = {}
         self._compact: dict[int, Array] = {}
@@ -54,11 +54,8 @@ class Tables:
         if known is not None:
             return known[1]
         array_c = np.asarray(stored(array), dtype=np.float64, order="C")
-        digest = hashlib.sha1(repr(array.shape).encode(), usedforsecurity=False)
-        digest.update(array_c.data)
-        if isinstance(array, Folded):
-            digest.update(array.rows.tobytes() + array.columns.tobytes())
-        number = self._by_content.setdefault(digest.digest(), len(self.arrays))
+        maps = (array.rows.tobytes(), array.columns.tobytes()) if isinstance(array, Folded) else None
+        number = self._contents.number(array_c, maps, lambda n: stored(self.matrix(n)), len(self.arrays))
         if number == len(self.arrays) and isinstance(self.arrays, Unfolded) and isinstance(array, Folded):
             self.arrays.folded[number] = array
             self.arrays.append(np.empty((0, 0)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.contents import Contents
 from autoshard.passes.search.exact.eliminate import Scope
 from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored, taken
 from autoshard.passes.search.network import Array, Choice, CostNetwork, Row
@@ -28,10 +28,9 @@ class Stacks:
         """what is stored of each"""
         self.maps: list[tuple[Classes, ...]] = []
         """per axis of each the slice that stands for every index"""
-        self._digests: list[bytes] = []
         self._by_id: dict[tuple[object, ...], int] = {}
         self._by_parts: dict[tuple[object, ...], int] = {}
-        self._by_content: dict[tuple[object, ...], int] = {}
+        self._contents = Contents()
 
     def number(self, cost: Matrix, amounts: Sequence[Matrix | None], transposed: bool = False) -> int:
         """The number of the stack; None: zeros, left out at the end."""
@@ -113,7 +112,7 @@ class Stacks:
         if any(len(used) < n for (used, _), n in zip(orders, stack.shape[1:], strict=True)):
             return self.of(stack, left)
         whole = taken(taken(stack, orders[0][0], 1), orders[1][0], 2)  # no slice is gone: they differ as they did
-        return self._numbered(whole, tuple(where for _, where in orders), number if whole is stack else None)
+        return self._numbered(whole, tuple(where for _, where in orders))
 
     def summed(self, counts: Mapping[int, int]) -> int:
         """The sum of so many of each."""
@@ -154,18 +153,14 @@ class Stacks:
             maps = tuple(found)
         return self._numbered(stack, tuple(maps))
 
-    def _numbered(self, stack: Array, maps: tuple[Classes, ...], stored_as: int | None = None) -> int:
-        """The number of a stack without repetitions. ``stored_as``: a stack of which this is the array."""
+    def _numbered(self, stack: Array, maps: tuple[Classes, ...]) -> int:
+        """The number of a stack without repetitions."""
         stack = np.ascontiguousarray(stack)
-        digest = (
-            hashlib.sha1(stack.data, usedforsecurity=False).digest() if stored_as is None else self._digests[stored_as]
-        )
-        content = stack.shape, digest, *(where.tobytes() for where in maps)
-        number = self._by_content.setdefault(content, len(self.arrays))
+        key = tuple(where.tobytes() for where in maps)
+        number = self._contents.number(stack, key, self.arrays.__getitem__, len(self.arrays))
         if number == len(self.arrays):
             self.arrays.append(stack)
             self.maps.append(maps)
-            self._digests.append(digest)
         return number
 
 

@@ -38,7 +38,7 @@ SWEEPS = 8
 SMALL = 500
 MILP_ENTRIES = 10_000
 # Message passing leaves no so small part of a problem that has so many times as many.
-HOPELESS = 100
+HOPELESS = 30
 # Entries times nodes of the MILP's tree, for effort 1.
 MILP_WORK = 400_000
 # The MILP first looks only this far above the bound, as a part of it; each failure looks four times as far.
