@@ -127,3 +127,30 @@ def test_without_gradients_parameters_are_only_gathered(blocks: list[list[torch.
 
     with torch.no_grad():
         assert all(torch.equal(y, blocks[0][0]) for y in world.run(f, [(blocks[0][0],)] * 2))
+
+
+class Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.ahead = ("dp",)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def test_what_has_entered_over_some_axes_enters_over_others() -> None:
+    """It comes as it is over those that its node says, and no others: there its gradient is summed."""
+    params = [torch.ones(3, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+
+    def f(p: torch.Tensor) -> torch.Tensor:
+        entered: torch.Tensor = Entered.apply(p)
+        (same,) = runtime.enter_parameters((entered,), "dp")
+        (other,) = runtime.enter_parameters((entered,), "tp")
+        assert same is entered
+        return other.sum()
+
+    losses = runtime.World({"dp": 2, "tp": 2}).run(f, [(p,) for p in params])
+    torch.autograd.backward(losses)
+    assert [p.grad.tolist() for p in params if p.grad is not None] == [[2.0] * 3] * 4

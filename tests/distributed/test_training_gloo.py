@@ -30,6 +30,7 @@ CONTRACT = (
     "losses_go_back_as_of_plain_outputs",
     "clipping",
     "few_gradients_are_summed_last",
+    "parameters_enter_ahead",
     "checkpoint",
     "full_state_dict_round_trip",
     "different_inputs_are_refused",

@@ -29,6 +29,7 @@ from checks import (
     mesh,
     seed,
 )
+from entering_checks import OF_PARAMETERS
 from expert_checks import CHECKS as EXPERTS
 from harness import Captures
 from loss_checks import OF_OUTPUTS, names_of_nodes
@@ -384,6 +385,7 @@ if __name__ == "__main__":
             **TABLES,
             **EXPERTS,
             **OF_OUTPUTS,
+            **OF_PARAMETERS,
             **{name: lambda case=case: case(mesh()) for name, case in CASES.items()},
         }
     )

@@ -19,7 +19,9 @@ from autoshard.module.dtensors.made import GIVEN, new_dtensor
 from autoshard.module.dtensors.owned import local_of
 from autoshard.module.dtensors.sparse_gradients import accumulate
 from autoshard.runtime.parameters.again import CHANGED
+from autoshard.runtime.parameters.block import enter_ahead
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
+from autoshard.runtime.parameters.gradients import Entering
 from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.node import Node
@@ -31,12 +33,16 @@ def locals_of(
     comm: Communicator,
     parameters: Sequence[Any],
     last: tuple[Sequence[int], FlatBucket | None] = ((), None),
-    buckets: dict[Any, FlatBucket] | None = None,
+    buckets: dict[Entering, FlatBucket] | None = None,
+    alone: frozenset[int] = frozenset(),
 ) -> tuple[torch.Tensor, ...]:
-    """The local tensors of DTensor parameters, for one forward. ``last``, ``buckets``: see :class:`runtime.Gradients`."""
+    """The local tensors of DTensor parameters, for one forward.
+
+    ``last``, ``buckets``: see :class:`runtime.Gradients`; ``alone``: see :func:`enter_ahead`.
+    """
     gradients = runtime.Gradients(comm, lambda numbers, axes: _taken(comm, parameters, numbers, axes), last, buckets)
     found: tuple[torch.Tensor, ...] = _Locals.apply(gradients, *parameters)
-    return found
+    return enter_ahead(found, gradients, alone) if buckets and torch.is_grad_enabled() else found
 
 
 class _Locals(Node):

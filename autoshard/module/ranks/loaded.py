@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -19,10 +20,19 @@ from autoshard.module.programs.simulate import shard_of
 from autoshard.module.ranks.leaves import locals_of
 from autoshard.passes.ir.program import Program, reads
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
-from autoshard.runtime.parameters.gradients import SMALL
+from autoshard.runtime.parameters.gradients import SMALL, Entering
 from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.process_group import TorchCommunicator
+
+
+class Trained(NamedTuple):
+    """The parameters of a program that are trained, by original name, and among them by number those that are summed last, and
+    those that only enter their blocks."""
+
+    names: tuple[str, ...]
+    last: tuple[int, ...]
+    alone: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -42,9 +52,14 @@ class Loaded:
     """whether the program has a backward"""
     last: tuple[frozenset[str], tuple[str, ...]]
     """parameters whose gradients are summed when the backward ends, and over which axes; see :func:`summed_last`"""
-    buckets: dict[Any, FlatBucket] = field(default_factory=dict)
-    """what parameters went through in the last forwards; of these by how many they are, and whether the sum is left to a
-    later backward"""
+    alone: frozenset[str]
+    """parameters that nothing reads but what has them enter their block; see :func:`entering_alone`"""
+    buckets: dict[Entering, FlatBucket] = field(default_factory=dict)
+    """what parameters went through on their way into blocks in earlier forwards"""
+    sums: dict[tuple[int, bool], FlatBucket] = field(default_factory=dict)
+    """the same of those that are summed last, by how many they are, and whether the sum is left to a later backward"""
+    trained: dict[tuple[bool, ...], Trained] = field(default_factory=dict)
+    """by which parameters require a gradient"""
 
     @staticmethod
     def of(executable: Executable, comm: Communicator, device: torch.device) -> Loaded:
@@ -61,19 +76,19 @@ class Loaded:
             {i.fqn: layouts[i.fqn] for i in of["buffer"]},
             graph.training,
             summed_last(executable.compiled.program, comm) if graph.training else (frozenset(), ()),
+            entering_alone(executable.compiled.program) if graph.training else frozenset(),
         )
 
     def tensors(self, model: Original) -> dict[str, torch.Tensor]:
         """This rank's part of everything that ``model`` holds, for one forward."""
         found, held = dict(self.constants), model.each(self.parameters)
-        is_trained = [self.recorded and p.requires_grad for p in held]
-        trained = [*itertools.compress(self.parameters, is_trained)]
-        if trained:
+        is_trained = tuple([self.recorded and p.requires_grad for p in held])
+        trained = self._trained(is_trained)
+        if trained.names:
             parameters = [*itertools.compress(held, is_trained)]
-            found.update(
-                zip(trained, locals_of(self.comm, parameters, self._summed(trained), self.buckets), strict=True)
-            )
-        if len(trained) < len(held):
+            own = locals_of(self.comm, parameters, self._summed(trained.last), self.buckets, trained.alone)
+            found.update(zip(trained.names, own, strict=True))
+        if len(trained.names) < len(held):
             rest = zip(self.parameters, held, is_trained, strict=True)
             found.update((name, local_of(p)) for name, p, is_one in rest if not is_one)
         for name, written in self.buffers:
@@ -81,18 +96,25 @@ class Loaded:
             found[name] = part.clone() if written else part  # it is written after the forward: the backward has a copy
         return found
 
-    def _summed(self, trained: Sequence[str]) -> tuple[Sequence[int], FlatBucket | None]:
-        """The numbers of those among ``trained`` whose gradients are summed when the backward ends, and through what."""
-        names, axes = self.last
-        numbers = [i for i, name in enumerate(trained) if name in names]
+    def _trained(self, flags: tuple[bool, ...]) -> Trained:
+        """What is trained, by a flag for every parameter."""
+        if flags not in self.trained:
+            names = tuple(itertools.compress(self.parameters, flags))
+            last = tuple(i for i, name in enumerate(names) if name in self.last[0])
+            alone = frozenset(i for i, name in enumerate(names) if name in self.alone)
+            self.trained[flags] = Trained(names, last, alone)
+        return self.trained[flags]
+
+    def _summed(self, numbers: Sequence[int]) -> tuple[Sequence[int], FlatBucket | None]:
+        """The numbers of parameters whose gradients are summed when the backward ends, and through what."""
         if not numbers:
             return (), None
         assert isinstance(self.comm, TorchCommunicator)
         key = len(numbers), self.comm.deferred
-        if key not in self.buckets:
-            moves = [Move("I", "R", axes, module="")] * len(numbers)
-            self.buckets[key] = FlatBucket(self.comm, moves, listed=True)
-        return numbers, self.buckets[key]
+        if key not in self.sums:
+            moves = [Move("I", "R", self.last[1], module="")] * len(numbers)
+            self.sums[key] = FlatBucket(self.comm, moves, listed=True)
+        return numbers, self.sums[key]
 
 
 def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], tuple[str, ...]]:
@@ -117,6 +139,17 @@ def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], t
     if len(groups) != 1 or not all(groups) or not alone or any(s.call.kwargs for s in entering) or size >= SMALL:
         return frozenset(), ()
     return frozenset(i.fqn for i in program.graph.inputs if i.name in names), groups.pop()
+
+
+def entering_alone(program: Program) -> frozenset[str]:
+    """The parameters that enter their blocks and are read nowhere else: they may do so before the forward.
+
+    Not those of a part that runs again in the backward, which has them enter once more.
+    """
+    counts = Counter(name for s in program.statements for name in reads(s))
+    entering = (s for s in program.statements if s.call.fn == "enter_parameters" and not s.again)
+    names = {name for s in entering for name in reads(s) if counts[name] == 1} - program.returned
+    return frozenset(i.fqn for i in program.graph.inputs if i.kind == "parameter" and i.name in names)
 
 
 def _part(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from autoshard.runtime.parameters.ahead import gathered, there
 from autoshard.runtime.parameters.bucket import Bucket, Dtypes, Tensors
 from autoshard.runtime.parameters.buckets import carried
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
-from autoshard.runtime.parameters.gradients import Gradients
+from autoshard.runtime.parameters.gradients import Entering, Gradients
 from autoshard.runtime.parameters.together import moved_back
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.in_process import InProcessCommunicator
@@ -44,18 +44,24 @@ def enter_parameters(
 
     Backward: the gradients are flattened into one buffer per dtype and all-reduced, asynchronously for parameters that
     come from :func:`wait_gradients`, or with those of all blocks where :attr:`Communicator.summed_last` says so. In mixed
-    precision values come in ``dtype``, and gradients are summed in
-    ``reduce_dtype`` and arrive in the parameter's own.
+    precision values come in ``dtype``, and gradients are summed in ``reduce_dtype`` and arrive in the parameter's own.
+    Tensors that have entered already, see :func:`enter_ahead`, come as they are.
     """
     comm = current()
     names = comm.active(axes)
     if names == comm.summed_last and dtype is None:
         return tuple(tensors)
+    first = next((t for t in tensors if t.requires_grad), None)
+    if not names or first is None or not torch.is_grad_enabled():
+        return tuple(tensors) if dtype is None else tuple([t.to(dtype) for t in tensors])
+    if getattr(first.grad_fn, "ahead", ()) == names:
+        return tuple(tensors)
     moving = [t for t in tensors if t.requires_grad]
-    if not names or not moving or not torch.is_grad_enabled():
-        return tuple(tensors) if dtype is None else tuple(t.to(dtype) for t in tensors)
-    moved = iter(_entered(comm, moving, names, Dtypes(dtype, reduce_dtype)))
-    return tuple(next(moved) if t.requires_grad else t if dtype is None else t.to(dtype) for t in tensors)
+    moved = _entered(comm, moving, names, Dtypes(dtype, reduce_dtype))
+    if len(moving) == len(tensors):
+        return moved
+    arriving = iter(moved)
+    return tuple([next(arriving) if t.requires_grad else t if dtype is None else t.to(dtype) for t in tensors])
 
 
 def _entered(comm: Communicator, moving: Sequence[torch.Tensor], names: tuple[str, ...], dtypes: Dtypes) -> Tensors:
@@ -64,12 +70,36 @@ def _entered(comm: Communicator, moving: Sequence[torch.Tensor], names: tuple[st
     if not isinstance(pending, Gradients):
         moves = [Move("I", "R", names)] * len(moving)
         return carried("enter_parameters", moves, moving, _through, listed=True, dtypes=dtypes)
-    key = moving[0].output_nr, len(moving), names, dtypes, comm.deferred
+    key = Entering(tuple([x.output_nr for x in moving]), names, dtypes, comm.deferred)
     if key not in pending.buckets:
         assert isinstance(comm, TorchCommunicator)
         move = named(Move("I", "R", names), always=True)
         pending.buckets[key] = FlatBucket(comm, [move] * len(moving), listed=True, dtypes=dtypes)
     return _through(pending.buckets[key], moving)
+
+
+def enter_ahead(tensors: Tensors, pending: Gradients, alone: frozenset[int]) -> Tensors:
+    """The parameters of a forward, those that entered their blocks in an earlier one moved already: :func:`enter_parameters`
+    gives them as they are.
+
+    One block after another this takes a fifth of the time that it does between products, which leave the caches cold.
+    ``alone``: numbers of those that the forward reads there and nowhere else.
+    """
+    out, comm = list(tensors), pending.comm
+    for number, (key, bucket) in enumerate(pending.buckets.items()):
+        if key.deferred == comm.deferred and key.dtypes.forward is None and alone.issuperset(key.numbers):
+            moved: Tensors = _Move.apply(bucket, 3, *[tensors[n] for n in key.numbers])
+            node: Any = moved[0].grad_fn
+            node._set_sequence_nr(AT_ONCE + number)
+            node.ahead = key.axes
+            for n, x in zip(key.numbers, moved, strict=True):
+                out[n] = x
+    return tuple(out)
+
+
+AT_ONCE = 1 << 62
+"""the place in the order of nodes, which is that of the forward, of those that autograd runs as soon as their gradients are
+there; leaves come first"""
 
 
 def gather_parameters(
@@ -142,7 +172,7 @@ class _Move(Node):
         ctx.set_materialize_grads(False)
         trained = ctx.needs_input_grad[2:]
         nodes = [x.grad_fn for x, wanted in zip(xs, trained, strict=True) if wanted]
-        alone = all(node is nodes[0] for node in nodes)
+        alone = nodes.count(nodes[0]) == len(nodes)
         ctx.owner = getattr(nodes[0], "pending", None) if alone else None  # by another name: this is a node, too
         if ctx.owner is not None:
             ctx.owner.expected += 1
@@ -169,7 +199,8 @@ class _Move(Node):
         pending = ctx.owner
         if pending is not None:
             pending.begin_later()
-        gradients = tuple(g if w else None for g, w in zip(gradients, wanted, strict=True))
+        if not all(wanted):
+            gradients = tuple([g if w else None for g, w in zip(gradients, wanted, strict=True)])
         if pending is None:
             out, works, later = ctx.bucket.backward(gradients)
             for work in works:
@@ -178,7 +209,7 @@ class _Move(Node):
                 begin().wait()
             return None, None, *out
         pending.move(ctx.bucket, ctx.numbers, gradients)
-        return None, None, *(None for _ in gradients)
+        return (None,) * (2 + len(gradients))
 
 
 def _moved(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int) -> tuple[Tensors, Gathered | None]:

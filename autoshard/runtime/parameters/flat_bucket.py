@@ -31,6 +31,8 @@ class FlatBucket(Bucket):
     ) -> None:
         super().__init__(moves, replicas, listed, dtypes, comm.deferred)
         self.comm = comm
+        self._joints: dict[tuple[FlatBucket, ...], FlatBucket] = {}
+        """by what comes after this bucket: both as one"""
 
     @property
     def home(self) -> Communicator:
@@ -93,9 +95,12 @@ class FlatBucket(Bucket):
         """This bucket and others that join it as one."""
         if len(buckets) == 1:
             return self
-        whole = FlatBucket(self.comm, [m for b in buckets for m in b.moves], self.replicas, self.listed, self.dtypes)
-        whole.deferred = self.deferred
-        return whole
+        key = tuple(buckets[1:])
+        if key not in self._joints:
+            moves = [m for b in buckets for m in b.moves]
+            self._joints[key] = FlatBucket(self.comm, moves, self.replicas, self.listed, self.dtypes)
+            self._joints[key].deferred = self.deferred
+        return self._joints[key]
 
     def backward(
         self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False

@@ -8,11 +8,11 @@ the parameters keeps such summands, and hands them over where a later backward t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from autoshard.runtime.parameters.bucket import Begin, Bucket
+from autoshard.runtime.parameters.bucket import Begin, Bucket, Dtypes
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
 from autoshard.runtime.parameters.together import moved_back
 from autoshard.runtime.transport.communicator import Communicator
@@ -33,6 +33,16 @@ Earlier = Callable[[Sequence[int], tuple[str, ...]], Mapping[int, torch.Tensor]]
 """(numbers of parameters, axes) → by number the summand over these axes that was kept of it, and is no longer"""
 
 
+class Entering(NamedTuple):
+    """What goes through a bucket on its way into a block: parameters by their ``numbers`` in the forward."""
+
+    numbers: tuple[int, ...]
+    axes: tuple[str, ...]
+    dtypes: Dtypes
+    deferred: bool
+    """whether their sum is left to a later backward"""
+
+
 class Gradients:
     """``earlier``: gives what earlier backward passes left; called in the backward, once for a parameter and its axes.
 
@@ -45,10 +55,10 @@ class Gradients:
         comm: Communicator,
         earlier: Earlier = lambda numbers, axes: {},
         last: tuple[Sequence[int], FlatBucket | None] = ((), None),
-        buckets: dict[Any, FlatBucket] | None = None,
+        buckets: dict[Entering, FlatBucket] | None = None,
     ) -> None:
         self.comm, self.earlier, self.last = comm, earlier, last
-        self.buckets: dict[Any, FlatBucket] = {} if buckets is None else buckets
+        self.buckets: dict[Entering, FlatBucket] = {} if buckets is None else buckets
         self.expected = 0
         """buckets whose gradients are still to come"""
         self.works: list[Any] = []

@@ -281,7 +281,10 @@ def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
         keys = ordered(out, move.op)
         comm.run(group, dist.all_reduce, keys, _REDUCE[move.op])
         return floats(keys, x.dtype)
-    comm.run(group, dist.all_reduce, out, _REDUCE[move.op])
+    if move.op == "sum" and group.gloo:
+        comm.run(group, all_reduce_sum, out)
+    else:
+        comm.run(group, dist.all_reduce, out, _REDUCE[move.op])
     return out
 
 
@@ -339,8 +342,7 @@ def _rows(comm: TorchCommunicator, splits: Splits, group: _Group, x: torch.Tenso
         x = torch.cat([pieces[k] for k in group.order])
         gives, gets = (tuple(numbers[k] for k in group.order) for numbers in (gives, gets))
     out = x.new_empty(sum(gets), *x.shape[1:])
-    exchange = all_to_all_rows if group.gloo else dist.all_to_all_single
-    comm.run(group, exchange, raw(out), raw(x.contiguous()), list(gets), list(gives))
+    comm.run(group, _exchange(group), raw(out), raw(x.contiguous()), list(gets), list(gives))
     return splits.staying(out if group.order is None else torch.cat(_by_index(out.split(gets), group)))
 
 
@@ -360,8 +362,12 @@ def _exchanged(
     """A tensor to every member, and from every member a flat one of ``counts`` elements, in the process group's order."""
     buffer = behind(sent)
     out = buffer.new_empty(sum(counts))
-    comm.run(group, dist.all_to_all_single, raw(out), raw(buffer), counts, [s.numel() for s in sent])
+    comm.run(group, _exchange(group), raw(out), raw(buffer), counts, [s.numel() for s in sent])
     return torch.split(out, counts)
+
+
+def _exchange(group: _Group) -> Callable[..., Any]:
+    return all_to_all_rows if group.gloo else dist.all_to_all_single
 
 
 def _permute(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
