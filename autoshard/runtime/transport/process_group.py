@@ -281,7 +281,10 @@ def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
         keys = ordered(out, move.op)
         comm.run(group, dist.all_reduce, keys, _REDUCE[move.op])
         return floats(keys, x.dtype)
-    comm.run(group, dist.all_reduce, out, _REDUCE[move.op])
+    if group.gloo and move.op == "sum":
+        comm.run(group, all_reduce_sum, out)
+    else:
+        comm.run(group, dist.all_reduce, out, _REDUCE[move.op])
     return out
 
 
