@@ -91,11 +91,13 @@ def experts(
     flat = x.reshape(-1, x.shape[-1])
     slots = slots_of(computed, flat.shape[0], top)
     rows = _exchanged(dealt(flat, slots), held, routes.splits)
+    back = None if routes.splits is None else routes.splits.backward()
     ends = routes.ends[: first.shape[0]]
     dim, apart = 2 if transposed else 1, gated and hidden_axes and not interleaved
     plain = (first_bias, second_bias, limit, shift, interleaved) == (None, None, None, 0, False)
     if gated and plain and not apart and activation in DERIVATIVES:
-        out = gated_products(rows, *((first, second) if transposed else (first.mT, second.mT)), ends, activation)
+        order, back = (None, None) if back is None else (back.before, back._replace(before=None))
+        out = gated_products(rows, *((first, second) if transposed else (first.mT, second.mT)), ends, activation, order)
     else:
         of_rows = exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[dim]))
         parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]
@@ -109,7 +111,7 @@ def experts(
         out = product(mid, second if transposed else second.mT, ends)
         if second_bias is not None:
             out = out + _of_rows(second_bias, ends, rows)
-    out = _exchanged(out, held, None if routes.splits is None else routes.splits.backward())
+    out = _exchanged(out, held, back)
     out = collected(out, weights.reshape(-1), slots).to(x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -141,11 +143,13 @@ class _Held(NamedTuple):
     """how many all of them hold"""
     places: torch.Tensor | None
     """per expert, and for none: rank · most + number there; ranks · most where none of them holds it. None: all are here"""
+    sizes: Move | None
+    """how they tell each other how many rows go to each of their experts"""
 
 
 def _held(count: int, expert_axes: Axes, exchange_axes: Axes, device: torch.device) -> _Held:
     if not expert_axes:
-        return _Held(None, (), 1, count, count, None)
+        return _Held(None, (), 1, count, count, None, None)
     comm = current()
     cut, axes = comm.active(expert_axes), comm.active(exchange_axes)
     known = ("experts", count, cut, axes, device)
@@ -158,7 +162,9 @@ def _held(count: int, expert_axes: Axes, exchange_axes: Axes, device: torch.devi
             start, length = parts[comm.group(cut, rank).index(rank)]
             places[start : start + length] = range(number * most, number * most + length)
         together = sum(place < len(ranks) * most for place in places)
-        comm.memo[known] = len(ranks), most, together, torch.tensor(places, device=device)
+        row_each = Splits((1,) * len(ranks), (1,) * len(ranks), comm.index(axes))
+        sizes = Move("S", "S", axes, 0, splits=row_each) if axes else None
+        comm.memo[known] = len(ranks), most, together, torch.tensor(places, device=device), sizes
     return _Held(comm, axes, *comm.memo[known])
 
 
@@ -182,14 +188,13 @@ def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
     sent = torch.bincount(keys, minlength=cells)[:cells]
     if held.places is None:
         return slots, _Routes(None, sent.cumsum(0, dtype=torch.int32))
-    if held.comm is None or not held.axes:  # those of other ranks come last
+    if held.comm is None or held.sizes is None:  # those of other ranks come last
         return slots[: int(sent.sum())], _Routes(None, sent.cumsum(0, dtype=torch.int32))
-    me, sent = held.comm.index(held.axes), sent.view(held.ranks, -1)
-    row_each = Splits((1,) * held.ranks, (1,) * held.ranks, me)
-    arriving = held.comm.apply(Move("S", "S", held.axes, 0, splits=row_each), sent)
+    sent = sent.view(held.ranks, -1)
+    arriving = held.comm.apply(held.sizes, sent)
     gone, come = torch.stack([sent, arriving]).tolist()  # the host waits, once
     order = by_columns(come, ids.device)
-    splits = Splits(tuple(map(sum, gone)), tuple(map(sum, come)), me, after=order)
+    splits = Splits(tuple(map(sum, gone)), tuple(map(sum, come)), held.comm.index(held.axes), after=order)
     return slots[: sum(splits.sent)], _Routes(splits, arriving.sum(0).cumsum(0, dtype=torch.int32))
 
 

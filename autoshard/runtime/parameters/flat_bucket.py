@@ -173,6 +173,8 @@ class FlatBucket(Bucket):
         return begin
 
     def _flat(self, xs: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        if len(xs) == 1 and not is_kept(xs[0], xs[0].numel(), dtype):
+            return xs[0].to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1)
         size = sum([x.numel() for x in xs])
         if len(xs) > 1 and xs[0].dtype == dtype and not is_kept(xs[0], size, dtype):
             flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(xs)  # one call; of one tensor it would be that one
@@ -270,6 +272,8 @@ def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.
 
 def _views_like(buffer: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Consecutive views of ``buffer`` in the shapes of ``xs``, by one call where none is empty: torch forgets its shape."""
+    if len(xs) == 1:
+        return [buffer.view_as(xs[0])]
     if 0 in [x.numel() for x in xs]:
         return _views(buffer, [x.shape for x in xs])
     return list(torch._C._nn.unflatten_dense_tensors(buffer, xs))

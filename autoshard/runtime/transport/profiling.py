@@ -59,13 +59,12 @@ def recorded(comm: Communicator, move: Move, phase: str, members: int = 1) -> co
 def _running_module() -> str:
     """The module that the innermost line of generated code on the stack communicates for; "?" without one."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        modules = frame.f_globals.get(_TABLE)
-        if modules is not None:
-            owner, module = frame.f_locals.get("self"), modules.get(frame.f_lineno, "")
-            if module.startswith("@"):
-                variable, _, module = module[1:].partition(".")
-                owner = frame.f_locals.get(variable)
-            return ".".join(filter(None, (getattr(owner, "block_path", ""), module)))
+    while frame is not None and _TABLE not in frame.f_globals:
         frame = frame.f_back
-    return "?"
+    if frame is None:
+        return "?"
+    owner, module = frame.f_locals.get("self"), frame.f_globals[_TABLE].get(frame.f_lineno, "")
+    if module.startswith("@"):
+        variable, _, module = module[1:].partition(".")
+        owner = frame.f_locals.get(variable)
+    return ".".join(filter(None, (getattr(owner, "block_path", ""), module)))
