@@ -35,6 +35,7 @@ IN_ONE_PROCESS = """
 AGAIN = """
     a_cache_that_users_change a_cache_whose_old_value_is_read a_static_cache_that_has_no_tensors_yet autocast_in_evaluation
 """.split()
+"""states that only ``--run-slow`` tries: caches and casts like those of the states that are left"""
 
 DOUBLES = (
     # every state in one of the two worlds
@@ -52,6 +53,9 @@ DOUBLES = (
     "test_every_rule.py::test_pairs_of_strategies[[]aten.conv*1d.default]",
     "test_zero.py::test_what_is_kept_is_the_best_of_all_mixtures[[]4]",
     # one of a kind
+    "test_stage_plans.py::test_within_a_budget_the_first_stages_make_more_again",
+    "test_logs.py::test_what_loggers_are_set_to_is_heard",
+    "test_expert_rows.py::test_a_ring_over_several_sequences_gathers_no_rows*",
     "test_training_gloo.py::test_training[[]4-train_gpt]",
     "test_failures_gloo.py::test_a_rank_that_raises_before_it_meets_the_others*",
     "test_failures_gloo.py::test_a_rank_that_is_gone[[]stop]",
@@ -76,7 +80,6 @@ DOUBLES = (
     "test_combinations.py::test_together[[]ring-again]",
     "test_combinations.py::test_together[[]experts-again]",
     "test_combinations.py::test_together[[]stages-cast]",
-    # casts and caches in other places than those of the states that are left
     *(f"test_states.py::test_as_the_unsharded_model*-{case}]" for case in AGAIN),
     # of several that take seconds each, the ones that differ least from what is left
     "test_objective.py::test_the_total_is_the_least_of_all_choices[[]1048576-True]",
@@ -106,8 +109,5 @@ DOUBLES = (
     "test_plan_quality.py::test_every_layer_communicates_alike[[][14]k]",
     "test_profile.py::test_other_models[[]vit]",
     "test_steering.py::test_the_integers_of_the_example_decide[[]masked-axes[12]]",
-    "test_expert_rows.py::test_a_ring_over_several_sequences_gathers_no_rows*",
     "test_dynamic_shapes.py::test_one_program_serves_all_sizes[[]hf_bert]",
-    "test_stage_plans.py::test_within_a_budget_the_first_stages_make_more_again",
-    "test_logs.py::test_what_loggers_are_set_to_is_heard",
 )
