@@ -211,4 +211,4 @@ def test_jagged_rows_are_no_batch(bags: int) -> None:
     args = torch.arange(7), torch.arange(bags), torch.randn(bags, 4)
     with pytest.raises(PlanError, match=r"shape \[7\], and its batch of 7 does not divide into 2") as error:
         autoshard.plan(Pooled(), {"tp": 2}, args, micro_batches=2)
-    assert ("Rows of jagged bags" in str(error.value)) == (bags == 4)
+    assert ("rows of jagged bags" in str(error.value)) == (bags == 4)

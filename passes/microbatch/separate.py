@@ -200,7 +200,11 @@ class _Separating:
             )
         lengths = [types[i.name].shape[0] for i in self.graph.inputs if i.kind == "input" and types[i.name].shape]
         longest, others = max(lengths, default=0), any(n % count == 0 for n in lengths)
-        jagged = " Rows of jagged bags are no batch, and are needed all at once: micro_batches=1." if others else ""
+        jagged = (
+            " If it holds the rows of jagged bags, these are no batch, and needed all at once: micro_batches=1."
+            if others
+            else ""
+        )
         for i in self.graph.inputs:
             shape = types[i.name].shape
             if (
