@@ -15,15 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from autoshard.check.stolen import MOST, stolen
+
 PINNED = "BENCHMARK_PINNED"
 """set by :mod:`quiet`: the cores of a world are its own, and each rank takes its share of them"""
 
 
 KEEPING = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 """for glibc: memory that is freed stays with the process. Else which contestant pays for new pages is chance"""
-
-STOLEN = 0.02
-"""of a step's time on all cores, to those to whom the host gave them: more is not this machine's step"""
 
 Made = TypeVar("Made")
 
@@ -99,18 +98,9 @@ def timed(step: Callable[[], Made]) -> tuple[Made, Taken]:
 
 
 def counted(steps: Sequence[Taken]) -> list[Taken]:
-    """Those in which this machine had its cores (:data:`STOLEN`); all, where these are not two."""
-    whole = [taken for taken in steps if taken.stolen <= STOLEN]
+    """Those in which this machine had its cores, as calibration means it; all, where these are not two."""
+    whole = [taken for taken in steps if taken.stolen <= MOST]
     return whole if len(whole) > 1 else list(steps)
-
-
-def stolen() -> float:
-    """Seconds, of all cores together, that whoever runs this virtual machine gave to others; 0 where no system says so."""
-    try:
-        first = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    except OSError:
-        return 0.0
-    return float(first[8]) / os.sysconf("SC_CLK_TCK") if len(first) > 8 else 0.0
 
 
 def keep() -> None:

@@ -92,6 +92,7 @@ def test_a_machine_that_gets_slower_makes_no_collective_slow(monkeypatch: pytest
 
 def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.check.clock.on_this_machine", lambda: 1)
+    monkeypatch.setattr("autoshard.check.clock.agreed", lambda value, pick: value)
     monkeypatch.setattr("autoshard.check.clock.dist.barrier", lambda: None)
     order = list[str]()
     rounds = Clock(torch.device("cpu"), 2).in_turns([lambda: order.append("a"), lambda: order.append("b")])
@@ -132,6 +133,7 @@ def test_convolutions_are_timed_as_programs_run_them(monkeypatch: pytest.MonkeyP
 def test_a_clock_says_the_lower_quartile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.check.clock.on_this_machine", lambda: 1)
     clock, took = Clock(torch.device("cpu"), 8), iter([9.0, 9.0, 8.0, 1.0, 7.0, 2.0, 6.0, 3.0, 5.0, 4.0])
+    monkeypatch.setattr("autoshard.check.clock.agreed", lambda value, pick: value)
     monkeypatch.setattr(clock, "_took", lambda call, often, now=None: next(took))
     assert clock.seconds(lambda: None) == 3.0
 
@@ -226,12 +228,13 @@ def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
             "launch": 1e-3 if slow == "launch" else 1e-5, "convolutions": 0.8, "attention": pair, "staged": (1e-4, 1e-9),
             "messages": [[1e-3 * (1 + n) * (40 if slow == "messages" else 1) for n in range(16)]], "overlap": 0.5,
             "products": [0.1, 0.2, 0.3, 0.4], "channels": [0.1] * 7, "functions": (1e-9, 2e-9), "updates": 1e9,
-            "sharing": ((1, 0.5), (2, 1.0)),
+            "sharing": ((1, 0.5), (2, 1.0)), "disturbed": 1.0 if slow == "launch" else 0.0,
         }  # fmt: skip
 
     for name, found in (("get_world_size", lambda: 2), ("get_rank", lambda: 0), ("get_backend", lambda: "gloo")):
         monkeypatch.setattr(calibration.dist, name, found)
-    monkeypatch.setattr(calibration, "agreed", lambda value, pick: value)
+    for module in ("clock", "calibration"):
+        monkeypatch.setattr(f"autoshard.check.{module}.agreed", lambda value, pick: value)
     monkeypatch.setattr(calibration, "_visit", visit)
     monkeypatch.setattr(travel, "TorchCommunicator", lambda axes, ranks: type("", (), {"world_size": axes["ranks"]})())
     found = calibration._measured(True)
@@ -241,6 +244,7 @@ def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.products == ((4, 0.1), (16, 0.2), (64, 0.3), (256, 0.4), (512, 1.0))
     assert found.caches == ((12.0, 1e-6), (99.0, 2e-6))
     assert found.sharing == ((1, 0.5), (2, 1.0))
+    assert (found.disturbed, found.name[-8:]) == (0.0, "measured")
     assert [rate.kind for rate in found.node.rates] == [
         *("scalar", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import logging
 import os
 import platform
 import statistics
@@ -24,13 +25,15 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
-from autoshard.check.clock import MOST, USED, Clock, agreed, on_this_machine
+from autoshard.check.clock import MOST, USED, Clock, agreed, lower_quartile, on_this_machine
 from autoshard.check.staging import staged_host
 from autoshard.check.travel import Messages, Step, overlap
 from autoshard.errors import MeshError
 from autoshard.hardware import AHEAD, Hardware, Link, free_memory
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.runtime.channels import channels_last
+
+log = logging.getLogger("autoshard")
 
 NARROW = (4, 16, 64, 256)
 """lengths of the shortest dim of products"""
@@ -46,6 +49,8 @@ VISITS = 3
 """how often all entries are measured, one after another: what else the machine does lasts for a few seconds"""
 FEW = 5
 """small operations between two products of a step"""
+DISTURBED = 0.05
+"""of what a visit measured: more that was disturbed is told"""
 KEPT = {"cpu": 1 << 25, "cuda": 1 << 26}
 """bytes of results that are kept"""
 
@@ -60,12 +65,14 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
         quick: a few seconds; else more sizes, dtypes and repetitions.
 
     Everything is measured three times, each time after everything else, and medians count: one bad second changes nothing.
+    What is measured while the host of a virtual machine gives its cores to others is measured again; where that does not help,
+    a warning says so, and :attr:`~autoshard.hardware.Hardware.disturbed`.
     Rates of collectives are those of groups of all ranks (and of half of them, if not ``quick``); for a cluster run it with
     torchrun once on one node and once across nodes, and put the links together. Raises :class:`MeshError` where the
     processes fail.
     """
     if dist.is_available() and dist.is_initialized():
-        return _measured(quick)
+        return _told(_measured(quick), dist.get_rank() == 0)
     devices = torch.cuda.device_count() or max(2, os.cpu_count() or 2)
     ranks = min(2 if mesh is None else Mesh.of(mesh).size, devices)
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +86,19 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
             raise MeshError(
                 f"{len(failed)} of {ranks} processes that measure this machine failed; see their output above"
             )
-        return Hardware.load(Path(folder) / "hardware.json")
+        return _told(Hardware.load(Path(folder) / "hardware.json"))
+
+
+def _told(hardware: Hardware, here: bool = True) -> Hardware:
+    """``hardware``; ``here``: where it was disturbed, this process warns."""
+    if here and hardware.disturbed > DISTURBED:
+        log.warning(
+            "%.0f %% of what calibrate() measured was disturbed: the host of this virtual machine gave its cores to others "
+            "each time (steal time in /proc/stat). Plans for these numbers may not be the fastest: calibrate again when the "
+            "machine is quiet.",
+            100 * hardware.disturbed,
+        )
+    return hardware
 
 
 def _worker() -> None:
@@ -106,7 +125,7 @@ def _measured(quick: bool) -> Hardware:
     """Every rank measures; what they found is put together as the slowest rank's, and of several visits as the median."""
     world = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    clock, cuda = Clock(device, 3 if quick else 4), device.type == "cuda"
+    clock, cuda = Clock(device, 4 if quick else 5), device.type == "cuda"
     dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.float64, torch.bfloat16]
     large = 8192 if cuda else 512 if quick else 1024
     step, sizes = Step(clock), sorted({world} if quick else {world, max(2, world // 2)})
@@ -122,8 +141,9 @@ def _measured(quick: bool) -> Hardware:
     name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
     speeds = dict(zip(dtypes, found["speeds"], strict=True))
     action, carried = found["staged"]
+    disturbed = found["disturbed"]
     return Hardware(
-        name=f"{name}, measured",
+        name=f"{name}, measured" + (f" while disturbed ({disturbed:.0%})" if disturbed > DISTURBED else ""),
         flops=max(speed * (1 if dtype.itemsize <= 2 else dtype.itemsize / 2) for dtype, speed in speeds.items()),
         memory_bandwidth=found["bandwidth"],
         memory_bytes=agreed(memory, min),
@@ -148,6 +168,7 @@ def _measured(quick: bool) -> Hardware:
         actions=action,
         carried=carried,
         cpu=not cuda,
+        disturbed=disturbed,
     )
 
 
@@ -179,6 +200,7 @@ def _visit(
         "functions": tuple(agreed(x, max) for x in _function_seconds(clock)) if cpu else (),
         "updates": agreed(_update_speed(clock), min),
         "sharing": _sharing(clock) if clock.shared else (),
+        "disturbed": clock.watch.share(),
     }
 
 
@@ -309,13 +331,15 @@ def _launch(clock: Clock) -> float:
 
     if clock.device.type == "cuda":
         return clock.computing(partial(run, 200)) / (2 * 200)
-    a, taken = torch.randn(512, 512), []
-    for _ in range(8 * clock.repeats):
+    a = torch.randn(512, 512)
+
+    def once() -> float:
         torch.matmul(a, a)
         begin = clock.now()
         run(FEW)
-        taken.append(clock.now() - begin)
-    return sorted(taken)[len(taken) // 4] / (2 * FEW)
+        return clock.now() - begin
+
+    return clock.watch.undisturbed(lambda: lower_quartile([once() for _ in range(8 * clock.repeats)])) / (2 * FEW)
 
 
 if __name__ == "__main__":

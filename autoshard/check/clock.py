@@ -11,6 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from autoshard.check.stolen import Watch
+
 SHORT, LONG, MOST = 0.002, 0.05, 1000
 """seconds that a repetition takes at least where every rank has a core, and where ranks share cores; the most calls in it"""
 
@@ -32,11 +34,17 @@ def agreed(value: float, pick: Callable[[Sequence[float]], float]) -> float:
     return pick(found)
 
 
+def lower_quartile(found: Sequence[float]) -> float:
+    """The number that a quarter of those in ``found`` lies below."""
+    return sorted(found)[len(found) // 4]
+
+
 class Clock:
     """The lower quartile of several repetitions, after one to warm up: other work on the machine adds to some of them, and
     the least is luck that no step has from its first operation to its last.
 
-    Where ranks share cores a repetition goes on for so long that all of them have their turns in it.
+    Where ranks share cores a repetition goes on for so long that all of them have their turns in it. What the host of this
+    machine disturbed is measured again, by all ranks (:class:`~autoshard.check.stolen.Watch`).
     """
 
     def __init__(self, device: torch.device, repeats: int) -> None:
@@ -44,6 +52,8 @@ class Clock:
         self.cores, self.threads = os.cpu_count() or 1, torch.get_num_threads()
         self.shared = device.type == "cpu" and on_this_machine() * self.threads > self.cores
         self.long = LONG if self.shared else SHORT
+        at_work = on_this_machine() * (1 if device.type == "cuda" else self.threads)
+        self.watch = Watch(lambda value: agreed(value, max), time.perf_counter, min(self.cores, at_work))
 
     def seconds(self, call: Callable[[], object], together: bool = False) -> float:
         """Of one call. ``together``: all ranks begin at once, and call equally often."""
@@ -61,28 +71,28 @@ class Clock:
         than what they differ by. Of a turn the mean of the ranks is taken: of more of them the slowest is slower.
         """
         often, place = self._often(call, True), dist.get_rank() % on_this_machine()
-        turns = []
-        for _ in range(TURNS * self.repeats):
+
+        def turn() -> list[float]:
             taken = []
             for ranks in counts:
                 dist.barrier()
                 own = self._took(call, often, partial(self.now, ranks)) if place < ranks else 0.0
                 taken.append(agreed(own, sum) / ranks)
-            turns.append([seconds / taken[-1] for seconds in taken])
+            return [seconds / taken[-1] for seconds in taken]
+
+        turns = [self.watch.undisturbed(turn) for _ in range(TURNS * self.repeats)]
         return [statistics.median(column) for column in zip(*turns, strict=True)]
 
     def in_turns(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
         """Seconds on the wall of each of the ``calls``, once a round: what else the machine does meets all of them alike."""
         for call in calls:
             self._took(call, 1)
-        rounds = []
-        for _ in range(self.repeats):
-            taken = []
-            for call in calls:
-                dist.barrier()
-                taken.append(self._took(call, 1))
-            rounds.append(taken)
-        return rounds
+
+        def once(call: Callable[[], object]) -> float:
+            dist.barrier()
+            return self._took(call, 1)
+
+        return [[self.watch.undisturbed(partial(once, call)) for call in calls] for _ in range(self.repeats)]
 
     def now(self, ranks: int | None = None) -> float:
         """Seconds to take the difference of, of what waits for no other rank.
@@ -97,12 +107,17 @@ class Clock:
         return time.process_time() * max(1 / self.threads, ranks / self.cores)
 
     def _quartile(self, call: Callable[[], object], together: bool, now: Callable[[], float]) -> float:
-        often, found = self._often(call, together), []
-        for _ in range(self.repeats):
-            if together:
-                dist.barrier()
-            found.append(self._took(call, often, now))
-        return sorted(found)[len(found) // 4]
+        often = self._often(call, together)
+
+        def once() -> float:
+            found = []
+            for _ in range(self.repeats):
+                if together:
+                    dist.barrier()
+                found.append(self._took(call, often, now))
+            return lower_quartile(found)
+
+        return self.watch.undisturbed(once)
 
     def _often(self, call: Callable[[], object], together: bool) -> int:
         """How many calls a repetition has."""

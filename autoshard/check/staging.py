@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.check.clock import Clock, agreed
+from autoshard.check.clock import Clock, agreed, lower_quartile
 from autoshard.runtime.programs.along import Along
 from autoshard.runtime.programs.pipeline import Form, Message, Pipeline
 from autoshard.runtime.transport.communicator import bind
@@ -43,8 +43,8 @@ def _processor_seconds(clock: Clock, size: int) -> float:
     messages = [*([(Message((size,), torch.float32, True),)] * (world - 1)), (Message((), torch.float32, True),)]
     form = Form(SCHEDULE, COUNT, tuple(messages), 0, False)
     pipeline = Pipeline(form, Along(dist.group.WORLD, notes), clock.device, stages.run)
-    found = []
-    for number in range(WARM_UP + clock.repeats):
+
+    def step() -> float:
         stages.leaf.grad, stages.computing = None, 0.0
         dist.barrier()
         begin = time.process_time()
@@ -52,9 +52,11 @@ def _processor_seconds(clock: Clock, size: int) -> float:
             pipeline.step(notes, [stages.leaf], None)
         if pipeline.failed is not None:
             raise pipeline.failed
-        if number >= WARM_UP:
-            found.append(time.process_time() - begin - stages.computing)
-    return sorted(found)[len(found) // 4]
+        return time.process_time() - begin - stages.computing
+
+    for _ in range(WARM_UP):
+        step()
+    return lower_quartile([clock.watch.undisturbed(step) for _ in range(clock.repeats)])
 
 
 class _Stages:

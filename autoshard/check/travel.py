@@ -18,6 +18,8 @@ from autoshard.runtime.transport.process_group import TorchCommunicator, all_gat
 
 SEVERAL = 8
 """collectives that are timed together, each after compute"""
+STEEP, AGAIN = 2.0, 2
+"""how many times what its neighbours in size say a message may take; how often those are measured again that take more"""
 LEAST = 1e-6
 """seconds of one, where what it adds is lost in what else the machine does"""
 
@@ -74,8 +76,17 @@ class Messages:
         self.sent = [(SCALAR, 1), *itertools.product(kinds, sizes)]
 
     def seconds(self) -> list[float]:
-        """Of each."""
-        return [agreed(x, max) for x in self.step.seconds([self._call(*sent) for sent in self.sent])]
+        """Of each; what is out of line with its neighbours in size is measured again."""
+        found = self._measured(range(len(self.sent)))
+        for _ in range(AGAIN):
+            odd = out_of_line(self.sent, found)
+            for i, seconds in zip(odd, self._measured(odd), strict=True):
+                found[i] = seconds
+        return found
+
+    def _measured(self, which: Sequence[int]) -> list[float]:
+        """The slowest rank's, of these."""
+        return [agreed(x, max) for x in self.step.seconds([self._call(*self.sent[i]) for i in which])] if which else []
 
     def _call(self, kind: str, size: int) -> Callable[[], object]:
         if kind == "permute":
@@ -101,6 +112,23 @@ class Messages:
         rates = [_line(*of, points) for of, points in found.items()]
         summed = next(r for r in rates if r.kind == "all_reduce")
         return [Rate(SCALAR, ranks, min(once, summed.latency), summed.bandwidth), *rates]
+
+
+def out_of_line(sent: Sequence[tuple[str, int]], seconds: Sequence[float]) -> list[int]:
+    """Which of the (kind, size) in ``sent`` are measured again: they take more than :data:`STEEP` times what the next longer
+    message does, or lie as far off the line between their neighbours. These are, too: which of them is wrong nobody knows."""
+    odd = set[int]()
+    for _, of in itertools.groupby(range(len(sent)), key=lambda i: sent[i][0]):
+        same = list(of)
+        for i, j in itertools.pairwise(same):
+            if seconds[i] > STEEP * seconds[j]:
+                odd |= {i, j}
+        for i, j, k in zip(same, same[1:], same[2:], strict=False):
+            part = (sent[j][1] - sent[i][1]) / (sent[k][1] - sent[i][1])
+            between = seconds[i] + part * (seconds[k] - seconds[i])
+            if not between / STEEP <= seconds[j] <= between * STEEP:
+                odd |= {i, j, k}
+    return sorted(odd)
 
 
 def _message(step: Step, size: int) -> Callable[[], None]:

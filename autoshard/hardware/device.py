@@ -83,6 +83,9 @@ class Hardware:
     """processor seconds per byte that each end of a message between stages takes from those with whom it shares cores"""
     cpu: bool = False
     """whether it is a CPU: convolutions read images with the channels last in memory, and autograd keeps them so"""
+    disturbed: float = 0.0
+    """the share of what was measured of it during which the host of a virtual machine gave the cores to others, however often
+    it was measured again"""
 
     def paces(self, groups: int, ranks: int) -> tuple[float, ...]:
         """How fast a rank works while one of so many groups of ``ranks`` does, two, ... all, where all are at work 1.

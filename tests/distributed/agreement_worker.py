@@ -16,12 +16,38 @@ from checks import assert_all_raise, assert_close, case, mesh, run
 from torch import nn
 
 import autoshard
+from autoshard.check import stolen
+from autoshard.check.clock import Clock
 from autoshard.errors import CaptureError, PlanError, RuntimeMismatchError
 from autoshard.module.ranks import distributed
 from autoshard.module.ranks.agreement import Agreement
 
 RANK = 0
 """this process's, set by :func:`here`"""
+
+
+# --- clocks ---
+
+
+def time_stolen_from_one() -> None:
+    """What the host of one rank disturbed is measured again by both: at a barrier one would wait for the other."""
+    reads = calls = 0
+
+    def gone() -> float:
+        nonlocal reads
+        reads += 1
+        return float(min(reads, 10)) if RANK == 1 else 0.0  # in the first five measurements, a second each
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+
+    with mock.patch.object(stolen, "stolen", gone):
+        clock = Clock(torch.device("cpu"), 2)
+        assert len(clock.in_turns([call])) == 2
+        assert clock.seconds(call, together=True) > 0
+    assert reads == 2 * (5 + 2 + 1), reads
+    assert (clock.watch.share(), calls > 8) == (0.0, True)
 
 
 # --- weights ---
