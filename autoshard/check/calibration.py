@@ -47,6 +47,8 @@ CACHED = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 22)
 """elements of tensors that caches may hold, or malloc has memory for; for larger ones (glibc: 32 MiB) the system maps it"""
 VISITS = 3
 """how often all entries are measured, one after another: what else the machine does lasts for a few seconds"""
+REPEATS = 4
+"""how often in a visit: lower quartiles count, and of messages medians"""
 FEW = 5
 """small operations between two products of a step"""
 DISTURBED = 0.05
@@ -62,7 +64,7 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
         mesh: its number of ranks says how many processes are started where torch.distributed is not initialised
             (default 2, at most one per GPU, or per core where there is none). Under torch.distributed every process
             measures, and has to call this.
-        quick: a few seconds; else more sizes, dtypes and repetitions.
+        quick: some twenty seconds; else more sizes and dtypes, in a minute or two.
 
     Everything is measured three times, each time after everything else, and medians count: one bad second changes nothing.
     What is measured while the host of a virtual machine gives its cores to others is measured again; where that does not help,
@@ -125,7 +127,7 @@ def _measured(quick: bool) -> Hardware:
     """Every rank measures; what they found is put together as the slowest rank's, and of several visits as the median."""
     world = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
-    clock, cuda = Clock(device, 4 if quick else 5), device.type == "cuda"
+    clock, cuda = Clock(device, REPEATS), device.type == "cuda"
     dtypes = [torch.float32, torch.bfloat16] if quick else [torch.float32, torch.float64, torch.bfloat16]
     large = 8192 if cuda else 512 if quick else 1024
     step, sizes = Step(clock), sorted({world} if quick else {world, max(2, world // 2)})
