@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,19 +72,23 @@ def test_only_what_is_added_up_is_waited_for() -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_summed_in_place_is_no_gradients_own_memory(count: int, size: int) -> None:
     """Autograd may have given a gradient to others, too."""
-    comm: Any = SimpleNamespace(deferred=False, buffer=lambda like, size, dtype: like.new_empty(size, dtype=dtype))
+    comm: Any = SimpleNamespace(deferred=False, buffer=lambda *args: Spare().take(*args, call=1))
     gradients = [torch.ones(size) for _ in range(count)]
-    flat = FlatBucket(comm, [Move("I", "R", ("dp",))] * count)._flat(gradients, torch.float32)
+    flat, parts = FlatBucket(comm, [Move("I", "R", ("dp",))] * count)._flat(gradients, torch.float32)
     assert flat.tolist() == [1.0] * count * size
     flat.zero_()
+    assert [x.tolist() for x in parts] == [[0.0] * size] * count
     assert all(g.min() == 1.0 for g in gradients)
 
 
+SHAPES = (torch.Size([LEAST // 16, 2]), torch.Size([]), torch.Size([0, 3]), torch.Size([LEAST // 8]))
+
+
 def test_a_buffer_is_used_again_when_nobody_sees_it() -> None:
-    spare, like, size = Spare(), torch.empty(0), LEAST // 4
+    spare, like = Spare(), torch.empty(0)
 
     def take(call: int) -> torch.Tensor:
-        return spare.take(like, size, torch.float32, call)
+        return spare.take(like, SHAPES, torch.float32, call)[0]
 
     first = take(1)
     place, gradient = first.data_ptr(), first[8:12].view(2, 2).detach()
@@ -97,10 +102,54 @@ def test_a_buffer_is_used_again_when_nobody_sees_it() -> None:
     assert take(2).data_ptr() == place
     del second
     take(2 + CALLS + 1)
-    assert [call for kept in spare._kept.values() for call, _ in kept] == [2 + CALLS + 1], "what nobody takes is freed"
+    assert [x.call for kept in spare._kept.values() for x in kept] == [2 + CALLS + 1], "what nobody takes is freed"
+    spare.take(like, SHAPES[::3], torch.float32, 20)
+    assert [x.call for kept in spare._kept.values() for x in kept] == [20], (
+        "nor what nothing like it is taken of any more"
+    )
     spare.clear()
     assert not spare._kept
-    assert take(9).numel() == size
-    assert spare.take(like, 4, torch.float32, 1).data_ptr() not in {
-        x.data_ptr() for k in spare._kept.values() for _, x in k
-    }
+    assert take(9).numel() == sum(s.numel() for s in SHAPES)
+    small, parts = spare.take(like, SHAPES[1:3], torch.float32, 1)
+    assert [x.shape for x in parts] == [*SHAPES[1:3]]
+    assert small.data_ptr() not in {x.buffer.data_ptr() for kept in spare._kept.values() for x in kept}
+
+
+class Holder(torch.autograd.Function):
+    """Keeps its input as autograd does: no name of Python holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return weight * 1.0
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        lambda parts: parts,
+        lambda parts: parts[3],
+        lambda parts: parts[0][4:].T,
+        lambda parts: parts[0].detach(),
+        lambda parts: parts[3].untyped_storage(),
+        lambda parts: parts[1].numpy(),
+        lambda parts: Holder.apply(parts[1], torch.ones(1, requires_grad=True)),
+        lambda parts: parts[1].requires_grad_() and None,
+    ],
+    ids=["all", "one", "a view", "detached", "the storage", "numpy", "a graph", "in a graph"],
+)
+def test_parts_are_used_again_when_nobody_has_one(holds: Callable[[list[torch.Tensor]], Any]) -> None:
+    """They are the same tensors then, and others where somebody, or the last backward, has one."""
+    spare, like = Spare(), torch.empty(0)
+    buffer, parts = spare.take(like, SHAPES, torch.float32, 1)
+    assert [x.shape for x in parts] == [*SHAPES]
+    numbers = [*map(id, parts)]
+    del buffer, parts
+    buffer, parts = spare.take(like, SHAPES, torch.float32, 2)
+    assert [*map(id, parts)] == numbers
+    torch.arange(buffer.numel(), out=buffer)
+    assert torch.equal(torch.cat([x.reshape(-1) for x in parts]), buffer)
+    place, held = buffer.data_ptr(), holds(parts)
+    del buffer, parts
+    assert spare.take(like, SHAPES, torch.float32, 3)[0].data_ptr() != place
+    del held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from checks import assert_close
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard.module.ranks import loaded
 from autoshard.runtime.parameters import block, gradients
+from autoshard.runtime.transport import spare
 
 
 class Layer(nn.Module):
@@ -115,4 +117,122 @@ def parameters_enter_ahead() -> None:
     assert orders[3] == ["layer"] * 3 + ["sent"] * 3, "the order of nodes is what has them sent early"
 
 
-OF_PARAMETERS = {"parameters_enter_ahead": parameters_enter_ahead}
+class Pair:
+    """A model and the same one sharded, which take the same steps."""
+
+    def __init__(self) -> None:
+        self.model, self.calls = Layers().double(), 0
+        flat = autoshard.Mesh({"dp": dist.get_world_size()}, hardware="cpu")
+        self.sharded = autoshard.compile(copy.deepcopy(self.model), flat, (self.input(),), like="ddp")
+
+    def input(self) -> torch.Tensor:
+        """Another one for every call."""
+        return torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(self.calls))
+
+    def losses(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the sharded model, and of the other."""
+        self.calls += 1
+        return self.sharded(self.input()), self.model(self.input())
+
+    def backward(self, scale: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss) -> None:
+        for loss in self.losses():
+            scale(loss).backward()
+
+    def zero(self, set_to_none: bool = True) -> None:
+        for m in (self.sharded, self.model):
+            m.zero_grad(set_to_none)
+
+    def compare(self, what: str) -> None:
+        assert_close(self.sharded.full_gradients(), self.plain(), what)
+
+    def plain(self) -> dict[str, torch.Tensor]:
+        """The gradients of the model that is not sharded."""
+        return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+
+    def places(self) -> list[int]:
+        """Where the sharded model's gradients lie."""
+        return [p.grad.to_local().data_ptr() for p in self.sharded.parameters() if p.grad is not None]
+
+    def trained(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The parameters of both."""
+        both = (self.sharded, self.model)
+        ours, theirs = ([p for p in m.parameters() if p.requires_grad] for m in both)
+        return ours, theirs
+
+
+def held_ones_stay(pair: Pair, hold: Callable[[Any], Any]) -> bool:
+    """Whether gradients that the user holds through two more steps stay what they were."""
+    pair.zero()
+    pair.backward()
+    held = {n: hold(p.grad) for n, p in pair.sharded.named_parameters() if p.grad is not None}
+    expected = pair.plain()
+    for _ in range(2):
+        pair.zero()
+        pair.backward()
+        pair.compare("beside held ones")
+    found = {n: x.to_local() if isinstance(x, DTensor) else torch.as_tensor(x) for n, x in held.items()}
+    return all(torch.allclose(found[n], x, rtol=0, atol=1e-12) for n, x in expected.items())
+
+
+def triple(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad *= 3
+
+
+def gradients_serve_again() -> None:
+    """What a step's gradients lie in serves the next one's, but not while somebody has them."""
+    with every_bucket_alone(), patch.object(spare, "LEAST", 1):
+        pair, places = Pair(), []
+        for _ in range(5):
+            pair.zero()
+            pair.backward()
+            pair.compare("step by step")
+            places.append(pair.places())
+        assert places[3] == places[4], "nothing serves again"
+        views = (
+            lambda g: g,
+            lambda g: g.to_local(),
+            lambda g: g.to_local().view(-1).view(g.shape),
+            lambda g: g.to_local().numpy(),
+        )
+        for hold in views:
+            assert held_ones_stay(pair, hold)
+            with patch.object(spare.Kept, "is_free", True):
+                assert not held_ones_stay(pair, hold), "a gradient in use is written to, and that is not seen"
+        pair.backward()
+        pair.compare("added to the last")
+        pair.zero(set_to_none=False)
+        pair.backward()
+        pair.backward()
+        pair.compare("added to zeros, twice")
+        with pair.sharded.no_sync():
+            pair.backward()
+        pair.backward()
+        pair.compare("with summands")
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+        for m, scaler, loss in zip((pair.sharded, pair.model), scalers, pair.losses(), strict=True):
+            m.zero_grad()
+            optimizer = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            scaler.step(optimizer)
+        pair.compare("scaled, and clipped")
+        for parameters in pair.trained():
+            for p in parameters[1:3]:
+                p.register_hook(lambda g: g * 2)
+            parameters[3].register_post_accumulate_grad_hook(triple)
+        for _ in range(3):
+            pair.zero()
+            pair.backward()
+            pair.compare("with hooks")
+        pair.zero()
+        ours, theirs = pair.trained()
+        for loss, parameters in zip(pair.losses(), (ours, theirs), strict=True):
+            for some in (parameters[2:4], parameters):
+                found = torch.autograd.grad(loss, some, create_graph=True)
+            sum(g.square().sum() for g in found).backward()
+        pair.compare("of gradients")
+
+
+OF_PARAMETERS = {"parameters_enter_ahead": parameters_enter_ahead, "gradients_serve_again": gradients_serve_again}

@@ -31,6 +31,7 @@ CONTRACT = (
     "clipping",
     "few_gradients_are_summed_last",
     "parameters_enter_ahead",
+    "gradients_serve_again",
     "checkpoint",
     "full_state_dict_round_trip",
     "different_inputs_are_refused",

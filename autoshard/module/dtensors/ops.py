@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
@@ -231,19 +232,27 @@ def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """The step of a fused optimizer, element by element: where a parameter, its gradient and its states have one layout every
     rank steps on its parts. DTensor would make, and compare, a layout of each of them in each step.
     """
-    lists = [x for x in args if isinstance(x, list | tuple) and x]
-    specs = [[x._spec if isinstance(x, DTensor) else x.ndim for x in xs] for xs in lists]
+    specs = [_each(x, _SPEC, _NDIM) for x in args if isinstance(x, list | tuple) and x]
     if specs != _STEPPED.get(op):
         if not _alike(*specs):
             return _as_it_was(op, args, kwargs)
         _STEPPED[op] = specs
-    parts = [
-        [x._local_tensor if isinstance(x, DTensor) else x for x in a] if isinstance(a, list | tuple) else a
-        for a in args
-    ]
+    parts = [_each(x, _LOCAL, None) if isinstance(x, list | tuple) else x for x in args]
     binding = getattr(torch, op.overloadpacket.__name__)  # which takes lists of tensors faster than ``op``
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         return binding(*parts, **kwargs)
+
+
+_SPEC, _LOCAL, _NDIM = map(operator.attrgetter, ("_spec", "_local_tensor", "ndim"))
+
+
+def _each(xs: Sequence[Any], of_dtensor: Callable[[Any], Any], of_plain: Callable[[Any], Any] | None) -> list[Any]:
+    """What these give of every tensor (None: itself), by no call of Python for each where all are DTensors, or none is."""
+    kinds = {issubclass(kind, DTensor) for kind in {*map(type, xs)}}
+    if len(kinds) > 1:
+        return [_each([x], of_dtensor, of_plain)[0] for x in xs]
+    of = of_dtensor if True in kinds else of_plain
+    return [*xs] if of is None else [*map(of, xs)]
 
 
 _STEPPED: dict[Any, Sequence[Sequence[Any]]] = {}

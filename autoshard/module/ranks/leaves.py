@@ -6,6 +6,7 @@ backward outside takes it along, so that several of them cost one sum.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from autoshard.module.dtensors.made import GIVEN, new_dtensor
 from autoshard.module.dtensors.owned import local_of
 from autoshard.module.dtensors.sparse_gradients import accumulate
 from autoshard.runtime.parameters.again import CHANGED
-from autoshard.runtime.parameters.block import enter_ahead
+from autoshard.runtime.parameters.block import enter_ahead, to_enter_ahead
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
 from autoshard.runtime.parameters.gradients import Entering
 from autoshard.runtime.transport.communicator import Communicator
@@ -38,15 +39,29 @@ def locals_of(
 ) -> tuple[torch.Tensor, ...]:
     """The local tensors of DTensor parameters, for one forward.
 
-    ``last``, ``buckets``: see :class:`runtime.Gradients`; ``alone``: see :func:`enter_ahead`.
+    ``last``, ``buckets``: see :class:`runtime.Gradients`; ``alone``: see :func:`to_enter_ahead`.
     """
     gradients = runtime.Gradients(comm, lambda numbers, axes: _taken(comm, parameters, numbers, axes), last, buckets)
-    found: tuple[torch.Tensor, ...] = _Locals.apply(gradients, *parameters)
-    return enter_ahead(found, gradients, alone) if buckets and torch.is_grad_enabled() else found
+    entering = to_enter_ahead(gradients, alone) if buckets and torch.is_grad_enabled() else []
+    ahead = {n for key, _ in entering for n in key.numbers}
+    others = [n for n in range(len(parameters)) if n not in ahead]
+    gradients.numbers = others
+    *locals_, begun = _Locals.apply(gradients, *parameters)
+    if not entering:
+        return tuple(locals_)
+    found = dict(zip(others, locals_, strict=True)) | enter_ahead(entering, _held(parameters), gradients, begun)
+    return tuple([found[n] for n in range(len(parameters))])
+
+
+def _held(parameters: Sequence[Any]) -> list[torch.Tensor]:
+    """:func:`local_of` each, by no call of Python for those that this rank has."""
+    parts = [(p, p._local_tensor) for p in parameters]
+    return [x if x.ndim == p.ndim else local_of(p) for p, x in parts]
 
 
 class _Locals(Node):
-    """DTensor parameters → their local tensors; the backward makes DTensor gradients of the same placements.
+    """DTensor parameters → the local tensors of those that do not enter ahead, and an empty one for the others; the backward
+    makes DTensor gradients of the same placements.
 
     It also does what :func:`runtime.wait_gradients` does, in one node: the gradients under way are ``pending``.
     """
@@ -55,19 +70,22 @@ class _Locals(Node):
     def forward(ctx: Any, pending: runtime.Gradients, *parameters: Any) -> tuple[torch.Tensor, ...]:
         ctx.pending, ctx.parameters = pending, parameters
         ctx.specs = [p._spec for p in parameters]
-        ctx.versions = [p._version for p in parameters]
+        ctx.versions = _versions(parameters)
         ctx.set_materialize_grads(False)
-        parts = [(p, p._local_tensor) for p in parameters]
-        return tuple([x.detach() if x.ndim == p.ndim else local_of(p) for p, x in parts])  # else others own it
+        begun = parameters[0]._local_tensor.new_empty(0)
+        return *[x.detach() for x in _held([parameters[n] for n in pending.numbers or ()])], begun
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *brought: torch.Tensor | None) -> Any:
         # DTensor's operations change its local tensor where autograd does not see it.
-        if [p._version for p in ctx.parameters] != ctx.versions:
+        if _versions(ctx.parameters) != ctx.versions:
             raise RuntimeMismatchError(CHANGED.format("a parameter"))
         pending, specs, parameters = ctx.pending, ctx.specs, ctx.parameters
+        gradients: list[torch.Tensor | None] = [None] * len(parameters)
+        for n, g in zip(pending.numbers or (), brought, strict=False):
+            gradients[n] = g
         owned = _owned(pending.finish(gradients), gradients)
-        if not all(map(_lies_as, parameters, owned)):
+        if not _lie_as(parameters, owned):
             pending.wait()
             owned = [
                 None if g is None else _in_rows(p, g, spec) for p, g, spec in zip(parameters, owned, specs, strict=True)
@@ -85,13 +103,20 @@ class _Locals(Node):
             for g, spec in zip(owned, specs, strict=True)
         ]
         # Where the nodes of autograd behind this one would do no more; they take another DTensor of each gradient.
-        leaves = zip(parameters, owned, ctx.next_functions, strict=True)
-        plain = [g is not None and _is_plain(p, g) and _is_run(leaf) for p, g, (leaf, _) in leaves]
-        pending.wait()  # what did not need the data is done while they arrive
-        for i, p in enumerate(parameters):
-            if plain[i] and p.grad is None:
-                p.grad, found[i] = found[i], None
+        are_run = _are_run([leaf for leaf, _ in ctx.next_functions])
+        with torch._C.DisableTorchFunctionSubclass():  # torch looks for one in each attribute of a DTensor
+            leaves = zip(parameters, owned, are_run, strict=True)
+            plain = [g is not None and is_run and _is_plain(p, g) for p, g, is_run in leaves]
+            pending.wait()  # what did not need the data is done while they arrive
+            for i, p in enumerate(parameters):
+                if plain[i] and p.grad is None:
+                    p.grad, found[i] = found[i], None
         return None, *found
+
+
+def _versions(parameters: Sequence[Any]) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [p._version for p in parameters]
 
 
 def _is_plain(p: Any, local: torch.Tensor) -> bool:
@@ -131,6 +156,18 @@ def _in_rows(p: Any, gradient: torch.Tensor, spec: Any) -> torch.Tensor | None:
         return gradient.to_dense()
     accumulate(p, gradient, spec)
     return None
+
+
+def _lie_as(parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether each :func:`_lies_as` its parameter does; by no call of Python for each where all are contiguous."""
+    there = [g for g in gradients if g is not None]
+    plain = not any(map(_IS_SPARSE, there)) and all(map(torch.Tensor.is_contiguous, there))
+    if plain and all(map(torch.Tensor.is_contiguous, map(_LOCAL, parameters))):
+        return True
+    return all(map(_lies_as, parameters, gradients))
+
+
+_IS_SPARSE, _LOCAL = operator.attrgetter("is_sparse"), operator.attrgetter("_local_tensor")
 
 
 def _lies_as(p: Any, gradient: torch.Tensor | None) -> bool:
@@ -238,6 +275,14 @@ def _is_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad stops at it
         return False
+
+
+def _are_run(nodes: Sequence[Any]) -> list[bool]:
+    """:func:`_is_run` of each; by no call of Python for each where none of them is one that torch.autograd.grad stops at."""
+    try:
+        return [*map(torch._C._will_engine_execute_node, nodes)]
+    except RuntimeError:
+        return [*map(_is_run, nodes)]
 
 
 _deferred: set[int] = set()

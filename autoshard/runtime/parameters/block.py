@@ -70,7 +70,7 @@ def _entered(comm: Communicator, moving: Sequence[torch.Tensor], names: tuple[st
     if not isinstance(pending, Gradients):
         moves = [Move("I", "R", names)] * len(moving)
         return carried("enter_parameters", moves, moving, _through, listed=True, dtypes=dtypes)
-    key = Entering(tuple([x.output_nr for x in moving]), names, dtypes, comm.deferred)
+    key = Entering(tuple(map(pending.number, moving)), names, dtypes, comm.deferred)
     if key not in pending.buckets:
         assert isinstance(comm, TorchCommunicator)
         move = named(Move("I", "R", names), always=True)
@@ -78,23 +78,33 @@ def _entered(comm: Communicator, moving: Sequence[torch.Tensor], names: tuple[st
     return _through(pending.buckets[key], moving)
 
 
-def enter_ahead(tensors: Tensors, pending: Gradients, alone: frozenset[int]) -> Tensors:
-    """The parameters of a forward, those that entered their blocks in an earlier one moved already: :func:`enter_parameters`
-    gives them as they are.
+def to_enter_ahead(pending: Gradients, alone: frozenset[int]) -> list[tuple[Entering, FlatBucket]]:
+    """What may enter its block before a forward: what did so in an earlier one, which :func:`enter_parameters` gives as it is.
 
     One block after another this takes a fifth of the time that it does between products, which leave the caches cold.
-    ``alone``: numbers of those that the forward reads there and nowhere else.
+    ``alone``: numbers of the parameters that the forward reads there and nowhere else.
     """
-    out, comm = list(tensors), pending.comm
-    for number, (key, bucket) in enumerate(pending.buckets.items()):
-        if key.deferred == comm.deferred and key.dtypes.forward is None and alone.issuperset(key.numbers):
-            moved: Tensors = _Move.apply(bucket, 3, *[tensors[n] for n in key.numbers])
-            node: Any = moved[0].grad_fn
-            node._set_sequence_nr(AT_ONCE + number)
-            node.ahead = key.axes
-            for n, x in zip(key.numbers, moved, strict=True):
-                out[n] = x
-    return tuple(out)
+    return [
+        (key, bucket)
+        for key, bucket in pending.buckets.items()
+        if key.deferred == pending.comm.deferred and key.dtypes.forward is None and alone.issuperset(key.numbers)
+    ]
+
+
+def enter_ahead(
+    entering: Sequence[tuple[Entering, FlatBucket]], xs: Sequence[torch.Tensor], pending: Gradients, begun: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """By number the parameters ``entering``, of all that are ``xs``. ``begun``: a tensor behind which the node is that comes
+    last in the backward, and takes ``pending``.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for place, (key, bucket) in enumerate(entering):
+        moved: Tensors = _Ahead.apply(pending, bucket, key.numbers, [xs[n] for n in key.numbers], begun)
+        node: Any = moved[0].grad_fn
+        node._set_sequence_nr(AT_ONCE + place)
+        node.ahead = key.axes
+        found.update(zip(key.numbers, moved, strict=True))
+    return found
 
 
 AT_ONCE = 1 << 62
@@ -176,7 +186,7 @@ class _Move(Node):
         ctx.owner = getattr(nodes[0], "pending", None) if alone else None  # by another name: this is a node, too
         if ctx.owner is not None:
             ctx.owner.expected += 1
-        ctx.numbers = [x.output_nr if wanted else -1 for x, wanted in zip(xs, trained, strict=True)]
+            ctx.numbers = [ctx.owner.number(x) if wanted else -1 for x, wanted in zip(xs, trained, strict=True)]
         out, shared = _moved(bucket, xs, zero)
         ctx.sums = shared if zero == 1 else None
         ctx.in_two = current().later is not None
@@ -210,6 +220,36 @@ class _Move(Node):
             return None, None, *out
         pending.move(ctx.bucket, ctx.numbers, gradients)
         return (None,) * (2 + len(gradients))
+
+
+class _Ahead(Node):
+    """A bucket of parameters that enter their block before the forward: one edge of the graph leads on, not one for each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        owner: Gradients,
+        bucket: FlatBucket,
+        numbers: Sequence[int],
+        xs: list[torch.Tensor],
+        begun: torch.Tensor,
+    ) -> Tensors:
+        ctx.owner, ctx.bucket, ctx.numbers, ctx.xs = owner, bucket, numbers, xs
+        ctx.set_materialize_grads(False)
+        owner.expected += 1
+        return tuple(bucket.forward(xs, "forward"))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        pending, numbers = ctx.owner, ctx.numbers
+        if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
+            shapes = [(x.shape, x.dtype, x.device) for x in ctx.xs]
+            moved = moved_back(ctx.bucket, gradients, [True] * len(gradients), shapes)
+            pending.parts += [(n, g, ()) for n, g in zip(numbers, moved, strict=True) if g is not None]
+        else:
+            pending.begin_later()
+            pending.move(ctx.bucket, numbers, gradients)
+        return (None,) * 5
 
 
 def _moved(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int) -> tuple[Tensors, Gathered | None]:

@@ -14,7 +14,7 @@ from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.move import LOCAL, Move
 from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single, all_reduce_sum
 from autoshard.runtime.transport.profiling import recorded
-from autoshard.runtime.transport.spare import is_kept
+from autoshard.runtime.transport.spare import is_kept, parts_of
 from autoshard.runtime.transport.wire import numel, raw
 
 
@@ -140,13 +140,13 @@ class FlatBucket(Bucket):
         verb, dtype = moves[0].verb, dtype or xs[0].dtype
         if verb in LOCAL:
             parts = [self.comm.local(m, x) for m, x in zip(moves, xs, strict=True)]
-            buffer = self._flat(parts, dtype)
-            return buffer, None, _views_like(buffer, parts)
+            buffer, moved = self._flat(parts, dtype)
+            return buffer, None, moved
         self._announce(moves, xs, phase, dtype)
         with recorded(self.comm, moves[0], phase, len(moves) if self.listed else 1):
             if verb == "all_reduce":
-                buffer = self._flat(xs, dtype)
-                return buffer, self._all_reduce(buffer, moves[0].axes), _views_like(buffer, xs)
+                buffer, moved = self._flat(xs, dtype)
+                return buffer, self._all_reduce(buffer, moves[0].axes), moved
             if verb == "reduce_scatter":
                 return self._reduce_scatter(moves, xs, dtype)
             moved = self._begin_gather(moves, xs, dtype)() if verb == "all_gather" else self._all_to_all(moves, xs)
@@ -172,14 +172,19 @@ class FlatBucket(Bucket):
 
         return begin
 
-    def _flat(self, xs: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        if len(xs) == 1 and not is_kept(xs[0], xs[0].numel(), dtype):
-            return xs[0].to(dtype, copy=True, memory_format=torch.contiguous_format).view(-1)
-        size = sum([x.numel() for x in xs])
-        if len(xs) > 1 and xs[0].dtype == dtype and not is_kept(xs[0], size, dtype):
-            flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(xs)  # one call; of one tensor it would be that one
-            return flat
-        return torch.cat([x.reshape(-1) for x in xs], out=self.comm.buffer(xs[0], size, dtype))
+    def _flat(self, xs: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """``xs`` one after another in a buffer, and what lies there of each."""
+        shapes = tuple([x.shape for x in xs])
+        kept = is_kept(xs[0], shapes, dtype)
+        if len(xs) == 1 and not kept:
+            alone = xs[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
+            return alone.view(-1), [alone]
+        if xs[0].dtype == dtype and not kept:
+            flat = torch._C._nn.flatten_dense_tensors(xs)  # one call; of one tensor it would be that one
+            return flat, _views_like(flat, xs)
+        buffer, parts = self.comm.buffer(xs[0], shapes, dtype)
+        torch.cat([x.reshape(-1) for x in xs], out=buffer)
+        return buffer, parts
 
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
         return self.comm.begin(self.comm.beside(axes), all_reduce_sum, buffer)
@@ -201,11 +206,11 @@ class FlatBucket(Bucket):
         def arrive() -> list[torch.Tensor]:
             work.wait()
             if alone:
-                return _views(out, [[moves[0].size, *rows[0][0][1:]]])
+                return parts_of(out, [[moves[0].size, *rows[0][0][1:]]])
             by_index = list(torch.split(out, row)) if row else [out] * group.size
             if group.order is not None:
                 by_index = [by_index[group.order.index(k)] for k in range(group.size)]
-            pieces = [_views(r, shapes) for r, shapes in zip(by_index, rows, strict=True)]
+            pieces = [parts_of(r, shapes) for r, shapes in zip(by_index, rows, strict=True)]
             return [torch.cat([p[i] for p in pieces], m.dim) for i, m in enumerate(moves)]
 
         return arrive
@@ -226,7 +231,7 @@ class FlatBucket(Bucket):
         self.comm.run(group, dist.all_to_all_single, raw(out), raw(buffer), theirs, ours)
         by_index: list[list[torch.Tensor]] = [[] for _ in members]
         for k, part, shapes in zip(members, torch.split(out, receives), received, strict=True):
-            by_index[k] = _views(part, shapes)
+            by_index[k] = parts_of(part, shapes)
         return [torch.cat([pieces[i] for pieces in by_index], m.dim) for i, m in enumerate(moves)]
 
     def _reduce_scatter(
@@ -237,7 +242,7 @@ class FlatBucket(Bucket):
         row = sum(numel(s) for s in rows[0])
         if self._alone(moves, rows, group, dtype, gradients[0]):
             out = gradients[0].new_empty(row)
-            return out, self.comm.reduce_scatter(group, out, gradients[0].view(-1)), _views(out, rows[group.number])
+            return out, self.comm.reduce_scatter(group, out, gradients[0].view(-1)), parts_of(out, rows[group.number])
         buffer = gradients[0].new_empty(group.size * row, dtype=dtype)
         for position in range(group.size):
             k = position if group.order is None else group.order[position]
@@ -249,7 +254,7 @@ class FlatBucket(Bucket):
             part[length:].zero_()
         out = buffer.new_empty(row)
         work = self.comm.reduce_scatter(group, out, buffer)
-        return out, work, _views(out, rows[group.number])
+        return out, work, parts_of(out, rows[group.number])
 
     def _alone(self, moves: list[Move], rows: list[list[list[int]]], group: Any, dtype: Any, x: torch.Tensor) -> bool:
         """Whether the bucket is one tensor whose chunks follow one another as they lie in memory: nothing is copied."""
@@ -262,18 +267,8 @@ class FlatBucket(Bucket):
         return [[*s[: m.dim], n, *s[m.dim + 1 :]] for m, s, n in zip(moves, shapes, lengths, strict=True)]
 
 
-def _views(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Consecutive views of ``buffer``."""
-    sizes = [numel(shape) for shape in shapes]
-    rest = buffer.numel() - sum(sizes)
-    parts = torch.split(buffer, [*sizes, rest] if rest else sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
-
-
 def _views_like(buffer: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Consecutive views of ``buffer`` in the shapes of ``xs``, by one call where none is empty: torch forgets its shape."""
-    if len(xs) == 1:
-        return [buffer.view_as(xs[0])]
     if 0 in [x.numel() for x in xs]:
-        return _views(buffer, [x.shape for x in xs])
+        return parts_of(buffer, [x.shape for x in xs])
     return list(torch._C._nn.unflatten_dense_tensors(buffer, xs))

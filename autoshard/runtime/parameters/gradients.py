@@ -59,6 +59,8 @@ class Gradients:
     ) -> None:
         self.comm, self.earlier, self.last = comm, earlier, last
         self.buckets: dict[Entering, FlatBucket] = {} if buckets is None else buckets
+        self.numbers: Sequence[int] | None = None
+        """which parameters are the results of the node that comes last in the backward; None: all"""
         self.expected = 0
         """buckets whose gradients are still to come"""
         self.works: list[Any] = []
@@ -69,6 +71,10 @@ class Gradients:
         """small buckets, that go with the next ones"""
         self.summands: dict[int, tuple[str, ...]] = {}
         """after :meth:`finish`: the parameters whose gradient is a summand, and over which axes"""
+
+    def number(self, x: torch.Tensor) -> int:
+        """Which parameter a result of the node that comes last in the backward is."""
+        return x.output_nr if self.numbers is None else self.numbers[x.output_nr]
 
     def begin_later(self) -> None:
         """Begin what had to wait for an earlier reduction: by now that has had a block's time to finish."""

@@ -19,7 +19,7 @@ from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, piece
 from autoshard.runtime.transport.peers import Notes, lost, wait
 from autoshard.runtime.transport.profiling import collective_name, named, recorded
 from autoshard.runtime.transport.relay import Arrival, Hop
-from autoshard.runtime.transport.spare import Spare
+from autoshard.runtime.transport.spare import Shapes, Spare
 from autoshard.runtime.transport.wire import behind, numel, outermost, padded, raw, with_length
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
@@ -162,9 +162,9 @@ class TorchCommunicator(Communicator):
             return world
         return world._replace(handle=group_of(self.ranks, "host", "gloo"), gloo=True)
 
-    def buffer(self, like: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat buffer of ``size`` elements where ``like`` is, for gradients that are to be kept."""
-        return self.spare.take(like, size, dtype, self.notes.call - self.notes.meetings)
+    def buffer(self, like: torch.Tensor, shapes: Shapes, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A flat buffer where ``like`` is, and tensors of these ``shapes`` that lie in it: for gradients, which are kept."""
+        return self.spare.take(like, shapes, dtype, self.notes.call - self.notes.meetings)
 
     def during(self, move: Move | None, phase: str) -> None:
         """The collectives that follow are for this move in this phase; for none: ``phase`` says for what."""
