@@ -14,7 +14,8 @@ import torch.distributed as dist
 from autoshard.check.clock import SHORT, USED, Clock, agreed
 from autoshard.hardware import SCALAR, Rate
 from autoshard.runtime.transport.move import Move
-from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single
+from autoshard.runtime.transport.process_group import TorchCommunicator
+from autoshard.runtime.transport.work import all_gather_single
 
 SEVERAL = 8
 """collectives that are timed together, each after compute"""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.module.base import ShardedModule
 from autoshard.module.dtensors.ops import is_ours
-from autoshard.runtime.transport.process_group import all_gather_single
+from autoshard.runtime.transport.work import all_gather_single
 
 Found = dict[torch.device, torch.Tensor]
 """device → 1 where a gradient there is not finite"""

@@ -1,10 +1,12 @@
-"""Checks of experts in modules on gloo ranks: an owner each along one axis, cut along another where there are four ranks."""
+"""Checks on gloo ranks: experts in modules, an owner each along one axis, cut along another where there are four ranks; and
+sums of little, as those of their routers' gradients."""
 
 from __future__ import annotations
 
 import copy
 import tempfile
 from typing import Any
+from unittest import mock
 
 import routing_models
 import torch
@@ -15,7 +17,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import autoshard
+from autoshard import runtime
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
+from autoshard.runtime.transport import process_group
+from autoshard.runtime.transport.move import Move
 
 EXPERTS: dict[str, Any] = {"ep": "expert", "tp": "megatron"}
 
@@ -90,4 +95,51 @@ def experts_of_one_owner() -> None:
     same_gradients(sharded, model)
 
 
-CHECKS = {experts_of_one_owner.__name__: experts_of_one_owner}
+def gradients_of_experts_twice() -> None:
+    """A penalty on gradients goes back through the exchanges once more."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    torch.manual_seed(0)
+    whole = [torch.randn(*n, dtype=torch.float64).requires_grad_() for n in ((12, 6), (12, 2), (4, 10, 6), (4, 6, 5))]
+    ids = torch.rand(12, 4).topk(2).indices
+    mine = [t.detach().chunk(ranks)[rank].clone().requires_grad_() for t in whole]
+    comm = runtime.TorchCommunicator({"ep": ranks})
+
+    def penalty(x: torch.Tensor, weights: torch.Tensor, *experts: torch.Tensor, **cut: Any) -> None:
+        out = runtime.experts(x, cut.pop("ids"), weights, *experts, "silu", True, False, **cut)
+        gradients = torch.autograd.grad(out.square().sum(), (x, weights, *experts), create_graph=True)
+        torch.stack([g.square().sum() for g in gradients]).sum().backward()
+
+    penalty(*whole, ids=ids)
+    with runtime.bind(comm):
+        penalty(*mine, ids=ids.chunk(ranks)[rank], count=4, expert_axes="ep", exchange_axes="ep")
+    for part, full in zip(mine, whole, strict=True):
+        assert part.grad is not None
+        assert full.grad is not None
+        close(part.grad, full.grad.chunk(ranks)[rank], "gradient of gradients")
+
+
+def sums_of_little() -> None:
+    """The same bits on every rank; more than two ranks send each other all of little, which takes no ring."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    comm, rings = runtime.TorchCommunicator({"dp": ranks}), list[int]()
+    ring = process_group.all_reduce_sum
+
+    def counted(x: torch.Tensor, *args: Any, **how: Any) -> Any:
+        rings.append(x.numel())
+        return ring(x, *args, **how)
+
+    most = process_group.DIRECT // (8 * ranks)
+    with mock.patch.object(process_group, "all_reduce_sum", counted):
+        for size in (1, 2, most, most + 1):
+            every = torch.randn(ranks, size, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+            given = every[rank].clone()
+            found = comm.apply(Move("P", "I", ("dp",)), given)
+            close(found, every.sum(0), "sum")
+            assert torch.equal(given, every[rank])
+            theirs = [torch.empty_like(found) for _ in range(ranks)]
+            dist.all_gather(theirs, found)
+            assert all(torch.equal(found, x) for x in theirs)
+    assert rings == ([1, most + 1] if ranks > 2 else [1, 2, most, most + 1])
+
+
+CHECKS = {check.__name__: check for check in (experts_of_one_owner, gradients_of_experts_twice, sums_of_little)}

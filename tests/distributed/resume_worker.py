@@ -180,7 +180,7 @@ def fused_on_parts() -> float:
 def most_under_way(training: Training) -> int:
     """How many reduce-scatters of a step are under way at most, every bucket alone."""
     begun, most = 0, 0
-    reduce_scatter, wait, small = FlatBucket._reduce_scatter, process_group._Added.wait, gradients.SMALL
+    reduce_scatter, wait, small = FlatBucket._reduce_scatter, process_group.Added.wait, gradients.SMALL
 
     def counted(*args: Any) -> Any:
         nonlocal begun, most
@@ -193,11 +193,11 @@ def most_under_way(training: Training) -> int:
         begun -= 1
         wait(self)
 
-    FlatBucket._reduce_scatter, process_group._Added.wait, gradients.SMALL = counted, waited, 0  # type: ignore[method-assign]
+    FlatBucket._reduce_scatter, process_group.Added.wait, gradients.SMALL = counted, waited, 0  # type: ignore[method-assign]
     try:
         training.steps(0, 1)
     finally:
-        FlatBucket._reduce_scatter, process_group._Added.wait, gradients.SMALL = reduce_scatter, wait, small  # type: ignore[method-assign]
+        FlatBucket._reduce_scatter, process_group.Added.wait, gradients.SMALL = reduce_scatter, wait, small  # type: ignore[method-assign]
     return most
 
 

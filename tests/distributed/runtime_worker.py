@@ -56,12 +56,12 @@ def check_scrambled_memory() -> None:
 @contextlib.contextmanager
 def as_nccl_is_called() -> Iterator[None]:
     """gloo is called as NCCL is, without the detours that are for gloo."""
-    right = process_group._Group
-    process_group._Group = lambda *args: right(*args[:-1], gloo=False)  # type: ignore[assignment, misc]
+    right = process_group.Group
+    process_group.Group = lambda *args: right(*args[:-1], gloo=False)  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        process_group._Group = right  # type: ignore[misc]
+        process_group.Group = right  # type: ignore[misc]
 
 
 def check_values_and_gradients_as_nccl_is_called() -> None:

@@ -48,6 +48,8 @@ CONTRACT = (
     "tables_in_parts_and_lower_precision",
     "rows_are_sent_from_where_they_lie",
     "experts_of_one_owner",
+    "gradients_of_experts_twice",
+    "sums_of_little",
     "random_walks",
 )
 IN_BOTH = {
@@ -61,6 +63,8 @@ IN_BOTH = {
     "different_inputs_are_refused",
     "rows_are_sent_from_where_they_lie",
     "experts_of_one_owner",
+    "gradients_of_experts_twice",
+    "sums_of_little",
 }
 """what runs in the larger world, too, without --run-slow"""
 

@@ -26,7 +26,7 @@ from autoshard.module.dtensors.made import new_dtensor
 from autoshard.module.dtensors.owned import is_owned
 from autoshard.module.dtensors.strided import mend_strided
 from autoshard.module.dtensors.views import VIEWS, indexed, set_through, set_whole
-from autoshard.runtime.transport.process_group import all_reduce_sum
+from autoshard.runtime.transport.work import all_reduce_sum
 
 aten = torch.ops.aten
 

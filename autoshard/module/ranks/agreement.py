@@ -22,8 +22,8 @@ from autoshard.errors import AutoshardError, CommunicationError, PlanError, Runt
 from autoshard.module.ranks.checksum import checksum
 from autoshard.runtime.transport.groups import once
 from autoshard.runtime.transport.peers import Claim, Notes, lost, wait
-from autoshard.runtime.transport.process_group import all_gather_single
 from autoshard.runtime.transport.wire import raw
+from autoshard.runtime.transport.work import all_gather_single
 
 T = TypeVar("T")
 _WIDTH = 6

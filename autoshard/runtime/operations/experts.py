@@ -7,6 +7,7 @@ MegaBlocks).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -87,10 +88,12 @@ def experts(
         known = (ids >= 0) & (ids < count)
         ids, weights = ids.where(known, 0), weights.where(known, 0)
     held = _held(count, expert_axes, exchange_axes, ids.device)
-    computed, routes = _routes(ids.reshape(-1), held)
+    computed, found = _routes(ids.reshape(-1), held)
     flat = x.reshape(-1, x.shape[-1])
     slots = slots_of(computed, flat.shape[0], top)
-    rows = _exchanged(dealt(flat, slots), held, routes.splits)
+    rows = dealt(flat, slots)
+    routes = found()  # what ranks tell each other of their rows has had that time to arrive
+    rows = _exchanged(rows, held, routes.splits)
     back = None if routes.splits is None else routes.splits.backward()
     ends = routes.ends[: first.shape[0]]
     dim, apart = 2 if transposed else 1, gated and hidden_axes and not interleaved
@@ -177,25 +180,36 @@ class _Routes(NamedTuple):
     """where the rows of each of this rank's experts end; it may hold fewer than most"""
 
 
-def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
-    """The slots (rows of ``ids``, flat) that are computed, by rank and expert, and their routes."""
+def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, Callable[[], _Routes]]:
+    """The slots (rows of ``ids``, flat) that are computed, by rank and expert, and what waits for their routes, once."""
     if ids.is_meta:
-        return _balanced(ids, held)
+        slots, balanced = _balanced(ids, held)
+        return slots, lambda: balanced
     # Whatever names no expert has the last of the places.
     keys = ids if held.places is None else held.places[ids.clamp(-1, held.places.shape[0] - 1)]
     cells = held.ranks * held.most
     slots = keys.argsort(stable=True)
     sent = torch.bincount(keys, minlength=cells)[:cells]
-    if held.places is None:
-        return slots, _Routes(None, sent.cumsum(0, dtype=torch.int32))
-    if held.comm is None or held.sizes is None:  # those of other ranks come last
-        return slots[: int(sent.sum())], _Routes(None, sent.cumsum(0, dtype=torch.int32))
-    sent = sent.view(held.ranks, -1)
-    arriving = held.comm.apply(held.sizes, sent)
-    gone, come = torch.stack([sent, arriving]).tolist()  # the host waits, once
-    order = by_columns(come, ids.device)
-    splits = Splits(tuple(map(sum, gone)), tuple(map(sum, come)), held.comm.index(held.axes), after=order)
-    return slots[: sum(splits.sent)], _Routes(splits, arriving.sum(0).cumsum(0, dtype=torch.int32))
+    if held.places is None or held.comm is None or held.sizes is None:
+        ends = sent.cumsum(0, dtype=torch.int32)  # slots of other ranks' experts come last
+        return slots if held.places is None else slots[: int(sent.sum())], lambda: _Routes(None, ends)
+    comm, sent = held.comm, sent.view(held.ranks, -1)
+    arrive = comm.start(held.sizes, sent, comm.phase)
+    arrived = known = None
+    if ids.device.type == "cpu":
+        gone = sent.tolist()
+    else:  # the host waits, once
+        arrived = arrive()
+        gone, known = torch.stack([sent, arrived]).tolist()
+
+    def routes() -> _Routes:
+        arriving = arrive() if arrived is None else arrived
+        come = arriving.tolist() if known is None else known
+        order = by_columns(come, ids.device)
+        splits = Splits(tuple(map(sum, gone)), tuple(map(sum, come)), comm.index(held.axes), after=order)
+        return _Routes(splits, arriving.sum(0).cumsum(0, dtype=torch.int32))
+
+    return slots[: sum(map(sum, gone))], routes
 
 
 def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:

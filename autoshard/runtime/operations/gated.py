@@ -129,7 +129,7 @@ class _GatedProducts(HandingOn):
             for w, n in zip((first, second), wanted[1:], strict=True)
         )
         given = parts(work, x), parts(work, gradient), kept[::3], kept[1::3], kept[2::3]
-        through = matrices(work, first.mT), matrices(work, second.mT)
+        through = matrices(work, first.mT) if wanted[0] else (), matrices(work, second.mT)
         rooms = [matrices(work, w if g is None else g) for w, g in ((first, of_first), (second, of_second))]
         for n, (piece, rows, mine, made, active, mid) in enumerate(zip(work, *given, strict=True)):
             (gate, up), of_made = made.chunk(2, -1), torch.empty_like(made)

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from autoshard.runtime.parameters.bucket import PLAIN, Begin, Bucket, Dtypes, Gradients, by_dtype, each, record
 from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.move import LOCAL, Move
-from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single, all_reduce_sum
+from autoshard.runtime.transport.process_group import TorchCommunicator
 from autoshard.runtime.transport.profiling import recorded
 from autoshard.runtime.transport.spare import is_kept, parts_of
 from autoshard.runtime.transport.wire import numel, raw
+from autoshard.runtime.transport.work import all_gather_single
 
 
 class FlatBucket(Bucket):
@@ -187,7 +188,7 @@ class FlatBucket(Bucket):
         return buffer, parts
 
     def _all_reduce(self, buffer: torch.Tensor, axes: tuple[str, ...]) -> Any:
-        return self.comm.begin(self.comm.beside(axes), all_reduce_sum, buffer)
+        return self.comm.all_reduce(self.comm.beside(axes), buffer)
 
     def _begin_gather(
         self, moves: list[Move], xs: list[torch.Tensor], dtype: torch.dtype

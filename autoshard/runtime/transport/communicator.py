@@ -90,6 +90,14 @@ class Communicator(ABC):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """Carry out ``move`` on this rank's ``x``, differentiably."""
 
+    def start(self, move: Move, x: torch.Tensor, phase: str) -> Callable[[], torch.Tensor]:
+        """Begin ``move`` on this rank's ``x``, without autograd: what is returned waits for it, once, and gives what came.
+
+        What needs no meeting of ranks may go on beside it.
+        """
+        moved = self.apply(move, x)
+        return lambda: moved
+
     @abstractmethod
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)`` with one draw from the random generators for all ranks together."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,78 +17,25 @@ from autoshard.runtime.transport.float_order import floats, ordered
 from autoshard.runtime.transport.generators import Generators
 from autoshard.runtime.transport.groups import group_of
 from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, piece, together
-from autoshard.runtime.transport.peers import Notes, lost, wait
+from autoshard.runtime.transport.peers import Notes, lost
 from autoshard.runtime.transport.profiling import collective_name, named, recorded
 from autoshard.runtime.transport.relay import Arrival, Hop
 from autoshard.runtime.transport.spare import Shapes, Spare
 from autoshard.runtime.transport.wire import behind, numel, outermost, padded, raw, with_length
+from autoshard.runtime.transport.work import (
+    Added,
+    Group,
+    Underway,
+    all_gather_single,
+    all_reduce_sum,
+    all_to_all_rows,
+    reduce_scatter_single,
+)
 
-# Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def all_reduce_sum(x: torch.Tensor, group: Any, async_op: bool = True) -> Any:
-    """Begin ``dist.all_reduce(x, group=group)``, without what that looks up in every call."""
-    return group.allreduce([torch.view_as_real(x) if x.is_complex() else x])
-
-
-def all_to_all_rows(
-    out: torch.Tensor, x: torch.Tensor, gets: list[int], gives: list[int], group: Any, async_op: bool = True
-) -> Any:
-    """Begin ``dist.all_to_all_single(out, x, gets, gives, group)`` likewise."""
-    if x.is_complex():
-        out, x = torch.view_as_real(out), torch.view_as_real(x)
-    return group.alltoall_base(out, x, gets, gives)
-
+DIRECT = 1 << 16
+"""bytes that a rank sends or gets where ranks send each other all of what is to be summed"""
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-class Underway(NamedTuple):
-    """A collective that has begun."""
-
-    comm: TorchCommunicator
-    group: _Group
-    at: tuple[Move | None, str]
-    """for which move, in which phase"""
-    work: Any
-
-    def wait(self) -> None:
-        """Wait for its result, once. Raises :class:`CommunicationError` where gloo knows that it cannot come."""
-        if self.group.gloo:
-            wait(self.work, self.comm.notes, self._name)
-        else:
-            self.work.wait()
-
-    def _name(self) -> str:
-        return self.comm.name(self.group, *self.at)
-
-
-class _Added(NamedTuple):
-    """A reduce-scatter under way as an all-to-all."""
-
-    work: Underway
-    received: torch.Tensor
-    out: torch.Tensor
-
-    def wait(self) -> None:
-        """Wait for the others' parts and add them up."""
-        self.work.wait()
-        ranks = self.received.numel() // max(1, self.out.numel())
-        torch.sum(self.received.view(ranks, *self.out.shape), 0, dtype=self.out.dtype, out=self.out)
-
-
-class _Group(NamedTuple):
-    handle: Any
-    size: int
-    number: int
-    """this rank's number along the axes"""
-    members: tuple[int, ...]
-    """global ranks, in the order of the axes"""
-    order: tuple[int, ...] | None
-    """number along the axes of each member in the process group's own order; None: the same"""
-    gloo: bool
 
 
 class TorchCommunicator(Communicator):
@@ -106,7 +54,7 @@ class TorchCommunicator(Communicator):
         super().__init__(axes, self.ranks.index(me) if me in self.ranks else -1)
         if self.world_size != len(self.ranks):
             raise MeshError(f"mesh {self.mesh} has {self.world_size} ranks, but {len(self.ranks)} processes run")
-        self._groups: dict[tuple[str, ...], _Group] = {}
+        self._groups: dict[tuple[str, ...], Group] = {}
         self._handles: dict[tuple[int, ...], Any] = {}
         self.generators: Generators | None = None
         """set inside :func:`synchronised_rng`"""
@@ -123,7 +71,7 @@ class TorchCommunicator(Communicator):
             comm._handles[tuple(sorted(comm.ranks[r] for r in comm.group((name,))))] = mesh.get_group(i)
         return comm
 
-    def process_group(self, axes: tuple[str, ...]) -> _Group:
+    def process_group(self, axes: tuple[str, ...]) -> Group:
         """The process group of the flattened ``axes``. Every member has to ask for the first time together."""
         if axes not in self._groups:
             members = tuple(self.ranks[r] for r in self.group(axes))
@@ -134,10 +82,10 @@ class TorchCommunicator(Communicator):
             order = None if ordered == members else tuple(members.index(r) for r in ordered)
             handle = self._handles[ordered]
             gloo = dist.get_backend(handle) == "gloo"
-            self._groups[axes] = _Group(handle, len(members), self.index(axes), members, order, gloo)
+            self._groups[axes] = Group(handle, len(members), self.index(axes), members, order, gloo)
         return self._groups[axes]
 
-    def beside(self, axes: tuple[str, ...]) -> _Group:
+    def beside(self, axes: tuple[str, ...]) -> Group:
         """The process group for what runs beside compute: parameters on their way, and their gradients.
 
         A communicator works off its collectives one after another, so one that the next operation waits for would stand
@@ -146,11 +94,11 @@ class TorchCommunicator(Communicator):
         group = self.process_group(axes)
         return group if group.gloo else self._own(group)
 
-    def _own(self, group: _Group) -> _Group:
+    def _own(self, group: Group) -> Group:
         """``group`` with a communicator of its own. Every member has to ask for the first time together."""
         return group._replace(handle=group_of(group.members, "beside"))
 
-    def host_group(self) -> _Group:
+    def host_group(self) -> Group:
         """All ranks, for tensors on the CPU.
 
         A group of its own where no backend is for CPUs (NCCL), and where gloo is beside another: on the CPU part of
@@ -170,15 +118,17 @@ class TorchCommunicator(Communicator):
         """The collectives that follow are for this move in this phase; for none: ``phase`` says for what."""
         self._at = (move, phase)
 
-    def begin(self, group: _Group, collective: Callable[..., Any], *args: Any) -> Underway:
+    def begin(self, group: Group, collective: Callable[..., Any], *args: Any) -> Underway:
         """``collective(*args)`` of torch.distributed on ``group``, asynchronously."""
         self.notes.settle()
+        what = partial(self.name, group, *self._at)
         try:
-            return Underway(self, group, self._at, collective(*args, group=group.handle, async_op=True))
+            work = collective(*args, group=group.handle, async_op=True)
         except RuntimeError as error:
-            raise lost(error, self.notes, self.name(group, *self._at)) from error
+            raise lost(error, self.notes, what()) from error
+        return Underway(work, self.notes if group.gloo else None, what)
 
-    def run(self, group: _Group, collective: Callable[..., Any], *args: Any) -> None:
+    def run(self, group: Group, collective: Callable[..., Any], *args: Any) -> None:
         """``collective(*args)`` of torch.distributed on ``group``. Raises as :meth:`Underway.wait` does."""
         if group.gloo:
             self.begin(group, collective, *args).wait()
@@ -186,17 +136,35 @@ class TorchCommunicator(Communicator):
             self.notes.settle()
             collective(*args, group=group.handle)
 
-    def reduce_scatter(self, group: _Group, out: torch.Tensor, parts: torch.Tensor) -> Underway | _Added:
+    def reduce_scatter(self, group: Group, out: torch.Tensor, parts: torch.Tensor) -> Underway | Added:
         """Begin to sum ``parts``, one shaped as ``out`` for each rank, one after another, into every rank's ``out``.
 
         gloo's own sends as much as an all-reduce; the parts are exchanged and added here instead: half of that.
         """
         if not group.gloo:
-            return self.begin(group, _reduce_scatter_single, out, parts)
+            return self.begin(group, reduce_scatter_single, out, parts)
         received = torch.empty_like(parts)
-        return _Added(self.begin(group, dist.all_to_all_single, received, parts), received, out)
+        return Added(self.begin(group, dist.all_to_all_single, received, parts), received, out)
 
-    def name(self, group: _Group, move: Move | None, phase: str) -> str:
+    def all_reduce(self, group: Group, x: torch.Tensor) -> Underway | Added:
+        """Begin to sum ``x``, contiguous, over the ranks, in place.
+
+        gloo's ring takes 2 (n - 1) turns, each of which wakes threads of every rank; more than two ranks send each other all
+        of what is :data:`DIRECT`, and meet once. Of one number the ring has a single segment.
+        """
+        if (
+            group.gloo
+            and group.size > 2
+            and x.numel() > 1
+            and x.nbytes * group.size <= DIRECT
+            and x.is_floating_point()
+        ):
+            parts = x.view(-1).expand(group.size, -1).contiguous()
+            received = torch.empty_like(parts)
+            return Added(self.begin(group, all_to_all_rows, received, parts, [], []), received, x)
+        return self.begin(group, all_reduce_sum, x)
+
+    def name(self, group: Group, move: Move | None, phase: str) -> str:
         """A collective as an error names it."""
         if move is not None:
             move = move if move.module != UNNAMED else named(move, always=True)  # it is waited for where it began
@@ -212,6 +180,8 @@ class TorchCommunicator(Communicator):
 
     def execute(self, move: Move, x: torch.Tensor, phase: str) -> torch.Tensor:
         """``move`` on this rank's ``x``, without autograd."""
+        if move.splits is not None:
+            return self.start(move, x, phase)()
         verb = move.verb
         if verb in LOCAL:
             return in_order_of(x, self.local(move, x))
@@ -225,6 +195,18 @@ class TorchCommunicator(Communicator):
                 return sparse.joined(move, parts, self.chunks, group.number)
             return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
 
+    def start(self, move: Move, x: torch.Tensor, phase: str) -> Callable[[], torch.Tensor]:
+        """See :meth:`Communicator.start`: rows are under way."""
+        if move.splits is None:
+            moved = self.execute(move, x, phase)
+            return lambda: moved
+        group = self.process_group(move.axes)
+        if self.log is not None:
+            self.record(move.kind, move.axes, phase, move.ring_bytes(x, group.size))
+        self._at = move, phase
+        with recorded(self, move, phase):
+            return _start_rows(self, move.splits, group, x)
+
     def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
         """See :meth:`Communicator.exchange`."""
         (hop,) = hops
@@ -233,7 +215,7 @@ class TorchCommunicator(Communicator):
         with recorded(self, hop.move, phase):
             return [self.send(self.process_group(hop.move.axes), hop)]
 
-    def send(self, group: _Group, hop: Hop) -> Arrival:
+    def send(self, group: Group, hop: Hop) -> Arrival:
         """Begin to send, and to receive."""
         receiver, sender = group.members[hop.to], group.members[hop.source]
         counts = [numel(shape) for shape in hop.shapes]
@@ -273,7 +255,7 @@ class TorchCommunicator(Communicator):
         return fn(*args, **kwargs)
 
 
-def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+def _all_reduce(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     if not out.numel():
         return out
@@ -282,13 +264,13 @@ def _all_reduce(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
         comm.run(group, dist.all_reduce, keys, _REDUCE[move.op])
         return floats(keys, x.dtype)
     if move.op == "sum" and group.gloo:
-        comm.run(group, all_reduce_sum, out)
+        comm.all_reduce(group, out).wait()
     else:
         comm.run(group, dist.all_reduce, out, _REDUCE[move.op])
     return out
 
 
-def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+def _all_gather(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
     chunks = comm.chunks(move.size, move.axes)
     out_shape = with_length(x.shape, move.dim, move.size)
     if not numel(out_shape):
@@ -305,7 +287,7 @@ def _all_gather(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     return torch.cat([p.narrow(move.dim, 0, n) for p, n in zip(pieces, lengths, strict=True)], move.dim)
 
 
-def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+def _reduce_scatter(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
     chunks = comm.chunks(move.size, move.axes)
     longest, mine = chunks[0][1], chunks[group.number][1]
     if not x.numel():
@@ -321,9 +303,7 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: _Group, x: torch
     return out.narrow(move.dim, 0, mine).contiguous()
 
 
-def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
-    if move.splits is not None:
-        return _rows(comm, move.splits, group, x)
+def _all_to_all(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
     sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
     members = range(group.size) if group.order is None else group.order
     pieces = [x.narrow(move.to_dim, *sent[k]) for k in members]
@@ -334,19 +314,26 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Ten
     return torch.cat(_by_index(parts, group), move.dim)
 
 
-def _rows(comm: TorchCommunicator, splits: Splits, group: _Group, x: torch.Tensor) -> torch.Tensor:
+def _start_rows(comm: TorchCommunicator, splits: Splits, group: Group, x: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Rows go from where they lie to where they stay, unless an order of theirs or of the process group is another."""
-    x, gives, gets = splits.going(x), splits.sent, splits.received
+    gives, gets = splits.sent, splits.received
+    x = splits.going(x)
     if group.order is not None:
         pieces = x.split(gives)
         x = torch.cat([pieces[k] for k in group.order])
         gives, gets = (tuple(numbers[k] for k in group.order) for numbers in (gives, gets))
-    out = x.new_empty(sum(gets), *x.shape[1:])
-    comm.run(group, _exchange(group), raw(out), raw(x.contiguous()), list(gets), list(gives))
-    return splits.staying(out if group.order is None else torch.cat(_by_index(out.split(gets), group)))
+    sent, out = x.contiguous(), x.new_empty(sum(gets), *x.shape[1:])
+    work = comm.begin(group, _exchange(group), raw(out), raw(sent), list(gets), list(gives))
+
+    def arrive() -> torch.Tensor:
+        work.wait()
+        sent.numel()  # not freed before
+        return splits.staying(out if group.order is None else torch.cat(_by_index(out.split(gets), group)))
+
+    return arrive
 
 
-def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+def _halo(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
     assert move.exchange is not None
     members = range(group.size) if group.order is None else group.order
     sent = [piece(move, group.number, k, x) for k in members]
@@ -357,7 +344,7 @@ def _halo(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -
 
 
 def _exchanged(
-    comm: TorchCommunicator, sent: list[torch.Tensor], counts: list[int], group: _Group
+    comm: TorchCommunicator, sent: list[torch.Tensor], counts: list[int], group: Group
 ) -> tuple[torch.Tensor, ...]:
     """A tensor to every member, and from every member a flat one of ``counts`` elements, in the process group's order."""
     buffer = behind(sent)
@@ -366,11 +353,11 @@ def _exchanged(
     return torch.split(out, counts)
 
 
-def _exchange(group: _Group) -> Callable[..., Any]:
+def _exchange(group: Group) -> Callable[..., Any]:
     return all_to_all_rows if group.gloo else dist.all_to_all_single
 
 
-def _permute(comm: TorchCommunicator, move: Move, group: _Group, x: torch.Tensor) -> torch.Tensor:
+def _permute(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
     after = comm.process_group(move.order)
     to = group.members.index(after.members[group.number])
     shape = (
@@ -389,7 +376,7 @@ _COLLECTIVES = {
 }
 
 
-def _by_index(parts: Sequence[torch.Tensor], group: _Group) -> list[torch.Tensor]:
+def _by_index(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """Parts that lie in the process group's order, in the order of the axes."""
     if group.order is None:
         return list(parts)

@@ -1,0 +1,74 @@
+"""Collectives of torch.distributed as they are begun, and what is waited for: the group, the work, the sum that is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from autoshard.runtime.transport.peers import Notes, wait
+
+# Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce_sum(x: torch.Tensor, group: Any, async_op: bool = True) -> Any:
+    """Begin ``dist.all_reduce(x, group=group)``, without what that looks up in every call."""
+    return group.allreduce([torch.view_as_real(x) if x.is_complex() else x])
+
+
+def all_to_all_rows(
+    out: torch.Tensor, x: torch.Tensor, gets: list[int], gives: list[int], group: Any, async_op: bool = True
+) -> Any:
+    """Begin ``dist.all_to_all_single(out, x, gets, gives, group)`` likewise."""
+    if x.is_complex():
+        out, x = torch.view_as_real(out), torch.view_as_real(x)
+    return group.alltoall_base(out, x, gets, gives)
+
+
+class Group(NamedTuple):
+    """The process group of some axes."""
+
+    handle: Any
+    size: int
+    number: int
+    """this rank's number along the axes"""
+    members: tuple[int, ...]
+    """global ranks, in the order of the axes"""
+    order: tuple[int, ...] | None
+    """number along the axes of each member in the process group's own order; None: the same"""
+    gloo: bool
+
+
+class Underway(NamedTuple):
+    """A collective that has begun."""
+
+    work: Any
+    notes: Notes | None
+    """of the rank, where gloo carries it"""
+    what: Callable[[], str]
+    """its name, for messages"""
+
+    def wait(self) -> None:
+        """Wait for its result, once. Raises :class:`CommunicationError` where gloo knows that it cannot come."""
+        if self.notes is None:
+            self.work.wait()
+        else:
+            wait(self.work, self.notes, self.what)
+
+
+class Added(NamedTuple):
+    """A sum under way as an all-to-all: a reduce-scatter, or an all-reduce of little."""
+
+    work: Underway
+    received: torch.Tensor
+    out: torch.Tensor
+
+    def wait(self) -> None:
+        """Wait for the others' parts and add them up."""
+        self.work.wait()
+        ranks = self.received.numel() // max(1, self.out.numel())
+        torch.sum(self.received.view(ranks, *self.out.shape), 0, dtype=self.out.dtype, out=self.out)
