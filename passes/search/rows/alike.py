@@ -26,9 +26,10 @@ TIED = 0.5
 SWEEPS = 120
 LEAST_GAIN = 3e-5
 LEAST_GAIN_NEAR = 1e-4
-# Sweeps through all copies, at the end, where the bound of the classes promises more than this part of the bound: what the
-# layers at the ends want goes into those between them.
+# Sweeps through all copies, at the end: what the layers at the ends want goes into those between them. Of tables of more
+# entries in all only where the bound of the classes promises more than this part of the bound.
 LAST_SWEEPS = 1
+LITTLE = 100_000_000
 PROMISED = 1e-3
 
 
@@ -97,8 +98,10 @@ def bound(network: CostNetwork, of: Sequence[int]) -> float:
     del rough
     dual = Dual(whole, alike=True)
     _begin_with(dual, messages, kinds)
-    for _ in range(LAST_SWEEPS if promised - dual.bound > PROMISED * abs(dual.bound) else 0):
-        dual.sweep(math.inf)
+    entries = sum(edge.table.size for edge in dual.edges.values())
+    if entries <= LITTLE or promised - dual.bound > PROMISED * abs(dual.bound):
+        for _ in range(LAST_SWEEPS):
+            dual.sweep(math.inf)
     return dual.bound
 
 
