@@ -14,6 +14,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, Row, solve
 from autoshard.passes.search.folded import Folded, Matrix, stored, whole
 from autoshard.passes.search.rows import branch, dominance, within
+from autoshard.passes.search.rows.stacked import stack_rows, undecided
 
 Generator = np.random.Generator
 
@@ -266,3 +267,16 @@ def test_folded_tables_are_what_they_stand_for() -> None:
             )
             solved += 1
     assert solved > 24
+
+
+def test_what_is_decided_counts_with_the_rest() -> None:
+    generator = np.random.default_rng(0)
+    sizes = (1, 3, 1, 2, 1)
+    edges = tuple((i, j, generator.random((sizes[i], sizes[j]))) for i, j in itertools.combinations(range(5), 2))
+    network = CostNetwork(tuple(map(generator.random, sizes)), edges)
+    rows = (Row(tuple(map(generator.random, sizes)), tuple(generator.random(m.shape) for *_, m in edges), 1.0),)
+    problem = stack_rows(network, rows)
+    some = undecided(problem)
+    assert some.nodes.tolist() == [1, 3]
+    for a, b in itertools.product(range(3), range(2)):
+        assert np.allclose(some.alone.sums((a, b)), problem.sums((0, a, 0, b, 0)), rtol=1e-12)

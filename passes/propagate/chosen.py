@@ -58,7 +58,10 @@ def states_of(network: Network, name: str, variable: Variable, assignment: Assig
         chosen = None if layout is None else layout.placements
     else:
         chosen = variable.choices[0] if kind == "mutation" else assignment.layouts[name].placements
-    place, count = place_of(chosen, variable.choices), len(variable.choices)
+    key = "place", id(variable.choices), chosen
+    if key not in network.known:
+        network.known[key] = place_of(chosen, variable.choices)
+    place, count = network.known[key], len(variable.choices)
     most = NEEDED if kind == "shared" or (kind == "node" and rest in network.views) else 0
     if kind == "shared" and NEEDED not in variable.tags:  # its copies are made again whatever is chosen
         most = AGAIN

@@ -185,7 +185,8 @@ class Dual:
                 self.after[first].append(scope)
                 self.before[second].append(scope)
         self.bound = network.constant + constant
-        self.kept: dict[int, Classes] = {i: np.arange(network.sizes[i]) for i in self.order}
+        self.sizes = {i: network.sizes[i] for i in self.order}
+        self.kept: dict[int, Classes] = {i: np.arange(n) for i, n in self.sizes.items()}
 
     def sweep(self, upper: float, deadline: float = math.inf, among: frozenset[int] | None = None) -> bool:
         """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``.
@@ -260,6 +261,14 @@ class Dual:
                     total += self._message(scope, i)
             position[i] = int(np.argmin(total))
         return {i: int(self.kept[i][s]) for i, s in position.items()}
+
+    def moved(self, scope: Scope) -> tuple[Array, ...]:
+        """What was moved into an edge, per side for all strategies that there were: nothing into those that were dropped."""
+        found = []
+        for i, moved in zip(scope, self.edges[scope].into, strict=True):
+            found.append(np.zeros(self.sizes[i], moved.dtype))
+            found[-1][self.kept[i]] = moved
+        return tuple(found)
 
     @property
     def strategies(self) -> int:

@@ -10,23 +10,27 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import numpy as np
+from typing import Any
 
 from autoshard.passes.search.exact.bound import Dual
 from autoshard.passes.search.exact.eliminate import Eliminator, Scope
 from autoshard.passes.search.exact.tables import Tables
 from autoshard.passes.search.folded import Matrix, summed, transposed
-from autoshard.passes.search.network import Choice, CostNetwork
+from autoshard.passes.search.network import Array, Choice, CostNetwork
 from autoshard.passes.search.rows.stacked import Stacked
 
 # Nodes are tied where these are at most this part of all.
 TIED = 0.5
-# Sweeps of message passing for the bound, and how little a few of them may gain.
+# Sweeps of message passing for the bound, and how little a few of them may gain: between classes, which takes little, and
+# around what is joined unlike its copies.
 SWEEPS = 120
-LEAST_GAIN = 1e-4
-# Sweeps through all copies, at the end: what the layers at the ends want goes into those between them.
+LEAST_GAIN = 3e-5
+LEAST_GAIN_NEAR = 1e-4
+# Sweeps through all copies, at the end: what the layers at the ends want goes into those between them. Of tables of more
+# entries in all only where the bound of the classes promises more than this part of the bound.
 LAST_SWEEPS = 1
+LITTLE = 100_000_000
+PROMISED = 1e-3
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,10 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def bound(network: CostNetwork, of: Sequence[int]) -> float:
-    """A lower bound of what all choices of ``network`` cost. ``of``: node → its class of alike nodes."""
+    """A lower bound of what all choices of ``network`` cost. ``of``: node → its class of alike nodes.
+
+    Messages are found in single precision; the bound is what they give in double.
+    """
     whole = Eliminator.of(network, Tables())
     whole.run(max_degree=1, max_weight=1 << 62)
     nodes = sorted(whole.alive)
@@ -77,12 +84,24 @@ def bound(network: CostNetwork, of: Sequence[int]) -> float:
     quotient, shares = _quotient(whole, at)
     between = Dual(quotient, single=True)
     del quotient  # its tables are twice as large
-    _converge(between)
+    _converge(between, LEAST_GAIN)
+    messages, promised = _shared_out(whole, at, between, shares), between.bound
+    del between
+    kinds: dict[Scope, tuple[Any, ...]] = {s: (*_class_of(s, at), table) for s, table in whole.factors.items()}
+    near = _near(nodes, _joined_otherwise(at, kinds), len(nodes) / max(Counter(classes).values()))
+    rough = Dual(whole, single=True)
+    _begin_with(rough, messages, kinds)
+    _converge(rough, LEAST_GAIN_NEAR, near)
+    for scope in rough.edges:
+        if not near.isdisjoint(scope):
+            messages[scope], kinds[scope] = rough.moved(scope), (scope,)
+    del rough
     dual = Dual(whole, alike=True)
-    rare = _share_out(dual, at, between, shares)
-    _converge(dual, _near(nodes, rare, len(nodes) / max(Counter(classes).values())))
-    for _ in range(LAST_SWEEPS):
-        dual.sweep(math.inf)
+    _begin_with(dual, messages, kinds)
+    entries = sum(edge.table.size for edge in dual.edges.values())
+    if entries <= LITTLE or promised - dual.bound > PROMISED * abs(dual.bound):
+        for _ in range(LAST_SWEEPS):
+            dual.sweep(math.inf)
     return dual.bound
 
 
@@ -112,47 +131,60 @@ def _class_of(scope: Scope, at: Mapping[int, int]) -> tuple[Scope, bool]:
     return (where[::-1], True) if where[0] > where[-1] else (where, False)
 
 
-def _converge(dual: Dual, among: frozenset[int] | None = None) -> None:
+def _converge(dual: Dual, least_gain: float, among: frozenset[int] | None = None) -> None:
     """Sweeps until they hardly raise the bound any more."""
     before = -math.inf
     for sweep in range(SWEEPS):
         dual.sweep(math.inf, among=among)
         if sweep % 4 == 3:
-            if dual.bound - before <= LEAST_GAIN * abs(dual.bound):
+            if dual.bound - before <= least_gain * abs(dual.bound):
                 return
             before = dual.bound
 
 
-def _share_out(dual: Dual, at: Mapping[int, int], between: Dual, shares: Counter[Scope]) -> list[int]:
-    """Give every copy its share of the messages between classes; returns the nodes that are joined unlike their copies."""
-    least: dict[object, float] = {}
-    around: dict[int, list[tuple[Scope, bool]]] = {i: [] for i in dual.order}
-    for scope, edge in dual.edges.items():
+def _shared_out(
+    whole: Eliminator, at: Mapping[int, int], between: Dual, shares: Counter[Scope]
+) -> dict[Scope, tuple[Array, ...]]:
+    """Of every copy of an edge its share of the messages between classes."""
+    shared = {where: tuple(moved / shares[where] for moved in between.moved(where)) for where in between.edges}
+    found: dict[Scope, tuple[Array, ...]] = {}
+    for scope in whole.factors:
         where, turned = _class_of(scope, at)
-        for i in scope:
-            around[i].append((where, turned != (i == scope[1])))
-        if where in shares:
-            into = [np.zeros(len(dual.node[i])) for i in (scope[::-1] if turned else scope)]
-            for part, k, moved in zip(into, where, between.edges[where].into, strict=True):
-                part[between.kept[k]] = moved / shares[where]
-            edge.into = into[::-1] if turned else into
+        if where in shared:
+            found[scope] = shared[where][::-1] if turned else shared[where]
+    return found
+
+
+def _begin_with(dual: Dual, messages: Mapping[Scope, tuple[Array, ...]], kinds: Mapping[Scope, Hashable]) -> None:
+    """Move these messages out of nodes and into edges. ``kinds``: equal for edges of equal tables and messages."""
+    least: dict[Hashable, float] = {}
+    for scope, edge in dual.edges.items():
+        if scope in messages:
+            edge.into = [moved.astype(edge.table.dtype) for moved in messages[scope]]
             for i, moved in zip(scope, edge.into, strict=True):
                 dual.node[i] -= moved
-        key = where, turned, id(edge.table)
-        if key not in least:
-            least[key] = float(edge.message(0).min())
-        edge.into[0] = edge.into[0] - least[key]
-        dual.bound += least[key]
+        if kinds[scope] not in least:
+            least[kinds[scope]] = float(edge.message(0).min())
+        edge.into[0] = edge.into[0] - least[kinds[scope]]
+        dual.bound += least[kinds[scope]]
     for i in dual.order:
         lowest = float(dual.node[i].min())
         dual.node[i] -= lowest
         dual.bound += lowest
-    kinds = {i: (at[i], tuple(sorted(joined))) for i, joined in around.items()}
-    count = Counter(kinds.values())
+
+
+def _joined_otherwise(at: Mapping[int, int], kinds: Mapping[Scope, tuple[Any, ...]]) -> list[int]:
+    """The nodes that are joined unlike most of their copies."""
+    around: dict[int, list[tuple[Scope, bool]]] = {i: [] for i in at}
+    for scope, (where, turned, _) in kinds.items():
+        for i in scope if len(scope) == 2 else ():
+            around[i].append((where, turned != (i == scope[1])))
+    joined = {i: (at[i], tuple(sorted(each))) for i, each in around.items()}
+    count = Counter(joined.values())
     most: Counter[int] = Counter()
     for (k, _), many in count.items():
         most[k] = max(most[k], many)
-    return [i for i in dual.order if count[kinds[i]] < most[at[i]]]
+    return [i for i in at if count[joined[i]] < most[at[i]]]
 
 
 def _near(nodes: Sequence[int], rare: Sequence[int], layer: float) -> frozenset[int]:

@@ -259,6 +259,15 @@ class Open(NamedTuple):
     decided: Array
     """cost and quantities of what lies between the others"""
 
+    @property
+    def alone(self) -> Stacked:
+        """The problem, with what is decided as a part of its first node's table; it must have one."""
+        store, first = self.problem.store, self.problem.factors[0,]
+        own = store.arrays[first]
+        total = np.zeros((len(self.decided), own.shape[1]))
+        total[: len(own)] = own
+        return replace(self.problem, factors={**self.problem.factors, (0,): store.of(total + self.decided[:, None])})
+
 
 def undecided(problem: Stacked) -> Open:
     """``problem`` without the nodes that have one strategy; what these have with others counts with the others."""

@@ -76,11 +76,15 @@ def solve_alike(
     for _ in range(0 if effort.rough else TURNS):
         seen = np.array(list(search.seen))
         kept = {i: np.unique(seen[:, k]) for i, k in enumerate(tied.of)}
+        some = undecided(problem.restricted(kept))
+        if not len(some.nodes):
+            break
         left = max(search.deadline - time.perf_counter(), 1.0)
-        inner = searched(problem.restricted(kept), relaxed, left, effort, part.prices.tolist())
+        inner = searched(some.alone, relaxed, left, effort, part.prices.tolist())
         each, better = inner.solution(), inner.total < found.cost
         if better:
-            choice = tuple(int(kept[i][s]) for i, s in enumerate(each.choice))
+            places = dict(zip(some.nodes.tolist(), each.choice, strict=True))
+            choice = tuple(int(strategies[places.get(i, 0)]) for i, strategies in kept.items())
             found = replace(found, choice=choice, cost=each.cost)
         most = min(found.cost, inner.part.bound)  # what is still to be gained by other strategies shows below this
         if most - part.bound <= ENOUGH * abs(found.cost) or not better or search.late:
