@@ -38,6 +38,8 @@ LOSSES: dict[str, Term] = {
     "number": lambda h, y: F.mse_loss(h, y) + 1.5,
     "number_first": lambda h, y: 1.5 - F.mse_loss(h, y) * 2,
     "numbers": lambda h, y: torch.sub((F.cross_entropy(h, y.argmax(-1)) + 1) / 3, 7, alpha=2),
+    "probabilities": lambda h, y: F.cross_entropy(h, y.softmax(-1)),
+    "of_draws": lambda h, y: (h * torch.bernoulli(y.sigmoid())).mean(),
     "of_each_feature": lambda h, y: ((h - y).square().mean(0) + 1.5).sum(),
     "zeros": lambda h, y: summed(torch.zeros(()), [F.mse_loss(h, y), h.abs().mean()]),
     "new_zeros": lambda h, y: summed(h.new_zeros(()), [F.mse_loss(h, y)]),

@@ -98,3 +98,65 @@ def test_large_globals_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> N
     assert not any(isinstance(line, tuple) for line in words)
     assert ends[99] == (int, "99")
     assert "PROXY" in found
+
+
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_weights_that_a_hook_makes_of_parameters(norm: Any, close: Any) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(norm(nn.Linear(8, 8)), nn.ReLU()).double()  # the attribute stays in float32
+
+    model, x = made(), torch.randn(4, 8, dtype=torch.float64)
+    sharded = autoshard.compile(made(), ideal({"tp": 2}), (x,))
+    for training in (True, True, False):
+        for module in (model, sharded):
+            module.zero_grad()
+            module.train(training)
+        expected, found = model(x), sharded(x)
+        close(found.detach(), expected.detach())
+        for output in (expected, found):
+            output.square().sum().backward()
+        close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()})
+    close(sharded.full_state_dict(), model.state_dict())
+
+
+class Shared(nn.Module):
+    """A tensor in the memory of the weight, or of a buffer, and what the forward does with it."""
+
+    def __init__(self, where: str, does: str) -> None:
+        super().__init__()
+        self.linear, self.does = nn.Linear(8, 8), does
+        self.register_buffer("sums", torch.zeros(8))
+        of = self.sums if does == "writes" else self.linear.weight
+        if where == "attribute":
+            self.part = of[:4].detach()
+        else:
+            self.register_buffer("part", of.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.does == "writes":
+            self.sums.add_(1.0)
+        y = self.linear(x)
+        return y if self.does == "nothing" else y + self.part.sum()
+
+
+@pytest.mark.parametrize("where", ["attribute", "buffer"])
+@pytest.mark.parametrize(
+    ("does", "text"),
+    [
+        (
+            "reads",
+            r"reads (buffer|constant) 'part', which shares its memory with parameter 'linear.weight'.* clone\(\)",
+        ),
+        ("writes", r"writes into tensors of the model that share memory, 'sums' and 'part'"),
+    ],
+)
+def test_shared_memory_is_refused(where: str, does: str, text: str) -> None:
+    with pytest.raises(CaptureError, match=text):
+        autoshard.compile(Shared(where, does), ideal({"tp": 2}), (torch.randn(4, 8),))
+
+
+def test_shared_memory_that_nobody_reads_does_no_harm(close: Any) -> None:
+    model, x = Shared("buffer", "nothing"), torch.randn(4, 8)
+    close(autoshard.compile(model, ideal({"tp": 2}), (x,))(x).detach(), model(x).detach(), 1e-6)

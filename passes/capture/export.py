@@ -51,6 +51,7 @@ from autoshard.passes.capture.refusals.draws import none_drawn
 from autoshard.passes.capture.refusals.explain import explain
 from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.capture.refusals.second_call import as_found, check_made, check_second_call, leave, leaving
+from autoshard.passes.capture.refusals.shared import check_shared, memory_of
 from autoshard.passes.capture.repeats.calls import UnequalError
 from autoshard.passes.capture.repeats.observer import Repeats
 from autoshard.passes.capture.repeats.written_out import write_out
@@ -126,6 +127,7 @@ def _captured(
     ):
         apart(model)
         graph, eager_grads = _graph(model, example, training, dynamic)
+        check_shared(model, graph)
         check_second_call(model, graph, lambda: _graph(model, example, training, dynamic)[0])
     graph = with_tables(with_precision(graph, kept, precision))
     graph = replace(graph, outside=tuple(read.values()))
@@ -264,6 +266,7 @@ class _Trace:
         self.changed: dict[Any, tuple[tuple[Any, ...], dict[Any, Any]]] = {}
         self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
         forward, buffers = model.forward, dict(model.named_buffers())
+        parameters = memory_of(model.parameters())  # a trace has others in their places
         trained = [isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(example)]
 
         @functools.wraps(forward)
@@ -281,7 +284,7 @@ class _Trace:
                     check_shapes(module, shapes)
                     if module is not model:
                         write_back(module, own)
-                check_unwritten(model, attributes)
+                check_unwritten(model, attributes, parameters)
                 leave(model, before)
                 return output
             except Exception as error:

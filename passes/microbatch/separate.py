@@ -267,7 +267,7 @@ class _Separating:
         placed = self._placed(self._divided(number) or {}, graph.nodes[:number])
         reads = {n: placed.get(n, R) for n in node.inputs if n in self.spread}
         sums = [f"{n} ({_where(graph.producers[n])})" for n, p in reads.items() if p == P]
-        needed = sums or [n for n, p in reads.items() if p != R] or [*reads]
+        needed = sums or [n for n, p in reads.items() if p != R] or [*(reads or node.inputs)]
         balancing = (
             " A loss that balances experts multiplies two means over the batch: leave it out (transformers: "
             "output_router_logits=False)."

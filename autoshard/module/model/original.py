@@ -18,8 +18,9 @@ from autoshard.initialise.deferred import recording_of
 from autoshard.module.model.closures import rebind
 from autoshard.module.model.parts import Part, parts_of
 from autoshard.module.model.state import State, defaults
-from autoshard.passes.capture.exported.attributes import as_buffers, attribute
+from autoshard.passes.capture.exported.attributes import LEFT, as_buffers, attribute
 from autoshard.passes.capture.observer import patched
+from autoshard.passes.capture.refusals.shared import memory_of
 from autoshard.runtime.autocast import autocast_state
 
 
@@ -328,6 +329,7 @@ def skeleton(model: nn.Module) -> nn.Module:
         memo[id(b)] = b.detach().to("meta")
     for t in computed(model):
         memo[id(t)] = t.detach().to("meta")
+        setattr(memo[id(t)], LEFT, True)
     with patched((kind, "__deepcopy__", lambda x, memo: x) for kind in (torch.Tensor, nn.Parameter)):
         try:
             made = copy.deepcopy(model, memo)
@@ -340,9 +342,13 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 def computed(model: nn.Module) -> list[torch.Tensor]:
-    """Attributes computed from parameters, such as the weights of old weight norms: ``copy.deepcopy`` refuses them."""
-    attributes = [x for module in model.modules() for x in vars(module).values()]
-    return [x for x in attributes if isinstance(x, torch.Tensor) and not x.is_leaf]
+    """Attributes computed from parameters, such as the weights of old weight norms, or in the memory of one.
+
+    ``copy.deepcopy`` refuses the former.
+    """
+    attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
+    parameters = memory_of(model.parameters())
+    return [x for x in attributes if not x.is_leaf or not parameters.isdisjoint(memory_of([x]))]
 
 
 def _look(tensor: torch.Tensor) -> tuple[int, int]:

@@ -6,11 +6,12 @@ Those are caches and states. A trace would lose what happens to them, so it is m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.contents import put, taken
@@ -24,7 +25,7 @@ TAKEN_AWAY = (
 )
 
 LEFT = "left_behind_by_a_trace"
-"""attribute of a tensor that stands for one that an earlier trace left"""
+"""attribute of a tensor without data that stands for one that an earlier trace left, or that is made of parameters"""
 
 
 class WrittenError(CaptureError):
@@ -46,12 +47,18 @@ def held(model: nn.Module) -> Held:
     }
 
 
-def check_unwritten(model: nn.Module, before: Held) -> None:
-    """Raise :class:`WrittenError` where since ``before`` one of them was written, or another tensor was put in its place."""
+def check_unwritten(model: nn.Module, before: Held, parameters: Collection[StorageWeakRef] = ()) -> None:
+    """Raise :class:`WrittenError` where since ``before`` one of them was written, or another tensor was put in its place.
+
+    What cannot be written into it is no state: a tensor of another dtype, or one for what lay in the memory of
+    ``parameters``, as torch's first ``spectral_norm`` does. Whether the next call reads it shows when that is traced.
+    """
     written = []
     for name, (tensor, version) in before.items():
         now = attribute(model, name)
         if not isinstance(now, torch.Tensor) or (now is tensor and now._version == version):
+            continue
+        if now is not tensor and (now.dtype != tensor.dtype or StorageWeakRef(tensor.untyped_storage()) in parameters):
             continue
         if now.shape != tensor.shape:
             raise CaptureError(
@@ -83,7 +90,12 @@ def apart(model: nn.Module) -> None:
     aliases: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.is_leaf and not value.requires_grad:
+            if (
+                isinstance(value, torch.Tensor)
+                and value.is_leaf
+                and not value.requires_grad
+                and not hasattr(value, LEFT)
+            ):
                 vars(module)[name] = aliases.setdefault(id(value), value.detach())
 
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.passes.capture.exported.arguments import Example
+from autoshard.passes.capture.exported.attributes import LEFT
 
 
 def without_data(model: nn.Module, example: Example) -> Example:
@@ -32,6 +33,8 @@ def without_data(model: nn.Module, example: Example) -> Example:
                 if isinstance(tensor, torch.Tensor) and (tensor.is_meta or not constant):
                     if id(tensor) not in replaced:
                         replaced[id(tensor)] = _empty(tensor, device, mode)
+                        if hasattr(tensor, LEFT):
+                            setattr(replaced[id(tensor)], LEFT, True)
                     setattr(module, name, replaced[id(tensor)])
         fake = functools.partial(_empty, device=device, mode=mode)
         return pytree.tree_map_only(torch.Tensor, fake, example)  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from torch import nn
 from autoshard import frames
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.attributes import TAKEN_AWAY
+from autoshard.passes.capture.refusals.shared import sharing
 
 _DATA_DEPENDENT = (
     "GuardOnDataDependentSymNode",
@@ -41,6 +42,10 @@ def explain(model: nn.Module, error: BaseException) -> CaptureError:
         )
     elif isinstance(error, AssertionError) and str(error).startswith("expected FakeTensor, got <class 'NoneType'>"):
         text = TAKEN_AWAY.format(name="a buffer of the model")  # export's own check where it is set
+    elif str(error).startswith("expected compiled_fn to be GraphModule") and (names := sharing(model)):
+        text = (
+            f"the forward writes into tensors of the model that share memory, {names}. Keep one of them as a clone()."
+        )
     else:
         first = str(error).strip().split("\n\n")[0]
         text = f"the model could not be traced. {type(error).__name__}: {first}"

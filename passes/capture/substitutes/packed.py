@@ -1,7 +1,7 @@
 """Packed sequences in a traced forward: padded ones, and recurrent layers that heed the lengths.
 
 What ``pack_padded_sequence`` gives out is as long as all sequences together, which a trace does not know. So a stand-in
-has the padded batch inside, row by row, and a GRU over it takes of every sequence what lies before its end.
+has the padded batch inside, row by row, and recurrent layers over it take of every sequence what lies before its end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.observer import Call, Observer
 
-_LAYERS = ("gru", "rnn_tanh", "rnn_relu")
+_LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _TELLING = [getattr(torch.Tensor, n).__get__ for n in ("shape", "data", "T", "mT", "H", "mH", "real", "imag")]
 """attributes that show more of a tensor than its kind"""
 _ADVICE = "Give layers the padded batch, and mask what comes after the last element of each sequence."
@@ -101,26 +101,49 @@ class PackedSequences(Observer):
         return x.transpose(0, 1) if batch_first else x, batch.lengths
 
     def layers(
-        self, func: Callable[..., Any], batch: _Batch, hx: torch.Tensor, weights: list[torch.Tensor],
+        self, func: Callable[..., Any], batch: _Batch, hx: torch.Tensor | tuple[torch.Tensor, ...], weights: list[torch.Tensor],
         biases: bool, layers: int, dropout: float, train: bool, bidirectional: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Recurrent layers: the packed results of the last one, and the last state of each layer and direction."""
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Recurrent layers: the packed results of the last one, and the last states of each layer and direction."""
         if dropout and train and layers > 1:
             raise CaptureError(f"dropout between the layers of {func.__name__} over a packed sequence. {_ADVICE}")
-        x, ends = batch.padded, []
+        x, ends, cells = batch.padded, [], []
         directions = 2 if bidirectional else 1
         each = len(weights) // (layers * directions)
         for layer in range(layers):
             results = []
             for reverse in range(directions):
                 number = layer * directions + reverse
-                own = weights[number * each : (number + 1) * each]
+                own, place = weights[number * each : (number + 1) * each], slice(number, number + 1)
+                state = tuple(s[place] for s in hx) if isinstance(hx, tuple) else hx[place]
                 run = _reversed if reverse else _same
-                out = func(run(batch, x), hx[number : number + 1], own, biases, 1, 0.0, train, False, False)[0]
+                given = run(batch, x)
+                out = func(given, state, own, biases, 1, 0.0, train, False, False)[0]
                 ends.append(out.gather(0, (batch.lengths - 1)[None, :, None].expand(1, -1, out.shape[-1])))
+                if isinstance(state, tuple):
+                    cells.append(_last_cell(batch, given, out, state, own, biases))
                 results.append(run(batch, out))
             x = torch.cat(results, -1) if bidirectional else results[0]
-        return self._stand_ins(batch.lengths, x)[0], torch.cat(ends)
+        states = (torch.cat(s) for s in (ends, cells) if s)
+        return self._stand_ins(batch.lengths, x)[0], *states
+
+
+def _last_cell(
+    batch: _Batch, x: torch.Tensor, out: torch.Tensor, state: tuple[torch.Tensor, ...], weights: list[torch.Tensor],
+    biases: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The cells [1, b, hidden] of an LSTM after the last element of each sequence, of what it read and gave.
+
+    Its own are those after the last step, which padding has changed.
+    """
+    h, c = state
+    b_ih, b_hh = weights[2:4] if biases else (None, None)
+    gates = F.linear(x, weights[0], b_ih) + F.linear(torch.cat([h, out[:-1]]), weights[1], b_hh)
+    enters, stays, new, _ = gates.chunk(4, -1)
+    added, stays = enters.sigmoid() * new.tanh(), stays.sigmoid()
+    for step, inside in enumerate((_steps(batch) < batch.lengths)[..., None].unbind(0)):
+        c = torch.where(inside, stays[step] * c + added[step], c)
+    return c
 
 
 def _steps(batch: _Batch) -> torch.Tensor:

@@ -119,6 +119,13 @@ def _candidates(site: Site) -> tuple[Internal, ...]:
     return values + site.gathered(axes, each * torch.int64.itemsize, "their indices", "I")
 
 
+def _of_values(node: Node, graph: Graph) -> Factors:
+    """Of whole operands; any dim of the result may be cut."""
+    (shape,) = graph.shapes(node.outputs)
+    whole = tuple((None,) * len(s) for s in graph.shapes(node.inputs))
+    return Factors(whole, (numbered(shape),), sizes_of(shape))
+
+
 def _name(node: Node) -> str:
     return node.op._schema.name.removeprefix("aten::")
 
@@ -161,7 +168,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *rules(LIKE, like_strategies, _local_like, "... -> ...", facts=NOTHING),
     *rules(SIZED, factory_strategies, _local_draw, "-> any dim", facts=NOTHING),
-    *rules(OF_VALUES, undivided, _local_draw, "whole", facts=NOTHING),
+    *rules(OF_VALUES, _of_values, _local_draw, "-> any dim", facts=NOTHING),
     *rules(
         "multinomial.default",
         _multinomial,
