@@ -29,7 +29,7 @@ LEAST_GAIN_NEAR = 1e-4
 # Sweeps through all copies, at the end: what the layers at the ends want goes into those between them. Of tables of more
 # entries in all only where the bound of the classes promises more than this part of the bound.
 LAST_SWEEPS = 1
-LITTLE = 100_000_000
+LITTLE = 500_000_000
 PROMISED = 1e-3
 
 
