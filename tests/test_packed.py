@@ -45,6 +45,12 @@ def test_results_and_gradients_are_those_of_one_device(layer: type[nn.Module], t
     assert_equal_training(Packed(layer(), total), {"tp": 2}, (X, LENGTHS), steps=1)
 
 
+def test_the_length_of_what_is_padded_again_goes_with_recomputation() -> None:
+    torch.manual_seed(0)
+    model = Packed(nn.LSTM(6, 8, batch_first=True))
+    assert autoshard.verify(model, {"tp": 2}, (X, LENGTHS), recompute="selective").ok
+
+
 def test_what_would_see_the_stand_in_is_refused() -> None:
     with pytest.raises(autoshard.AutoshardError, match=r"a packed sequence .* mask what comes after"):
         autoshard.compile(Packed(nn.GRU(6, 8), with_data=True), {"tp": 2}, (X, LENGTHS))

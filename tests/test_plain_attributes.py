@@ -160,3 +160,18 @@ def test_shared_memory_is_refused(where: str, does: str, text: str) -> None:
 def test_shared_memory_that_nobody_reads_does_no_harm(close: Any) -> None:
     model, x = Shared("buffer", "nothing"), torch.randn(4, 8)
     close(autoshard.compile(model, ideal({"tp": 2}), (x,))(x).detach(), model(x).detach(), 1e-6)
+
+
+def test_a_buffer_beside_a_parameter_in_one_storage_is_read(close: Any) -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            flat = torch.randn(16)
+            self.weight = nn.Parameter(flat[:8])
+            self.register_buffer("scale", flat[8:])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight * self.scale
+
+    model, x = Beside(), torch.randn(4, 8)
+    close(autoshard.compile(model, ideal({"tp": 2}), (x,))(x).detach(), model(x).detach(), 1e-6)

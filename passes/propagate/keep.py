@@ -31,6 +31,7 @@ from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view, saved
 from autoshard.passes.rules.rehearsal import Form, rehearsal_on
+from autoshard.passes.rules.rigid import is_rigid
 
 ABSENT, NEEDED, AGAIN = 0, 1, 2
 """tags of views and of shared layouts: the backward does not need the value; it does, and a converted copy is kept; it
@@ -131,7 +132,7 @@ class KeepTables:
     def _local_form(self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Call | None:
         """What runs on one rank, where that is not the same op on local tensors."""
         rule = rule_for(node.op)
-        if rule is None or rule.local is None:
+        if rule is None or rule.local is None or is_rigid(node, self.graph.types, rule):
             return None
         call = rule.local(site_of(node, self.graph, self.mesh, choice, placed).example)
         nested = any(isinstance(x, Call) for x in (*call.args, *call.kwargs.values()))

@@ -20,17 +20,34 @@ def memory_of(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
 
 def check_shared(model: nn.Module, graph: Graph) -> None:
     """Refuse a graph that reads a buffer or constant in a parameter's memory: it would not follow what an optimizer writes."""
-    parameters = {name: memory_of([p]) for name, p in model.named_parameters()}
+    owners: dict[StorageWeakRef, list[tuple[str, torch.Tensor]]] = {}
+    for name, p in model.named_parameters():
+        for memory in memory_of([p]):
+            owners.setdefault(memory, []).append((name, p))
     read = {name for node in graph.nodes for name in node.inputs} | graph.returned
     for i in graph.inputs:
         if i.kind not in ("buffer", "constant") or i.name not in read:
             continue
-        memory = memory_of([model.get_buffer(i.fqn) if i.kind == "buffer" else graph.constants[i.name]])
-        if of := next((name for name, own in parameters.items() if own & memory), None):
+        tensor = model.get_buffer(i.fqn) if i.kind == "buffer" else graph.constants[i.name]
+        memories = memory_of([tensor])
+        of = next((name for memory in memories for name, p in owners.get(memory, ()) if _meet(tensor, p)), None)
+        if of is not None:
             raise CaptureError(
-                f"the forward reads {i.kind} {_named(model, i.fqn, memory)!r}, which shares its memory with parameter {of!r}, "
-                f"and would not follow its steps in a program. Read {of}.detach() in the forward, or keep a clone()."
+                f"the forward reads {i.kind} {_named(model, i.fqn, memories)!r}, which shares its memory with parameter "
+                f"{of!r}, and would not follow its steps in a program. Read {of}.detach() in the forward, or keep a clone()."
             )
+
+
+def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether bytes between the first and the last element of ``a`` are also such of ``b``, in one storage."""
+    one, other = _bytes(a), _bytes(b)
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def _bytes(x: torch.Tensor) -> range:
+    begin = int(x.storage_offset())
+    last = sum((int(n) - 1) * int(stride) for n, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else -1
+    return range(begin * x.itemsize, (begin + last + 1) * x.itemsize)
 
 
 def _named(model: nn.Module, name: str, memory: set[StorageWeakRef]) -> str:
