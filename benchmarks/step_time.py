@@ -5,7 +5,8 @@
     python benchmarks/step_time.py --memory
 
 One thread per process, fp32, forward + backward + fused AdamW. The contestants take turns within one run
-(A B C … B C A …), so that whatever else the machine does meets all of them alike. A step's time is that of the slowest
+(A A A A B B B B … B B B B A A A A …), so that whatever else the machine does meets all of them alike; the first step of a
+turn, which follows another model's, does not count. A step's time is that of the slowest
 rank; the table shows median and quartiles, and the ratio of medians to what each is measured against. CPU: processor
 time of the busiest rank, which other work on the machine disturbs less. Steps in which a virtual machine did not have its
 cores (steal time) do not count; the table says how many do. ``--memory``: instead, the peak of resident memory that a world
@@ -15,9 +16,7 @@ with one contestant alone adds to that of a world without a model.
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
-import random
 import resource
 import statistics
 import sys
@@ -132,7 +131,7 @@ class TrainingStep:
 
     def medians(self, row: int = 1) -> list[float]:
         """Of the phases of the steps that :func:`race` timed."""
-        timed = [x for i, x in enumerate(self.phases) if i >= row * warm_up(row) and is_timed(i % row, row)]
+        timed = [x for i, x in enumerate(self.phases) if i >= row * warm_up(row) and worlds.is_timed(i % row, row)]
         return [statistics.median(x) for x in zip(*timed, strict=True)]
 
 
@@ -272,11 +271,6 @@ class Times:
         return [taken.cpu for taken in worlds.counted(self.steps)]
 
 
-def is_timed(place: int, row: int) -> bool:
-    """Whether a step counts at this place of a row of several: the first does not, what the others did emptied the caches."""
-    return place > 0 or row == 1
-
-
 def warm_up(row: int) -> int:
     """Rounds that do not count, of so many steps in a row."""
     return -(-WARM_UP // row)
@@ -285,18 +279,16 @@ def warm_up(row: int) -> int:
 def race(steps: Mapping[str, Step], count: int, seconds: float = math.inf, row: int = 1) -> dict[str, Times]:
     """Time the contestants in turns, for so many rounds or seconds; says where their losses differ.
 
-    Their order is another one in every round, as a step after a heavy one is slower. ``row``: steps of a turn. Where there are
-    several the first is not timed.
+    ``row``: steps of a turn, see :func:`worlds.turns`.
     """
     times = {name: Times() for name in steps}
     spent, begun, warm = 0.0, 0.0, warm_up(row)  # seconds spent: as all ranks have them
     for round_ in range(count + warm):
         losses = {}
-        order = random.Random(round_).sample(sorted(steps), len(steps))
-        for name, place in itertools.product(order, range(row)):
+        for name, place in worlds.turns(steps, round_, row):
             losses[name], took = worlds.timed(steps[name])
             spent += took.wall
-            if round_ >= warm and is_timed(place, row):
+            if round_ >= warm and worlds.is_timed(place, row):
                 times[name].steps.append(took)
         known = [x for x in losses.values() if x == x]
         begun = begun or abs(known[0])  # what is left of a loss that was learnt by heart is rounding in all of it
@@ -350,7 +342,7 @@ def rank_main(options: argparse.Namespace) -> None:
             if options.rank == 0:
                 print(f"{name}  {options.only}: {float(more) * 1024 / 1e6:.0f} MB", flush=True)
         else:
-            times = race({c.name: c.make(task) for c in chosen}, options.steps, options.seconds)
+            times = race({c.name: c.make(task) for c in chosen}, options.steps, options.seconds, worlds.ROW)
             if options.rank == 0:
                 Console(width=120).print(report(name, chosen, times))
     dist.destroy_process_group()

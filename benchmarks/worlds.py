@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +25,9 @@ PINNED = "BENCHMARK_PINNED"
 
 KEEPING = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 """for glibc: memory that is freed stays with the process. Else which contestant pays for new pages is chance"""
+
+ROW, WARM = 4, 3
+"""steps of a turn of those that are :func:`beside` one another, and the rounds of turns to warm up"""
 
 Made = TypeVar("Made")
 
@@ -53,10 +58,11 @@ def join(rank: int, ranks: int, rendezvous: str | os.PathLike[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
 
 
-def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], steps: int, warm: int = 10) -> None:
+def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], steps: int) -> None:
     """Steps of ``sharded`` on ``x`` and of the same written by hand, in turns: their losses have to agree.
 
-    Rank 0 prints what they took. ``warm``: steps that do not count; in its first calls a module compares the ranks' inputs.
+    Rank 0 prints what they took. Turns have :data:`ROW` steps; those of the first :data:`WARM` rounds do not count, as a
+    module compares the ranks' inputs in its first calls.
     """
 
     def compiled() -> torch.Tensor:
@@ -69,20 +75,36 @@ def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], s
     losses = {name: float(run()) for name, run in forms.items()}
     assert abs(losses["compiled"] - losses["by hand"]) < 1e-5 * losses["by hand"], losses
     taken: dict[str, list[Taken]] = {name: [] for name in forms}
-    for number in range(warm + steps):
-        for name, run in forms.items():
-            took = timed(run)[1]
-            if number >= warm:
+    rounds = -(-steps // (ROW - 1))
+    for number in range(WARM + rounds):
+        for name, place in turns(forms, number, ROW):
+            took = timed(forms[name])[1]
+            if number >= WARM and is_timed(place, ROW):
                 taken[name].append(took)
     if dist.get_rank():
         return
     whole = {name: counted(times) for name, times in taken.items()}
-    print(", ".join(f"{len(times)} of {steps} steps {name} counted" for name, times in whole.items()))
+    print(", ".join(f"{len(times)} of {len(taken[name])} steps {name} counted" for name, times in whole.items()))
     for i, clock in enumerate(("wall", "processor")):
         for what, of in (("median", statistics.median), ("least", min)):
             found = {name: of([t[i] for t in times]) for name, times in whole.items()}
             print(clock, what, {name: f"{s * 1e3:.1f} ms" for name, s in found.items()}, end=" ")
             print(f"compiled / by hand: {found['compiled'] / found['by hand']:.2f}")
+
+
+def turns(names: Iterable[str], round_: int, row: int) -> Iterator[tuple[str, int]]:
+    """Whose step is next, and its place among the ``row`` of a turn.
+
+    Their order is another one in every round, as a step after a heavy one is slower. Of several in a row the first is not
+    timed (:func:`is_timed`): no step of a training follows one of another model.
+    """
+    ordered = sorted(names)
+    yield from itertools.product(random.Random(round_).sample(ordered, len(ordered)), range(row))
+
+
+def is_timed(place: int, row: int) -> bool:
+    """Whether a step counts at this place of a row of several: the first does not, what the others did emptied the caches."""
+    return place > 0 or row == 1
 
 
 def timed(step: Callable[[], Made]) -> tuple[Made, Taken]:
