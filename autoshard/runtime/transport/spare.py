@@ -36,9 +36,9 @@ class Kept(NamedTuple):
         """Whether nobody else has it, a part, or a view of one: gradients of parameters are such parts."""
         storage, parts = self.buffer.untyped_storage(), self.parts
         users: int = torch._C._storage_Use_Count(storage._cdata)
-        if (
-            users != 2 + len(parts) or sys.getrefcount(storage) != 3
-        ):  # the buffer, ``storage``, the parts; it, C++, the call
+        if users != 2 + len(parts):  # the buffer, ``storage``, the parts
+            return False
+        if sys.getrefcount(storage) != 3:  # the name, C++, this call
             return False
         if {*map(sys.getrefcount, parts)} != {2} or {*map(torch.Tensor._use_count, parts)} != {1}:  # type: ignore[attr-defined]
             return False
