@@ -185,7 +185,7 @@ class _Move(Node):
         alone = nodes.count(nodes[0]) == len(nodes)
         ctx.owner = getattr(nodes[0], "pending", None) if alone else None  # by another name: this is a node, too
         if ctx.owner is not None:
-            ctx.owner.expected += 1
+            ctx.owner.expect(bucket)
             ctx.numbers = [ctx.owner.number(x) if wanted else -1 for x, wanted in zip(xs, trained, strict=True)]
         out, shared = _moved(bucket, xs, zero)
         ctx.sums = shared if zero == 1 else None
@@ -236,7 +236,7 @@ class _Ahead(Node):
     ) -> Tensors:
         ctx.owner, ctx.bucket, ctx.numbers, ctx.xs = owner, bucket, numbers, xs
         ctx.set_materialize_grads(False)
-        owner.expected += 1
+        owner.expect(bucket)
         return tuple(bucket.forward(xs, "forward"))
 
     @staticmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,17 @@ from autoshard.runtime.transport.profiling import recorded
 from autoshard.runtime.transport.spare import is_kept, parts_of
 from autoshard.runtime.transport.wire import numel, raw
 from autoshard.runtime.transport.work import all_gather_single
+
+
+class Kind(NamedTuple):
+    """What buckets have in common that may go together."""
+
+    verb: str
+    target: str
+    axes: tuple[str, ...]
+    replicas: tuple[str, ...]
+    dtypes: Dtypes
+    deferred: bool
 
 
 class FlatBucket(Bucket):
@@ -84,16 +95,14 @@ class FlatBucket(Bucket):
     def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
         return FlatBucket(self.comm, moves, dtypes=Dtypes(dtype))
 
-    def joins(self, other: FlatBucket) -> bool:
-        """Whether both may go together."""
-        kinds = [
-            (b.moves[0].verb, b.moves[0].target, b.moves[0].axes, b.replicas, b.dtypes, b.deferred)
-            for b in (self, other)
-        ]
-        return kinds[0] == kinds[1]
+    @functools.cached_property
+    def kind(self) -> Kind:
+        """Buckets of one kind may go together."""
+        first = self.moves[0]
+        return Kind(first.verb, first.target, first.axes, self.replicas, self.dtypes, self.deferred)
 
     def joined(self, buckets: Sequence[FlatBucket]) -> FlatBucket:
-        """This bucket and others that join it as one."""
+        """This bucket and others of its kind as one."""
         if len(buckets) == 1:
             return self
         key = tuple(buckets[1:])

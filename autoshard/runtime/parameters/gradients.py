@@ -7,13 +7,14 @@ the parameters keeps such summands, and hands them over where a later backward t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from autoshard.runtime.parameters.bucket import Begin, Bucket, Dtypes
-from autoshard.runtime.parameters.flat_bucket import FlatBucket
+from autoshard.runtime.parameters.flat_bucket import FlatBucket, Kind
 from autoshard.runtime.parameters.together import moved_back
 from autoshard.runtime.transport.communicator import Communicator
 
@@ -61,8 +62,8 @@ class Gradients:
         self.buckets: dict[Entering, FlatBucket] = {} if buckets is None else buckets
         self.numbers: Sequence[int] | None = None
         """which parameters are the results of the node that comes last in the backward; None: all"""
-        self.expected = 0
-        """buckets whose gradients are still to come"""
+        self.expected = Counter[Kind]()
+        """buckets of a kind whose gradients are still to come"""
         self.works: list[Any] = []
         self.later: list[Begin] = []
         self.parts: list[tuple[int, torch.Tensor, tuple[str, ...]]] = []
@@ -81,23 +82,29 @@ class Gradients:
         self.works += [begin() for begin in self.later]
         self.later.clear()
 
+    def expect(self, bucket: Bucket) -> None:
+        """The gradients of ``bucket``'s parameters are to come."""
+        if isinstance(bucket, FlatBucket):
+            self.expected[bucket.kind] += 1
+
     def move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """Begin to move the ``gradients`` of the parameters with these ``numbers`` back through ``bucket``.
 
-        Small ones wait for the next of their kind: a message has its price, however short it is. Behind the last there is none:
-        what else the backward does goes beside its message.
+        Small ones wait for the next of their kind: a message has its price, however short it is. Behind the last of a kind
+        there is none: what else the backward does goes beside its message.
         """
         if not isinstance(bucket, FlatBucket):
             self._move(bucket, numbers, gradients)
             return
-        self.expected -= 1
-        if self.held and not self.held[0][0].joins(bucket):
+        self.expected[bucket.kind] -= 1
+        if self.held and self.held[0][0].kind != bucket.kind:
             self._flush()
         self.held.append((bucket, numbers, gradients))
         enough = SMALL
         if self.works and not bucket.gathers:
             enough = LARGE_ON_GLOO if bucket.comm.process_group(bucket.moves[0].axes).gloo else LARGE
-        if sum([g.nbytes for *_, given in self.held for g in given if g is not None]) >= enough or not self.expected:
+        held = sum([g.nbytes for *_, given in self.held for g in given if g is not None])
+        if held >= enough or not self.expected[bucket.kind]:
             self._flush()
 
     def _flush(self) -> None:
