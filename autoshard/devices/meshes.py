@@ -106,7 +106,9 @@ class Search:
     def result(self) -> Plan:
         """The best plan, made for the mesh with its names."""
         if self.best is None:
-            raise PlanError(f"no mesh of these {self.hardware.name} has a plan: {'; '.join(self.notes)}")
+            raise PlanError(
+                f"no mesh of these {self.hardware.name} has a plan: {'; '.join(note.rstrip('.') for note in self.notes)}"
+            )
         best = self.best
         _, plan, _ = self._planned(best.mesh, replace(self.wishes, like=None, plan=best))
         others = sorted((p for p in self.plans.values() if p is not best), key=self.seconds)
