@@ -82,10 +82,10 @@ def compile(  # noqa: A001  the public name
             nothing of ``like``, ``hints`` and ``memory_budget``, which count for programs of other shapes and states.
             Micro-batches, stages and schedule are the plan's where they are left to their defaults; others are refused.
         like: an expert's plan instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron" "megatron-sp"
-            "ulysses" "ring" "expert" "replicate"``, one for all axes or one per axis (``{"dp": "fsdp", "tp":
-            "megatron-sp"}``), or styles by module as of ``parallelize_module`` and transformers
-            (``{"layers.*.mlp.up_proj": "colwise", …}``; ``"tp_plan"``: the model's own), along the axis tp, else the
-            last. What it leaves open is searched.
+            "ulysses" "ring" "expert" "table-wise" "row-wise" "column-wise" "replicate"``, one for all axes or one per
+            axis (``{"dp": "fsdp", "tp": "megatron-sp"}``), or styles by module as of ``parallelize_module`` and
+            transformers (``{"layers.*.mlp.up_proj": "colwise", …}``; ``"tp_plan"``: the model's own), along the axis tp,
+            else the last. What it leaves open is searched.
         hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
         memory_budget: bytes per rank that the step may hold at its peak, everything included; default: 90 % of the
             hardware's memory. Where no plan is found that stays within it: :class:`PlanError`.

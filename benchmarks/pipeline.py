@@ -30,7 +30,7 @@ from autoshard.passes.pipeline.piece import Piece
 from autoshard.passes.pipeline.timeline import orders, refusal, timeline
 from autoshard.plans.wishes import Wishes
 from autoshard.report.pipeline import StageTimes, stage_times
-from autoshard.report.units import show_bytes, show_seconds
+from autoshard.units import show_bytes, show_seconds
 
 # --- searches ---
 

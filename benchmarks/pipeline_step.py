@@ -35,7 +35,7 @@ from autoshard.models import Gpt, GptConfig
 from autoshard.passes.microbatch import micro_batched
 from autoshard.passes.pipeline.timeline import SCHEDULES
 from autoshard.plans.wishes import Wishes
-from autoshard.report.units import show_bytes, show_seconds
+from autoshard.units import show_bytes, show_seconds
 
 STEPS = 3
 """steps of a cut one after another; the first is not counted: what others did since its last turn emptied the caches"""

@@ -208,6 +208,15 @@ def test_parameters_keep_their_layout_in_the_other_mode(hardware: str, hints: di
         autoshard.compile(model.train(not first), plan.mesh, (randn(4, 8),), plan=plan)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_plan_says_that_its_layouts_were_chosen_for_inference(first: bool) -> None:
+    sharded = autoshard.compile(nn.Linear(8, 8).train(first), ideal({"dp": 2}), (torch.randn(4, 8),))
+    for mode in (first, True):
+        sharded.train(mode)(torch.randn(4, 8))
+    assert sharded.plan.training
+    assert any("which was for inference" in note for note in sharded.plan.notes) is not first
+
+
 def test_the_users_model_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).double()
     before = copy.deepcopy(model.state_dict())

@@ -104,6 +104,7 @@ def test_an_unknown_name() -> None:
 def test_plans_side_by_side() -> None:
     text = planned("megatron").diff(planned("ddp"))
     parts = text.split("\n\n")
+    assert "this plan: tp=4, training, like='megatron'  other plan: tp=4, training, like='ddp'" in text
     assert [line.split("  ")[0] for line in parts[0].splitlines()] == [
         "", "step", "compute", "communication", "of it hidden", "sent per rank", "memory per rank",
         "", "", "", "", "", "", "busiest rank",

@@ -25,7 +25,7 @@ from autoshard.report.text import (
     traffic,
     utilisation,
 )
-from autoshard.report.units import show_bytes, show_seconds
+from autoshard.units import show_bytes, show_seconds
 from autoshard.viz.tree import change
 
 

@@ -29,7 +29,7 @@ from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.report.pipeline import pipeline, stage_times, staged_times
 from autoshard.report.record import Staged
-from autoshard.report.units import show_seconds
+from autoshard.units import show_seconds
 from autoshard.viz.html import html
 from autoshard.viz.trace import trace_json
 

@@ -18,7 +18,7 @@ from autoshard.compiler import build, captured
 from autoshard.models import Gpt, GptConfig
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
-from autoshard.report.units import show_bytes, show_seconds
+from autoshard.units import show_bytes, show_seconds
 
 CHECKS = (Path(__file__).parent / "page_checks.js").read_text("utf-8")
 OVERLAPS, CONTRAST, COLUMN = (f"{CHECKS}\nreturn {name}(...arguments);" for name in ("overlaps", "contrast", "column"))

@@ -20,7 +20,7 @@ from autoshard.passes.rules.facts import is_view
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.report.text import globbed
-from autoshard.report.units import show_seconds
+from autoshard.units import show_seconds
 
 STATUSES = ("refused", "replicated", "decomposed", "sharded")
 

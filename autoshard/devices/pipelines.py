@@ -21,8 +21,8 @@ from autoshard.plans.plan import Plan
 from autoshard.plans.stages import budget_of
 from autoshard.plans.wishes import Wishes
 from autoshard.report.record import Candidate, Cost
-from autoshard.report.units import show_bytes, show_seconds
 from autoshard.runtime.autocast import without_autocast
+from autoshard.units import show_bytes, show_seconds
 
 log = logging.getLogger("autoshard.plan")
 

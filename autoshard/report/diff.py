@@ -9,7 +9,7 @@ from itertools import zip_longest
 from autoshard.errors import PlanError
 from autoshard.report.record import Record
 from autoshard.report.text import folded, globbed, show_layout
-from autoshard.report.units import show_bytes, show_flops, show_seconds
+from autoshard.units import show_bytes, show_flops, show_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
 """of :class:`~autoshard.passes.ir.memory.Memory`"""
@@ -33,7 +33,10 @@ def diff(plan: Record, other: Record) -> str:
 
 
 def _name(plan: Record, side: str) -> str:
-    return f"{side}: {plan.mesh}" + (f", like={plan.like}" if plan.like else "")
+    step = "training" if plan.training else "inference"
+    parts = f"{plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    like = f"like={plan.like}" if plan.like else ""
+    return f"{side}: " + ", ".join(filter(None, (str(plan.mesh), step, like, parts, plan.mixed_precision)))
 
 
 def _costs(plan: Record, other: Record) -> list[tuple[str, str, str]]:

@@ -20,7 +20,7 @@ from autoshard.passes.ir.memory import Recomputed
 from autoshard.report.pipeline import stage_rows
 from autoshard.report.record import Choice, Collective, Cost, Record, local_bytes
 from autoshard.report.serving import serving_text
-from autoshard.report.units import show_bytes, show_flops, show_seconds
+from autoshard.units import show_bytes, show_flops, show_seconds
 
 WIDTH = 120
 """columns of the text where it does not go to a terminal"""

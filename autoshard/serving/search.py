@@ -33,6 +33,7 @@ from autoshard.report.record import local_bytes
 from autoshard.report.serving import Phase, Serving
 from autoshard.runtime.autocast import without_autocast
 from autoshard.serving.calls import Call, calls_of
+from autoshard.units import show_bytes
 
 log = logging.getLogger("autoshard.plan")
 
@@ -162,8 +163,8 @@ def _within(found: tuple[Program, Memory], mesh: Mesh, wishes: Wishes) -> tuple[
     peak, budget = found[1].peak, _budget(mesh, wishes)
     if peak > budget:
         raise PlanError(
-            f"no plan within {budget / 1e9:.4g} GB per rank was found on {mesh} for all calls of the profile: one of them "
-            f"takes {peak / 1e9:.4g} GB, at {found[1].moment} ({found[1].dominant()}). What helps: fewer requests, shorter "
+            f"no plan within {show_bytes(budget, 4)} per rank was found on {mesh} for all calls of the profile: one of them "
+            f"takes {show_bytes(peak, 4)}, at {found[1].moment} ({found[1].dominant()}). What helps: fewer requests, shorter "
             "prompts, or more ranks."
         )
     return found

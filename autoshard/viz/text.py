@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoshard.report.record import Record
 from autoshard.report.text import show_layout
-from autoshard.report.units import show_bytes, show_seconds
+from autoshard.units import show_bytes, show_seconds
 from autoshard.viz.tree import Box, Item, drawing
 
 

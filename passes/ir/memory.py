@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autoshard.errors import PlanError
+from autoshard.units import show_bytes
 
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "adamw": (2, 0),
@@ -84,7 +85,7 @@ class Memory:
     def dominant(self) -> str:
         """The parts of the peak, largest first, as text."""
         parts = sorted(((n, name) for name, n in self.at_peak.items() if n), reverse=True)
-        return ", ".join(f"{name} {n / 1e9:.3g} GB" for n, name in parts)
+        return ", ".join(f"{name} {show_bytes(n)}" for n, name in parts)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from autoshard.passes.ir.sizes import noting
 from autoshard.passes.lower.lowered import lowered
 from autoshard.passes.memory.simulate import simulate
 from autoshard.passes.propagate.planner import Planner, proven
+from autoshard.units import show_bytes
 
 log = logging.getLogger("autoshard.plan")
 
@@ -168,6 +169,6 @@ def _does_not_fit(memory: Memory, budget: float, mesh: Mesh) -> str:
         "temporaries": "a smaller batch per rank, or more ranks on an axis that cuts the largest operation",
     }.get(largest, "more ranks on an axis that may cut parameters, or an optimizer that keeps less")
     return (
-        f"no plan within {budget / 1e9:.4g} GB per rank was found on {mesh}: the least peak found is "
-        f"{memory.peak / 1e9:.4g} GB, at {memory.moment} ({memory.dominant()}). What helps: {helps}."
+        f"no plan within {show_bytes(budget, 4)} per rank was found on {mesh}: the least peak found is "
+        f"{show_bytes(memory.peak, 4)}, at {memory.moment} ({memory.dominant()}). What helps: {helps}."
     )

@@ -27,6 +27,7 @@ from autoshard.errors import PlanError
 from autoshard.passes.pipeline.piece import Piece
 from autoshard.passes.pipeline.steps import step_seconds
 from autoshard.passes.pipeline.timeline import Orders, StageSeconds, in_flight, orders, timeline
+from autoshard.units import show_bytes
 
 Array = np.ndarray
 
@@ -379,7 +380,7 @@ class Cutting:
         kept, state = (float(self._sums(what)[0, -1]) for what in ("least", "state"))
         least = (min(self.flying) * kept / self.chunks + state) / self.ranks
         return (
-            f"no cut into {self.stages} stages stays within {self.budget / 1e9:.4g} GB per rank: spread evenly they hold "
-            f"at least {least / 1e9:.4g} GB, and {max(self.flying)} micro-batches are in flight on the first rank. What "
+            f"no cut into {self.stages} stages stays within {show_bytes(self.budget, 4)} per rank: spread evenly they hold "
+            f"at least {show_bytes(least, 4)}, and {max(self.flying)} micro-batches are in flight on the first rank. What "
             "helps: smaller micro-batches, recompute, more stages, or more ranks on an axis that cuts parameters."
         )

@@ -10,7 +10,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -31,6 +31,11 @@ from autoshard.runtime.transport import generators
 from autoshard.runtime.transport.profiling import name_lines
 
 log = logging.getLogger("autoshard")
+
+_FOR_INFERENCE = (
+    "the layouts are those of the first program, which was for inference; to have them chosen for training call model.train() "
+    "before compile(), or give training=True"
+)
 
 
 @dataclass(frozen=True)
@@ -290,6 +295,14 @@ def _range(x: torch.Tensor) -> tuple[int, int]:
         numbers = x.detach().cpu().numpy()
         return int(numbers.min()), int(numbers.max())
     return int(x.min()), int(x.max())
+
+
+def with_note(earlier: Mapping[Any, Executable], made: Compiled) -> Compiled:
+    """``made`` after ``earlier`` programs, whose layouts it has: its plan says where these were chosen for inference."""
+    first = next(iter(earlier.values()), None)
+    if first is None or first.graph.training or not made.graph.training:
+        return made
+    return replace(made, plan=replace(made.plan, notes=(*made.plan.notes, _FOR_INFERENCE)))
 
 
 def signature_of(leaf: Any, exactly: bool = True) -> Any:

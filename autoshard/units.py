@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def show_bytes(n: float) -> str:
+def show_bytes(n: float, digits: int = 3) -> str:
     """``n`` bytes with a decimal unit: ``1.5 MB``."""
-    return _scaled(n, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), "B")
+    return _scaled(n, (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), "B", digits)
 
 
 def show_seconds(s: float) -> str:
@@ -22,12 +22,13 @@ def show_flops(n: float) -> str:
     return _scaled(n, (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)), "FLOP")
 
 
-def _scaled(n: float, units: Iterable[tuple[str, float]], smallest: str) -> str:
+def _scaled(n: float, units: Iterable[tuple[str, float]], smallest: str, digits: int = 3) -> str:
     for unit, scale in units:
         if abs(n) >= 0.9995 * scale:
-            return f"{_three_digits(n / scale)} {unit}"
-    return f"{_three_digits(n)} {smallest}"
+            return f"{_rounded(n / scale, digits)} {unit}"
+    return f"{_rounded(n, digits)} {smallest}"
 
 
-def _three_digits(n: float) -> str:
-    return f"{n:.0f}" if abs(n) >= 99.95 or n == int(n) else f"{n:.1f}" if abs(n) >= 9.995 else f"{n:.2f}"
+def _rounded(n: float, digits: int) -> str:
+    before = 3 if abs(n) >= 99.95 else 2 if abs(n) >= 9.995 else 1
+    return f"{n:.0f}" if n == int(n) else f"{n:.{digits - before}f}"
