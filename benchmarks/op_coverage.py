@@ -14,7 +14,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from op_database import STATUSES, infos, limit, names, run_op, samples  # noqa: E402
 
 from autoshard.passes.rules import all_rules  # noqa: E402
+from autoshard.passes.rules.base import Rule  # noqa: E402
 
 Rows = dict[str, list[dict[str, Any]]]
 """op name → its cases"""
@@ -135,10 +136,14 @@ def document(rows: Rows) -> str:
         listed = sorted(name for name, s in found.items() if s == status)
         if listed:
             lines += [f"**{status}**: " + ", ".join(f"`{name}`" for name in listed), ""]
-    lines += ["## Rules", "", "| op | rule |", "|---|---|"]
-    notes = {str(r.op): r.notation or "by hand" for r in all_rules()}
-    lines += [f"| `{op}` | `{text}` |" for op, text in sorted(notes.items())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + rule_table(all_rules())
+
+
+def rule_table(rules: Iterable[Rule]) -> str:
+    """The last section of the page."""
+    notes = {str(r.op): r.notation or "by hand" for r in rules}
+    rows = [f"| `{op}` | `{text}` |" for op, text in sorted(notes.items())]
+    return "\n".join(["## Rules", "", "| op | rule |", "|---|---|", *rows]) + "\n"
 
 
 def dtensor() -> list[str]:

@@ -6,6 +6,8 @@ The fixed subset runs by default; the whole database, in some twenty minutes, wi
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from harness import ideal
@@ -13,7 +15,7 @@ from op_database import OpCall, Outcome, differs, infos, names, run_op, samples,
 
 import autoshard
 from autoshard.passes.ir.program import Call
-from autoshard.passes.rules import register, rule_for
+from autoshard.passes.rules import _registry, register, rule_for
 from autoshard.passes.rules.base import Rule
 
 SHARDED = """
@@ -93,3 +95,13 @@ def test_the_gradient_that_eager_gets_wrong() -> None:
     x, y = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((4, 3), (2, 2)))
     sharded = autoshard.compile(Model(), ideal({"x": 2}), (x, y))
     assert torch.autograd.gradcheck(sharded, (x, y))
+
+
+def test_the_page_of_rules_is_that_of_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the script would write; without the rules that other tests registered."""
+    root = Path(__file__).parent.parent
+    monkeypatch.syspath_prepend(str(root / "benchmarks"))
+    from op_coverage import rule_table
+
+    page = (root / "docs" / "coverage.md").read_text("utf-8")
+    assert page[page.index("## Rules") :] == rule_table(_registry.__wrapped__().values())

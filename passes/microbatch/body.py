@@ -16,6 +16,7 @@ from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
 from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.walk import map_tree, walk
 from autoshard.passes.microbatch.constants import on_summands, with_share
+from autoshard.passes.microbatch.joined import sliced_as_split
 from autoshard.passes.microbatch.losses import separable_means
 from autoshard.passes.microbatch.picked import picked_by_sample
 from autoshard.passes.microbatch.scalars import loss_of
@@ -62,7 +63,7 @@ def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | Non
     if count == 1:
         inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
         return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss, others)
-    graph, before = separable_means(picked_by_sample(graph)), None
+    graph, before = sliced_as_split(separable_means(picked_by_sample(graph))), None
     try:
         found = _separated(graph, count, asked or {})
     except PlanError as error:

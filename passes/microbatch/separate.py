@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.layout import P, Partial, Placement, R, Shard
+from autoshard.layout import Grouped, P, Partial, Placement, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy, canonical
 from autoshard.passes.ir.gradients import outputs_reached
-from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.ir.graph import Graph, Node, Parts, Ref
 from autoshard.passes.ir.program import Call, Offset
 from autoshard.passes.ir.walk import walk
 from autoshard.passes.microbatch.constants import on_summands
+from autoshard.passes.microbatch.joined import along_parts, as_one
 from autoshard.passes.microbatch.scalars import names_of, output_named
 from autoshard.passes.propagate.hints import MICRO_BATCH
 from autoshard.passes.propagate.op_space import axis_strategies, internal_collectives, site_of
@@ -70,6 +71,8 @@ class _Separating:
     costs: dict[str, np.ndarray] = field(default_factory=dict)
     edges: list[tuple[str, str, np.ndarray]] = field(default_factory=list)
     """(definition, reader, infinite where it is impossible)"""
+    joined: dict[str, Parts] = field(default_factory=dict)
+    """value → its dim that is joined of several inputs' samples, and the ratio of their numbers"""
     own: frozenset[str] = frozenset()
     """values of no input: every micro-batch may add its share of one to what is summed"""
 
@@ -96,6 +99,7 @@ class _Separating:
             for slot, name in enumerate(node.outputs):
                 placed = [canonical(s.outputs[slot], graph.types[name].grad) for s in strategies]
                 made[name] = (f"node:{node.name}", placed)
+                self.joined.update((name, (p.dim, p.parts)) for p in placed if isinstance(p, Grouped))
         for number, out in enumerate(graph.outputs):
             if isinstance(out, Ref) and out.name in made:
                 states = self._exits(out.name)
@@ -118,7 +122,7 @@ class _Separating:
         """What it costs to read an input so: any dim that the micro-batches divide may be cut, unless hints name it."""
         if self.asked.get(name, placement) != placement:
             return np.inf
-        if not isinstance(placement, Shard):
+        if not isinstance(placement, Shard) or isinstance(placement, Grouped):
             return 0.0 if placement == R else np.inf
         return LATER_DIM * placement.dim
 
@@ -138,7 +142,8 @@ class _Separating:
         exact = axis_strategies(node, self.graph)
         found = [s for s in alone if s in exact]
         offered = [*found, *(s for s in alone if s.label == "R" and s not in found)] if found else alone
-        return [*offered, *on_summands(node, self.graph)]
+        joined = along_parts(alone, node, self.graph, self.mesh.size, self.joined)
+        return [*offered, *joined, *on_summands(node, self.graph)]
 
     def _stands_alone(self, strategy: Strategy, node: Node) -> bool:
         graph, count = self.graph, self.mesh.size
@@ -306,7 +311,7 @@ def _where(node: Node | None) -> str:
 
 def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Call:
     """The node's local form in one micro-batch."""
-    rule = rule_for(node.op)
+    rule, strategy = rule_for(node.op), as_one(strategy)
     if rule is None or rule.local is None:
         return Call(node.op, node.args, node.kwargs)
     names = (*node.inputs, *node.outputs)

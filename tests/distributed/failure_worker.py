@@ -85,12 +85,15 @@ def run(rank: int, said: TextIO) -> None:
     how = sys.argv[4]
     hints = {"blocks.*.up.weight": autoshard.Shard(0), "blocks.*.down.weight": autoshard.Shard(1)}
     mesh = autoshard.Mesh({"tp": 2}, hardware="ideal_network")
-    sharded = autoshard.compile(Net(), mesh, (X,), hints=hints)
+    if how.endswith("in stages"):
+        sharded = autoshard.compile(Net(), {"pp": 2}, (X,), stages="pp", micro_batches=2)
+    else:
+        sharded = autoshard.compile(Net(), mesh, (X,), hints=hints)
     beside = how in ("raise", "other module")
     other = autoshard.compile(Net(), mesh, (X,), hints=hints) if beside else None
     collectives: dict[str, Any] = process_group._COLLECTIVES
     right = dict(collectives)
-    begin = 0.0
+    begin, hooks = 0.0, list[Any]()
     try:
         for step in range(STEPS):
             dist.barrier()
@@ -100,6 +103,10 @@ def run(rank: int, said: TextIO) -> None:
             if rank == 1 and step == STEPS - 1:
                 if how == "raise":  # where its next collective would begin
                     collectives.update(dict.fromkeys(right, fail))
+                elif how.startswith("hook before"):
+                    hooks.append(sharded.register_forward_pre_hook(fail))
+                elif how.startswith("hook after"):
+                    hooks.append(sharded.register_forward_hook(fail))
                 elif how == "refuse":
                     sharded(X, {1, 2})
                 elif how == "kill":
@@ -131,6 +138,8 @@ def run(rank: int, said: TextIO) -> None:
         if how not in ("kill", "stop", "catch", "kill in backward"):
             # Who goes on after that is told so, and nothing hangs.
             collectives.update(right)
+            for hook in hooks:
+                hook.remove()
             time.sleep(3 * rank)
             for module in filter(None, (other, sharded)):
                 try:

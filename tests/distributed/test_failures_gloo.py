@@ -48,10 +48,12 @@ def test_a_rank_whose_own_code_fails_and_that_lives_on(tmp_path: Path) -> None:
     [
         ("refuse", "CaptureError: argument of type set is neither"),
         ("generate", "MemoryError: no memory left"),
+        ("hook before", "MemoryError: no memory left"),
     ],
 )
 def test_a_rank_that_raises_before_it_meets_the_others(tmp_path: Path, how: str, refused: str) -> None:
-    """Its arguments are refused on it alone, or the caller's code fails between two calls; the other one is told why."""
+    """Its arguments are refused on it alone, or the caller's code fails between two calls, or in a hook of the module; the
+    other one is told why."""
     other, failed = seen(tmp_path, how)
     assert refused in failed
     seconds, text = seconds_and_text(other)
@@ -61,6 +63,24 @@ def test_a_rank_that_raises_before_it_meets_the_others(tmp_path: Path, how: str,
         assert re.search(
             r"then: \w+Error: .*(an earlier call (failed|was left between its coll)|which call they make)", said
         ), said
+
+
+@pytest.mark.parametrize(
+    ("how", "where"),
+    [
+        ("hook before, in stages", r"what ranks know of their tensors \(call \d+\)"),
+        pytest.param("hook after", r"\w+@tp blocks\.\d\S* backward among ranks 0, 1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_hook_of_the_module_that_raises_on_one_rank(tmp_path: Path, how: str, where: str) -> None:
+    """The rank lives on, and the other one waits for its next collective, or for its stages: it is told why."""
+    other, failed = seen(tmp_path, how)
+    assert seconds_and_text(failed)[1] == "MemoryError: no memory left"
+    seconds, text = seconds_and_text(other)
+    assert seconds < SOON
+    assert re.match(rf"CommunicationError: {where}: rank 1 failed: MemoryError: no memory left", text), text
+    for said in (other, failed):
+        assert re.search(r"then: \w+Error: .*(an earlier call (failed|was left between)|rank \d failed)", said), said
 
 
 def test_a_rank_that_is_killed_in_its_backward(tmp_path: Path) -> None:

@@ -143,6 +143,18 @@ class DistributedModule(OnRank):
 
     # --- running ---
 
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """See :class:`torch.nn.Module`: the hooks of this module around its forward. The others are told of one that fails."""
+        notes = self._comm.notes
+        before = notes.call
+        with notes:
+            try:
+                return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            except Exception:
+                if notes.call == before:  # a hook before the forward: for the other ranks this call has begun
+                    notes.begin()
+                raise
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
         with self._comm.notes, self._turns:
