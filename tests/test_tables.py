@@ -160,6 +160,30 @@ def test_a_table_wise_plan_serves_any_batch() -> None:
     assert owners(sharded) == before
 
 
+class AsManyAsGiven(nn.Module):
+    """Tables of which those are read for which there are indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self.top = nn.ModuleList(nn.Embedding(n, 4) for n in (9, 7)), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        for column, table in zip(ids.unbind(1), self.tables, strict=False):
+            x = x + table(column)
+        found: torch.Tensor = self.top(x).square().mean()
+        return found
+
+
+def test_a_later_call_that_does_not_read_all_tables() -> None:
+    """None of them is a program; one alone is no table that a rank may own, as an error says before anything is changed."""
+    model, x, ids = AsManyAsGiven().double(), torch.randn(8, 4, dtype=torch.float64), torch.randint(7, (8, 2))
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"x": 2}), (x, ids), like="table-wise")
+    torch.testing.assert_close(sharded(x, ids[:, :0]), model(x, ids[:, :0]), rtol=1e-9, atol=0)
+    with pytest.raises(autoshard.PlanError, match=r"'tables\.0\.weight' lies whole on one rank along x, and this call"):
+        sharded(x, ids[:, :1])
+    torch.testing.assert_close(sharded(x, ids), model(x, ids), rtol=1e-9, atol=0)
+
+
 TABLES = {"tables", "linear", "seen", "liked", "tags", "items"}
 
 
