@@ -198,6 +198,18 @@ def test_bags_of_all_modes_lie_by_row(mesh: dict[str, int]) -> None:
     assert sharded.source.count("runtime.vocab_embedding_bag(") == 3
 
 
+def test_bags_by_row_that_begin_or_end_outside_are_errors() -> None:
+    """As of ``embedding_bag``, whose every rank would see them."""
+    bag = nn.EmbeddingBag(10, 4, mode="sum").double()
+    ids, starts = torch.randint(10, (12,)), torch.tensor([0, 3, 9])
+    sharded = autoshard.compile(copy.deepcopy(bag), ideal({"x": 2}), (ids, starts), like="row-wise")
+    torch.testing.assert_close(sharded(ids, starts), bag(ids, starts), rtol=1e-9, atol=1e-12)
+    for wrong in (starts + 1, starts * 2):
+        for module in (bag, sharded):
+            with pytest.raises(RuntimeError, match="offsets"):
+                module(ids, wrong)
+
+
 @pytest.mark.parametrize(
     "name", ["row-wise", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "column-wise", "fsdp"))]
 )
