@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -87,3 +88,21 @@ def test_what_a_rank_owns_is_cut_in_chunks_of_one_length() -> None:
     assert (Owned(), Shard(0)) not in cuts
     assert (Owned(), Shard(0)) in fixed_states(replace(type_, shape=(24, 8)), mesh)
     assert all(p == (Owned(), Owned()) or I in p for p in fixed_states(replace(type_, looked_up=9), mesh)), "tables"
+
+
+class Averaged(routing_models.Modules):
+    """In evaluation the mean of all experts, which no routing is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            return super().forward(x)
+        return torch.stack([expert(x) for expert in self.experts]).mean(0).square().mean()
+
+
+def test_a_later_call_that_reads_experts_otherwise() -> None:
+    """One rank has each of them: an error says so, and training goes on."""
+    x, model = torch.randn(8, 6, routing_models.WIDTH), Averaged("modules", True)
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"ep": 2}), (x,), like="expert")
+    with pytest.raises(autoshard.PlanError, match=r"'experts\.\d\.\w+\.weight' lies whole on one rank .O.\d.@ep."):
+        sharded.eval()(x)
+    torch.testing.assert_close(sharded.train()(x), model(x))

@@ -160,6 +160,32 @@ def test_a_table_wise_plan_serves_any_batch() -> None:
     assert owners(sharded) == before
 
 
+class AsManyAsGiven(nn.Module):
+    """Tables of which those are read for which there are indices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables, self.top = nn.ModuleList(nn.Embedding(n, 4) for n in (9, 7)), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        for column, table in zip(ids.unbind(1), self.tables, strict=False):
+            x = x + table(column)
+        found: torch.Tensor = self.top(x).square().mean()
+        return found
+
+
+def test_a_later_call_that_does_not_read_all_tables() -> None:
+    """None of them is a program; one alone is no table that a rank may own, as an error says before anything is changed."""
+    model, x, ids = AsManyAsGiven().double(), torch.randn(8, 4, dtype=torch.float64), torch.randint(7, (8, 2))
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"x": 2}), (x, ids), like="table-wise")
+    torch.testing.assert_close(sharded(x, ids[:, :0]), model(x, ids[:, :0]), rtol=1e-9, atol=0)
+    with pytest.raises(
+        autoshard.PlanError, match=r"'tables\.0\.weight' lies whole on one rank .O.0.@x., and this call"
+    ):
+        sharded(x, ids[:, :1])
+    torch.testing.assert_close(sharded(x, ids), model(x, ids), rtol=1e-9, atol=0)
+
+
 TABLES = {"tables", "linear", "seen", "liked", "tags", "items"}
 
 
@@ -170,6 +196,18 @@ def test_bags_of_all_modes_lie_by_row(mesh: dict[str, int]) -> None:
     for name in ("seen", "liked", "tags", "items"):
         assert "S(0)@x" in str(sharded.plan.layouts[f"{name}.weight"])
     assert sharded.source.count("runtime.vocab_embedding_bag(") == 3
+
+
+def test_bags_by_row_that_begin_or_end_outside_are_errors() -> None:
+    """As of ``embedding_bag``, whose every rank would see them."""
+    bag = nn.EmbeddingBag(10, 4, mode="sum").double()
+    ids, starts = torch.randint(10, (12,)), torch.tensor([0, 3, 9])
+    sharded = autoshard.compile(copy.deepcopy(bag), ideal({"x": 2}), (ids, starts), like="row-wise")
+    torch.testing.assert_close(sharded(ids, starts), bag(ids, starts), rtol=1e-9, atol=1e-12)
+    for wrong in (starts + 1, starts * 2):
+        for module in (bag, sharded):
+            with pytest.raises(RuntimeError, match="offsets"):
+                module(ids, wrong)
 
 
 @pytest.mark.parametrize(

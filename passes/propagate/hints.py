@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from autoshard.errors import HintError
+from autoshard.errors import HintError, PlanError
 from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Placement, R, Replicate, Shard, of_torch
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import canonical
@@ -280,11 +280,24 @@ def _unknown(pattern: str, graph: Graph, modules: Sequence[str]) -> str:
 
 
 def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
-    """Constraints that keep parameters (by fqn) in the layouts that an earlier compilation gave them."""
+    """Constraints that keep parameters (by fqn) in the layouts that an earlier compilation gave them.
+
+    Raises :class:`PlanError`: one rank has a parameter, or every part of a dim is cut, and it is read in no way that can be so.
+    """
     found = {}
     for value in graph.inputs:
         if value.kind == "parameter" and value.fqn in parameters:
-            layout, grad = parameters[value.fqn], graph.types[value.name].grad
+            type_, layout = graph.types[value.name], parameters[value.fqn]
+            grad, unread = type_.grad, not graph.uses[value.name]
+            if not unread and ((layout.owner and not type_.tables) or (layout.grouped and type_.parts is None)):
+                how = "whole on one rank" if layout.owner else "with every part of a dim cut"
+                what = "one of several embedding tables or experts" if layout.owner else "a projection of several parts"
+                raise PlanError(
+                    f"parameter {value.fqn!r} lies {how} ({layout}), and this call does not read it as {what}: it may run "
+                    'another part of the model, or experts under autocast. Keep it otherwise, by hints={name: "replicate"} '
+                    "or like=, or compile in the state of this call (mode, autocast, arguments), whose plan then serves the "
+                    "others."
+                )
             placements = (canonical(p, grad) for p in layout.placements)  # I and R differ in the gradient
             axes = tuple(zip(layout.mesh.axes, placements, strict=True))
             found[value.name] = Constraint(value.fqn, value.fqn, axes)

@@ -53,8 +53,11 @@ def vocab_embedding_bag(
     [bags, d] P.
 
     ``offsets``: where each bag starts in ``indices``. Rows of ``padding_idx`` (global; negative for none) do not count.
-    A tuple like that of ``aten.embedding_bag``, of whose results only the first is made.
+    A tuple like that of ``aten.embedding_bag``, of whose results only the first is made, and like it raises a ``RuntimeError``
+    where bags begin elsewhere than at the first index, or end behind the last.
     """
+    within = (offsets[:1] == 0).all() & (offsets[-1:] <= len(indices)).all()
+    torch._assert_async(within, f"offsets of bags begin with 0 and stay within the {len(indices)} indices")
     starts = offsets[:-1] if include_last_offset else offsets
     bag = torch.searchsorted(starts, torch.arange(len(indices), device=indices.device), right=True) - 1
     if mode == "max":

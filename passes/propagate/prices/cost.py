@@ -342,4 +342,4 @@ def ideal(mesh: Mesh) -> bool:
 def skew(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
     """How much more of tables like this one the busiest rank has than all on average: of 6 on 4 ranks some have 2, not 1.5."""
     owners = math.prod(n for p, n in zip(placements, mesh.shape, strict=True) if isinstance(p, Owned))
-    return owners * math.ceil(type_.tables / owners) / type_.tables if owners > 1 else 1.0
+    return owners * math.ceil(type_.tables / owners) / type_.tables if owners > 1 and type_.tables else 1.0

@@ -1,0 +1,63 @@
+"""Plans at the sizes that rings and experts are for: within a device's memory, and no weights go between experts' ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autoshard
+from autoshard.compiler import captured, planned
+from autoshard.passes.propagate.experts import like_of
+from autoshard.plans.wishes import Wishes
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from context import chosen, of_a_million
+from expert_parallel import model_of, sent_for_experts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+
+@pytest.mark.parametrize(
+    ("axes", "like", "label"),
+    [({"cp": 8, "tp": 8}, {"cp": "ring"}, "ring with helpers"), ({"cp": 16}, None, "ring with helpers")],
+    ids=str,
+)
+def test_a_million_tokens_fit(axes: dict[str, int], like: Any, label: str) -> None:
+    """Llama-3-8B, all 32 layers, with AdamW's state; some of what the backward reads is made again."""
+    plan = of_a_million(axes, like, "auto")
+    assert plan.memory is not None
+    assert plan.memory.peak <= 80e9
+    assert chosen(plan) == label
+    assert 0.2 < plan.cost.mfu <= plan.cost.hfu < 1
+    assert f"MFU {plan.cost.mfu:.1%}" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "like", "optimizer"),
+    [
+        ("MixtralForCausalLM", {"dp": 8, "ep": 8}, None, "adamw"),
+        ("MixtralForCausalLM", {"dp": 32, "ep": 8}, {"ep": "expert"}, "adamw"),
+        ("DeepseekV3ForCausalLM", {"node": 8, "ep": 8}, "expert", "sgd"),  # AdamW's state alone would be 84 GB a device
+        ("DeepseekV3ForCausalLM", {"node": 32, "ep": 8}, None, "adamw"),
+    ],
+    ids=str,
+)
+def test_large_mixtures_fit_and_send_no_weights(kind: str, axes: dict[str, int], like: Any, optimizer: str) -> None:
+    """A sequence of 4096 tokens per device, planned in a minute of processor time."""
+    mesh = autoshard.Mesh(axes)
+    tokens = torch.zeros(mesh.size, 4096, dtype=torch.long)
+    graph = captured(model_of(kind, None), (), {"input_ids": tokens, "labels": tokens}, training=True)
+    begun = time.process_time()
+    wishes = Wishes(like=like_of(None, like), optimizer=optimizer, memory_budget=80e9)
+    plan = planned(graph, mesh, wishes)[1]
+    assert time.process_time() - begun < 60
+    assert plan.memory is not None
+    assert plan.memory.peak <= 80e9
+    sent = sent_for_experts(plan)
+    assert sent["rows"] > 0
+    assert sent["weights"] == 0
