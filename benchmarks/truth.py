@@ -9,7 +9,7 @@ turns with DDP, FSDP2 and, for a Llama, ``parallelize_module``: forward, backwar
 which the first does not count, as no training step follows one of another plan; a program that several plans have takes part
 once. Predicted:
 ``plan.cost.total_s``, the same less what merged messages save (``merged_s``), and the end of the timeline (``schedule_s``).
-Measured: the median step of the slowest rank, its lower quartile, which is what counts in calibration, and the least processor
+Measured: the median step of the slowest rank, its lower quartile, and the least processor
 time of the busiest one: both are disturbed less by other work on the machine. Forward, backward, optimizer: of rank 0, medians.
 ρ: Spearman's rank correlation. ``--json``: a folder to which all of it is written, a file for each model.
 """

@@ -12,7 +12,7 @@ import torch
 
 import autoshard
 from autoshard import Hardware, Link, Mesh
-from autoshard.hardware import PRESETS, SCALAR, Rate, Route
+from autoshard.hardware import FEW, PRESETS, Rate, Route
 
 H100 = PRESETS["h100"]
 
@@ -149,15 +149,15 @@ def test_rates_between_measured_sizes_and_beyond() -> None:
 
 def test_one_number_goes_as_an_all_reduce_where_nothing_else_was_measured() -> None:
     for hardware in PRESETS.values():
-        if any(rate.kind == SCALAR for rate in hardware.node.rates):
+        if any(rate.kind == FEW for rate in hardware.node.rates):
             continue
         for inside, nodes in ((2, 1), (8, 1), (4, 3), (1, 4)):
             route = hardware.route(inside, nodes)
-            assert route.rate(SCALAR) == route.rate("all_reduce")
+            assert route.rate(FEW) == route.rate("all_reduce")
     rows = [Rate("all_gather", 4, 2e-6, 1e9), Rate("all_reduce", 4, 3e-6, 1e9)]
     for measured, least in ((1e-6, 1e-6), (5e-6, 3e-6)):
-        link = Link(1.0, 1.0, (*rows, Rate(SCALAR, 4, measured, 1e9)))
-        assert Route(link, link, 4, 1).rate(SCALAR)[0] == pytest.approx(least)
+        link = Link(1.0, 1.0, (*rows, Rate(FEW, 4, measured, 1e9)))
+        assert Route(link, link, 4, 1).rate(FEW)[0] == pytest.approx(least)
 
 
 def test_ranks_that_share_cores_work_faster_while_others_wait() -> None:

@@ -11,12 +11,14 @@ from torch import nn
 
 import autoshard
 from autoshard import Hardware, Mesh, Shard
-from autoshard.hardware import PRESETS, SCALAR
+from autoshard.hardware import FEW, PRESETS
 from autoshard.layout import I, Layout, R
 from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.edges import conversion_parts, forward_matrices
 from autoshard.passes.propagate.prices.bucketed import bucket_bytes, latency_shares
+from autoshard.passes.propagate.prices.cost import internal_cost
 from autoshard.passes.redistribute.pricing import Shares
 
 CPU = replace(PRESETS["cpu"], overlap=0.0)
@@ -135,16 +137,27 @@ def test_the_sum_of_one_number_is_no_sum_of_a_row(losses: int) -> None:
 
     plans = {}
     cpu = PRESETS["cpu"]
-    rows = tuple(rate for rate in cpu.node.rates if rate.kind != SCALAR)
+    rows = tuple(rate for rate in cpu.node.rates if rate.kind != FEW)
     for name, hardware in (("as it is", cpu), ("all alike", replace(cpu, node=replace(cpu.node, rates=rows)))):
         mesh = Mesh({"dp": 4}, hardware=hardware)
         plan = autoshard.plan(Losses(), mesh, (torch.randn(256, 64),), like="ddp")
         sums = [c for c in plan.collectives if c.phase == "forward"]
-        alone = mesh.link("dp").rate(SCALAR)[0], mesh.link("dp").rate("all_reduce")[0]
+        alone = mesh.link("dp").rate(FEW)[0], mesh.link("dp").rate("all_reduce")[0]
         assert sum(c.seconds for c in sums) == pytest.approx(min(losses * alone[0], alone[1]), rel=0.02)
         cost = plan.cost
         assert sum(c.seconds for c in plan.collectives) + cost.local_s == pytest.approx(cost.comm_s - cost.merged_s)
         assert cost.merged_s > -1e-6
         plans[name] = cost.total_s
-    less = losses * (cpu.node.rate("all_reduce", 4)[0] - cpu.node.rate(SCALAR, 4)[0])
+    less = losses * (cpu.node.rate("all_reduce", 4)[0] - cpu.node.rate(FEW, 4)[0])
     assert plans["all alike"] - plans["as it is"] == pytest.approx(less, rel=0.02)
+
+
+@pytest.mark.parametrize(("rows", "few"), [(1, True), (4096, True), (4097, False)])
+def test_what_an_operation_sums_of_few_numbers_has_their_rate(rows: int, few: bool) -> None:
+    """As many as four gloo ranks send each other all of, of float32."""
+    mesh = Mesh({"dp": 4}, hardware="cpu")
+    latency, per_byte = mesh.link("dp").rate(FEW if few else "all_reduce")
+    ring = 1.5 * 4 * rows
+    found = internal_cost(Internal("all_reduce", ("dp",), 4.0 * rows, "forward", "sums of rows"), mesh)
+    assert found == pytest.approx((ring, latency + per_byte * ring))
+    assert mesh.link("dp").rate(FEW)[0] < mesh.link("dp").rate("all_reduce")[0]

@@ -48,7 +48,7 @@ CACHED = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 22)
 VISITS = 3
 """how often all entries are measured, one after another: what else the machine does lasts for a few seconds"""
 REPEATS = 4
-"""how often in a visit: lower quartiles count, and of messages medians"""
+"""how often in a visit: means count, and of messages medians"""
 FEW = 5
 """small operations between two products of a step"""
 DISTURBED = 0.05
@@ -64,7 +64,7 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
         mesh: its number of ranks says how many processes are started where torch.distributed is not initialised
             (default 2, at most one per GPU, or per core where there is none). Under torch.distributed every process
             measures, and has to call this.
-        quick: some twenty seconds; else more sizes and dtypes, in a minute or two.
+        quick: less than a minute, and two where ranks share cores; else more sizes and dtypes, in one to three minutes.
 
     Everything is measured three times, each time after everything else, and medians count: one bad second changes nothing.
     What is measured while the host of a virtual machine gives its cores to others is measured again; where that does not help,

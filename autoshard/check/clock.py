@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autoshard.check.stolen import Watch
 
-SHORT, LONG, MOST = 0.002, 0.05, 1000
+SHORT, LONG, MOST = 0.01, 0.05, 1000
 """seconds that a repetition takes at least where every rank has a core, and where ranks share cores; the most calls in it"""
 
 TURNS = 2
@@ -40,8 +40,8 @@ def lower_quartile(found: Sequence[float]) -> float:
 
 
 class Clock:
-    """The lower quartile of several repetitions, after one to warm up: other work on the machine adds to some of them, and
-    the least is luck that no step has from its first operation to its last.
+    """The mean of several repetitions, after one to warm up. A step is the sum of its operations: some of them fall into
+    moments in which a core is slow, which no quartile of short repetitions has.
 
     Where ranks share cores a repetition goes on for so long that all of them have their turns in it. What the host of this
     machine disturbed is measured again, by all ranks (:class:`~autoshard.check.stolen.Watch`).
@@ -57,11 +57,11 @@ class Clock:
 
     def seconds(self, call: Callable[[], object], together: bool = False) -> float:
         """Of one call. ``together``: all ranks begin at once, and call equally often."""
-        return self._quartile(call, together, time.perf_counter)
+        return self._mean(call, together, time.perf_counter)
 
     def computing(self, call: Callable[[], object]) -> float:
         """Of one call that waits for no other rank, while all ranks make as many: see :meth:`now`."""
-        return self._quartile(call, True, self.now)
+        return self._mean(call, True, self.now)
 
     def relative(self, call: Callable[[], object], counts: Sequence[int]) -> list[float]:
         """Seconds of one call while so many ranks of each machine make as many, and the others wait, for each of ``counts``,
@@ -106,7 +106,7 @@ class Clock:
         ranks = on_this_machine() if ranks is None else ranks
         return time.process_time() * max(1 / self.threads, ranks / self.cores)
 
-    def _quartile(self, call: Callable[[], object], together: bool, now: Callable[[], float]) -> float:
+    def _mean(self, call: Callable[[], object], together: bool, now: Callable[[], float]) -> float:
         often = self._often(call, together)
 
         def once() -> float:
@@ -115,7 +115,7 @@ class Clock:
                 if together:
                     dist.barrier()
                 found.append(self._took(call, often, now))
-            return lower_quartile(found)
+            return statistics.mean(found)
 
         return self.watch.undisturbed(once)
 

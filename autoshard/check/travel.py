@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.check.clock import SHORT, USED, Clock, agreed
-from autoshard.hardware import SCALAR, Rate
-from autoshard.runtime.transport.move import Move
+from autoshard.check.clock import USED, Clock, agreed
+from autoshard.hardware import FEW, Rate
+from autoshard.runtime.transport.move import DIRECT, Move
 from autoshard.runtime.transport.process_group import TorchCommunicator
 from autoshard.runtime.transport.work import all_gather_single
 
-SEVERAL = 8
-"""collectives that are timed together, each after compute"""
+SEVERAL, BETWEEN = 8, 0.002
+"""collectives that are timed together, and seconds of compute before each"""
 STEEP, AGAIN = 2.0, 2
 """how many times what its neighbours in size say a message may take; how often those are measured again that take more"""
 LEAST = 1e-6
@@ -28,7 +28,7 @@ LEAST = 1e-6
 def move_of(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
     """The move of ``size`` elements, and the shape of what a rank brings."""
     axes = ("ranks",)
-    if kind in ("all_reduce", SCALAR):
+    if kind in ("all_reduce", FEW):
         return Move("P", "I", axes), (size,)
     if kind == "all_gather":
         return Move("S", "R", axes, 0, size), (size // ranks,)
@@ -46,7 +46,7 @@ class Step:
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.operation = clock, _product(clock)
-        self.count = max(1, round(SHORT / clock.seconds(self.operation)))
+        self.count = max(1, round(BETWEEN / clock.seconds(self.operation)))
 
     def seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """Of one of each of ``calls``: the median of what several of it add to the compute of the same round."""
@@ -74,7 +74,8 @@ class Messages:
         self.step, self.comm = step, TorchCommunicator({"ranks": ranks}, range(first, first + ranks))
         sizes = (1 << 12, 1 << 17, 1 << 20) if quick else (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
         kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(("permute",) if ranks == world else ()))
-        self.sent = [(SCALAR, 1), *itertools.product(kinds, sizes)]
+        few = ((FEW, 1), (FEW, DIRECT // (4 * ranks)))
+        self.sent = [*few, *itertools.product(kinds, sizes)]
 
     def seconds(self) -> list[float]:
         """Of each; what is out of line with its neighbours in size is measured again."""
@@ -94,8 +95,9 @@ class Messages:
             return _message(self.step, size)
         comm, (move, shape) = self.comm, move_of(kind, self.comm.world_size, size)
         x = torch.ones(shape, device=self.step.clock.device)
-        if kind in ("all_reduce", SCALAR):  # the copy before it has a price of its own
-            return partial(comm.run, comm.process_group(move.axes), dist.all_reduce, torch.zeros_like(x))
+        if kind in ("all_reduce", FEW):  # the copy before it has a price of its own
+            group, sums = comm.process_group(move.axes), torch.zeros_like(x)
+            return lambda: comm.all_reduce(group, sums).wait()
         return partial(comm.execute, move, x, "forward")
 
     def rates(self, seconds: Sequence[float]) -> list[Rate]:
@@ -109,10 +111,10 @@ class Messages:
                 move, shape = move_of(kind, ranks, size)
                 bytes_ = move.ring_bytes(torch.empty(shape, device="meta"), ranks)
                 found.setdefault((kind, ranks), []).append((bytes_, taken))
-        ((_, once),) = found.pop((SCALAR, ranks))
+        few = _line(FEW, ranks, found.pop((FEW, ranks)))
         rates = [_line(*of, points) for of, points in found.items()]
         summed = next(r for r in rates if r.kind == "all_reduce")
-        return [Rate(SCALAR, ranks, min(once, summed.latency), summed.bandwidth), *rates]
+        return [few._replace(latency=min(few.latency, summed.latency)), *rates]
 
 
 def out_of_line(sent: Sequence[tuple[str, int]], seconds: Sequence[float]) -> list[int]:
@@ -186,7 +188,10 @@ def _hidden(clock: Clock, operation: Callable[[], torch.Tensor], one: float, gat
     def begin(x: torch.Tensor) -> Any:
         return all_gather_single(whole, x, async_op=True) if gathers else dist.all_reduce(x, async_op=True)
 
-    moved = clock.seconds(lambda: begin(flat).wait(), together=True)
+    def move() -> None:
+        begin(flat).wait()
+
+    moved = clock.seconds(move, together=True)
     count = max(4, int(2 * moved / one))
 
     def compute() -> list[torch.Tensor]:
@@ -197,5 +202,10 @@ def _hidden(clock: Clock, operation: Callable[[], torch.Tensor], one: float, gat
         compute()
         work.wait()
 
-    alone, together = clock.seconds(compute, together=True), clock.seconds(both, together=True)
-    return min(1.0, max(0.0, 1.0 - (together - alone) / moved))
+    rounds = clock.in_turns([partial(_several, call) for call in (move, compute, both)])
+    return min(1.0, max(0.0, 1.0 - statistics.median((both - alone) / moved for moved, alone, both in rounds)))
+
+
+def _several(call: Callable[[], object]) -> None:
+    for _ in range(SEVERAL):
+        call()

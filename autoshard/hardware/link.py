@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-SCALAR = "scalar"
-"""the kind of an all-reduce of one number, such as a loss: gloo cuts what it sums into two segments per rank and sends those
-that are not empty round its ring (gloo/allreduce.cc), so that a single number takes far fewer messages than a row of them"""
+FEW = "few"
+"""the kind of an all-reduce of few numbers, such as losses: on gloo more than two ranks send each other all of them and meet
+once, where a ring takes a turn for each segment (a single number has one segment in gloo/allreduce.cc)"""
 
 _SAME_AS = {
-    SCALAR: "all_reduce",
+    FEW: "all_reduce",
     "reduce_scatter": "all_gather",
     "all_to_all": "all_gather",
     "permute": "all_gather",
     "all_reduce": "all_gather",
 }
 
-_SUMS = ("all_reduce", SCALAR)
+_SUMS = ("all_reduce", FEW)
 
 
 class Rate(NamedTuple):
     """What was measured of one kind of collective among ``ranks`` ranks."""
 
     kind: str
-    """all_gather, reduce_scatter, all_reduce, all_to_all, permute or :data:`SCALAR`"""
+    """all_gather, reduce_scatter, all_reduce, all_to_all, permute or :data:`FEW`"""
     ranks: int
     latency: float
     """seconds"""
@@ -55,7 +55,7 @@ class Link:
     latency: float
     bandwidth: float
     rates: tuple[Rate, ...] = ()
-    """by kind and number of ranks; a kind that was not measured goes as an all-gather, one number as any all-reduce"""
+    """by kind and number of ranks; a kind that was not measured goes as an all-gather, few numbers as any all-reduce"""
 
     def rate(self, kind: str, ranks: int) -> tuple[float, float]:
         """(seconds, seconds per ring byte) of a collective among ``ranks`` ranks.
@@ -116,7 +116,7 @@ class Route:
         if kind in _SUMS:  # never slower than in two steps
             (a, b), (c, d) = self._rate("reduce_scatter"), self._rate("all_gather")
             latency, per_byte = min(latency, a + c), min(per_byte, (b + d) / 2)
-        if kind == SCALAR:
+        if kind == FEW:
             latency = min(latency, self._rate("all_reduce")[0])
         if kind in ("all_gather", "reduce_scatter"):  # by a tree, too, where messages are small (NCCL's PAT)
             latency = min(latency, self._rate("all_reduce")[0])

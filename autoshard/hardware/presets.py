@@ -29,8 +29,8 @@
   "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning", arXiv 2507.03114).
 - ``cpu``: what :func:`autoshard.calibrate` found (``quick=False``, medians of three runs) of two ranks on two cores of a Xeon
   with AVX-512, PyTorch 2.13, gloo, a thread each. Latencies among four are those times what groups of four took relative to
-  groups of two where four ranks shared these cores (two runs). The sum of one number takes as long as one of 4096 among two
-  ranks, and 0.60 of it among four (0.49 to 0.67 in 14 turns; gathers of 4096 took 0.7).
+  groups of two where four ranks shared these cores (two runs). The sum of few numbers takes as long as one of 4096 among two
+  ranks; of one number among four 0.60 of it in the ring (0.49 to 0.67 in 14 turns; gathers of 4096 took 0.7).
 
 Where nothing is named kernels reach 70 % of the data sheet, and a link's latency is that of published NCCL measurements.
 """
@@ -43,7 +43,7 @@ from pathlib import Path
 
 from autoshard.errors import MeshError
 from autoshard.hardware.device import AHEAD, Hardware
-from autoshard.hardware.link import SCALAR, Link, Rate
+from autoshard.hardware.link import FEW, Link, Rate
 from autoshard.hardware.tiles import Tiling
 
 GB = 1e9
@@ -82,7 +82,7 @@ _LOOPBACK = Link(
     tuple(
         Rate(kind, ranks, latency, bandwidth * GB)
         for kind, bandwidth, pair, four in (
-            (SCALAR, 1.34, 0.73e-3, 1.6e-3),
+            (FEW, 1.34, 0.73e-3, 1.6e-3),
             ("all_reduce", 1.34, 0.73e-3, 2.7e-3),
             ("all_gather", 0.94, 0.89e-3, 1.8e-3),
             ("reduce_scatter", 0.95, 0.97e-3, 2.0e-3),

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from autoshard.hardware import SCALAR, Hardware
+from autoshard.hardware import FEW, Hardware
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Moves, OfRows
 from autoshard.passes.ir.sizes import Size
@@ -196,12 +196,15 @@ def message_latency(mesh: Mesh, axes: tuple[str, ...], forward: str, backward: s
     return math.fsum(found)
 
 
-_RATED = {*COLLECTIVES, SCALAR}
+_RATED = {*COLLECTIVES, FEW}
 
 
 def _sent(forward: str, scalar: bool) -> str:
-    """The kind whose rate a forward collective has; gradients are summed in company (:attr:`Shares.sums`)."""
-    return SCALAR if scalar and forward == "all_reduce" else forward
+    """The kind whose rate a forward collective has; gradients are summed in company (:attr:`Shares.sums`).
+
+    Of few numbers only where it is one: else parameters would come as sums of padded parts, which go in no bucket.
+    """
+    return FEW if scalar and forward == "all_reduce" else forward
 
 
 def _uneven(shape: tuple[int, ...], graph: Space) -> Bools:

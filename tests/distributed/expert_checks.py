@@ -20,7 +20,7 @@ import autoshard
 from autoshard import runtime
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
 from autoshard.runtime.transport import process_group
-from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.move import DIRECT, Move
 
 EXPERTS: dict[str, Any] = {"ep": "expert", "tp": "megatron"}
 
@@ -128,7 +128,7 @@ def sums_of_little() -> None:
         rings.append(x.numel())
         return ring(x, *args, **how)
 
-    most = process_group.DIRECT // (8 * ranks)
+    most = DIRECT // (8 * ranks)
     with mock.patch.object(process_group, "all_reduce_sum", counted):
         for size in (1, 2, most, most + 1):
             every = torch.randn(ranks, size, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(size))

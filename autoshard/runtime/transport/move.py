@@ -37,10 +37,18 @@ CONVERSIONS = {
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 
+DIRECT = 1 << 16
+"""bytes that a rank sends, or gets, where more than two ranks of gloo send each other all of what they sum: of few numbers"""
+
 LOCAL = frozenset(CONVERSIONS.values()).difference(COLLECTIVES)
 """Functions that look at this rank's tensor only."""
 
 UNNAMED = "?"
+
+
+def is_few(size: float, ranks: int) -> bool:
+    """Whether ``size`` bytes on each of so many ranks are few to sum."""
+    return size * ranks <= DIRECT
 
 
 def dual(source: str, target: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from autoshard.runtime.transport.differentiable import Differentiable
 from autoshard.runtime.transport.float_order import floats, ordered
 from autoshard.runtime.transport.generators import Generators
 from autoshard.runtime.transport.groups import group_of
-from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, piece, together
+from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, is_few, piece, together
 from autoshard.runtime.transport.peers import Notes, lost
 from autoshard.runtime.transport.profiling import collective_name, named, recorded
 from autoshard.runtime.transport.relay import Arrival, Hop
@@ -31,9 +31,6 @@ from autoshard.runtime.transport.work import (
     all_to_all_rows,
     reduce_scatter_single,
 )
-
-DIRECT = 1 << 16
-"""bytes that a rank sends or gets where ranks send each other all of what is to be summed"""
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -150,15 +147,9 @@ class TorchCommunicator(Communicator):
         """Begin to sum ``x``, contiguous, over the ranks, in place.
 
         gloo's ring takes 2 (n - 1) turns, each of which wakes threads of every rank; more than two ranks send each other all
-        of what is :data:`DIRECT`, and meet once. Of one number the ring has a single segment.
+        of few numbers, and meet once. Of one number the ring has a single segment.
         """
-        if (
-            group.gloo
-            and group.size > 2
-            and x.numel() > 1
-            and x.nbytes * group.size <= DIRECT
-            and x.is_floating_point()
-        ):
+        if group.gloo and group.size > 2 and x.numel() > 1 and is_few(x.nbytes, group.size) and x.is_floating_point():
             parts = x.view(-1).expand(group.size, -1).contiguous()
             received = torch.empty_like(parts)
             return Added(self.begin(group, all_to_all_rows, received, parts, [], []), received, x)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autoshard.hardware import SCALAR, Hardware
+from autoshard.hardware import FEW, Hardware
 from autoshard.layout import Owned, Placement, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
@@ -24,6 +24,7 @@ from autoshard.passes.rules.facts import facts_of, is_view
 from autoshard.passes.rules.families import ring
 from autoshard.passes.rules.families.conv import RULES as CONVOLUTIONS
 from autoshard.passes.rules.families.embedding import LOOK_UPS, TABLE, TABLE_SUMS
+from autoshard.runtime.transport.move import is_few
 
 CONVOLVES = frozenset(rule.op for rule in CONVOLUTIONS)
 LINE = 64
@@ -92,17 +93,13 @@ def _summed(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> floa
     return float(result * dtype.itemsize) if facts_of(node.op).kernels == 1 and any(of_bias) else 0.0
 
 
-SCALAR_BYTES = 8
-"""of a single number, at most"""
-
-
 def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
     """(ring bytes per rank, seconds) of a collective inside an op's local form, at its share of the latency."""
     ranks, link = mesh.size_of(collective.axes), mesh.link(collective.axes)
     if collective.kind == "permute":  # every rank sends one message
         return collective.bytes, link.seconds(collective.bytes, "permute")
     passes = 2 if collective.kind == "all_reduce" else 1
-    kind = SCALAR if passes == 2 and collective.bytes <= SCALAR_BYTES else collective.kind
+    kind = FEW if passes == 2 and is_few(collective.bytes, ranks) else collective.kind
     moved = passes * (ranks - 1) / ranks * collective.bytes
     return moved, link.seconds(moved, kind) - (1.0 - collective.share) * link.rate(kind)[0]
 
