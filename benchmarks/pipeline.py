@@ -25,12 +25,12 @@ import autoshard
 from autoshard import Mesh
 from autoshard.compiler import captured, planned
 from autoshard.models.llama import LlamaConfig
+from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.passes.pipeline.choose import Cutting
 from autoshard.passes.pipeline.piece import Piece
 from autoshard.passes.pipeline.timeline import orders, refusal, timeline
 from autoshard.plans.wishes import Wishes
 from autoshard.report.pipeline import StageTimes, stage_times
-from autoshard.units import show_bytes, show_seconds
 
 # --- searches ---
 

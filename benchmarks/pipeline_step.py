@@ -32,10 +32,10 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.compiler import build, captured
 from autoshard.models import Gpt, GptConfig
+from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.passes.microbatch import micro_batched
 from autoshard.passes.pipeline.timeline import SCHEDULES
 from autoshard.plans.wishes import Wishes
-from autoshard.units import show_bytes, show_seconds
 
 STEPS = 3
 """steps of a cut one after another; the first is not counted: what others did since its last turn emptied the caches"""

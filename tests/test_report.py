@@ -12,6 +12,7 @@ from torch import nn
 
 from autoshard import Mesh, models
 from autoshard.api import plan
+from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.plans.plan import Plan
 from autoshard.report.text import (
     globbed,
@@ -25,7 +26,6 @@ from autoshard.report.text import (
     traffic,
     utilisation,
 )
-from autoshard.units import show_bytes, show_seconds
 from autoshard.viz.tree import change
 
 

@@ -20,6 +20,7 @@ from autoshard.hardware import PRESETS, Hardware, Link, Rate
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.units import show_seconds
 from autoshard.passes.microbatch import micro_batched
 from autoshard.passes.pipeline import Pieces, boundaries
 from autoshard.passes.propagate.planner import Planner
@@ -29,7 +30,6 @@ from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.report.pipeline import pipeline, stage_times, staged_times
 from autoshard.report.record import Staged
-from autoshard.units import show_seconds
 from autoshard.viz.html import html
 from autoshard.viz.trace import trace_json
 

@@ -16,9 +16,9 @@ from picture_samples import ODD_NAMES, chain, deep_llama, planned
 from autoshard import Mesh
 from autoshard.compiler import build, captured
 from autoshard.models import Gpt, GptConfig
+from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
-from autoshard.units import show_bytes, show_seconds
 
 CHECKS = (Path(__file__).parent / "page_checks.js").read_text("utf-8")
 OVERLAPS, CONTRAST, COLUMN = (f"{CHECKS}\nreturn {name}(...arguments);" for name in ("overlaps", "contrast", "column"))

@@ -15,12 +15,12 @@ from autoshard.hardware import PRESETS, Link
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Program
+from autoshard.passes.ir.units import show_seconds
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.report.text import globbed
-from autoshard.units import show_seconds
 
 STATUSES = ("refused", "replicated", "decomposed", "sharded")
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoshard.check.verification import scalar_of
 from autoshard.errors import AutoshardError
 from autoshard.module.base import ShardedModule
+from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.runtime.programs.module import RankModule
-from autoshard.units import show_bytes, show_seconds
 
 
 @dataclass(frozen=True)

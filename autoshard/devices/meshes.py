@@ -14,6 +14,7 @@ from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
+from autoshard.passes.ir.units import show_seconds
 from autoshard.passes.microbatch import in_parts
 from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.passes.propagate.hints import in_time
@@ -22,7 +23,6 @@ from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.report.record import Candidate, Cost
 from autoshard.runtime.autocast import without_autocast
-from autoshard.units import show_seconds
 
 log = logging.getLogger("autoshard.plan")
 

@@ -15,6 +15,7 @@ from autoshard.errors import AutoshardError, MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.plans.follow import assignment_of
 from autoshard.plans.plan import Plan
@@ -22,7 +23,6 @@ from autoshard.plans.stages import budget_of
 from autoshard.plans.wishes import Wishes
 from autoshard.report.record import Candidate, Cost
 from autoshard.runtime.autocast import without_autocast
-from autoshard.units import show_bytes, show_seconds
 
 log = logging.getLogger("autoshard.plan")
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 
 from autoshard.errors import PlanError
+from autoshard.passes.ir.units import show_bytes, show_flops, show_seconds
 from autoshard.report.record import Record
 from autoshard.report.text import folded, globbed, show_layout
-from autoshard.units import show_bytes, show_flops, show_seconds
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
 """of :class:`~autoshard.passes.ir.memory.Memory`"""

@@ -7,9 +7,9 @@ import fnmatch
 from collections.abc import Iterable, Iterator, Sequence
 
 from autoshard.errors import PlanError
+from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.report.record import Choice, Collective, Record, local_bytes
 from autoshard.report.text import short_op, show_layout
-from autoshard.units import show_bytes, show_seconds
 
 MOST = 12
 """parameters and operations of a module that are told one by one"""

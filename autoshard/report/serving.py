@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.units import show_bytes, show_seconds
+from autoshard.passes.ir.units import show_bytes, show_seconds
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from autoshard.layout import Invariant, Layout, Replicate
 from autoshard.passes.ir.memory import Recomputed
+from autoshard.passes.ir.units import show_bytes, show_flops, show_seconds
 from autoshard.report.pipeline import stage_rows
 from autoshard.report.record import Choice, Collective, Cost, Record, local_bytes
 from autoshard.report.serving import serving_text
-from autoshard.units import show_bytes, show_flops, show_seconds
 
 WIDTH = 120
 """columns of the text where it does not go to a terminal"""

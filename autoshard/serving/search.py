@@ -17,6 +17,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
+from autoshard.passes.ir.units import show_bytes
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.memory import fitting, tried
 from autoshard.passes.memory.fit import SHARE
@@ -33,7 +34,6 @@ from autoshard.report.record import local_bytes
 from autoshard.report.serving import Phase, Serving
 from autoshard.runtime.autocast import without_autocast
 from autoshard.serving.calls import Call, calls_of
-from autoshard.units import show_bytes
 
 log = logging.getLogger("autoshard.plan")
 

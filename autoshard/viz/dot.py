@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Iterator
 
 from autoshard.errors import PlanError
+from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.report.record import Record
 from autoshard.report.text import show_layout
-from autoshard.units import show_bytes, show_seconds
 from autoshard.viz.text import printable
 from autoshard.viz.tree import Box, Item, drawing
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.report.record import Record
 from autoshard.report.text import show_layout
-from autoshard.units import show_bytes, show_seconds
 from autoshard.viz.tree import Box, Item, drawing
 
 

@@ -21,10 +21,10 @@ from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import noting
+from autoshard.passes.ir.units import show_bytes
 from autoshard.passes.lower.lowered import lowered
 from autoshard.passes.memory.simulate import simulate
 from autoshard.passes.propagate.planner import Planner, proven
-from autoshard.units import show_bytes
 
 log = logging.getLogger("autoshard.plan")
 

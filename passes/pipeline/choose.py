@@ -24,10 +24,10 @@ from heapq import heappop, heappush
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.ir.units import show_bytes
 from autoshard.passes.pipeline.piece import Piece
 from autoshard.passes.pipeline.steps import step_seconds
 from autoshard.passes.pipeline.timeline import Orders, StageSeconds, in_flight, orders, timeline
-from autoshard.units import show_bytes
 
 Array = np.ndarray
 

@@ -25,7 +25,7 @@ from autoshard.module.model.state import State, check_call, requires_grad
 from autoshard.module.model.surface import class_of, leave_to_torch_compile
 from autoshard.module.programs.carried import carried
 from autoshard.module.programs.entrance import beside
-from autoshard.module.programs.executable import Call, Executable, described, difference, with_note
+from autoshard.module.programs.executable import Call, Executable, described, difference, noted
 from autoshard.module.programs.turns import Turns
 from autoshard.passes.capture.answers.eager import as_called
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
@@ -276,9 +276,7 @@ class Compiling(Fixed):
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
     ) -> Compiled:
         """All stages for these arguments. ``options``: see :func:`capture`."""
-        return with_note(
-            self._executables, compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options)
-        )
+        return noted(self._executables, compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options))
 
     # --- inputs ---
 

@@ -297,7 +297,7 @@ def _range(x: torch.Tensor) -> tuple[int, int]:
     return int(x.min()), int(x.max())
 
 
-def with_note(earlier: Mapping[Any, Executable], made: Compiled) -> Compiled:
+def noted(earlier: Mapping[Any, Executable], made: Compiled) -> Compiled:
     """``made`` after ``earlier`` programs, whose layouts it has: its plan says where these were chosen for inference."""
     first = next(iter(earlier.values()), None)
     if first is None or first.graph.training or not made.graph.training:
