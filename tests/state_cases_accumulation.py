@@ -155,6 +155,18 @@ def gradients_from_several_sides(mesh: autoshard.Mesh) -> None:
     same_gradients(sharded, model)
 
 
+@case
+def a_penalty_on_weights(mesh: autoshard.Mesh) -> None:
+    """A term or factor of the loss, which is a plain number where the weights are DTensors."""
+    for name in ("fsdp", "megatron"):
+        model, sharded = pair(real(mesh), Tied, ids(), hints=LAYOUTS[name])
+        for module in (model, sharded):
+            weight = module.up.weight
+            (module(ids())[0] + weight.square().sum()).backward()
+            (weight.abs().sum() * module(ids(seed=1))[0]).backward()
+        same_gradients(sharded, model)
+
+
 class Added(nn.Module):
     """Parameters whose gradients are one tensor, the last one's that of the output, too."""
 

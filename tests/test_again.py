@@ -11,10 +11,11 @@ import torch
 from again_cases import CASES, MODELS, SETTINGS, again, compare
 from harness import ideal
 from memory_truth import ranks_of
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import autoshard
-from autoshard import models, runtime
+from autoshard import Shard, models, runtime
 from autoshard.compiler import Compiled, build, captured
 from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.ir.graph import Graph
@@ -159,6 +160,27 @@ PARTS = """
 1 attention, 1 transpose.int, 1 reshape.default, 1 linear.default, 1 dropout, 1 add.Tensor, 1 all_gather,
 1 layer_norm.default, 1 linear.default, 1 gelu.default, 1 linear.default, 1 dropout, 0 reduce_scatter, 0 add.Tensor
 """
+
+
+class Exchanged(nn.Module):
+    """A product whose result is exchanged before what reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x))).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_message_is_not_repeated_where_its_result_is_no_larger() -> None:
+    """What it brought is kept in the place of what it was made from, where nobody else keeps that."""
+    graph = captured(Exchanged(), (torch.randn(4, 4, 8),), {}, training=True)
+    wishes = Wishes(recompute={"act": True}, hints={"up": {"tp": Shard(0)}, "act": {"tp": Shard(1)}})
+    found = build(graph, autoshard.Mesh({"tp": 2}, "ideal_network"), wishes)
+    moved = [s for s in found.program.statements if s.step is not None and s.step.kind == "all_to_all"]
+    assert len(moved) == 2
+    assert not any(s.again for s in moved)
 
 
 # --- the run time ---

@@ -135,6 +135,30 @@ def test_memory_by_stage(count: int) -> None:
     assert count > 1 or plans["zero1"] == plans["zero2"]
 
 
+class Both(nn.Module):
+    """Autograd brings one tensor as the gradient of both parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Parameter(torch.linspace(a, 2, 8)) for a in (0, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * (self.one + self.other)).square().mean()
+
+
+def test_one_gradient_of_two_parameters_is_summed_for_each() -> None:
+    """The micro-batches of a step add up without writing into what autograd brought."""
+    model, x = Both().double(), torch.randn(8, 8).double()
+    model(x).backward()
+    sharded = autoshard.compile(
+        copy.deepcopy(model), autoshard.Mesh({"dp": 2}, WIRE), (x,), like="zero1", micro_batches=2
+    )
+    sharded(x).backward()
+    found = sharded.full_gradients()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("like", ["zero1", "zero2"])
 def test_micro_batches_in_flight_share_what_is_gathered(like: str) -> None:
     """In a stage of a pipeline: activations are there once for each, gathered parameters once for all."""

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.module.dtensors.made import plain
 from autoshard.module.dtensors.outputs import Output
 from autoshard.module.dtensors.sparse_gradients import SparseGradient, accumulate
 from autoshard.module.dtensors.views import alongside
@@ -168,6 +169,7 @@ class _Delivered(HandingOn):
                 "backward of each micro-batch have run already. Compile with micro_batches=1 and without stages for it."
             )
         _, *gradients = ctx.saved_tensors
+        scale = plain(scale)
         return None, None, *(_handed_over(x, g, scale) for x, g in zip(ctx.tensors, gradients, strict=True))
 
 

@@ -81,6 +81,22 @@ def local_gradient(gradient: DTensor, spec: DTensorSpec) -> torch.Tensor:
 _WHOLE = Replicate()
 
 
+def plain(x: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor; other tensors as they are."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def of_plain_gradient(x: torch.Tensor) -> torch.Tensor:
+    """``x``, a number. Where it meets a DTensor, as in a sum with a penalty on weights, its gradient comes as one."""
+    if x.grad_fn is not None:
+        x.grad_fn.register_prehook(_plain)  # not of the tensor, whose hooks are the user's
+    return x
+
+
+def _plain(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return tuple([plain(g) for g in gradients])
+
+
 def ones_of(x: DTensor) -> DTensor:
     """What the backward of a number begins with: a one that is whole on every rank."""
     spec = spec_of(x._spec.mesh, (_WHOLE,) * len(x._spec.placements), torch.Size(()), x.dtype)
