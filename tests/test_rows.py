@@ -12,9 +12,12 @@ import pytest
 
 from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, Row, solve
+from autoshard.passes.search.exact.solver import relaxed
 from autoshard.passes.search.folded import Folded, Matrix, stored, whole
-from autoshard.passes.search.rows import branch, dominance, within
-from autoshard.passes.search.rows.stacked import stack_rows, undecided
+from autoshard.passes.search.network import FULL
+from autoshard.passes.search.rows import branch, dominance, prices, within
+from autoshard.passes.search.rows.relaxation import easy
+from autoshard.passes.search.rows.stacked import Stacked, stack_rows, undecided
 
 Generator = np.random.Generator
 
@@ -280,3 +283,16 @@ def test_what_is_decided_counts_with_the_rest() -> None:
     assert some.nodes.tolist() == [1, 3]
     for a, b in itertools.product(range(3), range(2)):
         assert np.allclose(some.alone.sums((a, b)), problem.sums((0, a, 0, b, 0)), rtol=1e-12)
+
+
+def test_what_is_solved_once_is_not_planned_to_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, row = layers(4)
+    planned: list[Stacked] = []
+    monkeypatch.setattr(prices, "easy", lambda problem: planned.append(problem) or easy(problem))
+    assert within.searched(stack_rows(network, (replace(row, limit=1e9, price=1.0),)), relaxed, 60.0, FULL).closed
+    assert not planned
+    problem = stack_rows(network, (replace(row, price=1.0),))
+    wanted = within.searched(problem, relaxed, 60.0, FULL).total
+    assert planned
+    inexact = within.searched(problem, lambda *given: replace(relaxed(*given), exact=False), 60.0, FULL)
+    assert inexact.total == wanted

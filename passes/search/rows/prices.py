@@ -154,14 +154,16 @@ class Search:
 
     def _cheapest(self, part: Part, prices: Array, unit: float) -> tuple[Choice, float, bool]:
         self.solved += 1
-        if part.elimination is not None:
-            self.work += part.elimination.work
-            choice, value = part.elimination.solve(prices, unit)
-            return part.original(choice), value, True
-        known = min(part.cuts, key=lambda cut: unit * cut.cost + float(prices @ cut.slope), default=None)
-        start = None if known is None else part.renumbered(known.choice)
-        found = self.relaxed(part.problem.priced(prices, unit), self.deadline, start)
-        return part.original(found.choice), found.lower_bound, found.exact
+        once = self.solved == 1 and not prices.any()  # often all that is asked: then nothing is planned to be repeated
+        if once or part.elimination is None:
+            known = min(part.cuts, key=lambda cut: unit * cut.cost + float(prices @ cut.slope), default=None)
+            start = None if known is None else part.renumbered(known.choice)
+            found = self.relaxed(part.problem.priced(prices, unit), self.deadline, start)
+            if found.exact or part.elimination is None:
+                return part.original(found.choice), found.lower_bound, found.exact
+        self.work += part.elimination.work
+        choice, value = part.elimination.solve(prices, unit)
+        return part.original(choice), value, True
 
     def cut(self, part: Part, choice: Choice) -> None:
         """Take a choice, and what it says of the bound."""
