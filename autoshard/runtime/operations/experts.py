@@ -99,8 +99,7 @@ def experts(
     dim, apart = 2 if transposed else 1, gated and hidden_axes and not interleaved
     plain = (first_bias, second_bias, limit, shift, interleaved) == (None, None, None, 0, False)
     if gated and plain and not apart and activation in DERIVATIVES:
-        order, back = (None, None) if back is None else (back.before, back._replace(before=None))
-        out = gated_products(rows, *((first, second) if transposed else (first.mT, second.mT)), ends, activation, order)
+        out = gated_products(rows, *((first, second) if transposed else (first.mT, second.mT)), ends, activation)
     else:
         of_rows = exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[dim]))
         parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]

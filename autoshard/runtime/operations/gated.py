@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from autoshard.runtime.operations.grouped import matrices, parts, pieces, product
 from autoshard.runtime.transport.handed_on import HandingOn
-from autoshard.runtime.transport.segments import Order
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -56,30 +55,24 @@ DERIVATIVES: dict[str, Callable[..., Any]] = {
 """of the activations that :func:`gated_products` takes"""
 
 
-LEAST = 64
-"""rows from which on the product of a segment, written where it goes, takes less time than one with others and a copy"""
-
-
 def gated_products(
     x: torch.Tensor,
     first: torch.Tensor,
     second: torch.Tensor,
     ends: torch.Tensor,
     activation: str,
-    order: Order | None = None,
 ) -> torch.Tensor:
     """Rows ``x`` [s, w] in groups that end at ``ends`` [e]: ``activation(gate) * up`` of the products [gate, up] with
-    ``first`` [e, w, 2h], times ``second`` [e, h, v] → [s, v]. ``order``: into which the results are put; its lengths are
-    those of segments of the groups."""
+    ``first`` [e, w, 2h], times ``second`` [e, h, v] → [s, v]."""
     if not ends.shape[0]:
-        return _plainly(x, first, second, ends, activation, order)
-    found: torch.Tensor = _GatedProducts.apply(x, first, second, ends, activation, order)
+        return _plainly(x, first, second, ends, activation)
+    found: torch.Tensor = _GatedProducts.apply(x, first, second, ends, activation)
     return found
 
 
 class _GatedProducts(HandingOn):
     """As one node: on a CPU what some groups made is used while the caches hold it, and gradients of gates, and of what
-    they gate, are written where they belong, not put together; so are results in an order of their own."""
+    they gate, are written where they belong, not put together."""
 
     @staticmethod
     def forward(
@@ -89,11 +82,9 @@ class _GatedProducts(HandingOn):
         second: torch.Tensor,
         ends: torch.Tensor,
         activation: str,
-        order: Order | None,
     ) -> torch.Tensor:
         work = pieces(x, ends, first.shape[2])
         out = x.new_empty(x.shape[0], second.shape[2]) if work[0].lengths else None
-        segments = order.places(out) if out is not None and order is not None and order.is_long(LEAST) else None
         places = [None] if out is None else parts(work, out)
         firsts, seconds, kept = matrices(work, first), matrices(work, second), list[torch.Tensor]()
         for n, (piece, rows, to_mid, to_out) in enumerate(zip(work, parts(work, x), firsts, seconds, strict=True)):
@@ -101,26 +92,21 @@ class _GatedProducts(HandingOn):
             gate, up = made.chunk(2, -1)
             active = ACTIVATIONS[activation](gate)
             mid = active * up
-            if segments is None:
-                of_piece = piece.times(mid, to_out, places[n])
-            else:
-                piece.spread(mid, to_out, segments[piece.groups])
+            of_piece = piece.times(mid, to_out, places[n])
             kept += [made, active, mid]
-        ctx.pieces, ctx.activation, ctx.order = work, activation, order
+        ctx.pieces, ctx.activation = work, activation
         ctx.save_for_backward(x, first, second, ends, *kept)
-        out = of_piece if out is None else out
-        return out if order is None or segments is not None else order.of(out)
+        return of_piece if out is None else out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, first, second, ends, *kept = ctx.saved_tensors
-        wanted, order = ctx.needs_input_grad[:3], ctx.order
+        wanted = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # it is to be differentiated
-            out = _plainly(x, first, second, ends, ctx.activation, order)
+            out = _plainly(x, first, second, ends, ctx.activation)
             inputs = [t for t, n in zip((x, first, second), wanted, strict=True) if n]
             found = iter(torch.autograd.grad(out, inputs, gradient, create_graph=True))
-            return *(next(found) if n else None for n in wanted), None, None, None
-        gradient = gradient if order is None else order.turned().of(gradient)
+            return *(next(found) if n else None for n in wanted), None, None
         work = ctx.pieces
         of_x = torch.empty_like(x) if wanted[0] and len(work) > 1 else None
         places = None if of_x is None else parts(work, of_x)
@@ -148,7 +134,7 @@ class _GatedProducts(HandingOn):
                 of_piece = piece.times(of_made, through[0][n], places and places[n])
         if wanted[0]:
             of_x = of_piece if of_x is None else of_x
-        return of_x, of_first, of_second, None, None, None
+        return of_x, of_first, of_second, None, None
 
 
 def _plainly(
@@ -157,8 +143,6 @@ def _plainly(
     second: torch.Tensor,
     ends: torch.Tensor,
     activation: str,
-    order: Order | None,
 ) -> torch.Tensor:
     """As :func:`gated_products`, of what autograd knows."""
-    out = product(gated_by(ACTIVATIONS[activation], [product(x, first, ends)]), second, ends)
-    return out if order is None else order.of(out)
+    return product(gated_by(ACTIVATIONS[activation], [product(x, first, ends)]), second, ends)

@@ -63,13 +63,6 @@ class Piece(NamedTuple):
             torch.mm(rows, matrix, out=into)
         return out
 
-    def spread(self, x: torch.Tensor, matrices: Any, places: Sequence[Sequence[torch.Tensor]]) -> None:
-        """As :meth:`times`; the rows of each of its groups go one after another into the group's ``places``."""
-        into = list(itertools.chain.from_iterable(places))
-        each = (matrix for matrix, of_group in zip(matrices, places, strict=True) for _ in of_group)
-        for rows, matrix, place in zip(x.split([place.shape[0] for place in into]), each, into, strict=True):
-            torch.mm(rows, matrix, out=place)
-
     def outer(self, x: torch.Tensor, y: torch.Tensor, out: Any) -> torch.Tensor | None:
         """Of the rows [s, k] and [s, n] of each of its groups the sum of outer products, in its :func:`matrices` of ``out``;
         where one kernel takes all: a new tensor, in memory as ``out`` [e, k, n]."""

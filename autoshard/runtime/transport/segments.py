@@ -21,11 +21,6 @@ class Order(NamedTuple):
         """The other way."""
         return Order([*zip(*self.lengths, strict=True)], self.numbers and self.numbers[::-1])
 
-    def is_long(self, least: int) -> bool:
-        """Whether its segments are few, and have at least as many rows on average."""
-        many = len(self.lengths) * len(self.lengths[0])
-        return self.numbers is None and sum(map(sum, self.lengths)) >= least * many
-
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """Rows ``x`` in this order."""
         if self.numbers is not None:
@@ -33,11 +28,6 @@ class Order(NamedTuple):
         columns = len(self.lengths[0])
         segments = x.split_with_sizes([n for row in self.lengths for n in row])
         return torch.cat([s for number in range(columns) for s in segments[number::columns]])
-
-    def places(self, x: torch.Tensor) -> list[Sequence[torch.Tensor]]:
-        """Where in ``x``, which is in this order, the segments of each row of :attr:`lengths` go."""
-        found = x.split_with_sizes([n for column in zip(*self.lengths, strict=True) for n in column])
-        return [found[number :: len(self.lengths)] for number in range(len(self.lengths))]
 
 
 FEW = 64
