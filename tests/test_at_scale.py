@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +47,12 @@ def test_a_million_tokens_fit(axes: dict[str, int], like: Any, label: str) -> No
     ids=str,
 )
 def test_large_mixtures_fit_and_send_no_weights(kind: str, axes: dict[str, int], like: Any, optimizer: str) -> None:
-    """A sequence of 4096 tokens per device, planned in a minute of processor time."""
+    """A sequence of 4096 tokens per device; ``benchmarks/expert_parallel.py`` says how long the plan takes."""
     mesh = autoshard.Mesh(axes)
     tokens = torch.zeros(mesh.size, 4096, dtype=torch.long)
     graph = captured(model_of(kind, None), (), {"input_ids": tokens, "labels": tokens}, training=True)
-    begun = time.process_time()
     wishes = Wishes(like=like_of(None, like), optimizer=optimizer, memory_budget=80e9)
     plan = planned(graph, mesh, wishes)[1]
-    assert time.process_time() - begun < 60
     assert plan.memory is not None
     assert plan.memory.peak <= 80e9
     sent = sent_for_experts(plan)

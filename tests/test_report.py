@@ -123,6 +123,10 @@ def test_bytes(value: float, shown: str) -> None:
     assert show_bytes(value) == shown
 
 
+def test_a_peak_just_over_its_budget_does_not_read_alike() -> None:
+    assert (show_bytes(80e9, 4), show_bytes(80.04e9, 4), show_bytes(1e6, 4)) == ("80 GB", "80.04 GB", "1 MB")
+
+
 @pytest.mark.parametrize(
     ("value", "shown"), [(0, "0"), (1.5e-6, "1.50 µs"), (0.139, "139 ms"), (2, "2 s"), (3e-9, "3 ns")]
 )

@@ -33,7 +33,7 @@ from autoshard.runtime.transport.profiling import name_lines
 log = logging.getLogger("autoshard")
 
 _FOR_INFERENCE = (
-    "the layouts are those of the first program, which was for inference; to have them chosen for training call model.train() "
+    "the layouts are those of an earlier program, which was for inference; to have them chosen for training call model.train() "
     "before compile(), or give training=True"
 )
 
@@ -299,8 +299,8 @@ def _range(x: torch.Tensor) -> tuple[int, int]:
 
 def noted(earlier: Mapping[Any, Executable], made: Compiled) -> Compiled:
     """``made`` after ``earlier`` programs, whose layouts it has: its plan says where these were chosen for inference."""
-    first = next(iter(earlier.values()), None)
-    if first is None or first.graph.training or not made.graph.training:
+    for_training = (e for e in earlier.values() if e.graph.training)
+    if not earlier or not made.graph.training or any(_FOR_INFERENCE not in e.compiled.plan.notes for e in for_training):
         return made
     return replace(made, plan=replace(made.plan, notes=(*made.plan.notes, _FOR_INFERENCE)))
 
