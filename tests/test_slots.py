@@ -14,7 +14,7 @@ from autoshard.runtime.operations.experts import experts
 from autoshard.runtime.operations.gated import gated_products
 from autoshard.runtime.operations.grouped import product
 from autoshard.runtime.operations.slots import collected, dealt, slots_of
-from autoshard.runtime.transport.segments import Order, by_columns
+from autoshard.runtime.transport.segments import by_columns
 
 ROWS, TOP, COUNT = 5, 2, 3
 IDS = torch.tensor([[0, 2], [2, 1], [2, 0], [0, 2], [2, -1]])
@@ -156,12 +156,9 @@ def test_nothing_as_large_as_rows_or_weights_is_copied_or_zeroed() -> None:
 
 @pytest.mark.parametrize("cached", [1, 1 << 20, None], ids=["group by group", "at once", "by a kernel"])
 @pytest.mark.parametrize("turned", [False, True], ids=["", "transposed"])
-@pytest.mark.parametrize("least", [None, 0, 64], ids=["", "spread", "put together"])
-def test_gated_products_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, turned: bool, cached: int | None, least: int | None
-) -> None:
+def test_gated_products_in_pieces(monkeypatch: pytest.MonkeyPatch, turned: bool, cached: int | None) -> None:
     """Of groups of rows, one of them empty: as row after row, twice differentiable, and gradients of weights lie as these
-    do. Results are put into another order of segments."""
+    do."""
     if cached is None:
         at_once = "autoshard.runtime.operations.gated.pieces"
         monkeypatch.setattr(at_once, lambda x, ends, columns: [grouped.Piece(slice(None), (), x.shape[0], ends)])
@@ -177,16 +174,10 @@ def test_gated_products_in_pieces(
     given = [t.requires_grad_() for t in (x, *matrices)]
     again = [t.detach().clone().requires_grad_() for t in given]
     assert len(grouped.pieces(x, ends, 6)) == (2 if cached == 1 else 1)
-    order = None if least is None else by_columns([[1, 2], [0, 0], [4, 0]], x.device)
-    monkeypatch.setattr("autoshard.runtime.operations.gated.LEAST", least)
-    put = []
-    monkeypatch.setattr(Order, "of", lambda self, x, of=Order.of: put.append(x) or of(self, x))
-    found = gated_products(*given, ends, "silu", order)
-    assert bool(put) == (order is not None and (least != 0 or cached is None))
+    found = gated_products(*given, ends, "silu")
     numbers = torch.arange(3).repeat_interleave(lengths)
     made = [again[0][i] @ again[1][e] for i, e in enumerate(numbers)]
     wanted = torch.stack([(F.silu(m[:3]) * m[3:]) @ again[2][e] for m, e in zip(made, numbers, strict=True)])
-    wanted = wanted if order is None else wanted[torch.tensor([0, 3, 4, 5, 6, 1, 2])]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     first = torch.autograd.grad(found.square().sum(), given, retain_graph=True)
     assert [g.stride() for g in first] == [t.stride() for t in given]
