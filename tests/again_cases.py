@@ -14,79 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from again_models import Smooth, made
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.errors import RuntimeMismatchError
-from autoshard.models import Gpt, GptConfig, Llama, LlamaConfig, Mlp, MlpConfig, Moe, MoeConfig, Vit, VitConfig
 
+random: Any = importlib.import_module("autoshard.runtime.operations.random")
 again: Any = importlib.import_module("autoshard.runtime.parameters.again")  # the package has a function of this name
 TOLERANCE = 1e-9
-Case = tuple[nn.Module, tuple[torch.Tensor, ...]]
-
-
-class Normed(nn.Module):
-    """Residual blocks of a convolution and batch norm, which counts its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.GELU(), nn.Conv2d(6, 6, 1))
-            for _ in range(2)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
-class Smooth(nn.Module):
-    """Blocks with dropout that have second derivatives. ``reentrant``: which kind of checkpoint each is in, if any."""
-
-    def __init__(self, reentrant: bool | None = None, layers: int = 2) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.scale = nn.Parameter(torch.linspace(0.5, 2, 16))
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 16))
-            for _ in range(layers)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * self.scale
-        for block in self.blocks:
-            x = x + (block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant))
-        return x.square().mean()
-
-
-def tokens() -> tuple[torch.Tensor, ...]:
-    """[6, 16] token ids and labels."""
-    random = torch.Generator().manual_seed(0)
-    x, y = (torch.randint(0, 128, (6, 16), generator=random) for _ in range(2))
-    return x, y
-
-
-def made(name: str) -> Case:
-    torch.manual_seed(0)
-    match name:
-        case "normed":
-            return Normed().double(), (torch.randn(6, 6, 8, 8).double(),)
-        case "smooth":
-            return Smooth().double(), (torch.randn(6, 4, 16).double(),)
-        case "mlp":
-            return Mlp(MlpConfig.tiny()).double(), (torch.randn(6, 4, 16).double(),)
-        case "vit":
-            return Vit(VitConfig.tiny()).double(), (torch.randn(6, 3, 16, 16).double(), torch.randint(12, (6,)))
-    kinds: dict[str, Callable[[], nn.Module]] = {
-        "gpt": lambda: Gpt(GptConfig.tiny()),
-        "llama": lambda: Llama(LlamaConfig.tiny()),
-        "moe": lambda: Moe(MoeConfig.tiny()),
-    }
-    return kinds[name]().double(), tokens()
 
 
 def loss_of(out: Any) -> torch.Tensor:
@@ -314,31 +252,47 @@ def remembered() -> Iterator[list[tuple[int, StorageWeakRef]]]:
 
 
 def other_draws_are_seen(mesh: autoshard.Mesh) -> None:
-    """Negative control."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(again, "set_states", lambda states: None)
-        with pytest.raises(AssertionError, match=r"gradient of|the backward took random numbers"):
-            compare("smooth", mesh, "blocks", steps=1)
+    """Negative control, of what is computed again and of what is drawn again by itself."""
+    for where in (again, random):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, "set_states", lambda states: None)
+            with pytest.raises(AssertionError, match=r"gradient of|the backward took random numbers"):
+                compare("smooth", mesh, "blocks", steps=1)
+
+
+def drawn_again(mesh: autoshard.Mesh) -> None:
+    """What dropout behind the last sum of a block hits is drawn again: neither the sum nor its product is made again for it."""
+    like = {"like": "megatron-sp"} if "tp" in mesh.axes else {"like": "fsdp"}
+    for micro_batches in (1, 2):
+        sharded = compare("smooth", mesh, "blocks", steps=1, micro_batches=micro_batches, **like)
+        assert sharded.source.count("again=True") == 1  # both blocks are one class
+        assert not any("(made again)" in c.reason and "scatter" in c.kind for c in sharded.collectives)
+        assert [r.what for r in sharded.plan.recomputed].count("drawn") == 2
+    as_executed(sharded, made("smooth")[1])
 
 
 def as_planned(mesh: autoshard.Mesh) -> None:
     """The collectives of the step, those that run again among the backward's: kinds, axes, phases and bytes."""
-    for name, recompute in (("gpt", "blocks"),):
-        model, args = made(name)
-        sharded = compiled(model, mesh, args, recompute)
-        loss_of(sharded(*args)).backward()
-        log: list[Any] = []
-        holder = sharded._comm if dist.is_initialized() else sharded._world
-        holder.log = log
-        loss_of(sharded(*args)).backward()
-        holder.log = None
-        planned, executed = Counter[Any](), Counter[Any]()
-        for c in sharded.collectives:
-            planned[c.kind, c.axes, c.phase] += c.bytes
-        for e in log:
-            executed[e.kind, e.axes, e.phase] += e.bytes
-        assert planned == pytest.approx(executed)
-        assert any("(made again)" in c.reason for c in sharded.collectives)
+    model, args = made("gpt")
+    sharded = compiled(model, mesh, args)
+    as_executed(sharded, args)
+    assert any("(made again)" in c.reason for c in sharded.collectives)
+
+
+def as_executed(sharded: Any, args: Any) -> None:
+    """The collectives of a plan are those of a step."""
+    loss_of(sharded(*args)).backward()
+    log: list[Any] = []
+    holder = sharded._comm if dist.is_initialized() else sharded._world
+    holder.log = log
+    loss_of(sharded(*args)).backward()
+    holder.log = None
+    planned, executed = Counter[Any](), Counter[Any]()
+    for c in sharded.collectives:
+        planned[c.kind, c.axes, c.phase] += c.bytes
+    for e in log:
+        executed[e.kind, e.axes, e.phase] += e.bytes
+    assert planned == pytest.approx(executed)
 
 
 def hinted(reentrant: bool) -> Callable[[autoshard.Mesh], None]:
@@ -391,6 +345,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "buffers_once": buffers_once,
     "nothing_leaks": nothing_leaks,
     "other_draws_are_seen": other_draws_are_seen,
+    "drawn_again": drawn_again,
     "as_planned": as_planned,
     "two_ranks_differ": two_ranks_differ,
     "checkpoint": hinted(reentrant=False),

@@ -158,7 +158,7 @@ def test_parts() -> None:
 PARTS = """
 0 enter, 0 partial, 1 layer_norm.default, 1 linear.default, 1 reshape.default, 1 transpose.int, 1 split.Tensor,
 1 attention, 1 transpose.int, 1 reshape.default, 1 linear.default, 1 dropout, 1 add.Tensor, 1 all_gather,
-1 layer_norm.default, 1 linear.default, 1 gelu.default, 1 linear.default, 1 dropout, 0 reduce_scatter, 0 add.Tensor
+1 layer_norm.default, 1 linear.default, 1 gelu.default, 0 linear.default, 0 reduce_scatter, 0 dropout, 0 add.Tensor
 """
 
 

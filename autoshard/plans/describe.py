@@ -14,9 +14,11 @@ from autoshard.passes.ir.memory import Memory, Recomputed
 from autoshard.passes.ir.merge import TRAVELLING
 from autoshard.passes.ir.program import Program, Statement, Step
 from autoshard.passes.ir.sizes import Size, free_symbols
+from autoshard.passes.lower.again import redrawn
 from autoshard.passes.lower.blocks import module_of
 from autoshard.passes.lower.bucket import prefetched, regathered
 from autoshard.passes.memory import simulate
+from autoshard.passes.memory.moments import name_of
 from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
 from autoshard.passes.propagate.edges import seconds_on_the_way
 from autoshard.passes.propagate.objective import Objective, objective
@@ -137,14 +139,15 @@ def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterat
     """What is made again, in order of the program, as far as it counts."""
     nodes = {n.name: n for n in program.graph.nodes}
     remade = [part for s in program.statements if s.again for part in s.parts]
-    runs = {p.value if p.step is not None else p.node.name for p in remade if p.node is not None}
+    drawn = {name_of(s) for s in redrawn(program)}
+    runs = {*map(name_of, remade), *drawn}
     for name in dict.fromkeys((*memory.spared, *searched.again)):
         node = nodes.get(name) or program.graph.producers.get(name)
         parts = searched.again.get(name)
         each = 0.0 if parts is None else float(parts.compute + parts.other + parts.communication())
         seconds = program.graph.passes * each
         computed = program.assignment.again.get(name) == 2 or (name in nodes and is_view(nodes[name].op))
-        what = "computed" if computed else "converted"
+        what = "computed" if computed else "drawn" if name in drawn else "converted"
         if memory.spared.get(name) or (seconds and name in runs):  # the rest would save nothing, and does not run
             yield Recomputed(name, node.fqn if node is not None else "", what, memory.spared.get(name, 0.0), seconds)
 

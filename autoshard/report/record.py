@@ -136,7 +136,8 @@ class Choice:
     backward_s: float = 0.0
     """the part of ``seconds`` in the backward"""
     again: int = 0
-    """1: the conversions of its operands are made again in the backward; 2: it is computed again"""
+    """1: the conversions of its operands are made again in the backward, and what it drew is drawn again; 2: it is computed
+    again"""
 
 
 @dataclass(frozen=True, repr=False)

@@ -289,7 +289,7 @@ def recomputed_rows(plan: Record) -> list[tuple[str, str, int, float, float]]:
 
     def names(found: list[Recomputed]) -> str:
         ops = dict.fromkeys(
-            short_op(plan.choices[r.name]) if r.what == "computed" and r.name in plan.choices else "conversions"
+            short_op(plan.choices[r.name]) if r.what != "converted" and r.name in plan.choices else "conversions"
             for r in found
         )
         return ", ".join(ops)

@@ -154,8 +154,8 @@ class Assignment:
     given: frozenset[str] = frozenset()
     """values whose layout was asked for, by a hint or by an earlier compilation"""
     again: Mapping[str, int] = field(default_factory=dict)
-    """node → 1: the conversions of its operands are made again in the backward; 2: it is computed again, from operands that
-    are converted again; absent: what autograd keeps of it is kept"""
+    """node → 1: the conversions of its operands are made again in the backward, and what it drew is drawn again; 2: it is
+    computed again, from operands that are converted again; absent: what autograd keeps of it is kept"""
     shared_again: frozenset[str] = frozenset()
     """values whose conversion into the shared layout is made again in the backward"""
     zero: Mapping[str, int] = field(default_factory=dict)

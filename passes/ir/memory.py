@@ -97,7 +97,7 @@ class Recomputed:
     fqn: str
     """the module it stands in"""
     what: str
-    """"computed" or "converted" """
+    """"computed", "converted", or "drawn" """
     bytes: float
     """per rank, that are not kept"""
     seconds: float

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from autoshard.passes.ir.graph import Node
 from autoshard.passes.ir.program import Program, Statement, reads
-from autoshard.passes.rules.facts import is_view, saved
+from autoshard.passes.rules.facts import can_redraw, is_view, saved
 
 
 def run_again(program: Program) -> tuple[Statement, ...]:
@@ -32,7 +33,7 @@ def run_again(program: Program) -> tuple[Statement, ...]:
             continue
         keeps = saved(node, program.graph.types)
         operands = reads(part)
-        if _again(node, program) and (wanted or keeps.results or keeps.intermediates):
+        if _again(node, program) and (wanted or keeps.results or (keeps.intermediates and not can_redraw(node))):
             found.append(part)
             needed.update(operands)
         elif is_view(node.op):
@@ -40,6 +41,24 @@ def run_again(program: Program) -> tuple[Statement, ...]:
         else:
             needed.update(_kept(node, operands, keeps.operands))
     return tuple(reversed(found))
+
+
+def redrawing(program: Program, remade: Collection[int]) -> Program:
+    """``program`` with dropout that draws again in the backward, where it is made again but is not one of ``remade``: then
+    nobody needs its result there, and what it was made from need not be made again for it."""
+
+    def form(s: Statement) -> Statement:
+        node = s.node if s.call.fn == "dropout" and id(s) not in remade else None
+        if node is None or not can_redraw(node) or not program.assignment.again.get(node.name):
+            return s
+        return replace(s, call=replace(s.call, kwargs={**s.call.kwargs, "again": True}))
+
+    return replace(program, statements=tuple(map(form, program.statements)))
+
+
+def redrawn(program: Program) -> tuple[Statement, ...]:
+    """The statements of ``program`` that draw again in the backward by themselves."""
+    return tuple(s for s in program.statements if s.call.fn == "dropout" and s.call.kwargs.get("again"))
 
 
 def _kept(node: Node, operands: Sequence[str], positions: frozenset[int]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from autoshard.passes.ir.program import Program, Statement, reads
-from autoshard.passes.lower.again import run_again
+from autoshard.passes.lower.again import redrawing, run_again
 from autoshard.passes.lower.blocks import runs
 from autoshard.passes.lower.travelling import settled
 from autoshard.passes.rules.facts import is_view
@@ -19,6 +19,7 @@ def parted(program: Program) -> Program:
     What a part makes is not kept for the backward, and what it reads is.
     """
     remade = {id(part) for part in run_again(program)}
+    program = redrawing(program, remade)
     if not remade:
         return program
     program = settled(program, remade)

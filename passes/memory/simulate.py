@@ -16,7 +16,7 @@ from itertools import groupby
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.memory import Memory, optimizer_bytes
 from autoshard.passes.ir.program import Program, Statement, reads
-from autoshard.passes.lower.again import run_again
+from autoshard.passes.lower.again import redrawn, run_again
 from autoshard.passes.lower.blocks import Segment, segments
 from autoshard.passes.lower.bucket import regathered
 from autoshard.passes.memory.heap import Heap
@@ -134,6 +134,8 @@ class _Simulation:
 
     def _recomputed(self) -> dict[str, float]:
         found: dict[str, float] = defaultdict(float, dict.fromkeys(map(name_of, run_again(self.program)), 0.0))
+        for s in redrawn(self.program):  # a byte for each element
+            found[name_of(s)] += math.prod(self._form(s.outputs[0]).shape)
         for storage in self.spared:
             found[name_of(self.maker[storage][0])] += self.heap.sizes[storage]
         for storage, part in self.extra.items():
@@ -170,9 +172,7 @@ class _Simulation:
     def _form(self, name: str) -> Form:
         type_ = self.program.types[name]
         shape = self.program.layouts[name].max_local_shape(type_.example.shape)
-        strides = [1] * len(shape)
-        for d in range(len(shape) - 2, -1, -1):
-            strides[d] = strides[d + 1] * max(1, shape[d + 1])
+        strides = [math.prod(max(1, n) for n in shape[d + 1 :]) for d in range(len(shape))]
         return Form(tuple(shape), tuple(strides), type_.dtype, type_.grad and self.graph.training)
 
     def _gathered_bytes(self, bucket: Statement) -> float:

@@ -31,6 +31,7 @@ from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.hiding import Stepped, stepped, stepping
 from autoshard.passes.propagate.prices.step_time import Parts
 from autoshard.passes.propagate.states import fixed_states, free_states, placeable
+from autoshard.passes.rules.facts import can_redraw
 from autoshard.passes.search import CostNetwork, Row
 from autoshard.passes.search.folded import Folded
 
@@ -223,7 +224,7 @@ class Network:
             for slot, saves in enumerate(keeps.results):
                 own += np.where(saves, self._bytes(node.outputs[slot], space.outputs[slot]), 0.0)
             own *= self.flying  # one micro-batch works at a time
-            again = [not passive and tag == 2 for tag in tags]
+            again = [not passive and (tag == 2 or (tag == 1 and can_redraw(node))) for tag in tags]
             each = [space.parts + space.ahead if a else space.parts for a in again]
             parts = Parts(*(np.concatenate(x) if x[0].ndim else x[0] for x in zip(*each, strict=True)))
             kept = np.concatenate([np.zeros_like(own) if passive else work if a else own + work for a in again])

@@ -21,6 +21,7 @@ from autoshard.passes.propagate.prices.step_time import Parts, movable_values, s
 from autoshard.passes.propagate.prices.travelling import NONE, beside
 from autoshard.passes.propagate.prices.zero import stages_of
 from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.facts import can_redraw
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
     keeps = KeepTables(graph, mesh)
     for node in graph.nodes:
         state = assignment.again.get(node.name, 0)
-        if state == 2:
+        if state == 2 or (state == 1 and can_redraw(node)):
             op = operations[node.name]
             found[node.name] = op.ahead
         if state:

@@ -17,7 +17,7 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate.prices.fusion import is_chained
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.facts import is_view, saved
+from autoshard.passes.rules.facts import can_redraw, is_view, saved
 
 Recompute = str | Mapping[str, bool]
 Offer = Callable[[Node], tuple[int, ...]]
@@ -72,8 +72,8 @@ def _fixed(states: Mapping[str, int]) -> Offer:
 
 
 def _free(graph: Graph) -> Offer:
-    """Products may have their operands converted again without being computed again."""
-    return lambda node: (0, 1, 2) if _is_product(node) else (0, 2)
+    """Products may have their operands converted again, and dropout may draw again, without being computed again."""
+    return lambda node: (0, 1, 2) if _is_product(node) or can_redraw(node) else (0, 2)
 
 
 def _matched(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
@@ -114,7 +114,8 @@ def _within(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
         if leaves and is_view(node.op):  # what it is a view of is kept with it
             left.update(node.inputs[:1])
         keeps = saved(node, graph.types)
-        wanted = bool(keeps.results or keeps.intermediates) or not needed.isdisjoint(node.outputs)
+        inside = bool(keeps.intermediates) and not can_redraw(node)
+        wanted = bool(keeps.results) or inside or not needed.isdisjoint(node.outputs)
         states[node.name] = 2 if wanted and not leaves else 1
         inputs = node.inputs if states[node.name] == 2 else [node.inputs[i] for i in keeps.operands]
         if is_view(node.op) and not needed.isdisjoint(node.outputs):

@@ -126,6 +126,8 @@ class Facts:
     """whether it returns a view of its operand, at no cost; None: as its schema says"""
     draws: Callable[[Mapping[str, Any]], bool] | None = None
     """whether it draws from the generator, given its arguments by name; None: as its tags say"""
+    redrawn: bool = False
+    """whether what it keeps beside operands and results is drawn, so that the backward can draw it again without these"""
     effect: bool = False
     """whether it counts where nobody reads its result"""
     rounding: Rounding | Callable[[Node], Rounding] = ""

@@ -56,6 +56,11 @@ def is_random(node: Node | fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags if draws is None else draws(_arguments(op, node))
 
 
+def can_redraw(node: Node) -> bool:
+    """Whether the backward may draw again what autograd keeps of ``node`` beside operands and results."""
+    return facts_of(node.op).redrawn and is_random(node)
+
+
 def has_effect(node: Node | fx.Node) -> bool:
     """Whether ``node`` counts where nobody reads its result: it draws, has none, or checks a length."""
     op = _op(node)

@@ -33,7 +33,7 @@ class Block(runtime.Block):
     def forward(self, x):
         down_bias = runtime.partial(self.down.bias, "tp", of="I")  # I@tp → P@tp
 
-        # runs again in the backward, keeps 179.5 KiB less, for 0.17 µs
+        # runs again in the backward, keeps 178.5 KiB less, for 0.13 µs
         def block_again(
             x,
             norm_1_weight,
@@ -46,8 +46,6 @@ class Block(runtime.Block):
             norm_2_bias,
             up_weight,
             up_bias,
-            down_weight,
-            down_bias,
         ):
             # [2, 16, 32/64] S(2)@tp  gpt.py:77
             norm_1 = runtime.layer_norm(
@@ -89,14 +87,9 @@ class Block(runtime.Block):
             # [2, 16, 128/256] S(2)@tp  gpt.py:78
             up = F.linear(norm_2, up_weight, up_bias)
             gelu = F.gelu(up, approximate="tanh")  # [2, 16, 128/256] S(2)@tp  gpt.py:78
-            down = F.linear(gelu, down_weight, down_bias)  # [2, 16, 64] P@tp  gpt.py:78
-            # P@tp → S(2)@tp    backward: all-gather
-            down = runtime.reduce_scatter(down, 2, "tp")
-            # [2, 16, 32/64] S(2)@tp  gpt.py:78
-            dropout = runtime.dropout(down, 0.1, (2, 16, 64), {2: "tp"})
-            return x, dropout
+            return x, gelu
 
-        x, dropout = runtime.again(
+        x, gelu = runtime.again(
             block_again,
             x,
             self.norm_1.weight,
@@ -109,10 +102,14 @@ class Block(runtime.Block):
             self.norm_2.bias,
             self.up.weight,
             self.up.bias,
-            self.down.weight,
-            down_bias,
             draws=True,
         )
+        # [2, 16, 64] P@tp  gpt.py:78
+        down = F.linear(gelu, self.down.weight, down_bias)
+        # P@tp → S(2)@tp    backward: all-gather
+        down = runtime.reduce_scatter(down, 2, "tp")
+        # [2, 16, 32/64] S(2)@tp  gpt.py:78
+        dropout = runtime.dropout(down, 0.1, (2, 16, 64), {2: "tp"}, again=True)
         add = x + dropout  # [2, 16, 32/64] S(2)@tp  gpt.py:78
         return add
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
 from autoshard.errors import LayoutError
-from autoshard.runtime.transport.communicator import Axes, Communicator, current
-from autoshard.runtime.transport.generators import synchronised_generators
+from autoshard.runtime.transport.communicator import Axes, Communicator, bind, current
+from autoshard.runtime.transport.generators import set_states, states, synchronised_generators
 from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.process_group import TorchCommunicator
 
@@ -46,6 +47,7 @@ def dropout(
     dims: Mapping[int, Axes],
     order: Sequence[int] = (),
     batch: int | None = None,
+    again: bool = False,
 ) -> torch.Tensor:
     """``F.dropout(training=True)`` of the global tensor, on this rank's part ``x``.
 
@@ -53,6 +55,7 @@ def dropout(
     when the unsharded model drops it, from the same seed. ``order``: the dims of the unsharded model's tensor as they
     lie in memory, if not as they are numbered: eager dropout draws in memory order. ``batch``: where ``x`` belongs to
     one of several micro-batches, the dim that they share: this one takes its part of what the whole batch draws.
+    ``again``: the backward draws again what is dropped, and nothing is kept for it.
     """
     if not 0.0 <= p <= 1.0:
         raise LayoutError(f"dropout probability {p} is not between 0 and 1")
@@ -60,9 +63,32 @@ def dropout(
         return x
     if p == 1.0:
         return x * 0.0
+    redraw = None
+    if again and x.requires_grad and torch.is_grad_enabled():
+        fill = partial(_noise, p=p, dtype=x.dtype, device=x.device)
+        redraw = _later(lambda: part(drawn(fill, shape, order, batch), dims))
     noise = noise_like(x, p, shape, order, batch)
-    dropped: torch.Tensor = _Drop.apply(x, part(noise, dims), p)
+    dropped: torch.Tensor = _Drop.apply(x, part(noise, dims), p, redraw)
     return dropped
+
+
+def _later(draw: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """``draw``, to be called in the backward: it draws what it would draw now."""
+    comm = current()
+    now, micro_batch = comm.random_states(), comm.micro_batch
+
+    def drawn_then() -> torch.Tensor:
+        before, entered = states(), comm.micro_batch
+        set_states(now)
+        comm.micro_batch = micro_batch
+        try:
+            with bind(comm):
+                return draw()
+        finally:
+            set_states(before)
+            comm.micro_batch = entered
+
+    return drawn_then
 
 
 def noise_like(
@@ -73,18 +99,21 @@ def noise_like(
 
 
 class _Drop(HandingOn):
-    """``x * noise``; one byte per element is kept for the backward."""
+    """``x * noise``; one byte per element is kept for the backward, or nothing where ``redraw`` gives the noise again."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, noise: torch.Tensor, p: float) -> torch.Tensor:
-        ctx.save_for_backward(noise != 0)
-        ctx.p = p
+    def forward(
+        ctx: Any, x: torch.Tensor, noise: torch.Tensor, p: float, redraw: Callable[[], torch.Tensor] | None
+    ) -> torch.Tensor:
+        if redraw is None:
+            ctx.save_for_backward(noise != 0)
+        ctx.p, ctx.redraw = p, redraw
         return x * noise
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (kept,) = ctx.saved_tensors
-        return gradient * scaled(kept.to(gradient.dtype), ctx.p), None, None
+        kept = ctx.saved_tensors[0] if ctx.redraw is None else ctx.redraw() != 0
+        return gradient * scaled(kept.to(gradient.dtype), ctx.p), None, None, None
 
 
 def scaled(kept: torch.Tensor, p: float) -> torch.Tensor:

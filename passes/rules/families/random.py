@@ -157,7 +157,11 @@ def _mask(node: Node, types: Types) -> tuple[TensorType, ...]:
 
 RULES: tuple[Rule, ...] = (
     *rules(
-        "dropout.default", _dropout, _local_dropout, "... -> ...", facts=Facts("", _noise, draws=_drops, chains=True)
+        "dropout.default",
+        _dropout,
+        _local_dropout,
+        "... -> ...",
+        facts=Facts("", _noise, draws=_drops, redrawn=True, chains=True),
     ),
     *rules(
         "native_dropout.default",
