@@ -78,7 +78,7 @@ FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
     reduce._Shared: lambda x: reduce._Shared.apply(x, x.detach(), x.detach()),
     OneAfterAnother: lambda x: OneAfterAnother.apply(False, x, x.detach()),
     grouped._Product: lambda x: grouped._Product.apply(x, x.detach().expand(2, 4, 4), torch.tensor([1, 4])),
-    random._Drop: lambda x: random._Drop.apply(x, x.detach(), 0.5),
+    random._Drop: lambda x: random._Drop.apply(x, x.detach(), 0.5, None),
     _Cast: lambda x: _Cast.apply(x, torch.float32),
     _Dense: lambda x: _Dense.apply(x),
     made._Whole: lambda x: made.part_of(whole(x)),
