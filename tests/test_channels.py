@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -80,3 +80,48 @@ def test_rounds_as_it_does_in_float64() -> None:
     for dtype in (torch.float64, torch.float32):
         sharded = autoshard.compile(Island().to(dtype), autoshard.Mesh({"dp": 2}), (image(dtype),), like="ddp")
         assert ("channels_last" in sharded.source) == (dtype is torch.float32)
+
+
+class Pooled(nn.Module):
+    """The mean of all pixels, as ``form`` says."""
+
+    FORMS: ClassVar[dict[str, Any]] = {
+        "mean": lambda x: x.mean((2, 3)),
+        "kept dims": lambda x: x.mean((-1, -2), keepdim=True).flatten(1),
+        "pool": lambda x: F.adaptive_avg_pool2d(x, 1).flatten(1),
+    }
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.inner, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.FORMS[self.form](torch.relu(self.inner(x)))).square()
+        return out.mean()
+
+
+@pytest.mark.parametrize("form", Pooled.FORMS)
+def test_gradients_of_means_lie_as_what_they_are_of(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Nothing is written in another order."""
+    torch.manual_seed(0)
+    model, derived = Pooled(form), list[bool]()
+    sharded = autoshard.compile(model, autoshard.Mesh({"dp": 1}), (image(),))
+    assert "sum([2, 3], " in sharded.source
+    relu = torch.relu
+
+    def noted(x: Tensor) -> Tensor:
+        out = relu(x)
+        out.register_hook(lambda g: derived.append(g.stride()[1] == 1))
+        return out
+
+    monkeypatch.setattr(torch, "relu", noted)
+    found = sharded(image())
+    found.backward()
+    assert derived == [True]
+    expected = model(image())
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    for p, q in zip(sharded.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    assert derived == [True, False]  # of a mean it is written out

@@ -2,11 +2,13 @@
 
 As in Inductor (``decide_layout_opt`` of torch/_inductor/graph.py). Results follow the order of their operand, so that mostly
 the image that comes in is all that is copied. What is returned lies as its dims are numbered. Where the program
-runs is seen there: on other devices nothing happens.
+runs is seen there: on other devices nothing happens. Means of images are sums that are divided: autograd writes a mean's
+gradient out, with its dims as they are numbered, and all that follows would read two orders.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -48,6 +50,8 @@ def channels_last(program: Program) -> Program:
                 s = replace(s, call=replace(s.call, args=(Call("channels_last", (x,), {}), *rest)))
             last.update(s.outputs)
             touched.update(s.outputs)
+        elif _averages(s, program) and s.call.args[0].name in touched:
+            s = replace(s, call=_divided_sum(s.call, program))
         elif not touched.isdisjoint(reads(s)) and _name(s) not in _PRODUCTS:
             touched.update(o for o in s.outputs if o != "_" and len(program.types[o].shape) > 2)
             if _follows(s) and last.issuperset(n for n in reads(s) if len(program.types[n].shape) > 3):
@@ -61,6 +65,23 @@ def _convolves(s: Statement, program: Program) -> bool:
         return False
     made = program.types[s.outputs[0]]
     return made.dtype in DTYPES and len(made.shape) == 4
+
+
+def _averages(s: Statement, program: Program) -> bool:
+    """Whether it is the mean of all pixels, in training: in single precision, where the two round alike."""
+    if s.call.fn not in (aten.mean.dim, aten.adaptive_avg_pool2d.default) or not isinstance(s.call.args[0], Ref):
+        return False
+    x, made = program.types[s.call.args[0].name], program.types[s.outputs[0]]
+    pixels = {d % len(x.shape) for d in s.call.args[1] or ()} if s.call.fn is aten.mean.dim else {2, 3}
+    ones = s.call.fn is aten.mean.dim or made.shape[2:] == (1, 1)
+    plain = len(x.shape) == 4 and not x.unknown and all(isinstance(n, int) for n in x.shape[2:])
+    return plain and made.grad and ones and pixels == {2, 3} and x.dtype == made.dtype == torch.float32
+
+
+def _divided_sum(call: Call, program: Program) -> Call:
+    x, keeps = call.args[0], call.fn is not aten.mean.dim or call.args[2:3] == (True,)
+    total = Call(aten.sum.dim_IntList, (x, [2, 3], keeps), {})
+    return Call(aten.div.Scalar, (total, math.prod(program.types[x.name].shape[2:])), {})
 
 
 def _is_double(program: Program) -> bool:
