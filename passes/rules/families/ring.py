@@ -49,9 +49,11 @@ FOLDED_ROWS = "folded queries"
 SEQUENCE = ("queries", "keys", FOLDED_ROWS, *ALONG)
 """strategies that cut queries or keys; no two of them go together, but where both are plain"""
 IN_FOLDED_ORDER = (FOLDED, FOLDED_ROWS, FOLDED_PIECES)
-PIECE = 32 * 2**20
-"""bytes of the keys and values of a piece, where one head has no more: links and kernels are at their full rate, so that more
-would take memory and leave less to hide beside"""
+PIECE = 128 * 2**20
+"""bytes that the keys and values of a piece have at most, unless one head has more: two pieces and their gradients, which are
+wider, take less than a gigabyte"""
+LAUNCHES = 10
+"""kernels that a piece adds, forward and backward, for each of its three collectives"""
 MERGE_KERNELS = 6
 """elementwise kernels that merge a tile's result into that of the tiles before it"""
 PASSES = 6
@@ -130,18 +132,26 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
     if label in (FOLDED, FOLDED_PIECES, HELPED):
         extra["helpers" if label == HELPED else "folded"] = True
     if label in GATHERED:
-        extra["pieces"] = len(_pieces(site.example, int(shape[-1])))
+        extra["pieces"] = len(_pieces(site.example, axes, int(shape[-1])))
     return Call("gathered_attention" if label in GATHERED else "ring_attention", operands, extra)
 
 
-def _pieces(site: Site, keys: int) -> tuple[int, ...]:
-    """Elements of a position's keys and values in every piece of those that are gathered."""
+def _pieces(site: Site, axes: tuple[str, ...], keys: int) -> tuple[int, ...]:
+    """Elements of a position's keys and values in every piece of those that are gathered over ``axes``.
+
+    Nothing hides what comes first, and each piece has a latency: w seconds on the wire and a of latencies are least,
+    w/n + n·a, in n = √(w/a) pieces.
+    """
     shapes = [_features(site, name) for name in ("query", "key", "value")]
     counts = [s[-2] if len(s) > 1 else 1 for s in shapes]
     widths = [math.prod(s) // max(1, n) for s, n in zip(shapes, counts, strict=True)]
     units = max(1, math.gcd(*counts))
     size = sum(math.prod(s) for s in shapes[1:]) * keys * site.in_type(0).dtype.itemsize
-    pieces = math.ceil(units / max(1, units * PIECE // max(1, size)))
+    latency, rate = site.mesh.link(axes).rate("all_gather")
+    latency += LAUNCHES * site.mesh.hardware.kernel_latency
+    least = math.sqrt(rate * size / latency) if latency else units
+    heads = min(units * PIECE / max(1, size), units / max(1, round(least)))
+    pieces = math.ceil(units / max(1, int(heads)))
     return tuple(sum(n * w for (_, n), w in zip(h[1:], widths[1:], strict=True)) for h in heads_of(counts, pieces))
 
 
@@ -194,7 +204,7 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
         if label in GATHERED:
             read = (used(choice, i, graph.types[name].grad) for i, name in enumerate(node.inputs))
             site = Site(node, graph, mesh, tuple(laid_out(mesh, placed) for placed in read), (), tuple(choice))
-            pieces = len(_pieces(site.example, keys))
+            pieces = len(_pieces(site.example, site.axes(label), keys))
         return Tiling(pairs, _at_a_time(band, keys), tiles, pieces, matrix)
     n = len(stops(*held(queries, keys, ranks[label], False), band))
     each = max(1, keys // math.prod(ranks[label]))
@@ -273,7 +283,7 @@ def _gathers(site: Site, label: str, keys: int, phase: str) -> list[Internal]:
     axes, dtype = site.axes(label), site.in_type(0).dtype
     ranks = site.mesh.size_of(axes)
     element, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
-    rows, pieces = math.ceil(keys / ranks) * ranks, _pieces(site, keys)
+    rows, pieces = math.ceil(keys / ranks) * ranks, _pieces(site, axes, keys)
     each, found = 1 / len(pieces), list[Internal]()
     for i, width in enumerate(pieces):
         share = 0.0 if i == 0 else each if phase == "forward" or i == 1 else each * element / (element + wide)
