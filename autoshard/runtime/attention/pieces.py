@@ -50,11 +50,13 @@ class _Pieces:
 
     def gathered(self, number: int) -> Generator[Begun, Arrival, Arrival]:
         """Begin to gather the keys and values of a piece: they come as one tensor, position by position."""
-        return (yield from self._moved("S", "R", self._own(number)))
+        return (yield from self._moved("S", "R", _packed(self._own(number))))
 
-    def summed(self, found: Tensors) -> Generator[Begun, Arrival, Arrival]:
-        """Begin to sum gradients of whole keys and values over all ranks, of which those of this rank's own ones come."""
-        return (yield from self._moved("P", "S", found))
+    def summed(self, found: list[torch.Tensor]) -> Generator[Begun, Arrival, Arrival]:
+        """Begin to sum gradients of whole keys and values, which are let go, over all ranks: those of own ones come."""
+        x = _packed(found)
+        found.clear()
+        return (yield from self._moved("P", "S", x))
 
     def unpacked(self, number: int, x: torch.Tensor) -> Tensors:
         """What came of keys and values, [..., t, e] and [..., t, d]."""
@@ -62,9 +64,9 @@ class _Pieces:
         columns = x.split([math.prod(shape) for shape in shapes], 1)
         return tuple(c.unflatten(1, shape).movedim(0, -2) for c, shape in zip(columns, shapes, strict=True))
 
-    def _moved(self, source: str, target: str, xs: Tensors) -> Generator[Begun, Arrival, Arrival]:
+    def _moved(self, source: str, target: str, x: torch.Tensor) -> Generator[Begun, Arrival, Arrival]:
         move = self.move._replace(source=source, target=target, dim=0, size=self.length, order=())
-        return (yield Collective(move, _packed(xs)))
+        return (yield Collective(move, x))
 
     def _own(self, number: int) -> Tensors:
         return tuple(self.part(number, x, of=of) for x, of in zip(self.keys, (KEYS, VALUES), strict=True))
@@ -98,24 +100,19 @@ def forward(
     job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, mask: Any, kept: Any
 ) -> Journey:
     """→ result, and what the backward needs."""
-    folding: Arrival | None = None
+    folding: Arrival = tuple
     if job.folded:
         (query,), folding = yield from job.swap((query,), (job.rows,), False)
     pieces, level = _Pieces(job, query, key, value), job.level(mask)
-    result, logs, here = _Whole(pieces), _Whole(pieces, dim=-2), job._replace(folded=False)
+    result, logs = _Whole(pieces), _Whole(pieces, dim=-2)
     arrival = yield from pieces.gathered(0)
-    if folding is not None:
-        folding()
-    for i, following in enumerate((*range(1, job.pieces), None)):
-        keys, values = pieces.unpacked(i, *arrival())
-        if following is not None:
-            arrival = yield from pieces.gathered(following)
-        rows_q, *masks, dropped = _parts(pieces, i, query, mask, level, kept)
-        rows = Result(job, rows_q, values)
-        for t, (q, k, v), masking in tiles(here, HERE, rows_q, keys, values, (masks[0], masks[1]), dropped):
-            rows.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
+    folding()
+    for i in range(job.pieces):
+        here = pieces.unpacked(i, *arrival())
+        if i + 1 < job.pieces:
+            arrival = yield from pieces.gathered(i + 1)
         of_sinks = None if sinks is None else pieces.part(i, sinks, -1)
-        out, sums = rows.whole(query.dtype, sink_of(job, of_sinks, masks[1], rows_q))
+        out, sums = _results(job, here, of_sinks, *_parts(pieces, i, query, mask, level, kept))
         result.put(i, out)
         logs.put(i, sums)
     plain = out = result.tensor
@@ -128,25 +125,25 @@ def forward(
 def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
     """→ gradients of queries, keys, values and sinks."""
     query, key, value, sinks, mask, kept, out, sums = saved
-    folding: Arrival | None = None
+    folding: Arrival = tuple
     if job.folded:
         (gradient,), folding = yield from job.swap((gradient,), (job.rows,), False)
-    pieces, level, here = _Pieces(job, query, key, value), job.level(mask), job._replace(folded=False)
+    pieces, level = _Pieces(job, query, key, value), job.level(mask)
     of_rows, of_keys = _Whole(pieces), (_Whole(pieces, KEYS), _Whole(pieces, VALUES))
-    arrival, behind = (yield from pieces.gathered(0)), None
-    if folding is not None:
-        folding()
-    for i, following in enumerate((*range(1, job.pieces), None)):
-        keys, values = pieces.unpacked(i, *arrival())
-        if following is not None:
-            arrival = yield from pieces.gathered(following)
-        rows_q, *masks, dropped = _parts(pieces, i, query, mask, level, kept)
-        found, mine = tiles(here, HERE, rows_q, keys, values, (masks[0], masks[1]), dropped), Sum(rows_q)
+    arrival = yield from pieces.gathered(0)
+    folding()
+    behind: Arrival | None = None
+    for i in range(job.pieces):
+        here = pieces.unpacked(i, *arrival())
+        if i + 1 < job.pieces:
+            arrival = yield from pieces.gathered(i + 1)
         results = pieces.part(i, gradient), pieces.part(i, out), pieces.part(i, sums, -2)
-        theirs = gradients(here, HERE, found, (keys, values), results, mine, tuple)
-        of_rows.put(i, mine.whole().to(query.dtype))
+        mine, *theirs = _gradients(job, here, results, *_parts(pieces, i, query, mask, level, kept))
+        of_rows.put(i, mine)
+        del here
         if behind is not None:
             _put(pieces, of_keys, i - 1, behind, query.dtype)
+            del behind
         behind = yield from pieces.summed(theirs)
     assert behind is not None
     _put(pieces, of_keys, job.pieces - 1, behind, query.dtype)
@@ -156,6 +153,24 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
         unfolding()
     of_sinks = sinks_gradient(job, sinks, level, query, gradient, out, sums)
     return plain, *(x.tensor for x in of_keys), of_sinks
+
+
+def _results(job: Job, here: Tensors, sinks: Any, query: torch.Tensor, mask: Any, level: Any, kept: Any) -> Tensors:
+    """Of a piece, whose keys and values are ``here``: the result and log-sum-exps of this rank's rows."""
+    rows = Result(job, query, here[1])
+    for t, (q, k, v), masking in tiles(job._replace(folded=False), HERE, query, here[0], here[1], (mask, level), kept):
+        rows.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
+    return rows.whole(query.dtype, sink_of(job, sinks, level, query))
+
+
+def _gradients(
+    job: Job, here: Tensors, results: Tensors, query: torch.Tensor, mask: Any, level: Any, kept: Any
+) -> Tensors:
+    """Of a piece: of this rank's queries, and of all keys and values those that come of them."""
+    in_order, mine = job._replace(folded=False), Sum(query)
+    found = tiles(in_order, HERE, query, here[0], here[1], (mask, level), kept)
+    theirs = gradients(in_order, HERE, found, here, results, mine, tuple)
+    return mine.whole().to(query.dtype), *theirs
 
 
 def _parts(pieces: _Pieces, number: int, *xs: Any) -> list[Any]:
@@ -168,7 +183,7 @@ def _put(pieces: _Pieces, of_keys: Sequence[_Whole], number: int, arrival: Arriv
         whole.put(number, x.to(dtype))
 
 
-def _packed(xs: Tensors) -> torch.Tensor:
+def _packed(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     """[..., t, e] and [..., t, d] → [t, all the rest of both]: parts of the sequence lie one behind another."""
     rows = [x.movedim(-2, 0) for x in xs]
     widths = [math.prod(x.shape[1:]) for x in rows]
