@@ -29,6 +29,8 @@ NAMES = {
     "query heads": "query heads",
     "queries": "gather",
     "folded queries": "folded gather",
+    "gathered in pieces": "pieces",
+    "folded, gathered in pieces": "folded pieces",
     "ring": "ring",
     "folded ring": "folded ring",
     "ring with helpers": "ring with helpers",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import assert_equal_training, captured_once, collectives, double
 from memory_truth import kept_bytes
 from test_ring import HEADS, SLOW, VARIANTS, WIDTH, Attention, B, error, labels_of, model, run
@@ -20,9 +21,13 @@ from autoshard.check.rule_check import check_rule
 from autoshard.compiler import build, captured
 from autoshard.errors import RuntimeMismatchError
 from autoshard.hardware import PRESETS
+from autoshard.passes.ir.assignment import made, used
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Call
+from autoshard.passes.ir.program import Call, Internal
 from autoshard.passes.propagate.experts import sequence
+from autoshard.passes.propagate.op_space import internal_collectives
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.families import ring
 from autoshard.passes.rules.rehearsal import Form, Rehearsal
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.attention import order as ring_order
@@ -245,15 +250,65 @@ def test_made_again_in_the_backward() -> None:
     assert sent == pytest.approx(planned)
 
 
-# --- what it costs ---
+# --- when it is chosen ---
 
 
 class Layers(nn.Module):
     def __init__(self, heads: int, causal: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Attention(128 * heads, heads, heads, causal) for _ in range(2))
+        dropout = 0.1 if causal else 0.0  # without, helpers make work even at no price
+        self.layers = nn.ModuleList(Attention(128 * heads, heads, heads, causal, dropout) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = x + layer.mixed(x)
         return x.float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("length", "ranks", "heads", "causal", "label"),
+    [
+        pytest.param(16384, 4, 3, False, "queries", marks=pytest.mark.slow),
+        (65536, 4, 3, False, "gathered in pieces"),
+        pytest.param(262144, 8, 4, False, "ring", marks=pytest.mark.slow),
+        pytest.param(65536, 8, 4, True, "folded, gathered in pieces", marks=pytest.mark.slow),
+    ],
+)
+def test_crossovers(length: int, ranks: int, heads: int, causal: bool, label: str) -> None:
+    """Fewer heads than ranks, each with a network card of its own: gathered at once, in pieces, then a ring."""
+    with torch.device("meta"):
+        layers, x = Layers(heads, causal).bfloat16(), torch.zeros(1, length, 128 * heads, dtype=torch.bfloat16)
+    mesh = autoshard.Mesh({"cp": ranks}, replace(PRESETS["h100"], devices_per_node=1))
+    plan = autoshard.plan(layers, mesh, (x,), memory_budget=1e15)
+    assert [c.labels for c in plan.choices.values() if "scaled_dot_product" in c.op][-1] == (label,)
+
+
+def test_pieces_are_few_where_latency_counts_and_small_where_memory_does() -> None:
+    """Keys and values of 8 key heads: of short sequences one piece, of long ones one head each."""
+    counts, sizes = list[int](), list[float]()
+    for length in (1024, 16384, 131072, 1048576):
+        with torch.device("meta"):
+            q, k = (torch.zeros(1, h, length, 128, dtype=torch.bfloat16, requires_grad=True) for h in (32, 8))
+        found = gathers(q, k, autoshard.Mesh({"cp": 8}, "h100"))
+        counts.append(len(found))
+        sizes.append(found[0].bytes)
+    assert counts[0] == 1
+    assert counts == sorted(counts)
+    assert counts[-1] == 8
+    assert sizes[-2] <= ring.PIECE < sizes[-1]
+
+
+def gathers(q: torch.Tensor, k: torch.Tensor, mesh: autoshard.Mesh) -> list[Internal]:
+    """The gathers of the forward of attention in pieces."""
+    graph = captured(Core(), (q, k, k), {}, training=True)
+    (node,) = [n for n in graph.nodes if n.op in ring.ATTENTION]
+    (choice,) = [(s,) for s in rule_for(node.op).strategies(node, graph) if s.label == "gathered in pieces"]
+    placed = [used(choice, i, True) for i in range(3)] + [made(choice, 0, True)]
+    found = internal_collectives(node, graph, mesh, choice, placed)
+    assert Counter(c.kind for c in found) == {"all_gather": 2 * len(found) // 3, "reduce_scatter": len(found) // 3}
+    return [c for c in found if c.phase == "forward"]
+
+
+class Core(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum()
