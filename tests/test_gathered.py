@@ -174,8 +174,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "rings_of", pieces_of)
 
 
-def test_combines_with_other_cuts() -> None:
-    """Two axes that gather together, and one beside heads of either kind, beside samples."""
+def test_combines_with_other_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two axes that gather together, and one beside heads of either kind (also uneven ones), beside samples; pieces of a head."""
+    monkeypatch.setattr(ring, "PIECE", 1)
     random = torch.Generator().manual_seed(0)
     for shapes in (((1, 4, 8, 2), (1, 2, 8, 2)), ((2, 3, 7, 3), (2, 3, 7, 3))):
         q, k, v = (torch.randn(s, generator=random, dtype=torch.float64) for s in (shapes[0], shapes[1], shapes[1]))

@@ -80,12 +80,12 @@ class _Whole:
         self.made: list[torch.Tensor] = []
 
     def put(self, number: int, x: torch.Tensor) -> None:
+        """``x``: of a piece, the first one first."""
         if len(self.pieces.heads) > 1 and not self.made:
             shape = list(x.shape)
             shape[self.dim] = self.pieces.totals[self.of]
-            length, shape[-2] = (shape[-2], 0) if self.dim == -3 else (0, shape[-2])
-            like = x.new_empty(shape)
-            self.made = [row_of(like, length) if self.dim == -3 else like]
+            like = x.new_empty(()).expand(shape)
+            self.made = [row_of(like, shape[-2]) if self.dim == -3 else x.new_empty(shape)]
         if self.made:
             self.pieces.part(number, self.made[0], self.dim, self.of).copy_(x)
         else:
@@ -93,6 +93,7 @@ class _Whole:
 
     @property
     def tensor(self) -> torch.Tensor:
+        """With the parts of all pieces that were put."""
         return self.made[0]
 
 
