@@ -175,7 +175,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_combines_with_other_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two axes that gather together, and one beside heads of either kind (also uneven ones), beside samples; pieces of a head."""
+    """Two axes that gather together, one beside heads of either kind (also uneven ones), beside samples; a head at a time."""
     monkeypatch.setattr(ring, "PIECE", 1)
     random = torch.Generator().manual_seed(0)
     for shapes in (((1, 4, 8, 2), (1, 2, 8, 2)), ((2, 3, 7, 3), (2, 3, 7, 3))):
