@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import test_spelled
 import torch
 import torch.nn.functional as F
 from harness import assert_equal_training, captured_once, collectives, double
 from memory_truth import kept_bytes
+from test_masks import MASKS, Masked, S
 from test_ring import HEADS, SLOW, VARIANTS, WIDTH, Attention, B, error, labels_of, model, run
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -36,6 +38,7 @@ from autoshard.runtime.attention import pieces, tile
 pytestmark = pytest.mark.usefixtures("remembering")
 
 aten = torch.ops.aten
+DROPPED = test_spelled.dropped, test_spelled.capped_and_dropped, test_spelled.sloped_and_dropped
 PIECES = {"gathered in pieces", "folded, gathered in pieces"}
 
 
@@ -201,6 +204,38 @@ def test_trains_as_one_device(name: str, axes: dict[str, int]) -> None:
     labels = labels_of(report)
     assert labels & PIECES
     assert labels <= PIECES | {"heads", "query heads"}
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(
+    "name", ["window", "packed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("ALiBi, causal", "later rows"))]
+)
+def test_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of rows, on uneven chunks, with fewer key heads than query heads."""
+    monkeypatch.setattr(ring_order, "ROWS", 2)
+    module, x = Masked(MASKS[name][0], 2), torch.randn(2, S, 8)
+    for like, axes in (("ring", {"cp": 5}), ({"cp": "ring", "tp": "megatron"}, {"cp": 2, "tp": 2})):
+        with captured_once():
+            report = assert_equal_training(module, axes, (x,), like=like, steps=1)
+        assert labels_of(report) & PIECES
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize(
+    ("axes", "like"),
+    [
+        ({"cp": 3}, "ring"),
+        pytest.param({"cp": 2, "tp": 2}, {"cp": "ring", "tp": "megatron"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_sinks_caps_and_dropout(axes: dict[str, int], like: Any) -> None:
+    forms = *test_spelled.FORMS, test_spelled.Sunk(0.3), *DROPPED
+    module, x = test_spelled.Spelled(*forms), torch.randn(2, test_spelled.S, 16)
+    report = assert_equal_training(module, axes, (x,), like=like, steps=1)
+    attentions = [c.labels[0] for c in report.plan.choices.values() if "attention" in c.op]
+    assert len(attentions) == len(forms)
+    assert set(attentions) <= PIECES
 
 
 @pytest.mark.usefixtures("asked")
