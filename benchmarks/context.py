@@ -2,6 +2,7 @@
 
     python benchmarks/context.py [--quick]
     python benchmarks/context.py --million    # the table of Llama-3-8B with one sequence of 1,048,576 tokens
+    python benchmarks/context.py --pieces     # the table of attention without a causal mask, where pieces are chosen
 
 Plans two blocks of a Llama per cell, without weights, and prints what the planner chooses for attention, the predicted time
 of a step, and beside it that of a ring throughout (``like="ring"``). Nothing is run.
@@ -10,13 +11,19 @@ of a step, and beside it that of a ring throughout (``like="ring"``). Nothing is
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import autoshard
+from autoshard.hardware import PRESETS
 from autoshard.models.llama import Llama, LlamaConfig
+from autoshard.passes.rules.families import ring
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
 CASES: tuple[tuple[str, dict[str, int], int, int], ...] = (
@@ -29,6 +36,8 @@ NAMES = {
     "query heads": "query heads",
     "queries": "gather",
     "folded queries": "folded gather",
+    "gathered in pieces": "pieces",
+    "folded, gathered in pieces": "folded pieces",
     "ring": "ring",
     "folded ring": "folded ring",
     "ring with helpers": "ring with helpers",
@@ -74,6 +83,42 @@ def of_a_million(axes: dict[str, int], like: Any, recompute: str) -> autoshard.P
     return autoshard.plan(model, mesh, (tokens,), like=like, recompute=recompute, memory_budget=80e9, training=True)
 
 
+APART = replace(PRESETS["h100"], devices_per_node=1)
+WITHOUT_MASK: tuple[tuple[str, autoshard.Mesh, int], ...] = (
+    ("four nodes of one device, 3 heads", autoshard.Mesh({"cp": 4}, APART), 3),
+    ("eight nodes of one device, 4 heads", autoshard.Mesh({"cp": 8}, APART), 4),
+    ("four nodes, the 32 heads of a node cut over 8", autoshard.Mesh({"cp": 4, "tp": 8}, "h100"), 32),
+)
+
+
+class Layers(nn.Module):
+    """Two layers of attention without a mask, of heads of 128 features."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList(self.projections(128 * heads)) for _ in range(2))
+
+    @staticmethod
+    def projections(width: int) -> list[nn.Module]:
+        return [nn.Linear(width, n * width, bias=False) for n in (1, 2, 1)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for query, both, out in self.layers:  # type: ignore[misc]
+            k, v = both(x).chunk(2, -1)
+            q, k, v = (y.unflatten(-1, (-1, 128)).transpose(1, 2) for y in (query(x), k, v))
+            x = x + out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x.float().square().mean()
+
+
+def without_mask(length: int, mesh: autoshard.Mesh, heads: int, pieces: bool) -> autoshard.Plan:
+    """The plan of two layers of attention for one sequence; ``pieces``: whether keys may be gathered in pieces."""
+    with torch.device("meta"):
+        layers, x = Layers(heads).bfloat16(), torch.zeros(1, length, 128 * heads, dtype=torch.bfloat16)
+    like = {"tp": "megatron"} if "tp" in mesh.axes else None
+    with nullcontext() if pieces else patch.object(ring, "GATHERED", ()):
+        return autoshard.plan(layers, mesh, (x,), like=like, memory_budget=1e15)
+
+
 def chosen(plan: autoshard.Plan) -> str:
     """How the last attention is divided along the first axis."""
     labels = [c.labels[0] for c in plan.choices.values() if "scaled_dot_product_attention" in c.op]
@@ -89,7 +134,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the shortest and the longest sequence only")
     parser.add_argument("--million", action="store_true", help="Llama-3-8B with one sequence of 1,048,576 tokens")
+    parser.add_argument("--pieces", action="store_true", help="attention without a mask, where pieces are chosen")
     options = parser.parse_args()
+    if options.pieces:
+        print("| | 16 k | 64 k | 256 k |\n|---|---|---|---|")
+        for title, mesh, heads in WITHOUT_MASK:
+            cells = []
+            for length in (16384, 65536, 262144):
+                free, rest = (without_mask(length, mesh, heads, pieces) for pieces in (True, False))
+                beside = f" ({chosen(rest)} {_short(rest)})" if chosen(rest) != chosen(free) else ""
+                cells.append(f"{chosen(free)} {_short(free)}{beside} ms")
+            print(f"| {title} | " + " | ".join(cells) + " |", flush=True)
+        return
     if options.million:
         print("| mesh | asked for | attention | step | MFU | HFU | peak |\n|---|---|---|---|---|---|---|")
         for axes, like, recompute in MILLION:

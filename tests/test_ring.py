@@ -107,6 +107,9 @@ def run(
     def one(*operands: Any) -> torch.Tensor:
         where = {"queries": queries, "keys": keys, "axes": "cp", "folded": how.get("folded", False)}
         where |= {"sloped": how.get("sloped", False), "helpers": how.get("helpers", False)}
+        if "pieces" in how:
+            del where["helpers"]
+            return runtime.gathered_attention(*operands, causal, scale, pieces=how["pieces"], **where)
         return runtime.ring_attention(*operands, causal, scale, **where)
 
     outs = world.run(one, list(zip(*parts, masks, strict=True)))

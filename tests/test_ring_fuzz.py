@@ -1,8 +1,9 @@
-"""Random attention along rings and with queries cut, against the formula on one device: what meets nowhere else meets here."""
+"""Random attention along rings, in pieces and with queries cut, against the formula on one device: what meets nowhere else."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,6 +55,11 @@ def with_helpers(case: Case) -> Case:
     return {**case, **plain, "mask": mask, "keys": case["queries"]}
 
 
+def in_pieces(case: Case) -> Case:
+    """A case like it in which keys and values are gathered in pieces of their heads."""
+    return {**case, "around": True, "pieces": 1 + case["heads"][0] // 2}
+
+
 def masks(case: Case, of: torch.Generator) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """(the mask, what it shows [..., s, t], what it adds)."""
     s, t = case["queries"], case["keys"]
@@ -100,9 +106,9 @@ def formula(case: Case, seed: int, q: Any, k: Any, v: Any, sinks: Any, shown: An
     return nn.functional.dropout(weights, case["dropout"]) @ v
 
 
-def error(seed: int, helpers: bool = False) -> float:
-    """The largest difference of the result and of every gradient; ``helpers``: of a case for these."""
-    case, of = with_helpers(drawn(seed)) if helpers else drawn(seed), torch.Generator().manual_seed(seed)
+def error(seed: int, way: Callable[[Case], Case] = Case) -> float:
+    """The largest difference of the result and of every gradient; ``way``: makes a case for it of one that is drawn."""
+    case, of = way(drawn(seed)), torch.Generator().manual_seed(seed)
     ranks, (kv, _) = case["ranks"], case["heads"]
 
     def values(*shape: int) -> torch.Tensor:
@@ -134,7 +140,10 @@ def error(seed: int, helpers: bool = False) -> float:
         if not around:
             return runtime.banded_rows(q, k, v, mask, case["scale"], sinks=sinks, **how)
         dropped = {"dropout_p": case["dropout"], "shape": (2, 4, s, t)} if case["dropout"] else {}
-        more = {"keys": t, "sinks": sinks, "helpers": helpers}
+        if "pieces" in case:
+            how.update(keys=t, sinks=sinks, pieces=case["pieces"])
+            return runtime.gathered_attention(q, k, v, mask, False, case["scale"], **dropped, **how)
+        more = {"keys": t, "sinks": sinks, "helpers": way is with_helpers}
         return runtime.ring_attention(q, k, v, mask, False, case["scale"], **more, **dropped, **how)
 
     torch.manual_seed(seed)
@@ -153,8 +162,8 @@ def test_random_cases(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(first, first + (20 if not first else 200)):
         for module in (tile, ring_order):
             monkeypatch.setattr(module, "ROWS", drawn(seed)["blocks"])
-        for helpers in (False, True):
-            assert error(seed, helpers) < 1e-9, (seed, helpers, drawn(seed))
+        for way in (Case, with_helpers, in_pieces):
+            assert error(seed, way) < 1e-9, (seed, way, drawn(seed))
 
 
 def test_what_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

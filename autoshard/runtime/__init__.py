@@ -95,7 +95,7 @@ __all__ = [
 ]
 
 from autoshard.runtime.attention.heads import attention, causal_mask, kv_heads
-from autoshard.runtime.attention.ring import banded_rows, ring_attention
+from autoshard.runtime.attention.ring import banded_rows, gathered_attention, ring_attention
 from autoshard.runtime.operations.draw import draw, draw_like, native_dropout, rrelu
 from autoshard.runtime.operations.embedding import pooled, vocab_embedding, vocab_embedding_bag
 from autoshard.runtime.operations.experts import experts
@@ -173,6 +173,7 @@ __all__ += [
     "experts",
     "flat_argmax",
     "flat_argmin",
+    "gathered_attention",
     "group_norm",
     "halo",
     "kv_heads",

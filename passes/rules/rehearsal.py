@@ -25,7 +25,7 @@ from autoshard.passes.ir.program import Call, Local, Offset
 from autoshard.passes.ir.walk import map_tree
 from autoshard.runtime.transport.communicator import Communicator, bind, in_order_of
 from autoshard.runtime.transport.move import LOCAL, Move
-from autoshard.runtime.transport.relay import Arrival, Hop
+from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Hop
 
 aten = torch.ops.aten
 
@@ -371,9 +371,12 @@ class _Absent(Communicator):
             shape[move.to_dim] = self.chunk(move.to_size, move.axes)[1]
         return in_order_of(x, x.new_empty(shape))
 
-    def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
+    def exchange(self, hops: Sequence[Begun], phase: str) -> Sequence[Arrival]:
         """See :meth:`Communicator.exchange`."""
-        return [partial(_empty, hop) for hop in hops]
+        return [
+            partial(tuple, (self.execute(hop.move, hop.x),)) if isinstance(hop, Collective) else partial(_empty, hop)
+            for hop in hops
+        ]
 
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :meth:`Communicator.shared`."""

@@ -12,18 +12,22 @@ from harness import SLOW_LINK
 
 import autoshard
 from autoshard import runtime
+from autoshard.passes.propagate.experts import sequence
 from autoshard.runtime.transport.move import Move
-from autoshard.runtime.transport.relay import Hop
+from autoshard.runtime.transport.relay import Collective, Hop
+
+RINGS = frozenset({"ring", "folded ring", "ring with helpers"})
+PIECES = frozenset({"gathered in pieces", "folded, gathered in pieces"})
 
 
-def trains(name: str) -> None:
+def trains(name: str, expected: frozenset[str] = RINGS) -> None:
     """As one device; what is sent is what the plan says."""
     ranks = dist.get_world_size()
     mesh = autoshard.Mesh({"cp": ranks}, hardware="ideal_network")
     sharded = assert_trains_alike(name, on=mesh, like="ring")
     labels = {label for c in sharded.plan.choices.values() if "attention" in c.op for label in c.labels}
     assert labels
-    assert labels <= {"ring", "folded ring", "ring with helpers"}, labels
+    assert labels <= expected, labels
     sends_as_planned(name, sharded)
 
 
@@ -59,6 +63,20 @@ def train_spelled() -> None:
     trains("spelled")
 
 
+def train_pieces() -> None:
+    """Keys and values gathered in pieces, in a sequence that does not divide, with dropout."""
+
+    def pieces_of(node: Any, families: Any) -> frozenset[str]:
+        return frozenset(s.label for s in families.strategies(node)) & PIECES
+
+    before, sequence.rings_of = sequence.rings_of, pieces_of
+    try:
+        for name in ("llama", "gpt"):
+            trains(name, PIECES)
+    finally:
+        sequence.rings_of = before
+
+
 def products_travel() -> None:
     """Operands and sums of linear layers, on 3 ranks with parts that differ in length."""
     mesh = autoshard.Mesh({"tp": dist.get_world_size()}, hardware=SLOW_LINK)
@@ -86,7 +104,36 @@ def hops_overlap() -> None:
         assert x.tolist() == [10.0 * number + source] * (source + 1)
 
 
-CHECKS = (train_llama, train_gpt, train_hf_llama, train_spelled, products_travel, hops_overlap)
+def collectives_overlap() -> None:
+    """A gather and a sum that is scattered are on their way at once, of parts that differ in length."""
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    comm = runtime.TorchCommunicator({"cp": ranks})
+    size = 2 * ranks - 1
+    start, length = comm.chunk(size, ("cp",))
+    gather, total = Move("S", "R", ("cp",), 0, size), Move("P", "S", ("cp",), 0, size)
+    rows = torch.arange(start, start + length, dtype=torch.float64)[:, None].expand(-1, 3)
+    begun = [
+        Collective(gather, rows),
+        Collective(total, torch.arange(size).double() + me),
+        Collective(gather, 2 * rows),
+    ]
+    (first,), (summed,), (second,) = (comm.exchange([x], "forward") for x in begun)
+    assert second()[0][:, 0].tolist() == [2.0 * n for n in range(size)]
+    assert first()[0].tolist() == [[float(n)] * 3 for n in range(size)]
+    expected = ranks * torch.arange(start, start + length) + ranks * (ranks - 1) / 2
+    assert summed()[0].tolist() == expected.tolist()
+
+
+CHECKS = (
+    train_llama,
+    train_gpt,
+    train_hf_llama,
+    train_spelled,
+    train_pieces,
+    products_travel,
+    hops_overlap,
+    collectives_overlap,
+)
 
 if __name__ == "__main__":
     main({check.__name__: check for check in CHECKS})

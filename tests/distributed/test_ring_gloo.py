@@ -12,12 +12,16 @@ import world
 @pytest.mark.parametrize(
     ("ranks", "checks"),
     [
-        (2, ("train_gpt", "train_spelled", "products_travel", "hops_overlap")),
+        (2, ("train_gpt", "train_spelled", "train_pieces", "products_travel", "hops_overlap", "collectives_overlap")),
         pytest.param(2, ("train_llama", "train_hf_llama"), marks=pytest.mark.slow),
         pytest.param(
             3, ("train_llama", "products_travel"), marks=pytest.mark.slow
         ),  # uneven; the middle rank is its own mirror
-        pytest.param(4, ("train_llama", "products_travel", "hops_overlap"), marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            ("train_llama", "train_pieces", "products_travel", "hops_overlap", "collectives_overlap"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_as_one_device(ranks: int, checks: tuple[str, ...], tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ class Job(NamedTuple):
     sloped: bool = False
     """whether the mask has slopes by the distance"""
     soft_cap: float | None = None
+    pieces: int = 1
+    """in how many the heads of keys and values are gathered, where they are"""
 
     @property
     def some(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,12 @@ def forward(
         (query, *_), folding = yield from job.swap((query, key, value)[: len(job.swapped)], job.swapped, False)
         if len(job.swapped) > 1:
             query, key, value = folding()
-    result, own, level = _Result(job, query, value), (key, value), job.level(mask)
+    result, own, level = Result(job, query, value), (key, value), job.level(mask)
     for stop, following in _paired(job.stops):
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
-        for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
+        for t, (q, k, v), masking in tiles(job, stop, query, key, value, (mask, level), kept):
             if job.folded and job.came(t.rows):
                 folding()
             result.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
@@ -64,17 +64,8 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
         arrival = None
         if following is not None:
             arrival = yield job.onward(own if following.fresh else (key, value), stop, following)
-        sums_of = Sum(key), Sum(value)
-        for t, (q, k, v), masking in _tiles(job, stop, query, key, value, (mask, level), kept):
-            if job.folded and job.came(t.rows):
-                folding()
-            at = spot(job.rows[job.me], *t.rows)
-            g, o, s = gradient.narrow(-2, *at), out.narrow(-2, *at), sums.narrow(-1, *at)
-            dq, dk, dv = tile.backward(g, q, k, v, o, s, masking, job.scale)
-            mine.add(at, dq)
-            for total, more in zip(sums_of, (dk, dv), strict=True):
-                total.add(spot(job.columns_at(stop), *t.columns), more)
-        theirs: Tensors = tuple(total.whole() for total in sums_of)
+        found = tiles(job, stop, query, key, value, (mask, level), kept)
+        theirs = gradients(job, stop, found, (key, value), (gradient, out, sums), mine, folding)
         if not stop.offset:
             owns = theirs
         else:
@@ -127,7 +118,33 @@ def _in_a_row(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
-def _tiles(
+def gradients(
+    job: Job,
+    stop: Stop,
+    found: Iterable[tuple[Stretch, Tensors, Masking]],
+    keys: Tensors,
+    results: Tensors,
+    mine: Sum,
+    folding: Arrival,
+) -> Tensors:
+    """Of the keys and values at ``stop``, whose :func:`tiles` are ``found``; those of the queries are added to ``mine``.
+
+    ``results``: the result's gradient, the result and log-sum-exps of this rank's rows; ``folding``: waits for rows that come.
+    """
+    totals = tuple(map(Sum, keys))
+    for t, (q, k, v), masking in found:
+        if job.folded and job.came(t.rows):
+            folding()
+        at = spot(job.rows[job.me], *t.rows)
+        g, o, s = (x.narrow(d, *at) for x, d in zip(results, (-2, -2, -1), strict=True))
+        dq, *more = tile.backward(g, q, k, v, o, s, masking, job.scale)
+        mine.add(at, dq)
+        for total, x in zip(totals, more, strict=True):
+            total.add(spot(job.columns_at(stop), *t.columns), x)
+    return tuple(total.whole() for total in totals)
+
+
+def tiles(
     job: Job,
     stop: Stop,
     query: torch.Tensor,
@@ -146,7 +163,7 @@ def _tiles(
         yield t, cut, masking_of(job, t, rows, query, masks, kept)
 
 
-class _Result:
+class Result:
     """What a rank's rows have so far."""
 
     def __init__(self, job: Job, query: torch.Tensor, value: torch.Tensor) -> None:

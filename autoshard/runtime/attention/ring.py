@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.attention import helped, journey
+from autoshard.runtime.attention import pieces as in_pieces
 from autoshard.runtime.attention.job import Job
 from autoshard.runtime.attention.order import Band, held, spans
 from autoshard.runtime.operations.random import noise_like, part
@@ -75,6 +76,47 @@ def ring_attention(
     job = Job(move, comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)
     kept = _kept(job, query, shape, cuts, batch)
     out = _run(comm, job, (query, key, value, sinks), attn_mask, kept, helped if helpers else journey)
+    return out * 0.0 if dropout_p == 1.0 else out
+
+
+def gathered_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    *,
+    queries: int,
+    keys: int,
+    axes: Axes,
+    pieces: int = 1,
+    before: int | None = None,
+    after: int | None = None,
+    folded: bool = False,
+    sloped: bool = False,
+    sinks: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    shape: Sequence[int] = (),
+    cuts: Mapping[int, Axes] | None = None,
+    batch: int | None = None,
+) -> torch.Tensor:
+    """:func:`ring_attention` in which keys and values are gathered in so many ``pieces`` of their heads: S → S.
+
+    While one piece is computed, the next one comes (:mod:`~autoshard.runtime.attention.pieces`). ``folded``: queries alone
+    are swapped.
+    """
+    comm = current()
+    names = comm.active(axes)
+    folded = folded and bool(names)
+    rows, columns = spans(queries, tuple(comm.mesh[a] for a in names), folded), (((0, keys),),)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    move = named(Move("S", "S", names, order=names), always=True)
+    band = Band(before, 0 if is_causal else after)
+    job = Job(move, comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap, pieces)
+    kept = _kept(job, query, shape, cuts, batch)
+    out = _run(comm, job, (query, key, value, sinks), attn_mask, kept, in_pieces)
     return out * 0.0 if dropout_p == 1.0 else out
 
 
@@ -153,7 +195,6 @@ def _run(
         found: Journey = way.backward(job, gradients[0], saved)
         return found
 
-    name = (
-        f"attention in a ring, with a window, slopes or rows of a causal mask ({', '.join(job.move.axes)}: {job.band})"
-    )
+    where = f"({', '.join(job.move.axes)}: {job.band})"
+    name = f"attention in a ring or in pieces, with a window, slopes or rows of a causal mask {where}"
     return round_trip(comm, Trip(name, ahead, back), *operands)[0]

@@ -16,7 +16,7 @@ from autoshard.errors import MeshError, RuntimeMismatchError
 from autoshard.runtime.transport import sparse
 from autoshard.runtime.transport.generators import states
 from autoshard.runtime.transport.move import Move
-from autoshard.runtime.transport.relay import Arrival, Hop
+from autoshard.runtime.transport.relay import Arrival, Begun
 from autoshard.runtime.transport.step import Step
 from autoshard.runtime.transport.window import Chunks, chunks
 
@@ -103,8 +103,8 @@ class Communicator(ABC):
         """``fn(*args, **kwargs)`` with one draw from the random generators for all ranks together."""
 
     @abstractmethod
-    def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
-        """Begin one hop of every rank that this process runs, in their order."""
+    def exchange(self, hops: Sequence[Begun], phase: str) -> Sequence[Arrival]:
+        """Begin one hop, or one collective, of every rank that this process runs, in their order."""
 
     def meet(self, what: str, value: Any, joint: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """``joint(values)`` of all ranks that this process runs, once; this rank's part of what it gives."""

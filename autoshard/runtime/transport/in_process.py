@@ -21,7 +21,7 @@ from autoshard.runtime.transport import sparse
 from autoshard.runtime.transport.communicator import Communicator, Executed, bind, current, in_order_of
 from autoshard.runtime.transport.move import LOCAL, Move, piece, together
 from autoshard.runtime.transport.profiling import named, recorded
-from autoshard.runtime.transport.relay import Arrival, Hop
+from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Hop
 from autoshard.runtime.transport.schedule import Joint, Schedule, Threads, ThreadState
 
 Tensors = tuple[torch.Tensor, ...]
@@ -145,8 +145,16 @@ class InProcessCommunicator(Communicator):
         moves, xs = zip(*values, strict=True)
         return _joint(self.world, moves, xs, self.phase)
 
-    def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
+    def exchange(self, hops: Sequence[Begun], phase: str) -> Sequence[Arrival]:
         """See :meth:`Communicator.exchange`."""
+        together = [hop for hop in hops if isinstance(hop, Collective)]
+        if together:
+            with recorded(self, together[0].move, phase):
+                moved = self.world.execute([hop.move for hop in together], [hop.x for hop in together], phase)
+            return [functools.partial(tuple, (x,)) for x in moved]
+        return self._permute([hop for hop in hops if isinstance(hop, Hop)], phase)
+
+    def _permute(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
         first = hops[0]
         self.record("permute", first.move.axes, phase, first.bytes)
         sent: dict[int, tuple[torch.Tensor, ...]] = {}

@@ -19,7 +19,7 @@ from autoshard.runtime.transport.groups import group_of
 from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, is_few, piece, together
 from autoshard.runtime.transport.peers import Notes, lost
 from autoshard.runtime.transport.profiling import collective_name, named, recorded
-from autoshard.runtime.transport.relay import Arrival, Hop
+from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Hop
 from autoshard.runtime.transport.spare import Shapes, Spare
 from autoshard.runtime.transport.wire import behind, numel, outermost, padded, raw, with_length
 from autoshard.runtime.transport.work import (
@@ -187,8 +187,8 @@ class TorchCommunicator(Communicator):
             return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
 
     def start(self, move: Move, x: torch.Tensor, phase: str) -> Callable[[], torch.Tensor]:
-        """See :meth:`Communicator.start`: rows are under way."""
-        if move.splits is None:
+        """See :meth:`Communicator.start`: rows, gathers and sums that are scattered are under way."""
+        if move.splits is None and move.verb not in _STARTED:
             moved = self.execute(move, x, phase)
             return lambda: moved
         group = self.process_group(move.axes)
@@ -196,11 +196,16 @@ class TorchCommunicator(Communicator):
             self.record(move.kind, move.axes, phase, move.ring_bytes(x, group.size))
         self._at = move, phase
         with recorded(self, move, phase):
-            return _start_rows(self, move.splits, group, x)
+            if move.splits is not None:
+                return _start_rows(self, move.splits, group, x)
+            return _STARTED[move.verb](self, move, group, x)
 
-    def exchange(self, hops: Sequence[Hop], phase: str) -> Sequence[Arrival]:
+    def exchange(self, hops: Sequence[Begun], phase: str) -> Sequence[Arrival]:
         """See :meth:`Communicator.exchange`."""
         (hop,) = hops
+        if isinstance(hop, Collective):
+            arrive = self.start(hop.move, hop.x, phase)
+            return [lambda: (arrive(),)]
         self.record("permute", hop.move.axes, phase, hop.bytes)
         self.during(hop.move, phase)
         with recorded(self, hop.move, phase):
@@ -262,27 +267,43 @@ def _all_reduce(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tens
 
 
 def _all_gather(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
+    return _start_gather(comm, move, group, x, comm.run)()
+
+
+def _start_gather(
+    comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor, begin: Callable[..., Underway | None]
+) -> Callable[[], torch.Tensor]:
+    """``begin``: begins a collective, or runs it."""
     chunks = comm.chunks(move.size, move.axes)
     out_shape = with_length(x.shape, move.dim, move.size)
     if not numel(out_shape):
-        return x.new_empty(out_shape)
+        return partial(x.new_empty, out_shape)
     lengths = [length for _, length in chunks]
-    x = padded(x, move.dim, lengths[0]).contiguous()
-    in_place = lengths[0] == lengths[-1] and group.order is None and outermost(x.shape, move.dim)
-    out = x.new_empty(out_shape if in_place else [group.size, *x.shape])
-    parts = out.view(group.size, *x.shape)
-    comm.run(group, all_gather_single, raw(parts), raw(x).unsqueeze(0))
-    if in_place:
-        return out
-    pieces = _by_index(parts.unbind(0), group)
-    return torch.cat([p.narrow(move.dim, 0, n) for p, n in zip(pieces, lengths, strict=True)], move.dim)
+    sent = padded(x, move.dim, lengths[0]).contiguous()
+    in_place = lengths[0] == lengths[-1] and group.order is None and outermost(sent.shape, move.dim)
+    out = x.new_empty(out_shape if in_place else [group.size, *sent.shape])
+    parts = out.view(group.size, *sent.shape)
+    work = begin(group, all_gather_single, raw(parts), raw(sent).unsqueeze(0))
+
+    def arrive() -> torch.Tensor:
+        if work is not None:
+            work.wait()
+        sent.numel()  # not freed before
+        if in_place:
+            return out
+        pieces = group.in_order(parts.unbind(0))
+        return torch.cat([p.narrow(move.dim, 0, n) for p, n in zip(pieces, lengths, strict=True)], move.dim)
+
+    return arrive
 
 
-def _reduce_scatter(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
+def _start_reduce_scatter(
+    comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor
+) -> Callable[[], torch.Tensor]:
     chunks = comm.chunks(move.size, move.axes)
     longest, mine = chunks[0][1], chunks[group.number][1]
     if not x.numel():
-        return x.new_empty(with_length(x.shape, move.dim, mine))
+        return partial(x.new_empty, with_length(x.shape, move.dim, mine))
     if longest == chunks[-1][1] and group.order is None and outermost(x.shape, move.dim):
         parts = x.contiguous()
     else:
@@ -290,8 +311,14 @@ def _reduce_scatter(comm: TorchCommunicator, move: Move, group: Group, x: torch.
         parts = behind(pieces if group.order is None else [pieces[k] for k in group.order])
     out = x.new_empty(with_length(x.shape, move.dim, longest))
     parts = parts.view(group.size * out.shape[0], *out.shape[1:])
-    comm.reduce_scatter(group, out, parts).wait()
-    return out.narrow(move.dim, 0, mine).contiguous()
+    work = comm.reduce_scatter(group, out, parts)
+
+    def arrive() -> torch.Tensor:
+        work.wait()
+        parts.numel()  # not freed before
+        return out.narrow(move.dim, 0, mine).contiguous()
+
+    return arrive
 
 
 def _all_to_all(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
@@ -302,7 +329,7 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tens
     shapes = [with_length(shape, move.dim, gathered[k][1]) for k in members]
     out = _exchanged(comm, pieces, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
-    return torch.cat(_by_index(parts, group), move.dim)
+    return torch.cat(group.in_order(parts), move.dim)
 
 
 def _start_rows(comm: TorchCommunicator, splits: Splits, group: Group, x: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -319,7 +346,7 @@ def _start_rows(comm: TorchCommunicator, splits: Splits, group: Group, x: torch.
     def arrive() -> torch.Tensor:
         work.wait()
         sent.numel()  # not freed before
-        return splits.staying(out if group.order is None else torch.cat(_by_index(out.split(gets), group)))
+        return splits.staying(out if group.order is None else torch.cat(group.in_order(out.split(gets))))
 
     return arrive
 
@@ -331,7 +358,7 @@ def _halo(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) ->
     shapes = [with_length(x.shape, move.dim, move.exchange.piece(k, group.number)[1]) for k in members]
     out = _exchanged(comm, sent, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
-    return together(move, group.number, _by_index(parts, group))
+    return together(move, group.number, group.in_order(parts))
 
 
 def _exchanged(
@@ -357,21 +384,15 @@ def _permute(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor)
     return comm.send(group, Hop(move, to, after.number, (x,), (tuple(shape),), 0.0))()[0]
 
 
+_STARTED: dict[str, Callable[..., Callable[[], torch.Tensor]]] = {
+    "all_gather": lambda comm, move, group, x: _start_gather(comm, move, group, x, comm.begin),
+    "reduce_scatter": _start_reduce_scatter,
+}
 _COLLECTIVES = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter": lambda *what: _start_reduce_scatter(*what)(),
     "all_to_all": _all_to_all,
     "permute": _permute,
     "halo": _halo,
 }
-
-
-def _by_index(parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """Parts that lie in the process group's order, in the order of the axes."""
-    if group.order is None:
-        return list(parts)
-    out = list(parts)
-    for position, k in enumerate(group.order):
-        out[k] = parts[position]
-    return out

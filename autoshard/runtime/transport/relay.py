@@ -1,8 +1,8 @@
 """Computations in which every rank sends while it computes, written for one rank: a *journey*, a generator of hops.
 
-A journey yields what it sends and where it goes, gets a function that waits for what comes in its place, and returns its
-results. In one process the journeys of all ranks go side by side, hop by hop; under torch.distributed a rank has one.
-All ranks make as many hops, in the same order.
+A journey yields what it sends and where it goes, or what it brings to a collective, gets a function that waits for what
+comes in its place, and returns its results. In one process the journeys of all ranks go side by side, hop by hop; under
+torch.distributed a rank has one. All ranks make as many hops, in the same order.
 """
 
 from __future__ import annotations
@@ -38,15 +38,23 @@ class Hop(NamedTuple):
     """where what comes is put, one tensor that lies in a row; None: into new memory"""
 
 
-Journey = Generator[Hop, Arrival, Tensors]
+class Collective(NamedTuple):
+    """A collective that all ranks of a group begin: one tensor comes of it."""
+
+    move: Move
+    x: torch.Tensor
 
 
-def travel(journeys: Sequence[Journey], exchange: Callable[[Sequence[Hop]], Sequence[Arrival]]) -> list[Tensors]:
+Begun = Hop | Collective
+Journey = Generator[Begun, Arrival, Tensors]
+
+
+def travel(journeys: Sequence[Journey], exchange: Callable[[Sequence[Begun]], Sequence[Arrival]]) -> list[Tensors]:
     """Run the journeys of all ranks of this process to their ends; ``exchange`` begins one hop of each."""
     results: list[Any] = [None] * len(journeys)
     arrivals: Sequence[Any] = [None] * len(journeys)
     while True:
-        hops = []
+        hops = list[Begun]()
         for i, journey in enumerate(journeys):
             try:
                 hops.append(journey.send(arrivals[i]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +41,15 @@ class Group(NamedTuple):
     order: tuple[int, ...] | None
     """number along the axes of each member in the process group's own order; None: the same"""
     gloo: bool
+
+    def in_order(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Parts that lie in the process group's order, in the order of the axes."""
+        if self.order is None:
+            return list(parts)
+        out = list(parts)
+        for position, k in enumerate(self.order):
+            out[k] = parts[position]
+        return out
 
 
 class Underway(NamedTuple):

@@ -38,7 +38,7 @@ class Families:
     def __post_init__(self) -> None:
         for node in self.graph.nodes:
             for strategy in self.strategies(node):
-                if strategy.label not in ring.LABELS and (found := cut_dims(node, strategy)):
+                if strategy.label not in ring.ALONG and (found := cut_dims(node, strategy)):
                     self._union.union(*found)
 
     def strategies(self, node: Node) -> tuple[Strategy, ...]:
@@ -106,7 +106,7 @@ class Families:
     def attended(self) -> frozenset[Family]:
         """Families that attention can cut in rings: sequences."""
         found = ((self.cut(n, s), s.label) for n in self.graph.nodes for s in self.strategies(n))
-        return frozenset(family for family, label in found if family is not None and label in ring.LABELS)
+        return frozenset(family for family, label in found if family is not None and label in ring.ALONG)
 
     @cached_property
     def from_inputs(self) -> frozenset[str]:
@@ -141,7 +141,7 @@ class Families:
 
         Such a strategy is no independent part of the operation: something else has to bring its parts together.
         """
-        if strategy.label in ring.LABELS:
+        if strategy.label in ring.ALONG:
             return True
         family, cut = self.cut(node, strategy), dict(cut_dims(node, strategy))
         rest = [v for v in (*node.inputs, *node.outputs) if v not in cut]

@@ -129,8 +129,8 @@ def _heads(site: Site, name: str) -> Call:
 
 
 def _ring(site: Site) -> str:
-    """Which ring or folded order it takes, if any."""
-    return next((label for label in (*ring.LABELS, ring.FOLDED_ROWS) if site.axes(label)), "")
+    """Which ring, pieces or folded order it takes, if any."""
+    return next((label for label in (*ring.ALONG, ring.FOLDED_ROWS) if site.axes(label)), "")
 
 
 def _forgets_mask(site: Site) -> bool:

@@ -1,4 +1,5 @@
-"""Ring attention: queries, keys and values cut along the sequence; keys and values, and their gradients, go round.
+"""Queries, keys and values cut along the sequence: ring attention, where keys and values, and their gradients, go round, and
+keys and values that are gathered in pieces.
 
 The run time is :mod:`autoshard.runtime.attention.ring`; here is what it may be used for, what it sends, and how even its
 work is.
@@ -14,7 +15,7 @@ import torch
 
 from autoshard.layout import Placement, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.assignment import Strategy, laid_out, used
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import Site
@@ -33,15 +34,26 @@ from autoshard.runtime.attention.order import (
     stops,
     work,
 )
+from autoshard.runtime.attention.pieces import heads_of
 
 ATTENTION = frozenset({torch.ops.aten.scaled_dot_product_attention.default, banded_op._opoverload})
 
 RING, FOLDED, HELPED = "ring", "folded ring", "ring with helpers"
 LABELS = (RING, FOLDED, HELPED)
+PIECES, FOLDED_PIECES = "gathered in pieces", "folded, gathered in pieces"
+GATHERED = (PIECES, FOLDED_PIECES)
+ALONG = (*LABELS, *GATHERED)
+"""strategies that cut queries, keys and values"""
 FOLDED_ROWS = "folded queries"
 """queries alone are cut, and swapped so that under a causal mask all ranks have the same work"""
-SEQUENCE = ("queries", "keys", FOLDED_ROWS, *LABELS)
+SEQUENCE = ("queries", "keys", FOLDED_ROWS, *ALONG)
 """strategies that cut queries or keys; no two of them go together, but where both are plain"""
+IN_FOLDED_ORDER = (FOLDED, FOLDED_ROWS, FOLDED_PIECES)
+PIECE = 128 * 2**20
+"""bytes that the keys and values of a piece have at most, unless one head has more: two pieces and their gradients, which are
+wider, take less than a gigabyte"""
+LAUNCHES = 10
+"""kernels that a piece adds, forward and backward, for each of its three collectives"""
 MERGE_KERNELS = 6
 """elementwise kernels that merge a tile's result into that of the tiles before it"""
 PASSES = 6
@@ -68,6 +80,7 @@ def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strat
         even = causal and queries == keys
         plain = not node.argument("dropout_p", 0.0) and not node.argument("sloped", False)
         found = [(label, ()) for label in LABELS if label == RING or (even and (label == FOLDED or plain))]
+        found += [(label, ()) for label in GATHERED if label == PIECES or even]
     if causal and (node.op is banded_op._opoverload or not node.argument("dropout_p", 0.0)):
         found.append((FOLDED_ROWS, ("key", "value")))
     result = Shard(len(graph.types[node.outputs[0]].shape) - 2)
@@ -110,15 +123,36 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
         cuts = {d: spell(a) for d in range(len(shape) - 2) if (a := site.outputs[0].axes_of(d))}
         mask |= {"dropout_p": node.argument("dropout_p"), "shape": shape, "cuts": cuts}
         mask |= {} if node.batch is None else {"batch": node.batch}
-    if label not in LABELS:
+    if label not in ALONG:
         cut: dict[str, Any] = {"queries": shape[-2], "axes": spell(axes)} if axes else {}
         order = {"folded": True} if label == FOLDED_ROWS else {}
         return Call("banded_rows", operands, {**mask, **scale, **cut, **seen, **order})
     extra: dict[str, Any] = {"is_causal": True} if band == CAUSAL else seen
     extra |= {**mask, **scale, "queries": shape[-2], "keys": shape[-1], "axes": spell(axes)}
-    if label in (FOLDED, HELPED):
-        extra["folded" if label == FOLDED else "helpers"] = True
-    return Call("ring_attention", operands, extra)
+    if label in (FOLDED, FOLDED_PIECES, HELPED):
+        extra["helpers" if label == HELPED else "folded"] = True
+    if label in GATHERED:
+        extra["pieces"] = len(_pieces(site.example, axes, int(shape[-1])))
+    return Call("gathered_attention" if label in GATHERED else "ring_attention", operands, extra)
+
+
+def _pieces(site: Site, axes: tuple[str, ...], keys: int) -> tuple[int, ...]:
+    """Elements of a position's keys and values in every piece of those that are gathered over ``axes``.
+
+    Nothing hides what comes first, and each piece has a latency: w seconds on the wire and a of latencies are least,
+    w/n + n·a, in n = √(w/a) pieces.
+    """
+    shapes = [_features(site, name) for name in ("query", "key", "value")]
+    counts = [s[-2] if len(s) > 1 else 1 for s in shapes]
+    widths = [math.prod(s) // max(1, n) for s, n in zip(shapes, counts, strict=True)]
+    units = max(1, math.gcd(*counts))
+    size = sum(math.prod(s) for s in shapes[1:]) * keys * site.in_type(0).dtype.itemsize
+    latency, rate = site.mesh.link(axes).rate("all_gather")
+    latency += LAUNCHES * site.mesh.hardware.kernel_latency
+    least = math.sqrt(rate * size / latency) if latency else units
+    heads = min(units * PIECE / max(1, size), units / max(1, round(least)))
+    pieces = math.ceil(units / max(1, int(heads)))
+    return tuple(sum(n * w for (_, n), w in zip(h[1:], widths[1:], strict=True)) for h in heads_of(counts, pieces))
 
 
 class Tiling(NamedTuple):
@@ -130,6 +164,8 @@ class Tiling(NamedTuple):
     """how many a kernel sees at a time"""
     tiles: int = 1
     """results over some keys, which are merged"""
+    pieces: int = 1
+    """of the heads, each of which has as many"""
     matrix: float = 0.0
     """keys of every row whose weights are written down: by no fused kernel"""
 
@@ -156,21 +192,27 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
         found = helped_work(queries, ranks[label])
         pairs *= max(found) * len(found) / counting
     elif (label and band != ALL) or band.before is not None:
-        found = work(queries, keys, ranks.get(label, ()), label in (FOLDED, FOLDED_ROWS), label in LABELS, band)
+        found = work(queries, keys, ranks.get(label, ()), label in IN_FOLDED_ORDER, label in LABELS, band)
         pairs *= max(found) * len(found) / counting
     matrix = keys if "embed" in ranks else 0.0
     drops = node.op is banded_op._opoverload and node.argument("dropout_p")
     if node.argument("soft_cap", None) is not None or drops:
         matrix = pairs * counting / queries
     if label not in LABELS:
-        tiles = 4 if label == FOLDED_ROWS else 2 if label and band == CAUSAL else 1
-        return Tiling(pairs, _at_a_time(band, keys), tiles, matrix)
+        tiles = 4 if label in IN_FOLDED_ORDER else 2 if label and band == CAUSAL else 1
+        pieces = 1
+        if label in GATHERED:
+            read = (used(choice, i, graph.types[name].grad) for i, name in enumerate(node.inputs))
+            site = Site(node, graph, mesh, tuple(laid_out(mesh, placed) for placed in read), (), tuple(choice))
+            pieces = len(_pieces(site.example, site.axes(label), keys))
+        return Tiling(pairs, _at_a_time(band, keys), tiles, pieces, matrix)
     n = len(stops(*held(queries, keys, ranks[label], False), band))
     each = max(1, keys // math.prod(ranks[label]))
     if label == HELPED:
-        return Tiling(pairs, each, 1 + math.prod(ranks[label]) // 2, matrix)
+        return Tiling(pairs, each, 1 + math.prod(ranks[label]) // 2, matrix=matrix)
     apart = n == 2 or "attn_mask" in node.positions or node.argument("dropout_p", 0.0)
-    return Tiling(pairs, _at_a_time(band, each), 2 * n + (n > 2) if label == FOLDED and apart else n, matrix)
+    tiles = 2 * n + (n > 2) if label == FOLDED and apart else n
+    return Tiling(pairs, _at_a_time(band, each), tiles, matrix=matrix)
 
 
 def in_tiles(node: Node, graph: Graph, tile: int) -> float:
@@ -193,7 +235,7 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
     ranks = tuple(site.mesh.size_of(a) for a in axes)
     if label == HELPED:
         return _with_helpers(site, axes, exchanged(spans(int(queries), ranks, False)))
-    folded, around = label in (FOLDED, FOLDED_ROWS), label in LABELS
+    folded, around = label in IN_FOLDED_ORDER, label in LABELS
     rows, columns = held(int(queries), int(keys), ranks, folded)
     element = site.in_type(0).dtype.itemsize
     wide = torch.promote_types(site.in_type(0).dtype, torch.float32).itemsize
@@ -221,14 +263,39 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
         return [Internal("permute", axes, float(moved * element), phase, f"halves of {what}")]
 
     found = swap("forward", "the operands", query, key + value)
-    found += hops("forward", "keys and values", element, 1.0, 1.0) + swap("forward", "the result", result)
+    found += hops("forward", "keys and values", element, 1.0, 1.0) + _gathers(site, label, int(keys), "forward")
+    found += swap("forward", "the result", result)
     if site.grad:  # the last gradients come home when nothing is left to compute
         part = element / (element + wide)
         found += swap("backward", "the result's gradient", result)
         found += hops("backward", "keys and values", element, part, part)
         found += hops("backward", "gradients of keys and values", wide, 1 - part, 0.0)
+        found += _gathers(site, label, int(keys), "backward")
         found += swap("backward", "the gradients", query, key + value)
     return tuple(found)
+
+
+def _gathers(site: Site, label: str, keys: int, phase: str) -> list[Internal]:
+    """Of keys and values in pieces, each beside the work on the one before; in the backward their gradients are summed and
+    scattered beside the work on the one after, where the two share the time."""
+    if label not in GATHERED:
+        return []
+    axes, dtype = site.axes(label), site.in_type(0).dtype
+    ranks = site.mesh.size_of(axes)
+    element, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+    rows, pieces = math.ceil(keys / ranks) * ranks, _pieces(site, axes, keys)
+    each, found = 1 / len(pieces), list[Internal]()
+    for i, width in enumerate(pieces):
+        share = 0.0 if i == 0 else each if phase == "forward" or i == 1 else each * element / (element + wide)
+        found.append(
+            Internal("all_gather", axes, float(rows * width * element), phase, f"keys and values, piece {i + 1}", share)
+        )
+    for i, width in enumerate(pieces if phase == "backward" else ()):
+        left = len(pieces) - 1 - i
+        share = 0.0 if left == 0 else each if left == 1 else each * wide / (element + wide)
+        what = f"gradients of keys and values, piece {i + 1}"
+        found.append(Internal("reduce_scatter", axes, float(rows * width * wide), phase, what, share))
+    return found
 
 
 def _with_helpers(site: Site, axes: tuple[str, ...], longest: tuple[tuple[int, int], ...]) -> tuple[Internal, ...]:

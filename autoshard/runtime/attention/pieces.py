@@ -1,0 +1,194 @@
+"""Attention over keys and values that are gathered some heads at a time.
+
+Queries, keys and values are cut along the sequence, and queries stay. The keys and values of a group of heads, a *piece*, come
+from all ranks and meet the queries of the heads that share them, while those of the next piece come; then they are let go. In
+the backward they are gathered once more, and the gradients of a piece are summed and scattered while the next one's are
+computed, in float32 at least. So no more than two pieces of the whole sequence are ever held, and only a rank's own part is
+kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.runtime.attention import tile
+from autoshard.runtime.attention.job import Job, Sum, row_of, sink_of, sinks_gradient
+from autoshard.runtime.attention.journey import Result, gradients, tiles
+from autoshard.runtime.attention.order import Stop
+from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Journey, Tensors
+from autoshard.runtime.transport.window import Chunks, chunks
+
+HERE = Stop()
+"""where all keys of a piece are at once"""
+QUERIES, KEYS, VALUES = range(3)
+
+
+def heads_of(counts: Sequence[int], pieces: int) -> tuple[Chunks, ...]:
+    """The heads of every piece, of each operand, of so many heads as ``counts``: those that go together stay so."""
+    units = max(1, math.gcd(*counts))
+    return tuple(
+        tuple((start * n // units, length * n // units) for n in counts) for start, length in chunks(units, (pieces,))
+    )
+
+
+class _Pieces:
+    """A rank's operands by pieces."""
+
+    def __init__(self, job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.move, self.keys = job.move, (key, value)
+        self.totals = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
+        self.heads = heads_of(self.totals, job.pieces)
+        ((_, self.length),) = job.columns[0]
+
+    def part(self, number: int, x: torch.Tensor, dim: int = -3, of: int = QUERIES) -> torch.Tensor:
+        """A piece of a tensor in which heads lie along ``dim``; all of one that is the same for all heads."""
+        return x if x.dim() < -dim or x.shape[dim] != self.totals[of] else x.narrow(dim, *self.heads[number][of])
+
+    def gathered(self, number: int) -> Generator[Begun, Arrival, Arrival]:
+        """Begin to gather the keys and values of a piece: they come as one tensor, position by position."""
+        return (yield from self._moved("S", "R", _packed(self._own(number))))
+
+    def summed(self, found: list[torch.Tensor]) -> Generator[Begun, Arrival, Arrival]:
+        """Begin to sum gradients of whole keys and values, which are let go, over all ranks: those of own ones come."""
+        x = _packed(found)
+        found.clear()
+        return (yield from self._moved("P", "S", x))
+
+    def unpacked(self, number: int, x: torch.Tensor) -> Tensors:
+        """What came of keys and values, [..., t, e] and [..., t, d]."""
+        shapes = [(*own.shape[:-2], own.shape[-1]) for own in self._own(number)]
+        columns = x.split([math.prod(shape) for shape in shapes], 1)
+        return tuple(c.unflatten(1, shape).movedim(0, -2) for c, shape in zip(columns, shapes, strict=True))
+
+    def _moved(self, source: str, target: str, x: torch.Tensor) -> Generator[Begun, Arrival, Arrival]:
+        move = self.move._replace(source=source, target=target, dim=0, size=self.length, order=())
+        return (yield Collective(move, x))
+
+    def _own(self, number: int) -> Tensors:
+        return tuple(self.part(number, x, of=of) for x, of in zip(self.keys, (KEYS, VALUES), strict=True))
+
+
+class _Whole:
+    """A tensor with all heads of an operand that is made piece by piece; they lie along ``dim``."""
+
+    def __init__(self, pieces: _Pieces, of: int = QUERIES, dim: int = -3) -> None:
+        self.pieces, self.of, self.dim = pieces, of, dim
+        self.made: list[torch.Tensor] = []
+
+    def put(self, number: int, x: torch.Tensor) -> None:
+        """``x``: of a piece, the first one first."""
+        if len(self.pieces.heads) > 1 and not self.made:
+            shape = list(x.shape)
+            shape[self.dim] = self.pieces.totals[self.of]
+            like = x.new_empty(()).expand(shape)
+            self.made = [row_of(like, shape[-2]) if self.dim == -3 else x.new_empty(shape)]
+        if self.made:
+            self.pieces.part(number, self.made[0], self.dim, self.of).copy_(x)
+        else:
+            self.made = [x]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """With the parts of all pieces that were put."""
+        return self.made[0]
+
+
+def forward(
+    job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, mask: Any, kept: Any
+) -> Journey:
+    """→ result, and what the backward needs."""
+    folding: Arrival = tuple
+    if job.folded:
+        (query,), folding = yield from job.swap((query,), (job.rows,), False)
+    pieces, level = _Pieces(job, query, key, value), job.level(mask)
+    result, logs = _Whole(pieces), _Whole(pieces, dim=-2)
+    arrival = yield from pieces.gathered(0)
+    folding()
+    for i in range(job.pieces):
+        here = pieces.unpacked(i, *arrival())
+        if i + 1 < job.pieces:
+            arrival = yield from pieces.gathered(i + 1)
+        of_sinks = None if sinks is None else pieces.part(i, sinks, -1)
+        out, sums = _results(job, here, of_sinks, *_parts(pieces, i, query, mask, level, kept))
+        result.put(i, out)
+        logs.put(i, sums)
+    plain = out = result.tensor
+    if job.folded:
+        (plain,), unfolding = yield from job.swap((out,), (job.rows,), True)
+        unfolding()
+    return plain, query, key, value, sinks, mask, kept, out, logs.tensor
+
+
+def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
+    """→ gradients of queries, keys, values and sinks."""
+    query, key, value, sinks, mask, kept, out, sums = saved
+    folding: Arrival = tuple
+    if job.folded:
+        (gradient,), folding = yield from job.swap((gradient,), (job.rows,), False)
+    pieces, level = _Pieces(job, query, key, value), job.level(mask)
+    of_rows, of_keys = _Whole(pieces), (_Whole(pieces, KEYS), _Whole(pieces, VALUES))
+    arrival = yield from pieces.gathered(0)
+    folding()
+    behind: Arrival | None = None
+    for i in range(job.pieces):
+        here = pieces.unpacked(i, *arrival())
+        if i + 1 < job.pieces:
+            arrival = yield from pieces.gathered(i + 1)
+        results = pieces.part(i, gradient), pieces.part(i, out), pieces.part(i, sums, -2)
+        mine, *theirs = _gradients(job, here, results, *_parts(pieces, i, query, mask, level, kept))
+        of_rows.put(i, mine)
+        del here
+        if behind is not None:
+            _put(pieces, of_keys, i - 1, behind, query.dtype)
+            del behind
+        behind = yield from pieces.summed(theirs)
+    assert behind is not None
+    _put(pieces, of_keys, job.pieces - 1, behind, query.dtype)
+    plain = of_rows.tensor
+    if job.folded:
+        (plain,), unfolding = yield from job.swap((plain,), (job.rows,), True)
+        unfolding()
+    of_sinks = sinks_gradient(job, sinks, level, query, gradient, out, sums)
+    return plain, *(x.tensor for x in of_keys), of_sinks
+
+
+def _results(job: Job, here: Tensors, sinks: Any, query: torch.Tensor, mask: Any, level: Any, kept: Any) -> Tensors:
+    """Of a piece, whose keys and values are ``here``: the result and log-sum-exps of this rank's rows."""
+    rows = Result(job, query, here[1])
+    for t, (q, k, v), masking in tiles(job._replace(folded=False), HERE, query, here[0], here[1], (mask, level), kept):
+        rows.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
+    return rows.whole(query.dtype, sink_of(job, sinks, level, query))
+
+
+def _gradients(
+    job: Job, here: Tensors, results: Tensors, query: torch.Tensor, mask: Any, level: Any, kept: Any
+) -> Tensors:
+    """Of a piece: of this rank's queries, and of all keys and values those that come of them."""
+    in_order, mine = job._replace(folded=False), Sum(query)
+    found = tiles(in_order, HERE, query, here[0], here[1], (mask, level), kept)
+    theirs = gradients(in_order, HERE, found, here, results, mine, tuple)
+    return mine.whole().to(query.dtype), *theirs
+
+
+def _parts(pieces: _Pieces, number: int, *xs: Any) -> list[Any]:
+    return [x if x is None else pieces.part(number, x) for x in xs]
+
+
+def _put(pieces: _Pieces, of_keys: Sequence[_Whole], number: int, arrival: Arrival, dtype: torch.dtype) -> None:
+    """The gradients of a piece of this rank's keys and values where they belong."""
+    for whole, x in zip(of_keys, pieces.unpacked(number, *arrival()), strict=True):
+        whole.put(number, x.to(dtype))
+
+
+def _packed(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[..., t, e] and [..., t, d] → [t, all the rest of both]: parts of the sequence lie one behind another."""
+    rows = [x.movedim(-2, 0) for x in xs]
+    widths = [math.prod(x.shape[1:]) for x in rows]
+    out = xs[0].new_empty(len(rows[0]), sum(widths))
+    for place, x in zip(out.split(widths, 1), rows, strict=True):
+        place.unflatten(1, x.shape[1:]).copy_(x)
+    return out
