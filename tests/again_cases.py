@@ -227,8 +227,8 @@ def nothing_leaks(mesh: autoshard.Mesh) -> None:
                 loss.backward()
             del loss
             until = time.monotonic() + 10.0
-            while not all(ref.expired() for ref in kept) and time.monotonic() < until:  # gloo's threads let go of messages
-                time.sleep(0.001)
+            while not all(ref.expired() for ref in kept) and time.monotonic() < until:
+                time.sleep(0.001)  # gloo's threads let go of messages
             assert all(ref.expired() for ref in kept)
             assert not again._known
         finally:
