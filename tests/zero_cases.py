@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import ideal
 from microbatch_cases import TOLERANCE, far, farthest, full
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -224,11 +225,33 @@ def has_communicators_of_its_own() -> None:
     assert len(set(made_for)) == 3  # shards, replicas, and all
 
 
+def gathered_in_two_steps() -> None:
+    """A batch that one axis cuts, and parameters that two do: what comes between the two gathers is not kept, either."""
+    model, (x, y) = made()
+    mesh, args = ideal({"a": 2, "b": 2}), (x[:6], y[:6])
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, args, like="fsdp", micro_batches=2)
+    for _ in range(2):  # the second step gathers ahead
+        sharded.zero_grad()
+        log = begun(sharded)
+        sharded(*args).backward()
+    executed, planned = Counter[Any](), Counter[Any]()
+    for found, events in ((executed, log), (planned, sharded.collectives)):
+        for e in events:
+            found[e.kind, e.axes, e.phase] += e.bytes
+    assert executed.keys() == planned.keys()
+    assert all(abs(executed[k] - planned[k]) <= 1e-6 * planned[k] for k in planned), (executed, planned)
+    assert {axes for kind, axes, phase in executed if (kind, phase) == ("all_gather", "backward")} == {("a",), ("b",)}
+    model(*args).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
+    assert farthest({n: full(p.grad) for n, p in sharded.named_parameters()}, gradients) <= TOLERANCE
+
+
 LIKE = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 
 CASES: dict[str, Callable[[], None]] = {
     "is_prefetched": is_prefetched,
     "use_before_arrival_is_seen": use_before_arrival_is_seen,
+    "gathered_in_two_steps": gathered_in_two_steps,
     "has_communicators_of_its_own": has_communicators_of_its_own,
     **{f"{like}_in_{count}": functools.partial(trains, like, 4, count) for like in LIKE for count in COUNTS},
 }
