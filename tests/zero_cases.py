@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard import Link
 from autoshard.hardware import PRESETS
+from autoshard.passes.lower import bucket as lower
 from autoshard.runtime.parameters import flat_bucket
 from autoshard.runtime.transport.process_group import TorchCommunicator
 
@@ -157,52 +159,74 @@ class Late:
             self.begin().wait()
 
 
-def gathers_late(like: str, arrives: bool) -> tuple[list[str], list[float]]:
-    """Begins ("b") and arrivals ("a") of gathers in the third step, and the losses of two steps."""
-    model, args = made()
-    sharded = autoshard.compile(model, mesh_for(like, 4), args, like=like)
+class Pairs(Stack):
+    """Two matrices in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))) for _ in range(LAYERS)
+        )
+
+
+def gathers_late(like: str, arrives: bool, kind: type[Stack] = Stack, depth: int = 1) -> tuple[list[str], list[float]]:
+    """Begins ("b") and arrivals ("a") of each parameter's gather in the third step, and the losses of two steps."""
+    torch.manual_seed(0)
+    model, (_, args) = kind().double(), made()
+    with patch.object(lower, "bucket_bytes", lambda mesh, axes: 1.0):  # every matrix goes alone
+        sharded = autoshard.compile(model, mesh_for(like, 4), args, like=like)
+    assert f"PREFETCH = {depth}\n" in sharded.source
     sharded(*args).backward()
     real, events = TorchCommunicator.begin, list[str]()
+    names = {p.to_local().data_ptr(): n for n, p in sharded.named_parameters()}
 
     def begin(self: TorchCommunicator, group: Any, collective: Any, *given: Any) -> Any:
         if collective is not flat_bucket.all_gather_single:
             return real(self, group, collective, *given)
-        events.append("b")
+        name = names[given[1].data_ptr()]  # not copied: it is alone
+        events.append(f"b {name}")
 
         def start() -> Any:
-            events.append("a")
+            events.append(f"a {name}")
             return real(self, group, collective, *given)
 
         return Late(arrives, given[0], start)
 
-    TorchCommunicator.begin = begin  # type: ignore[method-assign]
-    try:
+    with patch.object(TorchCommunicator, "begin", begin):
         losses = []
         for _ in range(2):
             events.clear()
             loss = sharded(*args)
             loss.backward()
             losses.append(float(loss.detach()))
-    finally:
-        TorchCommunicator.begin = real  # type: ignore[method-assign]
+    if arrives:
+        assert abs(losses[1] - float(model(*args).detach())) <= TOLERANCE
     return events, losses
 
 
+def in_turn(names: Sequence[str], depth: int) -> list[str]:
+    """Events of gathers of which ``depth`` begin before the first is waited for, and one with each that arrives."""
+    begins, arrivals = [f"b {n}" for n in names], [f"a {n}" for n in names]
+    between = (e for pair in zip(begins[depth:], arrivals, strict=False) for e in pair)
+    return [*begins[:depth], *between, *arrivals[len(names) - depth :]]
+
+
 def is_prefetched() -> None:
-    """In the forward and in the backward every gather begins while the one before it is still awaited, and no earlier."""
-    events, losses = gathers_late("fsdp", True)
-    forward, backward = 1 + LAYERS, LAYERS  # the first parameter is not gathered again
-    assert "".join(events) == "b" + "ba" * (forward - 1) + "a" + "b" + "ba" * (backward - 1) + "a", events
-    events, _ = gathers_late("zero2", True)
-    assert "".join(events) == "b" + "ba" * (forward - 1) + "a", events
-    model, args = made()
-    assert abs(losses[1] - float(model(*args).detach())) <= TOLERANCE
+    """In the forward and in the backward the ``depth`` gathers that come next are under way beside the one that is awaited."""
+    for kind, depth in ((Stack, 1), (Pairs, 2)):
+        names = [n for n, _ in kind().named_parameters()]
+        events, _ = gathers_late("fsdp", True, kind, depth)
+        back = names[:0:-1]  # the first parameter is not gathered again
+        assert events == in_turn(names, depth) + in_turn(back, depth), events
+        events, _ = gathers_late("zero2", True, kind, depth)
+        assert events == in_turn(names, depth), events
 
 
 def use_before_arrival_is_seen() -> None:
     """Negative control."""
-    _, losses = gathers_late("fsdp", False)
-    assert losses[0] != losses[0]
+    for kind, depth in ((Stack, 1), (Pairs, 2)):
+        _, losses = gathers_late("fsdp", False, kind, depth)
+        assert losses[0] != losses[0]
 
 
 def has_communicators_of_its_own() -> None:
