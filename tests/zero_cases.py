@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from autoshard import Link
 from autoshard.hardware import PRESETS
 from autoshard.passes.lower import bucket as lower
 from autoshard.runtime.parameters import flat_bucket
+from autoshard.runtime.parameters.bucket import Dtypes
+from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.process_group import TorchCommunicator
 
 WIDTH, LAYERS, BATCH = 16, 2, 32
@@ -229,6 +232,46 @@ def use_before_arrival_is_seen() -> None:
         assert losses[0] != losses[0]
 
 
+def one_tensor_is_not_copied() -> None:
+    """The chunks of one that lie one after another are sent, and come, where they are; what goes with others is copied."""
+    comm, gathered, reduced = TorchCommunicator({"dp": 4}), list[torch.Tensor](), list[torch.Tensor]()
+    begin, reduce_scatter = comm.begin, comm.reduce_scatter
+
+    def begins(group: Any, collective: Any, out: torch.Tensor, mine: torch.Tensor) -> Any:
+        gathered.extend((mine, out))
+        return begin(group, collective, out, mine)
+
+    def reduces(group: Any, out: torch.Tensor, given: torch.Tensor) -> Any:
+        reduced.extend((given, out))
+        return reduce_scatter(group, out, given)
+
+    def shares(xs: Sequence[torch.Tensor], ys: Sequence[torch.Tensor]) -> list[bool]:
+        return [x.data_ptr() == y.data_ptr() for x, y in zip(xs, ys, strict=True)]
+
+    forms: list[tuple[bool, int, int, tuple[int, ...], torch.dtype | None]] = [
+        (True, 1, 0, (8, 3), None),
+        (False, 2, 0, (8, 3), None),
+        (False, 1, 1, (3, 8), None),
+        (False, 1, 0, (7, 3), None),
+        (False, 1, 0, (8, 3), torch.float64),
+    ]
+    with patch.object(comm, "begin", begins), patch.object(comm, "reduce_scatter", reduces):
+        for alone, count, dim, shape, dtype in forms:
+            gathered.clear(), reduced.clear()  # type: ignore[func-returns-value]
+            move, (start, length) = Move("S", "R", ("dp",), dim, shape[dim]), comm.chunk(shape[dim], ("dp",))
+            whole = [torch.arange(math.prod(shape)).reshape(shape) + 100.0 * i for i in range(count)]
+            parts = [x.narrow(dim, start, length).contiguous() for x in whole]
+            bucket = flat_bucket.FlatBucket(comm, [move] * count, dtypes=Dtypes(dtype, dtype))
+            full, gradients = bucket.forward(parts, "forward"), [x.clone() for x in whole]
+            found, works, _ = bucket.backward(gradients)
+            for work in works:
+                work.wait()
+            assert shares(gathered[:2], [parts[0], full[0]]) == [alone, alone], (shape, dim)
+            assert shares(reduced[:1], gradients[:1]) == [alone], (shape, dim)
+            assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(full, whole, strict=True))
+            assert all(x is not None and torch.equal(x, 4 * y.to(x.dtype)) for x, y in zip(found, parts, strict=True))
+
+
 def has_communicators_of_its_own() -> None:
     """What runs beside compute does not queue with what is waited for, as on backends that have no threads of their own."""
     made_for, plain = [], TorchCommunicator.beside
@@ -276,6 +319,7 @@ CASES: dict[str, Callable[[], None]] = {
     "is_prefetched": is_prefetched,
     "use_before_arrival_is_seen": use_before_arrival_is_seen,
     "gathered_in_two_steps": gathered_in_two_steps,
+    "one_tensor_is_not_copied": one_tensor_is_not_copied,
     "has_communicators_of_its_own": has_communicators_of_its_own,
     **{f"{like}_in_{count}": functools.partial(trains, like, 4, count) for like in LIKE for count in COUNTS},
 }
