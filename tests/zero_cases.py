@@ -272,6 +272,30 @@ def one_tensor_is_not_copied() -> None:
             assert all(x is not None and torch.equal(x, 4 * y.to(x.dtype)) for x, y in zip(found, parts, strict=True))
 
 
+def nothing_is_sent_that_was_not_written() -> None:
+    """Chunks that are not as long as the longest are padded, and memory that is not written is NaN here."""
+    comm, sent_ = TorchCommunicator({"dp": 4}), list[torch.Tensor]()
+    begin = comm.begin
+
+    def begins(group: Any, collective: Any, out: torch.Tensor, mine: torch.Tensor, *rest: Any) -> Any:
+        sent_.append(mine.view(torch.float32) if mine.dtype == torch.uint8 else mine)
+        return begin(group, collective, out, mine, *rest)
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(2).isnan().all()
+        with patch.object(comm, "begin", begins):
+            move, (start, length) = Move("S", "R", ("dp",), 0, 7), comm.chunk(7, ("dp",))
+            bucket = flat_bucket.FlatBucket(comm, [move] * 2)
+            bucket.forward([torch.ones(7, 3).narrow(0, start, length)] * 2, "forward")
+            for work in bucket.backward([torch.ones(7, 3)] * 2)[1]:
+                work.wait()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(sent_) == 2
+    assert not any(x.isnan().any() for x in sent_)
+
+
 def has_communicators_of_its_own() -> None:
     """What runs beside compute does not queue with what is waited for, as on backends that have no threads of their own."""
     made_for, plain = [], TorchCommunicator.beside
@@ -320,6 +344,7 @@ CASES: dict[str, Callable[[], None]] = {
     "use_before_arrival_is_seen": use_before_arrival_is_seen,
     "gathered_in_two_steps": gathered_in_two_steps,
     "one_tensor_is_not_copied": one_tensor_is_not_copied,
+    "nothing_is_sent_that_was_not_written": nothing_is_sent_that_was_not_written,
     "has_communicators_of_its_own": has_communicators_of_its_own,
     **{f"{like}_in_{count}": functools.partial(trains, like, 4, count) for like in LIKE for count in COUNTS},
 }
