@@ -218,6 +218,28 @@ def test_what_is_saved_is_made_again() -> None:
     assert len(runs) == 3
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["a part", "dropout alone"])
+def test_what_is_drawn_again_is_that_of_its_own_micro_batch(whole: bool) -> None:
+    """Also where that of another runs by then, which takes no notice of it."""
+    world = World({"tp": 2})
+    xs = [torch.ones(2, 3).double().requires_grad_() for _ in world.ranks]
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return runtime.dropout(x, 0.5, (4, 3), {0: "tp"}, batch=0, again=not whole).exp()
+
+    for rank in world.ranks:
+        rank.enter(1, 2)
+    found = world.run(lambda x: runtime.again(part, x, draws=True) if whole else part(x), [(x,) for x in xs])
+    for rank in world.ranks:
+        rank.enter(0, 2)
+    before = torch.get_rng_state()
+    torch.stack(found).sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+    assert {rank.micro_batch for rank in world.ranks} == {(0, 2)}
+    for x, y in zip(xs, found, strict=True):
+        torch.testing.assert_close(x.grad, y.detach() * y.detach().log(), rtol=1e-12, atol=0)
+
+
 def test_a_changed_input_is_refused() -> None:
     x, w = torch.randn(3), torch.randn(3, requires_grad=True)
 
