@@ -183,6 +183,29 @@ def test_a_message_is_not_repeated_where_its_result_is_no_larger() -> None:
     assert not any(s.again for s in moved)
 
 
+class Gathered(nn.Module):
+    """A norm whose result is gathered along two dims before what reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.norm(x)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_is_converted_in_two_steps_is_made_again_in_both() -> None:
+    """What comes between them is not kept, either."""
+    graph = captured(Gathered(), (torch.randn(4, 4, 8),), {}, training=True)
+    wishes = Wishes(
+        recompute={"norm": True, "up": True},
+        hints={"norm": {"a": Shard(0), "b": Shard(1)}, "up": {"a": Shard(2), "b": Shard(2)}},
+    )
+    found = build(graph, autoshard.Mesh({"a": 2, "b": 2}, "ideal_network"), wishes)
+    gathers = [s for s in found.program.statements if s.step is not None and s.step.kind == "all_gather"]
+    assert [bool(s.again) for s in gathers] == [True, True]
+
+
 # --- the run time ---
 
 
