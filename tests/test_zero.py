@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from harness import captured_once
 from memory_truth import kept_bytes, ranks_of
+from prefetch_cases import gathered_in_two_steps
 from torch import nn
-from zero_cases import COUNTS, LIKE, WIRE, Stack, begun, by_stage, gathered_in_two_steps, made, mesh_for, sent, trains
+from zero_cases import COUNTS, LIKE, WIRE, Stack, begun, by_stage, made, mesh_for, sent, trains
 
 import autoshard
 from autoshard import Link
