@@ -267,8 +267,8 @@ def other_draws_are_seen(mesh: autoshard.Mesh) -> None:
 def drawn_again(mesh: autoshard.Mesh) -> None:
     """What dropout behind the last sum of a block hits is drawn again: neither the sum nor its product is made again for it."""
     like = {"like": "megatron-sp"} if "tp" in mesh.axes else {"like": "fsdp"}
-    for micro_batches in (1, 2):
-        sharded = compare("smooth", mesh, "blocks", steps=1, micro_batches=micro_batches, **like)
+    for recompute, micro_batches in (("selective", 1), ("blocks", 1), ("blocks", 2)):
+        sharded = compare("smooth", mesh, recompute, steps=1, micro_batches=micro_batches, **like)
         assert sharded.source.count("again=True") == 1  # both blocks are one class
         assert not any("(made again)" in c.reason and "scatter" in c.kind for c in sharded.collectives)
         assert [r.what for r in sharded.plan.recomputed].count("drawn") == 2

@@ -76,7 +76,6 @@ DOUBLES = (
     "test_cli.py::test_verify[[]hf:llama]",
     # the training script runs for the README, too
     "test_training_gloo.py::test_one_script_and_one_directory_for_python_and_torchrun",
-    "test_zero_gloo.py::test_case[[]is_prefetched]",
     "test_combinations.py::test_together[[]ring-again]",
     "test_combinations.py::test_together[[]experts-again]",
     "test_combinations.py::test_together[[]stages-cast]",

@@ -226,7 +226,12 @@ NORMS: dict[Any, list[Sample]] = {
 
 RANDOM: dict[Any, list[Sample]] = {
     aten.dropout.default: [call(f(4, 3, 5), 0.4, True), call(f(4, 3), 0.4, False)],
-    aten.native_dropout.default: [call(f(4, 3, 5), 0.4, True), call(f(4, 3), 0.4, False)],
+    aten.native_dropout.default: [
+        call(f(4, 3, 5), 0.4, True),
+        call(f(4, 3), 0.4, False),
+        call(f(4, 3), 0.0, True),
+        call(f(4, 3), 1.0, True),
+    ],
     aten.rand_like.default: [call(f(4, 5)), call(f(4, 5), dtype=torch.float32)],
     aten.randn_like.default: [call(f(4, 5))],
     aten.randint_like.default: [call(f(4, 5), 9)],

@@ -183,6 +183,29 @@ def test_a_message_is_not_repeated_where_its_result_is_no_larger() -> None:
     assert not any(s.again for s in moved)
 
 
+class Gathered(nn.Module):
+    """A norm whose result is gathered along two dims before what reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.norm(x)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_is_converted_in_two_steps_is_made_again_in_both() -> None:
+    """What comes between them is not kept, either."""
+    graph = captured(Gathered(), (torch.randn(4, 4, 8),), {}, training=True)
+    wishes = Wishes(
+        recompute={"norm": True, "up": True},
+        hints={"norm": {"a": Shard(0), "b": Shard(1)}, "up": {"a": Shard(2), "b": Shard(2)}},
+    )
+    found = build(graph, autoshard.Mesh({"a": 2, "b": 2}, "ideal_network"), wishes)
+    gathers = [s for s in found.program.statements if s.step is not None and s.step.kind == "all_gather"]
+    assert [bool(s.again) for s in gathers] == [True, True]
+
+
 # --- the run time ---
 
 
@@ -216,6 +239,28 @@ def test_what_is_saved_is_made_again() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), expected, rtol=1e-12, atol=0)
     assert len(runs) == 3
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["a part", "dropout alone"])
+def test_what_is_drawn_again_is_that_of_its_own_micro_batch(whole: bool) -> None:
+    """Also where that of another runs by then, which takes no notice of it."""
+    world = World({"tp": 2})
+    xs = [torch.ones(2, 3).double().requires_grad_() for _ in world.ranks]
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return runtime.dropout(x, 0.5, (4, 3), {0: "tp"}, batch=0, again=not whole).exp()
+
+    for rank in world.ranks:
+        rank.enter(1, 2)
+    found = world.run(lambda x: runtime.again(part, x, draws=True) if whole else part(x), [(x,) for x in xs])
+    for rank in world.ranks:
+        rank.enter(0, 2)
+    before = torch.get_rng_state()
+    torch.stack(found).sum().backward()
+    assert torch.equal(before, torch.get_rng_state())
+    assert {rank.micro_batch for rank in world.ranks} == {(0, 2)}
+    for x, y in zip(xs, found, strict=True):
+        torch.testing.assert_close(x.grad, y.detach() * y.detach().log(), rtol=1e-12, atol=0)
 
 
 def test_a_changed_input_is_refused() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from capture_models import text
 from harness import assert_equal_training, double, ideal
 from sample_makers import f
@@ -175,6 +176,45 @@ def test_a_dropout_that_drops_nothing_gives_its_operand(kind: type[nn.Module], p
     expected, found = seeded(lambda: model(x)), seeded(lambda: sharded(x))
     assert torch.equal(found, expected)
     assert torch.equal(found, x * (2 if train and p else 3))
+
+
+DROPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "alpha": lambda x: F.alpha_dropout(x, 0.4, True),
+    "in place": lambda x: F.dropout(x, 0.4, True, True),
+    "alpha in place": lambda x: F.alpha_dropout(x, 0.4, True, True),
+    "features in place": lambda x: F.dropout2d(x, 0.4, True, True),
+    "torch's in place": lambda x: torch.dropout_(x, 0.4, True),
+    "of a view": lambda x: (F.dropout(x[:, 1:3], 0.4, True, True), x)[1],
+    "drawn in place": lambda x: x * torch.empty_like(x).bernoulli_(0.4),
+    "drawn": lambda x: x * torch.bernoulli(x.detach(), 0.4),
+}
+
+
+class Drawing(nn.Module):
+    """A draw for each element of a convolution's result with the channels last in memory, and one after it."""
+
+    def __init__(self, drop: str) -> None:
+        super().__init__()
+        self.conv, self.drop = nn.Conv2d(4, 6, 3), drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = DROPS[self.drop](self.conv(x) * 2)
+        return y * torch.rand_like(y)
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_draws_in_place_take_the_numbers_of_eager(drop: str) -> None:
+    """One for each element, in the order of the elements in memory."""
+    model = Drawing(drop).double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = f(4, 4, 6, 6).to(memory_format=torch.channels_last)
+    assert_equal_training(model, {"tp": 2}, (x,), share=1)
+
+
+def test_dropout_in_place_is_dropout() -> None:
+    """A byte is kept for each element, and its mask can be drawn again."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.4, inplace=True), nn.Linear(6, 4))
+    sharded = autoshard.compile(model, ideal({"tp": 2}), (torch.randn(2, 4),))
+    assert [c.op for c in sharded.plan.choices.values()].count("aten.dropout.default") == 1
 
 
 def seeded(call: Callable[[], torch.Tensor]) -> torch.Tensor:

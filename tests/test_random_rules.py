@@ -163,3 +163,23 @@ def test_draws_like_a_transposed_tensor(axes: dict[str, int], some: bool) -> Non
 def test_draws_for_permuted_memory_are_those_of_one_device(axes: dict[str, int]) -> None:
     tokens = torch.randn(4, 16, 8)
     assert_equal_training(Permuted(), axes, (tokens,), steps=1)
+
+
+class Masked(nn.Module):
+    """``native_dropout`` for some ``p`` and ``train``, and a draw after it."""
+
+    def __init__(self, p: float, train: bool, both: bool) -> None:
+        super().__init__()
+        self.linear, self.p, self.draws, self.both = nn.Linear(8, 6), p, train, both
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, kept = torch.native_dropout(self.linear(x), self.p, self.draws)
+        x = torch.where(kept, x, 2.0) if self.both else x
+        return x * torch.rand_like(x)
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["mask", "values"])
+@pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.4, True), (1.0, True), (0.4, False), (0.0, False)], ids=str)
+def test_native_dropout_gives_its_mask_and_takes_its_numbers(p: float, train: bool, both: bool) -> None:
+    """Eager's takes them even where nothing or all is dropped, and only in training."""
+    assert_equal_training(Masked(p, train, both), {"tp": 2}, (f(4, 8),), share=1)

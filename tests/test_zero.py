@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from harness import captured_once
 from memory_truth import kept_bytes, ranks_of
+from prefetch_cases import gathered_in_two_steps
 from torch import nn
 from zero_cases import COUNTS, LIKE, WIRE, Stack, begun, by_stage, made, mesh_for, sent, trains
 
@@ -310,3 +311,7 @@ def test_the_free_plan_keeps_what_it_gathers_where_memory_allows() -> None:
     tight = planned(graph, mesh, Wishes(memory_budget=0.8 * free.memory.peak))[1]
     assert tight.memory.peak <= 0.8 * free.memory.peak
     assert free.cost.total_s < tight.cost.total_s <= 1.01 * tight.lower_bound
+
+
+def test_what_is_gathered_in_two_steps_is_gathered_again_in_two() -> None:
+    gathered_in_two_steps()

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard import Link
 from autoshard.hardware import PRESETS
-from autoshard.runtime.parameters import flat_bucket
 from autoshard.runtime.transport.process_group import TorchCommunicator
 
 WIDTH, LAYERS, BATCH = 16, 2, 32
@@ -144,66 +143,6 @@ def trains(like: str, ranks: int, count: int, steps: int = 3) -> None:
     assert all(("S" in str(sharded.plan.layouts[n])) == (like != "ddp") for n, _ in model.named_parameters())
 
 
-class Late:
-    """A collective that brings NaN until it is waited for. ``arrives``: whether it then brings what it should."""
-
-    def __init__(self, arrives: bool, out: torch.Tensor, begin: Callable[[], Any]) -> None:
-        self.arrives, self.begin = arrives, begin
-        out.fill_(float("nan"))
-
-    def wait(self) -> None:
-        if self.arrives:
-            self.begin().wait()
-
-
-def gathers_late(like: str, arrives: bool) -> tuple[list[str], list[float]]:
-    """Begins ("b") and arrivals ("a") of gathers in the third step, and the losses of two steps."""
-    model, args = made()
-    sharded = autoshard.compile(model, mesh_for(like, 4), args, like=like)
-    sharded(*args).backward()
-    real, events = TorchCommunicator.begin, list[str]()
-
-    def begin(self: TorchCommunicator, group: Any, collective: Any, *given: Any) -> Any:
-        if collective is not flat_bucket.all_gather_single:
-            return real(self, group, collective, *given)
-        events.append("b")
-
-        def start() -> Any:
-            events.append("a")
-            return real(self, group, collective, *given)
-
-        return Late(arrives, given[0], start)
-
-    TorchCommunicator.begin = begin  # type: ignore[method-assign]
-    try:
-        losses = []
-        for _ in range(2):
-            events.clear()
-            loss = sharded(*args)
-            loss.backward()
-            losses.append(float(loss.detach()))
-    finally:
-        TorchCommunicator.begin = real  # type: ignore[method-assign]
-    return events, losses
-
-
-def is_prefetched() -> None:
-    """In the forward and in the backward every gather begins while the one before it is still awaited, and no earlier."""
-    events, losses = gathers_late("fsdp", True)
-    forward, backward = 1 + LAYERS, LAYERS  # the first parameter is not gathered again
-    assert "".join(events) == "b" + "ba" * (forward - 1) + "a" + "b" + "ba" * (backward - 1) + "a", events
-    events, _ = gathers_late("zero2", True)
-    assert "".join(events) == "b" + "ba" * (forward - 1) + "a", events
-    model, args = made()
-    assert abs(losses[1] - float(model(*args).detach())) <= TOLERANCE
-
-
-def use_before_arrival_is_seen() -> None:
-    """Negative control."""
-    _, losses = gathers_late("fsdp", False)
-    assert losses[0] != losses[0]
-
-
 def has_communicators_of_its_own() -> None:
     """What runs beside compute does not queue with what is waited for, as on backends that have no threads of their own."""
     made_for, plain = [], TorchCommunicator.beside
@@ -227,8 +166,6 @@ def has_communicators_of_its_own() -> None:
 LIKE = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 
 CASES: dict[str, Callable[[], None]] = {
-    "is_prefetched": is_prefetched,
-    "use_before_arrival_is_seen": use_before_arrival_is_seen,
     "has_communicators_of_its_own": has_communicators_of_its_own,
     **{f"{like}_in_{count}": functools.partial(trains, like, 4, count) for like in LIKE for count in COUNTS},
 }

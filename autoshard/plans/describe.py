@@ -147,7 +147,7 @@ def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterat
         each = 0.0 if parts is None else float(parts.compute + parts.other + parts.communication())
         seconds = program.graph.passes * each
         computed = program.assignment.again.get(name) == 2 or (name in nodes and is_view(nodes[name].op))
-        what = "computed" if computed else "drawn" if name in drawn else "converted"
+        what = "drawn" if name in drawn else "computed" if computed else "converted"
         if memory.spared.get(name) or (seconds and name in runs):  # the rest would save nothing, and does not run
             yield Recomputed(name, node.fqn if node is not None else "", what, memory.spared.get(name, 0.0), seconds)
 

@@ -207,8 +207,8 @@ def drawn_again() -> None:
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, **asked)
     assert sharded.plan.staged is not None
     assert all(plan.recomputed for plan in sharded.plan.staged.plans)
-    assert "again(" in sharded.source
-    assert "dropout" in sharded.source
+    assert "runtime.again(" in sharded.source
+    assert "again=True" in sharded.source  # of dropout
     for m in (model, sharded):
         torch.manual_seed(3)
         m(*args).loss.backward()

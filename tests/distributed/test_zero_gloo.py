@@ -6,9 +6,10 @@ import functools
 import json
 from collections.abc import Callable
 
+import prefetch_cases
 import pytest
 import world
-from zero_cases import CASES
+import zero_cases
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +26,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return lambda name: results()[name]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", zero_cases.CASES | prefetch_cases.CASES)
 def test_case(outcome: Callable[[str], str], name: str) -> None:
     found = outcome(name)
     assert found == "", found

@@ -1,7 +1,8 @@
 """One rank of a gloo world that trains under stages of ZeRO; started by test_zero_gloo.py."""
 
+import prefetch_cases
+import zero_cases
 from training_worker import main
-from zero_cases import CASES
 
 if __name__ == "__main__":
-    main(CASES)
+    main(zero_cases.CASES | prefetch_cases.CASES)

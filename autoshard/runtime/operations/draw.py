@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.operations.random import drawn, dropout, in_memory_order, part, shared
+from autoshard.runtime.operations.random import drawn, in_memory_order, part, shared
 from autoshard.runtime.transport.communicator import Axes, current, device
 
 
@@ -64,9 +64,16 @@ def native_dropout(
     dims: Mapping[int, Axes],
     order: Sequence[int] = (),
     batch: int | None = None,
+    train: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``aten.native_dropout`` in training: what ``runtime.dropout`` gives, and what was kept."""
-    kept = dropout(torch.ones_like(x), p, shape, dims, order, batch) != 0
+    """``aten.native_dropout``: what ``runtime.dropout`` gives, and what was kept. In training it draws for every ``p``."""
+    if not train:
+        return x, torch.ones_like(x, dtype=torch.bool)
+
+    def fill(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.native_dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p, True)[1] != 0
+
+    kept = part(drawn(lambda s: shared(fill, s), shape, order, batch), dims)
     return x * kept * (1 / (1 - p) if p < 1 else 0), kept
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from autoshard.errors import LayoutError, RuntimeMismatchError
+from autoshard.errors import LayoutError
 from autoshard.runtime.operations.collectives import Whole
-from autoshard.runtime.parameters.again import CHANGED, Source, can_be_made_again, forget_freed, forgetting
+from autoshard.runtime.parameters.again import Source, can_be_made_again, forget_freed, forgetting, keep, kept
 from autoshard.runtime.parameters.ahead import gathered, there
 from autoshard.runtime.parameters.bucket import Bucket, Dtypes, Tensors
 from autoshard.runtime.parameters.buckets import carried
@@ -301,30 +301,32 @@ class _Gather(Source):
 
     def __init__(self, bucket: Bucket, xs: Tensors, before: list[weakref.ref[_Gather]], ahead: int) -> None:
         super().__init__()
-        self.bucket, self.xs = bucket, xs
-        self.versions = [x._version for x in xs]
+        self.bucket = bucket
+        self.xs = [keep(x) for x in xs]  # of two gathers one after another the second's are made again themselves
         self.full: list[torch.Tensor] | None = None
         self.arriving: Callable[[], list[torch.Tensor]] | None = None
         self.before, self.number, self.ahead = before, len(before), ahead
 
     def make(self) -> None:
         """See :meth:`Source.make`."""
-        if self.versions != [x._version for x in self.xs]:
-            raise RuntimeMismatchError(CHANGED.format("a sharded parameter"))
         if not self.ahead or not isinstance(self.bucket, FlatBucket):
             with torch.no_grad():
-                self.full = self.bucket.forward(self.xs, "backward")
+                self.full = self.bucket.forward(self.given(), "backward")
             return
-        arrive, self.arriving = self.arriving or self.bucket.begin(self.xs, "backward"), None
+        arrive, self.arriving = self.arriving or self.bucket.begin(self.given(), "backward"), None
         if torch._C._current_graph_task_id() != -1:
             self._begin_others()
         self.full = arrive()
+
+    def given(self) -> list[torch.Tensor]:
+        """What it gathers. Raises :class:`RuntimeMismatchError` if that was changed in place."""
+        return [kept(x, "a sharded parameter") for x in self.xs]
 
     def _begin_others(self) -> None:
         wanted = (ref() for ref in reversed(self.before[: self.number]))
         for other in itertools.islice((o for o in wanted if o is not None and o.unpacked < o.packed), self.ahead):
             if other.full is None and other.arriving is None and isinstance(other.bucket, FlatBucket):
-                other.arriving = other.bucket.begin(other.xs, "backward")
+                other.arriving = other.bucket.begin(other.given(), "backward")
                 torch.autograd.Variable._execution_engine.queue_callback(other.discard)
 
     def discard(self) -> None:

@@ -209,7 +209,10 @@ class FlatBucket(Bucket):
             mine = xs[0].view(-1)
         else:
             mine = xs[0].new_empty(row, dtype=dtype)
-            torch.cat([x.reshape(-1) for x in xs], out=mine[: sum(x.numel() for x in xs)])
+            length = sum(x.numel() for x in xs)
+            torch.cat([x.reshape(-1) for x in xs], out=mine[:length])
+            if length < row:  # else NCCL's check for NaN may find one
+                mine[length:].zero_()
         out = mine.new_empty(group.size * row)
         work = self.comm.begin(group, all_gather_single, raw(out), raw(mine))
 
@@ -261,7 +264,8 @@ class FlatBucket(Bucket):
             pieces = [g.narrow(m.dim, *c).reshape(-1) for g, m, c in zip(gradients, moves, cuts, strict=True)]
             length = sum(p.numel() for p in pieces)
             torch.cat(pieces, out=part[:length])
-            part[length:].zero_()
+            if length < row:
+                part[length:].zero_()
         out = buffer.new_empty(row)
         work = self.comm.reduce_scatter(group, out, buffer)
         return out, work, parts_of(out, rows[group.number])

@@ -1,8 +1,8 @@
 """Functions of torch of which a trace loses something (torch 2.13), written so that it does not.
 
 Of recurrent networks the dropout between layers, of an instance norm the new running statistics, of a batch norm a
-momentum that is computed, of a dropout in evaluation that it returns its operand, of a reduction that it computes in the
-dtype of ``out``.
+momentum that is computed, of a dropout in evaluation that it returns its operand, of one in place what it is, of numbers that
+are drawn in place the order in memory, of a reduction that it computes in the dtype of ``out``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm as order_in_memory
 
 Stack = Callable[..., tuple[torch.Tensor, ...]]
-_INSTANCE_NORM, _BATCH_NORM = torch.instance_norm, torch.batch_norm
+_INSTANCE_NORM, _BATCH_NORM, _ALPHA_DROPOUT = torch.instance_norm, torch.batch_norm, torch.alpha_dropout
 
 
 def _recurrent(function: Stack) -> Stack:
@@ -84,6 +85,29 @@ def _dropout(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return dropped
 
 
+def _dropout_(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``torch.dropout_`` and its like, as those that are not in place: taken apart, it keeps more than which elements are."""
+
+    def dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
+        return input.copy_(function(input, p, train)) if train and p else input
+
+    return dropped
+
+
+def _alpha_dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
+    """``torch.alpha_dropout``, which draws in place inside: where dims are ordered in memory as they are numbered."""
+    order = order_in_memory(input)[0]
+    return _ALPHA_DROPOUT(input.permute(order), p, train).permute(sorted(range(len(order)), key=order.__getitem__))
+
+
+def _bernoulli_(self: torch.Tensor, p: Any = 0.5, **options: Any) -> torch.Tensor:
+    """The functional form of ``bernoulli_`` draws in the order of dims, eager in that of the elements in memory."""
+    if isinstance(p, torch.Tensor):
+        return self.bernoulli_(p, **options)
+    self.permute(order_in_memory(self)[0]).bernoulli_(p, **options)
+    return self
+
+
 def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """What is overwritten has a gradient, of zeros; the functional form of ``copy_`` has none."""
     if self.is_leaf or self._is_view() or not torch.is_grad_enabled():
@@ -107,11 +131,21 @@ def _into(function: Callable[..., torch.Tensor], takes_dtype: bool) -> Callable[
     return reduced
 
 
-_DROPOUTS = (torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout)
+_DROPOUTS = {
+    "dropout": torch.dropout,
+    "feature_dropout": torch.feature_dropout,
+    "alpha_dropout": _alpha_dropout,
+    "feature_alpha_dropout": torch.feature_alpha_dropout,
+}
+_STANDING_IN = {
+    **{name: _dropout(f) for name, f in _DROPOUTS.items()},
+    **{f"{name}_": _dropout_(f) for name, f in _DROPOUTS.items()},
+}
 
 MISTRACED: dict[Any, Callable[..., Any]] = {
     **{f: _recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
-    **{f: _dropout(f) for f in _DROPOUTS},
+    **{getattr(torch, name): f for name, f in _STANDING_IN.items()},
+    torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.copy_: _copy_,
     **{f: _into(f, True) for f in (torch.sum, torch.prod, torch.nansum, torch.nanmean)},
     **{f: _into(f, False) for f in (torch.var, torch.std)},
@@ -119,6 +153,6 @@ MISTRACED: dict[Any, Callable[..., Any]] = {
 PATCHES = (
     (torch, "instance_norm", _instance_norm),
     (torch, "batch_norm", _batch_norm),
-    *((torch._VF, f.__name__, _dropout(f)) for f in _DROPOUTS),
+    *((torch._VF, name, f) for name, f in _STANDING_IN.items()),
 )
 """what ``torch.nn.functional`` calls where no function mode sees it"""

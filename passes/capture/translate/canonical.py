@@ -59,7 +59,8 @@ def same_as(
 ) -> Ref | None:
     """The operand that ``op`` returns unchanged, or None. ``result``: the op's fake result.
 
-    In a functional graph a clone is its operand. A dropout that does nothing draws nothing in eager either.
+    In a functional graph a clone is its operand. A dropout that does nothing draws nothing in eager either; one that also
+    gives a mask is no such op.
     """
     if not args or not isinstance(args[0], Ref) or not isinstance(result, torch.Tensor | tuple):
         return None
@@ -67,7 +68,7 @@ def same_as(
     before = types[operand.name]
     if op in _NO_OPS or (op is aten.detach.default and not before.grad):
         return operand
-    if op in (aten.native_dropout.default, aten.dropout.default):
+    if op is aten.dropout.default:
         return operand if args[1] == 0 or args[2] is False else None
     if not isinstance(result, torch.Tensor):
         return None
@@ -167,7 +168,7 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
     """``(op, args, kwargs)`` in the form the passes expect. ``slots``: the results that are used.
 
     - Every way to reshape is ``reshape``, which also serves local tensors of any strides.
-    - ``native_dropout`` whose mask is unused is ``dropout``.
+    - ``native_dropout`` whose mask is unused is ``dropout``, where it draws as that does: not where nothing or all is dropped.
     - What overwrites a value without a gradient (``zero``, ``fill``) makes a new one.
     - A conjugate, and the imaginary part of one, are computed.
     - ``item`` is ``_local_scalar_dense``.
@@ -189,8 +190,8 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
         return aten.full_like.default, args, kwargs
     if op in (aten.view.default, aten._unsafe_view.default):
         return aten.reshape.default, args, kwargs
-    if op is aten.native_dropout.default and slots == [0]:
-        return aten.dropout.default, (*args[:2], True), kwargs
+    if op is aten.native_dropout.default and slots == [0] and args[1] not in (0, 1):
+        return aten.dropout.default, (*args[:2], args[2] is not False), kwargs
     if op is aten._to_copy.default:
         kwargs.pop("memory_format", None)
     return op, args, kwargs

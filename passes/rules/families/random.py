@@ -58,8 +58,9 @@ def _local_dropout(site: Site) -> Call:
 
 def _local_native_dropout(site: Site) -> Call:
     node = site.node
-    probability = 0.0 if node.argument("train") is False else node.argument("p")
-    return Call("native_dropout", (node.args[0], probability, _lengths(site), cuts(site)), _order(site))
+    train = {"train": False} if node.argument("train") is False else {}
+    how = {**_order(site), **train}
+    return Call("native_dropout", (node.args[0], node.argument("p"), _lengths(site), cuts(site)), how)
 
 
 def _local_like(site: Site) -> Call:
