@@ -3,8 +3,9 @@
     python benchmarks/expert_step.py
     python benchmarks/expert_step.py --ranks 4 --rows 512
 
-Both cut rows and experts along one axis and give the same loss. Prints medians and least of the slowest rank's wall seconds and
-of the busiest one's processor seconds, and their ratios; steps in which a virtual machine did not have its cores do not count.
+Both cut rows and experts along one axis, begin with a rank's own rows, and give the same loss. Prints medians and least of
+the slowest rank's wall seconds and of the busiest one's processor seconds, and their ratios; steps in which a virtual machine
+did not have its cores do not count.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ def main() -> None:
     layer = Layer(options.experts, options.width, options.hidden)
     x = torch.randn(options.rows, options.width)
     by_hand, part = ByHand(layer), x.chunk(dist.get_world_size())[dist.get_rank()]
-    sharded = autoshard.compile(layer, {"ep": dist.get_world_size()}, (x,), like="expert")
-    worlds.beside(sharded, x, lambda: by_hand.step(part), options.steps)
+    sharded = autoshard.compile(layer, {"ep": dist.get_world_size()}, (part,), like="expert", inputs="local")
+    worlds.beside(sharded, part, lambda: by_hand.step(part), options.steps)
     dist.destroy_process_group()
 
 
