@@ -194,12 +194,19 @@ def gathered_in_two_steps() -> None:
     assert farthest({n: full(p.grad) for n, p in sharded.named_parameters()}, gradients) <= TOLERANCE
 
 
+class Heads(Stack):
+    """A loss from each layer."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return [F.mse_loss(layer(x * self.first), y) for layer in self.layers]
+
+
 def breaks_off(x: torch.Tensor) -> torch.Tensor:
     raise KeyboardInterrupt
 
 
 def what_begins_in_vain_is_dropped() -> None:
-    """By a forward that breaks off, whose next one reads other weights, and by a backward that ends before it needs it."""
+    """By a forward that breaks off, whose next one reads other weights, and by a backward that does not come to it."""
     model, args = made()
     sharded = autoshard.compile(copy.deepcopy(model), mesh_for("fsdp", 4), args, like="fsdp")
     sharded(*args)
@@ -210,9 +217,12 @@ def what_begins_in_vain_is_dropped() -> None:
             p.mul_(1.5)
     loss = sharded(*args)
     assert far(loss.detach(), model(*args).detach()) <= TOLERANCE
-    torch.autograd.grad(loss, sharded.get_parameter(f"layers.{LAYERS - 1}.weight"), retain_graph=True)
-    gathers = [x for x in gc.get_objects() if type(x) is block._Gather]
-    assert gathers
+    heads = autoshard.compile(Heads().double(), mesh_for("fsdp", 4), args, like="fsdp")
+    first, second = heads(*args)
+    second.backward()  # begins what the first head reads, which comes before it
+    gathers = [x for x in gc.get_objects() if type(x) is block._Gather and x.packed > x.unpacked]
+    assert first.requires_grad
+    assert len(gathers) == LAYERS - 1 + LAYERS  # with those of the loss above
     assert all(x.arriving is None for x in gathers)
 
 

@@ -35,3 +35,30 @@ def test_what_an_allocator_keeps_anyway_is_not(rows: int, deleted: bool) -> None
     """64 × 4096 float32 are 1 MiB."""
     source = build(captured(Chain(), (torch.empty(rows, 64),), {}, training=False), Mesh({"tp": 1})).source.text
     assert ("del wide" in source) == deleted
+
+
+class Reads(nn.Module):
+    def forward(self, x: Tensor, wide: Tensor) -> Tensor:
+        return (x + wide.amax(1, True)).exp() * 2
+
+
+class Inside(nn.Module):
+    """What a block reads last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Reads()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.repeat(1, 64)
+        return self.blocks[0](x, wide).sin() + 1  # type: ignore[no-any-return]
+
+
+def test_what_a_block_reads_is_deleted_where_it_was_made() -> None:
+    """Whoever called the block holds it until that returns."""
+    source = build(captured(Inside(), (torch.empty(512, 64),), {}, training=False), Mesh({"tp": 1})).source.text
+    assert "del wide" not in source[: source.index("class RankModule")]
+    body = [
+        line.split("  #")[0].strip() for line in source[source.index("wide =") : source.index("return (")].splitlines()
+    ]
+    assert body[:3] == ["wide = x.repeat(1, 64)", "x = self.blocks[0](wide, x)", "del wide"]

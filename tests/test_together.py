@@ -50,6 +50,17 @@ def test_sums_that_are_ready_together_are_one_call() -> None:
     assert "together" not in merged(draft, s0="R", s1="R")
 
 
+def test_maxima_are_not_summed() -> None:
+    """The calls that go together add up."""
+    draft = Draft(dp=4)
+    draft.input("x", (8, 16), "0")
+    for i in range(2):
+        draft.op(f"m{i}", aten.amax.default, ("x", [0]), "d0")
+    found = merged(draft, m0="R", m1="R")
+    assert found.count("op='max'") == 2
+    assert "together" not in found
+
+
 def test_a_call_waits_for_no_operand() -> None:
     """The second sum is made after the first has been read, so it cannot go with it; the third can."""
     draft = sums("")
