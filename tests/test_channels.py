@@ -101,6 +101,21 @@ class Pooled(nn.Module):
         return out.mean()
 
 
+def test_the_mean_of_a_number_beside_images() -> None:
+    class Gained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.gain = nn.Conv2d(3, 8, 3), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).square().mean() * self.gain.mean(0)
+
+    torch.manual_seed(0)
+    model = Gained()
+    sharded = autoshard.compile(model, autoshard.Mesh({"dp": 2}), (image(),))
+    torch.testing.assert_close(sharded(image()), model(image()))
+
+
 @pytest.mark.parametrize("form", Pooled.FORMS)
 def test_gradients_of_means_lie_as_what_they_are_of(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
     """Nothing is written in another order."""

@@ -72,10 +72,10 @@ def _averages(s: Statement, program: Program) -> bool:
     if s.call.fn not in (aten.mean.dim, aten.adaptive_avg_pool2d.default) or not isinstance(s.call.args[0], Ref):
         return False
     x, made = program.types[s.call.args[0].name], program.types[s.outputs[0]]
-    pixels = {d % len(x.shape) for d in s.call.args[1] or ()} if s.call.fn is aten.mean.dim else {2, 3}
-    ones = s.call.fn is aten.mean.dim or made.shape[2:] == (1, 1)
-    plain = len(x.shape) == 4 and not x.unknown and all(isinstance(n, int) for n in x.shape[2:])
-    return plain and made.grad and ones and pixels == {2, 3} and x.dtype == made.dtype == torch.float32
+    if len(x.shape) != 4 or x.unknown or not all(isinstance(n, int) for n in x.shape[2:]):
+        return False
+    all_ = {d % 4 for d in s.call.args[1] or ()} == {2, 3} if s.call.fn is aten.mean.dim else made.shape[2:] == (1, 1)
+    return made.grad and all_ and x.dtype == made.dtype == torch.float32
 
 
 def _divided_sum(call: Call, program: Program) -> Call:
