@@ -71,12 +71,10 @@ def ring_attention(
     folded = folded and bool(names)
     rows, columns = held(queries, keys, ranks, folded)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    move = named(Move("S", "S", names, order=names), always=True)
     band = Band(before, 0 if is_causal else after)
-    job = Job(move, comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)
+    job = Job(_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)
     kept = _kept(job, query, shape, cuts, batch)
-    out = _run(comm, job, (query, key, value, sinks), attn_mask, kept, helped if helpers else journey)
-    return out * 0.0 if dropout_p == 1.0 else out
+    return _run(comm, job, (query, key, value, sinks), attn_mask, kept, helped if helpers else journey)
 
 
 def gathered_attention(
@@ -112,12 +110,14 @@ def gathered_attention(
     folded = folded and bool(names)
     rows, columns = spans(queries, tuple(comm.mesh[a] for a in names), folded), (((0, keys),),)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    move = named(Move("S", "S", names, order=names), always=True)
     band = Band(before, 0 if is_causal else after)
-    job = Job(move, comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap, pieces)
+    job = Job(_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap, pieces)
     kept = _kept(job, query, shape, cuts, batch)
-    out = _run(comm, job, (query, key, value, sinks), attn_mask, kept, in_pieces)
-    return out * 0.0 if dropout_p == 1.0 else out
+    return _run(comm, job, (query, key, value, sinks), attn_mask, kept, in_pieces)
+
+
+def _move(names: tuple[str, ...]) -> Move:
+    return named(Move("S", "S", names, order=names), always=True)
 
 
 def _kept(
@@ -160,21 +160,9 @@ def banded_rows(
     folded = folded and bool(names)
     rows = spans(query.shape[-2] if queries is None else queries, tuple(comm.mesh[a] for a in names), folded)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    move = named(Move("S", "S", names, order=names), always=True)
-    job = Job(
-        move,
-        comm.index(names),
-        rows,
-        (((0, key.shape[-2]),),),
-        Band(before, after),
-        scale,
-        folded,
-        dropout_p,
-        sloped,
-        soft_cap,
-    )
-    out = _run(comm, job, (query, key, value, sinks), attn_mask, _kept(job, query, shape, cuts, batch))
-    return out * 0.0 if dropout_p == 1.0 else out
+    columns, band = (((0, key.shape[-2]),),), Band(before, after)
+    job = Job(_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)
+    return _run(comm, job, (query, key, value, sinks), attn_mask, _kept(job, query, shape, cuts, batch))
 
 
 def _run(
@@ -197,4 +185,5 @@ def _run(
 
     where = f"({', '.join(job.move.axes)}: {job.band})"
     name = f"attention in a ring or in pieces, with a window, slopes or rows of a causal mask {where}"
-    return round_trip(comm, Trip(name, ahead, back), *operands)[0]
+    out = round_trip(comm, Trip(name, ahead, back), *operands)[0]
+    return out * 0.0 if job.dropout_p == 1.0 else out
