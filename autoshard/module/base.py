@@ -165,7 +165,8 @@ class ShardedModule(Compiling):
         """
         present = self._present(leaves, spec)
         if present is not None and self._last is not None and self._last[0] == present:
-            return self._last[1].again(self._arrived(leaves, spec))
+            last = self._last[1]
+            return last.again(self._arrived(leaves, spec, last.cuts)[0])
         check_leaves(self._of.model, leaves, spec, self._device_type())
         call = self._call(leaves, spec, self._recorded(leaves), self._wanted)
         object.__setattr__(self, "_last", None if present is None else (present, call.again(())))

@@ -12,6 +12,7 @@ from torch import nn
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.base import ShardedModule
+from autoshard.module.inputs import Cuts
 from autoshard.module.programs.carried import Carried
 from autoshard.module.programs.compiling import Settings
 from autoshard.module.programs.executable import Executable
@@ -59,7 +60,7 @@ class InProcessModule(ShardedModule):
     def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
         return _real(b, initial)
 
-    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cuts:
         given = super()._input_layouts(args, kwargs)
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         if not any(isinstance(x, Carried) for x in leaves):

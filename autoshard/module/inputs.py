@@ -26,6 +26,9 @@ from autoshard.passes.propagate.hints import in_space
 Inputs = str | Mapping[str, str]
 """``"global"``, ``"local"``, or {fnmatch pattern on the name of an input: one of these}"""
 
+Cuts = tuple[Layout | None, ...]
+"""per leaf of the arguments the layout it comes in; None, or nothing: whole"""
+
 _KINDS = ("global", "local")
 _BATCH_AXIS = re.compile(r"(dp|ddp|fsdp|hsdp|zero\d?|data|batch|replica|replicate|shard)(_|\d|$)")
 """names of mesh axes that cut the batch by convention"""
@@ -64,7 +67,7 @@ def with_rows(
 
 def local_layouts(
     model: nn.Module, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Inputs, hints: Any
-) -> tuple[Layout | None, ...]:
+) -> Cuts:
     """Per leaf of the arguments how one that is local is cut; None for what is whole.
 
     Dim 0 is cut by the axes of the batch, unless a hint for the input says otherwise. Raises :class:`HintError` where a

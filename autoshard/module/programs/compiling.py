@@ -17,7 +17,7 @@ from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.module.inputs import Inputs, local_layouts
+from autoshard.module.inputs import Cuts, Inputs, local_layouts
 from autoshard.module.model.left import leave
 from autoshard.module.model.original import Original, absent_buffers
 from autoshard.module.model.parts import Fixed, attributes
@@ -146,9 +146,9 @@ class Compiling(Fixed):
 
     def _call(self, leaves: Sequence[Any], spec: Any, recorded: bool, grad: bool) -> Call:
         """A call with arguments of these leaves in the present state, but for grad mode. See :class:`State`."""
-        leaves = self._arrived(leaves, spec)
+        leaves, cuts = self._arrived(leaves, spec)
         self._renew()
-        return Call(leaves, spec, self._state(leaves, recorded, grad))
+        return Call(leaves, spec, self._state(leaves, recorded, grad), cuts)
 
     def _renew(self) -> None:
         """Take in modules that the user gave his model before it was adopted."""
@@ -280,11 +280,11 @@ class Compiling(Fixed):
 
     # --- inputs ---
 
-    def _arrived(self, leaves: Sequence[Any], spec: Any) -> Sequence[Any]:
-        """The leaves of the arguments as programs know them: tensors of global shape, those in parts as DTensors."""
-        return leaves
+    def _arrived(self, leaves: Sequence[Any], spec: Any, cuts: Cuts | None = None) -> tuple[Sequence[Any], Cuts]:
+        """The leaves of the arguments as programs know them (of global shape, those in parts as DTensors), and their cuts."""
+        return leaves, ()
 
-    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cuts:
         """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""
         s = self._settings
         return local_layouts(self._of.model, self._running, args, kwargs, s.inputs, s.wishes.hints)

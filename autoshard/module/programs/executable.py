@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import CaptureError, RuntimeMismatchError
 from autoshard.module.dtensors.outputs import form_of
 from autoshard.module.hooked import Feeding, feeding
+from autoshard.module.inputs import Cuts
 from autoshard.module.model.state import State
 from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
@@ -46,6 +47,8 @@ class Call:
     spec: Any
     """the structure of (args, kwargs)"""
     state: State
+    cuts: Cuts = ()
+    """per leaf, of one that this process brings its part of: how it is cut"""
 
     keys: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """those that were asked for"""
@@ -54,7 +57,7 @@ class Call:
 
     def again(self, leaves: Sequence[Any]) -> Call:
         """A call that differs from this one in the data of its ``leaves`` alone."""
-        return Call(leaves, self.spec, self.state, self.keys, self.programs)
+        return Call(leaves, self.spec, self.state, self.cuts, self.keys, self.programs)
 
     def key(self, number: int = 0, exactly: bool | Callable[[Any], bool] = True) -> Any:
         """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`, of all or by leaf."""

@@ -75,7 +75,7 @@ def part_for(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch.de
         raise AssertionError(f"inputs come in mesh order, not in {layout}") from None
     if list(x.placements) != placements:
         x = x.redistribute(mesh, placements)
-    if not (x._local_tensor.requires_grad or torch.is_grad_enabled()):
+    if not (x._local_tensor.requires_grad or (x.requires_grad and torch.is_grad_enabled())):
         return x._local_tensor
     return x.to_local(grad_placements=placements)  # whole gradients on whole axes
 

@@ -28,7 +28,7 @@ from autoshard.module.dtensors.ops import mend
 from autoshard.module.dtensors.outputs import Output
 from autoshard.module.dtensors.owned import side_by_side
 from autoshard.module.gradients import one_verdict
-from autoshard.module.inputs import without_data
+from autoshard.module.inputs import Cuts, without_data
 from autoshard.module.logits import Logits
 from autoshard.module.programs.compiling import Settings
 from autoshard.module.programs.executable import Call, Executable
@@ -111,12 +111,13 @@ class DistributedModule(OnRank):
     def _device_type(self) -> str | None:
         return None
 
-    def _arrived(self, leaves: Sequence[Any], spec: Any) -> Sequence[Any]:
-        are_global = self._settings.inputs == "global"
-        layouts = () if are_global else super()._input_layouts(*pytree.tree_unflatten(leaves, spec))
-        return arrived(leaves, layouts, self.device_mesh, self._device)
+    def _arrived(self, leaves: Sequence[Any], spec: Any, cuts: Cuts | None = None) -> tuple[Sequence[Any], Cuts]:
+        if cuts is None:
+            are_global = self._settings.inputs == "global"
+            cuts = () if are_global else super()._input_layouts(*pytree.tree_unflatten(leaves, spec))
+        return arrived(leaves, cuts, self.device_mesh, self._device), cuts
 
-    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Layout | None, ...]:
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cuts:
         return tuple(layout_of(x, self._running) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
