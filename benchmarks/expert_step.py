@@ -1,17 +1,20 @@
 """A step of a layer of experts on gloo ranks: the compiled module beside an all-to-all written by hand, taken in turns.
 
-    python benchmarks/expert_step.py
+    python benchmarks/expert_step.py --worlds 5
     python benchmarks/expert_step.py --ranks 4 --rows 512
 
-Both cut rows and experts along one axis, begin with a rank's own rows, and give the same loss. Prints medians and least of
-the slowest rank's wall seconds and of the busiest one's processor seconds, and their ratios; steps in which a virtual machine
-did not have its cores do not count.
+All cut rows and experts along one axis, begin with a rank's own rows, and give the same loss. By hand in two ways: with the
+parameters that the model has and torch's grouped products (``by hand``), and with parameters of each expert, whose gradients
+need no place in a tensor of all (``expert by expert``). Prints medians and least of the slowest rank's wall seconds and of
+the busiest one's processor seconds, and their ratios; steps in which a virtual machine did not have its cores do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,16 +46,17 @@ class Layer(nn.Module):
 
 
 class ByHand(nn.Module):
-    """The same for this rank's rows, with its part of the experts: each has parameters of its own, whose gradients need no
-    place in a tensor of all; what the host has to know it asks for once."""
+    """The same for this rank's rows, with its part of the experts; what the host has to know it asks for once."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self.ranks, self.experts = dist.get_rank(), dist.get_world_size(), layer.first.shape[0]
         self.router = nn.Parameter(layer.router.weight.detach().clone())
-        self.first = nn.ParameterList(w.clone() for w in layer.first.detach().chunk(self.ranks)[self.rank])
-        self.second = nn.ParameterList(w.clone() for w in layer.second.detach().chunk(self.ranks)[self.rank])
-        self.experts = layer.first.shape[0]
+        self.hold(*(w.detach().chunk(self.ranks)[self.rank].clone() for w in (layer.first, layer.second)))
+
+    def hold(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Parameters of these values."""
+        self.first, self.second = nn.Parameter(first), nn.Parameter(second)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = F.linear(x, self.router).softmax(-1).topk(TOP)
@@ -66,15 +70,20 @@ class ByHand(nn.Module):
         rows = x.index_select(0, order // TOP)
         got = all_to_all_single(rows.new_empty(sum(received), x.shape[1]), rows, received, sent)
         pieces = [of_rank.split(lengths) for of_rank, lengths in zip(got.split(received), by_rank, strict=True)]
-        made = []
-        for e, (first, second) in enumerate(zip(self.first, self.second, strict=True)):
-            gate, up = F.linear(torch.cat([of_rank[e] for of_rank in pieces]), first).chunk(2, -1)
-            made.append(F.linear(F.silu(gate) * up, second).split([lengths[e] for lengths in by_rank]))
-        y = torch.cat([of_expert[r] for r in range(self.ranks) for of_expert in made])
+        made = self.computed([torch.cat(of_expert) for of_expert in zip(*pieces, strict=True)])
+        split = [y.split(lengths) for y, lengths in zip(made, zip(*by_rank, strict=True), strict=True)]
+        y = torch.cat([of_expert[r] for r in range(self.ranks) for of_expert in split])
         y = all_to_all_single(y.new_empty(sum(sent), x.shape[1]), y, sent, received)
         y = torch.empty_like(y).index_copy(0, order, y).view(*ids.shape, -1)
         y = torch.bmm(weights.unsqueeze(1), y).squeeze(1)
         return (y + x).square().mean() / self.ranks
+
+    def computed(self, of_experts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What each expert of this rank makes of its rows."""
+        lengths = [len(rows) for rows in of_experts]
+        ends = torch.tensor(lengths).cumsum(0, dtype=torch.int32)
+        gate, up = F.grouped_mm(torch.cat(of_experts), self.first.mT, offs=ends).chunk(2, -1)
+        return F.grouped_mm(F.silu(gate) * up, self.second.mT, offs=ends).split(lengths)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
         self.zero_grad()
@@ -87,6 +96,20 @@ class ByHand(nn.Module):
         return total
 
 
+class ExpertByExpert(ByHand):
+    """With parameters of each expert."""
+
+    def hold(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        self.firsts, self.seconds = (nn.ParameterList(w.clone() for w in of_all) for of_all in (first, second))
+
+    def computed(self, of_experts: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        made = []
+        for rows, first, second in zip(of_experts, self.firsts, self.seconds, strict=True):
+            gate, up = F.linear(rows, first).chunk(2, -1)
+            made.append(F.linear(F.silu(gate) * up, second))
+        return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1024)
@@ -95,18 +118,26 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--worlds", type=int, default=1, help="so many times, and medians of the ratios")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is None:
-        raise SystemExit(worlds.launch(__file__, sys.argv[1:], options.ranks))
+        raise SystemExit(worlds.launch(__file__, sys.argv[1:], options.ranks, count=options.worlds))
     worlds.join(options.rank, options.ranks, options.rendezvous)
     torch.manual_seed(0)
     layer = Layer(options.experts, options.width, options.hidden)
     x = torch.randn(options.rows, options.width)
-    by_hand, part = ByHand(layer), x.chunk(dist.get_world_size())[dist.get_rank()]
+    part = x.chunk(dist.get_world_size())[dist.get_rank()]
+    by_hand = {"by hand": ByHand(layer), "expert by expert": ExpertByExpert(layer)}
     sharded = autoshard.compile(layer, {"ep": dist.get_world_size()}, (part,), like="expert", inputs="local")
-    worlds.beside(sharded, part, lambda: by_hand.step(part), options.steps)
+    worlds.beside(
+        sharded,
+        part,
+        {name: partial(form.step, part) for name, form in by_hand.items()},
+        options.steps,
+        options.rendezvous,
+    )
     dist.destroy_process_group()
 
 

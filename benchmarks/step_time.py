@@ -1,6 +1,7 @@
 """Step time on gloo ranks: plans by an expert's name and the free plan against DDP, FSDP2 and parallelize_module.
 
     python benchmarks/step_time.py --steps 20
+    python benchmarks/step_time.py --models vit:middle --steps 60 --worlds 5
     python benchmarks/step_time.py --models gpt:tiny,vit:tiny,mlp:base --ranks 4
     python benchmarks/step_time.py --memory
 
@@ -266,6 +267,11 @@ class Times:
         return [taken.wall for taken in worlds.counted(self.steps)]
 
     @property
+    def median(self) -> float:
+        """Of :attr:`wall`."""
+        return statistics.median(self.wall)
+
+    @property
     def cpu(self) -> list[float]:
         """Processor seconds of the busiest rank."""
         return [taken.cpu for taken in worlds.counted(self.steps)]
@@ -306,7 +312,7 @@ def report(title: str, chosen: list[Contestant], times: Mapping[str, Times]) -> 
     table.add_column("")
     for column in ("counted", "median", "quartiles", "CPU", "ratio", "CPU ratio", "target"):
         table.add_column(column, justify="right")
-    wall = {name: statistics.median(t.wall) for name, t in times.items()}
+    wall = {name: t.median for name, t in times.items()}
     cpu = {name: statistics.median(t.cpu) for name, t in times.items()}
     for c in chosen:
         low, _, high = statistics.quantiles(times[c.name].wall, n=4)
@@ -318,6 +324,12 @@ def report(title: str, chosen: list[Contestant], times: Mapping[str, Times]) -> 
         count = f"{len(times[c.name].wall)}/{len(times[c.name].steps)}"
         table.add_row(c.name, count, shown[0], f"{shown[1]} … {shown[2]}", shown[3], *ratios, target)
     return table
+
+
+def compared(chosen: list[Contestant], times: Mapping[str, Times]) -> dict[str, float]:
+    """Ratios of medians, to each of those that a contestant is measured against."""
+    pairs = ((c, other) for c in chosen if c.target for other in c.against if other in times)
+    return {f"{c.name} / {other} (≤ {c.target})": times[c.name].median / times[other].median for c, other in pairs}
 
 
 def for_model(name: str, only: str) -> list[Contestant]:
@@ -345,6 +357,8 @@ def rank_main(options: argparse.Namespace) -> None:
             times = race({c.name: c.make(task) for c in chosen}, options.steps, options.seconds, worlds.ROW)
             if options.rank == 0:
                 Console(width=120).print(report(name, chosen, times))
+                for what, ratio in compared(chosen, times).items():
+                    worlds.note(options.rendezvous, f"{name}, {what}", ratio)
     dist.destroy_process_group()
 
 
@@ -357,6 +371,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="end the race of a model after so long")
     parser.add_argument("--batch", type=int, default=0, help="rows of the global batch (default: the model's)")
     parser.add_argument("--sequence", type=int, default=0, help="tokens of a row (default: the model's)")
+    parser.add_argument("--worlds", type=int, default=1, help="so many times, and medians of the ratios")
     parser.add_argument("--memory", action="store_true", help="peak of resident memory instead, one world each")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
@@ -376,7 +391,7 @@ def main() -> None:
             )
         )
     else:
-        raise SystemExit(worlds.launch(__file__, sys.argv[1:], options.ranks))
+        raise SystemExit(worlds.launch(__file__, sys.argv[1:], options.ranks, count=options.worlds))
 
 
 if __name__ == "__main__":

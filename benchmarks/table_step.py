@@ -105,18 +105,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--overlap", action="store_true", help="by hand, too, sums go beside the tables' gradients")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--worlds", type=int, default=1, help="so many times, and medians of the ratios")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is None:
-        raise SystemExit(worlds.launch(__file__, sys.argv[1:], options.ranks))
+        raise SystemExit(worlds.launch(__file__, sys.argv[1:], options.ranks, count=options.worlds))
     worlds.join(options.rank, options.ranks, options.rendezvous)
     torch.manual_seed(0)
     model = Model(options.tables, options.rows, options.width)
     ids = torch.randint(options.rows, (options.batch, options.tables, options.bag))
     by_hand = ByHand(model, options.overlap)
     sharded = autoshard.compile(model, {"x": dist.get_world_size()}, (ids,), like="table-wise")
-    worlds.beside(sharded, ids, lambda: by_hand.step(ids), options.steps)
+    worlds.beside(sharded, ids, {"by hand": lambda: by_hand.step(ids)}, options.steps, options.rendezvous)
     dist.destroy_process_group()
 
 

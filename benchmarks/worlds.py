@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import statistics
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +27,9 @@ PINNED = "BENCHMARK_PINNED"
 KEEPING = {"MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 """for glibc: memory that is freed stays with the process. Else which contestant pays for new pages is chance"""
 
+NOTES = "ratios.jsonl"
+"""beside the rendezvous of the worlds"""
+
 ROW, WARM = 4, 3
 """steps of a turn of those that are :func:`beside` one another, and the rounds of turns to warm up"""
 
@@ -40,16 +44,39 @@ class Taken(NamedTuple):
     stolen: float
 
 
-def launch(script: str, arguments: Sequence[str], ranks: int, keeping: bool = True) -> int:
+def launch(script: str, arguments: Sequence[str], ranks: int, keeping: bool = True, count: int = 1) -> int:
     """Run ``script`` once per rank, with ``--rank`` and ``--rendezvous`` on top; the exit code that is largest.
 
-    ``keeping``: with freed memory kept, as :data:`KEEPING` says; not where memory is what is measured.
+    ``keeping``: with freed memory kept, as :data:`KEEPING` says; not where memory is what is measured. ``count``: worlds,
+    one after another; of the ratios that they :func:`note` the medians are printed. Ratios of two equal programs differ by
+    some per cent from world to world, however many steps each of them has.
     """
     env = {**os.environ, "OMP_NUM_THREADS": "1", **(KEEPING if keeping else {})}
+    codes = list[int]()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, script, *arguments, "--rendezvous", f"{folder}/rendezvous"]
-        workers = [subprocess.Popen([*command, "--rank", str(r)], env=env) for r in range(ranks)]
-        return max((worker.wait() for worker in workers), key=abs)
+        notes = Path(folder, NOTES)
+        notes.touch()
+        for world in range(count):
+            command = [sys.executable, script, *arguments, "--rendezvous", f"{folder}/rendezvous{world}"]
+            workers = [subprocess.Popen([*command, "--rank", str(r)], env=env) for r in range(ranks)]
+            codes += [worker.wait() for worker in workers]
+        if count > 1:
+            _summarise([json.loads(line) for line in notes.read_text().splitlines()])
+    return max(codes, key=abs)
+
+
+def note(rendezvous: str | os.PathLike[str], name: str, ratio: float) -> None:
+    """Keep a ratio of this world for the summary of all."""
+    with Path(rendezvous).with_name(NOTES).open("a") as file:
+        print(json.dumps([name, ratio]), file=file)
+
+
+def _summarise(notes: Sequence[tuple[str, float]]) -> None:
+    print("ratios of medians, over worlds:")
+    for name in dict.fromkeys(name for name, _ in notes):
+        found = [ratio for n, ratio in notes if n == name]
+        shown = f"median {statistics.median(found):.3f}, {min(found):.2f} … {max(found):.2f} in {len(found)} worlds"
+        print(f"  {name}: {shown}", flush=True)
 
 
 def join(rank: int, ranks: int, rendezvous: str | os.PathLike[str]) -> None:
@@ -58,8 +85,14 @@ def join(rank: int, ranks: int, rendezvous: str | os.PathLike[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
 
 
-def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], steps: int) -> None:
-    """Steps of ``sharded`` on ``x`` and of the same written by hand, in turns: their losses have to agree.
+def beside(
+    sharded: Any,
+    x: torch.Tensor,
+    by_hand: Mapping[str, Callable[[], torch.Tensor]],
+    steps: int,
+    rendezvous: str | os.PathLike[str],
+) -> None:
+    """Steps of ``sharded`` on ``x`` and of the same written ``by_hand``, in turns: their losses have to agree.
 
     Rank 0 prints what they took. Turns have :data:`ROW` steps; those of the first :data:`WARM` rounds do not count, as a
     module compares the ranks' inputs in its first calls.
@@ -71,9 +104,9 @@ def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], s
         loss.backward()
         return loss.detach()
 
-    forms = {"compiled": compiled, "by hand": by_hand}
+    forms = {"compiled": compiled, **by_hand}
     losses = {name: float(run()) for name, run in forms.items()}
-    assert abs(losses["compiled"] - losses["by hand"]) < 1e-5 * losses["by hand"], losses
+    assert all(abs(losses["compiled"] - loss) < 1e-5 * loss for loss in losses.values()), losses
     taken: dict[str, list[Taken]] = {name: [] for name in forms}
     rounds = -(-steps // (ROW - 1))
     for number in range(WARM + rounds):
@@ -88,8 +121,12 @@ def beside(sharded: Any, x: torch.Tensor, by_hand: Callable[[], torch.Tensor], s
     for i, clock in enumerate(("wall", "processor")):
         for what, of in (("median", statistics.median), ("least", min)):
             found = {name: of([t[i] for t in times]) for name, times in whole.items()}
+            ratios = {f"compiled / {name}": found["compiled"] / found[name] for name in by_hand}
             print(clock, what, {name: f"{s * 1e3:.1f} ms" for name, s in found.items()}, end=" ")
-            print(f"compiled / by hand: {found['compiled'] / found['by hand']:.2f}")
+            print(", ".join(f"{name}: {ratio:.2f}" for name, ratio in ratios.items()))
+            if what == "median":
+                for name, ratio in ratios.items():
+                    note(rendezvous, f"{clock}, {name}", ratio)
 
 
 def turns(names: Iterable[str], round_: int, row: int) -> Iterator[tuple[str, int]]:
