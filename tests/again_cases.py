@@ -277,6 +277,19 @@ def drawn_again(mesh: autoshard.Mesh) -> None:
     as_executed(sharded, made("smooth")[1])
 
 
+def sums_are_kept(mesh: autoshard.Mesh) -> None:
+    """What a batch norm sums over ranks is there when it runs again; negative control: with other sums gradients differ."""
+    sharded = compare("normed", mesh, "blocks", steps=1, like="ddp")
+    of_norms = Counter(c.phase for c in sharded.collectives if "batch_norm" in c.reason)
+    assert of_norms == {"forward": 4, "backward": 4}
+    assert sum("batch_norm" in r.name for r in sharded.plan.recomputed) == 2
+    as_executed(sharded, made("normed")[1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(again._Run, "summed", lambda run: lambda x, reduce: x.detach().clone().requires_grad_())
+        with pytest.raises(AssertionError, match="gradient of"):
+            compare("normed", mesh, "blocks", steps=1, like="ddp")
+
+
 def as_planned(mesh: autoshard.Mesh) -> None:
     """The collectives of the step, those that run again among the backward's: kinds, axes, phases and bytes."""
     model, args = made("gpt")
@@ -352,6 +365,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "nothing_leaks": nothing_leaks,
     "other_draws_are_seen": other_draws_are_seen,
     "drawn_again": drawn_again,
+    "sums_are_kept": sums_are_kept,
     "as_planned": as_planned,
     "two_ranks_differ": two_ranks_differ,
     "checkpoint": hinted(reentrant=False),

@@ -109,6 +109,27 @@ def convolved() -> Graph:
     return captured(Convolved().train(), (torch.randn(8, 3, 32, 32),), {}, training=True)
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_what_a_norm_sums_over_ranks_is_kept_when_it_runs_again() -> None:
+    """Of two rows a rank, the two sums of a channel are as much as what comes into a block."""
+    graph = captured(Normed().train(), (torch.randn(4, 8, requires_grad=True),), {}, training=True)
+    wishes = Wishes(optimizer="sgd", recompute="blocks", like="ddp")
+    compiled = build(graph, autoshard.Mesh({"dp": 2}, "cpu"), wishes)
+    assert compiled.plan.memory.activations == kept_bytes(compiled) == 3 * (64 + 2 * 32)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "blocks"])
 def test_memory_of_convolutions(recompute: str) -> None:
     memory_is_as_simulated(convolved(), recompute, watched=0.05)

@@ -326,7 +326,7 @@ def _of_node(program: Program, s: Statement, compute: costs.Seconds) -> Iterator
             c.kind, c.axes, c.phase, moved, node.fqn, reason, node.name, seconds, node.name, hidden_s=hidden
         )
         yield found
-        if s.again and c.phase == "forward":
+        if s.again and c.phase == "forward" and not c.kept:
             yield replace(found, phase="backward", reason=f"{reason} {AGAIN}")
 
 

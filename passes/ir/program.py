@@ -132,6 +132,11 @@ class Internal:
     share: float = 1.0
     """of its latency; others pay the rest, which go in one call with it"""
 
+    @property
+    def kept(self) -> bool:
+        """Whether an operation that is computed again has the result from the forward: a sum is small beside what it is of."""
+        return self.kind == "all_reduce" and self.phase == "forward"
+
 
 @dataclass(frozen=True)
 class Statement:

@@ -30,6 +30,8 @@ class Part:
     """locals from outside"""
     inner: Collection[str]
     """locals that nobody reads outside"""
+    sums: float = 0.0
+    """bytes of what its operations sum for themselves over ranks, which is kept"""
     inputs: tuple[int, ...] = ()
     """storages of ``reads``, other than those of parameters and buffers"""
     ran: list[Replayed] = field(default_factory=list)
@@ -41,4 +43,5 @@ class Part:
         number = statements[0].again
         outside = {n for s in segment.statements if s.again != number for n in reads(s)}
         read = dict.fromkeys(n for s in statements for n in reads(s) if n not in made)
-        return cls(read, made - outside - set(segment.outputs))
+        sums = sum(c.bytes for s in statements for part in s.parts for c in part.internal if c.kept)
+        return cls(read, made - outside - set(segment.outputs), sums)

@@ -235,12 +235,12 @@ class _Simulation:
         part = self.parts[number] = Part.of(statements, segment)
         part.inputs = tuple(dict.fromkeys(self.storage[n] for n in part.reads))
         part.inputs = tuple(x for x in part.inputs if x not in self.fixed)
-        kept = tuple(x for x in part.inputs if x not in self.uses)
+        kept = (*(x for x in part.inputs if x not in self.uses), self.heap.new(int(part.sums)))
         for s in statements:
             for x in (self.storage[name] for name in reads(s) if name in part.reads):
                 if x in kept:
                     self.extra.setdefault(x, s)
-        self._keep(part.inputs)
+        self._keep((*part.inputs, kept[-1]))
         self.tape.append(_Ran(statements[0], (), (), NOTHING, kept))
 
     def _keep(self, storages: Iterable[int]) -> None:

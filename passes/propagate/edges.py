@@ -271,9 +271,9 @@ class EdgeTables:
         link = link._replace(given=given, asked=asked, mask=mask, spared=spared)
         cut = np.ix_(above, beside)
         parts = self._seconds(link, cut)
-        if spared is not None:  # an operation that is computed again asks again
-            each = [spared * (1 + (not asked.passive and tag == AGAIN)) for tag in asked.tags]
-            parts += Parts(blocking=np.tile(unspared(np.concatenate(each), given.placed), (len(given.tags), 1)))
+        if spared is not None:
+            each = np.tile(spared, len(asked.tags))
+            parts += Parts(blocking=np.tile(unspared(each, given.placed), (len(given.tags), 1)))
         parts, amounts = self._held(link, parts, cut) if held else (paid(parts, link.mask), None)
         count = 1 if link.value in self.graph.parameters else flying
         return Table(parts, None if amounts is None else Folded(amounts * count, rows, columns), rows, columns)

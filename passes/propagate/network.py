@@ -225,7 +225,7 @@ class Network:
                 own += np.where(saves, self._bytes(node.outputs[slot], space.outputs[slot]), 0.0)
             own *= self.flying  # one micro-batch works at a time
             again = [not passive and (tag == 2 or (tag == 1 and can_redraw(node))) for tag in tags]
-            each = [space.parts + space.ahead if a else space.parts for a in again]
+            each = [space.parts + space.again if a else space.parts for a in again]
             parts = Parts(*(np.concatenate(x) if x[0].ndim else x[0] for x in zip(*each, strict=True)))
             kept = np.concatenate([np.zeros_like(own) if passive else work if a else own + work for a in again])
             self.known[key] = parts, kept if kept.any() else None

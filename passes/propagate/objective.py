@@ -73,10 +73,10 @@ class OpSeconds:
     inside: costs.Inside
 
     @property
-    def ahead(self) -> Parts:
-        """The forward alone."""
+    def again(self) -> Parts:
+        """Computed once more."""
         launch = self.compute.launches[0]
-        hides, waits, hidden = self.compute.forward - launch, self.inside.forward, self.inside.hidden[0]
+        hides, waits, hidden = self.compute.forward - launch, self.inside.again, self.inside.hidden[0]
         return Parts(np.array(hides), np.array(launch), np.array(waits), hidden=np.array(hidden))
 
     @cached_property
@@ -148,7 +148,7 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
         state = assignment.again.get(node.name, 0)
         if state == 2 or (state == 1 and can_redraw(node)):
             op = operations[node.name]
-            found[node.name] = op.ahead
+            found[node.name] = op.again
         if state:
             passive = is_passive(node)
             placed = [assignment.use(node, i) for i in range(len(node.inputs))]

@@ -40,6 +40,8 @@ class OpSpace:
     """float64 [2, choices]: the part of them that hides nothing"""
     inside: np.ndarray
     """float64 [2, choices]: the same of the collectives inside the local form"""
+    inside_again: np.ndarray
+    """float64 [choices]: of the forward's, those that run once more where the op is computed again"""
     spared: Mapping[int, np.ndarray]
     """operand → float64 [choices]: the same of those of the forward that run unless the operand was whole before"""
     inputs: tuple[tuple[Placements, ...], ...]
@@ -53,9 +55,9 @@ class OpSpace:
         return Parts(self.compute.sum(axis=0) - launches, launches, self.inside.sum(axis=0))
 
     @cached_property
-    def ahead(self) -> Parts:
-        """What the forward of every choice takes."""
-        return Parts(self.compute[0] - self.launches[0], self.launches[0], self.inside[0])
+    def again(self) -> Parts:
+        """What it takes to compute every choice once more."""
+        return Parts(self.compute[0] - self.launches[0], self.launches[0], self.inside_again)
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -131,6 +133,7 @@ def op_space(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = (), traffic:
         compute=np.array([found.compute[:2] for found in best.values()]).T,
         launches=np.array([found.compute.launches for found in best.values()]).T,
         inside=np.array([found.inside[:2] for found in best.values()]).T,
+        inside_again=np.array([found.inside.again for found in best.values()]),
         spared={
             i: np.array([found.spared.get(i, 0.0) for found in best.values()])
             for i in sorted({i for found in best.values() for i in found.spared})

@@ -8,6 +8,7 @@ Axes of size 1 cost nothing. Raises :class:`~autoshard.errors.MeshError` for an 
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -39,6 +40,12 @@ def all_reduce(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") ->
     if not (names := comm.active(axes)):
         return x
     return comm.apply(Move("P", _whole(to), names, op=op), x)
+
+
+def statistic(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") -> torch.Tensor:
+    """As :func:`all_reduce`, inside an operation: where that runs again in the backward, what it was in the forward."""
+    comm, of = current(), functools.partial(all_reduce, axes=axes, to=to, op=op)
+    return of(x) if comm.sums is None or not comm.active(axes) else comm.sums(x if op == "sum" else x.detach(), of)
 
 
 def reduce_scatter(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.runtime.operations.bags import adds_rows, bagged
-from autoshard.runtime.operations.collectives import all_reduce, offset
+from autoshard.runtime.operations.collectives import offset, statistic
 from autoshard.runtime.operations.in_range import check_range
 from autoshard.runtime.transport.communicator import Axes
 from autoshard.runtime.transport.handed_on import register
@@ -92,10 +92,10 @@ def _largest(
         own, places = mine.nonzero()[:, 0], bag[mine].unsqueeze(1).expand(-1, width)
         values = weight[indices[own] - start]
         top = weight.new_full((bags, width), -torch.inf).scatter_reduce(0, places, values, "amax")
-        top = all_reduce(top, axes, "R", "max")
+        top = statistic(top, axes, "R", "max")
         at = torch.where(values == top[bag[own]], own.unsqueeze(1), many)
         first = indices.new_full((bags, width), many, dtype=torch.int64).scatter_reduce(0, places, at, "amin")
-        first = all_reduce(first, axes, "R", "min")
+        first = statistic(first, axes, "R", "min")
         padded = torch.cat([mine, mine.new_zeros(1)])  # of an empty bag no rank has the first
         here = padded[first]
         row = torch.where(here, torch.cat([indices, indices.new_zeros(1)])[first] - start, 0)

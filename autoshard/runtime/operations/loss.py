@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime.operations.collectives import all_reduce, offset
+from autoshard.runtime.operations.collectives import offset, statistic
 from autoshard.runtime.operations.in_range import check_range
 from autoshard.runtime.operations.row_sums import along, in_pieces, row_sums
 from autoshard.runtime.operations.softmax import maximum, wide
@@ -121,11 +121,11 @@ def _over_classes(
         p = target * (1 - smoothing) + smoothing / classes
         p = p if share is None else p * along(share, dim, x.dim())
         sums = torch.stack([x.exp().sum(dim), p.sum(dim), (p * x).sum(dim)])
-        exponentials, total, dot = all_reduce(sums, axes).unbind()
+        exponentials, total, dot = statistic(sums, axes).unbind()
         return exponentials.log() * total - dot
     check_range(target, classes, ignored=ignore_index)
     sums = row_sums(logits, top, target - start, share, bool(smoothing))
-    exponentials, picked, *rest = all_reduce(sums, axes).unbind()
+    exponentials, picked, *rest = statistic(sums, axes).unbind()
     log_sum = exponentials.log()
     valid = target != ignore_index
     loss = log_sum - picked

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from autoshard.runtime.operations.collectives import all_reduce
+from autoshard.runtime.operations.collectives import statistic
 from autoshard.runtime.operations.softmax import wide
 from autoshard.runtime.transport.communicator import Axes
 
@@ -32,7 +32,7 @@ def rms_norm(
     """``F.rms_norm`` over the last dims, of global ``shape``, some cut by ``axes``; weight is cut alike."""
     values = wide(x)
     dims = tuple(range(x.dim() - len(shape), x.dim()))
-    squares = all_reduce(values.square().sum(dims, keepdim=True), axes, to="R") / math.prod(shape)
+    squares = statistic(values.square().sum(dims, keepdim=True), axes, to="R") / math.prod(shape)
     eps = torch.finfo(values.dtype).eps if eps is None else eps
     return _affine(values * (squares + eps).rsqrt(), weight, None).to(x.dtype)
 
@@ -96,9 +96,9 @@ def _normalise(
     x: torch.Tensor, dims: tuple[int, ...], count: int, eps: float, axes: Axes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(x - mean) / std`` with mean and variance over ``dims`` of all ranks (R: every rank's values use them)."""
-    mean = all_reduce(x.sum(dims, keepdim=True), axes, to="R") / count
+    mean = statistic(x.sum(dims, keepdim=True), axes, to="R") / count
     centred = x - mean
-    var = all_reduce(centred.square().sum(dims, keepdim=True), axes, to="R") / count
+    var = statistic(centred.square().sum(dims, keepdim=True), axes, to="R") / count
     return centred * (var + eps).rsqrt(), mean, var
 
 

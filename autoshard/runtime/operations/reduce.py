@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from autoshard.runtime.operations.collectives import all_gather, all_reduce, enter
+from autoshard.runtime.operations.collectives import all_gather, enter, statistic
 from autoshard.runtime.operations.softmax import maximum, wide
 from autoshard.runtime.transport.communicator import Axes
 from autoshard.runtime.transport.handed_on import HandingOn
@@ -27,7 +27,7 @@ def logsumexp(
     values = wide(x)
     top = maximum(values, dims, axes)
     top = top.masked_fill(top.isinf(), 0)
-    result = all_reduce((values - top).exp().sum(dims, keepdim=True), axes).log() + top
+    result = statistic((values - top).exp().sum(dims, keepdim=True), axes).log() + top
     return (result if keepdim else result.squeeze(dims)).to(x.dtype)
 
 
@@ -85,9 +85,9 @@ def var_mean(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``torch.var_mean(x, dims)``, ``count`` elements each, globally: first the mean of all ranks, then the squares."""
     values = wide(x)
-    mean = all_reduce(values.sum(dims, keepdim=True), axes) / count
+    mean = statistic(values.sum(dims, keepdim=True), axes) / count
     squares = (values - enter(mean, axes)).square().sum(dims, keepdim=True)
-    var = all_reduce(squares, axes) / (count - correction)
+    var = statistic(squares, axes) / (count - correction)
     return tuple((t if keepdim else t.squeeze(dims)).to(x.dtype) for t in (var, mean))  # type: ignore[return-value]
 
 
@@ -117,7 +117,7 @@ def std(
 def bincount(x: torch.Tensor, weights: torch.Tensor | None, minlength: int, axes: Axes) -> torch.Tensor:
     """``x.bincount(weights, minlength)`` of parts of ``x`` → P, on every rank as long as the largest value of all asks."""
     longest = x.max().to(torch.int64) + 1 if x.numel() else torch.zeros((), dtype=torch.int64, device=x.device)
-    counts = torch.bincount(x, weights, max(minlength, int(all_reduce(longest, axes, op="max"))))
+    counts = torch.bincount(x, weights, max(minlength, int(statistic(longest, axes, op="max"))))
     if weights is None:
         return counts
     return counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)  # of no elements: integers
@@ -135,7 +135,7 @@ def _extreme(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool, op: str, na
     if x.requires_grad and torch.is_grad_enabled():
         same = x.detach() == best
         equal = wide((same | (x.detach().isnan() & best.isnan()) if nan else same).to(x.dtype))
-        share = equal / all_reduce(equal.sum(dims, keepdim=True), axes)
+        share = equal / statistic(equal.sum(dims, keepdim=True), axes)
         best = cast(torch.Tensor, _Shared.apply(x, best, share.to(x.dtype)))
     return best if keepdim else best.squeeze(dims)
 

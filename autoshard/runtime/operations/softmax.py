@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.runtime.operations.collectives import all_reduce
+from autoshard.runtime.operations.collectives import statistic
 from autoshard.runtime.transport.communicator import Axes
 
 
@@ -35,7 +35,7 @@ def maximum(x: torch.Tensor, dims: int | list[int], axes: Axes) -> torch.Tensor:
     dims = [dims] if isinstance(dims, int) else dims
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
     top = x.amax(dims, keepdim=True) if x.numel() else x.new_full(shape, -torch.inf)
-    return all_reduce(top, axes, op="max")
+    return statistic(top, axes, op="max")
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -53,4 +53,4 @@ def _exponentials(
         top = top.masked_fill(top == -torch.inf, 0)
     shifted = x - top
     exponentials = shifted.exp()
-    return shifted, exponentials, all_reduce(exponentials.sum(dim, keepdim=True), axes, to="R")
+    return shifted, exponentials, statistic(exponentials.sum(dim, keepdim=True), axes, to="R")

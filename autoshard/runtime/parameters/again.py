@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.autocast import without_autocast
-from autoshard.runtime.transport.communicator import Communicator, current
+from autoshard.runtime.transport.communicator import Communicator, Reduce, current
 from autoshard.runtime.transport.generators import set_states
 
 CHANGED = (
@@ -159,14 +159,15 @@ def again(part: Callable[..., Any], *inputs: Any, draws: bool = False) -> Any:
     """``part(*inputs)``; what autograd saves of what it makes is made again in the backward, by running it once more.
 
     ``inputs``: tensors (and plain values), all that the part reads; they are kept. ``draws``: whether it takes random
-    numbers: it takes the same ones again. Its collectives run again, too, in the same order on every rank.
+    numbers: it takes the same ones again. Its collectives run again, too, in the same order on every rank, but the sums that
+    its operations make for themselves.
     """
     if not torch.is_grad_enabled() or not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         return part(*inputs)
     comm = current()
     run = _Run(part, inputs, comm.random_states() if draws else None)
     source = _Part(comm, run)
-    with torch.autograd.graph.saved_tensors_hooks(source.keep, kept):
+    with torch.autograd.graph.saved_tensors_hooks(source.keep, kept), _summing(comm, run.sum):
         found = part(*inputs)
     outputs = found if isinstance(found, tuple) else (found,)
     for number, out in enumerate(outputs):
@@ -175,6 +176,15 @@ def again(part: Callable[..., Any], *inputs: Any, draws: bool = False) -> Any:
     run.saved = source.packed
     source.runs = comm.gathered(f"again {part.__name__}", run)
     return found
+
+
+@contextlib.contextmanager
+def _summing(comm: Communicator, how: Callable[[torch.Tensor, Reduce], torch.Tensor]) -> Iterator[None]:
+    comm.sums = how
+    try:
+        yield
+    finally:
+        comm.sums = None
 
 
 class _Run:
@@ -191,6 +201,22 @@ class _Run:
         self.asked: Counter[int] = Counter()
         """outputs → how often what reads them outside asks for them"""
         self.left: Counter[int] = Counter()
+        self.sums: list[Kept | _Place] = []
+
+    def sum(self, x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
+        """``reduce(x)``, which an operation makes for itself. It is small beside what it is of, and kept."""
+        found = reduce(x)
+        self.sums.append(keep(found.detach().clone()))
+        return found
+
+    def summed(self) -> Callable[[torch.Tensor, Reduce], torch.Tensor]:
+        """What gives those sums once more, in order; nobody asks for a gradient of them."""
+        left = iter(self.sums)
+
+        def sum_(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
+            return kept(next(left)).clone().requires_grad_(x.requires_grad and torch.is_grad_enabled())
+
+        return sum_
 
     def given(self) -> list[Any]:
         """The inputs, those that were not kept made again."""
@@ -212,7 +238,7 @@ class _Run:
         # In a schedule of stages another micro-batch's forward may have run since; what is drawn depends on whose it is.
         entered, comm.micro_batch = comm.micro_batch, self.micro_batch
         try:
-            with torch.autograd.graph.saved_tensors_hooks(note, _nothing):
+            with torch.autograd.graph.saved_tensors_hooks(note, _nothing), _summing(comm, self.summed()):
                 found = self.part(*fresh)
         finally:
             comm.micro_batch = entered

@@ -32,6 +32,9 @@ class Executed(NamedTuple):
     bytes: float
 
 
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Communicator(ABC):
     """One rank of a named mesh, row-major (the last axis varies fastest).
 
@@ -61,6 +64,9 @@ class Communicator(ABC):
 
     later: list[torch.Tensor] | None = None
     """of a backward in two parts: scalars whose own backward is the second part of it; None: it comes in one"""
+
+    sums: Callable[[torch.Tensor, Reduce], torch.Tensor] | None = None
+    """how operations sum over ranks for themselves while a part runs that runs again in the backward"""
 
     def __init__(self, axes: Mapping[str, int], rank: int) -> None:
         self.mesh = dict(axes)

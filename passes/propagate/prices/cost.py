@@ -284,6 +284,8 @@ class Inside(NamedTuple):
     backward: float = 0.0
     hidden: tuple[float, float] = (0.0, 0.0)
     """of others, which run beside the operation's own compute"""
+    again: float = 0.0
+    """those of the forward that run once more where the operation is computed again"""
 
     @property
     def step(self) -> float:
@@ -294,11 +296,14 @@ class Inside(NamedTuple):
 def inside_seconds(found: Sequence[Internal], mesh: Mesh, compute: Seconds) -> Inside:
     """Time of the collectives inside an op's local form; ``compute``: of the op."""
     spent, hidden = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
+    again = 0.0
     for c in found:
         hides = hidden_seconds(c, mesh, compute)
-        spent[c.phase] += internal_cost(c, mesh)[1] - hides
+        held_up = internal_cost(c, mesh)[1] - hides
+        spent[c.phase] += held_up
         hidden[c.phase] += hides
-    return Inside(spent["forward"], spent["backward"], (hidden["forward"], hidden["backward"]))
+        again += held_up if c.phase == "forward" and not c.kept else 0.0
+    return Inside(spent["forward"], spent["backward"], (hidden["forward"], hidden["backward"]), again)
 
 
 def hidden_seconds(c: Internal, mesh: Mesh, compute: Seconds) -> float:
