@@ -1,4 +1,4 @@
-"""Inputs that come in parts: what plans, saved modules and programs with open lengths make of them."""
+"""Inputs that come in parts: what plans, saved modules and programs with open lengths make of them; what these write."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from harness import ideal
 from safetensors.torch import save_file
 from state_cases_inputs import Tied, ids
 from state_harness import close, pair, same_gradients
+from torch import nn
 
 import autoshard
 from autoshard.module.programs.executable import load_source
@@ -33,6 +34,41 @@ def test_a_saved_module_cuts_its_inputs(
     saved = tmp_path / "rank_module.py"
     launch.main(load_source(saved.read_text("utf-8")), str(saved))
     assert capsys.readouterr().out == f"step 0: loss {model(ids(seed=3))[0].item():.6f}\n"
+
+
+class Mean(nn.Module):
+    """A buffer takes what depends on a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.mean.copy_(0.5 * self.mean + y.mean(0))  # type: ignore[operator]
+        return (y - self.mean).square().mean()  # type: ignore[operator]
+
+
+def test_a_saved_module_goes_on_from_what_it_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the value alone: the backward of a step ends there."""
+    x = torch.randn(8, 4)
+    sharded = autoshard.compile(Mean(), ideal({"dp": 2}), (x,))
+    sharded.save(tmp_path)
+    save_file({"x": x}, tmp_path / "inputs.safetensors")
+    optimizer, expected = torch.optim.AdamW(sharded.parameters(), 1e-3), []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = sharded(x)
+        loss.backward()
+        optimizer.step()
+        expected.append(f"step {step}: loss {loss.item():.6f}")
+    monkeypatch.setattr(sys, "argv", ["", "--steps", "3", "--inputs", str(tmp_path / "inputs.safetensors")])
+    saved = tmp_path / "rank_module.py"
+    launch.main(load_source(saved.read_text("utf-8")), str(saved))
+    assert capsys.readouterr().out.splitlines() == expected
 
 
 @pytest.mark.parametrize(("planned", "given"), [("local", "global"), ("global", "local")])
