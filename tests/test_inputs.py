@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from state_harness import close, pair, same_gradients
 from torch import nn
 
 import autoshard
+from autoshard.errors import CaptureError
 from autoshard.module.programs.executable import load_source
 from autoshard.runtime.programs import launch
 
@@ -127,3 +129,27 @@ def test_large_parts_take_no_memory_for_a_plan() -> None:
     """64 ranks bring 128 MiB each; the whole would be 8 GiB."""
     plan = autoshard.plan(torch.nn.Linear(1 << 12, 4), {"dp": 64}, (torch.zeros(1 << 13, 1 << 12),), inputs="local")
     assert plan.shapes["input"] == (1 << 19, 1 << 12)
+
+
+class Signed(nn.Module):
+    """What Python takes for equal decides, of an argument and of an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.side = nn.Linear(4, 4), 0.0
+
+    def forward(self, x: torch.Tensor, number: float) -> torch.Tensor:
+        y = self.layer(x) * math.copysign(1.0, self.side)
+        return y if math.isnan(number) else y * math.copysign(1.0, number)
+
+
+def test_a_constant_is_no_other_that_python_takes_for_it() -> None:
+    """0.0 is not -0.0, and one NaN as good as another: a program each."""
+    model, x = Signed().double(), torch.randn(8, 4, dtype=torch.float64)
+    sharded = autoshard.compile(model, ideal({"dp": 2}), (x, 0.0))
+    for number in (0.0, -0.0, 0.0, float("nan"), -0.0, -float("nan")):
+        close(sharded(x, number), model(x, number))
+    assert len(sharded.programs) == 3
+    sharded.side = 0.0
+    with pytest.raises(CaptureError, match="side"):
+        sharded.side = -0.0

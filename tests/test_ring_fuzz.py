@@ -166,6 +166,11 @@ def test_random_cases(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
             assert error(seed, way) < 1e-9, (seed, way, drawn(seed))
 
 
+@pytest.mark.parametrize("way", [Case, in_pieces], ids=["ring", "in pieces"])
+def test_where_all_weights_are_dropped_nothing_is_left(way: Callable[[Case], Case]) -> None:
+    assert error(0, lambda case: way({**case, "around": True, "dropout": 1.0})) == 0.0
+
+
 def test_what_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: sinks that take no weight."""
     right = journey.sink_of

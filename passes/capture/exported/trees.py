@@ -42,6 +42,11 @@ def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
 PLAIN = frozenset((torch.Tensor, bool, int, float, str, type(None)))
 
 
+def constant(x: Any) -> tuple[type, Any]:
+    """What tells a constant from all others: to Python True is 1, 0.0 is -0.0, and a NaN is none."""
+    return type(x), repr(x) if isinstance(x, float | complex) else x
+
+
 @functools.lru_cache(maxsize=1 << 6)
 def _flat(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
     """The structure of a call with so many arguments by place, and these by name."""
