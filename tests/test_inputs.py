@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -131,25 +133,35 @@ def test_large_parts_take_no_memory_for_a_plan() -> None:
     assert plan.shapes["input"] == (1 << 19, 1 << 12)
 
 
-class Signed(nn.Module):
-    """What Python takes for equal decides, of an argument and of an attribute."""
+class Kinds(nn.Module):
+    """What Python takes for equal decides, of an argument, of an object's attribute and of the module's own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.side = nn.Linear(4, 4), 0.0
 
-    def forward(self, x: torch.Tensor, number: float) -> torch.Tensor:
-        y = self.layer(x) * math.copysign(1.0, self.side)
+    def forward(self, x: Any, number: Any = 0.0) -> torch.Tensor:
+        x, number = (x.x, x.number[0]) if isinstance(x, Numbered) else (x, number)
+        y = self.layer(x) * math.copysign(1.0, self.side) * {bool: 2, int: 3, float: 4}[type(number)]
         return y if math.isnan(number) else y * math.copysign(1.0, number)
 
 
-def test_a_constant_is_no_other_that_python_takes_for_it() -> None:
-    """0.0 is not -0.0, and one NaN as good as another: a program each."""
-    model, x = Signed().double(), torch.randn(8, 4, dtype=torch.float64)
-    sharded = autoshard.compile(model, ideal({"dp": 2}), (x, 0.0))
-    for number in (0.0, -0.0, 0.0, float("nan"), -0.0, -float("nan")):
-        close(sharded(x, number), model(x, number))
-    assert len(sharded.programs) == 3
+@dataclasses.dataclass
+class Numbered:
+    x: torch.Tensor
+    number: list[Any]
+
+
+@pytest.mark.parametrize(
+    "given", [lambda x, n: (x, n), lambda x, n: (Numbered(x, [n]),)], ids=["plain", "in an object"]
+)
+def test_a_constant_is_no_other_that_python_takes_for_it(given: Callable[..., tuple[Any, ...]]) -> None:
+    """0.0 is not -0.0, True is not 1, and one NaN is as good as another: a program each."""
+    model, x = Kinds().double(), torch.randn(8, 4, dtype=torch.float64)
+    sharded = autoshard.compile(model, ideal({"dp": 2}), given(x, 0.0))
+    for number in (0.0, -0.0, 0, False, 0.0, float("nan"), -0.0, -float("nan")):
+        close(sharded(*given(x, number)), model(*given(x, number)))
+    assert len(sharded.programs) == 5
     sharded.side = 0.0
     with pytest.raises(CaptureError, match="side"):
         sharded.side = -0.0
