@@ -165,3 +165,12 @@ def test_a_constant_is_no_other_that_python_takes_for_it(given: Callable[..., tu
     sharded.side = 0.0
     with pytest.raises(CaptureError, match="side"):
         sharded.side = -0.0
+
+
+def test_an_input_without_data_is_refused_after_one_with_data() -> None:
+    """A call is compared with the last one: that it comes from another device is seen."""
+    x = torch.randn(8, 4)
+    sharded = autoshard.compile(nn.Linear(4, 4), ideal({"dp": 2}), (x,))
+    sharded(x)
+    with pytest.raises(CaptureError, match="comes on device meta"):
+        sharded(x.to("meta"))

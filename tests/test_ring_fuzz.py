@@ -13,6 +13,7 @@ from torch import nn
 from autoshard import runtime
 from autoshard.runtime.attention import journey, tile
 from autoshard.runtime.attention import order as ring_order
+from autoshard.runtime.transport.in_process import InProcessCommunicator
 from autoshard.runtime.transport.window import chunks
 
 Case = dict[str, Any]
@@ -164,6 +165,36 @@ def test_random_cases(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "ROWS", drawn(seed)["blocks"])
         for way in (Case, with_helpers, in_pieces):
             assert error(seed, way) < 1e-9, (seed, way, drawn(seed))
+
+
+@pytest.mark.parametrize("way", [Case, with_helpers, in_pieces], ids=["ring", "helpers", "in pieces"])
+@pytest.mark.parametrize("length", [1, 3, 9])
+def test_all_that_is_sent_is_waited_for(
+    length: int, way: Callable[[Case], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a rank has no rows, or none that came in the folded order."""
+    right, begun, waited = InProcessCommunicator.exchange, set[int](), set[int]()
+
+    def exchange(self: InProcessCommunicator, *given: Any) -> list[Callable[[], Any]]:
+        def watched(arrival: Callable[[], Any], number: int) -> Callable[[], Any]:
+            begun.add(number)
+            return lambda: (waited.add(number), arrival())[1]
+
+        return [watched(arrival, len(begun)) for arrival in right(self, *given)]
+
+    monkeypatch.setattr(InProcessCommunicator, "exchange", exchange)
+    folded = {
+        "queries": length,
+        "keys": length,
+        "before": None,
+        "after": 0,
+        "mask": "",
+        "dropout": 0.0,
+        "sloped": False,
+    }
+    assert error(0, lambda case: way({**case, **folded, "around": True, "folded": way is not with_helpers})) < 1e-9
+    assert begun
+    assert begun == waited
 
 
 @pytest.mark.parametrize("way", [Case, in_pieces], ids=["ring", "in pieces"])

@@ -85,6 +85,15 @@ def test_small_buckets_of_one_kind_go_together_in_their_order(monkeypatch: pytes
     assert gone == [("enter", [0, 1]), ("all_gather", [2]), ("enter", [3, 4])]
 
 
+def test_buckets_that_go_together_leave_their_sums_as_each_would() -> None:
+    """As in the forward that they are of, whatever the backward runs in."""
+    comm: Any = SimpleNamespace(deferred=True)
+    first, second = (FlatBucket(comm, [Move("I", "R", ("dp",))]) for _ in range(2))
+    comm.deferred = False
+    assert first.joined((first, second)).deferred
+    assert first.joined((first,)) is first
+
+
 @pytest.mark.parametrize("size", [1, LEAST // 4])
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_summed_in_place_is_no_gradients_own_memory(count: int, size: int) -> None:
