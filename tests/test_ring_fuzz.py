@@ -49,11 +49,15 @@ def drawn(seed: int) -> Case:
     return case
 
 
-def with_helpers(case: Case) -> Case:
-    """A case like it that helpers can take: capture makes no causal attention beside a mask that hides by numbers."""
+def in_folded_order(case: Case) -> Case:
+    """A case like it that is folded: capture makes no causal attention beside a mask that hides by numbers."""
     mask = "padding" if case["mask"] in ("rows", "numbers", "deep") else case["mask"]
-    plain = {"before": None, "after": 0, "dropout": 0.0, "sloped": False, "folded": False, "around": True}
-    return {**case, **plain, "mask": mask, "keys": case["queries"]}
+    return {**case, "before": None, "after": 0, "folded": True, "around": True, "mask": mask, "keys": case["queries"]}
+
+
+def with_helpers(case: Case) -> Case:
+    """A case like it that helpers can take."""
+    return {**in_folded_order(case), "folded": False, "dropout": 0.0, "sloped": False}
 
 
 def in_pieces(case: Case) -> Case:
@@ -163,7 +167,7 @@ def test_random_cases(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(first, first + (20 if not first else 200)):
         for module in (tile, ring_order):
             monkeypatch.setattr(module, "ROWS", drawn(seed)["blocks"])
-        for way in (Case, with_helpers, in_pieces):
+        for way in (Case, in_folded_order, with_helpers, in_pieces):
             assert error(seed, way) < 1e-9, (seed, way, drawn(seed))
 
 
