@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from autoshard import runtime
+from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.attention import journey, tile
 from autoshard.runtime.attention import order as ring_order
+from autoshard.runtime.attention.banded import banded_op
 from autoshard.runtime.transport.in_process import InProcessCommunicator
 from autoshard.runtime.transport.window import chunks
 
@@ -80,8 +82,11 @@ def masks(case: Case, of: torch.Generator) -> tuple[torch.Tensor | None, torch.T
             shown = torch.rand(2, 1, s, t, generator=of) < 0.7
             return shown, shown, none
         case "numbers":
-            added = torch.randn(1, 4, s, t, generator=of, dtype=torch.float64)
-            return added, every, added
+            added, shown = (
+                torch.randn(1, 4, s, t, generator=of, dtype=torch.float64),
+                torch.rand(s, t, generator=of) < 0.6,
+            )
+            return added.masked_fill(~shown, -torch.inf), shown, added
         case "padding":
             shown = torch.rand(2, 1, 1, t, generator=of) < 0.7
             return shown, shown, none
@@ -193,6 +198,13 @@ def test_all_that_is_sent_is_waited_for(
         assert error(0, lambda drawn, case=case: way({**drawn, **case})) < 1e-9
     assert begun
     assert begun == waited
+
+
+def test_what_draws_when_it_runs_has_no_backward() -> None:
+    """It would draw others: captured, it is the ring's, which keeps what it drew."""
+    x = torch.randn(1, 2, 3, 4, requires_grad=True)
+    with pytest.raises(RuntimeMismatchError, match="with dropout it has no backward"):
+        banded_op(x, x, x, dropout_p=0.5).sum().backward()
 
 
 @pytest.mark.parametrize("way", [Case, in_pieces], ids=["ring", "in pieces"])
