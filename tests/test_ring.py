@@ -170,6 +170,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bool_mask_narrow_values": {"mask": _SEEN, "value": 3, "heads": 2},
     "added_mask": {"mask": torch.linspace(-3, 3, 2 * 10 * 14, dtype=torch.float64).view(2, 1, 10, 14)},
     "mask_of_keys": {"mask": torch.linspace(-3, 3, 4 * 14, dtype=torch.float64).view(1, 4, 1, 14)},
+    "mask_of_heads": {"mask": torch.linspace(-3, 3, 4 * 10 * 14, dtype=torch.float64).view(4, 10, 14)},
     "mask_of_rows": {"mask": torch.linspace(-3, 3, 10, dtype=torch.float64).view(10, 1)},
 }
 
