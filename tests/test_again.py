@@ -15,10 +15,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import autoshard
-from autoshard import Shard, models, runtime
+from autoshard import Invariant, Shard, models, runtime
 from autoshard.compiler import Compiled, build, captured
 from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.ir.graph import Graph
+from autoshard.passes.lower.again import run_again
 from autoshard.passes.lower.parts import parted
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.transport.in_process import World
@@ -160,6 +161,33 @@ PARTS = """
 1 attention, 1 transpose.int, 1 reshape.default, 1 linear.default, 1 dropout, 1 add.Tensor, 1 all_gather,
 1 layer_norm.default, 1 linear.default, 1 gelu.default, 0 linear.default, 0 reduce_scatter, 0 dropout, 0 add.Tensor
 """
+
+
+def test_a_message_in_front_of_a_block_stays_there() -> None:
+    """What it brings may be under way before the block needs it: it is a part of its own."""
+    program = planned("gpt", "selective", {"tp": 2}).program
+    (message,) = (s for s in program.statements if s.again and not s.block)
+    assert message.step is not None
+    assert message.step.kind == "reduce_scatter"
+    assert [s for s in program.statements if s.again == message.again] == [message]
+
+
+class Entered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_is_converted_again_without_a_copy_is_no_part() -> None:
+    graph = captured(Entered(), (torch.randn(4, 4, 8),), {}, training=True)
+    wishes = Wishes(like="megatron-sp", hints={"first": {"tp": Invariant()}, "second": {"tp": Shard(2)}})
+    found = build(graph, autoshard.Mesh({"tp": 2}, "ideal_network"), wishes).program
+    (enter,) = (s for s in found.statements if s.value == "linear" and s.step is not None and s.step.kind == "enter")
+    assert enter in run_again(replace(found, statements=tuple(replace(s, again=0) for s in found.statements)))
+    assert not enter.again
 
 
 class Exchanged(nn.Module):

@@ -118,6 +118,43 @@ def test_sharded_over_two_axes() -> None:
     )
 
 
+def test_shards_that_have_another_reader_are_entered_by_themselves() -> None:
+    """The second product is of them, the first of what they are gathered to."""
+    draft = Draft(r=2, s=2)
+    draft.input("x", (8, 16), "0 0")
+    draft.input("y", (8, 16), "0 1")
+    draft.parameter("w", (16, 32), "I 0")
+    draft.op("whole", aten.mm.default, ("x", "w"), "m m")
+    draft.op("part", aten.mm.default, ("y", "w"), "m k")
+    is_valid_and_reads(
+        bucket(draft.program(whole="0 0", part="0 P")),
+        """
+  (root):
+    w__1: S(0)@s R@r = runtime.enter_parameters([w], 'r')
+        w__1: enter(r): S(0)@s I@r → S(0)@s R@r    local; backward all_reduce 1 KiB
+    w__2: R@r R@s = runtime.gather_parameters([w__1], [0], 's', to='R')
+        w__2: all_gather(s): S(0)@s R@r → R@r R@s    1 KiB; backward reduce_scatter 1 KiB
+    whole: S(0)@r S(0)@s = aten.mm.default(x, w__2)
+    part: S(0)@r P@s = aten.mm.default(y, w__1)
+  return whole, part
+""",
+    )
+
+
+def test_gathers_along_axes_in_another_order_go_apart() -> None:
+    """In one bucket for each axis, each would have to come before the other."""
+    draft = Draft(a=2, b=2)
+    draft.input("x", (8, 3), "0 0")
+    draft.parameter("up", (3, 32), "0 1")
+    draft.parameter("out", (32, 3), "0 1")
+    draft.op("h", aten.mm.default, ("x", "up"), "m m")
+    draft.op("y", aten.mm.default, ("h", "out"), "m m")
+    program = bucket(draft.program(y="0 0"))
+    check_program(program)
+    gathers = [(s.value, s.call.args[-1]) for s in program.statements if s.members]
+    assert gathers == [("up", "a"), ("up", "b"), ("out", "b"), ("out", "a")]
+
+
 def test_uneven_shards_have_their_lengths() -> None:
     (first, *_) = layers(1, "0", "m", dp=3).statements
     assert first.call.kwargs == {"to": "R", "sizes": (16, 32)}

@@ -291,7 +291,7 @@ def test_what_goes_to_no_expert_adds_nothing() -> None:
     model = Routed().double()
     given = batch(*EVEN)
     dropped = {**given, "ids": given["ids"].clone()}
-    dropped["ids"][1, 0], dropped["ids"][4, 1] = -1, len(model.first)
+    dropped["ids"][1, 0], dropped["ids"][4, 1] = -2, len(model.first) + 1
     zeroed = {**given, "weights": given["weights"].clone()}
     zeroed["weights"][1, 0] = zeroed["weights"][4, 1] = 0
     torch.testing.assert_close(model(dropped)[0], model(zeroed)[0], rtol=1e-12, atol=0)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from autoshard import Mesh
 from autoshard.compiler import build, captured
+from autoshard.plans.wishes import Wishes
 
 
 class Chain(nn.Module):
@@ -62,3 +65,48 @@ def test_what_a_block_reads_is_deleted_where_it_was_made() -> None:
         line.split("  #")[0].strip() for line in source[source.index("wide =") : source.index("return (")].splitlines()
     ]
     assert body[:3] == ["wide = x.repeat(1, 64)", "x = self.blocks[0](wide, x)", "del wide"]
+
+
+def deleted(model: nn.Module, *args: Tensor, **wishes: Any) -> dict[str, tuple[str, ...]]:
+    """By statement of a step on one device what is deleted after it."""
+    graph = captured(model, args, {}, training=True)
+    program = build(graph, Mesh({"tp": 1}), Wishes(**wishes)).program
+    return {s.outputs[0]: s.frees for s in program.statements if s.frees}
+
+
+class Turned(nn.Module):
+    """A large value that autograd keeps or not, turned around twice."""
+
+    def __init__(self, kept: bool) -> None:
+        super().__init__()
+        self.kept, self.scale = kept, nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = (x + self.scale).repeat(1, 64)
+        wide = wide.exp() if self.kept else wide
+        once = wide.t().reshape(512, 4096)
+        twice = once.t().reshape(4096, 512)
+        return twice.sum() * 2
+
+
+def test_what_may_lie_in_memory_that_autograd_keeps_is_not_deleted() -> None:
+    """A reshape is a view or a copy: nothing is known to be gained."""
+    x = torch.empty(512, 64)
+    assert deleted(Turned(True), x) == {"exp": ("repeat",)}
+    assert len(deleted(Turned(False), x)) == 3
+
+
+class Again(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(64, 4096), nn.Tanh(), nn.Linear(4096, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_what_is_made_again_is_deleted_after_its_last_use_outside() -> None:
+    """Autograd would keep it for two that read it, and the backward makes it again."""
+    x = torch.empty(256, 64)
+    assert deleted(Again(), x, recompute={"mlp": True}) == {"tanh": ("linear",), "linear_1": ("tanh",)}
+    assert deleted(Again(), x, recompute="none") == {"tanh": ("linear",)}

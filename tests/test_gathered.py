@@ -61,6 +61,22 @@ def test_of_other_kinds(name: str) -> None:
     assert error(theirs, ours) < 1e-12
 
 
+@pytest.mark.parametrize("lead", [(), (3,), (2, 0)], ids=["no heads' dim", "no batch", "a rank without heads"])
+def test_of_other_dims(lead: tuple[int, ...]) -> None:
+    """A sequence alone, one of several heads, and none, as where an axis cuts fewer heads than it has ranks."""
+    whole = [torch.randn(*lead, n, 4, dtype=torch.float64, requires_grad=True) for n in (12, 6, 6)]
+    halves = [x.detach().chunk(2, -2) for x in whole]
+    parts = [[x[i].requires_grad_() for x in halves] for i in (0, 1)]
+    how: dict[str, Any] = {"queries": 12, "keys": 6, "axes": "cp", "pieces": len(lead) or 1}
+    outs = runtime.World({"cp": 2}).run(lambda *xs: runtime.gathered_attention(*xs, **how), parts)
+    expected = F.scaled_dot_product_attention(*whole)
+    torch.testing.assert_close(torch.cat(outs, -2), expected, rtol=1e-12, atol=1e-12)
+    expected.square().sum().backward()
+    sum(x.square().sum() for x in outs).backward()
+    for x, mine in zip(whole, zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat([p.grad for p in mine], -2), x.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_more_pieces_than_heads() -> None:
     """Where other axes cut heads unevenly, a rank has none of the last pieces."""
     theirs, ours, _ = run(2, 10, 10, heads=2, causal=True, pieces=3)

@@ -1,11 +1,14 @@
-"""Inputs that come in parts: what plans, saved modules and programs with open lengths make of them."""
+"""Inputs that come in parts: what plans, saved modules and programs with open lengths make of them; what these write."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ from harness import ideal
 from safetensors.torch import save_file
 from state_cases_inputs import Tied, ids
 from state_harness import close, pair, same_gradients
+from torch import nn
 
 import autoshard
+from autoshard.errors import CaptureError
 from autoshard.module.programs.executable import load_source
 from autoshard.runtime.programs import launch
 
@@ -33,6 +38,41 @@ def test_a_saved_module_cuts_its_inputs(
     saved = tmp_path / "rank_module.py"
     launch.main(load_source(saved.read_text("utf-8")), str(saved))
     assert capsys.readouterr().out == f"step 0: loss {model(ids(seed=3))[0].item():.6f}\n"
+
+
+class Mean(nn.Module):
+    """A buffer takes what depends on a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.mean.copy_(0.5 * self.mean + y.mean(0))  # type: ignore[operator]
+        return (y - self.mean).square().mean()  # type: ignore[operator]
+
+
+def test_a_saved_module_goes_on_from_what_it_wrote(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the value alone: the backward of a step ends there."""
+    x = torch.randn(8, 4)
+    sharded = autoshard.compile(Mean(), ideal({"dp": 2}), (x,))
+    sharded.save(tmp_path)
+    save_file({"x": x}, tmp_path / "inputs.safetensors")
+    optimizer, expected = torch.optim.AdamW(sharded.parameters(), 1e-3), []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = sharded(x)
+        loss.backward()
+        optimizer.step()
+        expected.append(f"step {step}: loss {loss.item():.6f}")
+    monkeypatch.setattr(sys, "argv", ["", "--steps", "3", "--inputs", str(tmp_path / "inputs.safetensors")])
+    saved = tmp_path / "rank_module.py"
+    launch.main(load_source(saved.read_text("utf-8")), str(saved))
+    assert capsys.readouterr().out.splitlines() == expected
 
 
 @pytest.mark.parametrize(("planned", "given"), [("local", "global"), ("global", "local")])
@@ -91,3 +131,46 @@ def test_large_parts_take_no_memory_for_a_plan() -> None:
     """64 ranks bring 128 MiB each; the whole would be 8 GiB."""
     plan = autoshard.plan(torch.nn.Linear(1 << 12, 4), {"dp": 64}, (torch.zeros(1 << 13, 1 << 12),), inputs="local")
     assert plan.shapes["input"] == (1 << 19, 1 << 12)
+
+
+class Kinds(nn.Module):
+    """What Python takes for equal decides, of an argument, of an object's attribute and of the module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.side = nn.Linear(4, 4), 0.0
+
+    def forward(self, x: Any, number: Any = 0.0) -> torch.Tensor:
+        x, number = (x.x, x.number[0]) if isinstance(x, Numbered) else (x, number)
+        y = self.layer(x) * math.copysign(1.0, self.side) * {bool: 2, int: 3, float: 4}[type(number)]
+        return y if math.isnan(number) else y * math.copysign(1.0, number)
+
+
+@dataclasses.dataclass
+class Numbered:
+    x: torch.Tensor
+    number: list[Any]
+
+
+@pytest.mark.parametrize(
+    "given", [lambda x, n: (x, n), lambda x, n: (Numbered(x, [n]),)], ids=["plain", "in an object"]
+)
+def test_a_constant_is_no_other_that_python_takes_for_it(given: Callable[..., tuple[Any, ...]]) -> None:
+    """0.0 is not -0.0, True is not 1, and one NaN is as good as another: a program each."""
+    model, x = Kinds().double(), torch.randn(8, 4, dtype=torch.float64)
+    sharded = autoshard.compile(model, ideal({"dp": 2}), given(x, 0.0))
+    for number in (0.0, -0.0, 0, False, 0.0, float("nan"), -0.0, -float("nan")):
+        close(sharded(*given(x, number)), model(*given(x, number)))
+    assert len(sharded.programs) == 5
+    sharded.side = 0.0
+    with pytest.raises(CaptureError, match="side"):
+        sharded.side = -0.0
+
+
+def test_an_input_without_data_is_refused_after_one_with_data() -> None:
+    """A call is compared with the last one: that it comes from another device is seen."""
+    x = torch.randn(8, 4)
+    sharded = autoshard.compile(nn.Linear(4, 4), ideal({"dp": 2}), (x,))
+    sharded(x)
+    with pytest.raises(CaptureError, match="comes on device meta"):
+        sharded(x.to("meta"))

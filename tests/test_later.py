@@ -27,7 +27,7 @@ PRODUCTS: dict[str, Made] = {
     "conv1d": (F.conv1d, runtime.conv, [(2, 4, 9), (6, 4, 3), (6,)]),
     "conv2d": (
         lambda x, w, b: F.conv2d(x, w, b, 2, 1, groups=2),
-        lambda x, w, b: runtime.conv(x, w, b, [2, 2], [1, 1], [1, 1], 2),
+        lambda x, w, b: runtime.conv(x, w, b, [2, 2], [1], 1, 2),
         [(2, 4, 9, 8), (6, 2, 3, 3), (6,)],
     ),
     "conv3d": (F.conv3d, runtime.conv, [(1, 2, 4, 5, 6), (3, 2, 2, 2, 2)]),
@@ -121,6 +121,19 @@ def test_the_second_part_holds_nothing_afterwards(later: list[torch.Tensor]) -> 
     assert held() is not None
     torch.autograd.backward(later)
     assert held() is None
+
+
+def test_a_weight_whose_operand_has_no_gradient_is_not_held(later: list[torch.Tensor]) -> None:
+    """Nor what was converted for it, such as a gathered copy: its own gradient needs the shape alone."""
+    leaf = torch.randn(5, 4, requires_grad=True)
+    weight = leaf * 2
+    held = weakref.ref(weight.untyped_storage())
+    out = runtime.linear(torch.randn(3, 4), weight)
+    del weight
+    assert held() is None
+    out.sum().backward()
+    torch.autograd.backward(later)
+    assert leaf.grad is not None
 
 
 def test_the_source_says_so() -> None:

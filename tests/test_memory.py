@@ -206,3 +206,12 @@ def test_axes_of_one_size_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) ->
     each, more = kept()
     assert all(map(np.array_equal, once, each))
     assert count < 0.8 * more
+
+
+def test_parameters_are_there_twice_while_they_arrive() -> None:
+    """In the buffer that they come in, and as parameters; beside them the input and this rank's row of it."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)))
+    graph = captured(model, (torch.empty(2, 64),), {}, training=True)
+    memory = build(graph, autoshard.Mesh({"dp": 2}, "ideal_network"), Wishes(like="fsdp")).plan.memory
+    assert memory.moment.startswith("the forward of gather_parameters")
+    assert memory.at_peak["temporaries"] == 4 * (2 * 2 * 64 * 64 + 2 * 64 + 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.attention import journey as ring_journey
 from autoshard.runtime.attention import order as ring_order
 from autoshard.runtime.attention import tile
-from autoshard.runtime.attention.order import CAUSAL, spans, tiles, work
+from autoshard.runtime.attention.order import CAUSAL, Band, spans, tiles, work
 from autoshard.runtime.transport.window import chunks
 
 pytestmark = pytest.mark.usefixtures("remembering")
@@ -47,6 +48,15 @@ def test_folded_work_is_even_in_every_step(step: int) -> None:
     order = spans(4096, (8,), True)
     pairs = [sum(t.pairs for t in tiles(order[r], order[(r - step) % 8], CAUSAL)) for r in range(8)]
     assert max(pairs) * 8 / sum(pairs) <= 1.05
+
+
+def test_every_rank_goes_through_the_sequence_in_order_and_no_tile_is_empty() -> None:
+    for ranks, length in itertools.product((2, 3, 4, 5), (4, 7, 23)):
+        for folded, band in ((True, CAUSAL), (False, Band(2, 0)), (False, Band(1, 1))):
+            order = spans(length, (ranks,), folded)
+            assert all([*mine] == sorted(mine) for mine in order)
+            found = [t for mine in order for theirs in order for t in tiles(mine, theirs, band)]
+            assert all(t.rows[1] > 0 and t.columns[1] > 0 for t in found)
 
 
 def test_hidden_tiles_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +170,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bool_mask_narrow_values": {"mask": _SEEN, "value": 3, "heads": 2},
     "added_mask": {"mask": torch.linspace(-3, 3, 2 * 10 * 14, dtype=torch.float64).view(2, 1, 10, 14)},
     "mask_of_keys": {"mask": torch.linspace(-3, 3, 4 * 14, dtype=torch.float64).view(1, 4, 1, 14)},
+    "mask_of_heads": {"mask": torch.linspace(-3, 3, 4 * 10 * 14, dtype=torch.float64).view(4, 10, 14)},
     "mask_of_rows": {"mask": torch.linspace(-3, 3, 10, dtype=torch.float64).view(10, 1)},
 }
 

@@ -11,8 +11,11 @@ import torch
 from torch import nn
 
 from autoshard import runtime
+from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.attention import journey, tile
 from autoshard.runtime.attention import order as ring_order
+from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.transport.in_process import InProcessCommunicator
 from autoshard.runtime.transport.window import chunks
 
 Case = dict[str, Any]
@@ -48,11 +51,15 @@ def drawn(seed: int) -> Case:
     return case
 
 
-def with_helpers(case: Case) -> Case:
-    """A case like it that helpers can take: capture makes no causal attention beside a mask that hides by numbers."""
+def in_folded_order(case: Case) -> Case:
+    """A case like it that is folded: capture makes no causal attention beside a mask that hides by numbers."""
     mask = "padding" if case["mask"] in ("rows", "numbers", "deep") else case["mask"]
-    plain = {"before": None, "after": 0, "dropout": 0.0, "sloped": False, "folded": False, "around": True}
-    return {**case, **plain, "mask": mask, "keys": case["queries"]}
+    return {**case, "before": None, "after": 0, "folded": True, "around": True, "mask": mask, "keys": case["queries"]}
+
+
+def with_helpers(case: Case) -> Case:
+    """A case like it that helpers can take."""
+    return {**in_folded_order(case), "folded": False, "dropout": 0.0, "sloped": False}
 
 
 def in_pieces(case: Case) -> Case:
@@ -75,8 +82,11 @@ def masks(case: Case, of: torch.Generator) -> tuple[torch.Tensor | None, torch.T
             shown = torch.rand(2, 1, s, t, generator=of) < 0.7
             return shown, shown, none
         case "numbers":
-            added = torch.randn(1, 4, s, t, generator=of, dtype=torch.float64)
-            return added, every, added
+            added, shown = (
+                torch.randn(1, 4, s, t, generator=of, dtype=torch.float64),
+                torch.rand(s, t, generator=of) < 0.6,
+            )
+            return added.masked_fill(~shown, -torch.inf), shown, added
         case "padding":
             shown = torch.rand(2, 1, 1, t, generator=of) < 0.7
             return shown, shown, none
@@ -162,8 +172,44 @@ def test_random_cases(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(first, first + (20 if not first else 200)):
         for module in (tile, ring_order):
             monkeypatch.setattr(module, "ROWS", drawn(seed)["blocks"])
-        for way in (Case, with_helpers, in_pieces):
+        for way in (Case, in_folded_order, with_helpers, in_pieces):
             assert error(seed, way) < 1e-9, (seed, way, drawn(seed))
+
+
+@pytest.mark.parametrize("way", [Case, with_helpers, in_pieces], ids=["ring", "helpers", "in pieces"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_that_is_sent_is_waited_for(
+    ranks: int, way: Callable[[Case], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a rank has no rows, or none that came in the folded order."""
+    right, begun, waited = InProcessCommunicator.exchange, set[int](), set[int]()
+
+    def exchange(self: InProcessCommunicator, *given: Any) -> list[Callable[[], Any]]:
+        def watched(arrival: Callable[[], Any], number: int) -> Callable[[], Any]:
+            begun.add(number)
+            return lambda: (waited.add(number), arrival())[1]
+
+        return [watched(arrival, len(begun)) for arrival in right(self, *given)]
+
+    monkeypatch.setattr(InProcessCommunicator, "exchange", exchange)
+    plain = {"ranks": ranks, "before": None, "after": 0, "mask": "", "dropout": 0.0, "sloped": False, "around": True}
+    for n in (1, 2, 9):
+        case = {"queries": n, "keys": n, **plain, "folded": way is not with_helpers}
+        assert error(0, lambda drawn, case=case: way({**drawn, **case})) < 1e-9
+    assert begun
+    assert begun == waited
+
+
+def test_what_draws_when_it_runs_has_no_backward() -> None:
+    """It would draw others: captured, it is the ring's, which keeps what it drew."""
+    x = torch.randn(1, 2, 3, 4, requires_grad=True)
+    with pytest.raises(RuntimeMismatchError, match="with dropout it has no backward"):
+        banded_op(x, x, x, dropout_p=0.5).sum().backward()
+
+
+@pytest.mark.parametrize("way", [Case, in_pieces], ids=["ring", "in pieces"])
+def test_where_all_weights_are_dropped_nothing_is_left(way: Callable[[Case], Case]) -> None:
+    assert error(0, lambda case: way({**case, "around": True, "dropout": 1.0})) == 0.0
 
 
 def test_what_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

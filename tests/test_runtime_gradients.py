@@ -68,6 +68,32 @@ def test_only_what_is_added_up_is_waited_for() -> None:
         assert not gradients.works
 
 
+def test_small_buckets_of_one_kind_go_together_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of another kind between them goes apart; the last of its kind waits for none."""
+    gone = []
+    monkeypatch.setattr(
+        Gradients, "_move", lambda self, bucket, numbers, given: gone.append((bucket.kind.verb, numbers))
+    )
+    comm: Any = SimpleNamespace(deferred=False)
+    sums = [FlatBucket(comm, [Move("I", "R", ("dp",))]) for _ in range(4)]
+    shard = FlatBucket(comm, [Move("S", "R", ("dp",), 0, 4)])
+    gradients, order = Gradients(World(MESH).ranks[0]), [sums[0], sums[1], shard, sums[2], sums[3]]
+    for bucket in order:
+        gradients.expect(bucket)
+    for number, bucket in enumerate(order):
+        gradients.move(bucket, [number], [torch.ones(4)])
+    assert gone == [("enter", [0, 1]), ("all_gather", [2]), ("enter", [3, 4])]
+
+
+def test_buckets_that_go_together_leave_their_sums_as_each_would() -> None:
+    """As in the forward that they are of, whatever the backward runs in."""
+    comm: Any = SimpleNamespace(deferred=True)
+    first, second = (FlatBucket(comm, [Move("I", "R", ("dp",))]) for _ in range(2))
+    comm.deferred = False
+    assert first.joined((first, second)).deferred
+    assert first.joined((first,)) is first
+
+
 @pytest.mark.parametrize("size", [1, LEAST // 4])
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_summed_in_place_is_no_gradients_own_memory(count: int, size: int) -> None:

@@ -28,7 +28,7 @@ from autoshard.module.programs.executable import Call, Executable, first_that_se
 from autoshard.module.saving import save
 from autoshard.module.staged.stages import one_after_another
 from autoshard.passes.capture.exported.handed import give_back
-from autoshard.passes.capture.exported.trees import PLAIN, flattened_call
+from autoshard.passes.capture.exported.trees import PLAIN, constant, flattened_call
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.report.record import Collective
@@ -179,7 +179,7 @@ class ShardedModule(Compiling):
         if any(isinstance(x, torch.Tensor) and x.is_nested for x in leaves):  # it has no shape
             return None
         given = [
-            (x.shape, x.dtype, x.requires_grad, x.device, x.layout) if isinstance(x, torch.Tensor) else (type(x), x)
+            (x.shape, x.dtype, x.requires_grad, x.device, x.layout) if isinstance(x, torch.Tensor) else constant(x)
             for x in leaves
         ]
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.training, self._of.modes

@@ -43,8 +43,8 @@ def _sunk(program: Program, remade: set[int]) -> list[list[Statement]]:
         if before[0].block:
             continue
         for s in reversed(before):
-            alone = id(s) in remade and s.step is not None and not s.step.is_collective and not s.members
-            if alone and _readers(s, inside, program) <= remade:
+            local = id(s) in remade and s.step is not None and not s.step.is_collective
+            if local and _readers(s, inside, program) <= remade:
                 before.remove(s)
                 first = next(i for i, x in enumerate(inside) if not {*s.outputs}.isdisjoint(reads(x)))
                 inside.insert(first, moved := replace(s, block=inside[0].block))

@@ -17,6 +17,7 @@ from autoshard.errors import AutoshardError, CaptureError
 from autoshard.module.dtensors.outputs import Output
 from autoshard.module.dtensors.owned import is_owned, part_of_owned
 from autoshard.module.dtensors.views import alongside
+from autoshard.passes.capture.exported.trees import constant
 
 Made = TypeVar("Made")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -174,7 +175,7 @@ def part_of(full: Any, like: DTensor) -> Any:
 
 def same(old: Any, new: Any) -> bool:
     """Whether setting ``new`` in place of ``old`` changes nothing."""
-    return old is new or (type(old) is type(new) and isinstance(new, _PLAIN) and old == new)
+    return old is new or (isinstance(new, _PLAIN) and constant(old) == constant(new))
 
 
 def _refuse(what: str) -> NoReturn:

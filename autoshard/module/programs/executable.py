@@ -23,6 +23,7 @@ from autoshard.module.dtensors.outputs import form_of
 from autoshard.module.hooked import Feeding, feeding
 from autoshard.module.inputs import Cuts
 from autoshard.module.model.state import State
+from autoshard.passes.capture.exported.trees import constant
 from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import Shapes, bind, check, evaluate, mismatch, shapes_of
@@ -325,7 +326,7 @@ def signature_of(leaf: Any, exactly: bool = True) -> Any:
             f"argument of type {type(leaf).__name__} is neither a tensor nor a hashable constant; "
             "pass tensors in tuples, lists or dicts"
         ) from None
-    return (type(leaf), leaf)
+    return constant(leaf)
 
 
 _PROGRAMS = 16

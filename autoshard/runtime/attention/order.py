@@ -32,8 +32,8 @@ class Band(NamedTuple):
         """Pairs where the key is at most ``after`` positions behind the query."""
         if after is None:
             return float(queries * keys)
-        first, full = max(0, -after), max(0, min(queries, keys - after - 1))  # rows that see some, and that see all
-        rising = max(0, min(full, queries) - first)
+        first, full = max(0, -after), min(queries, keys - after - 1)  # rows that see some, and that see all
+        rising = max(0, full - first)
         least = first + after + 1
         return rising * (2 * least + rising - 1) / 2 + (queries - max(first, full)) * float(keys) * (first < queries)
 
@@ -123,17 +123,16 @@ def stretches(
 ) -> tuple[Stretch, ...]:
     """:func:`tiles`, unless ``apart`` as few as may be: of the two halves of a folded order those that see the same keys go
     together, and with keys of their own they are one causal tile."""
-    held = tuple(rows for rows in queries if rows[1])
-    found = {(rows, columns): tiles((rows,), (columns,), band, some) for rows in held for columns in keys}
+    found = {(rows, columns): tiles((rows,), (columns,), band, some) for rows in queries for columns in keys}
     whole = {at for at, several in found.items() if several == [Tile(*at)]}
     aligned = {at for at, several in found.items() if several == [Tile(*at, aligned=True)]}
     if not apart and {at for at, several in found.items() if several} == whole | aligned:
         rows, columns = (tuple(dict.fromkeys(at[i] for at in found if at in whole)) for i in (0, 1))
         if not aligned and whole == set(itertools.product(rows, columns)):
             return (Stretch(rows, columns),) if whole else ()
-        below = set(itertools.combinations(held[::-1], 2))  # a later interval and an earlier one
-        if aligned == {(rows, rows) for rows in held} and whole == below:
-            return (Stretch(held, held, True),)
+        below = set(itertools.combinations(queries[::-1], 2))  # a later interval and an earlier one
+        if aligned == {(rows, rows) for rows in queries} and whole == below:
+            return (Stretch(queries, queries, True),)
     return tuple(Stretch((t.rows,), (t.columns,), t.aligned, t.partial) for several in found.values() for t in several)
 
 

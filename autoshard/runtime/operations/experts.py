@@ -158,7 +158,7 @@ def _held(count: int, expert_axes: Axes, exchange_axes: Axes, device: torch.devi
     if known not in comm.memo:
         parts = comm.chunks(count, cut)
         ranks = comm.group(axes)
-        most = max(1, parts[0][1])
+        most = parts[0][1]
         places = [len(ranks) * most] * (count + 1)
         for number, rank in enumerate(ranks):
             start, length = parts[comm.group(cut, rank).index(rank)]

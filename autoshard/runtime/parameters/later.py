@@ -54,7 +54,7 @@ def conv(
 ) -> Tensor:
     """``F.conv1d``, ``conv2d`` or ``conv3d`` of x [batch, c, ...] with weight [n, c / groups, ...] and bias [n]."""
     dims = weight.dim() - 2
-    each = [[n] * dims if isinstance(n, int) else list(n) * (dims // len(n)) for n in (stride, padding, dilation)]
+    each = [[n] * dims if isinstance(n, int) else list(n) for n in (stride, padding, dilation)]
     rest = *each, False, [0] * dims, groups
 
     def gradient(number: int, dy: Tensor, x: Tensor, w: Tensor) -> Tensor:

@@ -42,6 +42,15 @@ def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
 PLAIN = frozenset((torch.Tensor, bool, int, float, str, type(None)))
 
 
+def constant(x: Any) -> tuple[type, Any]:
+    """What tells a constant from all others: to Python True is 1, 0.0 is -0.0, and a NaN is none."""
+    if isinstance(x, float | complex):
+        return type(x), repr(x)
+    if isinstance(x, dict):
+        return type(x), {n: constant(item) for n, item in x.items()}
+    return type(x), tuple(map(constant, x)) if isinstance(x, list | tuple) else x
+
+
 @functools.lru_cache(maxsize=1 << 6)
 def _flat(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
     """The structure of a call with so many arguments by place, and these by name."""
@@ -117,12 +126,20 @@ def _holds_tensor(value: Any, seen: set[int]) -> bool:
     return any(_holds_tensor(item, seen) for item in inside)
 
 
-@dataclasses.dataclass(frozen=True, eq=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Context:
-    """Which attributes are children, and all other attributes."""
+    """Which attributes are children, and all other attributes, which are constants."""
 
     names: tuple[str, ...]
-    others: dict[str, Any] = dataclasses.field(hash=False)
+    others: dict[str, Any]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Context):
+            return False
+        return self.names == other.names and constant(self.others) == constant(other.others)
+
+    def __hash__(self) -> int:
+        return hash(self.names)
 
 
 _COUNTS = frozenset({"cumulative_length", "cumulative_length_int", "batch_size"})
