@@ -17,7 +17,7 @@ from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
-from autoshard.module.arguments import check_arguments
+from autoshard.module.arguments import check_arguments, own
 from autoshard.module.base import ShardedModule
 from autoshard.module.in_process import InProcessModule
 from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes, with_rows
@@ -141,6 +141,8 @@ def compile(  # noqa: A001  the public name
     kinds = {"plan": plan, "training": training, "gather_outputs": gather_outputs, "strict": strict, "dynamic": dynamic}
     check_arguments(model, example_args, example_kwargs, hints=hints, **kinds)
     check_inputs(inputs)
+    asked = own((like, hints, recompute, dynamic, inputs, profile))  # later calls compile by them, too
+    like, hints, recompute, dynamic, inputs, profile = asked
     resolved = Mesh.of(mesh)
     wishes = _wishes(
         micro_batches,

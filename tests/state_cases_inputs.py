@@ -148,6 +148,21 @@ def one_input_is_local(mesh: autoshard.Mesh) -> None:
 
 
 @case
+def options_that_are_changed_after_compile(mesh: autoshard.Mesh) -> None:
+    """Dicts that were given count as they were: in a call that repeats the one before, and in one of another shape."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 6).double()
+    hints, inputs = {"input": {mesh.axes[0]: autoshard.Shard(1)}}, {"input": "local"}
+    batches = [torch.randn(3, n, 8, dtype=torch.float64) for n in (4, 4, 6)]
+    example = (part(mesh, batches[0], 1),)
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, example, hints=hints, inputs=inputs)
+    hints["input"][mesh.axes[0]] = autoshard.Shard(0)
+    inputs["input"] = "global"
+    for batch in batches:
+        close(sharded(part(mesh, batch, 1)), model(batch))
+
+
+@case
 def local_inputs_that_do_not_fit(mesh: autoshard.Mesh) -> None:
     model = Weighs().double()
     x, scale, labels = torch.zeros(4, 6).double(), torch.ones(1, 6).double(), torch.zeros(4, dtype=torch.long)

@@ -33,6 +33,33 @@ def test_norm_and_clipped_gradients_are_those_of_the_model(order: float) -> None
     torch.testing.assert_close(sharded.full_gradients(), gradients, rtol=1e-9, atol=1e-12)
 
 
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Embedding(9, 4, sparse=True), nn.Embedding(7, 4, sparse=True), nn.Linear(4, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.one(ids) + self.two(ids)).square().sum()
+
+
+@pytest.mark.parametrize("like", ["table-wise", "row-wise"])
+def test_sparse_gradients_are_clipped(like: str) -> None:
+    """Rows that were looked up several times count by their sums."""
+    torch.manual_seed(0)
+    model = Tables().double()
+    ids = torch.tensor([0, 3, 3, 6, 6, 6])
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"tp": 2}), (ids,), like=like)
+    for module in (model, sharded):
+        module(ids).backward()
+    expected = {n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}
+    norm = nn.utils.get_total_norm(expected.values())
+    torch.testing.assert_close(autoshard.clip_grad_norm_(sharded, 0.5), norm, rtol=1e-12, atol=0)
+    found = sharded.full_gradients()
+    assert found["one.weight"].is_sparse
+    for name, g in expected.items():
+        torch.testing.assert_close(found[name].to_dense(), g * (0.5 / (norm + 1e-6)), rtol=1e-9, atol=1e-12)
+
+
 class SpelledOut(nn.Module):
     def __init__(self) -> None:
         super().__init__()

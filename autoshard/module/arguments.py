@@ -4,7 +4,7 @@ as something, such as a word as True."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from autoshard.errors import AutoshardError, CaptureError, HintError, PlanError
 from autoshard.plans.plan import Plan
 
+T = TypeVar("T")
 _HINTS = "{pattern: Shard(d) | 'colwise' | 'rowwise' | 'replicate' | {axis: placement}}"
 _KINDS: dict[str, tuple[tuple[type, ...], str, type[AutoshardError]]] = {
     "hints": ((Mapping, type(None)), _HINTS, HintError),
@@ -44,3 +45,13 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
         kinds, meant, error = _KINDS[name]
         if not isinstance(value, kinds):
             raise error(f"{name}={value!r:.60}: give {meant}")
+
+
+def own(given: T) -> T:
+    """``given``, a dict or a tuple of such, with copies of the dicts in it: the user may change his own later."""
+    found: Any = given
+    if type(found) is dict:
+        found = {name: own(value) for name, value in found.items()}
+    elif type(found) is tuple:
+        found = tuple(map(own, found))
+    return found  # type: ignore[no-any-return]

@@ -40,13 +40,15 @@ def clip_grad_norm_(
             f"{len(partial)} gradients are not summed over the ranks yet: the last backward pass was inside no_sync()"
         )
     if not sharded.is_staged and (not gradients or not isinstance(gradients[0], DTensor)):
-        return torch.nn.utils.clip_grad_norm_(sharded.parameters(), max_norm, norm_type, error_if_nonfinite)
-    norm = _norm(sharded.gradients_once(), float(norm_type), next(sharded.whole_parameters()))
+        norm, held = torch.nn.utils.get_total_norm([_values(g) for g in gradients], norm_type), gradients
+    else:
+        norm = _norm(sharded.gradients_once(), float(norm_type), next(sharded.whole_parameters()))
+        held = [g.to_local() for g in gradients]
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(norm)}, and nothing was clipped")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for g in gradients:
-        g.to_local().mul_(scale)
+    for g in held:
+        g.mul_(scale)
     return norm
 
 
