@@ -22,6 +22,8 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.lower.again import run_again
 from autoshard.passes.lower.parts import parted
 from autoshard.plans.wishes import Wishes
+from autoshard.runtime.parameters.again import forgetting
+from autoshard.runtime.transport.communicator import Executed
 from autoshard.runtime.transport.in_process import World
 
 pytestmark = pytest.mark.usefixtures("remembering")
@@ -321,3 +323,37 @@ def test_what_gives_no_gradient_is_not_remembered() -> None:
     (y,) = World({"tp": 1}).run(lambda: runtime.again(torch.exp, w))
     assert torch.equal(y, w.exp())
     assert again._known == known
+
+
+LABELS = torch.arange(4) % 3
+SUMMED = {
+    "norm": lambda x: runtime.batch_norm_no_stats(x, None, None, 1e-5, 8, "a")[0].exp(),
+    "softmax": lambda x: runtime.softmax(x, 1, "a").square(),
+    "logsumexp": lambda x: runtime.logsumexp(x, [1], "a").square(),
+    "loss_of_parts_of_a_batch": lambda x: runtime.cross_entropy(x, LABELS, classes=3, batch_axes="a").exp(),
+    "loss_of_parts_of_classes": lambda x: runtime.cross_entropy(x, LABELS, classes=6, class_axes="a").exp(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_what_operations_sum_over_ranks_is_summed_once(name: str) -> None:
+    """A part that runs again has its sums from the forward: bit for bit the same gradients, and no collective more."""
+    part = SUMMED[name]
+
+    def made(run: Any) -> tuple[list[Executed], list[torch.Tensor | None]]:
+        torch.manual_seed(0)
+        xs = [torch.randn(4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        world, log = World({"a": 2}), list[Executed]()
+        world.log = log
+        torch.autograd.backward([y.sum() for y in world.run(run, [(x,) for x in xs])])
+        return log, [x.grad for x in xs]
+
+    def again(x: torch.Tensor) -> Any:
+        with forgetting():
+            return runtime.again(part, x)
+
+    log, gradients = made(part)
+    again_log, again_gradients = made(again)
+    assert log == again_log
+    assert any(e.phase == "forward" for e in log)
+    assert all(map(torch.equal, gradients, again_gradients))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from autoshard.runtime.operations.collectives import statistic
 from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.process_group import TorchCommunicator
@@ -17,8 +18,8 @@ def begin_sum(x: torch.Tensor, axes: Axes) -> Callable[[], torch.Tensor]:
     """Begin to sum ``x`` over the ranks of ``axes``, without a gradient; what is returned waits for the sum, once."""
     comm, out = current(), x.detach()
     names = comm.active(axes)
-    if not isinstance(comm, TorchCommunicator) or not names:
-        whole = comm.apply(Move("P", "R", names), out) if names else out
+    if not isinstance(comm, TorchCommunicator) or not names or comm.sums is not None:
+        whole = statistic(out, names, to="R")
         return lambda: whole
     move, group, out = named(Move("P", "R", names), always=True), comm.process_group(names), out.clone()
     comm.record("all_reduce", names, comm.phase, move.ring_bytes(out, group.size))
