@@ -370,6 +370,6 @@ def test_a_lost_gradient_of_the_totals_is_caught(op: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("op", [aten.amax.default, aten.std.correction, aten.logsumexp.default], ids=str)
 def test_statistics_of_one_rank_are_caught(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("autoshard.runtime.operations.reduce"), "all_reduce", lambda x, axes: x)
+    monkeypatch.setattr(importlib.import_module("autoshard.runtime.operations.reduce"), "statistic", lambda x, axes: x)
     with pytest.raises(RuleError, match="is wrong in"):
         check_rule(RULES[op], SAMPLES[str(op)])
