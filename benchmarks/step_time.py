@@ -354,7 +354,8 @@ def rank_main(options: argparse.Namespace) -> None:
             if options.rank == 0:
                 print(f"{name}  {options.only}: {float(more) * 1024 / 1e6:.0f} MB", flush=True)
         else:
-            times = race({c.name: c.make(task) for c in chosen}, options.steps, options.seconds, worlds.ROW)
+            steps = {c.name: c.make(task) for c in worlds.shuffled(chosen)}
+            times = race(steps, options.steps, options.seconds, worlds.ROW)
             if options.rank == 0:
                 Console(width=120).print(report(name, chosen, times))
                 for what, ratio in compared(chosen, times).items():

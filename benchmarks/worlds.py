@@ -35,6 +35,9 @@ ROW, WARM = 4, 3
 
 Made = TypeVar("Made")
 
+_world: list[str] = []
+"""the name of the rendezvous of the world that this process is in: its races have orders of their own"""
+
 
 class Taken(NamedTuple):
     """A step: seconds of the slowest rank, processor seconds of the busiest, the share of all cores that was stolen."""
@@ -65,6 +68,11 @@ def launch(script: str, arguments: Sequence[str], ranks: int, keeping: bool = Tr
     return max(codes, key=abs)
 
 
+def shuffled(forms: Sequence[Made]) -> list[Made]:
+    """``forms`` in the order in which this world makes them: the memory of later ones lies between what others left."""
+    return random.Random(f"{_world}").sample(forms, len(forms))
+
+
 def note(rendezvous: str | os.PathLike[str], name: str, ratio: float) -> None:
     """Keep a ratio of this world for the summary of all."""
     with Path(rendezvous).with_name(NOTES).open("a") as file:
@@ -82,6 +90,7 @@ def _summarise(notes: Sequence[tuple[str, float]]) -> None:
 def join(rank: int, ranks: int, rendezvous: str | os.PathLike[str]) -> None:
     """Become a rank of a gloo world, with one thread."""
     pin(rank, ranks)
+    _world[:] = [Path(rendezvous).name]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
 
 
@@ -132,11 +141,11 @@ def beside(
 def turns(names: Iterable[str], round_: int, row: int) -> Iterator[tuple[str, int]]:
     """Whose step is next, and its place among the ``row`` of a turn.
 
-    Their order is another one in every round, as a step after a heavy one is slower. Of several in a row the first is not
-    timed (:func:`is_timed`): no step of a training follows one of another model.
+    Their order is another one in every round and world, as a step after a heavy one is slower. Of several in a row the first
+    is not timed (:func:`is_timed`): no step of a training follows one of another model.
     """
     ordered = sorted(names)
-    yield from itertools.product(random.Random(round_).sample(ordered, len(ordered)), range(row))
+    yield from itertools.product(random.Random(f"{_world} {round_}").sample(ordered, len(ordered)), range(row))
 
 
 def is_timed(place: int, row: int) -> bool:
