@@ -131,13 +131,8 @@ def main() -> None:
     part = x.chunk(dist.get_world_size())[dist.get_rank()]
     by_hand = {"by hand": ByHand(layer), "expert by expert": ExpertByExpert(layer)}
     sharded = autoshard.compile(layer, {"ep": dist.get_world_size()}, (part,), like="expert", inputs="local")
-    worlds.beside(
-        sharded,
-        part,
-        {name: partial(form.step, part) for name, form in by_hand.items()},
-        options.steps,
-        options.rendezvous,
-    )
+    steps = {name: partial(form.step, part) for name, form in by_hand.items()}
+    worlds.beside(sharded, part, steps, options.steps)
     dist.destroy_process_group()
 
 

@@ -359,7 +359,7 @@ def rank_main(options: argparse.Namespace) -> None:
             if options.rank == 0:
                 Console(width=120).print(report(name, chosen, times))
                 for what, ratio in compared(chosen, times).items():
-                    worlds.note(options.rendezvous, f"{name}, {what}", ratio)
+                    worlds.note(f"{name}, {what}", ratio)
     dist.destroy_process_group()
 
 

@@ -117,7 +117,7 @@ def main() -> None:
     ids = torch.randint(options.rows, (options.batch, options.tables, options.bag))
     by_hand = ByHand(model, options.overlap)
     sharded = autoshard.compile(model, {"x": dist.get_world_size()}, (ids,), like="table-wise")
-    worlds.beside(sharded, ids, {"by hand": lambda: by_hand.step(ids)}, options.steps, options.rendezvous)
+    worlds.beside(sharded, ids, {"by hand": lambda: by_hand.step(ids)}, options.steps)
     dist.destroy_process_group()
 
 

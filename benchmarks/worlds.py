@@ -35,8 +35,8 @@ ROW, WARM = 4, 3
 
 Made = TypeVar("Made")
 
-_world: list[str] = []
-"""the name of the rendezvous of the world that this process is in: its races have orders of their own"""
+_rendezvous = Path()
+"""of the world that this process is in: its races have orders of their own"""
 
 
 class Taken(NamedTuple):
@@ -70,12 +70,12 @@ def launch(script: str, arguments: Sequence[str], ranks: int, keeping: bool = Tr
 
 def shuffled(forms: Sequence[Made]) -> list[Made]:
     """``forms`` in the order in which this world makes them: the memory of later ones lies between what others left."""
-    return random.Random(f"{_world}").sample(forms, len(forms))
+    return random.Random(_rendezvous.name).sample(forms, len(forms))
 
 
-def note(rendezvous: str | os.PathLike[str], name: str, ratio: float) -> None:
+def note(name: str, ratio: float) -> None:
     """Keep a ratio of this world for the summary of all."""
-    with Path(rendezvous).with_name(NOTES).open("a") as file:
+    with _rendezvous.with_name(NOTES).open("a") as file:
         print(json.dumps([name, ratio]), file=file)
 
 
@@ -89,8 +89,9 @@ def _summarise(notes: Sequence[tuple[str, float]]) -> None:
 
 def join(rank: int, ranks: int, rendezvous: str | os.PathLike[str]) -> None:
     """Become a rank of a gloo world, with one thread."""
+    global _rendezvous
     pin(rank, ranks)
-    _world[:] = [Path(rendezvous).name]
+    _rendezvous = Path(rendezvous)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
 
 
@@ -99,7 +100,6 @@ def beside(
     x: torch.Tensor,
     by_hand: Mapping[str, Callable[[], torch.Tensor]],
     steps: int,
-    rendezvous: str | os.PathLike[str],
 ) -> None:
     """Steps of ``sharded`` on ``x`` and of the same written ``by_hand``, in turns: their losses have to agree.
 
@@ -135,7 +135,7 @@ def beside(
             print(", ".join(f"{name}: {ratio:.2f}" for name, ratio in ratios.items()))
             if what == "median":
                 for name, ratio in ratios.items():
-                    note(rendezvous, f"{clock}, {name}", ratio)
+                    note(f"{clock}, {name}", ratio)
 
 
 def turns(names: Iterable[str], round_: int, row: int) -> Iterator[tuple[str, int]]:
@@ -145,7 +145,9 @@ def turns(names: Iterable[str], round_: int, row: int) -> Iterator[tuple[str, in
     is not timed (:func:`is_timed`): no step of a training follows one of another model.
     """
     ordered = sorted(names)
-    yield from itertools.product(random.Random(f"{_world} {round_}").sample(ordered, len(ordered)), range(row))
+    yield from itertools.product(
+        random.Random(f"{_rendezvous.name} {round_}").sample(ordered, len(ordered)), range(row)
+    )
 
 
 def is_timed(place: int, row: int) -> bool:

@@ -164,7 +164,7 @@ class Rule:
     notation: str = ""
     """the rule as its author wrote it, for reports"""
     collectives: CollectivesOf | None = None
-    """what the local form communicates, in order of execution; None: nothing"""
+    """what the local form communicates, in order of execution, all-reduces of its forward by ``statistic``; None: nothing"""
     sized: bool = True
     """whether the local form needs lengths of dims that are whole; else the others may depend on the data"""
     facts: Facts = UNKNOWN
