@@ -377,6 +377,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    _ = [six_models.get(name) for name in options.models.split(",")]  # raises before a world begins
     if options.rank is not None:
         rank_main(options)
     elif options.memory:
