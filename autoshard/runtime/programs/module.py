@@ -87,12 +87,12 @@ class RankModule(Block):
         self._slots = dict(self._find_slots())
         self._ahead = Ahead(self.PREFETCH)
 
-    def _find_slots(self) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    def _find_slots(self) -> Iterator[tuple[str, tuple[dict[str, Any], str]]]:
         holders = [("", type(self)), *((f"{path}.", block) for path, block in self.BLOCKS.items())]
         for prefix, block in holders:
             for name in block.TENSORS:
                 path, _, leaf = f"{prefix}{name}".rpartition(".")
-                yield f"{prefix}{name}", (self.scope(path), leaf)
+                yield f"{prefix}{name}", (self.scope(path)._parameters, leaf)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward; first :meth:`bind_tensors`."""
@@ -110,7 +110,7 @@ class RankModule(Block):
         return list(self._bound().values())
 
     def _bound(self) -> dict[str, torch.Tensor]:
-        found = ((name, scope._parameters[leaf]) for name, (scope, leaf) in self._slots.items())
+        found = ((name, held[leaf]) for name, (held, leaf) in self._slots.items())
         return {name: x for name, x in found if x is not None}
 
     @property
@@ -120,13 +120,13 @@ class RankModule(Block):
 
     def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Use these local tensors (by original name) from now on; they need not be leaves."""
-        for name, (scope, leaf) in self._slots.items():
-            scope._parameters[leaf] = tensors[name]  # type: ignore[assignment]
+        for name, (held, leaf) in self._slots.items():
+            held[leaf] = tensors[name]
 
     def release_tensors(self) -> None:
         """Forget the bound tensors."""
-        for scope, leaf in self._slots.values():
-            scope._parameters[leaf] = None
+        for held, leaf in self._slots.values():
+            held[leaf] = None
 
 
 def require(*conditions: bool) -> None:
