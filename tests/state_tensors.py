@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unittest
 from typing import Any
 
 import pytest
@@ -59,6 +60,27 @@ def an_optimizer_made_before(mesh: autoshard.Mesh) -> None:
         m(ids())[0].backward()
         own.step()
     assert all(torch.equal(x, given.state_dict()[n]) for n, x in model.state_dict().items())
+
+
+@case
+def models_that_share_parameters(mesh: autoshard.Mesh) -> None:
+    """Each sharded module has its own, with a warning, until they are tied again; without one for a model compiled twice."""
+    model, other = pair(mesh, Net, ids())
+    given, shared = Net().double(), Net().double()
+    given.load_state_dict(model.state_dict())
+    shared.load_state_dict(model.state_dict())
+    shared.emb, shared.head.weight = given.emb, given.head.weight
+    with unittest.TestCase().assertNoLogs("autoshard", "WARNING"):
+        first, other = (autoshard.compile(given, mesh, (ids(),)) for _ in range(2))
+    with unittest.TestCase().assertLogs("autoshard", "WARNING") as told:
+        second = autoshard.compile(shared, mesh, (ids(),))
+    assert other.emb.weight is not first.emb.weight
+    assert "Net shares 'emb.weight' (and 0 more) with a model that is compiled, too" in told.output[0]
+    second.emb.weight = second.head.weight = first.emb.weight
+    for module in (first, second):
+        full(module(ids())[0]).backward()
+        full(model(ids())[0]).backward()
+    close(full(first.emb.weight.grad), model.emb.weight.grad)  # type: ignore[union-attr]
 
 
 @case
