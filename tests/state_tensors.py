@@ -209,6 +209,37 @@ def hooks_of_the_whole_and_of_tensors(mesh: autoshard.Mesh) -> None:
     hook.remove()
 
 
+class Partly(nn.Module):
+    """A table with a sparse gradient, a layer, one whose weight is read without a gradient, and one that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(12, 8, sparse=True), nn.Linear(8, 8)
+        self.fixed, self.left = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((self.last(self.table(ids)) * self.fixed.weight.detach().sum()).square().mean(),)
+
+
+@case
+def hooks_of_parameters_without_a_gradient(mesh: autoshard.Mesh) -> None:
+    """They are not called, nor those of a sparse gradient twice."""
+    model, sharded = pair(mesh, Partly, ids())
+    heard: tuple[list[str], list[str]] = [], []
+    for module, calls in zip((model, sharded), heard, strict=True):
+        for name, p in module.named_parameters():
+            p.register_hook(lambda g, name=name, calls=calls: (calls.append(f"{name} before"), g * 2)[1])
+            p.register_post_accumulate_grad_hook(lambda p, name=name, calls=calls: calls.append(f"{name} after"))
+        for _ in range(2):
+            full(module(ids())[0]).backward()
+    assert sorted(heard[1]) == sorted(heard[0])
+    given = sharded.full_gradients()
+    for name, p in model.named_parameters():
+        assert (name in given) == (p.grad is not None), name
+        if p.grad is not None:
+            close(given[name].to_dense(), p.grad.to_dense(), name)
+
+
 class Masked(nn.Module):
     """Tensors that are neither parameters nor buffers, and that nobody writes."""
 

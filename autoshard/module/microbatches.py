@@ -16,6 +16,7 @@ from autoshard.module.dtensors.made import plain
 from autoshard.module.dtensors.outputs import Output
 from autoshard.module.dtensors.sparse_gradients import SparseGradient, accumulate
 from autoshard.module.dtensors.views import alongside
+from autoshard.module.parameter_hooks import unheard
 from autoshard.passes.capture.answers.eager import unhooked
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.rules.interpret import interpret
@@ -185,7 +186,10 @@ def _handed_over(x: Any, gradient: Any, scale: torch.Tensor) -> Any:
     if isinstance(gradient, SparseGradient):
         accumulate(x, gradient.to_local() * scale, gradient._spec)
         return None
-    return None if gradient is None else _scaled(gradient, scale)
+    if gradient is None:
+        unheard(x)
+        return None
+    return _scaled(gradient, scale)
 
 
 def _scaled(gradient: Any, scale: torch.Tensor) -> Any:
