@@ -239,11 +239,13 @@ def _over(comm: Communicator, spec: Any, axes: Axes) -> Any:
 def _taken(
     comm: Communicator, parameters: Sequence[Any], numbers: Sequence[int], axes: Axes
 ) -> dict[int, torch.Tensor]:
-    """By number the summands over these axes that gradients are, to become parts of what this backward leaves instead."""
+    """By number the summands over these axes that gradients are, to become parts of what this backward leaves instead.
+
+    Where hooks are to change what it brings, they stay: hooks have seen them."""
     found: dict[int, torch.Tensor] = {}
     for number in numbers if _deferred else ():
         p = parameters[number]
-        if p.grad is not None and _waiting(comm, p.grad) == axes and _accumulates(p):
+        if p.grad is not None and not p._backward_hooks and _waiting(comm, p.grad) == axes and _accumulates(p):
             found[number], p.grad = p.grad.to_local(), None
     return found
 
