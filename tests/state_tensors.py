@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import unittest
 from typing import Any
 
 import pytest
@@ -59,6 +60,27 @@ def an_optimizer_made_before(mesh: autoshard.Mesh) -> None:
         m(ids())[0].backward()
         own.step()
     assert all(torch.equal(x, given.state_dict()[n]) for n, x in model.state_dict().items())
+
+
+@case
+def models_that_share_parameters(mesh: autoshard.Mesh) -> None:
+    """Each sharded module has its own, with a warning, until they are tied again; without one for a model compiled twice."""
+    model, other = pair(mesh, Net, ids())
+    given, shared = Net().double(), Net().double()
+    given.load_state_dict(model.state_dict())
+    shared.load_state_dict(model.state_dict())
+    shared.emb, shared.head.weight = given.emb, given.head.weight
+    with unittest.TestCase().assertNoLogs("autoshard", "WARNING"):
+        first, other = (autoshard.compile(given, mesh, (ids(),)) for _ in range(2))
+    with unittest.TestCase().assertLogs("autoshard", "WARNING") as told:
+        second = autoshard.compile(shared, mesh, (ids(),))
+    assert other.emb.weight is not first.emb.weight
+    assert "Net shares 'emb.weight' (and 0 more) with a model that is compiled, too" in told.output[0]
+    second.emb.weight = second.head.weight = first.emb.weight
+    for module in (first, second):
+        full(module(ids())[0]).backward()
+        full(model(ids())[0]).backward()
+    close(full(first.emb.weight.grad), model.emb.weight.grad)  # type: ignore[union-attr]
 
 
 @case
@@ -185,6 +207,37 @@ def hooks_of_the_whole_and_of_tensors(mesh: autoshard.Mesh) -> None:
     with refused("a global module hook is registered"):
         sharded(ids())
     hook.remove()
+
+
+class Partly(nn.Module):
+    """A table with a sparse gradient, a layer, one whose weight is read without a gradient, and one that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(12, 8, sparse=True), nn.Linear(8, 8)
+        self.fixed, self.left = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((self.last(self.table(ids)) * self.fixed.weight.detach().sum()).square().mean(),)
+
+
+@case
+def hooks_of_parameters_without_a_gradient(mesh: autoshard.Mesh) -> None:
+    """They are not called, nor those of a sparse gradient twice."""
+    model, sharded = pair(mesh, Partly, ids())
+    heard: tuple[list[str], list[str]] = [], []
+    for module, calls in zip((model, sharded), heard, strict=True):
+        for name, p in module.named_parameters():
+            p.register_hook(lambda g, name=name, calls=calls: (calls.append(f"{name} before"), g * 2)[1])
+            p.register_post_accumulate_grad_hook(lambda p, name=name, calls=calls: calls.append(f"{name} after"))
+        for _ in range(2):
+            full(module(ids())[0]).backward()
+    assert sorted(heard[1]) == sorted(heard[0])
+    given = sharded.full_gradients()
+    for name, p in model.named_parameters():
+        assert (name in given) == (p.grad is not None), name
+        if p.grad is not None:
+            close(given[name].to_dense(), p.grad.to_dense(), name)
 
 
 class Masked(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 import routing_models
 import torch
 from harness import assert_equal_training
+from state_experts import EVEN, Routed, batch
 from test_experts import model_of, text
 from torch import nn
 
@@ -110,3 +111,18 @@ def test_the_size_of_experts_decides_without_hints(features: int, label: str, de
     )
     assert {c.labels[0] for c in free.choices.values() if "experts" in c.op} == {label}
     assert free.cost.total_s < other.cost.total_s
+
+
+def test_a_row_without_experts_is_not_looked_at() -> None:
+    """Whatever it holds, as padding may: neither the others' results nor any gradient is another than without it."""
+    x, ids, weights = batch(*EVEN).values()
+    x[1], ids[1], weights[1] = torch.inf, -1, torch.nan
+    model, rest = Routed().double(), [0, *range(2, len(x))]
+    found: list[torch.Tensor] = []
+    for some in (slice(None), rest):
+        out = experts_op(x[some], ids[some], weights[some], model.first, model.second, "silu", True, False)
+        found.append(out if some is rest else out[rest])
+        assert some is rest or not out[1].any()
+        found += torch.autograd.grad(out.square().sum(), (model.first, model.second))
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)

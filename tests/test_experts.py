@@ -296,8 +296,9 @@ def test_what_goes_to_no_expert_adds_nothing() -> None:
     zeroed["weights"][1, 0] = zeroed["weights"][4, 1] = 0
     torch.testing.assert_close(model(dropped)[0], model(zeroed)[0], rtol=1e-12, atol=0)
     assert not torch.equal(model(given)[0], model(zeroed)[0])
-    report = autoshard.verify(model, ideal({"ep": 2}), (dropped,), like="expert")
-    assert report.ok, report
+    for like in ("expert", "ddp"):
+        report = autoshard.verify(model, ideal({"ep": 2}), (dropped,), like=like)
+        assert report.ok, report
 
 
 def routed(form: str) -> nn.Module:

@@ -67,7 +67,7 @@ def test_of_other_dims(lead: tuple[int, ...]) -> None:
     whole = [torch.randn(*lead, n, 4, dtype=torch.float64, requires_grad=True) for n in (12, 6, 6)]
     halves = [x.detach().chunk(2, -2) for x in whole]
     parts = [[x[i].requires_grad_() for x in halves] for i in (0, 1)]
-    how: dict[str, Any] = {"queries": 12, "keys": 6, "axes": "cp", "pieces": len(lead) or 1}
+    how: dict[str, Any] = {"queries": 12, "keys": 6, "axes": "cp", "pieces": len(lead) or 2}
     outs = runtime.World({"cp": 2}).run(lambda *xs: runtime.gathered_attention(*xs, **how), parts)
     expected = F.scaled_dot_product_attention(*whole)
     torch.testing.assert_close(torch.cat(outs, -2), expected, rtol=1e-12, atol=1e-12)

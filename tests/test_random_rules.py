@@ -168,7 +168,7 @@ def test_draws_for_permuted_memory_are_those_of_one_device(axes: dict[str, int])
 class Masked(nn.Module):
     """``native_dropout`` for some ``p`` and ``train``, and a draw after it."""
 
-    def __init__(self, p: float, train: bool, both: bool) -> None:
+    def __init__(self, p: float, train: bool | None, both: bool) -> None:
         super().__init__()
         self.linear, self.p, self.draws, self.both = nn.Linear(8, 6), p, train, both
 
@@ -179,7 +179,11 @@ class Masked(nn.Module):
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["mask", "values"])
-@pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.4, True), (1.0, True), (0.4, False), (0.0, False)], ids=str)
-def test_native_dropout_gives_its_mask_and_takes_its_numbers(p: float, train: bool, both: bool) -> None:
-    """Eager's takes them even where nothing or all is dropped, and only in training."""
+@pytest.mark.parametrize(
+    ("p", "train"),
+    [(0.0, True), (0.4, True), (1.0, True), (0.4, None), (1.0, None), (0.4, False), (0.0, False)],
+    ids=str,
+)
+def test_native_dropout_gives_its_mask_and_takes_its_numbers(p: float, train: bool | None, both: bool) -> None:
+    """Eager's takes them even where nothing or all is dropped, and only in training; None trains with another gradient."""
     assert_equal_training(Masked(p, train, both), {"tp": 2}, (f(4, 8),), share=1)

@@ -16,6 +16,8 @@ from autoshard.module.dtensors.made import plain
 from autoshard.module.dtensors.outputs import Output
 from autoshard.module.dtensors.sparse_gradients import SparseGradient, accumulate
 from autoshard.module.dtensors.views import alongside
+from autoshard.module.parameter_hooks import unheard
+from autoshard.passes.capture.answers.eager import unhooked
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.rules.interpret import interpret
 from autoshard.runtime.transport import generators
@@ -78,18 +80,7 @@ def unseen() -> AbstractContextManager[Any]:
     They would run the whole step again in the backward of each of its micro-batches.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return nullcontext() if hooks is None or hooks[0].__module__ != checkpoint.__module__ else _unhooked()
-
-
-def _unhooked() -> AbstractContextManager[Any]:
-    """Inside, no hooks see what is saved."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
-
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
+    return nullcontext() if hooks is None or hooks[0].__module__ != checkpoint.__module__ else unhooked()
 
 
 def beforehand(
@@ -118,7 +109,7 @@ def delivered(
     if micro.loss is None:
         return outputs
     gradients, tensors = [leaf.grad for _, leaf in wanted], [x for x, _ in wanted]
-    with _unhooked():
+    with unhooked():
         outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *tensors)
         for position, name in micro.others.items():
             outputs[position] = _Other.apply(outputs[position], name, *tensors)
@@ -195,7 +186,10 @@ def _handed_over(x: Any, gradient: Any, scale: torch.Tensor) -> Any:
     if isinstance(gradient, SparseGradient):
         accumulate(x, gradient.to_local() * scale, gradient._spec)
         return None
-    return None if gradient is None else _scaled(gradient, scale)
+    if gradient is None:
+        unheard(x)
+        return None
+    return _scaled(gradient, scale)
 
 
 def _scaled(gradient: Any, scale: torch.Tensor) -> Any:

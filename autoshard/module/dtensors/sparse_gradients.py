@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import adagrad
 
 from autoshard.module.dtensors.owned import local_of
+from autoshard.module.parameter_hooks import unheard
 
 
 class SparseGradient(DTensor):
@@ -44,6 +45,7 @@ class SparseGradient(DTensor):
 
 def accumulate(p: Any, local: torch.Tensor, spec: Any) -> None:
     """Add a sparse gradient to ``p.grad``: autograd, in C++, would take a DTensor apart. Hooks of ``p`` run as it runs them."""
+    unheard(p)
     gradient = _made(local.to(p.device), spec)  # a rank that has none of it holds nothing, on the CPU
     for hook in tuple((p._backward_hooks or {}).values()):
         changed = hook(gradient)

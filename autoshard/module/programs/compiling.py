@@ -332,7 +332,7 @@ class Compiling(Fixed):
             if id(b) not in taken:
                 taken[id(b)] = inside[name] if name in inside else self._buffer(b, layouts.get(name), initial.get(name))
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
-        leave(model.parameters())
+        leave(model, inside, self)
         self._of.adopt([name for name in absent if name not in initial and self._holds(names.get(name, name))])
 
     def _inside(self) -> dict[str, tuple[torch.Tensor, Layout]]:

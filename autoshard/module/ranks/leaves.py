@@ -19,6 +19,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.module.dtensors.made import GIVEN, new_dtensor
 from autoshard.module.dtensors.owned import local_of
 from autoshard.module.dtensors.sparse_gradients import accumulate
+from autoshard.module.parameter_hooks import unheard
 from autoshard.runtime.parameters.again import CHANGED
 from autoshard.runtime.parameters.block import enter_ahead, to_enter_ahead
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
@@ -90,6 +91,10 @@ class _Locals(Node):
             owned = [
                 None if g is None else _in_rows(p, g, spec) for p, g, spec in zip(parameters, owned, specs, strict=True)
             ]
+        with torch._C.DisableTorchFunctionSubclass():
+            for p, g in zip(parameters, owned, strict=True):
+                if g is None and p.requires_grad:
+                    unheard(p)
         if pending.summands or _deferred:
             pending.wait()
             owned, specs = _met(pending, parameters, owned, specs)
@@ -234,11 +239,13 @@ def _over(comm: Communicator, spec: Any, axes: Axes) -> Any:
 def _taken(
     comm: Communicator, parameters: Sequence[Any], numbers: Sequence[int], axes: Axes
 ) -> dict[int, torch.Tensor]:
-    """By number the summands over these axes that gradients are, to become parts of what this backward leaves instead."""
+    """By number the summands over these axes that gradients are, to become parts of what this backward leaves instead.
+
+    Where hooks are to change what it brings, they stay: hooks have seen them."""
     found: dict[int, torch.Tensor] = {}
     for number in numbers if _deferred else ():
         p = parameters[number]
-        if p.grad is not None and _waiting(comm, p.grad) == axes and _accumulates(p):
+        if p.grad is not None and not p._backward_hooks and _waiting(comm, p.grad) == axes and _accumulates(p):
             found[number], p.grad = p.grad.to_local(), None
     return found
 

@@ -102,12 +102,12 @@ def gathered_attention(
 ) -> torch.Tensor:
     """:func:`ring_attention` in which keys and values are gathered in so many ``pieces`` of their heads: S → S.
 
-    While one piece is computed, the next one comes (:mod:`~autoshard.runtime.attention.pieces`). ``folded``: queries alone
-    are swapped.
+    While one piece is computed, the next one comes (:mod:`~autoshard.runtime.attention.pieces`). Operands without a dim of
+    heads are one piece. ``folded``: queries alone are swapped.
     """
     comm = current()
     names = comm.active(axes)
-    folded = folded and bool(names)
+    folded, pieces = folded and bool(names), pieces if query.dim() > 2 else 1
     rows, columns = spans(queries, tuple(comm.mesh[a] for a in names), folded), (((0, keys),),)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     band = Band(before, 0 if is_causal else after)

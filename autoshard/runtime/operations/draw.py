@@ -64,17 +64,23 @@ def native_dropout(
     dims: Mapping[int, Axes],
     order: Sequence[int] = (),
     batch: int | None = None,
-    train: bool = True,
+    train: bool | None = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``aten.native_dropout``: what ``runtime.dropout`` gives, and what was kept. In training it draws for every ``p``."""
-    if not train:
+    """``aten.native_dropout``: what ``runtime.dropout`` gives, and what was kept. In training it draws for every ``p``.
+
+    ``train``: None trains, too, but torch's gradient is then that of the mask alone.
+    """
+    if train is False:
         return x, torch.ones_like(x, dtype=torch.bool)
 
     def fill(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.native_dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p, True)[1] != 0
 
     kept = part(drawn(lambda s: shared(fill, s), shape, order, batch), dims)
-    return x * kept * (1 / (1 - p) if p < 1 else 0), kept
+    scale = 1 / (1 - p) if p < 1 else 0
+    if train is None:
+        return x * kept + (x * kept * (scale - 1)).detach(), kept
+    return x * kept * scale, kept
 
 
 def rrelu(x: torch.Tensor, lower: float, upper: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -84,9 +84,12 @@ def experts(
     the weights or, where rows are few, of what these made of the rows.
     """
     top, count = ids.shape[-1], count or first.shape[0]
-    if not expert_axes:  # what goes to none is computed as well, without a wait for how many there are
+    if not expert_axes and not _is_known(
+        ids
+    ):  # what goes to none is computed as well, as zeros: how many is not waited for
         known = (ids >= 0) & (ids < count)
         ids, weights = ids.where(known, 0), weights.where(known, 0)
+        x = x.masked_fill(~known.any(-1, keepdim=True), 0)
     held = _held(count, expert_axes, exchange_axes, ids.device)
     computed, found = _routes(ids.reshape(-1), held)
     flat = x.reshape(-1, x.shape[-1])
@@ -131,6 +134,11 @@ def _of_rows(bias: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torc
     """For every one of ``rows`` that of its expert."""
     numbers = torch.arange(rows.shape[0], device=ends.device, dtype=ends.dtype)
     return bias.index_select(0, torch.searchsorted(ends, numbers, right=True))
+
+
+def _is_known(ids: torch.Tensor) -> bool:
+    """Whether the host need not wait for what they say."""
+    return ids.device.type in ("cpu", "meta")
 
 
 class _Held(NamedTuple):
@@ -185,13 +193,17 @@ def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, Callable[[], 
         slots, balanced = _balanced(ids, held)
         return slots, lambda: balanced
     # Whatever names no expert has the last of the places.
-    keys = ids if held.places is None else held.places[ids.clamp(-1, held.places.shape[0] - 1)]
+    if held.places is None:
+        keys = ids.where((ids >= 0) & (ids < held.most), held.most)
+    else:
+        keys = held.places[ids.clamp(-1, held.places.shape[0] - 1)]
     cells = held.ranks * held.most
     slots = keys.argsort(stable=True)
     sent = torch.bincount(keys, minlength=cells)[:cells]
     if held.places is None or held.comm is None or held.sizes is None:
-        ends = sent.cumsum(0, dtype=torch.int32)  # slots of other ranks' experts come last
-        return slots if held.places is None else slots[: int(sent.sum())], lambda: _Routes(None, ends)
+        ends = sent.cumsum(0, dtype=torch.int32)  # slots of no expert here come last
+        every = held.places is None and not _is_known(ids)
+        return slots if every else slots[: int(sent.sum())], lambda: _Routes(None, ends)
     comm, sent = held.comm, sent.view(held.ranks, -1)
     arrive = comm.start(held.sizes, sent, comm.phase)
     arrived = known = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -57,15 +58,29 @@ def autograd_modes() -> tuple[bool, bool]:
 
 @contextlib.contextmanager
 def as_called(grad: bool, in_inference: bool) -> Iterator[None]:
-    """Inside, nothing made is an inference tensor; traced forwards begin with gradients and hear of modes as said."""
+    """Inside, nothing made is an inference tensor; traced forwards begin with gradients and hear of modes as said.
+
+    What is saved for no backward of the caller's is not shown to hooks around the call: ``torch.utils.checkpoint`` counts.
+    """
     tokens = without_grad.set(not grad), inference.set(in_inference), _autograd.set(autograd_modes())
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        with torch.inference_mode(False), torch.set_grad_enabled(grad), unhooked():
             yield
     finally:
         without_grad.reset(tokens[0])
         inference.reset(tokens[1])
         _autograd.reset(tokens[2])
+
+
+def unhooked() -> AbstractContextManager[Any]:
+    """Inside, no hooks see what is saved."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 class AsInEager(Observer):

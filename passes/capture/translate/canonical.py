@@ -168,7 +168,8 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
     """``(op, args, kwargs)`` in the form the passes expect. ``slots``: the results that are used.
 
     - Every way to reshape is ``reshape``, which also serves local tensors of any strides.
-    - ``native_dropout`` whose mask is unused is ``dropout``, where it draws as that does: not where nothing or all is dropped.
+    - ``native_dropout`` whose mask is unused is ``dropout``, where it draws and has the gradient of that: not where nothing or
+      all is dropped, nor for ``train=None``.
     - What overwrites a value without a gradient (``zero``, ``fill``) makes a new one.
     - A conjugate, and the imaginary part of one, are computed.
     - ``item`` is ``_local_scalar_dense``.
@@ -190,8 +191,8 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
         return aten.full_like.default, args, kwargs
     if op in (aten.view.default, aten._unsafe_view.default):
         return aten.reshape.default, args, kwargs
-    if op is aten.native_dropout.default and slots == [0] and args[1] not in (0, 1):
-        return aten.dropout.default, (*args[:2], args[2] is not False), kwargs
+    if op is aten.native_dropout.default and slots == [0] and args[1] not in (0, 1) and args[2] is not None:
+        return aten.dropout.default, args, kwargs
     if op is aten._to_copy.default:
         kwargs.pop("memory_format", None)
     return op, args, kwargs

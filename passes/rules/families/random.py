@@ -58,8 +58,8 @@ def _local_dropout(site: Site) -> Call:
 
 def _local_native_dropout(site: Site) -> Call:
     node = site.node
-    train = {"train": False} if node.argument("train") is False else {}
-    how = {**_order(site), **train}
+    train = node.argument("train")
+    how = {**_order(site), **({} if train is True else {"train": train})}
     return Call("native_dropout", (node.args[0], node.argument("p"), _lengths(site), cuts(site)), how)
 
 
