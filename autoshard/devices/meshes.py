@@ -98,7 +98,7 @@ class Search:
         return in_parts(
             self.graph,
             wishes.parts,
-            lambda part, _: (*planned(part, mesh, wishes, self.title), part),
+            lambda part, _: _with_graph(part, *planned(part, mesh, wishes, self.title)),
             lambda found: found[1].cost.total_s,
             cuts=in_time(wishes.hints, self.graph),
         )
@@ -115,6 +115,10 @@ class Search:
         runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _lost(p.cost, best.cost)) for p in others)
         like = [note for note in best.notes if note.startswith("like=")]
         return replace(plan, candidates=runners_up, notes=(*like, *plan.notes, *self.notes))
+
+
+def _with_graph(graph: Graph, program: Program, plan: Plan) -> tuple[Program, Plan, Graph]:
+    return program, plan, program.graph if plan.folded else graph
 
 
 def _renamed(plan: Plan, mesh: Mesh) -> Plan:

@@ -219,6 +219,8 @@ class Record:
     """parts of the batch that the step runs one after another; shapes, and what is held, are those of one"""
     mixed_precision: str = ""
     """the policy that it was made for, as text; "" for none"""
+    folded: int = 0
+    """of how many ranks the folded order is that causal attention, and what is between, has the sequence in; 0: none"""
     candidates: tuple[Candidate, ...] = ()
     """where a number of devices was given instead of a mesh: the runners-up, the best first"""
     staged: Staged | None = None
