@@ -231,6 +231,18 @@ def in_tiles(node: Node, graph: Graph, tile: int) -> float:
     return seen / (CAUSAL.pairs(queries, keys) or 1.0)
 
 
+def reordered(node: Node, choice: Sequence[Strategy], shapes: Sequence[tuple[int, ...]]) -> int:
+    """Elements that a rank puts into another order, of operands and a result of these local shapes: those in folded order that
+    it has, or gathers, of the whole sequence."""
+    order, labels = order_of(node), {s.label for s in choice}
+    if not order or FOLDED in labels:
+        return 0
+    query, *keys = (math.prod(shapes[node.positions[name]]) for name in ("query", "key", "value"))
+    if FOLDED_PIECES in labels:
+        return order * sum(keys)
+    return sum(keys) + (0 if FOLDED_ROWS in labels else query + math.prod(shapes[-1]))
+
+
 def _at_a_time(band: Band, keys: int) -> int:
     """How many of ``keys`` a kernel sees at a time."""
     return keys if band.before is None else min(keys, ROWS + band.before + (band.after or 0))
