@@ -183,22 +183,23 @@ def _dim(placement: Any) -> int | None:
 
 def cheapest(graph: Graph, ranks: int, found: Mapping[str, Link]) -> frozenset[str]:
     """The operations that run in folded order where the fewest bytes change places: at the ends of these, and in attention
-    that is not among them."""
+    that is not among them. Of equals, that with the fewest ends; of these, all that is so in one: what repeats stays alike."""
     network = nx.DiGraph()
     network.add_nodes_from([PLAIN, IN_ORDER])
+    many = 2 * len(graph.types)
     for node in graph.nodes:
         if node.name in found and node.op in ring.ATTENTION:
-            network.add_edge(node.name, IN_ORDER, capacity=swapped(node, graph, ranks))
+            network.add_edge(IN_ORDER, node.name, capacity=swapped(node, graph, ranks) * many)
     for value, (maker, readers) in ends(graph, found).items():
         if readers <= {maker}:
             continue
-        size = moved(graph, value)
+        size = moved(graph, value) * many + 1
         folds, unfolds = f"folds {value}", f"unfolds {value}"
-        network.add_edge(maker, folds, capacity=size)
-        network.add_edge(unfolds, maker, capacity=size)
-        network.add_edges_from((folds, reader) for reader in readers)
-        network.add_edges_from((reader, unfolds) for reader in readers)
-    _, (_, folded) = nx.minimum_cut(network, PLAIN, IN_ORDER)
+        network.add_edge(folds, maker, capacity=size)
+        network.add_edge(maker, unfolds, capacity=size)
+        network.add_edges_from((reader, folds) for reader in readers)
+        network.add_edges_from((unfolds, reader) for reader in readers)
+    _, (folded, _) = nx.minimum_cut(network, IN_ORDER, PLAIN)
     return frozenset(found.keys() & folded)
 
 
