@@ -95,8 +95,8 @@ def _seconds(found: Compiled) -> float:
 def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
     """The stages from a graph to a program and its plan.
 
-    Where rings make causal attention even, the graph is planned once more with the sequence in their folded order as far as that
-    can be carried. The cheaper plan is taken, and of one that is given its order.
+    Where rings make causal attention even, the graph is planned once more with the sequence in their folded order, as far as
+    that can be carried. The cheaper plan is taken; of one that is given its order.
     """
     if wishes.plan is not None:
         ranks = wishes.plan.folded

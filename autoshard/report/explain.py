@@ -111,7 +111,11 @@ def _of_operation(plan: Record, node: str) -> Iterator[str]:
     for value in choice.outputs:
         yield f"  makes {value} {list(plan.shapes[value])} as {show_layout(plan.layouts[value])}"
     sent = [c for c in plan.collectives if c.op == node or c.value in choice.outputs]
-    if plan.folded and any("folded" in label for label in choice.labels) and not any("halves" in c.reason for c in sent):
+    if (
+        plan.folded
+        and any("folded" in label for label in choice.labels)
+        and not any("halves" in c.reason for c in sent)
+    ):
         yield f"  the sequence comes, and goes on, in folded order of {plan.folded} ranks: nothing is swapped for it"
     yield from _alternatives(plan, choice, "  ")
     yield from _sent(sent)

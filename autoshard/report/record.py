@@ -220,7 +220,7 @@ class Record:
     mixed_precision: str = ""
     """the policy that it was made for, as text; "" for none"""
     folded: int = 0
-    """of how many ranks the folded order is in which operations have the sequence, where a part of the graph carries it; else 0"""
+    """of how many ranks the folded order is in which a part of the graph has the sequence; 0: none"""
     candidates: tuple[Candidate, ...] = ()
     """where a number of devices was given instead of a mesh: the runners-up, the best first"""
     staged: Staged | None = None

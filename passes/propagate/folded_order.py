@@ -1,9 +1,9 @@
 """The folded order of a sequence, carried through a graph instead of entered and left in every attention.
 
-A causal ring is even where each rank holds an early and a late part of the sequence. What works position by position works so in
-any order: of a tensor in folded order a chunk is such a pair of parts, and its rule cuts it like any other. So the order is a
-matter of the graph: causal attention is told, and what leads there from elsewhere, and away, is brought from one order into the
-other. Where that costs least is a minimum cut: on one side is what runs in folded order, on the other what does not.
+A causal ring is even where each rank holds an early and a late part of the sequence. What works position by position does so
+in any order: of a tensor in folded order a chunk is such a pair of parts, and its rule cuts it like any other. So the order is
+a matter of the graph: causal attention is told, and what leads there from elsewhere, and away, is brought from one order into
+the other. Where that costs least is a minimum cut: on one side is what runs in folded order, on the other what does not.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
-import torch
 
 from autoshard.layout import Partial, Replicate, Shard
 from autoshard.passes.ir.assignment import Assignment, Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.propagate.op_space import axis_strategies, signature
 from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.base import ops
 from autoshard.passes.rules.facts import is_random
 from autoshard.passes.rules.families import ring
 from autoshard.passes.rules.families.fold import FOLDED, UNFOLDED
@@ -33,20 +33,21 @@ PLAIN, IN_ORDER = "", "*"
 EVEN = (ring.FOLDED, ring.HELPED, ring.FOLDED_ROWS, ring.FOLDED_PIECES)
 """strategies of attention that make a causal mask's work even"""
 
-CARRYING = frozenset(
-    getattr(getattr(torch.ops.aten, packet), overload)
-    for packet, overload in (
-        name.split(".")
-        for name in """
-        view.default reshape.default _unsafe_view.default view_as.default reshape_as.default view_copy.default unflatten.int
-        squeeze.default squeeze.dim squeeze.dims expand.default expand_copy.default expand_as.default broadcast_to.default
-        slice.Tensor split.Tensor split_with_sizes.default chunk.default embedding.default layer_norm.default
-        rms_norm.default mean.default mean.dim softmax.int _softmax.default log_softmax.int _log_softmax.default
-        cross_entropy_loss.default nll_loss_nd.default nll_loss.default
-        """.split()
+ADDING = frozenset(
+    ops(
+        "mean.default mean.dim softmax.int _softmax.default log_softmax.int _log_softmax.default layer_norm.default "
+        "rms_norm.default cross_entropy_loss.default nll_loss_nd.default nll_loss.default"
     )
 ) | {cross_entropy_op}
-"""operations whose local form is another than they are, and that do the same to every position all the same"""
+CARRYING = ADDING | frozenset(
+    ops(
+        "view.default reshape.default _unsafe_view.default view_as.default reshape_as.default view_copy.default unflatten.int "
+        "squeeze.default squeeze.dim squeeze.dims expand.default expand_copy.default expand_as.default broadcast_to.default "
+        "slice.Tensor split.Tensor split_with_sizes.default chunk.default embedding.default"
+    )
+)
+"""operations whose local form is another than they are, and that do the same to every position all the same; ADDING: of these,
+those whose results may lack the sequence, as they add it up"""
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,10 @@ def carried(node: Node, graph: Graph) -> Iterator[Link]:
     rule = rule_for(node.op)
     if rule is None or is_random(node) or (rule.local is not None and node.op not in CARRYING):
         return
+    adds = rule.local is None or node.op in ADDING
     for strategy in axis_strategies(node, graph):
-        if _any_order(strategy):
-            inputs, outputs = (tuple(map(_dim, placed)) for placed in (strategy.inputs, strategy.outputs))
+        inputs, outputs = (tuple(map(_dim, placed)) for placed in (strategy.inputs, strategy.outputs))
+        if _any_order(strategy) and (adds or None not in outputs):
             pairs = zip((*node.inputs, *node.outputs), (*inputs, *outputs), strict=True)
             if len({graph.shape(value)[dim] for value, dim in pairs if dim is not None}) == 1:
                 yield Link(inputs, outputs)
@@ -301,9 +303,7 @@ def _rewritten(graph: Graph, ranks: int, found: Mapping[str, Link], chosen: Coll
 
     outputs = map_refs(graph.outputs, lambda ref: Ref(given(ref.name)))
     mutations = {fqn: given(name) for fqn, name in graph.mutations.items()}
-    placed = itertools.chain.from_iterable(
-        (*inserted.get(i, ()), *nodes[i : i + 1]) for i in range(len(nodes) + 1)
-    )
+    placed = itertools.chain.from_iterable((*inserted.get(i, ()), *nodes[i : i + 1]) for i in range(len(nodes) + 1))
     return replace(graph, nodes=tuple(placed), types=types, outputs=outputs, mutations=mutations)
 
 
@@ -325,7 +325,9 @@ def _place(
     if maker is None:
         return 0, (), 0
     theirs = () if reader is None else reader.module_types
-    stack = tuple(a for a, b in itertools.takewhile(lambda p: p[0] == p[1], zip(maker.module_types, theirs, strict=False)))
+    stack = tuple(
+        a for a, b in itertools.takewhile(lambda p: p[0] == p[1], zip(maker.module_types, theirs, strict=False))
+    )
     checkpoint = maker.checkpoint if reader is not None and maker.checkpoint == reader.checkpoint else 0
     inner = maker.module_types[: len(stack) + 1] if len(maker.module_types) > len(stack) else None
     place = places[maker.name] + 1

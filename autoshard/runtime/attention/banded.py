@@ -43,9 +43,9 @@ def banded_op(
     added to the scores (ALiBi, Press et al. 2022). ``sinks`` [h]: the score of one more key of every head, whose value is
     zero (Xiao et al. 2023, as GPT-OSS has it); it gets a gradient. ``soft_cap``: scores x, scaled, are cap · tanh(x / cap)
     before a mask is added (Gemma 2). ``dropout_p``: of the weights of keys. With it there is no backward here, which would draw
-    others: :func:`~autoshard.runtime.attention.ring.banded_rows` has one. ``folded``: of how many ranks the order is in which
-    queries, keys and values come and the result goes (:func:`~autoshard.runtime.attention.fold.folded_op`); a mask is in that of
-    the sequence.
+    others: :func:`~autoshard.runtime.attention.ring.banded_rows` has one. ``folded``: of how many ranks the order is
+    in which queries, keys and values come and the result goes (:func:`~autoshard.runtime.attention.fold.folded_op`); a mask is
+    in that of the sequence.
     """
     form = before, after, scale, enable_gqa, sloped, sinks, soft_cap, dropout_p
     return _in_order(query, key, value, attn_mask, *form, folded=folded)
