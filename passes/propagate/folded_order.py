@@ -23,9 +23,11 @@ from autoshard.passes.propagate.op_space import axis_strategies, signature
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import ops
 from autoshard.passes.rules.facts import is_random
+from autoshard.passes.rules.factors import positive
 from autoshard.passes.rules.families import ring
 from autoshard.passes.rules.families.fold import FOLDED, UNFOLDED
 from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.operations.experts import experts_op
 from autoshard.runtime.operations.loss import cross_entropy_op
 
 PLAIN, IN_ORDER = "", "*"
@@ -36,16 +38,19 @@ EVEN = (ring.FOLDED, ring.HELPED, ring.FOLDED_ROWS, ring.FOLDED_PIECES)
 ADDING = frozenset(
     ops(
         "mean.default mean.dim softmax.int _softmax.default log_softmax.int _log_softmax.default layer_norm.default "
-        "rms_norm.default cross_entropy_loss.default nll_loss_nd.default nll_loss.default"
+        "_safe_softmax.default rms_norm.default cross_entropy_loss.default nll_loss_nd.default nll_loss.default "
+        "mse_loss.default l1_loss.default binary_cross_entropy_with_logits.default"
     )
 ) | {cross_entropy_op}
 CARRYING = ADDING | frozenset(
     ops(
         "view.default reshape.default _unsafe_view.default view_as.default reshape_as.default view_copy.default unflatten.int "
         "squeeze.default squeeze.dim squeeze.dims expand.default expand_copy.default expand_as.default broadcast_to.default "
-        "slice.Tensor split.Tensor split_with_sizes.default chunk.default embedding.default"
+        "repeat.default repeat_interleave.self_int slice.Tensor select.int split.Tensor split.sizes split_with_sizes.default "
+        "chunk.default zeros.default ones.default full.default embedding.default gather.default topk.default max.dim min.dim "
+        "amax.default amin.default any.dim all.dim cumsum.default logsumexp.default linalg_vector_norm.default"
     )
-)
+) | {experts_op._opoverload}
 """operations whose local form is another than they are, and that do the same to every position all the same; ADDING: of these,
 those whose results may lack the sequence, as they add it up"""
 
@@ -159,9 +164,11 @@ def carried(node: Node, graph: Graph) -> Iterator[Link]:
     if rule is None or is_random(node) or (rule.local is not None and node.op not in CARRYING):
         return
     adds = rule.local is None or node.op in ADDING
+    own = node.argument("dim", None)
+    own = positive(own, len(graph.shape(node.inputs[0]))) if isinstance(own, int) and not adds else ()
     for strategy in axis_strategies(node, graph):
         inputs, outputs = (tuple(map(_dim, placed)) for placed in (strategy.inputs, strategy.outputs))
-        if _any_order(strategy) and (adds or None not in outputs):
+        if _any_order(strategy) and (adds or (None not in outputs and own not in inputs[:1])):
             pairs = zip((*node.inputs, *node.outputs), (*inputs, *outputs), strict=True)
             if len({graph.shape(value)[dim] for value, dim in pairs if dim is not None}) == 1:
                 yield Link(inputs, outputs)
