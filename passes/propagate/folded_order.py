@@ -22,8 +22,8 @@ from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.propagate.op_space import axis_strategies, signature
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import ops
-from autoshard.passes.rules.facts import is_random
 from autoshard.passes.rules.factors import positive
+from autoshard.passes.rules.facts import is_random
 from autoshard.passes.rules.families import ring
 from autoshard.passes.rules.families.fold import FOLDED, UNFOLDED
 from autoshard.runtime.attention.banded import banded_op
@@ -36,23 +36,28 @@ EVEN = (ring.FOLDED, ring.HELPED, ring.FOLDED_ROWS, ring.FOLDED_PIECES)
 """strategies of attention that make a causal mask's work even"""
 
 ADDING = frozenset(
-    ops(
-        "mean.default mean.dim softmax.int _softmax.default log_softmax.int _log_softmax.default layer_norm.default "
-        "_safe_softmax.default rms_norm.default cross_entropy_loss.default nll_loss_nd.default nll_loss.default "
-        "mse_loss.default l1_loss.default binary_cross_entropy_with_logits.default"
+    (
+        cross_entropy_op,
+        *ops(
+            "mean.default mean.dim softmax.int _softmax.default log_softmax.int _log_softmax.default layer_norm.default "
+            "_safe_softmax.default rms_norm.default cross_entropy_loss.default nll_loss_nd.default nll_loss.default "
+            "mse_loss.default l1_loss.default binary_cross_entropy_with_logits.default"
+        ),
     )
-) | {cross_entropy_op}
-CARRYING = ADDING | frozenset(
+)
+CARRYING = ADDING.union(
     ops(
-        "view.default reshape.default _unsafe_view.default view_as.default reshape_as.default view_copy.default unflatten.int "
-        "squeeze.default squeeze.dim squeeze.dims expand.default expand_copy.default expand_as.default broadcast_to.default "
-        "repeat.default repeat_interleave.self_int slice.Tensor select.int split.Tensor split.sizes split_with_sizes.default "
-        "chunk.default zeros.default ones.default full.default embedding.default gather.default topk.default max.dim min.dim "
-        "amax.default amin.default any.dim all.dim cumsum.default logsumexp.default linalg_vector_norm.default"
-    )
-) | {experts_op._opoverload}
-"""operations whose local form is another than they are, and that do the same to every position all the same; ADDING: of these,
-those whose results may lack the sequence, as they add it up"""
+        "view.default reshape.default _unsafe_view.default view_as.default reshape_as.default view_copy.default "
+        "unflatten.int squeeze.default squeeze.dim squeeze.dims expand.default expand_copy.default expand_as.default "
+        "broadcast_to.default repeat.default repeat_interleave.self_int slice.Tensor select.int split.Tensor split.sizes "
+        "split_with_sizes.default chunk.default zeros.default ones.default full.default embedding.default gather.default "
+        "topk.default max.dim min.dim amax.default amin.default any.dim all.dim cumsum.default logsumexp.default "
+        "linalg_vector_norm.default"
+    ),
+    (experts_op._opoverload,),
+)
+"""operations whose local form is another than they are, and that do the same to every position all the same, if it is not
+their own dim; ADDING: of these, those that may add positions up, or have no dim of their own"""
 
 
 @dataclass(frozen=True)
@@ -254,97 +259,82 @@ def swapped(node: Node, graph: Graph, ranks: int) -> int:
 
 def _rewritten(graph: Graph, ranks: int, found: Mapping[str, Link], chosen: Collection[str]) -> Graph:
     """``graph`` with ``chosen`` operations in folded order, and what brings values there and back."""
-    types, taken = dict(graph.types), {*graph.types, *(n.name for n in graph.nodes)}
-    places = {node.name: i for i, node in enumerate(graph.nodes)}
-    made: dict[tuple[str, bool], str] = {}
-    inserted: dict[int, list[Node]] = {}
-
-    def is_folded(node: Node | None, dims: tuple[int | None, ...], i: int) -> bool:
-        return node is not None and node.name in chosen and dims[i] is not None
-
-    def other(value: str, dim: int, reader: Node | None, folded: bool) -> str:
-        """The value in the other order than the one that it is made in."""
-        if (value, folded) not in made:
-            name = _free(f"{value}_{'folded' if folded else 'unfolded'}", taken)
-            place, stack, checkpoint = _place(graph, graph.producers.get(value), reader, places)
-            fqn = stack[-1][0] if stack else ""
-            frames = reader.frames if reader is not None else ()
-            op = FOLDED if folded else UNFOLDED
-            args = Ref(value), dim, ranks
-            node = Node(name, op, args, {}, (name,), (0,), fqn, stack, frames, checkpoint=checkpoint)
-            inserted.setdefault(place, []).append(node)
-            type_ = graph.types[value]
-            types[name] = TensorType(type_.shape, type_.dtype, type_.grad)
-            made[value, folded] = name
-        return made[value, folded]
-
-    order: dict[str, tuple[bool, int]] = {}
-    for node in graph.nodes:
-        if node.name in found:
-            for i, value in enumerate(node.outputs):
-                dim = found[node.name].outputs[i]
-                if dim is not None:
-                    order[value] = is_folded(node, found[node.name].outputs, i), dim
-    nodes = list[Node]()
-    for node in graph.nodes:
-        numbers = itertools.count()
-        link = found.get(node.name)
-
-        def read(ref: Ref, node: Node = node, link: Link | None = link, numbers: Any = numbers) -> Ref:
-            i = next(numbers)
-            wanted = link is not None and is_folded(node, link.inputs, i)
-            is_, dim = order.get(ref.name, (False, 0))
-            if is_ == wanted:
-                return ref
-            along = link.inputs[i] if wanted and link is not None else dim
-            assert along is not None
-            return Ref(other(ref.name, along, node, wanted))
-
-        args, kwargs = map_refs((node.args, dict(node.kwargs)), read)
-        new = replace(node, args=args, kwargs=kwargs)
-        nodes.append(_in_order(new, ranks) if node.name in chosen and node.op in ring.ATTENTION else new)
-
-    def given(name: str) -> str:
-        is_, dim = order.get(name, (False, 0))
-        return other(name, dim, None, False) if is_ else name
-
-    outputs = map_refs(graph.outputs, lambda ref: Ref(given(ref.name)))
-    mutations = {fqn: given(name) for fqn, name in graph.mutations.items()}
-    placed = itertools.chain.from_iterable((*inserted.get(i, ()), *nodes[i : i + 1]) for i in range(len(nodes) + 1))
-    return replace(graph, nodes=tuple(placed), types=types, outputs=outputs, mutations=mutations)
+    new = _Rewriting(graph, ranks, {name: found[name] for name in chosen})
+    nodes = list(map(new.node, graph.nodes))
+    outputs = map_refs(graph.outputs, lambda ref: Ref(new.read(ref.name, None, None)))
+    mutations = {fqn: new.read(name, None, None) for fqn, name in graph.mutations.items()}
+    placed = (node for i in range(len(nodes) + 1) for node in (*new.made.get(i, ()), *nodes[i : i + 1]))
+    return replace(graph, nodes=tuple(placed), types=new.types, outputs=outputs, mutations=mutations)
 
 
-def _free(name: str, taken: set[str]) -> str:
-    numbered = (f"{name}_{i}" for i in itertools.count(1))
-    found = next(n for n in itertools.chain((name,), numbered) if n not in taken)
-    taken.add(found)
-    return found
+class _Rewriting:
+    """A graph on its way into folded order; ``along``: what is to run in it."""
 
+    def __init__(self, graph: Graph, ranks: int, along: Mapping[str, Link]) -> None:
+        self.graph, self.ranks, self.along = graph, ranks, along
+        self.types = dict(graph.types)
+        self.places = {node.name: i for i, node in enumerate(graph.nodes)}
+        self.made: dict[int, list[Node]] = {}
+        """what brings a value into the other order, by the position that it stands before"""
+        self._brought: dict[tuple[str, bool], str] = {}
+        self._taken = {*graph.types, *self.places}
+        self._folded: dict[str, int] = {}
+        """value that is made in folded order → its dim"""
+        for node in graph.nodes:
+            if node.name in along:
+                dims = zip(node.outputs, along[node.name].outputs, strict=True)
+                self._folded |= {value: dim for value, dim in dims if dim is not None}
 
-def _place(
-    graph: Graph, maker: Node | None, reader: Node | None, places: Mapping[str, int]
-) -> tuple[int, tuple[tuple[str, str], ...], int]:
-    """Where a value is brought into the other order: the position, the module stack, and the checkpoint.
+    def node(self, node: Node) -> Node:
+        """It, with its operands in the order in which it reads them."""
+        dims = iter(self.along[node.name].inputs if node.name in self.along else (None,) * len(node.inputs))
+        read = map_refs((node.args, dict(node.kwargs)), lambda ref: Ref(self.read(ref.name, next(dims), node)))
+        node = replace(node, args=read[0], kwargs=read[1])
+        return _in_order(node, self.ranks) if node.name in self.along and node.op in ring.ATTENTION else node
 
-    In the module that maker and first reader have in common, as soon as it is there: what repeats stays alike.
-    """
-    end = len(graph.nodes) if reader is None else places[reader.name]
-    if maker is None:
-        return 0, (), 0
-    theirs = () if reader is None else reader.module_types
-    stack = tuple(
-        a for a, b in itertools.takewhile(lambda p: p[0] == p[1], zip(maker.module_types, theirs, strict=False))
-    )
-    checkpoint = maker.checkpoint if reader is not None and maker.checkpoint == reader.checkpoint else 0
-    inner = maker.module_types[: len(stack) + 1] if len(maker.module_types) > len(stack) else None
-    place = places[maker.name] + 1
-    while place < end:
-        node = graph.nodes[place]
-        inside = inner is not None and node.module_types[: len(inner)] == inner
-        if not inside and (node.checkpoint in (0, checkpoint) or node.checkpoint != maker.checkpoint):
-            break
-        place += 1
-    return place, stack, checkpoint
+    def read(self, value: str, dim: int | None, reader: Node | None) -> str:
+        """The name of ``value`` in folded order along ``dim``; None: in the order of the sequence. ``reader``: None for the
+        model's outputs."""
+        made = self._folded.get(value)
+        folded = dim is not None
+        if folded is (made is not None):
+            return value
+        if (value, folded) not in self._brought:
+            name = self._brought[value, folded] = self._free(f"{value}_{'folded' if folded else 'unfolded'}")
+            place, stack, checkpoint = self._place(value, reader)
+            args = Ref(value), dim if folded else made, self.ranks
+            where = stack[-1][0] if stack else "", stack, () if reader is None else reader.frames
+            node = Node(name, FOLDED if folded else UNFOLDED, args, {}, (name,), (0,), *where, checkpoint=checkpoint)
+            self.made.setdefault(place, []).append(node)
+            type_ = self.types[value]
+            self.types[name] = TensorType(type_.shape, type_.dtype, type_.grad)
+        return self._brought[value, folded]
+
+    def _free(self, name: str) -> str:
+        numbered = (f"{name}_{i}" for i in itertools.count(1))
+        found = next(n for n in itertools.chain((name,), numbered) if n not in self._taken)
+        self._taken.add(found)
+        return found
+
+    def _place(self, value: str, reader: Node | None) -> tuple[int, tuple[tuple[str, str], ...], int]:
+        """Where ``value`` is brought into the other order: the position, the module stack, and the checkpoint.
+
+        In the module that its maker and its first reader have in common, as soon as it is there: what repeats stays alike.
+        """
+        maker = self.graph.producers.get(value)
+        if maker is None:
+            return 0, (), 0
+        pairs = zip(maker.module_types, () if reader is None else reader.module_types, strict=False)
+        stack = tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        inner = maker.module_types[: len(stack) + 1]
+        checkpoint = maker.checkpoint if reader is not None and maker.checkpoint == reader.checkpoint else 0
+        place, end = self.places[maker.name] + 1, len(self.graph.nodes) if reader is None else self.places[reader.name]
+        for node in self.graph.nodes[place:end]:
+            inside = len(inner) > len(stack) and node.module_types[: len(inner)] == inner
+            if not inside and (node.checkpoint == checkpoint or node.checkpoint != maker.checkpoint):
+                break
+            place += 1
+        return place, stack, checkpoint
 
 
 def _in_order(node: Node, ranks: int) -> Node:

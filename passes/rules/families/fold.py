@@ -15,7 +15,7 @@ from autoshard.passes.rules.base import Facts, Rule, Site
 from autoshard.passes.rules.factors import Factors, Space, numbered, positive, sizes_of
 from autoshard.runtime.attention.fold import folded_op, unfolded_op
 
-FOLDED, UNFOLDED = folded_op._opoverload, unfolded_op._opoverload
+ORDERS = FOLDED, UNFOLDED = folded_op._opoverload, unfolded_op._opoverload
 SWAPPED = "swapped"
 """the strategy that cuts the sequence"""
 
