@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from autoshard import stages
-from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
@@ -26,13 +24,13 @@ from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.memory import fitting, tried
 from autoshard.passes.microbatch import MicroBatches, in_parts
 from autoshard.passes.propagate.experts import Expert, asked_by, like_of, met
-from autoshard.passes.propagate.folded_order import in_folded_order, ranks_of
 from autoshard.passes.propagate.hints import comes_in, fixed, goes_out, held, in_time, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of, check_precision
+from autoshard.plans.orders import in_cheaper_order
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages import in_stages
 from autoshard.plans.wishes import Wishes
@@ -71,8 +69,7 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 @without_autocast()  # its casts are in the graph
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
-    wishes = wishes or Wishes()
-    dump = stages.captured(graph)
+    wishes, dump = wishes or Wishes(), stages.captured(graph)
     always, cuts = wishes.stages is not None, in_time(wishes.hints, graph, mesh, known=wishes.known)
     found = in_parts(graph, wishes.parts, partial(_built, mesh, wishes, title), _seconds, always, cuts)
     stages.compiled(found.plan, found.program, lambda: found.source.text, dump)
@@ -82,9 +79,8 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
 def _built(mesh: Mesh, wishes: Wishes, title: str, graph: Graph, micro: MicroBatches | None) -> Compiled:
     """The stages after ``graph``: that of one micro-batch, where there are several."""
     if wishes.stages is not None:
-        return in_stages(graph, mesh, wishes, title, micro, planned_plain)
-    program, plan = planned(graph, mesh, wishes, title)
-    graph = program.graph if plan.folded else graph
+        return in_stages(graph, mesh, wishes, title, micro, planned)
+    graph, program, plan = in_cheaper_order(graph, wishes.plan, lambda part: planned(part, mesh, wishes, title))
     return Compiled(graph, program, plan, partial(codegen, program, title, plan.recomputed), micro)
 
 
@@ -93,33 +89,7 @@ def _seconds(found: Compiled) -> float:
 
 
 def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
-    """The stages from a graph to a program and its plan.
-
-    Where rings make causal attention even, the graph is planned once more with the sequence in their folded order, as far as
-    that can be carried. The cheaper plan is taken; of one that is given its order.
-    """
-    if wishes.plan is not None:
-        ranks = wishes.plan.folded
-        folded = in_folded_order(graph, ranks) if ranks else None
-        program, plan = planned_plain(folded or graph, mesh, wishes, title)
-        return program, replace(plan, folded=ranks)
-    program, plan = planned_plain(graph, mesh, wishes, title)
-    ranks = ranks_of(program.assignment)
-    if ranks and (folded := in_folded_order(graph, ranks)) is not None:
-        with suppress(PlanError):  # the budget, or hints
-            other, its_plan = planned_plain(folded, mesh, wishes, title)
-            if is_cheaper(its_plan, plan):
-                return other, replace(its_plan, folded=ranks)
-    return program, plan
-
-
-def is_cheaper(plan: Plan, than: Plan) -> bool:
-    """Whether the step of ``plan`` is predicted to take less time."""
-    return plan.cost.total_s < than.cost.total_s
-
-
-def planned_plain(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
-    """:func:`planned` with every value in the order that ``graph`` has it in."""
+    """The stages from a graph to a program and its plan."""
     check_graph(graph)
     check_random(graph)
     if wishes.strict:

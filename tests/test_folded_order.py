@@ -25,6 +25,7 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate import folded_order
 from autoshard.passes.propagate.experts import sequence
 from autoshard.passes.rules.families import ring
+from autoshard.plans import orders
 from autoshard.runtime.attention.fold import folded_op, unfolded_op
 from autoshard.runtime.attention.order import spans
 
@@ -32,8 +33,8 @@ from autoshard.runtime.attention.order import spans
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans in folded order are taken whatever they cost, of as many ranks as there are along ``cp``."""
-    monkeypatch.setattr(compiler, "is_cheaper", lambda plan, than: True)
-    monkeypatch.setattr(compiler, "ranks_of", lambda assignment: assignment.mesh.size_of("cp"))
+    monkeypatch.setattr(orders, "is_cheaper", lambda plan, than: True)
+    monkeypatch.setattr(orders, "ranks_of", lambda assignment: assignment.mesh.size_of("cp"))
 
 
 def attention(plan: autoshard.Plan) -> set[str]:
@@ -328,7 +329,7 @@ def test_the_cheaper_order_is_taken() -> None:
     asked: dict[str, Any] = {"memory_budget": 1e15}
     plan = autoshard.plan(model, autoshard.Mesh({"cp": 2}, hardware), (tokens, tokens), **asked)
     assert plan.folded == 2
-    with patch.object(compiler, "ranks_of", lambda assignment: 0):
+    with patch.object(orders, "ranks_of", lambda assignment: 0):
         plain = autoshard.plan(model, autoshard.Mesh({"cp": 2}, hardware), (tokens, tokens), **asked)
     assert plain.folded == 0
     assert plan.cost.total_s < 0.98 * plain.cost.total_s

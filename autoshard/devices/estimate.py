@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.compiler import planned_plain
+from autoshard.compiler import planned
 from autoshard.devices.bounds import AXIS, Bounds, Setup
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
@@ -91,7 +91,7 @@ class Estimates(Bounds):
         work = max(map(pieces.touched, graph.nodes), default=0.0)
         limit = min(most, share * budget + (1 - share) * min(2 * work, budget / 2))
         asked = replace(self.wishes, stages=None, flying=flying, stays=False, memory_budget=limit, effort=EFFORT)
-        _, plan = planned_plain(graph, own, asked, self.title)
+        _, plan = planned(graph, own, asked, self.title)
         bare = pieces.between(list(itertools.accumulate(map(len, rows)))[:-1])
         parts = [self._piece(piece, nodes, plan, pieces, flying) for piece, nodes in zip(bare, rows, strict=True)]
         whole, meetings = [parts[i] for i in sequence], meeting_seconds(setup.mesh(own))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import networkx as nx
+from networkx.algorithms.flow import dinitz
 
 from autoshard.layout import Partial, Replicate, Shard
 from autoshard.passes.ir.assignment import Assignment, Strategy
@@ -213,7 +214,7 @@ def cheapest(graph: Graph, ranks: int, found: Mapping[str, Link]) -> frozenset[s
         network.add_edge(maker, unfolds, capacity=size)
         network.add_edges_from((reader, folds) for reader in readers)
         network.add_edges_from((unfolds, reader) for reader in readers)
-    _, (folded, _) = nx.minimum_cut(network, IN_ORDER, PLAIN)
+    _, (folded, _) = nx.minimum_cut(network, IN_ORDER, PLAIN, flow_func=dinitz)
     return frozenset(found.keys() & folded)
 
 
