@@ -49,5 +49,6 @@ def picked(length: int, ranks: int, heads: int, kv_heads: int, hardware: autosha
     ids=["whole", "ulysses", "gather", "helpers", "query_heads", "ring_between_nodes"],
 )
 def test_crossovers(hardware: autoshard.Hardware, length: int, heads: tuple[int, int], label: str) -> None:
-    """On 4 ranks: whole, gathered keys with too few heads, heads where there are enough; else rings that hide, between nodes in an order that the graph carries."""
+    """On 4 ranks: whole, gathered keys with too few heads, heads where there are enough; else rings that hide, between nodes
+    in an order that the graph carries."""
     assert picked(length, 4, *heads, hardware) == label
