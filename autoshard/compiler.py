@@ -30,6 +30,7 @@ from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.describe import describe
 from autoshard.plans.follow import assignment_of, check_precision
+from autoshard.plans.orders import in_cheaper_order
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages import in_stages
 from autoshard.plans.wishes import Wishes
@@ -68,8 +69,7 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 @without_autocast()  # its casts are in the graph
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
-    wishes = wishes or Wishes()
-    dump = stages.captured(graph)
+    wishes, dump = wishes or Wishes(), stages.captured(graph)
     always, cuts = wishes.stages is not None, in_time(wishes.hints, graph, mesh, known=wishes.known)
     found = in_parts(graph, wishes.parts, partial(_built, mesh, wishes, title), _seconds, always, cuts)
     stages.compiled(found.plan, found.program, lambda: found.source.text, dump)
@@ -80,7 +80,7 @@ def _built(mesh: Mesh, wishes: Wishes, title: str, graph: Graph, micro: MicroBat
     """The stages after ``graph``: that of one micro-batch, where there are several."""
     if wishes.stages is not None:
         return in_stages(graph, mesh, wishes, title, micro, planned)
-    program, plan = planned(graph, mesh, wishes, title)
+    graph, program, plan = in_cheaper_order(graph, wishes.plan, lambda part: planned(part, mesh, wishes, title))
     return Compiled(graph, program, plan, partial(codegen, program, title, plan.recomputed), micro)
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/context.py [--quick]
     python benchmarks/context.py --million    # the table of Llama-3-8B with one sequence of 1,048,576 tokens
+    python benchmarks/context.py --folded     # the table of the folded order, carried or not
     python benchmarks/context.py --pieces     # the table of attention without a causal mask, where pieces are chosen
 
 Plans two blocks of a Llama per cell, without weights, and prints what the planner chooses for attention, the predicted time
@@ -24,6 +25,7 @@ import autoshard
 from autoshard.hardware import PRESETS
 from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.rules.families import ring
+from autoshard.plans import orders
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
 CASES: tuple[tuple[str, dict[str, int], int, int], ...] = (
@@ -46,13 +48,14 @@ NAMES = {
 }
 
 
-def planned(length: int, axes: dict[str, int], heads: int, kv_heads: int, like: Any) -> autoshard.Plan:
+def planned(length: int, axes: dict[str, int] | autoshard.Mesh, heads: int, kv_heads: int, like: Any) -> autoshard.Plan:
     """The plan of two blocks with heads of 128 features, for one sequence."""
+    mesh = axes if isinstance(axes, autoshard.Mesh) else autoshard.Mesh(axes, "h100")
     width = 128 * heads
     config = LlamaConfig(vocab=1024, width=width, hidden=3 * width, heads=heads, kv_heads=kv_heads, layers=2)
     with torch.device("meta"):
         model, tokens = Llama(config).to(torch.bfloat16), torch.zeros(1, length, dtype=torch.long)
-    return autoshard.plan(model, autoshard.Mesh(axes, "h100"), (tokens, tokens), like=like, memory_budget=1e15)
+    return autoshard.plan(model, mesh, (tokens, tokens), like=like, memory_budget=1e15)
 
 
 class LossAlone(nn.Module):
@@ -110,6 +113,23 @@ class Layers(nn.Module):
         return x.float().square().mean()
 
 
+CARRIED: tuple[tuple[str, dict[str, int], int], ...] = (
+    ("2 nodes, 8 key heads", {"cp": 2}, 8),
+    ("4 nodes, 8 key heads", {"cp": 4}, 8),
+    ("8 nodes, 8 key heads", {"cp": 8}, 8),
+    ("8 nodes, 32 key heads", {"cp": 8}, 32),
+    ("16 nodes, 8 key heads", {"cp": 16}, 8),
+)
+
+
+def in_either_order(length: int, axes: dict[str, int], kv_heads: int) -> tuple[autoshard.Plan, autoshard.Plan]:
+    """The plans of two blocks on nodes of one device, and without a folded order that the graph carries."""
+    mesh = autoshard.Mesh(axes, APART)
+    with patch.object(orders, "ranks_of", lambda assignment: 0):
+        plain = planned(length, mesh, 32, kv_heads, None)
+    return planned(length, mesh, 32, kv_heads, None), plain
+
+
 def without_mask(length: int, mesh: autoshard.Mesh, heads: int, pieces: bool) -> autoshard.Plan:
     """The plan of two layers of attention for one sequence; ``pieces``: whether keys may be gathered in pieces."""
     with torch.device("meta"):
@@ -121,7 +141,7 @@ def without_mask(length: int, mesh: autoshard.Mesh, heads: int, pieces: bool) ->
 
 def chosen(plan: autoshard.Plan) -> str:
     """How the last attention is divided along the first axis."""
-    labels = [c.labels[0] for c in plan.choices.values() if "scaled_dot_product_attention" in c.op]
+    labels = [c.labels[0] for c in plan.choices.values() if "attention" in c.op]
     return NAMES.get(labels[-1], labels[-1])
 
 
@@ -135,7 +155,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the shortest and the longest sequence only")
     parser.add_argument("--million", action="store_true", help="Llama-3-8B with one sequence of 1,048,576 tokens")
     parser.add_argument("--pieces", action="store_true", help="attention without a mask, where pieces are chosen")
+    parser.add_argument("--folded", action="store_true", help="the folded order of a sequence, carried or not")
     options = parser.parse_args()
+    if options.folded:
+        print("| | 16 k | 64 k | 128 k |\n|---|---|---|---|")
+        for title, axes, kv_heads in CARRIED:
+            cells = []
+            for length in (16384, 65536, 131072):
+                free, rest = in_either_order(length, axes, kv_heads)
+                beside = f" ({chosen(rest)} {_short(rest)})" if free.folded else ""
+                cells.append(f"{chosen(free)} {_short(free)}{beside} ms")
+            print(f"| {title} | " + " | ".join(cells) + " |", flush=True)
+        return
     if options.pieces:
         print("| | 16 k | 64 k | 256 k |\n|---|---|---|---|")
         for title, mesh, heads in WITHOUT_MASK:

@@ -83,6 +83,12 @@ def float64() -> None:
     torch.set_default_dtype(torch.float64)
 
 
+@pytest.fixture
+def plain_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans in which attention enters and leaves the folded order by itself: no graph carries it."""
+    monkeypatch.setattr("autoshard.plans.orders.ranks_of", lambda assignment: 0)
+
+
 @pytest.fixture(scope="module")
 def captures() -> Iterator[Captures]:
     """The tests of a module that compile one model, the same object, for several meshes capture it once."""

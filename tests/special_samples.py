@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.attention.fold import folded_op, unfolded_op
 from autoshard.runtime.operations.ctc import ctc_loss
 from autoshard.runtime.operations.embedding import pooled_op
 from autoshard.runtime.operations.exactly import exactly
@@ -187,7 +188,16 @@ ATTENTION: dict[Any, list[Sample]] = {
         call(*_GROUPS, f(1, 6, 1, 1), None, None, None, True, True),
         call(*_HEADS, f(1, 3, 1, 6), 2, 1, sinks=f(3)),
         call(*_GROUPS, None, None, 0, None, True, sinks=f(6), soft_cap=0.7),
+        call(*_UNEVEN_GROUPS, None, None, 0, None, True, folded=2),
+        call(*_UNEVEN_GROUPS, torch.tensor([[[[0, 0, 1, 2]]]]), None, 0, None, True, sinks=f(6), folded=2),
+        call(f(2, 3, 6, 2), f(2, 3, 6, 2), f(2, 3, 6, 2), f(1, 3, 1, 1), None, 0, sloped=True, folded=3),
+        call(f(3, 6, 2), f(3, 6, 2), f(3, 6, 2), None, None, 0, soft_cap=0.7, folded=3),
     ],
+}
+
+ORDERS: dict[Any, list[Sample]] = {
+    op._opoverload: [call(f(2, 6, 4), 1, 2), call(f(3, 6), 1, 3), call(f(6), 0, 3), call(f(4, 2, 3), 0, 2)]
+    for op in (folded_op, unfolded_op)
 }
 
 _IMAGE = f(4, 6, 5)
@@ -297,6 +307,6 @@ WHOLE = {
 
 SAMPLES = {
     op: calls
-    for table in (EMBEDDINGS, CLASSIFICATION, SOFTMAX, LOSSES, ATTENTION, NORMS, RANDOM, COPIES, WHOLE)
+    for table in (EMBEDDINGS, CLASSIFICATION, SOFTMAX, LOSSES, ATTENTION, ORDERS, NORMS, RANDOM, COPIES, WHOLE)
     for op, calls in table.items()
 }

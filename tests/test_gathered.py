@@ -254,7 +254,7 @@ def test_sinks_caps_and_dropout(axes: dict[str, int], like: Any) -> None:
     assert set(attentions) <= PIECES
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("asked", "plain_order")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("causal", [True, False])
 def test_planned_bytes_are_sent(causal: bool, ranks: int) -> None:

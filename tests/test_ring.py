@@ -309,6 +309,7 @@ class Attention(nn.Module):
         return self.mixed(x).square().mean()
 
 
+@pytest.mark.usefixtures("plain_order")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_planned_bytes_are_sent(causal: bool, ranks: int) -> None:

@@ -19,6 +19,7 @@ from autoshard.passes.microbatch import in_parts
 from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.passes.propagate.hints import in_time
 from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.plans.orders import in_cheaper_order
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
 from autoshard.report.record import Candidate, Cost
@@ -76,7 +77,7 @@ class Search:
             self.notes.append(f"a mesh of {shown} was not searched: its work alone takes {show_seconds(floor)}")
             return
         try:
-            program, plan, graph = self._planned(mesh, self.wishes)
+            graph, program, plan = self._planned(mesh, self.wishes)
         except PlanError as error:
             self.notes.append(f"a mesh of {shown} has no plan: {error}")
             return
@@ -93,13 +94,13 @@ class Search:
     def _floor(self, mesh: Mesh) -> float:
         return least_seconds(self.graph, mesh)
 
-    def _planned(self, mesh: Mesh, wishes: Wishes) -> tuple[Program, Plan, Graph]:
-        """With the graph of one micro-batch, where there are several."""
+    def _planned(self, mesh: Mesh, wishes: Wishes) -> tuple[Graph, Program, Plan]:
+        """With the graph that it is of: of one micro-batch, where there are several."""
         return in_parts(
             self.graph,
             wishes.parts,
-            lambda part, _: (*planned(part, mesh, wishes, self.title), part),
-            lambda found: found[1].cost.total_s,
+            lambda part, _: in_cheaper_order(part, wishes.plan, lambda g: planned(g, mesh, wishes, self.title)),
+            lambda found: found[2].cost.total_s,
             cuts=in_time(wishes.hints, self.graph),
         )
 
@@ -110,7 +111,7 @@ class Search:
                 f"no mesh of these {self.hardware.name} has a plan: {'; '.join(note.rstrip('.') for note in self.notes)}"
             )
         best = self.best
-        _, plan, _ = self._planned(best.mesh, replace(self.wishes, like=None, plan=best))
+        *_, plan = self._planned(best.mesh, replace(self.wishes, like=None, plan=best))
         others = sorted((p for p in self.plans.values() if p is not best), key=self.seconds)
         runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _lost(p.cost, best.cost)) for p in others)
         like = [note for note in best.notes if note.startswith("like=")]

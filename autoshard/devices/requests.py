@@ -33,7 +33,7 @@ class _Serving(Search):
     def _floor(self, mesh: Mesh) -> float:
         return sum(call.times * least_seconds(call.graph, mesh) for call in self.calls)
 
-    def _planned(self, mesh: Mesh, wishes: Wishes) -> tuple[Program, Plan, Graph]:
+    def _planned(self, mesh: Mesh, wishes: Wishes) -> tuple[Graph, Program, Plan]:
         """Where the axes get their names ``wishes`` have a plan, of one call: all calls have what was found for them."""
         if wishes.plan is None:
             self.found[mesh.shape] = found = together(self.calls, mesh, wishes)
@@ -42,4 +42,4 @@ class _Serving(Search):
         plan = served(self.calls, found, self.wishes, self.title)
         assert plan.serving is not None
         of_tokens = next(n for n, call in enumerate(found.calls) if call.name == plan.serving.decode.name)
-        return found.programs[of_tokens], plan, found.calls[of_tokens].graph
+        return found.calls[of_tokens].graph, found.programs[of_tokens], plan

@@ -110,8 +110,15 @@ def _of_operation(plan: Record, node: str) -> Iterator[str]:
         yield f"  reads {value} {list(plan.shapes[value])} as {use.replace('I@', 'R@')}"
     for value in choice.outputs:
         yield f"  makes {value} {list(plan.shapes[value])} as {show_layout(plan.layouts[value])}"
+    sent = [c for c in plan.collectives if c.op == node or c.value in choice.outputs]
+    if (
+        plan.folded
+        and any("folded" in label for label in choice.labels)
+        and not any("halves" in c.reason for c in sent)
+    ):
+        yield f"  the sequence comes, and goes on, in folded order of {plan.folded} ranks: nothing is swapped for it"
     yield from _alternatives(plan, choice, "  ")
-    yield from _sent(c for c in plan.collectives if c.op == node or c.value in choice.outputs)
+    yield from _sent(sent)
 
 
 def _of_module(plan: Record, module: str) -> Iterator[str]:

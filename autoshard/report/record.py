@@ -219,12 +219,23 @@ class Record:
     """parts of the batch that the step runs one after another; shapes, and what is held, are those of one"""
     mixed_precision: str = ""
     """the policy that it was made for, as text; "" for none"""
+    folded: int = 0
+    """of how many ranks the folded order is in which a part of the graph has the sequence; 0: none"""
     candidates: tuple[Candidate, ...] = ()
     """where a number of devices was given instead of a mesh: the runners-up, the best first"""
     staged: Staged | None = None
     """where the graph is cut into stages: where, and the plan of each"""
     serving: Serving | None = None
     """where prompts and tokens are served by one layout of the weights: what each takes; the plan is that of a token"""
+
+    @property
+    def folds(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The values that are brought into the folded order, and those that are brought back."""
+        into, back = (
+            tuple(c.inputs[0] for c in self.choices.values() if c.op == f"autoshard.{name}.default")
+            for name in ("folded", "unfolded")
+        )
+        return into, back
 
     @property
     def lower_bound(self) -> float:
@@ -285,7 +296,7 @@ def _decoded(cls: type[Kind], data: Mapping[str, Any]) -> Kind:
     hardware = Hardware.from_dict(data["hardware"])
     mesh = Mesh(data["mesh"], hardware)
     known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-    known |= {name: int(data[name]) for name in ("micro_batches", "prefetch") if name in data}
+    known |= {name: int(data[name]) for name in ("micro_batches", "prefetch", "folded") if name in data}
     known |= {name: tuple(data.get(name, ())) for name in ("notes", "differentiable", "shared_again")}
     known |= {name: {n: _layout_from(mesh, x) for n, x in data[name].items()} for name in ("layouts", "shared")}
     known |= {

@@ -127,6 +127,11 @@ def _headline(plan: Record) -> Text:
     ]
     if cost.hidden_s > 1e-9 * cost.total_s:
         lines.insert(2, f"{show_seconds(cost.hidden_s)} of communication hidden behind compute")
+    if plan.folded:
+        into, back = (", ".join(values) or "nothing" for values in plan.folds)
+        lines.append(
+            f"in between, the sequence is in folded order of {plan.folded} ranks: {into} brought into it, {back} back"
+        )
     if plan.serving is not None:
         lines += serving_text(plan.serving)
     if abs(cost.merged_s) > 1e-9 * cost.total_s:

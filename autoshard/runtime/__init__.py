@@ -94,6 +94,7 @@ __all__ = [
     "wait_gradients",
 ]
 
+from autoshard.runtime.attention.fold import folded, unfolded
 from autoshard.runtime.attention.heads import attention, causal_mask, kv_heads
 from autoshard.runtime.attention.ring import banded_rows, gathered_attention, ring_attention
 from autoshard.runtime.operations.draw import draw, draw_like, native_dropout, rrelu
@@ -173,6 +174,7 @@ __all__ += [
     "experts",
     "flat_argmax",
     "flat_argmin",
+    "folded",
     "gathered_attention",
     "group_norm",
     "halo",
@@ -210,6 +212,7 @@ __all__ += [
     "std_mean",
     "table_wise",
     "topk",
+    "unfolded",
     "var",
     "var_mean",
     "vector_norm",

@@ -77,6 +77,9 @@ class Strategy:
     """(factor, its length) whose chunks the work is divided by, where that is not its own: experts, to which rows travel.
     The axes on it may not outnumber it either"""
 
+    ranks: int | None = None
+    """how many ranks all axes on the factor must have together, where it is of as many"""
+
     @property
     def placements(self) -> tuple[Placement, ...]:
         """Of operands, then of results."""

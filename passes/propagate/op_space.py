@@ -263,6 +263,8 @@ def fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
         return False
     if any(s.work is not None and s.work[1] < math.prod(used[s.work[0]]) for s in choice):
         return False
+    if any(s.ranks is not None and s.ranks != math.prod(used[s.factor]) for s in choice):
+        return False
     return all(strategy.allows(used[strategy.factor]) for strategy in choice)
 
 

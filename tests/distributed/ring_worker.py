@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from harness import SLOW_LINK
 import autoshard
 from autoshard import runtime
 from autoshard.passes.propagate.experts import sequence
+from autoshard.plans import orders
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.relay import Collective, Hop
 
@@ -77,6 +79,12 @@ def train_pieces() -> None:
         sequence.rings_of = before
 
 
+def train_folded() -> None:
+    """In folded order from tokens to the last product."""
+    with patch.object(orders, "is_cheaper", lambda plan, than: True):
+        trains("llama", frozenset({"folded ring"}))
+
+
 def products_travel() -> None:
     """Operands and sums of linear layers, on 3 ranks with parts that differ in length."""
     mesh = autoshard.Mesh({"tp": dist.get_world_size()}, hardware=SLOW_LINK)
@@ -130,6 +138,7 @@ CHECKS = (
     train_hf_llama,
     train_spelled,
     train_pieces,
+    train_folded,
     products_travel,
     hops_overlap,
     collectives_overlap,

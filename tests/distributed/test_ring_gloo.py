@@ -12,14 +12,25 @@ import world
 @pytest.mark.parametrize(
     ("ranks", "checks"),
     [
-        (2, ("train_gpt", "train_spelled", "train_pieces", "products_travel", "hops_overlap", "collectives_overlap")),
+        (
+            2,
+            (
+                "train_gpt",
+                "train_spelled",
+                "train_pieces",
+                "train_folded",
+                "products_travel",
+                "hops_overlap",
+                "collectives_overlap",
+            ),
+        ),
         pytest.param(2, ("train_llama", "train_hf_llama"), marks=pytest.mark.slow),
         pytest.param(
             3, ("train_llama", "products_travel"), marks=pytest.mark.slow
         ),  # uneven; the middle rank is its own mirror
         pytest.param(
             4,
-            ("train_llama", "train_pieces", "products_travel", "hops_overlap", "collectives_overlap"),
+            ("train_llama", "train_pieces", "train_folded", "products_travel", "hops_overlap", "collectives_overlap"),
             marks=pytest.mark.slow,
         ),
     ],

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.attention.fold import folded_op, unfolded_op
 from autoshard.runtime.operations.softmax import wide
 from autoshard.runtime.operations.whole_op import differentiate
 
@@ -32,6 +33,7 @@ def banded_op(
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
     dropout_p: float = 0.0,
+    folded: int = 0,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention`` in which a query sees the keys from ``before`` positions before it to ``after`` behind.
 
@@ -41,10 +43,24 @@ def banded_op(
     added to the scores (ALiBi, Press et al. 2022). ``sinks`` [h]: the score of one more key of every head, whose value is
     zero (Xiao et al. 2023, as GPT-OSS has it); it gets a gradient. ``soft_cap``: scores x, scaled, are cap · tanh(x / cap)
     before a mask is added (Gemma 2). ``dropout_p``: of the weights of keys. With it there is no backward here, which would draw
-    others: :func:`~autoshard.runtime.attention.ring.banded_rows` has one.
+    others: :func:`~autoshard.runtime.attention.ring.banded_rows` has one. ``folded``: of how many ranks the order is
+    in which queries, keys and values come and the result goes (:func:`~autoshard.runtime.attention.fold.folded_op`); a mask is
+    in that of the sequence.
     """
-    form = before, after, scale, enable_gqa, sloped, sinks, soft_cap
-    return _attention(query, key, value, attn_mask, *form, dropout_p=dropout_p)
+    form = before, after, scale, enable_gqa, sloped, sinks, soft_cap, dropout_p
+    return _in_order(query, key, value, attn_mask, *form, folded=folded)
+
+
+def _in_order(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *form: Any, folded: int
+) -> torch.Tensor:
+    *rest, dropout_p = form
+    if not folded:
+        return _attention(query, key, value, mask, *rest, dropout_p=dropout_p)
+    plain = (unfolded_op(x, x.dim() - 2, folded) for x in (query, key, value))
+    out = _attention(*plain, mask, *rest, dropout_p=dropout_p)
+    reordered: torch.Tensor = folded_op(out, out.dim() - 2, folded)
+    return reordered
 
 
 def by_distance(slopes: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
@@ -97,10 +113,10 @@ def _attention(
 
 
 def _again(*given: Any) -> torch.Tensor:
-    *form, dropout_p = given
+    *form, dropout_p, folded = given
     if dropout_p:
         raise RuntimeMismatchError("autoshard::banded_attention draws when it runs: with dropout it has no backward")
-    return _attention(*form)
+    return _in_order(*form, 0.0, folded=folded)
 
 
 differentiate(banded_op, _again, of=(0, 1, 2, 9))

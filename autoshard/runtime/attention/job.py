@@ -39,6 +39,8 @@ class Job(NamedTuple):
     soft_cap: float | None = None
     pieces: int = 1
     """in how many the heads of keys and values are gathered, where they are"""
+    carried: bool = False
+    """whether keys and values that are gathered come in folded order"""
 
     @property
     def some(self) -> bool:
@@ -66,7 +68,7 @@ class Job(NamedTuple):
     def swapped(self) -> list[tuple[Chunks, ...]]:
         """What the folded order swaps of queries, keys and values: of what is folded, whose intervals."""
         orders = [self.rows, self.columns, self.columns]
-        return [of for of in orders if len(of[self.me % len(of)]) > 1]
+        return [of for of in orders if self.folded and len(of[self.me % len(of)]) > 1]
 
     def came(self, rows: Chunks) -> bool:
         """Whether some of these rows of the folded order came from the mirrored rank."""

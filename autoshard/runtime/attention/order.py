@@ -58,14 +58,14 @@ def spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]
 
 
 def held(
-    queries: int, keys: int, ranks: tuple[int, ...], folded: bool
+    queries: int, keys: int, ranks: tuple[int, ...], folded: bool, carried: bool = False
 ) -> tuple[tuple[Chunks, ...], tuple[Chunks, ...]]:
-    """:func:`spans` of the queries and of the keys of a ring.
+    """:func:`spans` of the queries and of the keys of a ring. ``carried``: both come in folded order.
 
     Of two ranks each sees all keys after one hop, which begins before anything is computed: only over both steps their work
     has to be even, and so it is where queries alone are folded.
     """
-    return spans(queries, ranks, folded), spans(keys, ranks, folded and math.prod(ranks) > 2)
+    return spans(queries, ranks, folded or carried), spans(keys, ranks, carried or (folded and math.prod(ranks) > 2))
 
 
 def received(rank: int, ranks: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.attention import tile
+from autoshard.runtime.attention.fold import reordered
 from autoshard.runtime.attention.job import Job, Sum, row_of, sink_of, sinks_gradient
 from autoshard.runtime.attention.journey import Result, gradients, tiles
 from autoshard.runtime.attention.order import Stop
@@ -39,7 +40,7 @@ class _Pieces:
     """A rank's operands by pieces."""
 
     def __init__(self, job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.move, self.keys = job.move, (key, value)
+        self.move, self.keys, self.ranks = job.move, (key, value), len(job.rows) if job.carried else 1
         self.totals = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
         self.heads = heads_of(self.totals, job.pieces)
         ((_, self.length),) = job.columns[0]
@@ -54,9 +55,13 @@ class _Pieces:
 
     def summed(self, found: list[torch.Tensor]) -> Generator[Begun, Arrival, Arrival]:
         """Begin to sum gradients of whole keys and values, which are let go, over all ranks: those of own ones come."""
-        x = _packed(found)
+        x = self._in_order(_packed(found), back=False)
         found.clear()
         return (yield from self._moved("P", "S", x))
+
+    def come(self, number: int, x: torch.Tensor) -> Tensors:
+        """The keys and values of a piece that came."""
+        return self.unpacked(number, self._in_order(x, back=True))
 
     def unpacked(self, number: int, x: torch.Tensor) -> Tensors:
         """What came of keys and values, [..., t, e] and [..., t, d]."""
@@ -67,6 +72,10 @@ class _Pieces:
     def _moved(self, source: str, target: str, x: torch.Tensor) -> Generator[Begun, Arrival, Arrival]:
         move = self.move._replace(source=source, target=target, dim=0, size=self.length, order=())
         return (yield Collective(move, x))
+
+    def _in_order(self, x: torch.Tensor, back: bool) -> torch.Tensor:
+        """Positions of the whole sequence as they travel; ``back``: as they are computed with, in the order of the sequence."""
+        return reordered(x, 0, self.ranks, back) if self.ranks > 1 else x
 
     def _own(self, number: int) -> Tensors:
         return tuple(self.part(number, x, of=of) for x, of in zip(self.keys, (KEYS, VALUES), strict=True))
@@ -109,7 +118,7 @@ def forward(
     arrival = yield from pieces.gathered(0)
     folding()
     for i in range(job.pieces):
-        here = pieces.unpacked(i, *arrival())
+        here = pieces.come(i, *arrival())
         if i + 1 < job.pieces:
             arrival = yield from pieces.gathered(i + 1)
         of_sinks = None if sinks is None else pieces.part(i, sinks, -1)
@@ -135,7 +144,7 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
     folding()
     behind: Arrival | None = None
     for i in range(job.pieces):
-        here = pieces.unpacked(i, *arrival())
+        here = pieces.come(i, *arrival())
         if i + 1 < job.pieces:
             arrival = yield from pieces.gathered(i + 1)
         results = pieces.part(i, gradient), pieces.part(i, out), pieces.part(i, sums, -2)

@@ -44,6 +44,7 @@ def ring_attention(
     after: int | None = None,
     folded: bool = False,
     helpers: bool = False,
+    carried: bool = False,
     sloped: bool = False,
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
@@ -57,7 +58,8 @@ def ring_attention(
     global lengths. Key and value may have fewer heads, each of which several query heads share. ``before``, ``after``:
     how many positions before and behind it a query sees; with ``is_causal`` none behind it. ``folded``: ranks that
     are mirrored in the ring swap first halves before and after (of more than two ranks those of keys and values, too), so
-    that a causal mask leaves all ranks the same work; then no mask has rows. ``helpers``: so it does where early ranks
+    that a causal mask leaves all ranks the same work; then no mask has rows. ``carried``: queries, keys and values come in
+    folded order, and so the result goes: nothing is swapped. ``helpers``: so it does where early ranks
     compute for late ones (:mod:`~autoshard.runtime.attention.helped`), of as many queries as keys, without slopes, windows, a
     mask with rows, and dropout. ``sloped``, ``sinks`` (of the heads that are
     here), ``soft_cap``: as in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
@@ -69,7 +71,7 @@ def ring_attention(
     names = comm.active(axes)
     ranks = tuple(comm.mesh[a] for a in names)
     folded = folded and bool(names)
-    rows, columns = held(queries, keys, ranks, folded)
+    rows, columns = held(queries, keys, ranks, folded, carried)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     band = Band(before, 0 if is_causal else after)
     job = Job(_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)
@@ -93,6 +95,7 @@ def gathered_attention(
     before: int | None = None,
     after: int | None = None,
     folded: bool = False,
+    carried: bool = False,
     sloped: bool = False,
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
@@ -103,15 +106,17 @@ def gathered_attention(
     """:func:`ring_attention` in which keys and values are gathered in so many ``pieces`` of their heads: S → S.
 
     While one piece is computed, the next one comes (:mod:`~autoshard.runtime.attention.pieces`). Operands without a dim of
-    heads are one piece. ``folded``: queries alone are swapped.
+    heads are one piece. ``folded``: queries alone are swapped. ``carried``: nothing is; a rank puts the keys that come into the
+    order of the sequence.
     """
     comm = current()
     names = comm.active(axes)
     folded, pieces = folded and bool(names), pieces if query.dim() > 2 else 1
-    rows, columns = spans(queries, tuple(comm.mesh[a] for a in names), folded), (((0, keys),),)
+    rows, columns = spans(queries, tuple(comm.mesh[a] for a in names), folded or carried), (((0, keys),),)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     band = Band(before, 0 if is_causal else after)
-    job = Job(_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap, pieces)
+    form = scale, folded, dropout_p, sloped, soft_cap, pieces, carried
+    job = Job(_move(names), comm.index(names), rows, columns, band, *form)
     kept = _kept(job, query, shape, cuts, batch)
     return _run(comm, job, (query, key, value, sinks), attn_mask, kept, in_pieces)
 
@@ -143,6 +148,7 @@ def banded_rows(
     before: int | None = None,
     after: int | None = None,
     folded: bool = False,
+    carried: bool = False,
     sloped: bool = False,
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
@@ -153,12 +159,13 @@ def banded_rows(
     """Attention of queries over whole keys and values; ``queries``: their global length, where ``axes`` cut them.
 
     A query sees the keys from ``before`` positions before it to ``after`` behind it; None: all. ``attn_mask`` hides more,
-    cut by its rows where it has any. Others as in :func:`ring_attention`; under ``folded`` queries alone are swapped.
+    cut by its rows where it has any. Others as in :func:`ring_attention`; under ``folded`` queries alone are swapped, and under
+    ``carried`` they alone are in folded order.
     """
     comm = current()
     names = comm.active(axes)
     folded = folded and bool(names)
-    rows = spans(query.shape[-2] if queries is None else queries, tuple(comm.mesh[a] for a in names), folded)
+    rows = spans(query.shape[-2] if queries is None else queries, tuple(comm.mesh[a] for a in names), folded or carried)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     columns, band = (((0, key.shape[-2]),),), Band(before, after)
     job = Job(_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)

@@ -10,6 +10,7 @@ from autoshard.passes.propagate.experts.mixture import mixtures
 from autoshard.passes.propagate.experts.tensor import tokens
 from autoshard.passes.propagate.op_space import Asked
 from autoshard.passes.rules.families import ring
+from autoshard.passes.rules.families.fold import ORDERS
 
 
 def along_sequence(
@@ -19,6 +20,7 @@ def along_sequence(
 
     Between a product and attention (rotary positions, say) either may be cut. What no rule can cut along the sequence,
     such as what compares flattened rows, is free, from the product in front of it on. So are experts: rows may travel to them.
+    And so is what brings the sequence into another order: of what is whole anyway nothing has to be sent.
     """
     sequence = tokens(families, found, batch)
     core = {n.name: n for n in families.graph.nodes if _mixes(n, sequence, families)}
@@ -32,7 +34,7 @@ def along_sequence(
             yield node.name, families.asked(node, rings[node.name])
         elif node.name in core:
             yield node.name, families.asked(node, families.labels(node, by_head[node.name]))
-        elif node.name in free or (not cuts and families.is_activation(node)):
+        elif node.name in free or node.op in ORDERS or (not cuts and families.is_activation(node)):
             yield node.name, None
         else:
             if cuts and families.weights.isdisjoint(node.inputs):

@@ -72,7 +72,9 @@ def _strategies(node: Node, graph: Graph) -> Space:
     factors = Factors(inputs(node, dims), (result,), sizes, even, linear=((node.positions["value"],),))
     alone = (_query_heads(node, shape, dims),) if grouped else ()
     found = (*factors.strategies(node, graph), *alone, *ring.strategies(node, graph, *shape[-2:]))
-    return tuple(s for s in found if s.label != "keys" or node.op is aten.scaled_dot_product_attention.default)
+    plain = node.op is aten.scaled_dot_product_attention.default
+    left_out = {"queries", "keys"} if ring.order_of(node) else set() if plain else {"keys"}
+    return tuple(s for s in found if s.label not in left_out)
 
 
 def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
@@ -91,20 +93,24 @@ def _query_heads(node: Node, shape: tuple[int, ...], dims: dict[str, Dims]) -> S
 
 def _local(site: Site) -> Call:
     node, graph = site.node, site.graph
-    query, key, value, mask = (node.argument(name) for name in OPERANDS[:4])
+    around = _ring(site)
+    query, key, value = (_in_order(site, name, around) for name in OPERANDS[:3])
+    mask = node.argument("attn_mask")
     shape = weights_shape(node, graph)
     last = len(shape) - 1
     causal, probability = ring.band_of(node) == CAUSAL, float(node.argument("dropout_p", 0.0))
     key_axes, row_axes = _axes(site, "key", 2), _axes(site, "query", 2)
-    around, grouped = _ring(site), is_grouped(node, graph)
+    grouped = is_grouped(node, graph)
     rows_alone = causal and bool(row_axes) and not key_axes and not probability
     spelled_out = bool(key_axes or probability or _forgets_mask(site))
     in_tiles = bool(around) or rows_alone or node.op is banded_op._opoverload
     if grouped and (site.axes("query heads") or (not in_tiles and spelled_out)):
-        key, value = (_heads(site, name) for name in ("key", "value"))
+        key, value = (_heads(site, name, x) for name, x in (("key", key), ("value", value)))
         grouped = False
     if in_tiles:
-        return ring.local(site, around, (query, key, value), row_axes, shape)
+        call = ring.local(site, around, (query, key, value), row_axes, shape)
+        order = 0 if around else ring.order_of(node)
+        return Call("folded", (call, last - 1, order), {}) if order else call
     if causal and (key_axes or probability):
         extent: dict[str, Any] = {"queries": shape[-2], "query_axes": spell(row_axes)} if row_axes else {}
         extent |= {"keys": shape[-1], "key_axes": spell(key_axes)} if key_axes else {}
@@ -115,13 +121,20 @@ def _local(site: Site) -> Call:
     return site.unchanged(key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
-def _heads(site: Site, name: str) -> Call:
-    """Of keys or values: the head of each local query head."""
-    x = site.node.argument(name)
+def _in_order(site: Site, name: str, around: str) -> Any:
+    """An operand, in the order of the sequence where it comes folded and is not cut along it."""
+    x, order = site.node.argument(name), ring.order_of(site.node)
+    if not order or around in ring.ALONG or (around and name == "query"):
+        return x
+    return Call("unfolded", (x, len(site.graph.shape(x)) - 2, order), {})
+
+
+def _heads(site: Site, name: str, x: Any) -> Call:
+    """Of keys or values ``x``: the head of each local query head."""
     heads: list[Any] = [
         weights_shape(site.node, site.graph)[-3],
         spell(_axes(site, "query", 3)),
-        site.graph.shape(x)[-3],
+        site.graph.shape(site.node.argument(name))[-3],
     ]
     if group_axes := _axes(site, name, 3):
         heads.append(spell(group_axes))

@@ -67,11 +67,17 @@ def band_of(node: Node) -> Band:
     return CAUSAL if node.argument("is_causal") else ALL
 
 
+def order_of(node: Node) -> int:
+    """Of how many ranks the folded order is in which an attention reads and makes the sequence; 0: its own."""
+    order: int = node.argument("folded", 0)
+    return order
+
+
 def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:
     """The ring, and under a causal mask the folded orders and the ring with helpers, which leave all ranks the same work.
 
     A ring not where the mask wants a gradient. No other axis may cut queries or keys in another way, nor features of
-    values, so that tiles have a fused kernel.
+    values, so that tiles have a fused kernel. What comes in folded order is cut by as many ranks as that is of.
     """
     mask, found = node.argument("attn_mask"), list[tuple[str, tuple[str, ...]]]()
     rows = mask is not None and _has_rows(graph.shape(mask), queries)  # which would have to be folded as well
@@ -88,10 +94,10 @@ def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strat
     for label, whole in found:
         cut = {name: _placed(name, graph.shape(node.argument(name)), queries) for name in node.positions}
         placements = tuple(R if name in whole else placement for name, placement in cut.items())
-        size = queries if whole else min(queries, keys, key=int)
-        made.append(
-            Strategy(label, placements, (result,), size, divides=True, apart=frozenset((*SEQUENCE, "embed")) - {label})
-        )
+        size, apart = queries if whole else min(queries, keys, key=int), frozenset((*SEQUENCE, "embed")) - {label}
+        ranks = order_of(node) or None
+        if ranks is None or label in IN_FOLDED_ORDER:
+            made.append(Strategy(label, placements, (result,), size, divides=True, apart=apart, ranks=ranks))
     return tuple(made)
 
 
@@ -123,14 +129,15 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
         cuts = {d: spell(a) for d in range(len(shape) - 2) if (a := site.outputs[0].axes_of(d))}
         mask |= {"dropout_p": node.argument("dropout_p"), "shape": shape, "cuts": cuts}
         mask |= {} if node.batch is None else {"batch": node.batch}
+    carried = {"carried": True} if order_of(node) else {}
     if label not in ALONG:
         cut: dict[str, Any] = {"queries": shape[-2], "axes": spell(axes)} if axes else {}
-        order = {"folded": True} if label == FOLDED_ROWS else {}
+        order = (carried or {"folded": True}) if label == FOLDED_ROWS else {}
         return Call("banded_rows", operands, {**mask, **scale, **cut, **seen, **order})
     extra: dict[str, Any] = {"is_causal": True} if band == CAUSAL else seen
     extra |= {**mask, **scale, "queries": shape[-2], "keys": shape[-1], "axes": spell(axes)}
     if label in (FOLDED, FOLDED_PIECES, HELPED):
-        extra["helpers" if label == HELPED else "folded"] = True
+        extra |= carried or {"helpers" if label == HELPED else "folded": True}
     if label in GATHERED:
         extra["pieces"] = len(_pieces(site.example, axes, int(shape[-1])))
     return Call("gathered_attention" if label in GATHERED else "ring_attention", operands, extra)
@@ -210,7 +217,7 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
     each = max(1, keys // math.prod(ranks[label]))
     if label == HELPED:
         return Tiling(pairs, each, 1 + math.prod(ranks[label]) // 2, matrix=matrix)
-    apart = n == 2 or "attn_mask" in node.positions or node.argument("dropout_p", 0.0)
+    apart = (n == 2 and not order_of(node)) or "attn_mask" in node.positions or node.argument("dropout_p", 0.0)
     tiles = 2 * n + (n > 2) if label == FOLDED and apart else n
     return Tiling(pairs, _at_a_time(band, each), tiles, matrix=matrix)
 
@@ -224,6 +231,18 @@ def in_tiles(node: Node, graph: Graph, tile: int) -> float:
     return seen / (CAUSAL.pairs(queries, keys) or 1.0)
 
 
+def reordered(node: Node, choice: Sequence[Strategy], shapes: Sequence[tuple[int, ...]]) -> int:
+    """Elements that a rank puts into another order, of operands and a result of these local shapes: those in folded order that
+    it has, or gathers, of the whole sequence."""
+    order, labels = order_of(node), {s.label for s in choice}
+    if not order or FOLDED in labels:
+        return 0
+    query, *keys = (math.prod(shapes[node.positions[name]]) for name in ("query", "key", "value"))
+    if FOLDED_PIECES in labels:
+        return order * sum(keys)
+    return sum(keys) + (0 if FOLDED_ROWS in labels else query + math.prod(shapes[-1]))
+
+
 def _at_a_time(band: Band, keys: int) -> int:
     """How many of ``keys`` a kernel sees at a time."""
     return keys if band.before is None else min(keys, ROWS + band.before + (band.after or 0))
@@ -235,8 +254,9 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
     ranks = tuple(site.mesh.size_of(a) for a in axes)
     if label == HELPED:
         return _with_helpers(site, axes, exchanged(spans(int(queries), ranks, False)))
-    folded, around = label in IN_FOLDED_ORDER, label in LABELS
-    rows, columns = held(int(queries), int(keys), ranks, folded)
+    carried, around = bool(order_of(site.node)), label in LABELS
+    folded = label in IN_FOLDED_ORDER and not carried
+    rows, columns = held(int(queries), int(keys), ranks, folded, carried)
     element = site.in_type(0).dtype.itemsize
     wide = torch.promote_types(site.in_type(0).dtype, torch.float32).itemsize
     query, key, value = (math.prod(_features(site, name)) for name in ("query", "key", "value"))

@@ -1,0 +1,44 @@
+"""The order in which a graph has its sequence: its own, or the folded order of causal rings as far as it can be carried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from autoshard.errors import PlanError
+from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.program import Program
+from autoshard.passes.propagate.folded_order import in_folded_order, ranks_of
+from autoshard.plans.plan import Plan
+
+Make = Callable[[Graph], tuple[Program, Plan]]
+
+
+def in_cheaper_order(graph: Graph, given: Plan | None, make: Make) -> tuple[Graph, Program, Plan]:
+    """The graph that is planned, and what ``make`` gives for it.
+
+    Where rings make causal attention even, the graph is planned once more with the sequence in their folded order, and the
+    cheaper plan is taken. Of a plan that is ``given`` the order is followed.
+    """
+    if given is not None:
+        graph = _folded(graph, given.folded) or graph
+        program, plan = make(graph)
+        return graph, program, replace(plan, folded=given.folded)
+    program, plan = make(graph)
+    ranks = ranks_of(program.assignment)
+    if (folded := _folded(graph, ranks)) is not None:
+        with suppress(PlanError):  # of the budget, or of what is asked
+            other, its_plan = make(folded)
+            if is_cheaper(its_plan, plan):
+                return folded, other, replace(its_plan, folded=ranks)
+    return graph, program, plan
+
+
+def _folded(graph: Graph, ranks: int) -> Graph | None:
+    return in_folded_order(graph, ranks) if ranks else None
+
+
+def is_cheaper(plan: Plan, than: Plan) -> bool:
+    """Whether the step of ``plan`` is predicted to take less time."""
+    return plan.cost.total_s < than.cost.total_s

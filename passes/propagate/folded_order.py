@@ -1,0 +1,348 @@
+"""The folded order of a sequence, carried through a graph instead of entered and left in every attention.
+
+A causal ring is even where each rank holds an early and a late part of the sequence. What works position by position does so
+in any order: of a tensor in folded order a chunk is such a pair of parts, and its rule cuts it like any other. So the order is
+a matter of the graph: causal attention is told, and what leads there from elsewhere, and away, is brought from one order into
+the other. Where that costs least is a minimum cut: on one side is what runs in folded order, on the other what does not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import networkx as nx
+from networkx.algorithms.flow import dinitz
+
+from autoshard.layout import Partial, Replicate, Shard
+from autoshard.passes.ir.assignment import Assignment, Strategy
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+from autoshard.passes.propagate.op_space import axis_strategies, signature
+from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.base import ops
+from autoshard.passes.rules.factors import positive
+from autoshard.passes.rules.facts import is_random
+from autoshard.passes.rules.families import ring
+from autoshard.passes.rules.families.fold import FOLDED, UNFOLDED
+from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.operations.experts import experts_op
+from autoshard.runtime.operations.loss import cross_entropy_op
+
+PLAIN, IN_ORDER = "", "*"
+"""the ends of the cut: what is in the order of the sequence; the folded order"""
+EVEN = (ring.FOLDED, ring.HELPED, ring.FOLDED_ROWS, ring.FOLDED_PIECES)
+"""strategies of attention that make a causal mask's work even"""
+
+ADDING = frozenset(
+    (
+        cross_entropy_op,
+        *ops(
+            "mean.default mean.dim softmax.int _softmax.default log_softmax.int _log_softmax.default layer_norm.default "
+            "_safe_softmax.default rms_norm.default cross_entropy_loss.default nll_loss_nd.default nll_loss.default "
+            "mse_loss.default l1_loss.default binary_cross_entropy_with_logits.default"
+        ),
+    )
+)
+CARRYING = ADDING.union(
+    ops(
+        "view.default reshape.default _unsafe_view.default view_as.default reshape_as.default view_copy.default "
+        "unflatten.int squeeze.default squeeze.dim squeeze.dims expand.default expand_copy.default expand_as.default "
+        "broadcast_to.default repeat.default repeat_interleave.self_int slice.Tensor select.int split.Tensor split.sizes "
+        "split_with_sizes.default chunk.default zeros.default ones.default full.default embedding.default gather.default "
+        "topk.default max.dim min.dim amax.default amin.default any.dim all.dim cumsum.default logsumexp.default "
+        "linalg_vector_norm.default"
+    ),
+    (experts_op._opoverload,),
+)
+"""operations whose local form is another than they are, and that do the same to every position all the same, if it is not
+their own dim; ADDING: of these, those that may add positions up, or have no dim of their own"""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How an operation goes along the sequence: the dim of every operand and result that has it; None: it is not cut there."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+
+def ranks_of(assignment: Assignment) -> int:
+    """Of how many ranks the rings are that make the work of causal attention even in ``assignment``; 0 where there are none, or
+    of several numbers."""
+    mesh, found = assignment.mesh, set[int]()
+    for node in assignment.graph.nodes:
+        if node.op in ring.ATTENTION:
+            pairs = list(zip(assignment.choices[node.name], mesh.shape, strict=True))
+            found |= {math.prod(n for s, n in pairs if s.label == label) for label in EVEN} - {1}
+    return found.pop() if len(found) == 1 else 0
+
+
+def in_folded_order(graph: Graph, ranks: int) -> Graph | None:
+    """``graph`` with what is cheaper there in the folded order of so many ranks; None where nothing is, or lengths are open."""
+    if graph.symbols.read:
+        return None
+    found = links(graph, ranks)
+    return _rewritten(graph, ranks, found, chosen) if (chosen := cheapest(graph, ranks, found)) else None
+
+
+def is_even(node: Node, graph: Graph, ranks: int) -> bool:
+    """Whether ``node`` is causal attention that may read and make the folded order of so many ranks."""
+    if node.op not in ring.ATTENTION or node.argument("dropout_p", 0.0) or ring.order_of(node):
+        return False
+    length = graph.shape(node.argument("query"))[-2]
+    return length % ranks == 0 and any(s.label == ring.FOLDED for s in axis_strategies(node, graph))
+
+
+# --- what goes along the sequence ---
+
+
+def links(graph: Graph, ranks: int) -> dict[str, Link]:
+    """Operation → how it goes along the sequence: all that is connected with even attention by what carries any order."""
+    blocked = frozenset[str]()
+    candidates: dict[Any, list[Link]] = {}
+    while True:
+        found, clashing = _spread(graph, ranks, blocked, candidates)
+        if not clashing:
+            return found
+        blocked |= clashing
+
+
+def _spread(
+    graph: Graph, ranks: int, blocked: Collection[str], candidates: dict[Any, list[Link]]
+) -> tuple[dict[str, Link], set[str]]:
+    """(:func:`links`, those of them that meet a value along another dim than others do); without ``blocked``."""
+    found: dict[str, Link] = {}
+    dims: dict[str, int] = {}
+    clashing = set[str]()
+    pending = list[str]()
+
+    def add(node: Node, link: Link) -> None:
+        found[node.name] = link
+        for value, dim in zip((*node.inputs, *node.outputs), (*link.inputs, *link.outputs), strict=True):
+            if dim is None:
+                continue
+            if dims.setdefault(value, dim) != dim:
+                clashing.add(node.name)
+            pending.append(value)
+
+    for node in graph.nodes:
+        if node.name not in blocked and is_even(node, graph, ranks):
+            add(node, _of_attention(node, graph))
+    seen = set[str]()
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        made = [graph.producers[value]] if value in graph.producers else []
+        for node in (*made, *graph.uses[value]):
+            if node.name in found or node.name in blocked:
+                continue
+            key = signature(node, graph.types)
+            if key not in candidates:
+                candidates[key] = list(carried(node, graph))
+            link = next((x for x in candidates[key] if _touches(node, x, value, dims[value])), None)
+            if link is not None:
+                add(node, link)
+    return found, clashing
+
+
+def _touches(node: Node, link: Link, value: str, dim: int) -> bool:
+    return (value, dim) in zip((*node.inputs, *node.outputs), (*link.inputs, *link.outputs), strict=True)
+
+
+def _of_attention(node: Node, graph: Graph) -> Link:
+    """Queries, keys and values; a mask is read in the order of the sequence."""
+    along = {node.positions[name] for name in ("query", "key", "value")}
+    dims = (len(graph.shape(value)) - 2 if i in along else None for i, value in enumerate(node.inputs))
+    return Link(tuple(dims), (len(graph.shape(node.outputs[0])) - 2,))
+
+
+def carried(node: Node, graph: Graph) -> Iterator[Link]:
+    """The dims along which ``node`` does the same to every position, or adds them up, in whatever order they are.
+
+    So does an operation that each rank runs as it is on its chunk, whatever the chunks: they may be one position long.
+    """
+    rule = rule_for(node.op)
+    if rule is None or is_random(node) or (rule.local is not None and node.op not in CARRYING):
+        return
+    adds = rule.local is None or node.op in ADDING
+    own = node.argument("dim", None)
+    own = positive(own, len(graph.shape(node.inputs[0]))) if isinstance(own, int) and not adds else ()
+    for strategy in axis_strategies(node, graph):
+        inputs, outputs = (tuple(map(_dim, placed)) for placed in (strategy.inputs, strategy.outputs))
+        if _any_order(strategy) and (adds or (None not in outputs and own not in inputs[:1])):
+            pairs = zip((*node.inputs, *node.outputs), (*inputs, *outputs), strict=True)
+            if len({graph.shape(value)[dim] for value, dim in pairs if dim is not None}) == 1:
+                yield Link(inputs, outputs)
+
+
+def _any_order(strategy: Strategy) -> bool:
+    """Whether a strategy cuts one dim anywhere, and ranks need nothing of each other's chunks but sums."""
+    special = strategy.even or strategy.joins != "all" or strategy.work or strategy.alone or strategy.ranks
+    if not strategy.divides or special or strategy.label == "vocab":  # which numbers name
+        return False
+    reads = all(type(p) in (Shard, Replicate) for p in strategy.inputs)
+    return reads and all(type(p) in (Shard, Partial) for p in strategy.outputs)
+
+
+def _dim(placement: Any) -> int | None:
+    return placement.dim if type(placement) is Shard else None
+
+
+# --- what of it is in folded order ---
+
+
+def cheapest(graph: Graph, ranks: int, found: Mapping[str, Link]) -> frozenset[str]:
+    """The operations that run in folded order where the fewest bytes change places: at the ends of these, and in attention
+    that is not among them. Of equals, that with the fewest ends; of these, all that is so in one: what repeats stays alike."""
+    network = nx.DiGraph()
+    network.add_nodes_from([PLAIN, IN_ORDER])
+    many = 2 * len(graph.types)
+    for node in graph.nodes:
+        if node.name in found and node.op in ring.ATTENTION:
+            network.add_edge(IN_ORDER, node.name, capacity=swapped(node, graph, ranks) * many)
+    for value, (maker, readers) in ends(graph, found).items():
+        if readers <= {maker}:
+            continue
+        size = moved(graph, value) * many + 1
+        folds, unfolds = f"folds {value}", f"unfolds {value}"
+        network.add_edge(folds, maker, capacity=size)
+        network.add_edge(maker, unfolds, capacity=size)
+        network.add_edges_from((reader, folds) for reader in readers)
+        network.add_edges_from((unfolds, reader) for reader in readers)
+    _, (folded, _) = nx.minimum_cut(network, IN_ORDER, PLAIN, flow_func=dinitz)
+    return frozenset(found.keys() & folded)
+
+
+def ends(graph: Graph, found: Mapping[str, Link]) -> dict[str, tuple[str, set[str]]]:
+    """Value that has the sequence → the operation that makes it along that, and those that read it so; PLAIN stands for all
+    others."""
+    made: dict[str, tuple[str, set[str]]] = {}
+    for node in graph.nodes:
+        if node.name in found:
+            along = zip((*node.inputs, *node.outputs), _dims(found[node.name]), strict=True)
+            made |= {value: (PLAIN, set()) for value, dim in along if dim is not None and value not in made}
+    for node in graph.nodes:
+        link = found.get(node.name)
+        for i, value in enumerate(node.inputs):
+            if value in made:
+                made[value][1].add(PLAIN if link is None or link.inputs[i] is None else node.name)
+        for i, value in enumerate(node.outputs):
+            if value in made and link is not None and link.outputs[i] is not None:
+                made[value] = node.name, made[value][1]
+    for value in graph.returned & made.keys():
+        made[value][1].add(PLAIN)
+    return made
+
+
+def _dims(link: Link) -> tuple[int | None, ...]:
+    return (*link.inputs, *link.outputs)
+
+
+def moved(graph: Graph, value: str) -> int:
+    """Bytes that change places where a value goes from one order into the other, forward and backward."""
+    type_ = graph.types[value]
+    return type_.nbytes * (1 + (type_.grad and graph.training))
+
+
+def swapped(node: Node, graph: Graph, ranks: int) -> int:
+    """The same of attention that enters and leaves the folded order by itself: of two ranks keys stay."""
+    names = ("query", "key", "value") if ranks > 2 else ("query",)
+    return sum(moved(graph, value) for value in (*(node.argument(n).name for n in names), *node.outputs))
+
+
+# --- the graph ---
+
+
+def _rewritten(graph: Graph, ranks: int, found: Mapping[str, Link], chosen: Collection[str]) -> Graph:
+    """``graph`` with ``chosen`` operations in folded order, and what brings values there and back."""
+    new = _Rewriting(graph, ranks, {name: found[name] for name in chosen})
+    nodes = list(map(new.node, graph.nodes))
+    outputs = map_refs(graph.outputs, lambda ref: Ref(new.read(ref.name, None, None)))
+    mutations = {fqn: new.read(name, None, None) for fqn, name in graph.mutations.items()}
+    placed = (node for i in range(len(nodes) + 1) for node in (*new.made.get(i, ()), *nodes[i : i + 1]))
+    return replace(graph, nodes=tuple(placed), types=new.types, outputs=outputs, mutations=mutations)
+
+
+class _Rewriting:
+    """A graph on its way into folded order; ``along``: what is to run in it."""
+
+    def __init__(self, graph: Graph, ranks: int, along: Mapping[str, Link]) -> None:
+        self.graph, self.ranks, self.along = graph, ranks, along
+        self.types = dict(graph.types)
+        self.places = {node.name: i for i, node in enumerate(graph.nodes)}
+        self.made: dict[int, list[Node]] = {}
+        """what brings a value into the other order, by the position that it stands before"""
+        self._brought: dict[tuple[str, bool], str] = {}
+        self._taken = {*graph.types, *self.places}
+        self._folded: dict[str, int] = {}
+        """value that is made in folded order → its dim"""
+        for node in graph.nodes:
+            if node.name in along:
+                dims = zip(node.outputs, along[node.name].outputs, strict=True)
+                self._folded |= {value: dim for value, dim in dims if dim is not None}
+
+    def node(self, node: Node) -> Node:
+        """It, with its operands in the order in which it reads them."""
+        dims = iter(self.along[node.name].inputs if node.name in self.along else (None,) * len(node.inputs))
+        read = map_refs((node.args, dict(node.kwargs)), lambda ref: Ref(self.read(ref.name, next(dims), node)))
+        node = replace(node, args=read[0], kwargs=read[1])
+        return _in_order(node, self.ranks) if node.name in self.along and node.op in ring.ATTENTION else node
+
+    def read(self, value: str, dim: int | None, reader: Node | None) -> str:
+        """The name of ``value`` in folded order along ``dim``; None: in the order of the sequence. ``reader``: None for the
+        model's outputs."""
+        made = self._folded.get(value)
+        folded = dim is not None
+        if folded is (made is not None):
+            return value
+        if (value, folded) not in self._brought:
+            name = self._brought[value, folded] = self._free(f"{value}_{'folded' if folded else 'unfolded'}")
+            place, stack, checkpoint = self._place(value, reader)
+            args = Ref(value), dim if folded else made, self.ranks
+            where = stack[-1][0] if stack else "", stack, () if reader is None else reader.frames
+            node = Node(name, FOLDED if folded else UNFOLDED, args, {}, (name,), (0,), *where, checkpoint=checkpoint)
+            self.made.setdefault(place, []).append(node)
+            type_ = self.types[value]
+            self.types[name] = TensorType(type_.shape, type_.dtype, type_.grad)
+        return self._brought[value, folded]
+
+    def _free(self, name: str) -> str:
+        numbered = (f"{name}_{i}" for i in itertools.count(1))
+        found = next(n for n in itertools.chain((name,), numbered) if n not in self._taken)
+        self._taken.add(found)
+        return found
+
+    def _place(self, value: str, reader: Node | None) -> tuple[int, tuple[tuple[str, str], ...], int]:
+        """Where ``value`` is brought into the other order: the position, the module stack, and the checkpoint.
+
+        In the module that its maker and its first reader have in common, as soon as it is there: what repeats stays alike.
+        """
+        maker = self.graph.producers.get(value)
+        if maker is None:
+            return 0, (), 0
+        pairs = zip(maker.module_types, () if reader is None else reader.module_types, strict=False)
+        stack = tuple(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        inner = maker.module_types[: len(stack) + 1]
+        checkpoint = maker.checkpoint if reader is not None and maker.checkpoint == reader.checkpoint else 0
+        place, end = self.places[maker.name] + 1, len(self.graph.nodes) if reader is None else self.places[reader.name]
+        for node in self.graph.nodes[place:end]:
+            inside = len(inner) > len(stack) and node.module_types[: len(inner)] == inner
+            if not inside and (node.checkpoint == checkpoint or node.checkpoint != maker.checkpoint):
+                break
+            place += 1
+        return place, stack, checkpoint
+
+
+def _in_order(node: Node, ranks: int) -> Node:
+    """Attention that reads and makes the folded order of so many ranks."""
+    if node.op is banded_op._opoverload:
+        args, kwargs = node.with_arguments(folded=ranks)
+        return replace(node, args=args, kwargs=kwargs)
+    given = {name: node.argument(name) for name in ("attn_mask", "scale", "enable_gqa")}
+    form = {name: value for name, value in given.items() if value not in (None, False)}
+    return replace(node, op=banded_op._opoverload, args=node.args[:3], kwargs={**form, "after": 0, "folded": ranks})
