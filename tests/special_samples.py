@@ -174,6 +174,8 @@ ATTENTION: dict[Any, list[Sample]] = {
         call(f(1, 6, 4, 2), f(1, 6, 4, 2), f(1, 2, 4, 2), None, 0.0, True, enable_gqa=True),
         call(f(4, 5, 3), f(4, 5, 3), f(4, 5, 3), is_causal=True),
         call(f(3, 4, 5), f(3, 4, 5), f(2, 3, 4, 5)),
+        call(f(4, 3), f(4, 3), f(4, 2), is_causal=True),  # of no batch and no heads
+        call(f(5, 3), f(6, 3), f(6, 2), _MASK),
         call(*_HEADS, None, 0.4, True),
         call(*_HEADS, _MASK, 0.4),
         call(*_GROUPS, None, 0.4, True, enable_gqa=True),
@@ -192,6 +194,8 @@ ATTENTION: dict[Any, list[Sample]] = {
         call(*_UNEVEN_GROUPS, torch.tensor([[[[0, 0, 1, 2]]]]), None, 0, None, True, sinks=f(6), folded=2),
         call(f(2, 3, 6, 2), f(2, 3, 6, 2), f(2, 3, 6, 2), f(1, 3, 1, 1), None, 0, sloped=True, folded=3),
         call(f(3, 6, 2), f(3, 6, 2), f(3, 6, 2), None, None, 0, soft_cap=0.7, folded=3),
+        call(f(6, 2), f(6, 2), f(6, 2), None, 1, 0),
+        call(f(6, 2), f(6, 2), f(6, 2), None, None, 0, folded=3),
     ],
 }
 

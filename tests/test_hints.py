@@ -99,6 +99,17 @@ def test_a_pattern_means_parameters_and_buffers_first_then_inputs_then_modules(g
     )
 
 
+def test_a_name_means_itself() -> None:
+    """Also one with brackets, which an input of ``*args`` has, and which are a set of characters in a pattern."""
+
+    class Sum(nn.Module):
+        def forward(self, *xs: torch.Tensor) -> torch.Tensor:
+            return xs[0] + xs[1]
+
+    found = capture(Sum(), (torch.zeros(4, 2), torch.zeros(4, 2)), {}, training=False)
+    check(constraints(found, TP, {"xs[1]": Shard(0)}), "xs_1: S(0)@tp    ('xs[1]', xs[1])")
+
+
 def test_a_later_hint_replaces_an_earlier_one(graph: Graph) -> None:
     hints = {"up.*": Shard(0), "up.weight": {"tp": Shard(1), "dp": Shard(0)}}
     check(

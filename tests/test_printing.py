@@ -40,6 +40,7 @@ X, Y = Ref("x"), Ref("y")
         (Call(aten.linear.default, (X, Y), {}), "F.linear(x, y)"),
         (Call(aten.view.default, (X, [2, -1]), {}), "x.reshape(2, -1)"),
         (Call(aten.view.default, (X, []), {}), "x.reshape(())"),
+        (Call(aten.view.dtype, (X, torch.int32), {}), "x.view(torch.int32)"),
         (Call(aten.slice.Tensor, (X, 1, 2, 2**63 - 1), {}), "x[:, 2:]"),
         (Call(aten.slice.Tensor, (X, -1, None, 4, 2), {}), "x[..., :4:2]"),
         (Call(aten.cat.default, ([X, Y], -1), {}), "torch.cat([x, y], dim=-1)"),

@@ -200,6 +200,8 @@ def literal(value: Any) -> str:
 
 
 def _reshape(p: _Printer, call: Call) -> Expression | None:
+    if call.fn is torch.ops.aten.view.dtype:  # the same bytes, read otherwise
+        return p.function(f"{p.value(call.args[0]).flat}.view", call.args[1:], {})
     return p.function(f"{p.value(call.args[0]).flat}.reshape", _separate(call.args[1]), {})
 
 

@@ -216,7 +216,7 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
     for kinds in (("parameter", "buffer"), ("input",)):
         for value in graph.inputs:
             names = (value.fqn, *value.aliases)
-            if value.kind in kinds and any(fnmatch.fnmatchcase(n, pattern) for n in names):
+            if value.kind in kinds and any(n == pattern or fnmatch.fnmatchcase(n, pattern) for n in names):
                 found.append((value.fqn, value.kind, _styled(hint, value, graph)))
         if found:
             return found

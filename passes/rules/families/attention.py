@@ -79,7 +79,7 @@ def _strategies(node: Node, graph: Graph) -> Space:
 
 def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
     """Factors of an operand's dims before the last two (of a mask: all dims); dims that broadcast lack theirs."""
-    kept = shape[:-2] if len(names) and names[-1] != "keys" else shape
+    kept = shape if names[-1:] == ("keys",) else shape[:-2]
     named = names[len(names) - len(kept) :]
     return tuple(f if f is not None and n == sizes[f] else None for f, n in zip(named, kept, strict=True))
 
