@@ -89,6 +89,13 @@ def plain_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.plans.orders.ranks_of", lambda assignment: 0)
 
 
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans in folded order are taken whatever they cost, of as many ranks as there are along ``cp``."""
+    monkeypatch.setattr("autoshard.plans.orders.is_cheaper", lambda plan, than: True)
+    monkeypatch.setattr("autoshard.plans.orders.ranks_of", lambda assignment: assignment.mesh.size_of("cp"))
+
+
 @pytest.fixture(scope="module")
 def captures() -> Iterator[Captures]:
     """The tests of a module that compile one model, the same object, for several meshes capture it once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -28,13 +29,6 @@ from autoshard.passes.rules.families import ring
 from autoshard.plans import orders
 from autoshard.runtime.attention.fold import folded_op, unfolded_op
 from autoshard.runtime.attention.order import spans
-
-
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans in folded order are taken whatever they cost, of as many ranks as there are along ``cp``."""
-    monkeypatch.setattr(orders, "is_cheaper", lambda plan, than: True)
-    monkeypatch.setattr(orders, "ranks_of", lambda assignment: assignment.mesh.size_of("cp"))
 
 
 def attention(plan: autoshard.Plan) -> set[str]:
@@ -305,19 +299,28 @@ def test_steps_of_other_kinds(how: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("taken")
 def test_where_it_is_not_carried() -> None:
-    """With open lengths, in stages, and where attention draws."""
+    """Along a length that is open, in stages, and where attention draws."""
     model, args, kwargs = tiny("llama")
     mesh = autoshard.Mesh({"cp": 2}, "ideal_network")
-    sharded = autoshard.compile(model.double(), mesh, args, kwargs, like="ring", dynamic=True)
-    assert sharded.plan.folded == 0
-    torch.testing.assert_close(sharded(*args).loss, model(*args).loss, rtol=1e-12, atol=0)
+    rows: dict[str, Any] = {"tokens": {0: "batch"}, "labels": {0: "batch"}}
+    for dynamic, folded in ((True, 0), (rows, 2)):
+        sharded = autoshard.compile(copy.deepcopy(model).double(), mesh, args, kwargs, like="ring", dynamic=dynamic)
+        assert sharded.plan.folded == folded
+        for given in (
+            args,
+            tuple(x[:1] for x in args),
+            tuple(x[:, : len(x[0]) - (6 if not folded else 0)] for x in args),
+        ):
+            expected = model.double()(*given).loss
+            torch.testing.assert_close(sharded(*given).loss, expected, rtol=1e-12, atol=0)
     staged = autoshard.Mesh({"pp": 2, "cp": 2}, "ideal_network")
     plan = autoshard.plan(model, staged, args, kwargs, like={"cp": "ring"}, stages="pp", micro_batches=2)
     assert plan.staged is not None
     assert {stage.folded for stage in plan.staged.plans} == {0}
-    reference = autoshard.models.get("gpt")
-    drawing, kwargs = reference.model().train(), {}
-    assert autoshard.plan(drawing, mesh, args, kwargs, like="ring").folded == 0
+    x = torch.randn(2, 16, 16, dtype=torch.float64)
+    report = autoshard.verify(Attention(16, 4, 4, dropout=0.5).double(), mesh, (x,), like="ring")
+    assert report.ok, str(report)
+    assert report.plan.folded == 0
 
 
 def test_the_cheaper_order_is_taken() -> None:

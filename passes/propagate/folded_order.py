@@ -24,7 +24,6 @@ from autoshard.passes.propagate.op_space import axis_strategies, signature
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import ops
 from autoshard.passes.rules.factors import positive
-from autoshard.passes.rules.facts import is_random
 from autoshard.passes.rules.families import ring
 from autoshard.passes.rules.families.fold import FOLDED, UNFOLDED
 from autoshard.runtime.attention.banded import banded_op
@@ -81,9 +80,7 @@ def ranks_of(assignment: Assignment) -> int:
 
 
 def in_folded_order(graph: Graph, ranks: int) -> Graph | None:
-    """``graph`` with what is cheaper there in the folded order of so many ranks; None where nothing is, or lengths are open."""
-    if graph.symbols.read:
-        return None
+    """``graph`` with what is cheaper there in the folded order of so many ranks; None where nothing is."""
     found = links(graph, ranks)
     return _rewritten(graph, ranks, found, chosen) if (chosen := cheapest(graph, ranks, found)) else None
 
@@ -167,7 +164,7 @@ def carried(node: Node, graph: Graph) -> Iterator[Link]:
     So does an operation that each rank runs as it is on its chunk, whatever the chunks: they may be one position long.
     """
     rule = rule_for(node.op)
-    if rule is None or is_random(node) or (rule.local is not None and node.op not in CARRYING):
+    if rule is None or (rule.local is not None and node.op not in CARRYING):
         return
     adds = rule.local is None or node.op in ADDING
     own = node.argument("dim", None)
@@ -182,8 +179,7 @@ def carried(node: Node, graph: Graph) -> Iterator[Link]:
 
 def _any_order(strategy: Strategy) -> bool:
     """Whether a strategy cuts one dim anywhere, and ranks need nothing of each other's chunks but sums."""
-    special = strategy.even or strategy.joins != "all" or strategy.work or strategy.alone or strategy.ranks
-    if not strategy.divides or special or strategy.label == "vocab":  # which numbers name
+    if strategy.joins == "none" or strategy.label == "vocab":  # rows travel, and numbers name parts
         return False
     reads = all(type(p) in (Shard, Replicate) for p in strategy.inputs)
     return reads and all(type(p) in (Shard, Partial) for p in strategy.outputs)
