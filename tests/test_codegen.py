@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import copy
+import json
 import py_compile
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -251,3 +253,22 @@ def test_a_bucket_stands_after_the_slices_it_is_made_from() -> None:
     assert len(slices) == 2
     assert max(slices) < bucket
     assert autoshard.verify(model.double(), mesh, (x.double(),), hints=hints).ok
+
+
+def test_a_saved_module_of_bags_runs_with_offsets_of_its_own(tmp_path: Path) -> None:
+    """Those that it makes up begin at 0 and ascend, as the example's do."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.EmbeddingBag(40, 4, mode="sum")
+
+        def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return self.table(rows, offsets).square().mean()
+
+    given = torch.arange(30).flip(0), torch.tensor([0, 3, 3, 9, 12, 29])
+    autoshard.compile(Bags(), autoshard.Mesh({"x": 2}), given).save(tmp_path)
+    inputs = json.loads((tmp_path / "inputs.json").read_text())
+    assert {name: entry.get("ascending", False) for name, entry in inputs.items()} == {"rows": False, "offsets": True}
+    done = subprocess.run([sys.executable, tmp_path / "rank_module.py"], capture_output=True, text=True)
+    assert "step 0: loss" in done.stdout, done.stderr

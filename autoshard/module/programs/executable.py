@@ -278,7 +278,8 @@ def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any
 
 
 def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Input name → shape, dtype and, for integers, the range of values, for synthetic inputs later."""
+    """Input name → shape, dtype and, for integers, the range of values, and whether they ascend as offsets do, for synthetic
+    inputs later."""
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     found = {}
     for name, x in zip(graph.flat_inputs, leaves, strict=True):
@@ -289,6 +290,14 @@ def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
             known = x.numel() and not x.is_meta
             low, high = _range(x) if known else (0, 1)
             entry |= {"low": low, "high": high}
+            if (
+                known
+                and x.ndim == 1
+                and len(x) > 1
+                and x.dtype in (torch.int32, torch.int64)
+                and not (x.diff() < 0).any()
+            ):
+                entry["ascending"] = True
         found[name] = entry
     return found
 

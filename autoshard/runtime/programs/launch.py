@@ -248,7 +248,12 @@ def _synthetic(described: Mapping[str, Any], generator: torch.Generator) -> torc
     dtype, shape = getattr(torch, described["dtype"]), described["shape"]
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
-    return torch.randint(described["low"], described["high"] + 1, shape, generator=generator, device="cpu").to(dtype)
+    low, high = described["low"], described["high"]
+    found = torch.randint(low, high + 1, shape, generator=generator, device="cpu").to(dtype)
+    if described.get("ascending"):
+        found = found.sort().values
+        found[0] = low
+    return found
 
 
 def _loss(step: SavedStep, outputs: Outputs) -> torch.Tensor | None:
