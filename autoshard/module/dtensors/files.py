@@ -13,8 +13,18 @@ from autoshard.errors import LayoutError
 
 
 def mend_files(is_ours: Callable[[object], bool]) -> None:
-    """Have parts of ours in files know their rank, and be refused on others: torch takes them for these ranks' own."""
+    """Have parts of ours in files know their rank, and be refused on others: torch takes them for these ranks' own.
+
+    Nor does it know a wrapper whose local tensor does not begin its memory, as of tables that lie one after another.
+    """
     reduced: Callable[..., Any] = DTensor.__reduce_ex__
+    inner: Callable[..., Any] = DTensor._reduce_ex_internal
+
+    def reduce_inner(x: DTensor, protocol: Any) -> Any:
+        if not x.storage_offset():
+            return inner(x, protocol)
+        how = type(x), x.dtype, tuple(x.size()), x.stride(), 0, x.layout, x.device, x.requires_grad
+        return torch._utils._rebuild_wrapper_subclass, how
 
     def reduce_ex(x: DTensor, protocol: Any) -> Any:
         rebuild, args, *rest = reduced(x, protocol)
@@ -23,6 +33,7 @@ def mend_files(is_ours: Callable[[object], bool]) -> None:
         return (of_rank, (dist.get_rank(), rebuild, args), *rest)
 
     DTensor.__reduce_ex__ = reduce_ex  # type: ignore[assignment, method-assign]
+    DTensor._reduce_ex_internal = reduce_inner  # type: ignore[assignment, method-assign]
     torch.serialization.add_safe_globals([of_rank])
 
 

@@ -72,20 +72,6 @@ def side_by_side(tensors: Iterable[torch.Tensor]) -> None:
                 x.data = part
 
 
-_reduced: Any = DTensor._reduce_ex_internal
-
-
-def _pickled(x: DTensor, protocol: int) -> Any:
-    """How torch pickles wrappers; one whose local tensor does not begin its memory, as of these tables, it takes for none."""
-    if not x.storage_offset():
-        return _reduced(x, protocol)
-    how = type(x), x.dtype, tuple(x.size()), x.stride(), 0, x.layout, x.device, x.requires_grad
-    return torch._utils._rebuild_wrapper_subclass, how
-
-
-DTensor._reduce_ex_internal = _pickled  # type: ignore[method-assign, assignment]
-
-
 def is_owned(x: torch.Tensor) -> bool:
     """Whether ``x`` is a DTensor as :func:`as_dtensor` makes them of what some ranks own."""
     return isinstance(x, DTensor) and (x.device_mesh.mesh_dim_names or ("",))[0].endswith(_OF_OWNERS)

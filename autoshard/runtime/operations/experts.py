@@ -84,9 +84,7 @@ def experts(
     the weights or, where rows are few, of what these made of the rows.
     """
     top, count = ids.shape[-1], count or first.shape[0]
-    if not expert_axes and not _is_known(
-        ids
-    ):  # what goes to none is computed as well, as zeros: how many is not waited for
+    if not expert_axes and not _is_known(ids):  # what goes to none is computed, as zeros: how many is not waited for
         known = (ids >= 0) & (ids < count)
         ids, weights = ids.where(known, 0), weights.where(known, 0)
         x = x.masked_fill(~known.any(-1, keepdim=True), 0)
