@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from harness import assert_equal_training
 from test_ring import Attention
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import autoshard
 from autoshard import compiler
 from autoshard.passes.propagate import folded_order
+from autoshard.plans.wishes import Wishes
 from autoshard.runtime.operations.experts import experts_op
 
 
@@ -70,3 +76,80 @@ def test_experts_are_in_no_order_of_rows() -> None:
     found = [link for link in folded_order.carried(node, graph) if link.inputs[0] is not None]
     assert {link.inputs[0] for link in found} == {0, 1}
     assert all(link.inputs[3:] == (None, None) for link in found)
+
+
+class Block(nn.Module):
+    """``inside``: the order ends in the block; else outside of it, at the first of its two results."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.norm, self.attention, self.out = nn.LayerNorm(16), Attention(16, 4, 4), nn.Linear(16, 16)
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x + self.attention.mixed(self.norm(x))
+        return x + self.out(x.cumsum(1)).sin() if self.inside else (x, self.out(x).sin())
+
+
+class Blocks(nn.Module):
+    def __init__(self, inside: bool, again: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.inside, self.again = nn.ModuleList(Block(inside) for _ in range(3)), inside, again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            made = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+            x = made if self.inside else made[0].cumsum(1) + made[1]
+        return x.square().mean()
+
+
+def source_of(model: nn.Module) -> str:
+    """The program of four ranks in folded order, which is right."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 16)
+    report = assert_equal_training(model, {"cp": 4}, (x,), {}, like="ring", steps=1)
+    assert report.plan.folded == 4
+    graph = compiler.captured(model.double(), (x.double(),), {})
+    return compiler.build(graph, autoshard.Mesh({"cp": 4}), Wishes(like="ring")).source.text
+
+
+@pytest.mark.usefixtures("taken", "remembering")
+@pytest.mark.parametrize("inside", [True, False])
+def test_blocks_stay_whole(inside: bool) -> None:
+    """What ends the order in a block belongs to it, and what does so outside comes before or behind all of it."""
+    blocks, rest = source_of(Blocks(inside)).split("class RankModule")
+    assert "runtime.unfolded(" in (blocks if inside else rest)
+    assert "def forward(" in blocks
+    assert "def forward_1(" not in blocks
+
+
+@pytest.mark.usefixtures("taken", "remembering")
+def test_what_runs_again_stays_whole() -> None:
+    """One part of every checkpoint."""
+    blocks, _ = source_of(Blocks(True, again=True)).split("class RankModule")
+    assert blocks.count("= runtime.again(") == len(re.findall(r"class Block\w*\(", blocks))
+
+
+class Parts(nn.Module):
+    """Checkpoints of a method, of no module; outside of them the order ends at the first of two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out = Attention(16, 4, 4), nn.Linear(16, 16)
+
+    def part(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + self.attention.mixed(x)
+        return x, self.out(x).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x, y = checkpoint(self.part, x, use_reentrant=False)
+            x = x.cumsum(1) + y
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("taken", "remembering")
+def test_what_reads_a_checkpoint_comes_behind_it() -> None:
+    lines = [line for line in source_of(Parts()).splitlines() if "runtime.unfolded(" in line or " = torch.sin(" in line]
+    assert ["sin" in line for line in lines[:4]] == [True, False, True, False]
+    assert all(line.startswith(8 * " " + "add") for line in lines[1:4:2])  # in no function that runs again
