@@ -55,10 +55,23 @@ def test_causal(ranks: int, length: int) -> None:
             assert error(theirs, ours) < 1e-12, (heads, count, folded)
 
 
+@pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_of_other_kinds(name: str) -> None:
-    theirs, ours, _ = run(3, 10, 14, pieces=min(2, VARIANTS[name].get("heads", 4)), **VARIANTS[name])
+def test_of_other_kinds(name: str, batches: int) -> None:
+    pieces = min(2, VARIANTS[name].get("heads", 4))
+    theirs, ours, _ = run(3, 10, 14, pieces=pieces, batches=batches, **VARIANTS[name])
     assert error(theirs, ours) < 1e-12
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_some_sequences_of_a_head(folded: bool) -> None:
+    """One key head, whose batch comes in parts: as many as there are sequences, and more."""
+    for batches in (2, 3):
+        theirs, ours, log = run(3, 16, 16, heads=1, causal=True, folded=folded, pieces=1, batches=batches)
+        assert error(theirs, ours) < 1e-12
+        assert Counter(e.kind for e in log)["all_gather"] == 2 * batches
+        gathered = [e.bytes for e in log if e.kind == "all_gather" and e.bytes]
+        assert set(gathered) == {2 / 3 * 2 * 18 * WIDTH * 8}  # keys and values of one sequence, whose chunks count as 6
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 0)], ids=["no heads' dim", "no batch", "a rank without heads"])
@@ -149,11 +162,12 @@ def test_the_next_piece_comes_meanwhile_and_two_are_there(monkeypatch: pytest.Mo
 
 def test_no_more_than_two_pieces_take_memory() -> None:
     """Keys and values of 2 MiB in float32; rank 0 of 8 has an eighth of them, and of queries and results."""
-    shape, own = (1, 16, 2048 // 8, 8), 16 * 2048 // 8 * 8 * 4
+    own = 16 * 2048 // 8 * 8 * 4
     whole = 2 * 8 * own
 
-    def peaks(count: int) -> tuple[int, int]:
-        how = {"queries": 2048, "keys": 2048, "axes": "cp", "pieces": count}
+    def peaks(count: int, batches: int = 1) -> tuple[int, int]:
+        how = {"queries": 2048, "keys": 2048, "axes": "cp", "pieces": count, "batches": batches}
+        shape = (batches, 16 // batches, 2048 // 8, 8)
         call = Call("gathered_attention", tuple(Ref(n) for n in "qkv"), how)
         form = Form(shape, torch.empty(shape).stride(), torch.float32, True)
         found = Rehearsal({"cp": 8}).run(call, dict.fromkeys("qkv", form), True)
@@ -161,8 +175,10 @@ def test_no_more_than_two_pieces_take_memory() -> None:
         assert sum(found.new) < 1.2 * own  # the result and log-sum-exps: all that is kept beside operands
         return found.forward_peak, found.backward_peak
 
-    for count in (4, 8, 16):
-        forward, backward = peaks(count)
+    for count, batches in ((4, 1), (8, 1), (16, 1), (8, 16), (8, 4)):
+        heads = min(count, 16 // batches)
+        forward, backward = peaks(heads, batches)
+        count = heads * batches
         assert forward < 2 * whole / count + 4 * own
         assert backward < 4 * whole / count + 4 * own  # two gathered, gradients of one, and sums of one under way
     assert peaks(1)[0] > whole
@@ -267,7 +283,7 @@ def test_planned_bytes_are_sent(causal: bool, ranks: int) -> None:
         for (kind, _, phase, _), count in found.items():
             kinds[kind, phase] += count
         gathers = {("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward")}
-        assert all(kinds[kind] == kv_heads for kind in gathers), kinds
+        assert all(kinds[kind] == 2 * kv_heads for kind in gathers), kinds  # of each sequence, where latency is nothing
         assert bool(kinds["permute", "forward"]) == causal
 
 
@@ -348,6 +364,17 @@ def test_pieces_are_few_where_latency_counts_and_small_where_memory_does() -> No
     assert counts == sorted(counts)
     assert counts[-1] == 8
     assert sizes[-2] <= ring.PIECE < sizes[-1]
+
+
+@pytest.mark.parametrize(("batch", "each"), [(1, 1), (2, 1), (16, 2), (48, 2), (49, 2)])
+def test_pieces_of_one_key_head_are_some_sequences(batch: int, each: int) -> None:
+    """Of 131072 keys, with their values, a piece holds two at most; bytes are what they were."""
+    with torch.device("meta"):
+        q, k = (torch.zeros(batch, h, 131072, 128, dtype=torch.bfloat16, requires_grad=True) for h in (32, 1))
+    found = gathers(q, k, autoshard.Mesh({"cp": 8}, "h100"))
+    sequence = 131072 * 2 * 128 * 2
+    assert max(c.bytes for c in found) == each * sequence <= ring.PIECE
+    assert sum(c.bytes for c in found) == batch * sequence
 
 
 def gathers(q: torch.Tensor, k: torch.Tensor, mesh: autoshard.Mesh) -> list[Internal]:

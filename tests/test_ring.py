@@ -119,7 +119,8 @@ def run(
         where |= {"sloped": how.get("sloped", False), "helpers": how.get("helpers", False)}
         if "pieces" in how:
             del where["helpers"]
-            return runtime.gathered_attention(*operands, causal, scale, pieces=how["pieces"], **where)
+            where |= {name: how[name] for name in ("pieces", "batches") if name in how}
+            return runtime.gathered_attention(*operands, causal, scale, **where)
         return runtime.ring_attention(*operands, causal, scale, **where)
 
     outs = world.run(one, list(zip(*parts, masks, strict=True)))

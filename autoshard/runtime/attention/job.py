@@ -39,6 +39,8 @@ class Job(NamedTuple):
     soft_cap: float | None = None
     pieces: int = 1
     """in how many the heads of keys and values are gathered, where they are"""
+    batches: int = 1
+    """in how many parts of the batch each of these comes"""
     carried: bool = False
     """whether keys and values that are gathered come in folded order"""
 

@@ -1,14 +1,15 @@
-"""Attention over keys and values that are gathered some heads at a time.
+"""Attention over keys and values that are gathered some heads at a time, or some sequences of one head.
 
 Queries, keys and values are cut along the sequence, and queries stay. The keys and values of a group of heads, a *piece*, come
-from all ranks and meet the queries of the heads that share them, while those of the next piece come; then they are let go. In
-the backward they are gathered once more, and the gradients of a piece are summed and scattered while the next one's are
-computed, in float32 at least. So no more than two pieces of the whole sequence are ever held, and only a rank's own part is
-kept.
+from all ranks and meet the queries of the heads that share them, while those of the next piece come; then they are let go. Of a
+single head they come for some sequences of the batch at a time. In the backward they are gathered once more, and the gradients
+of a piece are summed and scattered while the next one's are computed, in float32 at least. So no more than two pieces of the
+whole sequence are ever held, and only a rank's own part is kept.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -21,11 +22,14 @@ from autoshard.runtime.attention.job import Job, Sum, row_of, sink_of, sinks_gra
 from autoshard.runtime.attention.journey import Result, gradients, tiles
 from autoshard.runtime.attention.order import Stop
 from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Journey, Tensors
-from autoshard.runtime.transport.window import Chunks, chunks
+from autoshard.runtime.transport.window import Chunks, Interval, chunks
 
 HERE = Stop()
 """where all keys of a piece are at once"""
 QUERIES, KEYS, VALUES = range(3)
+
+Box = tuple[Interval, Chunks]
+"""the part of the batch, and of each operand the heads"""
 
 
 def heads_of(counts: Sequence[int], pieces: int) -> tuple[Chunks, ...]:
@@ -36,18 +40,25 @@ def heads_of(counts: Sequence[int], pieces: int) -> tuple[Chunks, ...]:
     )
 
 
+def boxes_of(batch: int, counts: Sequence[int], batches: int, pieces: int) -> tuple[Box, ...]:
+    """Every piece: :func:`heads_of`, of each of so many parts of the batch."""
+    return tuple(itertools.product(chunks(batch, (batches,)), heads_of(counts, pieces)))
+
+
 class _Pieces:
     """A rank's operands by pieces."""
 
     def __init__(self, job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         self.move, self.keys, self.ranks = job.move, (key, value), len(job.rows) if job.carried else 1
         self.totals = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
-        self.heads = heads_of(self.totals, job.pieces)
+        self.batch = query.shape[-4] if query.dim() > 3 else 1
+        self.boxes = boxes_of(self.batch, self.totals, job.batches, job.pieces)
         ((_, self.length),) = job.columns[0]
 
     def part(self, number: int, x: torch.Tensor, dim: int = -3, of: int = QUERIES) -> torch.Tensor:
-        """A piece of a tensor in which heads lie along ``dim``; all of one that is the same for all heads."""
-        return x if x.dim() < -dim or x.shape[dim] != self.totals[of] else x.narrow(dim, *self.heads[number][of])
+        """A piece of a tensor in which heads lie along ``dim``, behind the batch; all of what is the same for all of these."""
+        sequences, heads = self.boxes[number]
+        return _of(_of(x, dim, self.totals[of], heads[of]), dim - 1, self.batch, sequences)
 
     def gathered(self, number: int) -> Generator[Begun, Arrival, Arrival]:
         """Begin to gather the keys and values of a piece: they come as one tensor, position by position."""
@@ -90,9 +101,11 @@ class _Whole:
 
     def put(self, number: int, x: torch.Tensor) -> None:
         """``x``: of a piece, the first one first."""
-        if len(self.pieces.heads) > 1 and not self.made:
+        if len(self.pieces.boxes) > 1 and not self.made:
             shape = list(x.shape)
             shape[self.dim] = self.pieces.totals[self.of]
+            if len(shape) > -self.dim:
+                shape[self.dim - 1] = self.pieces.batch
             like = x.new_empty(()).expand(shape)
             self.made = [row_of(like, shape[-2]) if self.dim == -3 else x.new_empty(shape)]
         if self.made:
@@ -117,9 +130,9 @@ def forward(
     result, logs = _Whole(pieces), _Whole(pieces, dim=-2)
     arrival = yield from pieces.gathered(0)
     folding()
-    for i in range(job.pieces):
+    for i in range(len(pieces.boxes)):
         here = pieces.come(i, *arrival())
-        if i + 1 < job.pieces:
+        if i + 1 < len(pieces.boxes):
             arrival = yield from pieces.gathered(i + 1)
         of_sinks = None if sinks is None else pieces.part(i, sinks, -1)
         out, sums = _results(job, here, of_sinks, *_parts(pieces, i, query, mask, level, kept))
@@ -143,9 +156,9 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
     arrival = yield from pieces.gathered(0)
     folding()
     behind: Arrival | None = None
-    for i in range(job.pieces):
+    for i in range(len(pieces.boxes)):
         here = pieces.come(i, *arrival())
-        if i + 1 < job.pieces:
+        if i + 1 < len(pieces.boxes):
             arrival = yield from pieces.gathered(i + 1)
         results = pieces.part(i, gradient), pieces.part(i, out), pieces.part(i, sums, -2)
         mine, *theirs = _gradients(job, here, results, *_parts(pieces, i, query, mask, level, kept))
@@ -156,7 +169,7 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
             del behind
         behind = yield from pieces.summed(theirs)
     assert behind is not None
-    _put(pieces, of_keys, job.pieces - 1, behind, query.dtype)
+    _put(pieces, of_keys, len(pieces.boxes) - 1, behind, query.dtype)
     plain = of_rows.tensor
     if job.folded:
         (plain,), unfolding = yield from job.swap((plain,), (job.rows,), True)
@@ -181,6 +194,11 @@ def _gradients(
     found = tiles(in_order, HERE, query, here[0], here[1], (mask, level), kept)
     theirs = gradients(in_order, HERE, found, here, results, mine, tuple)
     return mine.whole().to(query.dtype), *theirs
+
+
+def _of(x: torch.Tensor, dim: int, total: int, part: Interval) -> torch.Tensor:
+    """A part of a dim that has all, and has a number of them."""
+    return x if x.dim() < -dim or x.shape[dim] != total else x.narrow(dim, *part)
 
 
 def _parts(pieces: _Pieces, number: int, *xs: Any) -> list[Any]:

@@ -92,6 +92,7 @@ def gathered_attention(
     keys: int,
     axes: Axes,
     pieces: int = 1,
+    batches: int = 1,
     before: int | None = None,
     after: int | None = None,
     folded: bool = False,
@@ -103,19 +104,24 @@ def gathered_attention(
     cuts: Mapping[int, Axes] | None = None,
     batch: int | None = None,
 ) -> torch.Tensor:
-    """:func:`ring_attention` in which keys and values are gathered in so many ``pieces`` of their heads: S → S.
+    """:func:`ring_attention` in which keys and values are gathered in so many ``pieces`` of their heads, each of them in
+    so many parts of the batch: S → S.
 
     While one piece is computed, the next one comes (:mod:`~autoshard.runtime.attention.pieces`). Operands without a dim of
-    heads are one piece. ``folded``: queries alone are swapped. ``carried``: nothing is; a rank puts the keys that come into the
-    order of the sequence.
+    heads, or of a batch, are not cut there. ``folded``: queries alone are swapped. ``carried``: nothing is; a rank puts the
+    keys that come into the order of the sequence.
     """
     comm = current()
     names = comm.active(axes)
-    folded, pieces = folded and bool(names), pieces if query.dim() > 2 else 1
+    folded, pieces, batches = (
+        folded and bool(names),
+        pieces if query.dim() > 2 else 1,
+        batches if query.dim() > 3 else 1,
+    )
     rows, columns = spans(queries, tuple(comm.mesh[a] for a in names), folded or carried), (((0, keys),),)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     band = Band(before, 0 if is_causal else after)
-    form = scale, folded, dropout_p, sloped, soft_cap, pieces, carried
+    form = scale, folded, dropout_p, sloped, soft_cap, pieces, batches, carried
     job = Job(_move(names), comm.index(names), rows, columns, band, *form)
     kept = _kept(job, query, shape, cuts, batch)
     return _run(comm, job, (query, key, value, sinks), attn_mask, kept, in_pieces)

@@ -34,7 +34,7 @@ from autoshard.runtime.attention.order import (
     stops,
     work,
 )
-from autoshard.runtime.attention.pieces import heads_of
+from autoshard.runtime.attention.pieces import boxes_of
 
 ATTENTION = frozenset({torch.ops.aten.scaled_dot_product_attention.default, banded_op._opoverload})
 
@@ -50,8 +50,8 @@ SEQUENCE = ("queries", "keys", FOLDED_ROWS, *ALONG)
 """strategies that cut queries or keys; no two of them go together, but where both are plain"""
 IN_FOLDED_ORDER = (FOLDED, FOLDED_ROWS, FOLDED_PIECES)
 PIECE = 128 * 2**20
-"""bytes that the keys and values of a piece have at most, unless one head has more: two pieces and their gradients, which are
-wider, take less than a gigabyte"""
+"""bytes that the keys and values of a piece have at most, unless one head of a sequence has more: two pieces and
+their gradients, which are wider, take less than a gigabyte"""
 LAUNCHES = 10
 """kernels that a piece adds, forward and backward, for each of its three collectives"""
 MERGE_KERNELS = 6
@@ -139,27 +139,47 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
     if label in (FOLDED, FOLDED_PIECES, HELPED):
         extra |= carried or {"helpers" if label == HELPED else "folded": True}
     if label in GATHERED:
-        extra["pieces"] = len(_pieces(site.example, axes, int(shape[-1])))
+        cut_in = _cut(site.example, axes, int(shape[-1]))
+        extra |= {"pieces": cut_in.pieces} | ({"batches": cut_in.batches} if cut_in.batches > 1 else {})
     return Call("gathered_attention" if label in GATHERED else "ring_attention", operands, extra)
 
 
-def _pieces(site: Site, axes: tuple[str, ...], keys: int) -> tuple[int, ...]:
-    """Elements of a position's keys and values in every piece of those that are gathered over ``axes``.
+class _Cut(NamedTuple):
+    """Keys and values in pieces."""
+
+    pieces: int
+    """of the heads"""
+    batches: int
+    """parts of the batch that each of these comes in"""
+    widths: tuple[int, ...]
+    """of every piece the elements of a position's keys and values"""
+
+
+def _cut(site: Site, axes: tuple[str, ...], keys: int) -> _Cut:
+    """The pieces of keys and values that are gathered over ``axes``: some heads of the batch, or some sequences of one head.
 
     Nothing hides what comes first, and each piece has a latency: w seconds on the wire and a of latencies are least,
     w/n + n·a, in n = √(w/a) pieces.
     """
     shapes = [_features(site, name) for name in ("query", "key", "value")]
     counts = [s[-2] if len(s) > 1 else 1 for s in shapes]
-    widths = [math.prod(s) // max(1, n) for s, n in zip(shapes, counts, strict=True)]
-    units = max(1, math.gcd(*counts))
+    sequences = {s[-3] if len(s) > 2 else 1 for s in shapes}
+    batch = sequences.pop() if len(sequences) == 1 else 1
+    widths = [math.prod(s) // max(1, n * batch) for s, n in zip(shapes, counts, strict=True)]
+    heads = max(1, math.gcd(*counts))
     size = sum(math.prod(s) for s in shapes[1:]) * keys * site.in_type(0).dtype.itemsize
     latency, rate = site.mesh.link(axes).rate("all_gather")
     latency += LAUNCHES * site.mesh.hardware.kernel_latency
+    units = heads * max(1, batch)
     least = math.sqrt(rate * size / latency) if latency else units
-    heads = min(units * PIECE / max(1, size), units / max(1, round(least)))
-    pieces = math.ceil(units / max(1, int(heads)))
-    return tuple(sum(n * w for (_, n), w in zip(h[1:], widths[1:], strict=True)) for h in heads_of(counts, pieces))
+    each = max(1, int(min(units * PIECE / max(1, size), units / max(1, round(least)))))
+    pieces = math.ceil(heads / max(1, each // max(1, batch)))
+    batches = math.ceil(batch / each) if each < batch else 1
+    found = (
+        sum(length * n * w for (_, n), w in zip(of[1:], widths[1:], strict=True))
+        for (_, length), of in boxes_of(batch, counts, batches, pieces)
+    )
+    return _Cut(pieces, batches, tuple(found))
 
 
 class Tiling(NamedTuple):
@@ -172,7 +192,7 @@ class Tiling(NamedTuple):
     tiles: int = 1
     """results over some keys, which are merged"""
     pieces: int = 1
-    """of the heads, each of which has as many"""
+    """of heads or sequences, each of which has as many"""
     matrix: float = 0.0
     """keys of every row whose weights are written down: by no fused kernel"""
 
@@ -211,7 +231,7 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
         if label in GATHERED:
             read = (used(choice, i, graph.types[name].grad) for i, name in enumerate(node.inputs))
             site = Site(node, graph, mesh, tuple(laid_out(mesh, placed) for placed in read), (), tuple(choice))
-            pieces = len(_pieces(site.example, site.axes(label), keys))
+            pieces = len(_cut(site.example, site.axes(label), keys).widths)
         return Tiling(pairs, _at_a_time(band, keys), tiles, pieces, matrix)
     n = len(stops(*held(queries, keys, ranks[label], False), band))
     each = max(1, keys // math.prod(ranks[label]))
@@ -303,7 +323,7 @@ def _gathers(site: Site, label: str, keys: int, phase: str) -> list[Internal]:
     axes, dtype = site.axes(label), site.in_type(0).dtype
     ranks = site.mesh.size_of(axes)
     element, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
-    rows, pieces = math.ceil(keys / ranks) * ranks, _pieces(site, axes, keys)
+    rows, pieces = math.ceil(keys / ranks) * ranks, _cut(site, axes, keys).widths
     each, found = 1 / len(pieces), list[Internal]()
     for i, width in enumerate(pieces):
         share = 0.0 if i == 0 else each if phase == "forward" or i == 1 else each * element / (element + wide)
