@@ -150,6 +150,7 @@ def test_dead_random_ops_stay_and_dead_code_goes() -> None:
         (lambda s, x: torch.fft.rfft(x * s.w).abs(), aten.fft_rfft.default),
         (lambda s, x: (x * s.w).t().contiguous().as_strided((3, 2), (3, 1)), aten.as_strided.default),
         (lambda s, x: torch.vmap(lambda r: s.lin(r).sum())(x), None),
+        (lambda s, x: s.w * torch.vmap(lambda i: i.reshape(1).to(x.dtype) - torch.arange(4))(torch.arange(3)), None),
         (lambda s, x: (x * s.w).unbind(1)[2] + (x * s.w).chunk(3, 1)[1].sum(), aten.unbind.int),
         (lambda s, x: x.index_put((torch.tensor([0, 2]),), s.w, accumulate=True), aten.index_put.default),
     ],

@@ -131,8 +131,15 @@ def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
     if getattr(node.target, "_opname", "") not in _MAY_COPY:
         return False
     results = node.meta.get("val"), operand.meta.get("val")
-    storages = [x.untyped_storage()._cdata for x in results if isinstance(x, torch.Tensor)]
+    storages = [_unbatched(x).untyped_storage()._cdata for x in results if isinstance(x, torch.Tensor)]
     return len(set(storages)) == 2
+
+
+def _unbatched(x: torch.Tensor) -> torch.Tensor:
+    """What a tensor inside of torch.vmap stands for: it has no storage of its own."""
+    while torch._C._functorch.is_batchedtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
 
 
 def _written(node: fx.Node) -> set[fx.Node]:
