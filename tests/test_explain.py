@@ -12,6 +12,7 @@ from harness import captured_once
 from torch import nn
 
 import autoshard
+from autoshard import models
 from autoshard.cli import main
 from autoshard.devices import divided, shapes
 from autoshard.devices.meshes import Search
@@ -74,7 +75,7 @@ def test_an_operation_and_what_it_sends() -> None:
     check(
         planned("megatron").explain("linear_3"),
         """
-        linear_3: linear in blocks.1.down at test_explain.py:27
+        linear_3: linear in blocks.1.down at test_explain.py:28
           runs cut along k@tp
           reads relu_1 [256, 256] as S(1)@tp
           reads blocks.1.down.weight [64, 256] as S(1)@tp
@@ -92,6 +93,25 @@ def test_modules_by_pattern_and_alternatives() -> None:
     assert text.count("(Linear): 1 operation,") == 3
     assert "    instead cut along" in text
     assert "part of the cheapest plan" in planned(None).explain("blocks.0.up.weight")
+
+
+def test_a_message_of_several_tables() -> None:
+    """Its reason is told once, and every table has a part in it; so it is read back."""
+    reference = models.get("dlrm")
+    args, kwargs = reference.inputs(batch=8)
+    plan = autoshard.plan(reference.model(), {"x": 2}, args, kwargs, like="table-wise")
+    for one in (plan, autoshard.Plan.from_json(plan.to_json())):
+        for name in (
+            "tables.0",
+            "tables.2",
+            *(node for node, c in one.choices.items() if c.op.endswith("pooled.default")),
+        ):
+            sent = [line for line in one.explain(name).splitlines() if line.startswith("  sends")]
+            assert [line.partition(": ")[2] for line in sent] == [
+                "autoshard.pooled: rows of tables ×3",
+                "autoshard.pooled: gradients of rows of tables ×3",
+            ]
+    assert "autoshard.pooled: gradients of rows of tables ×3" in " ".join(str(plan).split())
 
 
 def test_an_unknown_name() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 
@@ -146,3 +147,12 @@ def test_collectives_that_go_together_are_one_row() -> None:
     assert "S(0)@a → R@a and 1 more" in plan_text(together)
     (two,) = [c for c in together.collectives if len(c.reasons) > 1 and c.phase == "forward"]
     assert change(two) == ("S(0)@a", "R@a")
+
+
+def test_numbers_stand_at_every_place() -> None:
+    """Matrices of one stack whose shapes differ are told apart, layers of all blocks or not."""
+    block = (nn.Linear(8, 16), nn.Linear(16, 24), nn.Linear(24, 16), nn.Linear(16, 8))
+    net = nn.Sequential(*(nn.Sequential(*map(copy.deepcopy, block)) for _ in range(3)))
+    rows = parameter_rows(plan(net, Mesh({"a": 2}, hardware="ideal_network"), (torch.randn(8, 8),), like="ddp"))
+    assert [r.glob for r in rows if r.glob.endswith("weight")] == [f"{{0-2}}.{i}.weight" for i in range(4)]
+    assert [r.glob for r in rows if len(r.names) == 6] == ["{0-2}.{0,2}.bias"]

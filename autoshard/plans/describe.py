@@ -228,7 +228,8 @@ def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collect
             size, seconds, copied = (
                 sum(x) for x in zip(*((c.bytes, c.seconds, c.copied_s) for c in same), strict=True)
             )
-            yield replace(same[0], bytes=size, seconds=seconds, copied_s=copied, reason=reason)
+            also = tuple(c.value for c in same[1:])
+            yield replace(same[0], bytes=size, seconds=seconds, copied_s=copied, reason=reason, also=also)
 
 
 def _gathered(program: Program) -> frozenset[str]:

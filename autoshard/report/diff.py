@@ -92,7 +92,7 @@ def _grouped(
     for name, pair in differ.items():
         shown = called[name] if called else name
         groups.setdefault((globbed(shown), *pair), []).append(shown)
-    return [(folded(glob, names), left, right) for (glob, left, right), names in groups.items()]
+    return [(folded(names), left, right) for (_, left, right), names in groups.items()]
 
 
 def _sent(plan: Record, other: Record) -> list[tuple[str, str, str]]:

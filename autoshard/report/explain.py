@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from autoshard.errors import PlanError
 from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.report.record import Choice, Collective, Record, local_bytes
-from autoshard.report.text import short_op, show_layout
+from autoshard.report.text import short_op, show_layout, together
 
 MOST = 12
 """parameters and operations of a module that are told one by one"""
@@ -99,7 +99,7 @@ def _of_input(plan: Record, name: str) -> Iterator[str]:
             if value == name:
                 yield f"  read as {use.replace('I@', 'R@')} by {node} ({_what(choice)}), {_labels(plan, choice)}"
                 yield from _alternatives(plan, choice, "    ")
-    yield from _sent(c for c in plan.collectives if c.value == name)
+    yield from _sent(c for c in plan.collectives if _moves(c, {name}))
 
 
 def _of_operation(plan: Record, node: str) -> Iterator[str]:
@@ -110,7 +110,8 @@ def _of_operation(plan: Record, node: str) -> Iterator[str]:
         yield f"  reads {value} {list(plan.shapes[value])} as {use.replace('I@', 'R@')}"
     for value in choice.outputs:
         yield f"  makes {value} {list(plan.shapes[value])} as {show_layout(plan.layouts[value])}"
-    sent = [c for c in plan.collectives if c.op == node or c.value in choice.outputs]
+    made = {node, *choice.outputs}
+    sent = [c for c in plan.collectives if c.op == node or _moves(c, made)]
     if (
         plan.folded
         and any("folded" in label for label in choice.labels)
@@ -136,8 +137,15 @@ def _of_module(plan: Record, module: str) -> Iterator[str]:
     if left:
         yield f"  and {left} more"
     yield from _sent(
-        c for c in plan.collectives if c.fqn == module or c.fqn.startswith(module + ".") or c.value in owned
+        c
+        for c in plan.collectives
+        if c.fqn == module or c.fqn.startswith(module + ".") or c.value in owned or {*inside, *owned} & {*c.also}
     )
+
+
+def _moves(c: Collective, names: Iterable[str]) -> bool:
+    """Whether one of these values goes in it."""
+    return not {c.value, *c.also}.isdisjoint(names)
 
 
 def _shown(reason: str) -> str:
@@ -189,7 +197,7 @@ def _sent(collectives: Iterable[Collective]) -> Iterator[str]:
     for c in found[:MOST]:
         yield (
             f"  sends {show_bytes(c.bytes)} by {c.kind}@{','.join(c.axes)} {c.phase}, {show_seconds(c.seconds)}: "
-            f"{_shown(c.reason)}"
+            f"{together(map(_shown, c.reasons))}"
         )
     if len(found) > MOST:
         rest = found[MOST:]

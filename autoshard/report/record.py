@@ -53,6 +53,8 @@ class Collective:
     """the first of the parameters that one message moves with this one; "" for what goes alone"""
     copied_s: float = 0.0
     """seconds, beside :attr:`seconds`, in which the rank copies it into a buffer before, or out of one after"""
+    also: tuple[str, ...] = ()
+    """further values that go in the same message"""
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -301,7 +303,7 @@ def _decoded(cls: type[Kind], data: Mapping[str, Any]) -> Kind:
     known |= {name: {n: _layout_from(mesh, x) for n, x in data[name].items()} for name in ("layouts", "shared")}
     known |= {
         "mesh": mesh,
-        "collectives": tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in data["collectives"]),
+        "collectives": tuple(map(_collective_from, data["collectives"])),
         "cost": Cost(**{"lower_bound": data["lower_bound"], **data["cost"]}),
         "choices": {n: _choice_from(c) for n, c in data["choices"].items()},
         "outputs": tuple(None if x is None else _layout_from(mesh, x) for x in data["outputs"]),
@@ -319,6 +321,10 @@ def _decoded(cls: type[Kind], data: Mapping[str, Any]) -> Kind:
 
 def _layout_from(mesh: Mesh, data: Mapping[str, Any]) -> Layout:
     return Layout(mesh, [placement_from(p) for p in data["placements"]], data.get("order"))
+
+
+def _collective_from(data: Mapping[str, Any]) -> Collective:
+    return Collective(**{**data, "axes": tuple(data["axes"]), "also": tuple(data.get("also", ()))})
 
 
 def _choice_from(data: Mapping[str, Any]) -> Choice:

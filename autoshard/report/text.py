@@ -19,7 +19,7 @@ from autoshard.layout import Invariant, Layout, Replicate
 from autoshard.passes.ir.memory import Recomputed
 from autoshard.passes.ir.units import show_bytes, show_flops, show_seconds
 from autoshard.report.pipeline import stage_rows
-from autoshard.report.record import Choice, Collective, Cost, Record, local_bytes
+from autoshard.report.record import TOGETHER, Choice, Collective, Cost, Record, local_bytes
 from autoshard.report.serving import serving_text
 
 WIDTH = 120
@@ -80,9 +80,10 @@ def numbers(fqns: Iterable[str]) -> str:
 # --- the tables ---
 
 
-def folded(glob: str, names: Sequence[str]) -> str:
-    """The glob of these names with the numbers that they have."""
-    return names[0] if len(set(names)) == 1 else glob.replace("*", "{" + numbers(names) + "}", 1)
+def folded(names: Sequence[str]) -> str:
+    """Names that share a glob as one, with the numbers that they have at every place: ``blocks.{0-3}.mlp.2.weight``."""
+    places = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(parts[0] if len(set(parts)) == 1 else "{" + numbers(parts) + "}" for parts in places)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -154,7 +155,7 @@ def _stages(plan: Record) -> Table:
         globs: dict[str, list[str]] = {}
         for path in row.modules:
             globs.setdefault(globbed(path), []).append(path)
-        modules = ", ".join(folded(glob, names) for glob, names in globs.items())
+        modules = ", ".join(map(folded, globs.values()))
         seconds = [show_seconds(s) for s in (row.times.batch.forward, row.times.batch.backward)]
         sizes = show_bytes(row.sent), str(row.flying), show_bytes(row.memory.peak)
         _add(table, str(row.number), str(row.rank), modules, *seconds, *sizes)
@@ -188,7 +189,7 @@ def parameter_rows(plan: Record) -> tuple[Row, ...]:
             groups.setdefault((globbed(name), plan.shapes[name], str(plan.layouts[name])), []).append(name)
     split = Counter(glob for glob, _, _ in groups)
     return tuple(
-        Row(glob if split[glob] == 1 < len(names) else folded(glob, names), tuple(names), shape, plan.layouts[names[0]])
+        Row(glob if split[glob] == 1 < len(names) else folded(names), tuple(names), shape, plan.layouts[names[0]])
         for (glob, shape, _), names in groups.items()
     )
 
@@ -242,7 +243,7 @@ def _change(c: Collective) -> str:
     reason, *others = c.reasons
     value, colon, change = reason.partition(": ")
     if not colon or " → " not in change:
-        return c.reason.replace("aten.", "", 1).replace(".default", "", 1)
+        return together(c.reasons)
     more = f" and {len(others)} more" if others else ""
     change, again, _ = change.partition(" (")
     src, dst = (side.split() for side in change.split(" → "))
@@ -251,6 +252,12 @@ def _change(c: Collective) -> str:
     if c.phase == "backward" and before.replace("I@", "R@") == after:
         return f"{what}: add its gradients{more}"
     return f"{what} {before} → {after}".replace("I@", "R@") + (" again" if again else "") + more
+
+
+def together(reasons: Iterable[str]) -> str:
+    """The reasons of what one collective moves, equal ones once: ``embedding: rows of tables ×26``."""
+    found = Counter(reason.replace("aten.", "", 1).replace(".default", "", 1) for reason in reasons)
+    return TOGETHER.join(f"{reason} ×{count}" if count > 1 else reason for reason, count in found.items())
 
 
 def _collectives(plan: Record) -> Table:
