@@ -108,6 +108,26 @@ def tables_of_one_owner() -> None:
     step(case, other, {reference: steps[reference], other: resumed}, "SparseAdam")
 
 
+def every_rank_gets_the_whole_of_a_table() -> None:
+    """Of one whose rank is found along all axes, too: values, norms, elements, gradients, and what gradients go through."""
+    for sparse in (False, True):
+        reference, args = fields(DCN, sparse, 8)
+        sharded = autoshard.compile(copy.deepcopy(reference), mesh(), args, like="table-wise")
+        tables = [(reference.get_parameter(n), p) for n, p in sharded.named_parameters() if n.startswith("tables")]
+        assert any("O(1)" in str(x) for x in sharded.plan.layouts.values())
+        for module in (reference, sharded):
+            module(*args).backward()
+        for expected, p in tables:
+            assert torch.equal(p.full_tensor(), expected)
+            torch.testing.assert_close(p.norm().item(), expected.norm().item(), rtol=1e-12, atol=0)
+            gradients = p.grad.full_tensor(), expected.grad.to_dense()
+            torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+            p.grad = expected.grad = None
+            (p.full_tensor() ** 3).sum().backward()
+            (expected**3).sum().backward()
+            torch.testing.assert_close(p.grad.full_tensor(), expected.grad, rtol=1e-9, atol=1e-12)
+
+
 def sums_go_beside_tables() -> None:
     """Few gradients of layers are sent before those of tables are, and so while these are added up."""
     reference, args = fields(DCN, False, 7)
@@ -203,6 +223,7 @@ TABLES = {
     f.__name__: f
     for f in (
         tables_of_one_owner,
+        every_rank_gets_the_whole_of_a_table,
         sums_go_beside_tables,
         jagged_bags_of_one_owner,
         bags_of_all_modes,

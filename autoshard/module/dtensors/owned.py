@@ -2,7 +2,7 @@
 
 That mesh is the part of the module's where the owners' coordinates are, of as many axes; along the others the ranks hold what
 is whole or cut, and communicate by the module's own process groups. Optimizers, state dicts and torch.distributed.checkpoint
-know such DTensors: other ranks take no part.
+know such DTensors: other ranks take no part. ``full_tensor()`` is asked by all ranks, and tells all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -25,6 +26,7 @@ from autoshard.runtime.operations.stacked import are_neighbours
 from autoshard.runtime.transport import sparse
 from autoshard.runtime.transport.communicator import Communicator, bind
 from autoshard.runtime.transport.groups import forgotten
+from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.move import Move
 
 _OF_OWNERS = " of owners"
@@ -49,9 +51,43 @@ def _held(mesh: DeviceMesh, axes: Mesh, owner: tuple[tuple[str, int], ...]) -> D
         ranks = ranks.narrow(axes.index(axis), number, 1)
     names = tuple(axis + _OF_OWNERS for axis in axes.axes)
     held = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    held._of = mesh  # type: ignore[attr-defined]
     mend_lists(is_owned, local_of)
+    _mend_full_tensor()
     held._dim_group_names = mesh._dim_group_names if held.get_coordinate() is not None else []
     return held
+
+
+@functools.cache
+def _mend_full_tensor() -> None:
+    """Have every rank get the whole of what others own, which torch leaves empty there."""
+    of_holders = DTensor.full_tensor
+
+    @functools.wraps(of_holders)
+    def full_tensor(x: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
+        whole: torch.Tensor = of_holders(x, grad_placements=grad_placements)
+        return _Told.apply(whole, x.shape, x.device_mesh) if is_owned(x) else whole
+
+    DTensor.full_tensor = full_tensor  # type: ignore[assignment, method-assign]
+
+
+class _Told(HandingOn):
+    """What the ranks of the mesh ``held`` have, of this shape, on all ranks of the mesh that it is a part of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, held: Any) -> torch.Tensor:
+        mesh, holds = held._of, held.get_coordinate() is not None
+        ctx.empty = None if holds else x.shape
+        whole = x.contiguous() if holds else torch.empty(shape, dtype=x.dtype, device=held.device_type)
+        first = (mesh.mesh == held.mesh.flatten()[0]).nonzero()[0].tolist()
+        for axis, owner in enumerate(first):
+            if held.size(axis) < mesh.size(axis):
+                dist.broadcast(whole, group=mesh.get_group(axis), group_src=owner)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient if ctx.empty is None else gradient.new_zeros(ctx.empty), None, None
 
 
 def _placements(layout: Layout) -> tuple[Any, ...]:
