@@ -80,9 +80,10 @@ def test_compile_writes_a_directory_that_runs(capsys: pytest.CaptureFixture[str]
     [
         ("mlp", "tp=2", []),
         ("hf:llama", "tp=2", []),
+        ("hf:mixtral", "ep=2", ["--like", "expert"]),
         ("gpt", "pp=2", ["--stages", "pp", "--micro-batches", "2", "--recompute", "blocks"]),
     ],
-    ids=["mlp", "hf:llama", "stages"],
+    ids=["mlp", "hf:llama", "hf:mixtral", "stages"],
 )
 def test_verify(model: str, mesh: str, asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["verify", model, "--mesh", mesh, "--hardware", "ideal_network", "--seq", "8", "--batch", "2"]
