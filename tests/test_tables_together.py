@@ -8,15 +8,22 @@ from typing import Any
 import pytest
 import torch
 from lowering_steps import change
+from table_models import DCN, fields
+from test_objective import changed
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
+from autoshard.compiler import captured, planned
 from autoshard.hardware import PRESETS, Link
+from autoshard.layout import I, Layout, Owned, Shard
 from autoshard.passes.capture import capture
 from autoshard.passes.lower.tables import tables_together
+from autoshard.passes.propagate.alternatives import alternatives
+from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.prices import bucketed
 from autoshard.passes.rules.families import embedding
+from autoshard.plans.wishes import Wishes
 from autoshard.runtime.operations.tables import Arrival, Group, _Placed, placed
 
 
@@ -145,3 +152,42 @@ def test_gradients_of_what_came_are_copied_once(by_row: bool) -> None:
     with Written() as written:
         found.backward()
     assert written.elements == len(moved)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("axes", [{"x": 4}, {"dp": 2, "x": 2}], ids=str)
+def test_what_a_table_costs_elsewhere_is_the_difference_of_totals(axes: dict[str, int], sparse: bool) -> None:
+    """By row, by column and whole on every rank: where it is read so, it lies so."""
+    model, args = fields(DCN, sparse, 8)
+    graph, mesh = captured(model, args, {}, training=True), autoshard.Mesh(axes, "h100")
+    like = {axis: "table-wise" if axis == "x" else "ddp" for axis in axes}
+    assignment = planned(graph, mesh, Wishes(like=like))[0].assignment
+    found, total = alternatives(assignment, limit=100), objective(assignment).total_s
+    for node in (n for n in graph.nodes if "embedding" in str(n.op)):
+        table, seen = node.inputs[node.positions["weight"]], set()
+        for labels, more in found[node.name]:
+            other = changed(assignment, node, labels)
+            read = other.use(node, node.positions["weight"])
+            lies = Layout(mesh, [p if isinstance(p, Shard | Owned) else I for p in read])
+            other = replace(other, layouts={**other.layouts, table: lies})
+            assert objective(other).total_s - total == pytest.approx(more, abs=1e-9 * total)
+            seen.add(labels[-1])
+        assert {"vocab", "embed", "I"} <= seen
+
+
+class Twice(nn.Module):
+    """One table is read by two look-ups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.items = nn.Embedding(8, 4), nn.Embedding(6, 4)
+
+    def forward(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return (self.words(one) * self.words(two) * self.items(one)).sum()
+
+
+def test_a_table_that_two_read_does_not_lie_as_one_of_them_likes() -> None:
+    plan = autoshard.plan(Twice(), {"x": 2}, (torch.arange(4), torch.arange(4)), like="table-wise")
+    found = {n: {label for (label,), _ in c.alternatives} for n, c in plan.choices.items() if "embedding" in c.op}
+    assert found["embedding"] == found["embedding_1"] == {"table sums"}
+    assert "I" in found["embedding_2"]

@@ -9,12 +9,14 @@ from typing import Any, overload
 
 import numpy as np
 
+from autoshard.layout import I, Owned, R, Shard
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
 from autoshard.passes.propagate.edges import conversion_parts, paid, readings, unspared
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
+from autoshard.passes.propagate.prices.cost import optimizer_seconds
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values
 from autoshard.passes.propagate.prices.travelling import NONE, Beside, beside
 from autoshard.passes.propagate.prices.zero import stages_of
@@ -61,8 +63,8 @@ def alternatives(assignment: Assignment, limit: int = 3) -> dict[str, Later]:
     """Node name → its ``limit`` cheapest other strategies, and the cheapest one that divides each unused mesh axis.
 
     Seconds are the difference in the objective of changing this one operation and the conversions around it, all else
-    as it is: an upper bound of what the change costs, because a search might adapt the neighbours too. Never negative
-    in a plan that is optimal.
+    as it is (but for a table that one rank owns, which then lies as it is read): an upper bound of what the change costs,
+    because a search might adapt the neighbours too. Never negative in a plan that is optimal.
     """
     one = _Alternatives(assignment, limit)
     return {node.name: Later(partial(one.of, node)) for node in assignment.graph.nodes}
@@ -110,12 +112,11 @@ class _Alternatives:
         sources = {name: self.assignment.source(name).placements for name in node.inputs}
         targets = tuple(tuple(self.targets[name]) for name in node.outputs)
         owned = tuple(self._terms(name) for name in (*node.inputs, *node.outputs))
-        key = (id(space), current, tuple(sources[n] for n in node.inputs), targets, owned)
+        key = (id(space), current, *((sources[n], self._follows(n)) for n in node.inputs), targets, owned)
         if key not in self.known:
             parts = space.parts
             for _, name, placed, mask, spared in readings(node, space):
-                first = name not in self.assignment.shared
-                parts += paid(self._parts(name, [sources[name]], placed, first)[0], mask)
+                parts += paid(self._read(name, placed), mask)
                 if spared is not None:
                     parts += Parts(blocking=unspared(spared, [sources[name]])[0])
             for name, asked, placed in zip(node.outputs, targets, space.outputs, strict=True):
@@ -135,6 +136,23 @@ class _Alternatives:
         stage, movable, share, products = self._terms(name)
         terms = stage, movable, share, products if first else NONE, self.graph.passes
         return conversion_parts(self.graph.types[name], self.mesh, sources, targets, *terms)
+
+    def _read(self, name: str, placed: Sequence[Placements]) -> Parts:
+        """Conversions of an operand to each of these layouts, from where it lies; or as if it lay so."""
+        if not self._follows(name):
+            source = self.assignment.source(name).placements
+            return self._parts(name, [source], placed, name not in self.assignment.shared)[0]
+        type_ = self.graph.types[name]
+        whole = I if type_.grad else R
+        stored = [tuple(p if isinstance(p, Shard | Owned) else whole for p in x) for x in placed]
+        read = self._parts(name, stored, placed)
+        update = [optimizer_seconds("adamw", type_, x, self.mesh) for x in stored]
+        return Parts(*(x.diagonal() if x.ndim else x for x in read)) + Parts(once=np.array(update))
+
+    def _follows(self, name: str) -> bool:
+        """Whether it would lie as it is read: what some ranks own, from which no conversion leads, and one operation reads."""
+        owned = any(isinstance(p, Owned) for p in self.assignment.source(name).placements)
+        return owned and name not in self.assignment.shared
 
     def _terms(self, name: str) -> tuple[int | None, bool, Shares, Beside]:
         """The stage of ZeRO, whether conversions can move in time, the share of their latency, and what they go beside."""
