@@ -153,3 +153,38 @@ def test_what_reads_a_checkpoint_comes_behind_it() -> None:
     lines = [line for line in source_of(Parts()).splitlines() if "runtime.unfolded(" in line or " = torch.sin(" in line]
     assert ["sin" in line for line in lines[:4]] == [True, False, True, False]
     assert all(line.startswith(8 * " " + "add") for line in lines[1:4:2])  # in no function that runs again
+
+
+class Inner(nn.Module):
+    """In order from the first to the last operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(16), Attention(16, 4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention.mixed(self.norm(x))
+
+
+class Between(nn.Module):
+    """The order ends and begins between blocks."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.blocks, self.again = nn.ModuleList(Inner() for _ in range(3)), again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x.cumsum(1)
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return x.square().mean()
+
+
+@pytest.mark.usefixtures("taken", "remembering")
+@pytest.mark.parametrize("again", [False, True])
+def test_what_begins_outside_does_not_belong_to_its_reader(again: bool) -> None:
+    """So blocks are one class, and what runs again in them is one part."""
+    blocks, rest = source_of(Between(again)).split("class RankModule")
+    assert rest.count("runtime.folded(") == 3
+    assert len(re.findall(r"class \w+", blocks)) == 1
+    assert (blocks + rest).count("runtime.again(") == int(again)
