@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
+import torch.distributed.checkpoint.state_dict as states
 from table_models import DCN, fields, towers
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -128,6 +129,46 @@ def every_rank_gets_the_whole_of_a_table() -> None:
             torch.testing.assert_close(p.grad.full_tensor(), expected.grad, rtol=1e-9, atol=1e-12)
 
 
+def full_states_of_torch() -> None:
+    """What get_model_state_dict and the others of torch give and take, of weights and of AdamW's moments."""
+    reference, args = fields(DCN, False, 8)
+    sharded = compiled(reference, args, "table-wise")
+    both = reference, sharded
+    for module in both:
+        module(*args).backward()
+    own = [torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-6) for module in both]
+    for optimizer in own:
+        optimizer.step()
+    options = states.StateDictOptions(full_state_dict=True)
+    expected = reference.state_dict(), states.get_optimizer_state_dict(reference, own[0])["state"]
+
+    def given() -> Any:
+        return (
+            states.get_model_state_dict(sharded, options=options),
+            states.get_optimizer_state_dict(sharded, own[1], options=options),
+        )
+
+    def as_expected() -> None:
+        weights, moments = given()
+        same(weights, expected[0])
+        for name, of_weight in expected[1].items():
+            same(moments["state"][name], of_weight)
+
+    as_expected()
+    for from_first in (False, True):
+        options.broadcast_from_rank0 = False
+        weights, moments = copy.deepcopy(given())
+        for x in (*sharded.parameters(), *(x for state in own[1].state.values() for x in state.values())):
+            x.detach().zero_()
+        if from_first and dist.get_rank():
+            weights, moments = {}, {}
+        options.broadcast_from_rank0 = from_first
+        states.set_model_state_dict(sharded, weights, options=options)
+        states.set_optimizer_state_dict(sharded, own[1], moments, options=options)
+        options.broadcast_from_rank0 = False
+        as_expected()
+
+
 def sums_go_beside_tables() -> None:
     """Few gradients of layers are sent before those of tables are, and so while these are added up."""
     reference, args = fields(DCN, False, 7)
@@ -224,6 +265,7 @@ TABLES = {
     for f in (
         tables_of_one_owner,
         every_rank_gets_the_whole_of_a_table,
+        full_states_of_torch,
         sums_go_beside_tables,
         jagged_bags_of_one_owner,
         bags_of_all_modes,

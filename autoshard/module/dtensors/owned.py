@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoshard.layout import Layout, Owned, R
 from autoshard.mesh import Mesh
+from autoshard.module.dtensors.full_states import mend_full_states
 from autoshard.module.dtensors.lists import mend_lists
 from autoshard.module.dtensors.made import dtensor
 from autoshard.runtime.operations.stacked import are_neighbours
@@ -54,6 +55,7 @@ def _held(mesh: DeviceMesh, axes: Mesh, owner: tuple[tuple[str, int], ...]) -> D
     held._of = mesh  # type: ignore[attr-defined]
     mend_lists(is_owned, local_of)
     _mend_full_tensor()
+    mend_full_states(is_owned, part_of_owned)
     held._dim_group_names = mesh._dim_group_names if held.get_coordinate() is not None else []
     return held
 

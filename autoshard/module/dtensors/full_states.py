@@ -1,0 +1,44 @@
+"""Full state dicts of torch.distributed.checkpoint (``full_state_dict=True``) with DTensors that some ranks own.
+
+torch makes DTensors whole, and cuts what is whole, among the ranks of each one's mesh: others would have nothing, or wait.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint.state_dict
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor
+
+
+@functools.cache
+def mend_full_states(is_owned: Callable[[Any], bool], part_of: Callable[[torch.Tensor, Any], DTensor]) -> None:
+    """Have all ranks give and get the whole of what ``is_owned`` knows; ``part_of``: what a rank holds of a whole, lying as
+    another does. Others are as they were."""
+    states: Any = torch.distributed.checkpoint.state_dict
+    inner = states._gather_state_dict
+
+    @functools.wraps(inner)
+    def gathered(found: Any, *args: Any, **kwargs: Any) -> Any:
+        wholes = pytree.tree_map_only(DTensor, lambda x: x.detach().full_tensor() if is_owned(x) else x, found)
+        return inner(wholes, *args, **kwargs)
+
+    def cut(inner: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(inner)
+        def by_rank(full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            owned = {key: x for key, x in local.items() if is_owned(x)}
+            local |= {
+                k: torch.empty(x.shape, dtype=x.dtype, device=x.device_mesh.device_type) for k, x in owned.items()
+            }
+            inner(full, local, *args, **kwargs)
+            local |= {key: part_of(local[key], x) for key, x in owned.items() if key in local}
+
+        return by_rank
+
+    states._gather_state_dict = gathered
+    states._distribute_state_dict = cut(states._distribute_state_dict)
+    states._broadcast_state_dict = cut(states._broadcast_state_dict)
