@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import agreement_gradients
+import pytest
 import torch
 import torch.distributed as dist
 import world
@@ -176,6 +177,7 @@ class Sum(nn.Module):
 
 VALUES = "the ranks disagree on the values of the inputs (every rank takes the same global batch)"
 SHAPES = "the ranks disagree on the shapes and dtypes of the inputs: rank 1 differs from rank 0"
+FAILED = "the ranks disagree on whether an earlier call failed (their collectives are out of step: start all processes again)"
 STATE = "the ranks disagree on the state of the call: whether gradients are recorded, modules in train or eval mode"
 
 
@@ -286,6 +288,43 @@ def alike_failures_leave_nothing() -> None:
     for _ in range(2):
         assert_all_raise(RuntimeError, "", lambda: sharded(X[:, :5]))
     assert_step_alike(sharded, Net())
+
+
+def a_failure_of_one_after_its_last_collective() -> None:
+    """The other rank has waited for nothing, and does not know: the next call is refused on both."""
+
+    def fail(*args: object) -> None:
+        raise MemoryError("no memory left")
+
+    sharded = compiled(Net(), X)
+    with mock.patch.object(sharded._comm.notes.common, "failed_in", set()), torch.no_grad():
+        hook = sharded.register_forward_hook(fail if RANK else lambda *args: None)
+        with pytest.raises(MemoryError) if RANK else contextlib.nullcontext():
+            sharded(X)
+        hook.remove()
+        assert_all_raise(RuntimeMismatchError, FAILED, lambda: sharded(X))
+    sharded(X)
+
+
+def arguments_without_a_repr_of_their_own() -> None:
+    """Python writes where they lie in memory, which is no difference between the ranks."""
+
+    class Power:
+        exponent = 2
+
+    class Batch:
+        def __init__(self, by: Power) -> None:
+            self.x, self.by = X, by
+
+    class Raised(Net):
+        def forward(self, batch: Batch) -> torch.Tensor:
+            return super().forward(batch.x) ** batch.by.exponent
+
+    made = [Power() for _ in range(1 + 99 * RANK)]
+    addresses: list[Any] = [None, None]
+    dist.all_gather_object(addresses, id(made[-1]))
+    assert addresses[0] != addresses[1]
+    compiled(Raised(), Batch(made[-1]))(Batch(made[-1]))
 
 
 # --- plans ---
