@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import agreement_calls
 import agreement_gradients
-import pytest
 import torch
 import torch.distributed as dist
 import world
@@ -177,7 +177,6 @@ class Sum(nn.Module):
 
 VALUES = "the ranks disagree on the values of the inputs (every rank takes the same global batch)"
 SHAPES = "the ranks disagree on the shapes and dtypes of the inputs: rank 1 differs from rank 0"
-FAILED = "the ranks disagree on whether an earlier call failed (their collectives are out of step: start all processes again)"
 STATE = "the ranks disagree on the state of the call: whether gradients are recorded, modules in train or eval mode"
 
 
@@ -290,43 +289,6 @@ def alike_failures_leave_nothing() -> None:
     assert_step_alike(sharded, Net())
 
 
-def a_failure_of_one_after_its_last_collective() -> None:
-    """The other rank has waited for nothing, and does not know: the next call is refused on both."""
-
-    def fail(*args: object) -> None:
-        raise MemoryError("no memory left")
-
-    sharded = compiled(Net(), X)
-    with mock.patch.object(sharded._comm.notes.common, "failed_in", set()), torch.no_grad():
-        hook = sharded.register_forward_hook(fail if RANK else lambda *args: None)
-        with pytest.raises(MemoryError) if RANK else contextlib.nullcontext():
-            sharded(X)
-        hook.remove()
-        assert_all_raise(RuntimeMismatchError, FAILED, lambda: sharded(X))
-    sharded(X)
-
-
-def arguments_without_a_repr_of_their_own() -> None:
-    """Python writes where they lie in memory, which is no difference between the ranks."""
-
-    class Power:
-        exponent = 2
-
-    class Batch:
-        def __init__(self, by: Power) -> None:
-            self.x, self.by = X, by
-
-    class Raised(Net):
-        def forward(self, batch: Batch) -> torch.Tensor:
-            return super().forward(batch.x) ** batch.by.exponent
-
-    made = [Power() for _ in range(1 + 99 * RANK)]
-    addresses: list[Any] = [None, None]
-    dist.all_gather_object(addresses, id(made[-1]))
-    assert addresses[0] != addresses[1]
-    compiled(Raised(), Batch(made[-1]))(Batch(made[-1]))
-
-
 # --- plans ---
 
 
@@ -387,8 +349,8 @@ def here(rank: int, ranks: int, rendezvous: str, result: str) -> None:
     """The checks on this rank."""
     global RANK
     RANK = rank
-    agreement_gradients.RANK = rank
-    run({**globals(), **vars(agreement_gradients)}, rank, ranks, rendezvous, result)
+    agreement_calls.RANK = agreement_gradients.RANK = rank
+    run({**globals(), **vars(agreement_calls), **vars(agreement_gradients)}, rank, ranks, rendezvous, result)
 
 
 if __name__ == "__main__":
