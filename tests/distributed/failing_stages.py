@@ -33,7 +33,8 @@ def one_fails() -> None:
             def wrong(part: Any, inputs: Any, phase: str = phase, right: Any = right, of: Any = sharded) -> Any:
                 if phase in ("forward", "inference") and of._comm.micro_batch[0] == 2:
                     raise MemoryError("no memory left")
-                given = broken(inputs) if phase == "its end" else inputs
+                ends = phase == "its end" and of._comm.micro_batch[0] == 3  # the last one: nothing clears up after it
+                given = broken(inputs) if ends else inputs
                 results = right(part, given)
                 return broken(results) if phase == "backward" else results
 
