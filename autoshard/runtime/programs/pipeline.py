@@ -18,7 +18,6 @@ from torch import nn
 from autoshard.runtime.programs.along import Along
 from autoshard.runtime.transport import generators
 from autoshard.runtime.transport.communicator import current
-from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.peers import Notes, lost
 from autoshard.runtime.transport.wire import raw
 
@@ -181,7 +180,7 @@ class Pipeline:
     def _taken(self, number: int, received: Sequence[torch.Tensor]) -> Locals:
         """Messages as the values that they are."""
         pairs = zip(self.form.messages[number - 1] if number else (), received, strict=True)
-        return [_Dense.apply(x) if x.requires_grad else x.view(message.dtype) for message, x in pairs]
+        return [x if x.requires_grad else x.view(message.dtype) for message, x in pairs]
 
 
 class _StageModule(nn.Module):
@@ -199,18 +198,6 @@ class _StageModule(nn.Module):
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
         """See the class."""
         return self.run(received, int(index))
-
-
-class _Dense(HandingOn):
-    """The same value; its gradient comes as it is sent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
 
 
 def _sent(x: torch.Tensor) -> torch.Tensor:
