@@ -158,7 +158,7 @@ class Pipeline:
             self.end = end
             return results[self.form.loss] if self.form.loss is not None else ()
         messages = self.form.messages[number][:count]
-        sent = [_sent(x if m.grad else x.detach()) for x, m in zip(results, messages, strict=False)]
+        sent = [raw((x if m.grad else x.detach()).contiguous()) for x, m in zip(results, messages, strict=False)]
         return (*sent, end) if end is not None else tuple(sent)
 
     def sent(self, number: int) -> int:
@@ -198,12 +198,6 @@ class _StageModule(nn.Module):
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
         """See the class."""
         return self.run(received, int(index))
-
-
-def _sent(x: torch.Tensor) -> torch.Tensor:
-    """A result as it is sent: dense, and no view, which torch could not detach afterwards."""
-    x = x.contiguous()
-    return raw(x.clone() if x._is_view() or x.is_leaf else x)
 
 
 def _backward(scalars: list[torch.Tensor]) -> None:
