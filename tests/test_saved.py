@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -53,6 +54,29 @@ def test_a_loss_that_nothing_is_trained_for(
     saved(tmp_path, model, x)
     run(tmp_path, monkeypatch)
     assert capsys.readouterr().out == f"step 0: loss {model(x).item():.6f}\n"
+
+
+class Tempered(nn.Module):
+    """Gives a number that micro-batches do not add up to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.register_buffer("temperature", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layers(x), self.temperature.exp()  # type: ignore[operator]
+
+
+def test_numbers_of_micro_batches_are_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Tempered().requires_grad_(False)
+    saved(tmp_path, model, torch.randn(8, 4), stages="dp", micro_batches=2, training=False)
+    file = tmp_path / "rank_module.py"
+    monkeypatch.setattr(sys, "argv", [str(file)])
+    runpy.run_path(str(file), run_name="__main__")
+    assert capsys.readouterr().out == "step 0: outputs (local) [4, 4], []\n"
 
 
 @pytest.mark.parametrize("ascending", [False, True])
