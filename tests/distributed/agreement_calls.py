@@ -9,10 +9,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from agreeing import Net, X, compiled
+from agreeing import Net, X, checks, compiled
 from checks import assert_all_raise, assert_close
+from torch import nn
 
 from autoshard.errors import RuntimeMismatchError
+from autoshard.module.dtensors.owned import is_owned
 
 RANK = 0
 """see agreement_worker.py"""
@@ -63,3 +65,28 @@ def other_meetings() -> None:
     text = "the ranks disagree on what they do: rank 1 differs from rank 0"
     assert_all_raise(RuntimeMismatchError, text, sharded.full_gradients if RANK else sharded.full_state_dict)
     assert_close(sharded.full_state_dict(), Net().state_dict(), "weight")
+
+
+def numbers_are_compared_whole() -> None:
+    sharded = compiled(Net(), X)
+    for bit in (0, 30, 61):
+        text = "the ranks disagree on a number: rank 1 differs from rank 0"
+        assert_all_raise(RuntimeMismatchError, text, lambda n=RANK << bit: sharded._agreement.agree(("a number", n)))
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(9, 4) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([table(ids) for table in self.tables], 1).square().mean()
+
+
+def tables_of_one_owner_are_no_replicas() -> None:
+    """Other ranks have nothing of them, and a check of replicas does not take that for a difference."""
+    ids = torch.arange(8)
+    with checks("replicas"):
+        sharded = compiled(Tables(), ids, like={"tp": "table-wise"})
+    assert any(map(is_owned, sharded.parameters()))
+    sharded(ids)
