@@ -233,6 +233,10 @@ def dtensor_inputs(mesh: autoshard.Mesh) -> None:
         own = x.detach().clone()
         close(writes(given), Writes()(own))
         close(given, own)
+    in_both = autoshard.compile(copy.deepcopy(model), autoshard.Mesh({"a": 1, "b": mesh.size}), (x,))
+    summand = x.detach() * (0.25 if dist.get_rank() else 0.75)
+    given = DTensor.from_local(summand, in_both.device_mesh, [Shard(0), Partial()], run_check=False)
+    close(full(in_both(given)), model(x.detach()))
     other = init_device_mesh("cpu", (1, mesh.size), mesh_dim_names=("a", "b"))
     with refused("is a DTensor on another mesh"):
         sharded(distribute_tensor(x.detach(), other, [Replicate(), Shard(0)], src_data_rank=None))

@@ -29,7 +29,6 @@ from autoshard.runtime.operations import (
 )
 from autoshard.runtime.operations.stacked import OneAfterAnother, stacked_op
 from autoshard.runtime.parameters import later, together
-from autoshard.runtime.programs.pipeline import _Dense
 from autoshard.runtime.transport.differentiable import Differentiable
 from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.round_trip import Trip, round_trip
@@ -80,7 +79,6 @@ FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
     grouped._Product: lambda x: grouped._Product.apply(x, x.detach().expand(2, 4, 4), torch.tensor([1, 4])),
     random._Drop: lambda x: random._Drop.apply(x, x.detach(), 0.5, None),
     _Cast: lambda x: _Cast.apply(x, torch.float32),
-    _Dense: lambda x: _Dense.apply(x),
     made._Whole: lambda x: made.part_of(whole(x)),
     made._Part: lambda x: made.part_of(whole(x)),
     on_parts._Total: lambda x: made.part_of(on_parts._Total.apply(whole(x), 1)),

@@ -20,6 +20,9 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import CaptureError
+from autoshard.layout import Layout, Shard
+from autoshard.mesh import Mesh
+from autoshard.module.inputs import local_layouts
 from autoshard.module.programs.executable import load_source
 from autoshard.runtime.programs import launch
 
@@ -106,6 +109,19 @@ class Scaled(torch.nn.Linear):
         y = super().forward(batch.x)
         y.mul_(batch.x_scale)
         return y
+
+
+class Times(nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+
+def test_numbers_come_whole_and_axes_of_one_rank_cut_nothing() -> None:
+    """The one axis that has ranks is that of the batch, whatever it is called."""
+    mesh = Mesh({"a": 2, "b": 1})
+    x, scale = local_layouts(Times(), mesh, (torch.ones(4), torch.tensor(2.0)), {}, "local", None)
+    assert scale is None
+    assert x == Layout(mesh, {"a": Shard(0)})
 
 
 def test_fields_whose_names_begin_alike() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import agreement_calls
 import agreement_gradients
 import torch
 import torch.distributed as dist
@@ -348,8 +349,8 @@ def here(rank: int, ranks: int, rendezvous: str, result: str) -> None:
     """The checks on this rank."""
     global RANK
     RANK = rank
-    agreement_gradients.RANK = rank
-    run({**globals(), **vars(agreement_gradients)}, rank, ranks, rendezvous, result)
+    agreement_calls.RANK = agreement_gradients.RANK = rank
+    run({**globals(), **vars(agreement_calls), **vars(agreement_gradients)}, rank, ranks, rendezvous, result)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import re
 import pytest
 import world
 
-FILES = ("agreement_worker.py", "agreement_gradients.py")
+FILES = ("agreement_worker.py", "agreement_calls.py", "agreement_gradients.py")
 CHECKS = [c for f in FILES for c in re.findall(r"^def (\w+)\(\) -> None", (world.HERE / f).read_text(), re.MULTILINE)]
 
 

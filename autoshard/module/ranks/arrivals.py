@@ -44,7 +44,7 @@ def stating(x: DTensor, mesh: DeviceMesh) -> torch.Tensor:
     if isinstance(x, OfStage):
         return x.like(x.redistribute(mesh, plain))
     x = x if list(x.placements) == plain else x.redistribute(mesh, plain)
-    return x if any(p.is_shard() for p in plain) else x.to_local(grad_placements=plain)
+    return x if any(p.is_shard() for p in plain) else x.to_local()
 
 
 def arrived(
@@ -77,7 +77,7 @@ def part_for(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch.de
         x = x.redistribute(mesh, placements)
     if not (x._local_tensor.requires_grad or (x.requires_grad and torch.is_grad_enabled())):
         return x._local_tensor
-    return x.to_local(grad_placements=placements)  # whole gradients on whole axes
+    return x.to_local()
 
 
 def joined(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ def joined(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for name, x in inputs.items():
         if isinstance(x, DTensor) and not isinstance(x, OfStage):
             whole = [Replicate()] * x.device_mesh.ndim
-            found[name] = x.redistribute(x.device_mesh, whole).to_local(grad_placements=whole)
+            found[name] = x.redistribute(x.device_mesh, whole).to_local()
     return found
 
 

@@ -18,7 +18,6 @@ from torch import nn
 from autoshard.runtime.programs.along import Along
 from autoshard.runtime.transport import generators
 from autoshard.runtime.transport.communicator import current
-from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.peers import Notes, lost
 from autoshard.runtime.transport.wire import raw
 
@@ -159,7 +158,7 @@ class Pipeline:
             self.end = end
             return results[self.form.loss] if self.form.loss is not None else ()
         messages = self.form.messages[number][:count]
-        sent = [_sent(x if m.grad else x.detach()) for x, m in zip(results, messages, strict=False)]
+        sent = [raw((x if m.grad else x.detach()).contiguous()) for x, m in zip(results, messages, strict=False)]
         return (*sent, end) if end is not None else tuple(sent)
 
     def sent(self, number: int) -> int:
@@ -181,7 +180,7 @@ class Pipeline:
     def _taken(self, number: int, received: Sequence[torch.Tensor]) -> Locals:
         """Messages as the values that they are."""
         pairs = zip(self.form.messages[number - 1] if number else (), received, strict=True)
-        return [_Dense.apply(x) if x.requires_grad else x.view(message.dtype) for message, x in pairs]
+        return [x if x.requires_grad else x.view(message.dtype) for message, x in pairs]
 
 
 class _StageModule(nn.Module):
@@ -199,24 +198,6 @@ class _StageModule(nn.Module):
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
         """See the class."""
         return self.run(received, int(index))
-
-
-class _Dense(HandingOn):
-    """The same value; its gradient comes as it is sent."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.contiguous()
-
-
-def _sent(x: torch.Tensor) -> torch.Tensor:
-    """A result as it is sent: dense, and no view, which torch could not detach afterwards."""
-    x = x.contiguous()
-    return raw(x.clone() if x._is_view() or x.is_leaf else x)
 
 
 def _backward(scalars: list[torch.Tensor]) -> None:

@@ -144,7 +144,7 @@ class Held:
 
     def update(self, lr: float) -> None:
         """What the forward wrote of buffers, and AdamW's step."""
-        self.tensors |= {n: x for n, x in self.written.items() if n in self.tensors}  # of an input it is the caller's
+        self.tensors |= self.written  # of an input nothing reads it
         if not self.trained:
             return
         if self.optimizer is None:
