@@ -6,11 +6,11 @@ torch makes DTensors whole, and cuts what is whole, among the ranks of each one'
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.state_dict
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 def mend_full_states(is_owned: Callable[[Any], bool], part_of: Callable[[torch.Tensor, Any], DTensor]) -> None:
     """Have all ranks give and get the whole of what ``is_owned`` knows; ``part_of``: what a rank holds of a whole, lying as
     another does. Others are as they were."""
-    states: Any = torch.distributed.checkpoint.state_dict
+    states: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")  # which few programs need
     inner = states._gather_state_dict
 
     @functools.wraps(inner)
