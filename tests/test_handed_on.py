@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 
 from autoshard import Layout, Mesh, runtime
 from autoshard.module import microbatches
-from autoshard.module.dtensors import made, on_parts
+from autoshard.module.dtensors import made, on_parts, owned
 from autoshard.module.programs import simulate
 from autoshard.runtime.operations import (
     bags,
@@ -59,10 +59,16 @@ def moved(x: torch.Tensor) -> torch.Tensor:
     return runtime.World({"a": 1}).run(lambda x: runtime.all_reduce(x, "a"), [(x,)])[0]
 
 
-def whole(x: torch.Tensor) -> Any:
-    """``x`` as the DTensor of a mesh of one rank, for which no process group is needed."""
+def alone() -> DeviceMesh:
+    """A mesh of one rank, for which no process group is needed; all of itself."""
     mesh = DeviceMesh("cpu", [0], mesh_dim_names=("a",), _init_backend=False, _rank=0)
-    return made.whole_of(x, made.spec_of(mesh, (Replicate(),), x.shape, x.dtype))
+    mesh._of = mesh
+    return mesh
+
+
+def whole(x: torch.Tensor) -> Any:
+    """``x`` as the DTensor of a mesh of one rank."""
+    return made.whole_of(x, made.spec_of(alone(), (Replicate(),), x.shape, x.dtype))
 
 
 FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -81,6 +87,7 @@ FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
     _Cast: lambda x: _Cast.apply(x, torch.float32),
     made._Whole: lambda x: made.part_of(whole(x)),
     made._Part: lambda x: made.part_of(whole(x)),
+    owned._Told: lambda x: owned._Told.apply(x, x.shape, alone()),
     on_parts._Total: lambda x: made.part_of(on_parts._Total.apply(whole(x), 1)),
     simulate._Join: lambda x: simulate.joined([x], Layout(Mesh({"a": 1}), {}), (4, 4), "x"),
     together._Sum: lambda x: together._Sum.apply(x, x.detach()),
