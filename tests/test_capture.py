@@ -296,6 +296,18 @@ def autocast(self: Model, x: torch.Tensor) -> torch.Tensor:
     return q.double().sum() + z.double().sum() * self.w.sum()
 
 
+def written_after_detach(self: Model, x: torch.Tensor) -> torch.Tensor:
+    """Without grad_fn of its own, as tables of positions come, until something with a gradient is added in place."""
+    with torch.no_grad():
+        positions = (self.buf * 2).view(1, 4).expand(3, 4).clone().detach()
+    positions += x * self.w
+    return positions * 2
+
+
+def test_what_is_written_into_a_detached_tensor_keeps_its_gradient() -> None:
+    check(Model(written_after_detach), X)
+
+
 @pytest.mark.parametrize("function", [no_grad_parameter, no_grad_buffer, inference_mode, autocast])
 def test_no_grad_and_autocast_regions(function: Callable[..., Any]) -> None:
     model = Model(function)

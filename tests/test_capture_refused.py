@@ -119,6 +119,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "parameter": (lambda s, x: x * s.w.data.mul_(2), "behind autograd's back"),
     "activation": (clamp_behind_autograd, "behind autograd's back"),
     "autograd.grad": (own_gradient, r"torch.autograd.grad\(\) is called in the forward"),
+    "written_after_detach": (lambda s, x: [y := x * 2, y.detach().add_(s.w), y * s.w][1:], "read afterwards, too"),
     "requires_grad": (lambda s, x: (x * s.w).detach().requires_grad_() * 2, "turns requires_grad on"),
     "requires_grad of the input": (lambda s, x: x.requires_grad_() * s.w, "turns requires_grad on for its input"),
     "python random": (lambda s, x: x * s.w * random.random(), "Python's random generator"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -91,6 +92,8 @@ class _Gradients:
         self.root: dict[fx.Node, fx.Node] = {}
         """view → the node whose storage it shows"""
         self.aliases: dict[fx.Node, set[fx.Node]] = {}
+        self.shown: dict[fx.Node, fx.Node] = {}
+        """view → what it was made of"""
 
     def link(self, node: fx.Node, same: Any) -> None:
         """``node`` is another name of ``same``, across a region's border."""
@@ -115,11 +118,35 @@ class _Gradients:
         if enabled and node.target is not aten.detach.default and not self.carried.isdisjoint(node.all_input_nodes):
             self.carried.add(node)
             for operand in written:
+                self._attach(node, operand)
                 self.carried |= self._same_storage(operand)
 
     def _alias(self, node: fx.Node, operand: fx.Node) -> None:
+        self.shown[node] = operand
         root = self.root[node] = self.root.get(operand, operand)
         self.aliases.setdefault(root, {root}).add(node)
+
+    def _attach(self, write: fx.Node, written: fx.Node) -> None:
+        """From a write on, ``written`` has a gradient, also where it is a ``detach()`` of what has none: that is a name of it
+        then, as a functional graph would detach what was written. Raises where both are read afterwards."""
+        for detached in self._through(written):
+            if detached.target is not aten.detach.default:
+                continue
+            detached.target = aten.alias.default
+            after = itertools.islice(itertools.dropwhile(lambda n: n is not write, write.graph.nodes), 1, None)
+            others = {n for n in self._same_storage(written) if detached not in self._through(n)}
+            if any(n.op == "call_function" and not others.isdisjoint(n.all_input_nodes) for n in after):
+                raise CaptureError(
+                    f"{where(write)}: {write.target} writes a value that has a gradient into a detach() of a tensor that is "
+                    "read afterwards, too, where it has none. Compute a new tensor instead."
+                )
+
+    def _through(self, node: fx.Node) -> list[fx.Node]:
+        """``node`` and what it shows, one after another."""
+        found = [node]
+        while found[-1] in self.shown:
+            found.append(self.shown[found[-1]])
+        return found
 
     def _same_storage(self, node: fx.Node) -> set[fx.Node]:
         root = self.root.get(node, node)
