@@ -157,12 +157,13 @@ def test_gradients_of_what_came_are_copied_once(by_row: bool) -> None:
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("axes", [{"x": 4}, {"dp": 2, "x": 2}], ids=str)
 def test_what_a_table_costs_elsewhere_is_the_difference_of_totals(axes: dict[str, int], sparse: bool) -> None:
-    """By row, by column and whole on every rank: where it is read so, it lies so."""
+    """By row, by column and whole on every rank: where it is read so, it lies so. With any optimizer."""
+    optimizer = "adamw" if sparse else "sgd"
     model, args = fields(DCN, sparse, 8)
     graph, mesh = captured(model, args, {}, training=True), autoshard.Mesh(axes, "h100")
     like = {axis: "table-wise" if axis == "x" else "ddp" for axis in axes}
     assignment = planned(graph, mesh, Wishes(like=like))[0].assignment
-    found, total = alternatives(assignment, limit=100), objective(assignment).total_s
+    found, total = alternatives(assignment, 100, optimizer), objective(assignment, optimizer).total_s
     for node in (n for n in graph.nodes if "embedding" in str(n.op)):
         table, seen = node.inputs[node.positions["weight"]], set()
         for labels, more in found[node.name]:
@@ -170,9 +171,17 @@ def test_what_a_table_costs_elsewhere_is_the_difference_of_totals(axes: dict[str
             read = other.use(node, node.positions["weight"])
             lies = Layout(mesh, [p if isinstance(p, Shard | Owned) else I for p in read])
             other = replace(other, layouts={**other.layouts, table: lies})
-            assert objective(other).total_s - total == pytest.approx(more, abs=1e-9 * total)
+            assert objective(other, optimizer).total_s - total == pytest.approx(more, abs=1e-9 * total)
             seen.add(labels[-1])
         assert {"vocab", "embed", "I"} <= seen
+
+
+def test_plans_tell_it_for_their_optimizer() -> None:
+    (model, args), told = fields(DCN, False, 8), set[Any]()
+    for optimizer in ("adamw", "sgd"):
+        plan = autoshard.plan(model, {"x": 2}, args, like="table-wise", optimizer=optimizer, hardware="h100")
+        told.add(next(tuple(c.alternatives) for c in plan.choices.values() if "embedding" in c.op))
+    assert len(told) == 2
 
 
 class Twice(nn.Module):

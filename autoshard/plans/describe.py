@@ -53,7 +53,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
     searched = objective(assignment, optimizer)
     found = tuple(_collectives(program, searched))
     public = {i.name: i.fqn for i in graph.inputs}
-    choices = _choices(program, searched)
+    choices = _choices(program, searched, optimizer)
     kinds, gathered = {i.fqn: i.kind for i in graph.inputs}, _gathered(program)
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
     ties = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
@@ -102,10 +102,10 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
     return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu, schedule_s=step_end(plan)))
 
 
-def _choices(program: Program, searched: Objective) -> dict[str, Choice]:
+def _choices(program: Program, searched: Objective, optimizer: str) -> dict[str, Choice]:
     """What was chosen, by operation."""
     graph, assignment = program.graph, program.assignment
-    public, others = {i.name: i.fqn for i in graph.inputs}, alternatives(assignment)
+    public, others = {i.name: i.fqn for i in graph.inputs}, alternatives(assignment, optimizer=optimizer)
     shown = cache(lambda placed: str(Layout(program.mesh, placed)))
     found = {}
     for node in graph.nodes:

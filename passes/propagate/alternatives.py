@@ -59,20 +59,20 @@ class Later(Sequence[Alternative]):
         return tuple, (self.found,)
 
 
-def alternatives(assignment: Assignment, limit: int = 3) -> dict[str, Later]:
+def alternatives(assignment: Assignment, limit: int = 3, optimizer: str = "adamw") -> dict[str, Later]:
     """Node name → its ``limit`` cheapest other strategies, and the cheapest one that divides each unused mesh axis.
 
     Seconds are the difference in the objective of changing this one operation and the conversions around it, all else
     as it is (but for a table that one rank owns, which then lies as it is read): an upper bound of what the change costs,
     because a search might adapt the neighbours too. Never negative in a plan that is optimal.
     """
-    one = _Alternatives(assignment, limit)
+    one = _Alternatives(assignment, limit, optimizer)
     return {node.name: Later(partial(one.of, node)) for node in assignment.graph.nodes}
 
 
 class _Alternatives:
-    def __init__(self, assignment: Assignment, limit: int) -> None:
-        self.assignment, self.limit = assignment, limit
+    def __init__(self, assignment: Assignment, limit: int, optimizer: str) -> None:
+        self.assignment, self.limit, self.optimizer = assignment, limit, optimizer
         self.graph, self.mesh = assignment.graph, assignment.mesh
         self.known: dict[Any, tuple[Alternative, ...]] = {}
 
@@ -82,7 +82,7 @@ class _Alternatives:
 
     @cached_property
     def total(self) -> Parts:
-        return objective(self.assignment).parts
+        return objective(self.assignment, self.optimizer).parts
 
     @cached_property
     def targets(self) -> Mapping[str, Sequence[Placements]]:
@@ -146,7 +146,7 @@ class _Alternatives:
         whole = I if type_.grad else R
         stored = [tuple(p if isinstance(p, Shard | Owned) else whole for p in x) for x in placed]
         read = self._parts(name, stored, placed)
-        update = [optimizer_seconds("adamw", type_, x, self.mesh) for x in stored]
+        update = [optimizer_seconds(self.optimizer, type_, x, self.mesh) for x in stored]
         return Parts(*(x.diagonal() if x.ndim else x for x in read)) + Parts(once=np.array(update))
 
     def _follows(self, name: str) -> bool:
