@@ -6,7 +6,8 @@
 A step is forward, backward and fused AdamW. *plain*: the model as it is, *ours*: compiled for a mesh of one rank of
 torch.distributed, each run eagerly and, if asked for, under torch.compile. *predicted*: ``plan.cost.total_s`` for a device
 that runs every operation as a kernel, and for one that fuses chains of elementwise operations. Memory: the allocator's peak
-in a step, and ``plan.memory.peak``.
+in a step beside what there was before, and ``plan.memory.peak`` with moments in the dtype of the parameters, as torch's AdamW
+has them.
 """
 
 from __future__ import annotations
@@ -135,24 +136,30 @@ def run(name: str, given: Setting, h: Hardware, options: argparse.Namespace) -> 
     world = init_device_mesh(DEVICE.type, (1,), mesh_dim_names=("x",))
     inductors = (False, True) if options.inductor else (False,)
     step = partial(measured, args=args, kwargs=kwargs, seconds=options.seconds)
+    moments = 2.0 * sum(p.nbytes for p in model.parameters())
     for inductor in inductors:
-        report(f"plain{', torch.compile' * inductor}", step, copy.deepcopy(model), inductor=inductor)
-    report("DistributedDataParallel", step, DistributedDataParallel(copy.deepcopy(model)))
+        report(f"plain{', torch.compile' * inductor}", step, lambda: copy.deepcopy(model), inductor=inductor)
+    report("DistributedDataParallel", step, lambda: DistributedDataParallel(copy.deepcopy(model)))
     for recompute in given.recompute:
         both = inductors if recompute == "none" else (False,)
         for fuses in both:
             mesh = autoshard.Mesh({"x": 1}, replace(h, fuses=fuses))
             plan = autoshard.plan(model, mesh, args, kwargs, recompute=recompute)
-            line(f"predicted, {recompute}{', fused' * fuses}", plan.cost.total_s, plan.memory.peak)
+            peak = plan.memory.peak - plan.memory.optimizer + moments
+            line(f"predicted, {recompute}{', fused' * fuses}", plan.cost.total_s, peak)
+        make = partial(autoshard.compile, mesh=world, example_args=args, example_kwargs=kwargs, recompute=recompute)
         for inductor in both:
-            sharded = autoshard.compile(copy.deepcopy(model), world, args, kwargs, recompute=recompute)
-            report(f"ours, {recompute}{', torch.compile' * inductor}", step, sharded, inductor=inductor)
-            del sharded
+            what = f"ours, {recompute}{', torch.compile' * inductor}"
+            report(what, step, lambda make=make: make(copy.deepcopy(model)), inductor=inductor)
 
 
-def report(what: str, measure: Callable[..., tuple[float, float, float]], model: nn.Module, **options: Any) -> None:
+def report(
+    what: str, measure: Callable[..., tuple[float, float, float]], make: Callable[[], nn.Module], **options: Any
+) -> None:
+    held = torch.cuda.memory_allocated() if CUDA else 0
     try:
-        line(what, *measure(model, **options))
+        seconds, peak, loss = measure(make(), **options)
+        line(what, seconds, peak - held if CUDA else 0.0, loss)
     except Exception as error:
         traceback.print_exc(limit=-4)
         print(f"    {what:40}{type(error).__name__}: {str(error)[:200]}", flush=True)

@@ -83,7 +83,8 @@ def graph_inputs(
     found = {n: x for n, x in zip(graph.flat_inputs, leaves, strict=True) if n is not None}
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     found |= {i.name: tensors[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
-    return found | dict(graph.constants)
+    device = next((x.device for x in tensors.values()), None)
+    return found | {name: x.to(device) for name, x in graph.constants.items()}
 
 
 def run(program: Program, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -22,6 +22,11 @@ HERE = Path(__file__).parent
 CAPTURES = "AUTOSHARD_TEST_CAPTURES"
 """variable with the folder of what ranks have captured"""
 
+if "AUTOSHARD_TEST_RANK" in os.environ:  # for what scripts make when they are imported, too
+    from harness import use_device
+
+    use_device(os.environ["AUTOSHARD_TEST_DEVICE"])
+
 
 def environment() -> dict[str, str]:
     """For processes that import autoshard and the tests' helpers from this checkout."""

@@ -16,29 +16,39 @@ from torch.distributed.tensor import DTensor
 
 
 @functools.cache
-def mend_full_states(is_owned: Callable[[Any], bool], part_of: Callable[[torch.Tensor, Any], DTensor]) -> None:
+def mend_full_states(
+    is_owned: Callable[[Any], bool],
+    part_of: Callable[[torch.Tensor, Any], DTensor],
+    placed: Callable[[DTensor], DTensor],
+) -> None:
     """Have all ranks give and get the whole of what ``is_owned`` knows; ``part_of``: what a rank holds of a whole, lying as
-    another does. Others are as they were."""
+    another does; ``placed``: the same, on its owners' kind of device on all ranks. Others are as they were."""
     states: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")  # which few programs need
-    inner = states._gather_state_dict
+    inner, of_optimizer = states._gather_state_dict, states._get_optim_state_dict
+
+    def owned(change: Callable[[Any], torch.Tensor], tree: Any) -> Any:
+        return pytree.tree_map_only(DTensor, lambda x: change(x) if is_owned(x) else x, tree)
 
     @functools.wraps(inner)
     def gathered(found: Any, *args: Any, **kwargs: Any) -> Any:
-        wholes = pytree.tree_map_only(DTensor, lambda x: x.detach().full_tensor() if is_owned(x) else x, found)
-        return inner(wholes, *args, **kwargs)
+        return inner(owned(lambda x: x.detach().full_tensor(), found), *args, **kwargs)
+
+    @functools.wraps(of_optimizer)
+    def on_one_device(*args: Any, **kwargs: Any) -> Any:
+        return owned(placed, of_optimizer(*args, **kwargs))
 
     def cut(inner: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(inner)
         def by_rank(full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            owned = {key: x for key, x in local.items() if is_owned(x)}
+            of_others = {key: x for key, x in local.items() if is_owned(x)}
             local |= {
-                k: torch.empty(x.shape, dtype=x.dtype, device=x.device_mesh.device_type) for k, x in owned.items()
+                k: torch.empty(x.shape, dtype=x.dtype, device=x.device_mesh.device_type) for k, x in of_others.items()
             }
             inner(full, local, *args, **kwargs)
-            local |= {key: part_of(local[key], x) for key, x in owned.items() if key in local}
+            local |= {key: part_of(local[key], x) for key, x in of_others.items() if key in local}
 
         return by_rank
 
-    states._gather_state_dict = gathered
+    states._gather_state_dict, states._get_optim_state_dict = gathered, on_one_device
     states._distribute_state_dict = cut(states._distribute_state_dict)
     states._broadcast_state_dict = cut(states._broadcast_state_dict)

@@ -55,7 +55,7 @@ def _held(mesh: DeviceMesh, axes: Mesh, owner: tuple[tuple[str, int], ...]) -> D
     held._of = mesh  # type: ignore[attr-defined]
     mend_lists(is_owned, local_of)
     _mend_full_tensor()
-    mend_full_states(is_owned, part_of_owned)
+    mend_full_states(is_owned, part_of_owned, _placed)
     held._dim_group_names = mesh._dim_group_names if held.get_coordinate() is not None else []
     return held
 
@@ -150,6 +150,13 @@ def _no_rows(data: torch.Tensor, like: DTensor) -> torch.Tensor:
     cut = [(p.dim, mesh.size(i)) for i, p in placed if isinstance(p, Shard)]
     rest = [n // math.prod(ranks for d, ranks in cut if d == dim) for dim, n in enumerate(like.shape)]
     return data.new_empty(0, *rest[1:], device=mesh.device_type)
+
+
+def _placed(x: DTensor) -> DTensor:
+    """The same; a rank that does not own it has no rows where its owners' lie."""
+    local = x._local_tensor
+    lies = local.ndim == x.ndim and local.device.type == x.device_mesh.device_type
+    return x if lies else DTensor(_no_rows(local, x), x._spec, requires_grad=False)
 
 
 def part_of_owned(full: torch.Tensor, like: DTensor) -> DTensor:

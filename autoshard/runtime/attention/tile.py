@@ -124,8 +124,10 @@ def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, maski
         return False
     if not query.shape[-1] == key.shape[-1] == value.shape[-1] or key.shape[1] != value.shape[1]:
         return False
-    if query.device.type == "cuda":
-        return masking.bias is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+    if query.device.type == "cuda":  # its kernel counts a causal mask from the last row
+        if masking.bias is not None or (masking.causal and query.shape[-2] != key.shape[-2]):
+            return False
+        return query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in range(8, 257, 8)
     return query.device.type in ("cpu", "meta")
 
 
@@ -137,7 +139,6 @@ def _kernel(
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         found: tuple[Any, ...] = flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
         return found
-    key, value = (_heads_of(query, x) for x in (key, value))
     on_device: tuple[Any, ...] = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
     return on_device
 
@@ -157,13 +158,11 @@ def _kernel_backward(
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
         a, b, c = flash(gradient, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scale)
         return a, b, c
-    shapes = key.shape, value.shape
-    key, value = (_heads_of(query, x) for x in (key, value))
     seed = torch.empty((), dtype=torch.int64, device=query.device)  # of a dropout that there is not
     lengths = None, None, query.shape[-2], key.shape[-2]
     given = (gradient, query, key, value, out, sums, *lengths, 0.0, causal, seed, seed)
     a, b, c = aten._scaled_dot_product_flash_attention_backward(*given, scale=scale)
-    return a, _shared(b, shapes[0]), _shared(c, shapes[1])
+    return a, b, c
 
 
 # --- spelled out, some rows at a time ---

@@ -95,8 +95,11 @@ class _Collected(HandingOn):
             bags = rows.index_select(0, places)
             if again:
                 of_weights = (gradient.index_select(0, bags) * x.index_select(0, places)).sum(1)
-            else:
+            elif gradient.device.type == "cpu" or gradient.dtype.itemsize > 2:
                 of_weights = _dots(gradient, x, places, starts, bags, 0)
+            else:  # GPUs have no such kernel
+                dots = torch.bmm(gradient.index_select(0, rows).unsqueeze(1), x.unsqueeze(2))
+                of_weights = dots.flatten().index_select(0, places)
         return of_x, of_weights, None, None, None
 
 

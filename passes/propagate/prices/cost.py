@@ -199,7 +199,7 @@ def _seconds(
         ahead = device.attention_seconds(tiling.pairs * forward, tiling.keys, dtype, backward=False)
         back = device.attention_seconds(2.5 * tiling.pairs * forward, tiling.keys, dtype, backward=True)
         ahead, back = (ring.in_tiles(node, graph, device.attention_tile) * x for x in (ahead, back))
-        moved += ring.PASSES * math.prod(shapes[0][:-1]) * tiling.matrix * dtype.itemsize
+        moved += tiling.passes * math.prod(shapes[0][:-1]) * tiling.matrix * dtype.itemsize
         between = device.traffic_seconds(2 * ring.reordered(node, choice, shapes) * dtype.itemsize)
         launch *= tiling.pieces
         if tiling.tiles > 1:  # each gives a result of its own, which is merged

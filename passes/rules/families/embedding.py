@@ -157,6 +157,7 @@ def _bag(node: Node, graph: Graph) -> Space:
         ),
         sizes,
         even=frozenset({"bags"}),
+        filled=frozenset({"embed"}),  # CUDA's kernels read past an empty gradient
         linear=((node.positions["weight"],),) if "vocab" in sizes and BAG_MODES[node.argument("mode")] != "max" else (),
     )
     return _table_wise(node, graph, factors)

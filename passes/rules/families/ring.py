@@ -58,6 +58,8 @@ MERGE_KERNELS = 6
 """elementwise kernels that merge a tile's result into that of the tiles before it"""
 PASSES = 6
 """times that a matrix of weights is read or written: scores, their scale, the softmax's two passes, the last product"""
+PASSES_OF_DROPOUT = 12
+"""the same where all weights are spelled out, as dropout wants: with a mask, rows that see nothing, and what is dropped"""
 
 
 def band_of(node: Node) -> Band:
@@ -195,6 +197,8 @@ class Tiling(NamedTuple):
     """of heads or sequences, each of which has as many"""
     matrix: float = 0.0
     """keys of every row whose weights are written down: by no fused kernel"""
+    passes: int = PASSES
+    """times that these are read or written"""
 
 
 def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> Tiling:
@@ -215,6 +219,11 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
     counting = band.pairs(queries, keys) or 1.0
     if label == "keys":
         return Tiling(pairs * queries * keys / counting, keys, matrix=keys / math.prod(ranks[label]))
+    drops = bool(node.argument("dropout_p", 0.0))
+    if (
+        drops and label in ("", "queries") and node.op is not banded_op._opoverload
+    ):  # a causal mask is a tensor there, too
+        return Tiling(pairs * queries * keys / counting, keys, matrix=keys, passes=PASSES_OF_DROPOUT)
     if label == HELPED:
         found = helped_work(queries, ranks[label])
         pairs *= max(found) * len(found) / counting
@@ -222,7 +231,6 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
         found = work(queries, keys, ranks.get(label, ()), label in IN_FOLDED_ORDER, label in LABELS, band)
         pairs *= max(found) * len(found) / counting
     matrix = keys if "embed" in ranks else 0.0
-    drops = node.op is banded_op._opoverload and node.argument("dropout_p")
     if node.argument("soft_cap", None) is not None or drops:
         matrix = pairs * counting / queries
     if label not in LABELS:
