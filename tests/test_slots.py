@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.runtime.operations import grouped
+from autoshard.runtime.operations import grouped, slots
 from autoshard.runtime.operations.experts import experts
 from autoshard.runtime.operations.gated import gated_products
 from autoshard.runtime.operations.grouped import product
@@ -188,3 +188,18 @@ def test_gated_products_in_pieces(monkeypatch: pytest.MonkeyPatch, turned: bool,
         sum(g.square().sum() for g in gradients).backward()
     for a, b in zip(given, again, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("computed", [10, 6], ids=["all", "some"])
+def test_gradients_of_weights_without_the_kernel_that_gpus_lack(monkeypatch: pytest.MonkeyPatch, computed: int) -> None:
+    order = torch.randperm(ROWS * TOP, generator=torch.Generator().manual_seed(0))[:computed]
+    found = []
+    for has in (True, False):
+        monkeypatch.setattr(slots, "_has_dots", lambda x, has=has: has)
+        x, weights = torch.ones(computed, 4, dtype=torch.float64), operands()[1].detach().flatten()
+        x = (x * torch.arange(4.0) + torch.arange(float(computed)).unsqueeze(1)).requires_grad_()
+        y = collected(x, weights.requires_grad_(), slots_of(order, ROWS, TOP))
+        found.append(torch.autograd.grad((y * torch.arange(20.0).view(ROWS, 4)).sum(), (x, weights)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0)
+        assert a.abs().max() > 0

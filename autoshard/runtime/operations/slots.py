@@ -95,9 +95,9 @@ class _Collected(HandingOn):
             bags = rows.index_select(0, places)
             if again:
                 of_weights = (gradient.index_select(0, bags) * x.index_select(0, places)).sum(1)
-            elif gradient.device.type == "cpu" or gradient.dtype.itemsize > 2:
+            elif _has_dots(gradient):
                 of_weights = _dots(gradient, x, places, starts, bags, 0)
-            else:  # GPUs have no such kernel
+            else:
                 dots = torch.bmm(gradient.index_select(0, rows).unsqueeze(1), x.unsqueeze(2))
                 of_weights = dots.flatten().index_select(0, places)
         return of_x, of_weights, None, None, None
@@ -113,3 +113,8 @@ def _bags(
 
 _dots = torch.ops.aten._embedding_bag_per_sample_weights_backward
 """of every element of the bags the product of its row and of its bag's gradient"""
+
+
+def _has_dots(x: torch.Tensor) -> bool:
+    """Whether there is such a kernel: on GPUs none for half precision."""
+    return x.device.type == "cpu" or x.dtype.itemsize > 2
