@@ -1,7 +1,7 @@
 """A step of a layer of experts on gloo ranks: the compiled module beside an all-to-all written by hand, taken in turns.
 
     python benchmarks/expert_step.py --worlds 5
-    python benchmarks/expert_step.py --ranks 4 --rows 512
+    python benchmarks/expert_step.py --ranks 4 --rows 1024 --width 256 --hidden 512 --steps 150
 
 All cut rows and experts along one axis, begin with a rank's own rows, and give the same loss. By hand in two ways: with the
 parameters that the model has and torch's grouped products (``by hand``), and with parameters of each expert, whose gradients
@@ -112,11 +112,11 @@ class ExpertByExpert(ByHand):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--worlds", type=int, default=1, help="so many times, and medians of the ratios")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
