@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from state_experts import AsTuple
-from state_harness import Smooth, both, case, close, full, pair, rows, same_gradients, same_state
+from state_harness import Smooth, both, case, close, full, pair, rows, same_gradients, same_state, steps
 from torch import nn
 
 import autoshard
@@ -153,3 +153,24 @@ def fused_steps_on_gradients_that_lie_otherwise(mesh: autoshard.Mesh) -> None:
                 optimizer.step()
         same_gradients(sharded, model)
         same_state(sharded, model)
+
+
+class Read(nn.Module):
+    """A buffer that a product reads, of which a backward wants what it was, and that is written then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8, dtype=torch.float64)
+        self.register_buffer("scale", torch.linspace(0.5, 2.0, 8, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        y = self.lin(x) * self.scale
+        self.scale = self.scale * 1.5 + x.detach().mean(0)
+        return (y.square().mean(),)
+
+
+@case
+def a_buffer_that_is_read_before_it_is_written(mesh: autoshard.Mesh) -> None:
+    for hints in (None, {"scale": autoshard.Shard(0)}):
+        model, sharded = pair(mesh, Read, rows(), hints=hints)
+        steps(model, sharded, (rows()), (rows(seed=2)))

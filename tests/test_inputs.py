@@ -124,6 +124,24 @@ def test_numbers_come_whole_and_axes_of_one_rank_cut_nothing() -> None:
     assert x == Layout(mesh, {"a": Shard(0)})
 
 
+def test_what_is_said_of_a_part() -> None:
+    """Lengths of dim 0 are compared where it is cut; a hint that cuts nothing says how a plan holds it, not how it comes."""
+
+    class Both(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x.sum() + y.sum()
+
+    mesh, args = Mesh({"dp": 2}), (torch.zeros(4, 6), torch.zeros(3, 6))
+    of_x = {"x": {"dp": autoshard.Shard(1)}}
+    assert local_layouts(Both(), mesh, args, {}, "local", of_x) == tuple(
+        Layout(mesh, {"dp": Shard(dim)}) for dim in (1, 0)
+    )
+    with pytest.raises(autoshard.HintError, match="'x' has 4 rows and 'y' 3"):
+        local_layouts(Both(), mesh, args, {}, "local", {"x": {"dp": autoshard.Replicate()}})
+    kept = local_layouts(Both(), mesh, args, {}, {"x": "local"}, {"x": "replicate"})
+    assert kept == (Layout(mesh, {"dp": Shard(0)}), None)
+
+
 def test_fields_whose_names_begin_alike() -> None:
     """torch writes guards of such arguments that are no Python."""
     batch = Batch(torch.randn(4, 8).double(), torch.rand(4, 1).double())

@@ -112,7 +112,7 @@ def _layout(name: str, mesh: Mesh, hints: Any) -> Layout:
         if cuts and _matches(name, pattern):
             asked = hint
     if isinstance(asked, Mapping):
-        return Layout(mesh, {axis: p for axis, p in asked.items() if isinstance(p, Shard)})
+        return Layout(mesh, asked)
     return Layout(mesh, dict.fromkeys(_batch_axes(name, mesh), asked))
 
 
