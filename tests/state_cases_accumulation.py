@@ -124,7 +124,11 @@ def no_sync_after_a_summed_gradient(mesh: autoshard.Mesh) -> None:
             late = full(module(ids(seed=2))[0])
         late.backward()  # the forward decides
         wanted = [module.head.bias, module.up.weight]
+        held = [(p.grad, getattr(p.grad, "placements", None)) for p in wanted]
         asked.append(torch.autograd.grad(full(module(ids(seed=3))[0]), wanted))
+        assert all(
+            p.grad is g and getattr(g, "placements", None) == at for p, (g, at) in zip(wanted, held, strict=True)
+        ), "what is asked for leaves .grad as it is"
         full(module(ids(seed=4))[0]).backward(inputs=[module.head.bias])
     for given, expected in zip(*reversed(asked), strict=True):
         close(given, expected)
