@@ -78,6 +78,42 @@ def test_a_saved_module_goes_on_from_what_it_wrote(
     assert capsys.readouterr().out.splitlines() == expected
 
 
+class Bags(nn.Module):
+    """Tables whose gradients are sparse, beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(rows, 4, mode="sum", sparse=True) for rows in (30, 20))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        pooled = [bag(column) for bag, column in zip(self.bags, ids.unbind(), strict=True)]
+        return self.head(torch.cat(pooled, 1)).square().mean()
+
+
+@pytest.mark.parametrize("like", ["table-wise", "row-wise", "ddp"])
+def test_a_saved_module_trains_sparse_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, like: str
+) -> None:
+    rows = torch.randint(0, 20, (2, 8, 3))
+    model = Bags()
+    autoshard.compile(model, ideal({"x": 2}), (rows,), like=like).save(tmp_path)
+    save_file({"ids": rows}, tmp_path / "inputs.safetensors")
+    optimizers = torch.optim.SparseAdam(model.bags.parameters()), torch.optim.AdamW(model.head.parameters())
+    expected = []
+    for step in range(3):
+        loss = model(rows)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        expected.append(f"step {step}: loss {loss.item():.6f}")
+    monkeypatch.setattr(sys, "argv", ["", "--steps", "3", "--inputs", str(tmp_path / "inputs.safetensors")])
+    saved = tmp_path / "rank_module.py"
+    launch.main(load_source(saved.read_text("utf-8")), str(saved))
+    assert capsys.readouterr().out.splitlines() == expected
+
+
 @pytest.mark.parametrize(("planned", "given"), [("local", "global"), ("global", "local")])
 def test_a_plan_is_followed_whatever_the_inputs_are(planned: str, given: str) -> None:
     parts = ids(rows=2) if planned == "local" else ids()

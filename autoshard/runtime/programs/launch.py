@@ -43,7 +43,7 @@ def main(rank_module: type[RankModule] | Sequence[type[RankModule]], file: str) 
     parser = argparse.ArgumentParser(description=classes[0].__doc__)
     parser.add_argument("--inputs", type=Path, help="safetensors file with the global inputs by name")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps to take (default 1)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW, and SparseAdam")
     options = parser.parse_args()
     folder = Path(file).resolve().parent
     _name_lines(classes, Path(file))

@@ -119,7 +119,7 @@ class Held:
         described = folder / "inputs.json"
         self.inputs = json.loads(described.read_text()) if described.exists() else {}
         self.written: dict[str, torch.Tensor] = {}
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
 
     def call(self, number: int, index: int, received: Sequence[torch.Tensor], inputs: Inputs) -> tuple[Any, ...]:
         """What stage ``number`` sends and returns in micro-batch ``index``. ``inputs``: global."""
@@ -143,11 +143,14 @@ class Held:
         return x
 
     def update(self, lr: float) -> None:
-        """What the forward wrote of buffers, and AdamW's step."""
+        """What the forward wrote of buffers, and a step of AdamW; of SparseAdam where gradients are sparse."""
         self.tensors |= self.written  # of an input nothing reads it
-        if not self.trained:
-            return
-        if self.optimizer is None:
-            self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if not self.optimizers:
+            kinds: dict[Any, list[torch.Tensor]] = {torch.optim.AdamW: [], torch.optim.SparseAdam: []}
+            for x in self.trained.values():
+                is_sparse = x.grad is not None and x.grad.is_sparse
+                kinds[torch.optim.SparseAdam if is_sparse else torch.optim.AdamW].append(x)
+            self.optimizers = [kind(tensors, lr=lr) for kind, tensors in kinds.items() if tensors]
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
