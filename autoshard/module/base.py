@@ -262,6 +262,7 @@ class ShardedModule(Compiling):
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.
 
+        The program is that of the latest call, as in :attr:`plan`: without a backward after an evaluation.
         In micro-batches or stages ``step.json``, too, which says how they make a step.
         ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
         Under torch.distributed every rank calls it and writes its own shard. Raises :class:`PlanError` for micro-batches
