@@ -63,7 +63,7 @@ def mask_loop(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.
     """The same, out of masks of experts."""
     out, chosen = torch.zeros_like(x), F.one_hot(ids, COUNT).permute(2, 1, 0)
     for e in range(COUNT):
-        slots, rows = torch.where(chosen[e])
+        slots, rows = chosen[e].nonzero(as_tuple=True)
         out[rows] += model.activated(x[rows] @ model.first[e]) @ model.second[e] * weights[rows, slots, None]
     return out
 

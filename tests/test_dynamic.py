@@ -69,7 +69,8 @@ class Nonzero(nn.Module):
         pairs = self.lin(h.index_select(0, rows)).reshape(2 * n, WIDTH // 2)
         scale = torch.arange(2 * n).to(h.dtype).unsqueeze(1) / (n + 1)
         taken = (pairs * scale).view(n, WIDTH)
-        return h.index_add(0, torch.cat([rows, rows]), torch.cat([taken, -0.5 * taken]))
+        row, column = (h > 1).nonzero().unbind(1)  # a number of columns that is known
+        return h.index_add(0, torch.cat([rows, rows]), torch.cat([taken, -0.5 * taken])) + h[row, column].sum()
 
 
 class Experts(nn.Module):

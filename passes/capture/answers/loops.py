@@ -101,6 +101,12 @@ class Row:
         return hash(self.place)
 
 
+def _of_rows(call: Call) -> bool:
+    """Whether it iterates over the first dim: the others' lengths are known."""
+    dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
+    return dim in (0, -call.args[0].ndim)
+
+
 class Loops(Observer):
     """The loops of one trace."""
 
@@ -122,7 +128,7 @@ class Loops(Observer):
         func, args = call.func, call.args
         if func is torch.Tensor.__getitem__ and isinstance(args[1], Row | tuple):
             call = replace(call, args=(args[0], _index(args[1])))
-        if func in (torch.Tensor.unbind, torch.Tensor.__iter__) and id(args[0]) in self.conditions:
+        if func in (torch.Tensor.unbind, torch.Tensor.__iter__) and id(args[0]) in self.conditions and _of_rows(call):
             return Answer(self.loop(args[0], call.frame), "its rows are among the places of a condition")
         if self.ended and any(id(x) in self.ended for x in call.operands):
             raise CaptureError(f"a value made in a loop of unknown length is read after the iteration. {_ADVICE}")
