@@ -232,6 +232,10 @@ def test_malformed_meshes() -> None:
     ("given", "text"),
     [
         ({"example_args": X}, "example_args is a tuple of the arguments, got one Tensor: write (x,)"),
+        (
+            {"example_args": {"x": X}},
+            "example_args is a tuple of the arguments, got one dict: write (x,); of arguments by name: example_kwargs={…}",
+        ),
         ({"example_args": (X,), "example_kwargs": [X]}, "example_kwargs is a dict of the arguments by name, got list"),
         ({"example_args": (X,), "memory_budget": "40GB"}, "memory_budget is bytes per rank, such as 40e9, got '40GB'"),
         ({"example_args": (X,), "memory_budget": -1}, "memory_budget is bytes per rank, such as 40e9, got -1"),
@@ -246,6 +250,21 @@ def test_arguments_of_another_kind(given: dict[str, Any], text: str) -> None:
         with pytest.raises(autoshard.AutoshardError) as raised:
             make(Net(), {"tp": 2}, **given)  # type: ignore[operator]
         assert str(raised.value) == text
+
+
+def test_a_module_that_is_sharded_already() -> None:
+    sharded = autoshard.compile(Net(), {"tp": 2}, (X,))
+    inside = nn.Sequential(nn.Identity(), sharded)
+    for make in (autoshard.compile, autoshard.plan, autoshard.verify):
+        for model, what in ((sharded, "the model"), (inside, "its module '1'")):
+            with pytest.raises(autoshard.CaptureError, match=f"{what} is sharded already, by autoshard.compile"):
+                make(model, {"tp": 2}, (X,))  # type: ignore[operator]
+
+
+def test_a_look_up_that_scales_its_table() -> None:
+    model, rows = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(autoshard.CaptureError, match="an embedding with max_norm writes into its table"):
+        autoshard.plan(model, {"tp": 2}, (rows,))
 
 
 class Wild(nn.Module):

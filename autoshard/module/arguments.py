@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import AutoshardError, CaptureError, HintError, PlanError
+from autoshard.module.base import ShardedModule
 from autoshard.plans.plan import Plan
 
 T = TypeVar("T")
@@ -37,8 +38,15 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
             else f"{model!r:.60}"
         )
         raise CaptureError(f"the model is an nn.Module, got {what}")
+    for name, part in model.named_modules():
+        if isinstance(part, ShardedModule):
+            what = f"its module {name!r}" if name else "the model"
+            raise CaptureError(f"{what} is sharded already, by autoshard.compile: compile what that was made of")
     if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
-        raise CaptureError(f"example_args is a tuple of the arguments, got one {type(args).__name__}: write (x,)")
+        named = "; of arguments by name: example_kwargs={…}" if isinstance(args, Mapping) else ""
+        raise CaptureError(
+            f"example_args is a tuple of the arguments, got one {type(args).__name__}: write (x,){named}"
+        )
     if not (kwargs is None or isinstance(kwargs, Mapping)):
         raise CaptureError(f"example_kwargs is a dict of the arguments by name, got {type(kwargs).__name__}")
     for name, value in given.items():

@@ -73,4 +73,6 @@ def beside(error: CaptureError, programs: Sequence[Executable], leaves: Sequence
             dtype = str(leaf.dtype).removeprefix("torch.")
             if dtype != before[name]["dtype"]:
                 changed.append(f"{fqns[name]!r} with {before[name]['dtype']} and comes with {dtype}")
-    return CaptureError(f"{error} The module was compiled for input {', '.join(changed)}.") if changed else error
+    if not changed:
+        return error
+    return CaptureError(f"{str(error).rstrip('.')}. The module was compiled for input {', '.join(changed)}.")

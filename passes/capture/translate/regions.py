@@ -111,6 +111,11 @@ class _Gradients:
         written = _written(node)
         for operand in written:
             if not (enabled and operand in self.carried) and not self.carried.isdisjoint(self._same_storage(operand)):
+                if node.target is aten.embedding_renorm_.default:
+                    raise CaptureError(
+                        f"{where(node)}: an embedding with max_norm writes into its table when it looks up. Leave max_norm "
+                        "out, and scale the rows of the parameter between steps, or what was looked up."
+                    )
                 raise CaptureError(
                     f"{where(node)}: {node.target} writes in place into a value that has a gradient, behind autograd's "
                     "back (under no_grad, or into its detach() or .data). Compute a new tensor instead."
