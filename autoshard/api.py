@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -42,6 +44,7 @@ from autoshard.serving import calls_for, check_asked, laid_out, served, together
 from autoshard.stages import set_up_logs
 
 set_up_logs()
+log = logging.getLogger("autoshard")
 
 Like = str | Mapping[str, Any] | None
 
@@ -187,6 +190,13 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
             )
         kind = DistributedModule if settings.wishes.stages is None else PipelinedModule
         return kind(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
+    if not running and (started := os.environ.get("WORLD_SIZE", "1")) != "1" and resolved.size > 1:
+        log.warning(
+            "this process is one of WORLD_SIZE=%s, but torch.distributed is not initialised: all %d ranks run inside each of "
+            "them. Call torch.distributed.init_process_group() before autoshard.compile",
+            started,
+            resolved.size,
+        )
     return InProcessModule(model, resolved, settings)
 
 

@@ -261,6 +261,16 @@ def test_a_module_that_is_sharded_already() -> None:
                 make(model, {"tp": 2}, (X,))  # type: ignore[operator]
 
 
+def test_all_ranks_in_each_of_several_processes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for size, axes, told in (("2", {"tp": 2}, True), ("1", {"tp": 2}, False), ("2", {"tp": 1}, False)):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        caplog.clear()
+        autoshard.compile(Net(), axes, (X,))
+        assert ("torch.distributed is not initialised: all 2 ranks run inside each" in caplog.text) == told
+
+
 def test_a_look_up_that_scales_its_table() -> None:
     model, rows = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), torch.zeros(4, dtype=torch.int64)
     with pytest.raises(autoshard.CaptureError, match="an embedding with max_norm writes into its table"):
