@@ -13,6 +13,7 @@ from autoshard.passes.ir.units import show_bytes
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "adamw": (2, 0),
     "adam": (2, 0),
+    "sparse_adam": (2, 0),
     "adagrad": (1, 0),
     "rmsprop": (1, 0),
     "lion": (1, 0),
