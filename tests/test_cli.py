@@ -64,6 +64,12 @@ def test_plan_takes_hints(capsys: pytest.CaptureFixture[str]) -> None:
     assert "S(0)@tp" in row
 
 
+def test_a_hint_on_bags_cuts_their_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "dlrm", "--mesh", "x=2", "--hint", "tables.*.weight=rowwise"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("tables.")]
+    assert [line[3] for line in lines[:3]] == ["S(0)@x"] * 3
+
+
 def test_compile_writes_a_directory_that_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["compile", "gpt", "--mesh", "tp=2", "--hardware", "ideal_network", "--out", str(tmp_path)]) == 0
     names = {p.name for p in tmp_path.iterdir()}

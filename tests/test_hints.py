@@ -84,6 +84,39 @@ def test_the_other_styles(graph: Graph) -> None:
     )
 
 
+class Bag(nn.Module):
+    """A table that is looked up by one of several operations."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.table = by, nn.EmbeddingBag(12, 8, mode="mean") if by == "module" else nn.Embedding(12, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.table.weight
+        if self.by == "function":
+            return nn.functional.embedding_bag(tokens, weight, mode="sum")
+        if self.by == "scaled":
+            return nn.functional.embedding(tokens, weight * 3)
+        found: torch.Tensor = self.table(tokens)
+        return found.sum(1) if self.by == "sums" else found
+
+
+@pytest.mark.parametrize("by", ["module", "function", "sums", "scaled"])
+@pytest.mark.parametrize("pattern", ["table.weight", "table"])
+def test_rows_of_every_table_are_its_dim_0(by: str, pattern: str) -> None:
+    """Bags are tables, too: what is pooled, and what is looked up in something made of the table."""
+    if pattern == "table" and by in ("function", "scaled"):
+        pattern = "table.*"  # its module does not run
+    tokens = torch.zeros(4, 6, dtype=torch.long)
+    found, model = capture(Bag(by), (tokens,), {}, training=True), Bag(by).double()
+    for style, dim in (("rowwise", 0), ("colwise", 1)):
+        (asked,) = resolve({pattern: style}, found, autoshard.Mesh(TP)).values()
+        assert asked.axes == (("tp", Shard(dim)),)
+        sharded = autoshard.compile(model, TP, (tokens,), hints={pattern: style})
+        assert str(sharded.plan.layouts["table.weight"]) == f"S({dim})@tp"
+        torch.testing.assert_close(sharded(tokens), model(tokens), rtol=1e-12, atol=1e-14)
+
+
 def test_a_pattern_means_parameters_and_buffers_first_then_inputs_then_modules(graph: Graph) -> None:
     check(
         constraints(graph, TP, {"*": Replicate(), "tok*": Shard(0), "up": Shard(2)}),

@@ -16,6 +16,7 @@ from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Plac
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Input, TensorType
+from autoshard.passes.rules.families.embedding import LOOK_UPS
 
 OWNER = -1
 """in place of a dim: not cut, but on one rank"""
@@ -241,12 +242,22 @@ def _styled(hint: Any, value: Input, graph: Graph) -> Any:
     if not isinstance(hint, str):
         return hint
     ndim = len(graph.types[value.name].shape)
-    table = any(n.op == torch.ops.aten.embedding.default and n.inputs[0] == value.name for n in graph.nodes)
     if hint == "replicate" or ndim == 0 or (ndim == 1 and hint == "rowwise"):
         return R
     if ndim == 1:
         return Shard(0)
-    return Shard(int((hint == "rowwise") != table))
+    return Shard(int((hint == "rowwise") != _is_table(value.name, graph)))
+
+
+def _is_table(name: str, graph: Graph) -> bool:
+    """Whether rows of it are looked up: as it is, or what is made of it alone in its shape, such as scaled."""
+    made, shape = {name}, graph.types[name].shape
+    for node in graph.nodes:
+        if node.op in LOOK_UPS and node.inputs[0] in made:
+            return True
+        if node.inputs and made.issuperset(node.inputs):
+            made.update(o for o in node.outputs if graph.types[o].shape == shape)
+    return False
 
 
 def modules_of(graph: Graph) -> list[str]:
