@@ -42,13 +42,14 @@ class Constraint:
         ``whole``: what a replicated axis is for this value (None: whichever of R and I).
         Raises :class:`HintError` if nothing is left.
         """
-        result = dict.fromkeys(s for s in states if self._meets(s, mesh))
+        result = dict.fromkeys(s for s in states if self.meets(s, mesh))
         if not result:  # shards too small to be chosen freely are still what the user asked for
             asked: dict[str, Placement | None] = {**dict(self.axes)} or {mesh.axes[-1]: self.anywhere}
             result = {tuple(_as(asked.get(a), type_, whole) for a in mesh.axes): None}
         return tuple(result)
 
-    def _meets(self, state: tuple[Placement, ...], mesh: Mesh) -> bool:
+    def meets(self, state: tuple[Placement, ...], mesh: Mesh) -> bool:
+        """Whether a value that lies so is as the hint says."""
         if self.anywhere is not None:
             if not isinstance(self.anywhere, Shard):
                 return all(_same(self.anywhere, p) for p in state)
@@ -303,11 +304,12 @@ def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constrain
             if not unread and ((layout.owner and not type_.tables) or (layout.grouped and type_.parts is None)):
                 how = "whole on one rank" if layout.owner else "with every part of a dim cut"
                 what = "one of several embedding tables or experts" if layout.owner else "a projection of several parts"
+                alike = ', or {"experts.*": "replicate"} for all experts of a list' if layout.owner else ""
                 raise PlanError(
                     f"parameter {value.fqn!r} lies {how} ({layout}), and this call does not read it as {what}: it may run "
-                    'another part of the model, or experts under autocast. Keep it otherwise, by hints={name: "replicate"} '
-                    "or like=, or compile in the state of this call (mode, autocast, arguments), whose plan then serves the "
-                    "others."
+                    "another part of the model, or experts under autocast. Keep it otherwise, by "
+                    f'hints={{{value.fqn!r}: "replicate"}}{alike}, or like=, or compile in the state of this call (mode, '
+                    "autocast, arguments), whose plan then serves the others."
                 )
             placements = (canonical(p, grad) for p in layout.placements)  # I and R differ in the gradient
             axes = tuple(zip(layout.mesh.axes, placements, strict=True))
