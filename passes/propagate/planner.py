@@ -46,13 +46,9 @@ def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | L
 
 def _asked_too_much(constraints: Mapping[str, Constraint | Limit], mesh: Mesh) -> str:
     """What to tell where an expert's plan leaves no plan beside the hints."""
-    hints = dict.fromkeys(f"{c.pattern!r} (on {c.name})" for c in constraints.values() if isinstance(c, Constraint))
+    hints = sorted({f"{c.pattern!r} (on {c.name})" for c in constraints.values() if isinstance(c, Constraint)})
     what = "like= and hints= ask for cannot be met together" if hints else "like= asks for cannot be met"
-    told = (
-        f" Hints: {', '.join(list(hints)[:3])}{f' and {len(hints) - 3} more' if len(hints) > 3 else ''}."
-        if hints
-        else ""
-    )
+    told = f" Hints: {', '.join(hints[:3])}{f' and {len(hints) - 3} more' if len(hints) > 3 else ''}." if hints else ""
     less = (
         [f"like= for one axis of the mesh, such as like={{{mesh.axes[-1]!r}: 'megatron-sp'}}"] if mesh.ndim > 1 else []
     )
