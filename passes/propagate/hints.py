@@ -16,6 +16,7 @@ from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Plac
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Input, TensorType
+from autoshard.passes.ir.paths import holders
 from autoshard.passes.rules.families.embedding import LOOK_UPS
 
 OWNER = -1
@@ -141,7 +142,7 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known:
         if targets is None:
             if known:
                 continue
-            raise HintError(_unknown(pattern, graph, modules_of(graph)))
+            raise HintError(_unknown(pattern, graph))
         for name, kind, asked in targets:
             value = module_output(graph, name) if kind == "module" else _input_named(graph, name)
             constraint = _constraint(pattern, name, asked, mesh)
@@ -222,12 +223,18 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
                 found.append((value.fqn, value.kind, _styled(hint, value, graph)))
         if found:
             return found
-    modules = modules_of(graph)
-    matched = [m for m in modules if fnmatch.fnmatchcase(m, pattern)]
+    running = modules_of(graph)
+    matched = [m for m in running if fnmatch.fnmatchcase(m, pattern)]
+    matched = matched or [m for m in _holders(graph) if fnmatch.fnmatchcase(m, pattern)]
     if not matched:
         return None
     for module in matched:
         if not isinstance(hint, str):
+            if module not in running:
+                raise HintError(
+                    f"hint {pattern!r}: module {module!r} is never called, so it has no output that could lie as {hint!r}. "
+                    "Hint its parameters, or modules in it"
+                )
             found.append((module, "module", hint))
             continue
         owned = [i for i in graph.inputs if i.kind == "parameter" and i.fqn.startswith(module + ".")]
@@ -266,6 +273,12 @@ def modules_of(graph: Graph) -> list[str]:
     return list(dict.fromkeys(path for n in graph.nodes for path, _ in n.module_types if path))
 
 
+def _holders(graph: Graph) -> list[str]:
+    """The paths of all modules that hold parameters, buffers or modules that run, such as an ``nn.ModuleList``."""
+    held = (n for i in graph.inputs if i.kind in ("parameter", "buffer") for n in (i.fqn, *i.aliases))
+    return holders([*held, *modules_of(graph)])
+
+
 def _input_named(graph: Graph, fqn: str) -> str:
     return next(i.name for i in graph.inputs if i.fqn == fqn)
 
@@ -282,8 +295,9 @@ def module_output(graph: Graph, module: str) -> str:
     return inside[-1].outputs[-1]
 
 
-def _unknown(pattern: str, graph: Graph, modules: Sequence[str]) -> str:
-    names = [n for i in graph.inputs if i.kind != "constant" for n in (i.fqn, *i.aliases)] + list(modules)
+def _unknown(pattern: str, graph: Graph) -> str:
+    names = [n for i in graph.inputs if i.kind != "constant" for n in (i.fqn, *i.aliases)]
+    names += dict.fromkeys((*modules_of(graph), *_holders(graph)))
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
     return (
         f"hint {pattern!r} matches no parameter, buffer, input or module. Nearest: "
