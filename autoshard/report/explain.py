@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from autoshard.errors import PlanError
 from autoshard.passes.ir.paths import holders
@@ -100,6 +101,7 @@ def _of_input(plan: Record, name: str) -> Iterator[str]:
     yield f"{name}: {plan.kinds[name]}, {plan.dtypes.get(name, '')}{list(shape)}"
     each = "per rank" if plan.staged is None else "on each of its ranks"
     yield f"  lies {_lies(plan, name)}: {show_bytes(local_bytes(plan, name))} {each}; {_why(plan, name)}"
+    yield from _noted(plan, [name])
     shared = show_layout(plan.shared.get(name, layout))
     if shared != show_layout(layout):
         yield f"  its readers convert from {shared}"
@@ -109,6 +111,11 @@ def _of_input(plan: Record, name: str) -> Iterator[str]:
                 yield f"  read as {use.replace('I@', 'R@')} by {node} ({_what(choice)}), {_labels(plan, choice)}"
                 yield from _alternatives(plan, choice, "    ")
     yield from _sent(c for c in plan.collectives if _moves(c, {name}))
+
+
+def _noted(plan: Record, names: Collection[str]) -> Iterator[str]:
+    """Notes in which one of these parameters is named: why it is not as the expert's plan has such."""
+    yield from (f"  {note}" for note in plan.notes if not {*names}.isdisjoint(re.split(r"[ ,;:]+", note)))
 
 
 def _of_operation(plan: Record, node: str) -> Iterator[str]:
@@ -139,6 +146,7 @@ def _of_module(plan: Record, module: str) -> Iterator[str]:
     yield f"{module}{called}: {_count(len(inside))}, {show_seconds(seconds)}"
     for name in owned[:MOST]:
         yield f"  {name} {list(plan.shapes[name])} lies {_lies(plan, name)}; {_why(plan, name)}"
+    yield from _noted(plan, owned)
     heavy = sorted(inside, key=lambda n: -inside[n].seconds)[:MOST]
     for node in (n for n in inside if n in heavy):
         yield f"  {node} ({short_op(inside[node])}) runs {_labels(plan, inside[node])} in {show_seconds(inside[node].seconds)}"
