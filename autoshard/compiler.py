@@ -29,7 +29,7 @@ from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.describe import describe
-from autoshard.plans.follow import assignment_of, check_precision
+from autoshard.plans.follow import assignment_of, check_asked
 from autoshard.plans.orders import in_cheaper_order
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages import in_stages
@@ -108,7 +108,7 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     if wishes.plan is not None:
-        check_precision(wishes.plan, wishes.mixed_precision)
+        check_asked(wishes.plan, wishes, graph, mesh)
         return tried(assignment_of(wishes.plan, graph, mesh, _given(graph, wishes)), wishes.optimizer, wishes.flying)
     with stage("planning"):
         planner = planner_of(graph, mesh, wishes, expert)

@@ -113,6 +113,9 @@ def test_a_saved_plan_is_followed(capsys: pytest.CaptureFixture[str], tmp_path: 
     capsys.readouterr()
     assert main(["explain", *small, "blocks.0", "--plan", str(path)]) == 0
     assert capsys.readouterr().out == plan.explain("blocks.0") + "\n"
+    for command, more in (("verify", ["--like", "ddp"]), ("explain", ["head", "--hint", "head=colwise"])):
+        assert main([command, *small, "--plan", str(path), *more]) == 2
+        assert "--plan FILE is followed as it is: leave --like and --hint out" in capsys.readouterr().err
 
 
 def test_a_plan_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
