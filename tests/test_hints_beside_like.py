@@ -90,6 +90,15 @@ def _dcn(mesh: dict[str, int]) -> tuple[nn.Module, autoshard.Mesh, Any]:
     return model, ideal(mesh), args
 
 
+def test_a_tp_plan_has_no_word_for_a_table_on_one_rank() -> None:
+    """One that is cut by row is said, the others are named as left unsaid."""
+    model, mesh, args = _dcn(X)
+    found = autoshard.plan(model, mesh, args, like="table-wise", hints={"tables.1.weight": "rowwise"}).to_tp_plan()
+    assert found["tables.1"] == "embedding_rowwise"
+    assert not {"tables.0", "tables.*"} & found.keys()
+    assert any(text.startswith("parameter tables.0.weight lies in O(") for text in found.unsaid)
+
+
 def test_what_an_error_advises_for_a_table_works() -> None:
     """A call that reads one table alone is refused; with the hint that the error names it is not."""
     model, x, ids = AsManyAsGiven().double(), torch.randn(8, 4, dtype=torch.float64), torch.randint(7, (8, 2))
