@@ -81,9 +81,10 @@ def compile(  # noqa: A001  the public name
         mesh: an :class:`autoshard.Mesh`, a ``{axis: size}`` dict or a torch ``DeviceMesh``. All ranks run in this
             process, unless torch.distributed is initialised with that many ranks, or the mesh is a ``DeviceMesh``.
         example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
-        plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``: what follows it asks
-            nothing of ``like``, ``hints`` and ``memory_budget``, which count for programs of other shapes and states.
-            Micro-batches, stages and schedule are the plan's where they are left to their defaults; others are refused.
+        plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``. ``like`` and ``hints``
+            beside it are for programs of other shapes and states, as is ``memory_budget``: it must have been made for
+            ``like``, and meet ``hints``; others are refused. Micro-batches, stages and schedule are the plan's where they
+            are left to their defaults; others are refused, too.
         like: an expert's plan instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron" "megatron-sp"
             "ulysses" "ring" "expert" "table-wise" "row-wise" "column-wise" "replicate"``, one for all axes or one per
             axis (``{"dp": "fsdp", "tp": "megatron-sp"}``), or styles by module as of ``parallelize_module`` and

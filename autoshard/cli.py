@@ -156,6 +156,8 @@ def _saved(path: str) -> Plan:
 def _given(options: argparse.Namespace) -> Plan | None:
     """The plan to follow, if there is one."""
     plan: Plan | None = getattr(options, "plan", None)
+    if plan is not None and (options.like or options.hint):
+        raise PlanError("--plan FILE is followed as it is: leave --like and --hint out, or plan again with them")
     return plan
 
 

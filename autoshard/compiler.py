@@ -23,13 +23,13 @@ from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.memory import fitting, tried
 from autoshard.passes.microbatch import MicroBatches, in_parts
-from autoshard.passes.propagate.experts import Expert, asked_by, like_of, met
+from autoshard.passes.propagate.experts import Expert, asked_by, beside, like_of, met
 from autoshard.passes.propagate.hints import comes_in, fixed, goes_out, held, in_time, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
 from autoshard.plans.compiled import Compiled
 from autoshard.plans.describe import describe
-from autoshard.plans.follow import assignment_of, check_precision
+from autoshard.plans.follow import assignment_of, check_asked
 from autoshard.plans.orders import in_cheaper_order
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages import in_stages
@@ -108,7 +108,7 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
     """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
     if wishes.plan is not None:
-        check_precision(wishes.plan, wishes.mixed_precision)
+        check_asked(wishes.plan, wishes, graph, mesh)
         return tried(assignment_of(wishes.plan, graph, mesh, _given(graph, wishes)), wishes.optimizer, wishes.flying)
     with stage("planning"):
         planner = planner_of(graph, mesh, wishes, expert)
@@ -125,6 +125,6 @@ def _given(graph: Graph, wishes: Wishes) -> dict[str, Layout]:
 def planner_of(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert, **more: Any) -> Planner:
     """What searches ``graph`` under these wishes. ``more``: see :class:`Planner`."""
     hinted = resolve(wishes.hints, graph, mesh, known=wishes.known) | fixed(wishes.parameters or {}, graph)
-    asked = wishes.optimizer, expert.asked, wishes.recompute, expert.regathers
+    asked = wishes.optimizer, beside(expert, hinted, graph, mesh).asked, wishes.recompute, expert.regathers
     rest = _given(graph, wishes), expert.zero, wishes.flying, wishes.stays
     return Planner(graph, mesh, {**expert.limits, **hinted}, *asked, *rest, wishes.effort, **more)

@@ -64,6 +64,12 @@ def test_plan_takes_hints(capsys: pytest.CaptureFixture[str]) -> None:
     assert "S(0)@tp" in row
 
 
+def test_a_hint_on_bags_cuts_their_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "dlrm", "--mesh", "x=2", "--hint", "tables.*.weight=rowwise"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("tables.")]
+    assert [line[3] for line in lines[:3]] == ["S(0)@x"] * 3
+
+
 def test_compile_writes_a_directory_that_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["compile", "gpt", "--mesh", "tp=2", "--hardware", "ideal_network", "--out", str(tmp_path)]) == 0
     names = {p.name for p in tmp_path.iterdir()}
@@ -107,6 +113,9 @@ def test_a_saved_plan_is_followed(capsys: pytest.CaptureFixture[str], tmp_path: 
     capsys.readouterr()
     assert main(["explain", *small, "blocks.0", "--plan", str(path)]) == 0
     assert capsys.readouterr().out == plan.explain("blocks.0") + "\n"
+    for command, more in (("verify", ["--like", "ddp"]), ("explain", ["head", "--hint", "head=colwise"])):
+        assert main([command, *small, "--plan", str(path), *more]) == 2
+        assert "--plan FILE is followed as it is: leave --like and --hint out" in capsys.readouterr().err
 
 
 def test_a_plan_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autoshard import models
 from autoshard.cli import main
 from autoshard.devices import divided, shapes
 from autoshard.devices.meshes import Search
+from autoshard.report.explain import MOST
 
 
 class Block(nn.Module):
@@ -75,7 +77,7 @@ def test_an_operation_and_what_it_sends() -> None:
     check(
         planned("megatron").explain("linear_3"),
         """
-        linear_3: linear in blocks.1.down at test_explain.py:28
+        linear_3: linear in blocks.1.down at test_explain.py:30
           runs cut along k@tp
           reads relu_1 [256, 256] as S(1)@tp
           reads blocks.1.down.weight [64, 256] as S(1)@tp
@@ -93,6 +95,25 @@ def test_modules_by_pattern_and_alternatives() -> None:
     assert text.count("(Linear): 1 operation,") == 3
     assert "    instead cut along" in text
     assert "part of the cheapest plan" in planned(None).explain("blocks.0.up.weight")
+
+
+def test_a_module_that_is_never_called() -> None:
+    """All that lies under it is meant, and what cannot be told one by one is counted."""
+    plan = planned("megatron")
+    lines = plan.explain("blocks").splitlines()
+    assert lines[0].startswith("blocks: 12 operations, ")
+    owned = [n for n, kind in plan.kinds.items() if kind == "parameter"]
+    assert [line.split()[0] for line in lines if " lies " in line] == owned
+    with pytest.raises(autoshard.PlanError, match=r"'block' is no .* Nearest: blocks"):
+        plan.explain("block")
+
+
+def test_collectives_that_are_not_told_are_counted() -> None:
+    """One is no "collectives"."""
+    plan = planned("megatron")
+    for count, more in ((1, "  and 1 collective more, 5 B"), (2, "  and 2 collectives more, 10 B")):
+        sent = [replace(plan.collectives[0], fqn="blocks.0", bytes=5.0)] * (MOST + count)
+        assert replace(plan, collectives=tuple(sent)).explain("blocks.0").splitlines()[-1] == more
 
 
 def test_a_message_of_several_tables() -> None:
@@ -166,6 +187,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["explain", "mlp", "blocks.0.up.weight", "--mesh", "dp=2,tp=2", "--like", "dp=fsdp,tp=megatron"]
     assert main(asked) == 0
     assert "asked for by like={'dp': 'fsdp', 'tp': 'megatron'}" in capsys.readouterr().out
+    assert main(["explain", "mlp", "blocks", "--mesh", "tp=2"]) == 0
+    assert capsys.readouterr().out.startswith("blocks: ")
 
 
 # --- the mesh as part of the plan ---

@@ -84,6 +84,37 @@ def test_the_other_styles(graph: Graph) -> None:
     )
 
 
+class Bag(nn.Module):
+    """A table that is looked up by one of several operations."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.table = by, nn.EmbeddingBag(12, 8, mode="mean") if by == "module" else nn.Embedding(12, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.table.weight
+        if self.by == "function":
+            return nn.functional.embedding_bag(tokens, weight, mode="sum")
+        if self.by == "scaled":
+            return nn.functional.embedding(tokens, weight * 3)
+        found: torch.Tensor = self.table(tokens)
+        return found.sum(1) if self.by == "sums" else found
+
+
+@pytest.mark.parametrize("by", ["module", "function", "sums", "scaled"])
+@pytest.mark.parametrize("pattern", ["table.weight", "table"])
+def test_rows_of_every_table_are_its_dim_0(by: str, pattern: str) -> None:
+    """Bags are tables, too: what is pooled, and what is looked up in something made of the table."""
+    tokens = torch.zeros(4, 6, dtype=torch.long)
+    found, model = capture(Bag(by), (tokens,), {}, training=True), Bag(by).double()
+    for style, dim in (("rowwise", 0), ("colwise", 1)):
+        (asked,) = resolve({pattern: style}, found, autoshard.Mesh(TP)).values()
+        assert asked.axes == (("tp", Shard(dim)),)
+        sharded = autoshard.compile(model, TP, (tokens,), hints={pattern: style})
+        assert str(sharded.plan.layouts["table.weight"]) == f"S({dim})@tp"
+        torch.testing.assert_close(sharded(tokens), model(tokens), rtol=1e-12, atol=1e-14)
+
+
 def test_a_pattern_means_parameters_and_buffers_first_then_inputs_then_modules(graph: Graph) -> None:
     check(
         constraints(graph, TP, {"*": Replicate(), "tok*": Shard(0), "up": Shard(2)}),
@@ -183,6 +214,51 @@ def test_errors(graph: Graph, hints: dict[Any, Any], error: str) -> None:
     with pytest.raises(autoshard.HintError) as caught:
         constraints(graph, BOTH, hints)
     assert str(caught.value) == error
+
+
+class Listed(nn.Module):
+    """A list of blocks, which nobody calls, and a module whose weight is read from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))
+        self.held = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x, self.held.weight)
+
+
+def test_a_module_that_is_never_called_is_one() -> None:
+    """All parameters under it are meant by "replicate", its own by the other styles; it has no output."""
+    found = capture(Listed(), (torch.zeros(4, 8),), {}, training=True)
+    check(
+        constraints(found, TP, {"blocks": "replicate", "held": "rowwise"}),
+        """
+        p_blocks_0_0_weight: R@tp    ('blocks', blocks.0.0.weight)
+        p_blocks_0_0_bias: R@tp    ('blocks', blocks.0.0.bias)
+        p_blocks_1_0_weight: R@tp    ('blocks', blocks.1.0.weight)
+        p_blocks_1_0_bias: R@tp    ('blocks', blocks.1.0.bias)
+        p_held_weight: S(1)@tp    ('held', held.weight)
+        p_held_bias: R@tp    ('held', held.bias)
+        """,
+    )
+    for hints, error in (
+        ({"blocks": "colwise"}, "hint 'blocks': module 'blocks' has no parameters of its own to lay out 'colwise'"),
+        (
+            {"blocks": Shard(0)},
+            "hint 'blocks': module 'blocks' is never called, so it has no output that could lie as Shard(dim=0). Hint its "
+            "parameters, or modules in it",
+        ),
+        (
+            {"block": Shard(0)},
+            "hint 'block' matches no parameter, buffer, input or module. Nearest: blocks, blocks.1, ",
+        ),
+    ):
+        with pytest.raises(autoshard.HintError) as caught:
+            constraints(found, TP, hints)
+        assert str(caught.value).startswith(error)
 
 
 def test_a_module_without_parameters_has_no_style() -> None:

@@ -12,7 +12,7 @@ from microbatch_cases import far, made
 from state_harness import same_gradients
 
 import autoshard
-from autoshard import Plan
+from autoshard import Plan, Shard
 from autoshard.errors import AutoshardError, PlanError
 
 pytestmark = pytest.mark.usefixtures("remembering")
@@ -83,6 +83,38 @@ def test_what_a_plan_was_not_made_for_is_refused() -> None:
         with pytest.raises(PlanError) as raised:
             autoshard.compile(model, ideal({"pp": 2}), args, plan=plan, **asked)  # type: ignore[arg-type]
         assert text in str(raised.value)
+
+
+def test_a_plan_is_refused_beside_what_it_was_not_made_for() -> None:
+    """Of an expert's plan and hints; the same ones are for later calls of other shapes, and go with it."""
+    model, args = made("regression")
+    weight = next(n for n, p in model.named_parameters() if p.ndim == 2)
+    hints = {weight: {"x": Shard(1)}, "x": {"micro_batch": Shard(0)}}
+    axes = {"dp": 2, "x": 2}
+    like = {"dp": "fsdp", "x": "megatron"}
+    free, plan = planned(axes), planned(axes, like=like, hints=hints, micro_batches=2)
+    for given, asked, text in (
+        (
+            free,
+            {"like": "ulysses"},
+            "like='ulysses': the plan that is given was made without like=. Leave like= out, or",
+        ),
+        (plan, {"like": "ddp"}, f"like='ddp': the plan that is given was made for like={like!r}. Leave like= out, or"),
+        (plan, {"hints": {weight: {"x": Shard(0)}}}, f"hint {weight!r}: in the plan that is given {weight!r} lies"),
+        (plan, {"hints": {weight: "replicate"}}, f"hint {weight!r}: in the plan that is given {weight!r} lies"),
+        (plan, {"hints": {"nowhere": "replicate"}}, "hint 'nowhere' matches no parameter, buffer, input or module"),
+    ):
+        for does in (autoshard.compile, autoshard.verify):
+            with pytest.raises(AutoshardError) as raised:
+                does(model, ideal(axes), args, plan=given, **asked)  # type: ignore[operator]
+            assert str(raised.value).startswith(text)
+    alike = {"x": "megatron", "dp": "fsdp"}
+    sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), args, plan=plan, like=alike, hints=hints)
+    assert sharded.plan.layouts[weight] == plan.layouts[weight]
+    for rows in (8, 16):
+        batch = tuple(x.repeat(rows // 8, 1) for x in args)
+        assert far(sharded(*batch)["loss"], model(*batch)["loss"]) <= 1e-9
+        assert sharded.plan.like in (repr(like), repr(alike)), "of the other shape, too"
 
 
 def test_a_plan_of_inference_leaves_training_its_micro_batches() -> None:

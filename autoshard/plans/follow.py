@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
+from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, stated
 from autoshard.passes.ir.graph import Graph, TensorType
+from autoshard.passes.propagate.hints import resolve
 from autoshard.passes.propagate.op_space import axis_strategies, fits
 from autoshard.passes.search.network import Solution
 from autoshard.plans.plan import Plan
-from autoshard.precision import Precision
+from autoshard.plans.wishes import Wishes
 
 
 def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layout]) -> Assignment:
@@ -78,14 +81,43 @@ def _check_names(plan: Plan, graph: Graph, public: Mapping[str, str]) -> None:
         )
 
 
-def check_precision(plan: Plan, precision: Precision | None) -> None:
-    """Raise :class:`PlanError` if the plan was made for another mixed precision."""
-    asked = str(precision or "")
-    if plan.mixed_precision != asked:
+def check_asked(plan: Plan, wishes: Wishes, graph: Graph, mesh: Mesh) -> None:
+    """Raise :class:`PlanError` if ``plan`` was made for another mixed precision or expert's plan, or does not meet a hint.
+
+    A parameter that an earlier program laid out is as it is, whatever hints say.
+    """
+    precision = str(wishes.mixed_precision or "")
+    if plan.mixed_precision != precision:
         raise PlanError(
             f"the plan was made for mixed_precision ({plan.mixed_precision or 'none'}), and the model is compiled for "
-            f"({asked or 'none'}): plan again, with the same policy"
+            f"({precision or 'none'}): plan again, with the same policy"
         )
+    if wishes.like is not None and not _is_like(wishes.like, plan.like):
+        raise PlanError(
+            f"like={wishes.like!r}: the plan that is given was made "
+            f"{f'for like={plan.like}' if plan.like else 'without like='}. Leave like= out, or plan again"
+        )
+    check_mesh(plan, mesh)
+    public = {i.name: i.fqn for i in graph.inputs}
+    for value, hint in resolve(wishes.hints, graph, mesh, known=wishes.known).items():
+        name = public.get(value, value)
+        read = {} if value in graph.parameters else plan.shared  # a hint on others is for what readers convert from
+        layout = read.get(name, plan.layouts.get(name))
+        if name in (wishes.parameters or {}) or layout is None:
+            continue
+        if not hint.meets(layout.placements, mesh):
+            raise PlanError(
+                f"hint {hint.pattern!r}: in the plan that is given {hint.name!r} lies {layout}. Leave the hint out, or plan "
+                "again, with it"
+            )
+
+
+def _is_like(like: Any, text: str) -> bool:
+    """Whether ``like`` is the expert's plan that a plan has as ``text``: axes and modules in any order."""
+    try:
+        return repr(like) == text or like == ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return False
 
 
 def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from autoshard.errors import PlanError
+from autoshard.passes.ir.paths import holders
 from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.report.record import Choice, Collective, Record, local_bytes
 from autoshard.report.text import short_op, show_layout, together
@@ -18,8 +20,8 @@ MOST = 12
 def explain(plan: Record, name: str) -> str:
     """What was decided for ``name``, why, what else could have been, and what is sent for it.
 
-    ``name``: a parameter, buffer or input; an operation or value of the graph; or an fnmatch pattern of modules, or else
-    of parameters.
+    ``name``: a parameter, buffer or input; an operation or value of the graph; or an fnmatch pattern of modules (that run,
+    or else that hold others), or else of parameters.
     Raises :class:`PlanError` with the nearest names for anything else.
     """
     if not isinstance(name, str):
@@ -31,9 +33,11 @@ def explain(plan: Record, name: str) -> str:
     if node := _making(plan, name):
         return "\n".join(_of_operation(plan, node))
     found = [m for m in sorted(plan.modules) if m and fnmatch.fnmatchcase(m, name)]
+    found = found or [m for m in _holders(plan) if fnmatch.fnmatchcase(m, name)]
     named = [n for n, kind in plan.kinds.items() if kind != "value" and fnmatch.fnmatchcase(n, name)]
     if not found and not named:
-        known = [n for n, kind in plan.kinds.items() if kind != "value"] + [*plan.ties, *filter(None, plan.modules)]
+        known = [n for n, kind in plan.kinds.items() if kind != "value"]
+        known += [*plan.ties, *dict.fromkeys([*filter(None, plan.modules), *_holders(plan)])]
         near = difflib.get_close_matches(name, [*known, *plan.choices], n=3, cutoff=0.3)
         raise PlanError(
             f"{name!r} is no parameter, buffer, input, module or operation of this plan. "
@@ -41,6 +45,12 @@ def explain(plan: Record, name: str) -> str:
         )
     lines = [_of_module(plan, module) for module in found] or [_of_input(plan, n) for n in named]
     return "\n".join(line for part in lines for line in part)
+
+
+def _holders(plan: Record) -> list[str]:
+    """Modules that hold others, or parameters, such as an ``nn.ModuleList``: they need not be called themselves."""
+    held = (n for n, kind in plan.kinds.items() if kind in ("parameter", "buffer"))
+    return holders([*held, *filter(None, plan.modules)])
 
 
 def _count(operations: int) -> str:
@@ -91,6 +101,7 @@ def _of_input(plan: Record, name: str) -> Iterator[str]:
     yield f"{name}: {plan.kinds[name]}, {plan.dtypes.get(name, '')}{list(shape)}"
     each = "per rank" if plan.staged is None else "on each of its ranks"
     yield f"  lies {_lies(plan, name)}: {show_bytes(local_bytes(plan, name))} {each}; {_why(plan, name)}"
+    yield from _noted(plan, [name])
     shared = show_layout(plan.shared.get(name, layout))
     if shared != show_layout(layout):
         yield f"  its readers convert from {shared}"
@@ -100,6 +111,11 @@ def _of_input(plan: Record, name: str) -> Iterator[str]:
                 yield f"  read as {use.replace('I@', 'R@')} by {node} ({_what(choice)}), {_labels(plan, choice)}"
                 yield from _alternatives(plan, choice, "    ")
     yield from _sent(c for c in plan.collectives if _moves(c, {name}))
+
+
+def _noted(plan: Record, names: Collection[str]) -> Iterator[str]:
+    """Notes in which one of these parameters is named: why it is not as the expert's plan has such."""
+    yield from (f"  {note}" for note in plan.notes if not {*names}.isdisjoint(re.split(r"[ ,;:]+", note)))
 
 
 def _of_operation(plan: Record, node: str) -> Iterator[str]:
@@ -126,9 +142,11 @@ def _of_module(plan: Record, module: str) -> Iterator[str]:
     inside = {n: c for n, c in plan.choices.items() if c.fqn == module or c.fqn.startswith(module + ".")}
     owned = [n for n, kind in plan.kinds.items() if kind in ("parameter", "buffer") and n.startswith(module + ".")]
     seconds = sum(c.seconds for c in inside.values())
-    yield f"{module} ({plan.modules[module]}): {_count(len(inside))}, {show_seconds(seconds)}"
+    called = f" ({plan.modules[module]})" if module in plan.modules else ""
+    yield f"{module}{called}: {_count(len(inside))}, {show_seconds(seconds)}"
     for name in owned[:MOST]:
         yield f"  {name} {list(plan.shapes[name])} lies {_lies(plan, name)}; {_why(plan, name)}"
+    yield from _noted(plan, owned)
     heavy = sorted(inside, key=lambda n: -inside[n].seconds)[:MOST]
     for node in (n for n in inside if n in heavy):
         yield f"  {node} ({short_op(inside[node])}) runs {_labels(plan, inside[node])} in {show_seconds(inside[node].seconds)}"
@@ -199,8 +217,8 @@ def _sent(collectives: Iterable[Collective]) -> Iterator[str]:
             f"  sends {show_bytes(c.bytes)} by {c.kind}@{','.join(c.axes)} {c.phase}, {show_seconds(c.seconds)}: "
             f"{together(map(_shown, c.reasons))}"
         )
-    if len(found) > MOST:
-        rest = found[MOST:]
-        yield f"  and {len(rest)} collectives more, {show_bytes(sum(c.bytes for c in rest))}"
+    if rest := found[MOST:]:
+        more = "1 collective" if len(rest) == 1 else f"{len(rest)} collectives"
+        yield f"  and {more} more, {show_bytes(sum(c.bytes for c in rest))}"
     if not found:
         yield "  nothing is sent for it"

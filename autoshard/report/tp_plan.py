@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from autoshard.errors import PlanError
-from autoshard.layout import Layout, Shard
+from autoshard.layout import Layout, Owned, Shard
 from autoshard.report.record import Choice, Record
 
 _PRODUCTS = {"aten.linear.default": 0, "aten.addmm.default": 1, "aten.mm.default": 1, "aten.matmul.default": 1}
@@ -55,7 +55,7 @@ def _styles(plan: Record, choice: Choice, axis: str) -> Iterator[tuple[str, str]
     """(parameter, style) for the parameters of an operation that has a style; "" for those that are whole."""
     for name in (n for n in choice.inputs if plan.kinds.get(n) == "parameter"):
         placed, ndim = plan.layouts[name][axis], len(plan.shapes[name])
-        if not isinstance(placed, Shard):
+        if not isinstance(placed, Shard) or isinstance(placed, Owned):
             continue
         if choice.op in _TABLES:
             yield name, "embedding_rowwise" if placed.dim == 0 else "embedding_colwise"

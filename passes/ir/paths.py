@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _INDEXED = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 
@@ -11,3 +12,12 @@ def block_path(fqn: str) -> str:
     """The outermost numbered module of ``fqn``: ``model.layers.3`` of ``model.layers.3.mlp``; "" if there is none."""
     found = _INDEXED.match(fqn)
     return found.group() if found else ""
+
+
+def holders(names: Iterable[str]) -> list[str]:
+    """The paths of all modules around what is named: ``layers`` and ``layers.3`` of ``layers.3.mlp``, outermost first."""
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        found |= dict.fromkeys(".".join(parts[:n]) for n in range(1, len(parts)))
+    return list(found)

@@ -16,6 +16,8 @@ from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Plac
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import canonical
 from autoshard.passes.ir.graph import Graph, Input, TensorType
+from autoshard.passes.ir.paths import holders
+from autoshard.passes.rules.families.embedding import LOOK_UPS
 
 OWNER = -1
 """in place of a dim: not cut, but on one rank"""
@@ -41,13 +43,14 @@ class Constraint:
         ``whole``: what a replicated axis is for this value (None: whichever of R and I).
         Raises :class:`HintError` if nothing is left.
         """
-        result = dict.fromkeys(s for s in states if self._meets(s, mesh))
+        result = dict.fromkeys(s for s in states if self.meets(s, mesh))
         if not result:  # shards too small to be chosen freely are still what the user asked for
             asked: dict[str, Placement | None] = {**dict(self.axes)} or {mesh.axes[-1]: self.anywhere}
             result = {tuple(_as(asked.get(a), type_, whole) for a in mesh.axes): None}
         return tuple(result)
 
-    def _meets(self, state: tuple[Placement, ...], mesh: Mesh) -> bool:
+    def meets(self, state: tuple[Placement, ...], mesh: Mesh) -> bool:
+        """Whether a value that lies so is as the hint says."""
         if self.anywhere is not None:
             if not isinstance(self.anywhere, Shard):
                 return all(_same(self.anywhere, p) for p in state)
@@ -139,7 +142,7 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known:
         if targets is None:
             if known:
                 continue
-            raise HintError(_unknown(pattern, graph, modules_of(graph)))
+            raise HintError(_unknown(pattern, graph))
         for name, kind, asked in targets:
             value = module_output(graph, name) if kind == "module" else _input_named(graph, name)
             constraint = _constraint(pattern, name, asked, mesh)
@@ -220,12 +223,18 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
                 found.append((value.fqn, value.kind, _styled(hint, value, graph)))
         if found:
             return found
-    modules = modules_of(graph)
-    matched = [m for m in modules if fnmatch.fnmatchcase(m, pattern)]
+    running = modules_of(graph)
+    matched = [m for m in running if fnmatch.fnmatchcase(m, pattern)]
+    matched = matched or [m for m in _holders(graph) if fnmatch.fnmatchcase(m, pattern)]
     if not matched:
         return None
     for module in matched:
         if not isinstance(hint, str):
+            if module not in running:
+                raise HintError(
+                    f"hint {pattern!r}: module {module!r} is never called, so it has no output that could lie as {hint!r}. "
+                    "Hint its parameters, or modules in it"
+                )
             found.append((module, "module", hint))
             continue
         owned = [i for i in graph.inputs if i.kind == "parameter" and i.fqn.startswith(module + ".")]
@@ -241,17 +250,33 @@ def _styled(hint: Any, value: Input, graph: Graph) -> Any:
     if not isinstance(hint, str):
         return hint
     ndim = len(graph.types[value.name].shape)
-    table = any(n.op == torch.ops.aten.embedding.default and n.inputs[0] == value.name for n in graph.nodes)
     if hint == "replicate" or ndim == 0 or (ndim == 1 and hint == "rowwise"):
         return R
     if ndim == 1:
         return Shard(0)
-    return Shard(int((hint == "rowwise") != table))
+    return Shard(int((hint == "rowwise") != _is_table(value.name, graph)))
+
+
+def _is_table(name: str, graph: Graph) -> bool:
+    """Whether rows of it are looked up: as it is, or what is made of it alone in its shape, such as scaled."""
+    made, shape = {name}, graph.types[name].shape
+    for node in graph.nodes:
+        if node.op in LOOK_UPS and node.inputs[0] in made:
+            return True
+        if node.inputs and made.issuperset(node.inputs):
+            made.update(o for o in node.outputs if graph.types[o].shape == shape)
+    return False
 
 
 def modules_of(graph: Graph) -> list[str]:
     """The paths of all modules that run."""
     return list(dict.fromkeys(path for n in graph.nodes for path, _ in n.module_types if path))
+
+
+def _holders(graph: Graph) -> list[str]:
+    """The paths of all modules that hold parameters, buffers or modules that run, such as an ``nn.ModuleList``."""
+    held = (n for i in graph.inputs if i.kind in ("parameter", "buffer") for n in (i.fqn, *i.aliases))
+    return holders([*held, *modules_of(graph)])
 
 
 def _input_named(graph: Graph, fqn: str) -> str:
@@ -270,8 +295,9 @@ def module_output(graph: Graph, module: str) -> str:
     return inside[-1].outputs[-1]
 
 
-def _unknown(pattern: str, graph: Graph, modules: Sequence[str]) -> str:
-    names = [n for i in graph.inputs if i.kind != "constant" for n in (i.fqn, *i.aliases)] + list(modules)
+def _unknown(pattern: str, graph: Graph) -> str:
+    names = [n for i in graph.inputs if i.kind != "constant" for n in (i.fqn, *i.aliases)]
+    names += dict.fromkeys((*modules_of(graph), *_holders(graph)))
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
     return (
         f"hint {pattern!r} matches no parameter, buffer, input or module. Nearest: "
@@ -292,11 +318,12 @@ def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constrain
             if not unread and ((layout.owner and not type_.tables) or (layout.grouped and type_.parts is None)):
                 how = "whole on one rank" if layout.owner else "with every part of a dim cut"
                 what = "one of several embedding tables or experts" if layout.owner else "a projection of several parts"
+                alike = ', or {"experts.*": "replicate"} for all experts of a list' if layout.owner else ""
                 raise PlanError(
                     f"parameter {value.fqn!r} lies {how} ({layout}), and this call does not read it as {what}: it may run "
-                    'another part of the model, or experts under autocast. Keep it otherwise, by hints={name: "replicate"} '
-                    "or like=, or compile in the state of this call (mode, autocast, arguments), whose plan then serves the "
-                    "others."
+                    "another part of the model, or experts under autocast. Keep it otherwise, by "
+                    f'hints={{{value.fqn!r}: "replicate"}}{alike}, or like=, or compile in the state of this call (mode, '
+                    "autocast, arguments), whose plan then serves the others."
                 )
             placements = (canonical(p, grad) for p in layout.placements)  # I and R differ in the gradient
             axes = tuple(zip(layout.mesh.axes, placements, strict=True))

@@ -44,10 +44,17 @@ def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | L
     return proven(Planner(graph, mesh, constraints).cheapest())
 
 
-_ASKED_TOO_MUCH = (
-    "what like= and hints= ask for cannot be met together: an operation is left without layouts that its neighbours can give "
-    "or take. Ask for less: like= for one axis of the mesh, such as {'tp': 'megatron-sp'}, or fewer hints."
-)
+def _asked_too_much(constraints: Mapping[str, Constraint | Limit], mesh: Mesh) -> str:
+    """What to tell where an expert's plan leaves no plan beside the hints."""
+    hints = sorted({f"{c.pattern!r} (on {c.name})" for c in constraints.values() if isinstance(c, Constraint)})
+    what = "like= and hints= ask for cannot be met together" if hints else "like= asks for cannot be met"
+    told = f" Hints: {', '.join(hints[:3])}{f' and {len(hints) - 3} more' if len(hints) > 3 else ''}." if hints else ""
+    less = (
+        [f"like= for one axis of the mesh, such as like={{{mesh.axes[-1]!r}: 'megatron-sp'}}"] if mesh.ndim > 1 else []
+    )
+    less += ["fewer hints"] if hints else []
+    ask = f"Ask for less: {', or '.join(less)}" if less else "Ask for another plan, or none"
+    return f"what {what}: an operation is left without layouts that its neighbours can give or take.{told} {ask}."
 
 
 class Planner:
@@ -113,7 +120,7 @@ class Planner:
         except PlanError as error:
             if not self.spaces.asked:
                 raise
-            raise AskedTooMuchError(_ASKED_TOO_MUCH) from error
+            raise AskedTooMuchError(_asked_too_much(self.constraints, self.mesh)) from error
         self.prices, self._free = found.prices, network
         return assigned(network, found)
 

@@ -1,5 +1,6 @@
 """Plans that experts write: what a name such as ``"fsdp"`` asks of every operation and parameter of a graph."""
 
+from autoshard.passes.propagate.experts.beside import beside
 from autoshard.passes.propagate.experts.experts import NAMES, AskedTooMuchError, Expert, asked_by, like_of, met
 
-__all__ = ["NAMES", "AskedTooMuchError", "Expert", "asked_by", "like_of", "met"]
+__all__ = ["NAMES", "AskedTooMuchError", "Expert", "asked_by", "beside", "like_of", "met"]

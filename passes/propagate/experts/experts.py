@@ -13,14 +13,15 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.propagate.experts.data import batch_of
 from autoshard.passes.propagate.experts.families import Families, Family, Product, products
-from autoshard.passes.propagate.experts.lookups import by_table
+from autoshard.passes.propagate.experts.lookups import by_table, told
 from autoshard.passes.propagate.experts.mixture import by_expert
 from autoshard.passes.propagate.experts.patterns import styled
-from autoshard.passes.propagate.experts.sequence import along_sequence, rings_of
+from autoshard.passes.propagate.experts.sequence import along_sequence, rings_of, without_room
 from autoshard.passes.propagate.experts.tensor import paired, with_sequence
 from autoshard.passes.propagate.hints import OWNER, Constraint, Limit
 from autoshard.passes.propagate.op_space import Asked, AskedOf, axis_strategies
 from autoshard.passes.rules.families.embedding import TABLE
+from autoshard.passes.rules.families.ring import ATTENTION
 
 WHOLE: frozenset[int] = frozenset()
 
@@ -140,24 +141,27 @@ def _without_pairs(chosen: frozenset[Family], ranks: int) -> str:
 
 
 def _ulysses(context: Context, ranks: int) -> OnAxis:
-    return _along_sequence(context, around=False)
+    return _along_sequence(context, ranks, around=False)
 
 
 def _ring(context: Context, ranks: int) -> OnAxis:
-    on_axis = _along_sequence(context, around=True)
+    on_axis = _along_sequence(context, ranks, around=True)
     if any(rings_of(n, context.families) for n in context.graph.nodes):
         return on_axis
-    why = "no attention can go along a ring (none can whose mask is trained), so that heads are cut"
+    why = "no operation is known as attention, so that nothing goes along a ring"
+    if any(n.op in ATTENTION for n in context.graph.nodes):
+        why = "no attention can go along a ring (none can whose mask is trained), so that heads are cut"
     return replace(on_axis, note="; ".join(filter(None, (why, on_axis.note))))
 
 
-def _along_sequence(context: Context, around: bool) -> OnAxis:
-    asked = dict(along_sequence(context.families, context.products, context.batch, around))
+def _along_sequence(context: Context, ranks: int, around: bool) -> OnAxis:
+    given = context.families, context.products, context.batch, around
+    asked = dict(along_sequence(*given))
     held = {n: a for n, a in asked.items() if a is not None}
     free = {v for node in context.graph.nodes if node.name not in held for v in node.inputs}
-    note = (
-        "" if any(a.cuts for a in held.values()) else "no dim of the activations is a sequence, so that all is searched"
-    )
+    note = "; ".join(without_room(*given, ranks))
+    if not any(a.cuts for a in held.values()):
+        note = "no dim of the activations is a sequence of 2 positions or more, so that all is searched"
     return OnAxis(held, {p: WHOLE for p in context.graph.parameters if p not in free}, note=note)
 
 
@@ -175,11 +179,15 @@ def _expert(context: Context, ranks: int) -> OnAxis:
 
 def _tables(label: str, dims: frozenset[int], context: Context, ranks: int) -> OnAxis:
     """Tables that only look-ups read lie so; the batch is cut, all else as in data parallelism."""
-    asked, found = by_table(context.graph, label, dims)
+    asked, found, left = by_table(context.graph, label, dims, ranks)
+    notes, batch = told(left, context.graph), _without_batch(context, ranks)
     if not found:
-        return replace(_ddp(context, ranks), note="no operation looks up in tables, so that it is planned as ddp")
+        notes = (
+            f"{notes}; so it is planned as ddp" if notes else "no parameter is a table, so that it is planned as ddp"
+        )
+        return replace(_ddp(context, ranks), note="; ".join(filter(None, (notes, batch))))
     few = "" if ranks <= len(found) or label != TABLE else f"{len(found)} tables on {ranks} ranks: some own none"
-    notes = "; ".join(filter(None, (few, _without_batch(context, ranks))))
+    notes = "; ".join(filter(None, (notes, few, batch)))
     return OnAxis({**context.along(context.batch), **asked}, {**context.everywhere(WHOLE), **found}, note=notes)
 
 

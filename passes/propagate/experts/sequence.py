@@ -38,8 +38,35 @@ def along_sequence(
             yield node.name, None
         else:
             if cuts and families.weights.isdisjoint(node.inputs):
-                cuts |= families.labels(node, heads)
+                cuts |= families.labels(node, heads) - in_parts(
+                    node, families
+                )  # to which no product leads that is whole
             yield node.name, families.asked(node, cuts)
+
+
+def in_parts(node: Node, families: Families) -> frozenset[str]:
+    """The factors of the strategies that cut every part of a dim, such as that of queries, keys and values."""
+    return frozenset(s.factor for s in families.strategies(node) if s.in_parts)
+
+
+def without_room(
+    families: Families, found: tuple[Product, ...], batch: frozenset[Family], around: bool, ranks: int
+) -> Iterator[str]:
+    """What :func:`along_sequence` asks for and ``ranks`` leave no room for: positions, or heads, of which there are fewer."""
+    sequence = tokens(families, found, batch)
+    core = [n for n in families.graph.nodes if _mixes(n, sequence, families)]
+    mixed = {f for n in core for s in families.strategies(n) if (f := families.cut(n, s)) in sequence and f is not None}
+    if (positions := min(map(families.length, mixed or sequence), default=ranks)) < ranks:
+        many = "1 position" if positions == 1 else f"{positions} positions"
+        yield f"a sequence of {many} cannot be cut over {ranks} ranks, so that every rank has all of it"
+    for node in core:
+        labels = families.labels(node, _by_head(node, sequence | batch, families))
+        by_head = [s for s in families.strategies(node) if s.factor in labels]
+        in_ring = around and rings_of(node, families)
+        if node.op in ring.ATTENTION and by_head and not in_ring and not any(s.allows((ranks,)) for s in by_head):
+            heads = max(int(s.size) for s in by_head if s.size is not None)
+            yield f"attention of {heads} heads cannot be cut over {ranks} ranks, so that every rank does all of it"
+            return
 
 
 def _mixes(node: Node, sequence: frozenset[Family], families: Families) -> bool:

@@ -24,6 +24,8 @@ LOOK_UPS = frozenset(
 )
 TABLE = "table"
 """the label of the strategy in which an axis gives tables, each whole, to ranks, and what they look up to all"""
+OF_TABLES = frozenset({TABLE, "vocab", "embed"})
+"""the labels of strategies in which an axis divides tables"""
 TABLE_SUMS = "table sums"
 """the same with what the owner looks up as a summand, of which others have zeros: the batch may be of any length"""
 
