@@ -203,6 +203,15 @@ def with_a_rest(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torc
     return out
 
 
+def reshaped_gates(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Every expert gets every row; gates are made sample by sample."""
+    weights, ids = (t.unflatten(0, (2, -1)) for t in (weights, ids))
+    gates, out = x.new_zeros(*ids.shape[:-1], COUNT).scatter(-1, ids, weights).reshape(-1, COUNT), torch.zeros_like(x)
+    for e in range(COUNT):
+        out = out + gates[:, e : e + 1] * (model.activated(x @ model.first[e]) @ model.second[e])
+    return out
+
+
 Form = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 FORMS: dict[str, Form] = {
     f.__name__: f
@@ -219,6 +228,7 @@ FORMS: dict[str, Form] = {
         crowded_modules,
         half_turned,
         weighed_modules,
+        reshaped_gates,
         uneven_modules,
         twice_weighed_modules,
         more_weights_modules,

@@ -311,6 +311,7 @@ def routed(form: str) -> nn.Module:
         "dense",
         "modules",
         "half_turned",
+        "reshaped_gates",
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("loop", "mask_loop", "mask_modules", "weighed_modules")),
         pytest.param("hit_modules", marks=pytest.mark.slow),
     ],

@@ -9,6 +9,7 @@ tensor each for the first and the second product (or one more, of what a gate mu
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Union
@@ -51,8 +52,9 @@ def _fits(mixture: Mixture, node: Node, graph: Graph) -> bool:
     x, weights, result = (graph.types[n] for n in (mixture.x.name, mixture.weights.name, *node.outputs))
     ids = graph.shape(mixture.ids.mask)[:-1] if isinstance(mixture.ids, Hot) else graph.shape(mixture.ids)
     rows = ids if mixture.single else ids[:-1]
-    alike = x.shape[:-1] == rows == result.shape[:-1] and ids == weights.shape[: len(ids)]
-    return alike and x.dtype == result.dtype
+    alike = x.shape[:-1] == result.shape[:-1] and ids == weights.shape[: len(ids)]
+    flat = isinstance(mixture.ids, Ref) and math.prod(rows) == math.prod(x.shape[:-1])  # ids may be reshaped so, too
+    return alike and (flat or rows == x.shape[:-1]) and x.dtype == result.dtype
 
 
 def _of_owners(graph: Graph) -> Graph:
@@ -124,17 +126,18 @@ def _made(node: Node, mixture: Mixture, graph: Graph) -> Iterator[tuple[Node, tu
             found = [Ref(made.outputs[0])]
         joined += found or [m for m in several if isinstance(m, Ref)]
         if name == "second" and experts.turned:
-            shape = graph.shape(joined[1]) if not found else shape
-            yield (
-                _node(node, f"{node.name}_turned", aten.transpose.int, (joined[1], 1, 2)),
-                (shape[0], shape[2], shape[1]),
-            )
+            n, i, o = shape if found else graph.shape(joined[1])
+            yield _node(node, f"{node.name}_turned", aten.transpose.int, (joined[1], 1, 2)), (n, o, i)
             joined[1] = Ref(f"{node.name}_turned")
     ids, weights = mixture.ids, mixture.weights
     if isinstance(ids, Hot):
         for made, shape in _routed(node, mixture, ids.mask, graph):
             yield made, shape
         ids, weights = Ref(f"{node.name}_ids"), Ref(f"{node.name}_weights") if mixture.single else weights
+    elif (shape := (*graph.shape(mixture.x)[:-1], graph.shape(ids)[-1])) != graph.shape(ids):  # of other dims of rows
+        for name, value in (("ids", ids), ("weights", weights)):
+            yield _node(node, f"{node.name}_{name}", aten.reshape.default, (value, list(shape))), shape
+        ids, weights = Ref(f"{node.name}_ids"), Ref(f"{node.name}_weights")
     args = (mixture.x, ids, weights, *joined[:2], *experts.form, *joined[2:])
     yield _node(node, node.outputs[0], experts_op._opoverload, args), graph.shape(node.outputs[0])
 

@@ -178,7 +178,10 @@ class Patterns:
     # --- gates ---
 
     def gates(self, value: Ref) -> tuple[Ref, Ref] | None:
-        """(ids, weights), both [t, k], of gates [t, e] that are zero elsewhere."""
+        """(ids, weights), both [t, k], of gates [t, e] that are zero elsewhere; before a reshape of [t] these have its dims."""
+        if (shaped := self.made(value, aten.reshape.default)) is not None:
+            alike = self.graph.shape(shaped.args[0])[-1:] == self.graph.shape(value)[-1:]
+            return self.gates(shaped.args[0]) if alike else None
         if (node := self.made(value, aten.scatter.src)) is not None:
             zeros, dim, ids, weights = node.args
             rank = len(self.graph.shape(value))
