@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -191,14 +192,21 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
             )
         kind = DistributedModule if settings.wishes.stages is None else PipelinedModule
         return kind(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
-    if not running and (started := os.environ.get("WORLD_SIZE", "1")) != "1" and resolved.size > 1:
+    if not running and resolved.size > 1:
+        _tell_of_processes(os.environ.get("WORLD_SIZE", "1"), resolved.size)
+    return InProcessModule(model, resolved, settings)
+
+
+@cache
+def _tell_of_processes(started: str, ranks: int) -> None:
+    """Warn, once, where a launcher started several processes, each of which would run all ranks."""
+    if started != "1":
         log.warning(
             "this process is one of WORLD_SIZE=%s, but torch.distributed is not initialised: all %d ranks run inside each of "
             "them. Call torch.distributed.init_process_group() before autoshard.compile",
             started,
-            resolved.size,
+            ranks,
         )
-    return InProcessModule(model, resolved, settings)
 
 
 @seldom_collected()

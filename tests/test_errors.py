@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import tensor
 
 import autoshard
-from autoshard import Shard
+from autoshard import Shard, api
 from autoshard.check.closeness import difference
 
 X = torch.ones(4, 8)
@@ -252,6 +252,13 @@ def test_arguments_of_another_kind(given: dict[str, Any], text: str) -> None:
         assert str(raised.value) == text
 
 
+@pytest.mark.parametrize("mesh", [{"tp": 2}, autoshard.Mesh({"tp": 2})])
+def test_a_mesh_in_the_place_of_the_arguments(mesh: Any) -> None:
+    for make in (autoshard.compile, autoshard.plan, autoshard.verify):
+        with pytest.raises(autoshard.CaptureError, match=r"is a mesh, .*: the model comes first, then the mesh, then"):
+            make(Net(), (X,), mesh)  # type: ignore[operator]
+
+
 def test_a_module_that_is_sharded_already() -> None:
     sharded = autoshard.compile(Net(), {"tp": 2}, (X,))
     inside = nn.Sequential(nn.Identity(), sharded)
@@ -264,7 +271,9 @@ def test_a_module_that_is_sharded_already() -> None:
 def test_all_ranks_in_each_of_several_processes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for size, axes, told in (("2", {"tp": 2}, True), ("1", {"tp": 2}, False), ("2", {"tp": 1}, False)):
+    api._tell_of_processes.cache_clear()
+    two, one = {"tp": 2}, {"tp": 1}
+    for size, axes, told in (("1", two, False), ("2", one, False), ("2", two, True), ("2", two, False)):  # once
         monkeypatch.setenv("WORLD_SIZE", size)
         caplog.clear()
         autoshard.compile(Net(), axes, (X,))
@@ -273,8 +282,10 @@ def test_all_ranks_in_each_of_several_processes(
 
 def test_a_look_up_that_scales_its_table() -> None:
     model, rows = nn.Sequential(nn.Embedding(8, 4, max_norm=1.0)), torch.zeros(4, dtype=torch.int64)
-    with pytest.raises(autoshard.CaptureError, match="an embedding with max_norm writes into its table"):
+    with pytest.raises(autoshard.CaptureError, match=r"^0: an embedding with max_norm writes into its table"):
         autoshard.plan(model, {"tp": 2}, (rows,))
+    with pytest.raises(autoshard.CaptureError, match=r"into parameter '0\.weight'.* max_norm"):
+        autoshard.plan(model, {"tp": 2}, (rows,), training=False)
 
 
 class Wild(nn.Module):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import AutoshardError, CaptureError, HintError, PlanError
+from autoshard.mesh import Mesh
 from autoshard.module.base import ShardedModule
 from autoshard.plans.plan import Plan
 
@@ -42,6 +43,10 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
         if isinstance(part, ShardedModule):
             what = f"its module {name!r}" if name else "the model"
             raise CaptureError(f"{what} is sharded already, by autoshard.compile: compile what that was made of")
+    if _is_mesh(args):
+        raise CaptureError(
+            f"example_args is a mesh, {args!r:.60}: the model comes first, then the mesh, then the arguments"
+        )
     if isinstance(args, torch.Tensor) or not isinstance(args, Sequence):
         named = "; of arguments by name: example_kwargs={…}" if isinstance(args, Mapping) else ""
         raise CaptureError(
@@ -53,6 +58,11 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
         kinds, meant, error = _KINDS[name]
         if not isinstance(value, kinds):
             raise error(f"{name}={value!r:.60}: give {meant}")
+
+
+def _is_mesh(x: Any) -> bool:
+    sizes = isinstance(x, Mapping) and bool(x) and all(type(n) is int for n in x.values())
+    return sizes or isinstance(x, Mesh) or hasattr(x, "mesh_dim_names")
 
 
 def own(given: T) -> T:

@@ -114,6 +114,7 @@ def assert_all_raise(error: type[Exception], text: str, call: Callable[[], Any])
     with pytest.raises(error) as found:
         call()
     assert str(found.value).startswith(text)
+    assert not text or text not in str(found.value).removeprefix(text), "said twice"
     count = torch.ones(())
     dist.all_reduce(count)
     assert float(count) == dist.get_world_size()

@@ -73,9 +73,9 @@ class Agreement:
             if others := differing(rows, i, *peers):
                 why = self.notes.look()
                 first = peers[0][others[0]] if peers else 0
-                raise RuntimeMismatchError(
-                    f"the ranks disagree on {what}: {listed(others)} from rank {first}" + (f"; {why}" if why else "")
-                )
+                said = f"the ranks disagree on {what}"
+                more = f"; {why}" if why and said not in why else ""  # another rank says the same
+                raise RuntimeMismatchError(f"{said}: {listed(others)} from rank {first}{more}")
 
     def agree(self, *claims: Claim) -> None:
         """:meth:`begin` and :meth:`finish`."""

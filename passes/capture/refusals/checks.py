@@ -180,5 +180,8 @@ def written(kind: OutputKind, target: str) -> str:
             "and return it."
         )
     if kind is OutputKind.PARAMETER_MUTATION:
-        return f"the forward writes in place into parameter {target!r}. Make it a buffer, or compute a new tensor."
+        return (
+            f"the forward writes in place into parameter {target!r}. Make it a buffer, or compute a new tensor; of an "
+            "embedding leave max_norm out."
+        )
     return f"the forward has an effect on {target!r} that a graph cannot express ({kind.name.lower()})."
