@@ -169,7 +169,8 @@ def _expert(context: Context, ranks: int) -> OnAxis:
     """Weights of experts lie by expert; the search chooses where all others are kept."""
     asked, dims = by_expert(context.families, context.batch)
     if not dims:
-        return replace(_fsdp(context, ranks), note="no operation runs experts, so that it is planned as fsdp")
+        why = "no operation runs experts, so that it is planned as fsdp (docs/experts.md: how a routing is written)"
+        return replace(_fsdp(context, ranks), note=why)
     types, few = context.graph.types, ""
     if (fewest := min(types[p].tables or int(types[p].shape[0]) for p in dims)) < ranks:
         few = f"{fewest} experts on {ranks} ranks, some of which would have none: rows stay, and weights are cut as in fsdp"
