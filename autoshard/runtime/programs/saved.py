@@ -119,6 +119,8 @@ class Held:
         described = folder / "inputs.json"
         self.inputs = json.loads(described.read_text()) if described.exists() else {}
         self.written: dict[str, torch.Tensor] = {}
+        self.fresh = [*self.trained.values()]
+        """what has had no gradient yet, of which is not known of what kind it is"""
         self.optimizers: list[torch.optim.Optimizer] = []
 
     def call(self, number: int, index: int, received: Sequence[torch.Tensor], inputs: Inputs) -> tuple[Any, ...]:
@@ -145,12 +147,11 @@ class Held:
     def update(self, lr: float) -> None:
         """What the forward wrote of buffers, and a step of AdamW; of SparseAdam where gradients are sparse."""
         self.tensors |= self.written  # of an input nothing reads it
-        if not self.optimizers:
-            kinds: dict[Any, list[torch.Tensor]] = {torch.optim.AdamW: [], torch.optim.SparseAdam: []}
-            for x in self.trained.values():
-                is_sparse = x.grad is not None and x.grad.is_sparse
-                kinds[torch.optim.SparseAdam if is_sparse else torch.optim.AdamW].append(x)
-            self.optimizers = [kind(tensors, lr=lr) for kind, tensors in kinds.items() if tensors]
+        for kind, is_sparse in ((torch.optim.AdamW, False), (torch.optim.SparseAdam, True)):
+            own = [x for x in self.fresh if x.grad is not None and x.grad.is_sparse == is_sparse]
+            if own:
+                self.optimizers.append(kind(own, lr=lr))
+        self.fresh = [x for x in self.fresh if x.grad is None]
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
