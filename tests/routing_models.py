@@ -103,8 +103,9 @@ def mask_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: to
     """As transformers before its experts were tensors."""
     out, chosen = torch.zeros_like(x), F.one_hot(ids, COUNT).permute(2, 1, 0)
     for e in range(COUNT):
-        slots, rows = torch.where(chosen[e])
-        y = model.experts[e](x[None, rows].reshape(-1, WIDTH)) * weights[rows, slots, None]
+        found = chosen[e].nonzero()
+        rows = found[:, 1]
+        y = model.experts[e](x[None, rows].reshape(-1, WIDTH)) * weights[found[:, 1], found[:, 0], None]
         out.index_add_(0, rows, y.to(x.dtype))
     return out
 

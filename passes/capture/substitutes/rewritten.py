@@ -32,7 +32,5 @@ class Rewritten(Observer):
     def before(self, call: Call) -> Call | None:
         if (asking := _ASKING.get(call.func)) is not None:
             return replace(call, func=asking, watched=True)
-        if call.func in (torch.nonzero, torch.Tensor.nonzero) and call.kwargs.get("as_tuple"):  # one way of writing it
-            return replace(call, func=torch.where, args=(*call.operands,), kwargs={})
         other = indexed if asks_last(call.func, call.args) else REWRITTEN.get(call.func)
         return None if other is None else replace(call, func=other)

@@ -7,6 +7,7 @@ from autoshard.passes.capture.translate.fan_out import fan_out
 from autoshard.passes.capture.translate.fused import fused
 from autoshard.passes.capture.translate.masks import by_position
 from autoshard.passes.capture.translate.mixtures import as_mixtures
+from autoshard.passes.capture.translate.places import by_dim
 from autoshard.passes.capture.translate.products import unflattened
 from autoshard.passes.capture.translate.rows import in_their_dims
 from autoshard.passes.capture.translate.spelled import put_together
@@ -17,13 +18,14 @@ from autoshard.passes.ir.graph import Graph
 
 
 def in_forms(graph: Graph) -> Graph:
-    """``graph`` with masks by position, products of what was not flattened, experts and their rows, splits and their parts,
-    attention of one width; nothing dead, and no dims that views merge and split again."""
+    """``graph`` with masks by position, places by dim, products of what was not flattened, experts and their rows, splits and
+    their parts, attention of one width; nothing dead, and no dims that views merge and split again."""
     for form in (
         remove_dead,
         apart,
         put_together,
         by_position,
+        by_dim,
         unflattened,
         remove_dead,
         as_mixtures,
