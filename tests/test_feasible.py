@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from autoshard import Mesh, models
 from autoshard.compiler import captured
 from autoshard.errors import PlanError
+from autoshard.hardware import PRESETS
+from autoshard.models.gpt import Gpt, GptConfig
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.memory import fit, fitting, tried
@@ -103,3 +105,18 @@ def test_a_mesh_of_two_axes_is_no_dearer_than_one_of_as_many_ranks(graph: Graph,
     one, two = (fitting(planner(graph, **axes), budget)[0].assignment.solution for axes in ({"x": 8}, {"a": 2, "b": 4}))
     assert two.cost <= one.cost * (1 + 1e-9)
     assert two.lower_bound <= two.cost
+
+
+def test_between_budgets_that_are_met_all_are() -> None:
+    """What attention writes down is held by no sum that the search knows: a limit follows it from plan to plan."""
+    with torch.device("meta"):
+        model, tokens = Gpt(replace(GptConfig.small(), layers=12)), torch.zeros(64, 256, dtype=torch.long)
+    graph = captured(model, (tokens, tokens), {}, training=True)
+
+    def dropping() -> Planner:
+        hardware = replace(PRESETS["h100"], dtypes=(), updates=5e11)
+        return Planner(graph, Mesh({"dp": 8}, hardware), {}, recompute="auto")
+
+    most = tried(dropping().cheapest(), "adamw")[1].peak
+    for share in (0.85, 0.8, 0.75):
+        assert fitting(dropping(), share * most)[1].peak <= share * most

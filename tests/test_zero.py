@@ -303,7 +303,8 @@ def test_a_vector_takes_the_stage_of_the_matrix_it_goes_with() -> None:
 
 def test_the_free_plan_keeps_what_it_gathers_where_memory_allows() -> None:
     with torch.device("meta"):
-        model, tokens = Gpt(replace(GptConfig.small(), layers=3)), torch.zeros(64, 256, dtype=torch.long)
+        config = replace(GptConfig.small(), layers=6, dropout=0.0)
+        model, tokens = Gpt(config), torch.zeros(64, 256, dtype=torch.long)
     graph = captured(model, (tokens, tokens), {}, training=True)
     mesh = autoshard.Mesh({"dp": 8}, replace(PRESETS["h100"], dtypes=(), updates=5e11))
     free = planned(graph, mesh, Wishes())[1]

@@ -34,6 +34,8 @@ SHARES = (0.0, 0.1, 1.0)
 """of what operations work on: counted with what is held least where no other plan fits"""
 ROUNDS = 4
 """searches under a limit, at most"""
+MORE_ROUNDS = 10
+"""the same while no plan was found that fits"""
 CLOSE = 0.02
 """limits that differ by less, as a part of the budget, are one"""
 SPARED = 0.015
@@ -126,7 +128,9 @@ def _closer(planner: Planner, budget: float, limit: float) -> Found:
     plan fits, or that allows none, and what is held by a plan that does not.
     """
     low, high, fits = 0.0, math.inf, False
-    for _ in range(ROUNDS):
+    for number in range(MORE_ROUNDS):
+        if fits and number >= ROUNDS:
+            break
         proposed = math.inf
         try:
             assignment, held = planner.within(limit, budget)

@@ -215,24 +215,23 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
     if "embed" in ranks:
         made, summed = (graph.types[node.inputs[i]].shape[-1] for i in (2, 0))
         pairs = (math.prod(ranks["embed"]) * summed + made) / (summed + made)
-    label = next((x for x in SEQUENCE if x in ranks), "")
+    label, whole = next((x for x in SEQUENCE if x in ranks), ""), pairs
     counting = band.pairs(queries, keys) or 1.0
+    drops, banded = bool(node.argument("dropout_p", 0.0)), node.op is banded_op._opoverload
     if label == "keys":
-        return Tiling(pairs * queries * keys / counting, keys, matrix=keys / math.prod(ranks[label]))
-    drops = bool(node.argument("dropout_p", 0.0))
-    if (
-        drops and label in ("", "queries") and node.op is not banded_op._opoverload
-    ):  # a causal mask is a tensor there, too
-        return Tiling(pairs * queries * keys / counting, keys, matrix=keys, passes=PASSES_OF_DROPOUT)
+        each = PASSES_OF_DROPOUT if drops else PASSES
+        return Tiling(whole * queries * keys / counting, keys, matrix=keys / math.prod(ranks[label]), passes=each)
     if label == HELPED:
         found = helped_work(queries, ranks[label])
         pairs *= max(found) * len(found) / counting
     elif (label and band != ALL) or band.before is not None:
         found = work(queries, keys, ranks.get(label, ()), label in IN_FOLDED_ORDER, label in LABELS, band)
         pairs *= max(found) * len(found) / counting
-    matrix = keys if "embed" in ranks else 0.0
-    if node.argument("soft_cap", None) is not None or drops:
+    matrix, passes = keys if "embed" in ranks else 0.0, PASSES
+    if node.argument("soft_cap", None) is not None or (drops and banded):
         matrix = pairs * counting / queries
+    elif drops:  # a causal mask is a tensor; in tiles products in single precision take as much longer as it leaves out
+        pairs, matrix, passes = whole * queries * keys / counting, keys, PASSES_OF_DROPOUT
     if label not in LABELS:
         tiles = 4 if label in IN_FOLDED_ORDER else 2 if label and band == CAUSAL else 1
         pieces = 1
@@ -240,14 +239,14 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
             read = (used(choice, i, graph.types[name].grad) for i, name in enumerate(node.inputs))
             site = Site(node, graph, mesh, tuple(laid_out(mesh, placed) for placed in read), (), tuple(choice))
             pieces = len(_cut(site.example, site.axes(label), keys).widths)
-        return Tiling(pairs, _at_a_time(band, keys), tiles, pieces, matrix)
+        return Tiling(pairs, _at_a_time(band, keys), tiles, pieces, matrix, passes)
     n = len(stops(*held(queries, keys, ranks[label], False), band))
     each = max(1, keys // math.prod(ranks[label]))
     if label == HELPED:
-        return Tiling(pairs, each, 1 + math.prod(ranks[label]) // 2, matrix=matrix)
+        return Tiling(pairs, each, 1 + math.prod(ranks[label]) // 2, matrix=matrix, passes=passes)
     apart = (n == 2 and not order_of(node)) or "attn_mask" in node.positions or node.argument("dropout_p", 0.0)
     tiles = 2 * n + (n > 2) if label == FOLDED and apart else n
-    return Tiling(pairs, _at_a_time(band, each), tiles, matrix=matrix)
+    return Tiling(pairs, _at_a_time(band, each), tiles, matrix=matrix, passes=passes)
 
 
 def in_tiles(node: Node, graph: Graph, tile: int) -> float:
