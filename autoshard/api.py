@@ -83,9 +83,9 @@ def compile(  # noqa: A001  the public name
             process, unless torch.distributed is initialised with that many ranks, or the mesh is a ``DeviceMesh``.
         example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
         plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``. ``like`` and ``hints``
-            beside it are for programs of other shapes and states, as is ``memory_budget``: it must have been made for
-            ``like``, and meet ``hints``; others are refused. Micro-batches, stages and schedule are the plan's where they
-            are left to their defaults; others are refused, too.
+            beside it are for programs of other shapes and states, as are ``memory_budget`` and ``recompute``: it must have
+            been made for ``like``, and meet ``hints``; others are refused. Micro-batches, stages and schedule are the plan's
+            where they are left to their defaults; others are refused, too.
         like: an expert's plan instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron" "megatron-sp"
             "ulysses" "ring" "expert" "table-wise" "row-wise" "column-wise" "replicate"``, one for all axes or one per
             axis (``{"dp": "fsdp", "tp": "megatron-sp"}``), or styles by module as of ``parallelize_module`` and

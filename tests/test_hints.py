@@ -271,3 +271,32 @@ def test_a_module_without_parameters_has_no_style() -> None:
 def test_replicate_leaves_the_gradient_open(graph: Graph) -> None:
     """Whole is whole, whatever lies in front of its gradient."""
     assert planned(graph, TP, {"*": "replicate"}).layouts["up.weight"].placements == (Invariant(),)
+
+
+class Tied(nn.Module):
+    """A table that is the weight of a layer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 16), nn.Linear(16, 20, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(rows)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "style", "layout"),
+    [
+        ("head.weight", "colwise", "S(0)@tp"),
+        ("head.weight", "rowwise", "S(1)@tp"),
+        ("head", "colwise", "S(0)@tp"),
+        ("table.weight", "colwise", "S(1)@tp"),
+        ("table", "rowwise", "S(0)@tp"),
+        ("*.weight", "rowwise", "S(0)@tp"),
+    ],
+)
+def test_a_tied_weight_is_what_the_module_that_is_named_reads_it_as(pattern: str, style: str, layout: str) -> None:
+    rows = torch.zeros(4, 6, dtype=torch.int64)
+    plan = autoshard.plan(Tied(), autoshard.Mesh({"tp": 2}, "ideal_network"), (rows,), hints={pattern: style})
+    assert str(plan.layouts["table.weight"]) == layout

@@ -301,3 +301,18 @@ ne_1 = aten.ne.Scalar(select_3, 0)
 where_1 = aten.where.self(ne_1, add_1, where)
 return where_1"""
     )
+
+
+class Cast(nn.Module):
+    """Numbers of rows that are cast are others: two hundred and sixty are four."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number in (x.sum(-1) > 0).nonzero(as_tuple=True)[0].to(torch.uint8):
+            out.add_(x * number)
+        return out
+
+
+def test_numbers_of_rows_that_are_cast_are_no_places() -> None:
+    with pytest.raises(CaptureError, match="the program depends on the values of a tensor"):
+        autoshard.compile(Cast(), ideal({"tp": 2}), (torch.ones(262, 4),))

@@ -108,6 +108,12 @@ def test_a_plan_is_refused_beside_what_it_was_not_made_for() -> None:
             with pytest.raises(AutoshardError) as raised:
                 does(model, ideal(axes), args, plan=given, **asked)  # type: ignore[operator]
             assert str(raised.value).startswith(text)
+    flat = planned({"x": 2}, like="megatron")
+    for one in ("megatron", {"x": "megatron"}):
+        assert (
+            autoshard.compile(copy.deepcopy(model), ideal({"x": 2}), args, plan=flat, like=one).plan.like
+            == "'megatron'"
+        )
     alike = {"x": "megatron", "dp": "fsdp"}
     sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), args, plan=plan, like=alike, hints=hints)
     assert sharded.plan.layouts[weight] == plan.layouts[weight]

@@ -92,7 +92,7 @@ def check_asked(plan: Plan, wishes: Wishes, graph: Graph, mesh: Mesh) -> None:
             f"the plan was made for mixed_precision ({plan.mixed_precision or 'none'}), and the model is compiled for "
             f"({precision or 'none'}): plan again, with the same policy"
         )
-    if wishes.like is not None and not _is_like(wishes.like, plan.like):
+    if wishes.like is not None and not _is_like(wishes.like, plan.like, mesh):
         raise PlanError(
             f"like={wishes.like!r}: the plan that is given was made "
             f"{f'for like={plan.like}' if plan.like else 'without like='}. Leave like= out, or plan again"
@@ -112,12 +112,14 @@ def check_asked(plan: Plan, wishes: Wishes, graph: Graph, mesh: Mesh) -> None:
             )
 
 
-def _is_like(like: Any, text: str) -> bool:
+def _is_like(like: Any, text: str, mesh: Mesh) -> bool:
     """Whether ``like`` is the expert's plan that a plan has as ``text``: axes and modules in any order."""
     try:
-        return repr(like) == text or like == ast.literal_eval(text)
+        found = ast.literal_eval(text)
     except (SyntaxError, ValueError):
-        return False
+        return repr(like) == text
+    each, all_ = (dict.fromkeys(mesh.axes, x) if isinstance(x, str) else x for x in (like, found))
+    return repr(like) == text or each == all_
 
 
 def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:

@@ -218,9 +218,9 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
     found: list[tuple[str, str, Any]] = []
     for kinds in (("parameter", "buffer"), ("input",)):
         for value in graph.inputs:
-            names = (value.fqn, *value.aliases)
-            if value.kind in kinds and any(n == pattern or fnmatch.fnmatchcase(n, pattern) for n in names):
-                found.append((value.fqn, value.kind, _styled(hint, value, graph)))
+            names = [n for n in (value.fqn, *value.aliases) if n == pattern or fnmatch.fnmatchcase(n, pattern)]
+            if value.kind in kinds and names:
+                found.append((value.fqn, value.kind, _styled(hint, value, graph, names[0].rpartition(".")[0])))
         if found:
             return found
     running = modules_of(graph)
@@ -237,16 +237,17 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
                 )
             found.append((module, "module", hint))
             continue
-        owned = [i for i in graph.inputs if i.kind == "parameter" and i.fqn.startswith(module + ".")]
-        direct = [i for i in owned if i.fqn.rpartition(".")[0] == module]
+        parameters = [i for i in graph.inputs if i.kind == "parameter"]
+        owned = [i for i in parameters if any(n.startswith(module + ".") for n in (i.fqn, *i.aliases))]
+        direct = [i for i in owned if any(n.rpartition(".")[0] == module for n in (i.fqn, *i.aliases))]
         if not (owned if hint == "replicate" else direct):
             raise HintError(f"hint {pattern!r}: module {module!r} has no parameters of its own to lay out {hint!r}")
-        found += [(i.fqn, i.kind, _styled(hint, i, graph)) for i in (owned if hint == "replicate" else direct)]
+        found += [(i.fqn, i.kind, _styled(hint, i, graph, module)) for i in (owned if hint == "replicate" else direct)]
     return found
 
 
-def _styled(hint: Any, value: Input, graph: Graph) -> Any:
-    """A style as a placement of this parameter: column-parallel cuts the output features."""
+def _styled(hint: Any, value: Input, graph: Graph, module: str) -> Any:
+    """A style as a placement of this parameter of ``module``: column-parallel cuts the output features."""
     if not isinstance(hint, str):
         return hint
     ndim = len(graph.types[value.name].shape)
@@ -254,12 +255,17 @@ def _styled(hint: Any, value: Input, graph: Graph) -> Any:
         return R
     if ndim == 1:
         return Shard(0)
-    return Shard(int((hint == "rowwise") != _is_table(value.name, graph)))
+    return Shard(int((hint == "rowwise") != _is_table(value.name, graph, module)))
 
 
-def _is_table(name: str, graph: Graph) -> bool:
-    """Whether rows of it are looked up: as it is, or what is made of it alone in its shape, such as scaled."""
+def _is_table(name: str, graph: Graph, module: str) -> bool:
+    """Whether rows of it are looked up: as it is, or what is made of it alone in its shape, such as scaled.
+
+    One that is tied is what ``module`` reads it as.
+    """
     made, shape = {name}, graph.types[name].shape
+    if own := [node.op in LOOK_UPS and node.inputs[0] == name for node in graph.uses[name] if node.fqn == module]:
+        return any(own)
     for node in graph.nodes:
         if node.op in LOOK_UPS and node.inputs[0] in made:
             return True
