@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import ideal
-from microbatch_cases import far, made
+from microbatch_cases import far, loss_of, made
 from state_harness import same_gradients
 
 import autoshard
@@ -180,3 +180,20 @@ def test_open_lengths_without_a_backward() -> None:
     assert len(sharded.programs) == 1
     with pytest.raises(PlanError, match="micro_batches=4 with open lengths"):
         sharded(*args)
+
+
+@pytest.mark.parametrize("like", [None, "ddp", "megatron"])
+def test_a_plan_serves_a_model_with_frozen_parameters(like: Any) -> None:
+    model, args = made("gpt")
+    plan = autoshard.plan(model, ideal({"tp": 2}), args, like=like)
+    for frozen in ("token_embedding.weight", "blocks.0.norm_1.weight", "blocks.0.up.weight"):
+        reference = copy.deepcopy(model)
+        reference.get_parameter(frozen).requires_grad_(False)
+        sharded = autoshard.compile(copy.deepcopy(reference), ideal({"tp": 2}), args, plan=plan)
+        for module in (reference, sharded):
+            torch.manual_seed(0)
+            loss_of(module(*args)).backward()
+        for name, p in reference.named_parameters():
+            found = sharded.get_parameter(name).grad
+            assert (found is None) == (p.grad is None) == (name == frozen)
+            assert p.grad is None or far(found, p.grad) <= 1e-9

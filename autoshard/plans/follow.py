@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import PlanError
-from autoshard.layout import Layout
+from autoshard.layout import Invariant, Layout, R
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, stated
 from autoshard.passes.ir.graph import Graph, TensorType
@@ -42,13 +42,14 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
                 f"the plan cuts {node.op} in {node.fqn or '(root)'} at {node.source} along {', '.join(labels)}, "
                 "which these sizes do not allow"
             )
-    layouts = {n: plan.layouts[public.get(n, n)].on(mesh) for n in graph.types}
+    layouts = {n: _without_gradient(plan.layouts[public.get(n, n)].on(mesh), t) for n, t in graph.types.items()}
     stating = (i.name for i in graph.inputs if i.kind == "input" or i.name in given)
     inputs = {name: stated(name, graph, mesh, given) for name in stating}
     alike = inputs.items() <= layouts.items() and _same_costs(plan, graph, mesh)
     layouts |= inputs
     fqns = {fqn: n for n, fqn in public.items()}
-    shared = {fqns.get(n, n): layout.on(mesh) for n, layout in plan.shared.items()}
+    shared = {name: layout.on(mesh) for name, layout in ((fqns.get(n, n), x) for n, x in plan.shared.items())}
+    shared = {name: _without_gradient(layout, graph.types[name]) for name, layout in shared.items()}
     outputs = tuple(None if x is None else x.on(mesh) for x in plan.outputs)
     bound = plan.lower_bound if alike else 0.0
     hinted = frozenset(fqns.get(n, n) for n in plan.given)
@@ -57,6 +58,13 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
     shared_again = frozenset(fqns.get(n, n) for n in plan.shared_again)
     zero = {fqns[n]: stage for n, stage in plan.zero.items()}
     return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted, again, shared_again, zero)
+
+
+def _without_gradient(layout: Layout, type_: TensorType) -> Layout:
+    """``layout`` of a value that may have no gradient, as of frozen parameters, that it had where the plan was made."""
+    if type_.grad:
+        return layout
+    return layout.replace(dict.fromkeys(layout.axes_with(Invariant), R))
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:
