@@ -231,7 +231,8 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
     if node.argument("soft_cap", None) is not None or (drops and banded):
         matrix = pairs * counting / queries
     elif drops:  # a causal mask is a tensor; in tiles products in single precision take as much longer as it leaves out
-        pairs, matrix, passes = whole * queries * keys / counting, keys, PASSES_OF_DROPOUT
+        pairs = (whole if label == "queries" else pairs) * queries * keys / counting
+        matrix, passes = pairs * counting / queries, PASSES_OF_DROPOUT
     if label not in LABELS:
         tiles = 4 if label in IN_FOLDED_ORDER else 2 if label and band == CAUSAL else 1
         pieces = 1
