@@ -27,20 +27,28 @@ from autoshard.module.programs.executable import load_source
 from autoshard.runtime.programs import launch
 
 AXES = {"dp": 2, "tp": 2}
+Saved = Callable[..., list[str]]
+"""(a sharded module, its inputs, steps) → what its saved folder prints"""
 
 
-def test_a_saved_module_cuts_its_inputs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def saved(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Saved:
+    def printed(sharded: Any, inputs: dict[str, torch.Tensor], steps: int = 1) -> list[str]:
+        sharded.save(tmp_path)
+        save_file(inputs, tmp_path / "inputs.safetensors")
+        monkeypatch.setattr(sys, "argv", ["", "--steps", str(steps), "--inputs", str(tmp_path / "inputs.safetensors")])
+        module = tmp_path / "rank_module.py"
+        launch.main(load_source(module.read_text("utf-8")), str(module))
+        return capsys.readouterr().out.splitlines()
+
+    return printed
+
+
+def test_a_saved_module_cuts_its_inputs(saved: Saved) -> None:
     """The saved folder takes global inputs; without the cut the ranks would come with twice the batch."""
     model, sharded = pair(ideal(AXES), Tied, ids(), inputs="local")
     assert str(sharded.plan.layouts["ids"]) == "S(0)@dp R@tp"
-    sharded.save(tmp_path)
-    save_file({"ids": ids(seed=3)}, tmp_path / "inputs.safetensors")
-    monkeypatch.setattr(sys, "argv", ["rank_module.py", "--inputs", str(tmp_path / "inputs.safetensors")])
-    saved = tmp_path / "rank_module.py"
-    launch.main(load_source(saved.read_text("utf-8")), str(saved))
-    assert capsys.readouterr().out == f"step 0: loss {model(ids(seed=3))[0].item():.6f}\n"
+    assert saved(sharded, {"ids": ids(seed=3)}) == [f"step 0: loss {model(ids(seed=3))[0].item():.6f}"]
 
 
 class Mean(nn.Module):
@@ -57,14 +65,11 @@ class Mean(nn.Module):
         return (y - self.mean).square().mean()  # type: ignore[operator]
 
 
-def test_a_saved_module_goes_on_from_what_it_wrote(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_module_goes_on_from_what_it_wrote(saved: Saved) -> None:
     """From the value alone: the backward of a step ends there."""
     x = torch.randn(8, 4)
     sharded = autoshard.compile(Mean(), ideal({"dp": 2}), (x,))
-    sharded.save(tmp_path)
-    save_file({"x": x}, tmp_path / "inputs.safetensors")
+    printed = saved(sharded, {"x": x}, 3)
     optimizer, expected = torch.optim.AdamW(sharded.parameters(), 1e-3), []
     for step in range(3):
         optimizer.zero_grad()
@@ -72,10 +77,7 @@ def test_a_saved_module_goes_on_from_what_it_wrote(
         loss.backward()
         optimizer.step()
         expected.append(f"step {step}: loss {loss.item():.6f}")
-    monkeypatch.setattr(sys, "argv", ["", "--steps", "3", "--inputs", str(tmp_path / "inputs.safetensors")])
-    saved = tmp_path / "rank_module.py"
-    launch.main(load_source(saved.read_text("utf-8")), str(saved))
-    assert capsys.readouterr().out.splitlines() == expected
+    assert printed == expected
 
 
 class Bags(nn.Module):
@@ -92,13 +94,10 @@ class Bags(nn.Module):
 
 
 @pytest.mark.parametrize("like", ["table-wise", "row-wise", "ddp"])
-def test_a_saved_module_trains_sparse_tables(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, like: str
-) -> None:
+def test_a_saved_module_trains_sparse_tables(saved: Saved, like: str) -> None:
     rows = torch.randint(0, 20, (2, 8, 3))
     model = Bags()
-    autoshard.compile(model, ideal({"x": 2}), (rows,), like=like).save(tmp_path)
-    save_file({"ids": rows}, tmp_path / "inputs.safetensors")
+    printed = saved(autoshard.compile(copy.deepcopy(model), ideal({"x": 2}), (rows,), like=like), {"ids": rows}, 3)
     optimizers = torch.optim.SparseAdam(model.bags.parameters()), torch.optim.AdamW(model.head.parameters())
     expected = []
     for step in range(3):
@@ -108,10 +107,7 @@ def test_a_saved_module_trains_sparse_tables(
             optimizer.step()
             optimizer.zero_grad()
         expected.append(f"step {step}: loss {loss.item():.6f}")
-    monkeypatch.setattr(sys, "argv", ["", "--steps", "3", "--inputs", str(tmp_path / "inputs.safetensors")])
-    saved = tmp_path / "rank_module.py"
-    launch.main(load_source(saved.read_text("utf-8")), str(saved))
-    assert capsys.readouterr().out.splitlines() == expected
+    assert printed == expected
 
 
 @pytest.mark.parametrize(("planned", "given"), [("local", "global"), ("global", "local")])

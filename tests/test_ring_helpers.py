@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_ring import HEADS, WIDTH, B, error, run
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoshard import runtime
-from autoshard.runtime.attention import helped
+from autoshard.runtime.attention import helped, tile
 from autoshard.runtime.attention.order import helped_work, shares, spans
 
 
@@ -70,3 +71,24 @@ def test_bytes_with_helpers() -> None:
             sent[e.phase] += e.bytes
         share = B * HEADS * 4 * WIDTH * 8
         assert sent == {"forward": forward * share, "backward": backward * share}
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "dtype", "causal", "fused"),
+    [
+        (8, 8, 64, torch.bfloat16, True, True),
+        (8, 4, 64, torch.bfloat16, True, False),
+        (8, 4, 64, torch.bfloat16, False, True),
+        (8, 8, 20, torch.float16, False, False),
+        (8, 8, 264, torch.float16, False, False),
+        (8, 8, 64, torch.float32, False, False),
+    ],
+)
+def test_tiles_that_the_kernel_of_gpus_takes(
+    queries: int, keys: int, width: int, dtype: torch.dtype, causal: bool, fused: bool
+) -> None:
+    """Its causal mask counts from the last row, so that it is right for squares alone."""
+    with FakeTensorMode():
+        query = torch.empty(1, 4, queries, width, dtype=dtype, device="cuda")
+        key = torch.empty(1, 2, keys, width, dtype=dtype, device="cuda")
+        assert tile._is_fused(query, key, key, tile.Masking(causal)) == fused

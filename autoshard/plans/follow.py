@@ -127,7 +127,7 @@ def _is_like(like: Any, text: str, mesh: Mesh) -> bool:
     except (SyntaxError, ValueError):
         return repr(like) == text
     each, all_ = (dict.fromkeys(mesh.axes, x) if isinstance(x, str) else x for x in (like, found))
-    return repr(like) == text or each == all_
+    return each == all_
 
 
 def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:

@@ -14,6 +14,8 @@ import torch.distributed.checkpoint.state_dict as states
 from table_models import DCN, fields, towers
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
@@ -155,6 +157,8 @@ def full_states_of_torch() -> None:
             same(moments["state"][name], of_weight)
 
     as_expected()
+    parts = [x for x in pytree.tree_leaves(states.get_optimizer_state_dict(sharded, own[1])) if isinstance(x, DTensor)]
+    assert all(x._local_tensor.ndim == x.ndim for x in parts), "of what others own there are no rows, and all dims"
     for from_first in (False, True):
         options.broadcast_from_rank0 = False
         weights, moments = copy.deepcopy(given())

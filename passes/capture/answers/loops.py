@@ -43,7 +43,8 @@ _SAME_ROWS = (
     torch.Tensor.squeeze, torch.squeeze, torch.Tensor.flatten, torch.flatten, torch.Tensor.reshape, torch.Tensor.view,
     torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.long, torch.Tensor.detach,
 )  # fmt: skip
-_NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16)
+_NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.float16, torch.bfloat16)
+"""dtypes in which some numbers of rows are others"""
 _CONTAINERS = (list, dict, set)
 _CHANGES = frozenset("append extend insert add update setdefault pop popitem remove discard clear".split())
 _ADVICE = "Hand on results in place only, as in out.index_add_(0, tokens, result)."
@@ -154,7 +155,7 @@ class Loops(Observer):
             self.conditions[id(result[0])] = (result[0], args[0], True)
         elif args and id(args[0]) in self.conditions and isinstance(result, torch.Tensor):
             _, condition, flat = self.conditions[id(args[0])]
-            if result.dtype in _NARROW:  # numbers of rows become others
+            if result.dtype in _NARROW:
                 return
             if result.shape == args[0].shape or (condition.ndim == 1 and result.shape == args[0].shape[:1]):
                 self.conditions[id(result)] = (result, condition, flat or result.ndim == 1)

@@ -20,7 +20,7 @@ Place = tuple[str, int, bool]
 
 
 def beside(expert: Expert, hinted: Mapping[str, Constraint], graph: Graph, mesh: Mesh) -> Expert:
-    """``expert`` where look-ups in tables that hints lay otherwise are free along that axis; it names these hints.
+    """``expert`` where look-ups in tables that hints lay otherwise are free along that axis.
 
     Raises :class:`AskedTooMuchError` where a hint takes some experts of a list away from their owners, and leaves others.
     """

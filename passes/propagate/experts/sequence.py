@@ -38,9 +38,8 @@ def along_sequence(
             yield node.name, None
         else:
             if cuts and families.weights.isdisjoint(node.inputs):
-                cuts |= families.labels(node, heads) - in_parts(
-                    node, families
-                )  # to which no product leads that is whole
+                apart = in_parts(node, families)  # to which no product leads that is whole
+                cuts |= families.labels(node, heads) - apart
             yield node.name, families.asked(node, cuts)
 
 

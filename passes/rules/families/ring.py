@@ -218,21 +218,21 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
     label, whole = next((x for x in SEQUENCE if x in ranks), ""), pairs
     counting = band.pairs(queries, keys) or 1.0
     drops, banded = bool(node.argument("dropout_p", 0.0)), node.op is banded_op._opoverload
+    passes = PASSES_OF_DROPOUT if drops and not banded else PASSES
     if label == "keys":
-        each = PASSES_OF_DROPOUT if drops else PASSES
-        return Tiling(whole * queries * keys / counting, keys, matrix=keys / math.prod(ranks[label]), passes=each)
+        return Tiling(whole * queries * keys / counting, keys, matrix=keys / math.prod(ranks[label]), passes=passes)
     if label == HELPED:
         found = helped_work(queries, ranks[label])
         pairs *= max(found) * len(found) / counting
     elif (label and band != ALL) or band.before is not None:
         found = work(queries, keys, ranks.get(label, ()), label in IN_FOLDED_ORDER, label in LABELS, band)
         pairs *= max(found) * len(found) / counting
-    matrix, passes = keys if "embed" in ranks else 0.0, PASSES
+    matrix = keys if "embed" in ranks else 0.0
     if node.argument("soft_cap", None) is not None or (drops and banded):
         matrix = pairs * counting / queries
     elif drops:  # a causal mask is a tensor; in tiles products in single precision take as much longer as it leaves out
         pairs = (whole if label == "queries" else pairs) * queries * keys / counting
-        matrix, passes = pairs * counting / queries, PASSES_OF_DROPOUT
+        matrix = pairs * counting / queries
     if label not in LABELS:
         tiles = 4 if label in IN_FOLDED_ORDER else 2 if label and band == CAUSAL else 1
         pieces = 1
