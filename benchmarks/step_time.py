@@ -47,7 +47,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
-from autoshard.runtime.parameters import gradients
 
 WARM_UP = 9
 """steps: more calls than are compared with their inputs by default"""
@@ -147,20 +146,6 @@ def ours(like: str | None, axis: str) -> Callable[[Task], Step]:
     return make
 
 
-def in_large_buckets(task: Task) -> Step:
-    """As ``like="ddp"``, with gradients sent in buckets of the size that DDP has."""
-    step, size = ours("ddp", "dp")(task), gradients.LARGE_ON_GLOO
-
-    def large() -> float:
-        gradients.LARGE_ON_GLOO = gradients.LARGE
-        try:
-            return step()
-        finally:
-            gradients.LARGE_ON_GLOO = size
-
-    return large
-
-
 def as_torch_does(step: Step) -> Step:
     """``step`` with DTensor's own handling of every operation."""
 
@@ -242,7 +227,6 @@ def one_process(task: Task) -> Step:
 
 CONTESTANTS = (
     Contestant('like="ddp"', ours("ddp", "dp"), ("DDP",), 1.02),
-    Contestant("in large buckets", in_large_buckets, ("DDP",)),
     Contestant("DDP", ddp, ("one process",)),
     Contestant('like="fsdp"', ours("fsdp", "dp"), ("FSDP2",), 1.0),
     Contestant('like="zero1"', ours("zero1", "dp"), ("DDP",)),

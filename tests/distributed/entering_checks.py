@@ -73,7 +73,7 @@ def every_bucket_alone() -> Iterator[None]:
     with (
         patch.object(loaded, "SMALL", 1),
         patch.object(gradients, "SMALL", 1),
-        patch.object(gradients, "LARGE_ON_GLOO", 1),
+        patch.object(gradients, "LARGE", 1),
     ):
         yield
 

@@ -237,15 +237,15 @@ def check_small_gradients_go_together() -> None:
 
 @every_bucket_alone()
 def check_large_gradients_do_not_wait() -> None:
-    """On gloo an all-reduce begins while another is under way, once enough is there."""
-    sent, before = [], gradients.LARGE_ON_GLOO
+    """An all-reduce begins while another is under way, once enough is there."""
+    sent, before = [], gradients.LARGE
     for enough in (0, before):
-        gradients.LARGE_ON_GLOO = enough
+        gradients.LARGE = enough
         comm, params = runtime.TorchCommunicator(meshes()[0]), blocks()
         comm.log = []
         enter = runtime.enter_parameters
         train(comm, params, lambda b, enter=enter: (*enter(b[:1], "a"), *enter(b[1:], "a")), True)
-        gradients.LARGE_ON_GLOO = before
+        gradients.LARGE = before
         compare(params)
         sent.append([c.bytes for c in comm.log if c.phase == "backward"])
     assert [len(bytes_) for bytes_ in sent] == [2 * 4, 2 * 2], sent

@@ -24,9 +24,6 @@ SMALL = 2**20
 LARGE = 25 * 2**20
 """of all-reduces while another is under way, as in DistributedDataParallel"""
 
-LARGE_ON_GLOO = 4 * 2**20
-"""of those on gloo, whose latency is small beside their time: its threads send and add up while the backward computes"""
-
 UNDER_WAY = 2
 """reduce-scatters that may be under way: each holds whole gradients, sent and received, until it is waited for"""
 
@@ -102,7 +99,7 @@ class Gradients:
         self.held.append((bucket, numbers, gradients))
         enough = SMALL
         if self.works and not bucket.gathers:
-            enough = LARGE_ON_GLOO if bucket.comm.process_group(bucket.moves[0].axes).gloo else LARGE
+            enough = LARGE
         held = sum([g.nbytes for *_, given in self.held for g in given if g is not None])
         if held >= enough or not self.expected[bucket.kind]:
             self._flush()
