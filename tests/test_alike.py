@@ -119,6 +119,8 @@ def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.
         assert all(lower <= cost + 1e-9 for lower, cost in zip(found, least, strict=True))
         return 1 - np.array(found) / least
 
+    assert gaps().max() < 1e-9  # what has two neighbours is joined
+    monkeypatch.setattr(alike, "QUICK_JOIN", 0)
     assert gaps().mean() < 0.04
     monkeypatch.setattr(alike, "LITTLE", 0)  # as if the tables were large: much is promised
     assert gaps().mean() < 0.04

@@ -21,17 +21,13 @@ from expert_parallel import model_of, sent_for_experts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-@pytest.mark.parametrize(
-    ("axes", "like", "label"),
-    [({"cp": 8, "tp": 8}, {"cp": "ring"}, "ring with helpers"), ({"cp": 16}, None, "ring with helpers")],
-    ids=str,
-)
-def test_a_million_tokens_fit(axes: dict[str, int], like: Any, label: str) -> None:
+@pytest.mark.parametrize(("axes", "like"), [({"cp": 8, "tp": 8}, {"cp": "ring"}), ({"cp": 16}, None)], ids=str)
+def test_a_million_tokens_fit(axes: dict[str, int], like: Any) -> None:
     """Llama-3-8B, all 32 layers, with AdamW's state; some of what the backward reads is made again."""
     plan = of_a_million(axes, like, "auto")
     assert plan.memory is not None
     assert plan.memory.peak <= 80e9
-    assert chosen(plan) == label
+    assert (chosen(plan), plan.folded) == ("folded ring", axes["cp"])
     assert 0.2 < plan.cost.mfu <= plan.cost.hfu < 1
     assert f"MFU {plan.cost.mfu:.1%}" in str(plan)
 

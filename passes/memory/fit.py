@@ -94,7 +94,7 @@ def _searched(planner: Planner, budget: float, program: Program, memory: Memory)
     """Plans under limits that come closer and closer to the budget less what the search does not know of."""
     limit = (1 - SPARED) * budget - (memory.peak - planner.held(program.assignment))
     ended = yield from _closer(planner, budget, limit)
-    search = partial(_closer, limit=limit) if ended.fits else _least
+    search = partial(_closer, limit=limit, most=ROUNDS) if ended.fits else _least
     if not ended.fits:
         ended = yield from _least(planner, budget)
     fits = ended.fits
@@ -121,14 +121,15 @@ def _least(planner: Planner, budget: float) -> Found:
     return Ended()
 
 
-def _closer(planner: Planner, budget: float, limit: float) -> Found:
-    """Plans whose choices hold at most ``limit``, and then what the simulation of the last leaves of the budget.
+def _closer(planner: Planner, budget: float, limit: float, most: int = MORE_ROUNDS) -> Found:
+    """Plans whose choices hold at most ``limit``, and then what the simulation of the last leaves of the budget; ``most``:
+    searches, while none is within it.
 
     That need not come to rest: what is not known of the choices differs from plan to plan. So limits stay between one whose
     plan fits, or that allows none, and what is held by a plan that does not.
     """
     low, high, fits = 0.0, math.inf, False
-    for number in range(MORE_ROUNDS):
+    for number in range(most):
         if fits and number >= ROUNDS:
             break
         proposed = math.inf

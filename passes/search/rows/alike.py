@@ -21,6 +21,8 @@ from autoshard.passes.search.rows.stacked import Stacked
 
 # Nodes are tied where these are at most this part of all.
 TIED = 0.5
+# Entries of the largest join that is computed before messages are passed.
+QUICK_JOIN = 3_000_000
 # Sweeps of message passing for the bound, and how little a few of them may gain: between classes, which takes little, and
 # around what is joined unlike its copies.
 SWEEPS = 120
@@ -76,6 +78,7 @@ def bound(network: CostNetwork, of: Sequence[int]) -> float:
     """
     whole = Eliminator.of(network, Tables())
     whole.run(max_degree=1, max_weight=1 << 62)
+    whole.run(max_degree=2, max_weight=QUICK_JOIN)
     nodes = sorted(whole.alive)
     if not nodes:
         return whole.constant
