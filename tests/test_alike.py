@@ -14,7 +14,7 @@ from autoshard.passes.search.exact.bound import Dual, _Edge
 from autoshard.passes.search.exact.eliminate import Eliminator
 from autoshard.passes.search.exact.tables import Tables
 from autoshard.passes.search.network import Effort
-from autoshard.passes.search.rows import alike
+from autoshard.passes.search.rows import alike, within
 from autoshard.passes.search.rows.alike import bound
 
 
@@ -89,7 +89,7 @@ def test_the_bound_of_many_layers_is_nearly_their_least_cost() -> None:
     for seed in range(8):
         network, _, labels = layers(seed, 40)
         of = [hash(label) if label else i for i, label in enumerate(labels)]
-        least, lower = solve(network).cost, bound(network, of)
+        least, (lower, _) = solve(network).cost, bound(network, of)
         assert lower <= least + 1e-9
         assert least - lower <= 0.03 * least
 
@@ -115,7 +115,7 @@ def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.
     least = [solve(network).cost for network, _ in networks]
 
     def gaps() -> np.ndarray:
-        found = [bound(*each) for each in networks]
+        found = [bound(*each)[0] for each in networks]
         assert all(lower <= cost + 1e-9 for lower, cost in zip(found, least, strict=True))
         return 1 - np.array(found) / least
 
@@ -126,6 +126,21 @@ def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.
     assert gaps().mean() < 0.04
     monkeypatch.setattr(alike, "LAST_SWEEPS", 0)
     assert gaps().mean() > 0.2
+
+
+def test_alike_nodes_differ_where_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without hard rows the messages of the bound lead to a choice, too: here the ends want something of all layers."""
+    cases = [diamonds(seed, 20) for seed in range(12)]
+    least = np.array([solve(network).cost for network, _ in cases])
+
+    def costs() -> np.ndarray:
+        return np.array([solve(network, alike=of).cost for network, of in cases])
+
+    found = costs()
+    assert (found >= least - 1e-9).all()
+    assert (found / least).max() < 1 + within.ENOUGH
+    monkeypatch.setattr(within, "ENOUGH", math.inf)
+    assert (costs() / least).mean() > 1.03
 
 
 def test_equal_messages_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +219,7 @@ def test_the_bound_is_a_number_where_choices_are_forbidden() -> None:
     edges += [(i, i + 2, along) for i in range(2 * (count - 1))]
     network = CostNetwork(tuple(np.arange(3.0) for _ in range(2 * count)), tuple(edges))
     with np.errstate(invalid="raise"):
-        assert 0 < bound(network, [i % 2 for i in range(2 * count)]) <= best(network, ()) + 1e-9
+        assert 0 < bound(network, [i % 2 for i in range(2 * count)])[0] <= best(network, ()) + 1e-9
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -38,6 +38,8 @@ MORE_ROUNDS = 10
 """the same while no plan was found that fits"""
 CLOSE = 0.02
 """limits that differ by less, as a part of the budget, are one"""
+GAP = 0.01
+"""between the cost and its bound, as a part of the cost, from which on the moment of the peak is looked at"""
 SPARED = 0.015
 """of the budget, under the first limit: what is not known differs much from the plan that it is taken from"""
 
@@ -69,6 +71,12 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
             best = program, memory
     if best is None:
         raise PlanError(_does_not_fit(closest[1], budget, mesh))
+    program, memory = _bounded(best[0], planner.bound()), best[1]
+    if _gap(program) <= GAP or flying:  # what earlier micro-batches keep is there at any moment
+        return program, memory
+    for program, memory in _at_its_moment(planner, budget, *best):
+        if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
+            best = program, memory
     return _bounded(best[0], planner.bound()), best[1]
 
 
@@ -152,6 +160,39 @@ def _closer(planner: Planner, budget: float, limit: float, most: int = MORE_ROUN
         if math.isinf(limit) or high - low <= CLOSE * budget:
             break
     return Ended(fits)
+
+
+def _at_its_moment(
+    planner: Planner, budget: float, program: Program, memory: Memory
+) -> Iterator[tuple[Program, Memory]]:
+    """Plans where what is held at the moment of this peak, and at the end of the forward, has each its own limit.
+
+    An operation that works on much, such as attention with dropout, may need room when the head and the loss hold nothing
+    yet, or no longer.
+    """
+    moment = max(memory.curve, key=lambda point: point[2])[0]
+    place = {node.name: i for i, node in enumerate(planner.graph.nodes)}
+    for _ in range(ROUNDS if moment in place else 0):
+        then, end = planner.held_at(program.assignment, moment)
+        if end - then < CLOSE * budget:
+            return
+        points = [(place[name] > place[moment], size) for name, _, size in memory.curve if name in place]
+        until, after = (max((size for late, size in points if late is side), default=0.0) for side in (False, True))
+        planner.at(moment)
+        try:
+            found, _ = planner.within(budget - (after - end), budget, budget - (until - then))
+        except PlanError:
+            return
+        if found.solution.choice == program.assignment.solution.choice:
+            return
+        program, memory = tried(found, planner.optimizer)
+        log.info("peak %.4g B where what is held at %s has a limit of its own", memory.peak, moment)
+        yield program, memory
+
+
+def _gap(program: Program) -> float:
+    found = program.assignment.solution
+    return 1 - found.lower_bound / found.cost
 
 
 def _seconds(program: Program) -> float:

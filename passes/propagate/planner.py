@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -104,7 +105,9 @@ class Planner:
         self._wide: tuple[Network, Built] | None = None
         """the limited one, before it was narrowed"""
         self._narrow = ""
-        """to what: "even", "blocks"; "": to nothing"""
+        """to what: "even", "blocks", or the operation of :meth:`at`; "": to nothing"""
+        self._moment = ""
+        """the operation of :meth:`at`"""
         self._prepared: dict[str, Prepared] = {}
         """to what it is narrowed → the network with its bytes"""
         self._loosest: dict[str, tuple[float, Solution]] = {}
@@ -133,9 +136,10 @@ class Planner:
         self.prices = found.prices
         return assigned(self._free, found)
 
-    def within(self, limit: float, budget: float | None = None) -> tuple[Assignment, float]:
+    def within(self, limit: float, budget: float | None = None, then: float = math.inf) -> tuple[Assignment, float]:
         """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and
         at the end of the backward at most ``budget`` (None: ``limit``); and what they hold at the end of the forward.
+        ``then``: the limit of what they hold at the moment of :meth:`at`.
 
         The bound of all such searches is :meth:`bound`. Raises :class:`~autoshard.errors.PlanError` where nothing is that
         small.
@@ -143,13 +147,39 @@ class Planner:
         self._free = None
         prepared = self._with_bytes(*self.network(limited=True))
         network, built = self.network(limited=True)
-        limits = *(row.limit for row in built.hiding), limit, limit if budget is None else budget
+        moment = (then,) if self._moment else ()
+        limits = *(row.limit for row in built.hiding), *moment, limit, limit if budget is None else budget
         start = (*self.prices, *(0.0,) * (len(limits) - len(self.prices))) if self.prices else None
         found = prepared.solve(limits, replace(self.effort, part=min(LIMITED, self.effort.part)), prices=start)
         self.prices = found.prices
-        if self._narrow not in self._loosest or limit > self._loosest[self._narrow][0]:
-            self._loosest[self._narrow] = limit, found
+        least = min(limit, then)
+        if self._narrow not in self._loosest or least > self._loosest[self._narrow][0]:
+            self._loosest[self._narrow] = least, found
         return assigned(network, replace(found, prove=None)), _used(built, found)
+
+    def at(self, moment: str) -> None:
+        """From now on every choice is free again, and what is held while this operation runs has a limit of its own."""
+        if moment != self._moment:
+            self._limited, self._wide = self._wide or self._limited, None
+            self._prepared.clear()
+            self.prices, self._narrow, self._moment = (), moment, moment
+
+    def held_at(self, assignment: Assignment, moment: str) -> tuple[float, float]:
+        """Bytes that the choices of ``assignment``, which was found under a limit, hold while this operation runs, and at the
+        end of the forward."""
+        network, built = self.network(limited=True)
+        then = self._until(moment, network, built)
+        return then.used(built.network, assignment.solution.choice), _used(built, assignment.solution)
+
+    def _until(self, moment: str, network: Network, built: Built) -> Row:
+        """What is held while an operation runs, forward or backward: for what comes up to it, and of inputs."""
+        row, names = built.kept[0], list(network.variables)
+        last, inputs = names.index(f"node:{moment}"), {value.name for value in self.graph.inputs}
+        nodes = (
+            x if i <= last or name in inputs else None for i, (name, x) in enumerate(zip(names, row.nodes, strict=True))
+        )
+        edges = (x if j <= last else None for x, (_, j, _) in zip(row.edges, built.network.edges, strict=True))
+        return Row(tuple(nodes), tuple(edges), 0.0)
 
     def bound(self) -> float:
         """A bound of what all assignments cost that hold no more than any limit that was tried; 0 where none was."""
@@ -157,15 +187,16 @@ class Planner:
 
     def _with_bytes(self, network: Network, built: Built) -> Prepared:
         if self._narrow not in self._prepared:
-            kept, stays = (replace(row, limit=0.0) for row in built.kept)
+            kept = tuple(replace(row, limit=0.0) for row in built.kept)
+            moment = (self._until(self._moment, network, built),) if self._moment else ()
             prepared = (
                 self._prepared[""].restricted(built.network.nodes)
                 if "" in self._prepared
-                else self.prepare(network, built.network, (*built.hiding, kept, stays), built.alike)
+                else self.prepare(network, built.network, (*built.hiding, *moment, *kept), built.alike)
             )
             if self.prepare is _alone:  # its tables are many times larger than all else: they are there once
                 prepared = prepared.lean()
-                hiding, bytes_ = prepared.rows[: len(built.hiding)], prepared.rows[len(built.hiding) :]
+                hiding, bytes_ = prepared.rows[: len(built.hiding)], prepared.rows[-len(kept) :]
                 self._limited = network, replace(built, network=prepared.network, hiding=hiding, kept=bytes_)
             self._prepared[self._narrow] = prepared
         return self._prepared[self._narrow]

@@ -71,8 +71,9 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
-def bound(network: CostNetwork, of: Sequence[int]) -> float:
-    """A lower bound of what all choices of ``network`` cost. ``of``: node → its class of alike nodes.
+def bound(network: CostNetwork, of: Sequence[int]) -> tuple[float, Choice]:
+    """A lower bound of what all choices of ``network`` cost, and the choice that its messages lead to. ``of``: node → its class
+    of alike nodes.
 
     Messages are found in single precision; the bound is what they give in double.
     """
@@ -81,7 +82,7 @@ def bound(network: CostNetwork, of: Sequence[int]) -> float:
     whole.run(max_degree=2, max_weight=QUICK_JOIN)
     nodes = sorted(whole.alive)
     if not nodes:
-        return whole.constant
+        return whole.constant, _whole(whole, {})
     classes = _numbered([(of[i], whole.factors.get((i,))) for i in nodes])
     at = dict(zip(nodes, classes, strict=True))
     quotient, shares = _quotient(whole, at)
@@ -105,7 +106,13 @@ def bound(network: CostNetwork, of: Sequence[int]) -> float:
     if entries <= LITTLE or promised - dual.bound > PROMISED * abs(dual.bound):
         for _ in range(LAST_SWEEPS):
             dual.sweep(math.inf)
-    return dual.bound
+    return dual.bound, _whole(whole, dual.decode())
+
+
+def _whole(network: Eliminator, choice: dict[int, int]) -> Choice:
+    """With those that were eliminated."""
+    every = network.back_substitute(choice, len(network.steps))
+    return tuple(every[i] for i in range(len(network.sizes)))
 
 
 def _quotient(whole: Eliminator, at: Mapping[int, int]) -> tuple[Eliminator, Counter[Scope]]:

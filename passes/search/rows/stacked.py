@@ -215,6 +215,11 @@ class Stacked:
         """The sum of every row."""
         return self.sums(choice)[1:]
 
+    def total(self, choice: Choice) -> float:
+        """The cost with what exceeds limits, where every row has a finite price."""
+        cost, *used = self.sums(choice).tolist()
+        return float(cost + np.maximum(np.array(used) - self.limits, 0.0) @ self.prices)
+
     def priced(self, weights: Array, unit: float = 1.0) -> CostNetwork:
         """Costs times ``unit`` plus the rows' sums at the prices ``weights``. Equal tables are one array."""
         made = {number: value(self.stacks[number], weights, unit) for number in set(self.factors.values())}

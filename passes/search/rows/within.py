@@ -94,10 +94,18 @@ def solve_alike(
             break
     found.stats["solved"], at = search.solved, part.prices
 
-    def prove() -> float:
-        return bound(problem.priced(at), tied.of) - float(at @ problem.limits)
+    def proof() -> tuple[float, Choice]:
+        lower, choice = bound(problem.priced(at), tied.of)
+        return lower - float(at @ problem.limits), choice
 
-    return replace(found, lower_bound=-math.inf, prices=tuple(at.tolist()), prove=prove)
+    found = replace(found, lower_bound=-math.inf, prices=tuple(at.tolist()))
+    if effort.rough or np.isinf(problem.prices).any():  # it is one of several searches: the bounds of few are asked for
+        return replace(found, prove=lambda: proof()[0])
+    lower, choice = proof()
+    cost = problem.total(choice)
+    if found.cost - cost > ENOUGH * abs(cost):  # alike nodes had to differ
+        found = replace(found, choice=choice, cost=cost)
+    return found.bounded(lower)
 
 
 def columns(search: Search, effort: Effort) -> None:
