@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import json
@@ -43,6 +44,20 @@ def copied(mesh: autoshard.Mesh) -> None:
     assert sharded.training
     steps(model, sharded, ids(seed=3), ids(rows=3))
     close(copy_(ids())[1], other.eval()(ids())[1])
+
+
+@case
+def copied_with_handles_of_hooks(mesh: autoshard.Mesh) -> None:
+    """As ``gradient_checkpointing_enable`` of transformers leaves one in an attribute; the model itself is gone by then."""
+
+    def handled() -> nn.Module:
+        model = Net()
+        model.handles = [model.emb.register_forward_hook(lambda _, __, out: 2 * out)]
+        return model
+
+    model, sharded = pair(mesh, handled, ids())
+    gc.collect()
+    steps(model, copy.deepcopy(sharded), ids())
 
 
 @case

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import AutoshardError, CaptureError
 from autoshard.module.dtensors.outputs import Output
@@ -22,7 +23,7 @@ from autoshard.passes.capture.exported.trees import constant
 Made = TypeVar("Made")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-_HOLDERS = (torch.Tensor, nn.Module, tuple, list, dict, set)
+_HOLDERS = (torch.Tensor, nn.Module, RemovableHandle, tuple, list, dict, set)
 
 
 class Children(dict[str, "nn.Module | None"]):
