@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import json
@@ -17,8 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from state_harness import Net, both, case, close, full, ids, pair, same_gradients, same_state, steps
+from state_harness import Block, Net, both, case, close, full, ids, pair, same_gradients, same_state, steps
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,6 +49,20 @@ def copied(mesh: autoshard.Mesh) -> None:
 
 
 @case
+def copied_with_handles_of_hooks(mesh: autoshard.Mesh) -> None:
+    """As ``gradient_checkpointing_enable`` of transformers leaves one in an attribute; the model itself is gone by then."""
+
+    def handled() -> nn.Module:
+        model = Net()
+        model.handles = [model.emb.register_forward_hook(lambda _, __, out: 2 * out)]
+        return model
+
+    model, sharded = pair(mesh, handled, ids())
+    gc.collect()
+    steps(model, copy.deepcopy(sharded), ids())
+
+
+@case
 def copied_before_it_is_compiled(mesh: autoshard.Mesh) -> None:
     torch.manual_seed(0)
     model = Net().double()
@@ -70,6 +87,29 @@ def averaged(mesh: autoshard.Mesh) -> None:
             average.eval()
         with torch.no_grad():
             close(given(ids(seed=9))[1], expected(ids(seed=9))[1])
+
+
+@case
+def wrapped_to_be_made_again(mesh: autoshard.Mesh) -> None:
+    """By torch's ``checkpoint_wrapper``: state dicts have the names of the model without it, and load into it, both ways."""
+
+    def wrapped() -> nn.Module:
+        model = Net(p=0.2, tied=False)
+        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, Block) or m is model.head)
+        return model
+
+    model, sharded = pair(mesh, wrapped, ids())
+    steps(model, sharded, ids())
+    bare = Net(tied=False).double()
+    bare.load_state_dict(sharded.full_state_dict())
+    whole = model.state_dict()
+    for load in (sharded.load_full_state_dict, sharded.load_state_dict):
+        model.load_state_dict({n: x / 2 for n, x in whole.items()})
+        load(model.state_dict())
+        same_state(sharded, model)
+    if not sharded.is_staged:
+        assert get_model_state_dict(sharded).keys() == whole.keys()
+    steps(model, sharded, ids(seed=1))
 
 
 @case

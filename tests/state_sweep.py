@@ -153,6 +153,7 @@ IN_PROCESSES = (
     "copied",
     "copied_before_it_is_compiled",
     "averaged",
+    "wrapped_to_be_made_again",
     "pickled",
     "wrapped_in_ddp",
     "wrapped_forward",

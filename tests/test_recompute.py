@@ -204,6 +204,8 @@ def test_a_pattern_names_modules() -> None:
     only = planned({"blocks.0": True})
     assert {r.fqn.split(".")[1] for r in only.recomputed} == {"0"}
     assert not planned({"blocks.*": True, "blocks.?": False}).recomputed
+    assert planned({"blocks.*": True}).recomputed == planned("blocks").recomputed
+    assert planned({"*": True, "blocks": False, "blocks.0": True}).recomputed == only.recomputed
     with pytest.raises(autoshard.HintError, match=r"the pattern 'layers\.\*' matches no module"):
         planned({"layers.*": True})
     with pytest.raises(

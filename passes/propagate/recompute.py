@@ -77,21 +77,22 @@ def _free(graph: Graph) -> Offer:
 
 
 def _matched(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
-    """Node → the module that is computed again with it, for modules that a pattern with True matches last."""
+    """Node → the module that is computed again with it: of the last pattern that matches one around it, the outermost.
+
+    Outermost, as the ``*`` of ``layers.*`` matches all inside of a layer, too.
+    """
     if wrong := [f"{pattern!r}: {what!r}" for pattern, what in patterns.items() if not isinstance(what, bool)]:
         raise HintError(f"recompute: {wrong[0]} is neither True (computed again) nor False (kept)")
     found: dict[str, str] = {}
     used: set[str] = set()
     for node in graph.nodes:
         path = node.fqn.split(".") if node.fqn else []
-        for depth in range(len(path), 0, -1):
-            module = ".".join(path[:depth])
-            asked = [pattern for pattern in patterns if fnmatch.fnmatchcase(module, pattern)]
-            used.update(asked)
-            if asked and patterns[asked[-1]]:
-                found[node.name] = module
-            if asked:
-                break
+        inwards = [".".join(path[:depth]) for depth in range(1, len(path) + 1)]
+        asked = [(p, next((m for m in inwards if fnmatch.fnmatchcase(m, p)), None)) for p in patterns]
+        matched = [(pattern, module) for pattern, module in asked if module is not None]
+        used.update(pattern for pattern, _ in matched)
+        if matched and patterns[matched[-1][0]]:
+            found[node.name] = matched[-1][1]
     if missing := [pattern for pattern in patterns if pattern not in used]:
         raise HintError(f"recompute: the pattern {missing[0]!r} matches no module of the model")
     return found

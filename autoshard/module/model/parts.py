@@ -11,7 +11,9 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, ActivationWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import AutoshardError, CaptureError
 from autoshard.module.dtensors.outputs import Output
@@ -22,7 +24,7 @@ from autoshard.passes.capture.exported.trees import constant
 Made = TypeVar("Made")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-_HOLDERS = (torch.Tensor, nn.Module, tuple, list, dict, set)
+_HOLDERS = (torch.Tensor, nn.Module, RemovableHandle, tuple, list, dict, set)
 
 
 class Children(dict[str, "nn.Module | None"]):
@@ -88,7 +90,8 @@ class Fixed(nn.Module):
         """As torch's; where a parameter or buffer is a DTensor, every rank takes its part of a full tensor."""
         own: dict[str, Any] = {prefix + name: p for name, p in (*self._parameters.items(), *self._buffers.items())}
         parts = {n: part_of(state_dict[n], p) for n, p in own.items() if isinstance(p, DTensor) and n in state_dict}
-        nn.Module._load_from_state_dict(self, {**state_dict, **parts}, prefix, *args)
+        state_dict.update(parts)  # in place, as an ActivationWrapper names entries for what it wraps
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = memo[id(self)] = object.__new__(type(self))
@@ -214,7 +217,21 @@ def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
     )
     part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
     part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
+    if isinstance(module, ActivationWrapper):  # state dicts have the names of what is wrapped
+        part._register_state_dict_hook(module._post_state_dict_hook)  # type: ignore[no-untyped-call]
+        part.register_load_state_dict_pre_hook(module._pre_load_state_dict_hook)  # type: ignore[no-untyped-call]
     return part
+
+
+def entries(model: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
+    """Name in state dicts → name in ``model`` and tensor, of all that state dicts of its parts hold."""
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, x in (*module._parameters.items(), *module._buffers.items()):
+            if x is not None and name not in module._non_persistent_buffers_set:
+                fqn = f"{path}.{name}" if path else name
+                found[fqn.replace(_CHECKPOINT_PREFIX, "")] = fqn, x
+    return found
 
 
 def derived(base: type[Made], kind: type[nn.Module], names: Mapping[str, Any] | None = None) -> type[Made]:

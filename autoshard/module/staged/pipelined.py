@@ -20,6 +20,7 @@ from autoshard.module.dtensors.of_stage import OfStage
 from autoshard.module.dtensors.owned import local_of
 from autoshard.module.meetings import collective
 from autoshard.module.microbatches import beforehand, delivered, part_of, unseen
+from autoshard.module.model.parts import entries
 from autoshard.module.programs.compiling import Settings
 from autoshard.module.programs.executable import Executable
 from autoshard.module.ranks.distributed import default_device_type
@@ -107,16 +108,17 @@ class PipelinedModule(StageOutputs):
     @collective
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Original name → full tensor (a copy), for every entry of the original state dict, on every rank. Collective."""
-        own = self.state_dict(keep_vars=True)
+        own, whole = self.state_dict(keep_vars=True), self.whole_state_dict()
         return {
-            n: self.everywhere(n, x, own[n].detach() if n in own else None) for n, x in self.whole_state_dict().items()
+            n: self.everywhere(name, whole[n], own[n].detach() if n in own else None)
+            for n, (name, _) in entries(self._of.model).items()
         }
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
         """See :meth:`ShardedModule.whole_state_dict`."""
         own = self.state_dict(keep_vars=True)
-        named = self._of.model.state_dict(keep_vars=True)  # in the dtypes of the last capture
-        return {n: own.get(n, self._of.elsewhere.get(n, x)) for n, x in named.items()}
+        named = entries(self._of.model)  # in the dtypes of the last capture
+        return {n: own.get(n, self._of.elsewhere.get(name, x)) for n, (name, x) in named.items()}
 
     def whole_names(self) -> list[str]:
         """Original names of all parameters of the model, each tensor once."""
