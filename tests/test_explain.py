@@ -195,11 +195,24 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_shapes() -> None:
-    """Every division in one and two axes; inside a node their order is one."""
-    assert list(shapes(8, 8)) == [(8,), (2, 4)]
-    assert list(shapes(16, 8)) == [(16,), (2, 8), (4, 4), (8, 2)]
-    assert list(shapes(7, 8)) == [(7,)]
-    assert list(shapes(1, 8)) == [(1,)]
+    """Every division in one and two axes."""
+    assert list(shapes(8)) == [(8,), (2, 4), (4, 2)]
+    assert list(shapes(16)) == [(16,), (2, 8), (4, 4), (8, 2)]
+    assert list(shapes(7)) == [(7,)]
+    assert list(shapes(1)) == [(1,)]
+
+
+def test_the_order_of_two_axes_counts_inside_a_node() -> None:
+    """A batch that both cut is gathered along the inner one alone, for which the other order has no layout."""
+    with torch.device("meta"):
+        model = models.Llama(models.LlamaConfig(width=2048, hidden=8192, layers=1)).to(torch.bfloat16)
+        tokens = torch.zeros(8, 1024, dtype=torch.long)
+    asked = (model, {"a": 4, "b": 2}, (tokens,), {"labels": tokens})
+    outer, inner = autoshard.plan(*asked), autoshard.plan(model, {"a": 2, "b": 4}, *asked[2:])
+    assert outer.cost.total_s < inner.cost.lower_bound
+    found = autoshard.plan(model, None, *asked[2:], devices=8)
+    assert found.mesh.shape == (4, 2)
+    assert found.cost.total_s <= outer.cost.total_s * (1 + 1e-6)
 
 
 def test_the_best_is_divided_once_more() -> None:

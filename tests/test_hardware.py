@@ -200,3 +200,27 @@ def test_hardware_is_saved_and_read(tmp_path: Path) -> None:
         Hardware.load(tmp_path / "none.json")
     with pytest.raises(autoshard.MeshError, match="unknown hardware 'h1oo'"):
         Mesh({"dp": 2}, hardware="h1oo")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"flops": 0.0}, "flops is a number above 0, got 0.0"),
+        ({"memory_bandwidth": float("nan")}, "memory_bandwidth is a number above 0, got nan"),
+        ({"memory_bytes": -1}, "memory_bytes is a number above 0, got -1"),
+        ({"efficiency": 0}, "efficiency is a number above 0, got 0"),
+        ({"devices_per_node": 0}, "devices_per_node is an int of at least 1, got 0"),
+        ({"devices_per_node": 2.5}, "devices_per_node is an int of at least 1, got 2.5"),
+        ({"kernel_latency": -1e-6}, "kernel_latency is seconds, got -1e-06"),
+        ({"overlap": 1.5}, "overlap is a share from 0 to 1, got 1.5"),
+    ],
+)
+def test_numbers_that_no_device_has_are_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(autoshard.MeshError, match=f"hardware 'h100': {told}"):
+        replace(PRESETS["h100"], **wrong)
+
+
+def test_numbers_that_no_link_has_are_refused() -> None:
+    for wrong in ((1e-6, 0.0), (-1e-6, 1e9), (1e-6, 1e9, (Rate("all_gather", 2, 1e-6, 0.0),))):
+        with pytest.raises(autoshard.MeshError, match="bandwidth in B/s above 0"):
+            Link(*wrong)

@@ -61,7 +61,7 @@ class Search:
             raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
         if isinstance(self.wishes.like, Mapping):
             raise PlanError("like by axis or by module needs a mesh: give mesh=, or a plan's name for all axes")
-        for shape in shapes(devices, self.hardware.devices_per_node):
+        for shape in shapes(devices):
             self.attempt(shape)
         if self.best is not None:
             self.attempt(divided(self.best.mesh.shape, self.hardware.devices_per_node))
@@ -128,15 +128,13 @@ def _renamed(plan: Plan, mesh: Mesh) -> Plan:
     return replace(plan, mesh=mesh, layouts=on(plan.layouts), shared=on(plan.shared), outputs=outputs)
 
 
-def shapes(devices: int, per_node: int) -> Iterator[tuple[int, ...]]:
+def shapes(devices: int) -> Iterator[tuple[int, ...]]:
     """Sizes of one axis and of two, outer to inner, whose product is ``devices``.
 
-    Inside a node two axes can change places, so that their order counts once.
+    Their order counts inside a node, too: a dim that is cut along both is whole again along the inner one for less.
     """
     yield (devices,)
-    for outer in range(2, devices):
-        if devices % outer == 0 and (devices > per_node or outer * outer <= devices):
-            yield outer, devices // outer
+    yield from ((outer, devices // outer) for outer in range(2, devices) if devices % outer == 0)
 
 
 def divided(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ class _Search:
         per_node, length = self.estimates.hardware.devices_per_node, self.estimates.batch
         for stages in (n for n in range(self.least, min(self.devices, self.blocks) + 1) if self.devices % n == 0):
             rest = self.devices // stages
-            for shape in shapes(rest, per_node):
+            for shape in shapes(rest):
                 if len(shape) == 2 and shape[1] > per_node:
                     continue
                 most = max(1, length // (shape[0] if len(shape) == 2 or rest > per_node else 1))

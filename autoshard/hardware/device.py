@@ -27,7 +27,10 @@ AHEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One device type. ``flops`` in FLOP/s (bf16 dense peak), ``memory_bandwidth`` B/s, ``memory_bytes`` B."""
+    """One device type. ``flops`` in FLOP/s (bf16 dense peak), ``memory_bandwidth`` B/s, ``memory_bytes`` B.
+
+    Raises :class:`MeshError` for a number that no device has, such as a bandwidth of 0.
+    """
 
     name: str
     flops: float
@@ -86,6 +89,19 @@ class Hardware:
     disturbed: float = 0.0
     """the share of what was measured of it during which the host of a virtual machine gave the cores to others, however often
     it was measured again"""
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory_bandwidth", "memory_bytes", "efficiency"):
+            if not getattr(self, name) > 0:
+                raise MeshError(f"hardware {self.name!r}: {name} is a number above 0, got {getattr(self, name)!r}")
+        if not isinstance(self.devices_per_node, int) or self.devices_per_node < 1:
+            raise MeshError(
+                f"hardware {self.name!r}: devices_per_node is an int of at least 1, got {self.devices_per_node!r}"
+            )
+        if not self.kernel_latency >= 0:
+            raise MeshError(f"hardware {self.name!r}: kernel_latency is seconds, got {self.kernel_latency!r}")
+        if not 0 <= self.overlap <= 1:
+            raise MeshError(f"hardware {self.name!r}: overlap is a share from 0 to 1, got {self.overlap!r}")
 
     def paces(self, groups: int, ranks: int) -> tuple[float, ...]:
         """How fast a rank works while one of so many groups of ``ranks`` does, two, ... all, where all are at work 1.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from autoshard.errors import MeshError
+
 FEW = "few"
 """the kind of an all-reduce of few numbers, such as losses: on gloo more than two ranks send each other all of them and meet
 once, where a ring takes a turn for each segment (a single number has one segment in gloo/allreduce.cc)"""
@@ -50,12 +52,22 @@ class Overlap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """``latency`` seconds per ring step and ``bandwidth`` bytes per second per rank, where no rate was measured."""
+    """``latency`` seconds per ring step and ``bandwidth`` bytes per second per rank, where no rate was measured.
+
+    Raises :class:`MeshError` for a negative latency, or a bandwidth that is not above 0.
+    """
 
     latency: float
     bandwidth: float
     rates: tuple[Rate, ...] = ()
     """by kind and number of ranks; a kind that was not measured goes as an all-gather, few numbers as any all-reduce"""
+
+    def __post_init__(self) -> None:
+        for latency, bandwidth in ((self.latency, self.bandwidth), *(r[2:] for r in self.rates)):
+            if not (latency >= 0 and bandwidth > 0):
+                raise MeshError(
+                    f"a link has a latency in seconds, and a bandwidth in B/s above 0, got {latency!r} and {bandwidth!r}"
+                )
 
     def rate(self, kind: str, ranks: int) -> tuple[float, float]:
         """(seconds, seconds per ring byte) of a collective among ``ranks`` ranks.

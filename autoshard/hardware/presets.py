@@ -147,9 +147,9 @@ _A100 = replace(
     dtypes=(("float32", 19.5e12), ("float64", 19.5e12), ("tf32", 156e12)),
 )
 
-_OTHER = Hardware(
-    "", 0.0, 0.0, 0.0, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=7e-6, overlap=BESIDE, fuses=True,
-    ahead=AHEAD,
+_MI325X = Hardware(
+    "mi325x", 1300e12, 6000e9, 256e9, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=7e-6, overlap=BESIDE,
+    fuses=True, ahead=AHEAD,
 )  # fmt: skip
 
 PRESETS: dict[str, Hardware] = {
@@ -159,13 +159,13 @@ PRESETS: dict[str, Hardware] = {
         _H100,
         _H100_NEW,
         replace(_H100, name="h200", memory_bandwidth=4800e9, memory_bytes=141e9),
-        replace(_OTHER, name="mi325x", flops=1300e12, memory_bandwidth=6000e9, memory_bytes=256e9),
+        _MI325X,
         replace(
-            _OTHER, name="tpu_v5p", flops=459e12, memory_bandwidth=2765e9, memory_bytes=96e9,
+            _MI325X, name="tpu_v5p", flops=459e12, memory_bandwidth=2765e9, memory_bytes=96e9,
             node=Link(3e-6, 600 * GB), network=Link(15e-6, 25 * GB), devices_per_node=4096,
         ),
         replace(
-            _OTHER, name="trainium2", flops=667e12, memory_bandwidth=2900e9, memory_bytes=96e9,
+            _MI325X, name="trainium2", flops=667e12, memory_bandwidth=2900e9, memory_bytes=96e9,
             node=Link(6e-6, 512 * GB), devices_per_node=16,
         ),
         # A laptop or CI machine: gloo over loopback, a core for each rank. autoshard.calibrate() measures it.

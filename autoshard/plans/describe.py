@@ -373,8 +373,7 @@ def _notes_on_lengths(graph: Graph, mesh: Mesh) -> Iterator[str]:
         for s in axis_strategies(node, graph)
         if s.even and isinstance(s.size, Size) and not any(s.allows((n,)) for n in mesh.shape if n > 1)
     ]
-    if kept:
-        node, size = kept[0]
+    for node, size in kept[:1]:
         s = next(s for s in graph.symbols.read if s.name in free_symbols(size))
         promise = {next(i.fqn for i in graph.inputs if i.name == s.value): {s.dim: f"{mesh.size}*{s.name}"}}
         yield (
@@ -385,8 +384,8 @@ def _notes_on_lengths(graph: Graph, mesh: Mesh) -> Iterator[str]:
 
 def _is_whole_for_its_data(node: Node, program: Program) -> bool:
     """Whether a length in ``node`` depends on the data and its work is not divided."""
-    types, choice = program.graph.types, program.assignment.choices[node.name]
-    return any(types[x].unknown for x in (*node.inputs, *node.outputs)) and not any(s.divides for s in choice)
+    unknown = any(program.graph.types[x].unknown for x in (*node.inputs, *node.outputs))
+    return unknown and not any(s.divides for s in program.assignment.choices[node.name])
 
 
 def _why_whole(choices: Mapping[str, Choice], axis: int) -> str:
@@ -395,6 +394,7 @@ def _why_whole(choices: Mapping[str, Choice], axis: int) -> str:
     cheapest = cheapest_use({n: a for n, a in others.items() if choices[n].flops}, axis) or cheapest_use(others, axis)
     if cheapest is None:
         return "no operation can be split along it"
-    name, seconds = cheapest
-    where = f"{choices[name].op} in {choices[name].fqn or '(root)'}"
-    return f"splitting would cost time: {seconds * 1e6:.3g} µs more for {where}, the cheapest to split"
+    choice, more = choices[cheapest[0]], cheapest[1] * 1e6
+    where = f"for {choice.op} in {choice.fqn or '(root)'}"
+    asked = f"that is what was asked for, or found: splitting would save {-more:.3g} µs {where}"
+    return asked if more < 0 else f"splitting would cost time: {more:.3g} µs more {where}, the cheapest to split"
