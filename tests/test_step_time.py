@@ -376,7 +376,7 @@ def test_calibration_of_this_machine(tmp_path: Path) -> None:
     assert 0 <= found.overlap <= 1
     assert 1e-8 < found.kernel_latency < 1e-2
     kinds = {(r.kind, r.ranks) for r in found.node.rates}
-    assert kinds == {(k, 2) for k in ("scalar", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")}
+    assert kinds == {(k, 2) for k in ("few", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")}
     found.save(tmp_path / "here.json")
     plan = planned(str(tmp_path / "here.json"), ranks=2, rows=256)
     assert plan.cost.total_s > 0
