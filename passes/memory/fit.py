@@ -54,7 +54,7 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
     cheapest = planner.cheapest(rough=True)
     program, memory = tried(cheapest, optimizer, flying)
-    best = (_bounded(program, 0.0), memory) if memory.peak <= budget else None
+    best = rough = (_bounded(program, 0.0), memory) if memory.peak <= budget else None
     # what does not fit is searched for under a limit, among the same choices
     if best is not None and (found := planner.searched_on(cheapest)) is not cheapest:
         if found.solution.choice == cheapest.solution.choice:  # the same program, with another bound
@@ -72,7 +72,8 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     if best is None:
         raise PlanError(_does_not_fit(closest[1], budget, mesh))
     program, memory = _bounded(best[0], planner.bound()), best[1]
-    if _gap(program) <= GAP or flying:  # what earlier micro-batches keep is there at any moment
+    # what earlier micro-batches keep is there at any moment; the rough plan was not found under a limit
+    if _gap(program) <= GAP or flying or best is rough:
         return program, memory
     for program, memory in _at_its_moment(planner, budget, *best):
         if memory.peak <= budget and _seconds(program) < _seconds(best[0]):

@@ -183,7 +183,8 @@ class Planner:
 
     def bound(self) -> float:
         """A bound of what all assignments cost that hold no more than any limit that was tried; 0 where none was."""
-        return min((found.proven().lower_bound for _, found in self._loosest.values()), default=0.0)
+        self._loosest = {narrow: (limit, found.proven()) for narrow, (limit, found) in self._loosest.items()}
+        return min((found.lower_bound for _, found in self._loosest.values()), default=0.0)
 
     def _with_bytes(self, network: Network, built: Built) -> Prepared:
         if self._narrow not in self._prepared:
