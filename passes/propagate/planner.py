@@ -110,8 +110,9 @@ class Planner:
         """the operation of :meth:`at`"""
         self._prepared: dict[str, Prepared] = {}
         """to what it is narrowed → the network with its bytes"""
-        self._loosest: dict[str, tuple[float, Solution]] = {}
-        """to what it is narrowed → the largest limit that was tried, and what was found under it"""
+        self._loosest: dict[str, list[tuple[float, float, Solution]]] = {}
+        """to what it is narrowed → limits that were tried, at the end and at the moment, and what was found under them; without
+        those that others are not below"""
 
     def cheapest(self, rough: bool = False) -> Assignment:
         """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`). ``rough``: near that, see
@@ -152,9 +153,9 @@ class Planner:
         start = (*self.prices, *(0.0,) * (len(limits) - len(self.prices))) if self.prices else None
         found = prepared.solve(limits, replace(self.effort, part=min(LIMITED, self.effort.part)), prices=start)
         self.prices = found.prices
-        least = min(limit, then)
-        if self._narrow not in self._loosest or least > self._loosest[self._narrow][0]:
-            self._loosest[self._narrow] = least, found
+        tried = self._loosest.setdefault(self._narrow, [])
+        if not any(limit <= end and then <= at for end, at, _ in tried):
+            tried[:] = [(end, at, x) for end, at, x in tried if end > limit or at > then] + [(limit, then, found)]
         return assigned(network, replace(found, prove=None)), _used(built, found)
 
     def at(self, moment: str) -> None:
@@ -183,8 +184,9 @@ class Planner:
 
     def bound(self) -> float:
         """A bound of what all assignments cost that hold no more than any limit that was tried; 0 where none was."""
-        self._loosest = {narrow: (limit, found.proven()) for narrow, (limit, found) in self._loosest.items()}
-        return min((found.lower_bound for _, found in self._loosest.values()), default=0.0)
+        for tried in self._loosest.values():
+            tried[:] = [(end, at, found.proven()) for end, at, found in tried]
+        return min((found.lower_bound for tried in self._loosest.values() for *_, found in tried), default=0.0)
 
     def _with_bytes(self, network: Network, built: Built) -> Prepared:
         if self._narrow not in self._prepared:
