@@ -60,6 +60,9 @@ class TensorType:
     parts: Parts | None = None
     """a dim that is split later, of each part of which a rank may hold a chunk"""
 
+    def __hash__(self) -> int:  # of what differs most: it is asked for tens of thousands of times
+        return hash((self.shape, self.dtype, self.grad))
+
     @property
     def numel(self) -> int:
         """Elements, in the example where lengths are symbolic."""
@@ -94,10 +97,8 @@ class TensorType:
         return replace(self, shape=(*rows, *self.shape[1:])) if self.sparse else self
 
     def __str__(self) -> str:
-        short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("bf", "bf").replace("int", "i")
-        if self.number is not None:
-            return f"{short} number"
-        return f"{short}[{', '.join(self.lengths)}]"
+        short = str(self.dtype).removeprefix("torch.").replace("float", "f").replace("int", "i")
+        return f"{short} number" if self.number is not None else f"{short}[{', '.join(self.lengths)}]"
 
     @property
     def lengths(self) -> tuple[str, ...]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import wraps
 from operator import is_
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,3 +47,15 @@ def known_of_node(find: Callable[[Node, Mapping[str, TensorType]], T]) -> Callab
         return known
 
     return found
+
+
+@known_of_node
+def signature(node: Node, types: Mapping[str, TensorType]) -> Any:
+    """Equal for nodes that have the same strategies at the same cost."""
+    numbers: dict[str, int] = {}
+
+    def typed(ref: Ref) -> Any:
+        return (numbers.setdefault(ref.name, len(numbers)), types[ref.name])
+
+    arguments = map_refs((node.args, dict(node.kwargs)), typed)
+    return (node.op, repr(arguments), tuple(types[o] for o in node.outputs))

@@ -12,9 +12,10 @@ import numpy as np
 from autoshard.hardware import Overlap
 from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Placements, is_whole
+from autoshard.passes.ir.known import signature
 from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
 from autoshard.passes.propagate.keep import KeepTables, is_passive
-from autoshard.passes.propagate.op_space import internal_collectives, signature, traffic_on
+from autoshard.passes.propagate.op_space import internal_collectives, traffic_on
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values, summed

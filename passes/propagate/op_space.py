@@ -15,8 +15,8 @@ from autoshard.errors import RuleError
 from autoshard.layout import Layout, Partial
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, Strategy, made, together, used
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
-from autoshard.passes.ir.known import known_of_node
+from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.known import signature
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.fusion import Traffic, traffic
@@ -93,18 +93,6 @@ class Asked:
 
 AskedOf = tuple[Asked | None, ...]
 """per mesh axis; None: the search is free"""
-
-
-@known_of_node
-def signature(node: Node, types: Mapping[str, TensorType]) -> Any:
-    """Equal for nodes that have the same strategies at the same cost."""
-    numbers: dict[str, int] = {}
-
-    def typed(ref: Ref) -> Any:
-        return (numbers.setdefault(ref.name, len(numbers)), types[ref.name])
-
-    arguments = map_refs((node.args, dict(node.kwargs)), typed)
-    return (node.op, repr(arguments), tuple(types[o] for o in node.outputs))
 
 
 class _Priced(NamedTuple):

@@ -135,6 +135,8 @@ class Planner:
             return rough
         found = search_on()
         self.prices = found.prices
+        if found.choice == rough.solution.choice:
+            return replace(rough, solution=found)
         return assigned(self._free, found)
 
     def within(self, limit: float, budget: float | None = None, then: float = math.inf) -> tuple[Assignment, float]:

@@ -16,7 +16,8 @@ from networkx.utils import UnionFind
 from autoshard.layout import Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.propagate.op_space import Asked, axis_strategies, signature
+from autoshard.passes.ir.known import signature
+from autoshard.passes.propagate.op_space import Asked, axis_strategies
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view

@@ -23,11 +23,12 @@ import torch
 
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.known import known_of_graph
+from autoshard.passes.ir.known import known_of_graph, signature
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate.prices.cost import backward_factor, node_flops
 from autoshard.passes.redistribute.pricing import ALONE, Shares
 from autoshard.passes.rules import rule_for
+from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.facts import is_view, saves_operand
 from autoshard.passes.rules.families.embedding import LOOK_UPS
 from autoshard.passes.rules.families.ring import ATTENTION
@@ -91,17 +92,26 @@ def _beside_block(graph: Graph, mesh: Mesh) -> dict[str, float]:
     be like it: what lasts longer is waited for, however much there is to compute elsewhere.
     """
     found: dict[str, float] = {}
+    products: dict[Hashable, float] = {}  # equal layers have equal ones
     for path, several in groupby(graph.nodes, key=lambda node: block_path(node.fqn)):
         nodes = [node for node in several if path and node.outputs]
-        seconds = math.fsum(_products(node, graph, mesh) for node in nodes) / mesh.size
+        each = []
+        for node in nodes:
+            rule = rule_for(node.op)
+            if rule is not None and rule.flops is not None:
+                key = signature(node, graph.example.types)
+                if key not in products:
+                    products[key] = _products(node, graph, mesh, rule)
+                each.append(products[key])
+        seconds = math.fsum(each) / mesh.size
         for name in (n for node in nodes for n in node.inputs if n in graph.parameters):
             found.setdefault(name, seconds)
     return found
 
 
-def _products(node: Node, graph: Graph, mesh: Mesh) -> float:
+def _products(node: Node, graph: Graph, mesh: Mesh, rule: Rule) -> float:
     """Seconds of a node's products in the forward, on one device."""
-    forward = node_flops(node, graph, rule_for(node.op)) / (1.0 + backward_factor(node, graph))
+    forward = node_flops(node, graph, rule) / (1.0 + backward_factor(node, graph))
     return forward / (mesh.hardware.peak(graph.types[node.outputs[0]].dtype) * mesh.hardware.efficiency)
 
 

@@ -38,35 +38,36 @@ def is_chained(node: Node) -> bool:
 def traffic(graph: Graph) -> Mapping[str, Traffic]:
     """Node name → its traffic. Views are neither read nor written."""
     kernel, base = _kernels(graph), _bases(graph)
+    made_in = {name: kernel[of] for name, of in base.items()}
+    views = {node.name for node in graph.nodes if is_view(node.op)}
     written = set(graph.returned)
     for node in graph.nodes:
-        if not is_view(node.op):
-            kept = saved(node, graph.types).operands if facts_of(node.op).chains else ()
-            written.update(n for i, n in enumerate(node.inputs) if i in kept or kernel[base[n]] != kernel[node.name])
+        if node.name not in views:
+            own, kept = kernel[node.name], saved(node, graph.types).operands if facts_of(node.op).chains else ()
+            written.update([n for i, n in enumerate(node.inputs) if made_in[n] != own or i in kept])
     written = {base[name] for name in written}
     found = {}
     for node in graph.nodes:
-        if is_view(node.op):
+        if node.name in views:
             found[node.name] = Traffic((False,) * len(node.inputs), (False,) * len(node.outputs))
         else:
-            reads = tuple(kernel[base[n]] != kernel[node.name] for n in node.inputs)
-            unread = (o for o in node.outputs if not graph.uses[o])
-            alone = kernel[node.name][1] != ""
-            found[node.name] = Traffic(reads, tuple(alone or o in written or o in unread for o in node.outputs))
+            own = kernel[node.name]
+            reads = tuple([made_in[n] != own for n in node.inputs])
+            writes = tuple([own[1] != "" or o in written or not graph.uses[o] for o in node.outputs])
+            found[node.name] = Traffic(reads, writes)
     return found
 
 
 def _kernels(graph: Graph) -> dict[str, tuple[int, str]]:
     """Node or input of the graph → the kernel it is computed in: the operations before it that end chains, and for an
     operation that is in no chain its name. So a value that is read again after such an operation has gone to memory."""
-    depth = {i.name: 0 for i in graph.inputs}
     found = {i.name: (0, i.name) for i in graph.inputs}
     for node in graph.nodes:
         ends = not is_chained(node) and not is_view(node.op)
-        deepest = max((depth[name] for name in node.inputs), default=0) + ends
-        depth.update(dict.fromkeys(node.outputs, deepest))
-        found[node.name] = (deepest, node.name if ends else "")
-        found.update(dict.fromkeys(node.outputs, found[node.name]))
+        deepest = max([found[name][0] for name in node.inputs], default=0) + ends
+        kernel = found[node.name] = deepest, node.name if ends else ""
+        for name in node.outputs:
+            found[name] = kernel
     return found
 
 

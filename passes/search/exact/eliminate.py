@@ -156,21 +156,33 @@ class Eliminator:
         Among equals the node with the oldest tables comes first: equal positions of equal layers go one after the
         other, and a chain of equal layers is halved again and again, so its tables are found in the memo.
         """
-        heap = [self._key(node, order) for node in sorted(self.alive)]
+        keys = (self._key(node, order, max_degree, max_weight) for node in sorted(self.alive))
+        heap = [key for key in keys if key is not None]
         current = {key[-1]: key for key in heap}
         heapq.heapify(heap)
         while heap and time.perf_counter() < deadline:
             key = heapq.heappop(heap)
             node = key[-1]
-            if current.get(node) != key or key[0] > max_weight or (key[0] and len(self.around[node]) > max_degree):
+            if current.get(node) != key:
                 continue
             del current[node]
             for other in self.eliminate(node):
-                current[other] = self._key(other, order)
-                heapq.heappush(heap, current[other])
+                current.pop(other, None)
+                later = self._key(other, order, max_degree, max_weight)
+                if later is not None:
+                    current[other] = later
+                    heapq.heappush(heap, later)
 
-    def _key(self, node: int, order: Order) -> tuple[int, tuple[int, ...], int]:
-        return self.priced(node, order), tuple(sorted(self.factors[scope] for scope in self.touching[node])), node
+    def _key(
+        self, node: int, order: Order, max_degree: int, max_weight: int
+    ) -> tuple[int, tuple[int, ...], int] | None:
+        """Where a node stands in the order; None where it has too many neighbours or strategies."""
+        if self.sizes[node] > 1 and len(self.around[node]) > max_degree:
+            return None
+        weight = self.priced(node, order)
+        if weight > max_weight:
+            return None
+        return weight, tuple(sorted([self.factors[scope] for scope in self.touching[node]])), node
 
     def cheapest_order(self, max_weight: int, sizes: Mapping[int, int] | None = None) -> tuple[float, Order]:
         """Entries of all joins that eliminate all that is left, and the order in which they are the fewest.

@@ -148,9 +148,11 @@ def _search(run: _Run) -> bool:
     work = run.network
     if run.one_of_many and fits(work, LITTLE_JOIN):
         return _timed(run, "core", finish)
-    if not run.one_of_many and not fits(work, EASY_JOIN):  # sweeps remove what would take many comparisons
-        work.run(max_degree=2, max_weight=QUICK_JOIN, deadline=run.deadline)
-        _timed(run, "bound", tighten)
+    if not run.one_of_many:
+        hard = not fits(work, EASY_JOIN)
+        work.run(max_degree=2, max_weight=QUICK_JOIN, deadline=run.deadline)  # what is gone needs no pruning
+        if hard:  # sweeps remove what would take many comparisons
+            _timed(run, "bound", tighten)
     if not _closed(run) and not _too_dear(run):
         _timed(run, "reduce", quickly_reduce)
         if not fits(work, EASY_JOIN):

@@ -84,9 +84,10 @@ class Tables:
 
     def move_last(self, a: int, axis: int) -> int:
         """The table with one axis moved to the end."""
-        if axis == self.arrays[a].ndim - 1:
-            return a
-        return self._remember(("move", a, axis), lambda: np.moveaxis(self.arrays[a], axis, -1))
+        key = "move", a, axis
+        if key not in self._memo and axis == self.arrays[a].ndim - 1:
+            self._memo[key] = a
+        return self._remember(key, lambda: np.moveaxis(self.arrays[a], axis, -1))
 
     def squeeze(self, a: int, axis: int) -> int:
         """The table without an axis of length 1."""

@@ -65,17 +65,29 @@ def solve_alike(
     """The cheapest choice found of ``problem``, whose alike nodes choose alike but where that costs; its bound is of all,
     and still to be found. ``reduced``: of the tied problem; else see :func:`searched`.
     """
+
+    def proof(at: Array) -> tuple[float, Choice]:
+        lower, choice = bound(problem.priced(at), tied.of)
+        return lower - float(at @ problem.limits), choice
+
     search = Search(tied.problem, relaxed, time.perf_counter() + limit, prices, reduced)
     begun(search, effort, ENOUGH)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
+    once = not effort.rough and not np.isinf(problem.prices).any()  # else of several searches few bounds are asked for
+    if once and search.closed:
+        found = replace(search.solution(), choice=tied.lifted(search.solution().choice), exact=False)
+        lower = proof(search.part.prices)[0]
+        if found.cost - lower <= GAP * abs(found.cost):
+            return found.bounded(lower)
     if not effort.rough:
         columns(search, effort)
     part, found = search.part, search.solution()
     found = replace(found, choice=tied.lifted(found.choice), exact=False)
     for _ in range(0 if effort.rough else TURNS):
         seen = np.array(list(search.seen))
-        kept = {i: np.unique(seen[:, k]) for i, k in enumerate(tied.of)}
+        chosen = [np.unique(strategies) for strategies in seen.T]
+        kept = {i: chosen[k] for i, k in enumerate(tied.of)}
         some = undecided(problem.restricted(kept))
         if not len(some.nodes):
             break
@@ -93,15 +105,10 @@ def solve_alike(
         if len(search.seen) == len(seen):
             break
     found.stats["solved"], at = search.solved, part.prices
-
-    def proof() -> tuple[float, Choice]:
-        lower, choice = bound(problem.priced(at), tied.of)
-        return lower - float(at @ problem.limits), choice
-
     found = replace(found, lower_bound=-math.inf, prices=tuple(at.tolist()))
-    if effort.rough or np.isinf(problem.prices).any():  # it is one of several searches: the bounds of few are asked for
-        return replace(found, prove=lambda: proof()[0])
-    lower, choice = proof()
+    if not once:
+        return replace(found, prove=lambda: proof(at)[0])
+    lower, choice = proof(at)
     cost = problem.total(choice)
     if found.cost - cost > ENOUGH * abs(cost):  # alike nodes had to differ
         found = replace(found, choice=choice, cost=cost)
