@@ -304,12 +304,13 @@ def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
             "launch": 1e-3 if slow == "launch" else 1e-5, "convolutions": 0.8, "attention": pair, "staged": (1e-4, 1e-9),
             "messages": [[1e-3 * (1 + n) * (40 if slow == "messages" else 1) for n in range(17)]], "overlap": 0.5,
             "products": [0.1, 0.2, 0.3, 0.4], "channels": [0.1] * 7, "functions": (1e-9, 2e-9), "updates": 1e9,
-            "sharing": ((1, 0.5), (2, 1.0)), "disturbed": 1.0 if slow == "launch" else 0.0,
+            "sharing": ((1, 0.5), (2, 1.0)), "waiting": [(2e-3, 9.0 if slow == "launch" else 0.0), (8e-3, 1e-3)],
+            "disturbed": 1.0 if slow == "launch" else 0.0,
         }  # fmt: skip
 
     for name, found in (("get_world_size", lambda: 2), ("get_rank", lambda: 0), ("get_backend", lambda: "gloo")):
         monkeypatch.setattr(calibration.dist, name, found)
-    for module in ("clock", "calibration"):
+    for module in ("clock", "calibration", "travel"):
         monkeypatch.setattr(f"autoshard.check.{module}.agreed", lambda value, pick: value)
     monkeypatch.setattr(calibration, "_visit", visit)
     monkeypatch.setattr(travel, "TorchCommunicator", lambda axes, ranks: type("", (), {"world_size": axes["ranks"]})())
@@ -319,7 +320,7 @@ def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.attention == ((32, 0.5, 0.25), (128, 0.6, 0.3), (512, 0.7, 0.35))
     assert found.products == ((4, 0.1), (16, 0.2), (64, 0.3), (256, 0.4), (512, 1.0))
     assert found.caches == ((12.0, 1e-6), (99.0, 2e-6))
-    assert found.sharing == ((1, 0.5), (2, 1.0))
+    assert (found.sharing, found.waiting) == (((1, 0.5), (2, 1.0)), ((2e-3, 0.0), (8e-3, 1e-3)))
     assert (found.disturbed, found.name[-8:]) == (0.0, "measured")
     assert [rate.kind for rate in found.node.rates] == [
         *(FEW, "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")

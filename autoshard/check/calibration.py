@@ -27,7 +27,7 @@ import torch.utils._pytree as pytree
 
 from autoshard.check.clock import MOST, USED, Clock, agreed, lower_quartile, on_this_machine
 from autoshard.check.staging import staged_host
-from autoshard.check.travel import Messages, Step, overlap
+from autoshard.check.travel import Messages, Step, Waiting, overlap
 from autoshard.errors import MeshError
 from autoshard.hardware import AHEAD, Hardware, Link, free_memory
 from autoshard.mesh import Mesh, MeshLike
@@ -132,7 +132,8 @@ def _measured(quick: bool) -> Hardware:
     large = 8192 if cuda else 512 if quick else 1024
     step, sizes = Step(clock), sorted({world} if quick else {world, max(2, world // 2)})
     sent = [Messages(step, n, quick) for n in sizes if n > 1 and world % n == 0]
-    visits = [_visit(clock, dtypes, large, sent, quick) for _ in range(VISITS)]
+    waiting = Waiting(clock) if world > 1 else None
+    visits = [_visit(clock, dtypes, large, sent, waiting, quick) for _ in range(VISITS)]
     found = pytree.tree_map(lambda *of: statistics.median(of), *visits)
     known = [
         rate for messages, seconds in zip(sent, found["messages"], strict=True) for rate in messages.rates(seconds)
@@ -167,6 +168,7 @@ def _measured(quick: bool) -> Hardware:
         ahead=AHEAD if cuda else 1,
         updates=found["updates"],
         sharing=found["sharing"],
+        waiting=tuple(found["waiting"]),
         actions=action,
         carried=carried,
         cpu=not cuda,
@@ -175,7 +177,12 @@ def _measured(quick: bool) -> Hardware:
 
 
 def _visit(
-    clock: Clock, dtypes: Sequence[torch.dtype], large: int, sent: Sequence[Messages], quick: bool
+    clock: Clock,
+    dtypes: Sequence[torch.dtype],
+    large: int,
+    sent: Sequence[Messages],
+    waiting: Waiting | None,
+    quick: bool,
 ) -> dict[str, Any]:
     """Every entry once: numbers of all ranks, in the form in which those of other visits come.
 
@@ -195,6 +202,7 @@ def _visit(
         "convolutions": convolutions / peak,
         "attention": [_attention_speed(clock, n, peak) for n in KEYS[clock.device.type]],
         "messages": [messages.seconds() for messages in sent],
+        "waiting": [] if waiting is None else waiting.seconds(),
         "staged": staged_host(clock) if cpu and world > 1 and not quick else (0.0, 0.0),
         "overlap": agreed(overlap(clock), min) if world > 1 else 0.0,
         "products": [agreed(_narrow_speed(clock, n), min) / peak for n in NARROW],

@@ -19,6 +19,8 @@ from autoshard.runtime.transport.work import all_gather_single
 
 SEVERAL, BETWEEN = 8, 0.002
 """collectives that are timed together, and seconds of compute before each"""
+LONGER = (0.008, 0.02)
+"""seconds of compute before others, for which ranks wait longer"""
 STEEP, AGAIN = 2.0, 2
 """how many times what its neighbours in size say a message may take; how often those are measured again that take more"""
 LEAST = 1e-6
@@ -44,9 +46,9 @@ class Step:
     a step has the sum. It differs over seconds, too: what is compared takes turns.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock, self.operation = clock, _product(clock)
-        self.count = max(1, round(BETWEEN / clock.seconds(self.operation)))
+    def __init__(self, clock: Clock, between: float = BETWEEN, operation: Callable[[], object] | None = None) -> None:
+        self.clock, self.operation = clock, operation or _product(clock)
+        self.count = max(1, round(between / clock.seconds(self.operation)))
 
     def seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """Of one of each of ``calls``: the median of what several of it add to the compute of the same round."""
@@ -62,6 +64,37 @@ class Step:
                 call()
 
         return run
+
+
+class Waiting:
+    """What ranks wait for one another after some compute, beyond what they do where latencies are measured.
+
+    Compute is here a layer with its gradients, which allocates and goes through memory as a step does: what it takes differs
+    more from rank to rank than a product of operands that caches hold.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        layer = _layer(clock)
+        self.known, self.steps = Step(clock), [Step(clock, between, layer) for between in (BETWEEN, *LONGER)]
+        for step in (self.known, *self.steps):
+            step.count = round(agreed(step.count, max))  # ranks have equal work
+        world = dist.get_world_size()
+        self.comm = TorchCommunicator({"ranks": world}, range(world))
+        self.numbers = torch.zeros(1, device=clock.device)
+
+    def seconds(self) -> list[tuple[float, float]]:
+        """(seconds of compute, seconds of waiting); after more compute never less.
+
+        Of the ranks the one that waits least counts: one that is always faster waits for what the others compute.
+        """
+        group = self.comm.process_group(("ranks",))
+
+        def added(step: Step) -> float:
+            return agreed(step.seconds([lambda: self.comm.all_reduce(group, self.numbers).wait()])[0], min)
+
+        known = added(self.known)
+        more = itertools.accumulate((added(step) for step in self.steps), max)
+        return [(after, max(0.0, x - known)) for after, x in zip((BETWEEN, *LONGER), more, strict=True)]
 
 
 class Messages:
@@ -154,6 +187,21 @@ def _product(clock: Clock) -> Callable[[], torch.Tensor]:
     n = 4096 if clock.device.type == "cuda" else 256
     a = torch.randn(n, n, device=clock.device, dtype=USED[clock.device.type])
     return lambda: torch.relu(a @ a)
+
+
+def _layer(clock: Clock) -> Callable[[], None]:
+    """Forward and backward of a layer, of which there may be more."""
+    rows, width = (2048, 4096) if clock.device.type == "cuda" else (128, 256)
+    dtype = USED[clock.device.type]
+    layer = torch.nn.Sequential(torch.nn.LayerNorm(width), torch.nn.Linear(width, width), torch.nn.ReLU())
+    layer.to(clock.device, dtype)
+    x = torch.randn(rows, width, device=clock.device, dtype=dtype, requires_grad=True)
+    gradient = torch.ones_like(x)
+
+    def both() -> None:
+        torch.autograd.grad(layer(x), [x, *layer.parameters()], gradient)
+
+    return both
 
 
 def _line(kind: str, ranks: int, found: Sequence[tuple[float, float]]) -> Rate:

@@ -80,6 +80,8 @@ class Hardware:
     """bytes per second that the optimizer reads and writes; 0: as ``memory_bandwidth``"""
     sharing: tuple[tuple[int, float], ...] = ()
     """(ranks of one machine at work, seconds of what each does relative to all of them at work), where they share cores"""
+    waiting: tuple[tuple[float, float], ...] = ()
+    """(seconds of compute, seconds), ascending: what ranks wait for one another after it, beyond latencies of links"""
     actions: float = 0.0
     """processor seconds of an action of a pipeline beside its operations, with its messages but for their bytes"""
     carried: float = 0.0
@@ -116,6 +118,13 @@ class Hardware:
     def on_processor(self, seconds: float) -> float:
         """Seconds that so many of the processor take a rank while all are at work: see :attr:`sharing`."""
         return seconds / self.sharing[0][1] if self.sharing else seconds
+
+    def waits(self, computed: float) -> float:
+        """Seconds that ranks wait for one another after so many of compute: see :attr:`waiting`."""
+        if not self.waiting:
+            return 0.0
+        after, seconds = zip(*self.waiting, strict=True)
+        return float(np.interp(computed, after, seconds))
 
     def route(self, inside: int, nodes: int) -> Route:
         """The links of a group with ``inside`` ranks on each of ``nodes`` nodes."""
@@ -227,7 +236,7 @@ class Hardware:
         Raises KeyError, TypeError or ValueError where it is no hardware.
         """
         known = {f.name: data[f.name] for f in fields(Hardware) if f.name in data}
-        for name in ("attention", "caches", "channels", "dtypes", "products", "sharing"):
+        for name in ("attention", "caches", "channels", "dtypes", "products", "sharing", "waiting"):
             known[name] = tuple(tuple(row) for row in known.get(name, ()))
         known["functions"] = tuple(known.get("functions", ()))
         if known.get("tiling") is not None:

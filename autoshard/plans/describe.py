@@ -24,7 +24,7 @@ from autoshard.passes.propagate.edges import seconds_on_the_way
 from autoshard.passes.propagate.objective import Objective, objective
 from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.propagate.prices import cost as costs
-from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
+from autoshard.passes.propagate.prices.bucketed import EachShares, latency_shares
 from autoshard.passes.propagate.prices.copies import copied_on_the_way
 from autoshard.passes.propagate.prices.step_time import movable_values
 from autoshard.passes.propagate.prices.travelling import beside, journeys
@@ -158,12 +158,11 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
     graph = program.assignment.graph  # of which this is known already
     again, movable = regathered(program), movable_values(graph)
     by_name = latency_shares(graph, program.mesh)
-    shares = {i.fqn: by_name[i.name] for i in program.graph.inputs if i.name in by_name}
+    shares = EachShares({i.fqn: by_name[i.name] for i in program.graph.inputs if i.name in by_name}, by_name.others)
 
     def of_step(part: Statement, again: bool, stage: int = 0) -> Iterator[Collective]:
         moved = part.value in movable
-        share = share_of(part.value, by_name)
-        return (replace(c, movable=moved) for c in _of_step(program, part, again, stage, share))
+        return (replace(c, movable=moved) for c in _of_step(program, part, again, stage, by_name[part.value]))
 
     def of_part(part: Statement, again: bool) -> Iterable[Collective]:
         if part.step is not None or part.node is None:
@@ -186,10 +185,11 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
     yield from (c for c in reversed(found) if c.phase == "backward")
 
 
-def _across_blocks(c: Collective, shares: Mapping[str, Shares], mesh: Mesh) -> Collective:
-    """``c``; a sum of a parameter's gradient over replicas at its share of the latency: those of several blocks go together."""
+def _across_blocks(c: Collective, shares: EachShares, mesh: Mesh) -> Collective:
+    """``c``, with what ranks wait before it where an operation waits for it; a sum of a parameter's gradient over replicas at
+    its share of the latency: those of several blocks go together."""
     if c.kind != "all_reduce" or c.phase != "backward" or c.value not in shares:
-        return c
+        return c if c.movable or c.hidden_s else replace(c, seconds=c.seconds + shares[c.value].waits)
     latency, per_byte = mesh.link(c.axes).rate(c.kind)
     return replace(c, seconds=shares[c.value].sums * latency + per_byte * c.bytes)
 

@@ -15,7 +15,7 @@ from autoshard.passes.ir.graph import Node
 from autoshard.passes.propagate.edges import conversion_parts, paid, readings, unspared
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
-from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
+from autoshard.passes.propagate.prices.bucketed import EachShares, latency_shares
 from autoshard.passes.propagate.prices.cost import optimizer_seconds
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values
 from autoshard.passes.propagate.prices.travelling import NONE, Beside, beside
@@ -93,7 +93,7 @@ class _Alternatives:
         return movable_values(self.graph)
 
     @cached_property
-    def shares(self) -> Mapping[str, Shares]:
+    def shares(self) -> EachShares:
         return latency_shares(self.graph, self.mesh)
 
     @cached_property
@@ -157,7 +157,7 @@ class _Alternatives:
     def _terms(self, name: str) -> tuple[int | None, bool, Shares, Beside]:
         """The stage of ZeRO, whether conversions can move in time, the share of their latency, and what they go beside."""
         products = self.products.get(name, NONE)
-        return self.stages.get(name), name in self.movable, share_of(name, self.shares), products
+        return self.stages.get(name), name in self.movable, self.shares[name], products
 
     def _best(self, space: OpSpace, extra: np.ndarray, current: int) -> tuple[Alternative, ...]:
         order = [int(i) for i in np.argsort(extra, kind="stable") if i != current and math.isfinite(extra[i])]

@@ -16,7 +16,7 @@ from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.propagate.keep import AGAIN, Copies, Side, kept, stages
 from autoshard.passes.propagate.op_space import OpSpace
 from autoshard.passes.propagate.prices import cost as costs
-from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
+from autoshard.passes.propagate.prices.bucketed import latency_shares
 from autoshard.passes.propagate.prices.copies import copied_seconds
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values
 from autoshard.passes.propagate.prices.travelling import NONE, Beside, beside, with_journeys
@@ -49,6 +49,7 @@ def conversion_parts(
     a = [Layout(mesh, p) for p in sources]
     b = a if targets is sources else [Layout(mesh, p) for p in targets]
     held_up, *links = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)
+    held_up = with_waits(held_up, mesh, share)
     ahead, back = copied_seconds(type_, a, b, stage is not None, share)
     found: Sequence[np.ndarray] = [held_up + ahead + back, *links]
     twice = stage == 0 and type_.grad and share.again
@@ -93,7 +94,7 @@ def _waited_for(
 def goes_round(graph: Graph, value: str, products: Beside, src: Layout, dst: Layout) -> bool:
     """Whether an activation's conversion is priced as what goes beside these products."""
     shares = latency_shares(graph, src.mesh)
-    terms = None, value in movable_values(graph), share_of(value, shares), products, graph.passes
+    terms = None, value in movable_values(graph), shares[value], products, graph.passes
     found = conversion_parts(graph.types[value], src.mesh, (src.placements,), (dst.placements,), *terms)
     return bool(found.hidden.any())
 
@@ -126,6 +127,19 @@ def as_parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
     never = np.isinf(total)  # what is impossible costs all, however much compute could hide
     finite = (np.where(never, 0.0, x) for x in (node, network))
     return Parts(np.zeros(()), np.zeros(()), np.where(never, np.inf, launches), *finite)
+
+
+def with_waits(launches: np.ndarray, mesh: Mesh, share: Shares) -> np.ndarray:
+    """Seconds of launches, and what ranks wait for one another before each collective that they launch."""
+    return launches * (1.0 + share.waits / mesh.hardware.kernel_latency) if share.waits else launches
+
+
+def made_again(
+    type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], movable: bool, others: Shares
+) -> Parts:
+    """What conversions of the value take once more, in the backward; ``others``: what those pay that are waited for."""
+    launches, *links = forward_matrices(type_, sources, targets)
+    return as_parts([launches if movable else with_waits(launches, sources[0].mesh, others), *links], movable)
 
 
 def forward_matrices(
@@ -260,7 +274,7 @@ class EdgeTables:
     def key(self, link: Link) -> Hashable:
         """Equal where :meth:`of` is."""
         marks = (None if mark is None else mark.tobytes() for mark in (link.mask, link.spared))
-        value = self.graph.types[link.value], link.value in self.movable, share_of(link.value, self.shares)
+        value = self.graph.types[link.value], link.value in self.movable, self.shares[link.value]
         return *value, self._beside(link), link.given.key, link.asked.key, *marks
 
     def of(self, link: Link, held: bool, flying: int = 1) -> Table:
@@ -312,7 +326,7 @@ class EdgeTables:
 
     def _conversions(self, value: str, stage: int | None, products: Beside) -> Parts:
         """What bringing a value from every known layout to every other takes."""
-        type_, terms = self.graph.types[value], (stage, value in self.movable, share_of(value, self.shares), products)
+        type_, terms = self.graph.types[value], (stage, value in self.movable, self.shares[value], products)
         known = tuple(self.known[type_])
         if (key := (type_, len(known), *terms)) not in self.matrices:
             self.matrices[key] = conversion_parts(type_, self.mesh, known, known, *terms, self.graph.passes)
@@ -341,7 +355,7 @@ class EdgeTables:
         known = self.known[type_]
         if (key := ("again", type_, len(known), movable)) not in self.matrices:
             layouts = [Layout(self.mesh, p) for p in known]
-            self.matrices[key] = as_parts(forward_matrices(type_, layouts, layouts), movable)
+            self.matrices[key] = made_again(type_, layouts, layouts, movable, self.shares.others)
         return self.matrices[key]
 
     def _copies(self, value: str, stage: int | None) -> Copies:

@@ -19,8 +19,8 @@ from networkx.algorithms.flow import dinitz
 
 from autoshard.layout import Partial, Replicate, Shard
 from autoshard.passes.ir.assignment import Assignment, Strategy
-from autoshard.passes.ir.known import signature
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+from autoshard.passes.ir.known import signature
 from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import ops

@@ -13,13 +13,14 @@ from autoshard.hardware import Overlap
 from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Placements, is_whole
 from autoshard.passes.ir.known import signature
-from autoshard.passes.propagate.edges import as_parts, conversion_parts, forward_matrices
+from autoshard.passes.propagate.edges import conversion_parts, made_again
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.op_space import internal_collectives, traffic_on
 from autoshard.passes.propagate.prices import cost as costs
-from autoshard.passes.propagate.prices.bucketed import latency_shares, share_of
+from autoshard.passes.propagate.prices.bucketed import latency_shares
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values, summed
 from autoshard.passes.propagate.prices.travelling import NONE, beside
+from autoshard.passes.propagate.prices.waiting import waiting
 from autoshard.passes.propagate.prices.zero import stages_of
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import can_redraw
@@ -91,7 +92,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
     """The objective of the search on ``assignment``, whether it was searched for or given."""
     graph, mesh = assignment.graph, assignment.mesh
     known: dict[object, OpSeconds] = {}
-    touched = traffic_on(graph, mesh)
+    touched, waits = traffic_on(graph, mesh), waiting(graph, mesh)
     operations: dict[str, OpSeconds] = {}
     for node in graph.nodes:
         choice = assignment.choices[node.name]
@@ -106,7 +107,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
             flops = costs.node_flops(node, graph, rule_for(node.op))
             inside = [c for c in internal_collectives(node, graph, mesh, choice, placed) if c.spared not in spares]
             compute = costs.node_seconds(node, graph, mesh, choice, flops, placed, traffic)
-            known[key] = OpSeconds(compute, costs.inside_seconds(inside, mesh, compute))
+            known[key] = OpSeconds(compute, costs.inside_seconds(inside, mesh, compute, waits))
         operations[node.name] = known[key]
     prices: dict[object, Parts] = {}
     conversions: list[Parts] = []
@@ -116,7 +117,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         if src == dst:
             continue
         near = products.get(value, NONE) if first else NONE
-        case = (graph.types[value], src, dst, stages.get(value), value in movable, share_of(value, shares), near)
+        case = (graph.types[value], src, dst, stages.get(value), value in movable, shares[value], near)
         if case not in prices:
             prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:], graph.passes)[0, 0]
         conversions.append(prices[case])
@@ -138,7 +139,7 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
         case = graph.types[value], src, dst, value in movable or not waits
         if case not in prices:
             sides = [Layout(mesh, src)], [Layout(mesh, dst)]
-            prices[case] = as_parts(forward_matrices(case[0], *sides), case[-1])[0, 0]
+            prices[case] = made_again(case[0], *sides, case[-1], latency_shares(graph, mesh).others)[0, 0]
         parts = prices[case]
         found[value] = found[value] + parts if value in found else parts
 

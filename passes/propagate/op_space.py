@@ -21,6 +21,7 @@ from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.fusion import Traffic, traffic
 from autoshard.passes.propagate.prices.step_time import Parts
+from autoshard.passes.propagate.prices.waiting import waiting
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site
 from autoshard.passes.rules.exact import exact, is_single_in_double
@@ -163,7 +164,7 @@ def _priced(
     """(layouts of operands, of results) → the cheapest choice with them."""
     grads_in = [graph.types[name].grad for name in node.inputs]
     grads_out = [graph.types[name].grad for name in node.outputs]
-    flops = costs.node_flops(node, graph, rule_for(node.op))
+    flops, waits = costs.node_flops(node, graph, rule_for(node.op)), waiting(graph, mesh)
     best: dict[Any, _Priced] = {}
     for choice in choices:
         ins = tuple(used(choice, i, g) for i, g in enumerate(grads_in))
@@ -173,8 +174,8 @@ def _priced(
             continue
         compute = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs), traffic)
         always = [c for c in inside if c.spared is None]
-        spared = {c.spared: costs.internal_cost(c, mesh)[1] for c in inside if c.spared is not None}
-        found = _Priced(choice, compute, costs.inside_seconds(always, mesh, compute), spared)
+        spared = {c.spared: costs.internal_cost(c, mesh, waits)[1] for c in inside if c.spared is not None}
+        found = _Priced(choice, compute, costs.inside_seconds(always, mesh, compute, waits), spared)
         if (ins, outs) not in best or found.step < best[ins, outs].step:
             best[ins, outs] = found
     return best

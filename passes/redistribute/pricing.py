@@ -45,6 +45,8 @@ class Shares(NamedTuple):
     joined: float = 1.0
     beside: float = math.inf
     """seconds of the forward's compute that a gather of it can run beside, at most"""
+    waits: float = 0.0
+    """seconds that ranks wait for one another before each of its messages, beyond latency; 0 where no operation waits for it"""
 
 
 Bools = npt.NDArray[np.bool_]

@@ -26,7 +26,8 @@ from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.known import known_of_graph, signature
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate.prices.cost import backward_factor, node_flops
-from autoshard.passes.redistribute.pricing import ALONE, Shares
+from autoshard.passes.propagate.prices.waiting import waiting
+from autoshard.passes.redistribute.pricing import Shares
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.facts import is_view, saves_operand
@@ -57,22 +58,33 @@ def goes_in_buckets(type_: TensorType) -> bool:
     return bool(type_.grad) and not type_.sparse
 
 
+class EachShares(dict[str, Shares]):
+    """By value; ``others``: of those that are not in it."""
+
+    def __init__(self, found: Mapping[str, Shares], others: Shares) -> None:
+        super().__init__(found)
+        self.others = others
+
+    def __missing__(self, value: str) -> Shares:
+        return self.others
+
+
 @known_of_graph
-def latency_shares(graph: Graph, mesh: Mesh) -> dict[str, Shares]:
+def latency_shares(graph: Graph, mesh: Mesh) -> EachShares:
     """Value → what it pays of the latency of messages that move it, above 0 and at most 1: parameters, and what is looked up
-    beside others; other values pay all.
+    beside others; other values pay all, and what ranks wait for one another.
 
     Parameters are gathered in front of the block that reads them first. Sums of gradients over replicas go together across
     blocks (:mod:`autoshard.runtime.parameters.gradients`): the first alone, so that sums begin early, then one for each full
     bucket; those of matrices and of vectors need not go over the same axes, and count apart.
     """
     full = min((bucket_bytes(mesh, axis) for axis in mesh.axes if mesh.size_of(axis) > 1), default=BUCKET_BYTES)
-    blocks, beside = _blocks(graph), _beside_block(graph, mesh)
+    blocks, beside, waits = _blocks(graph), _beside_block(graph, mesh), waiting(graph, mesh)
     every: dict[Hashable, float] = defaultdict(float)
     for group in blocks:
         for name, size in group.items():
             every[_alike(name, graph)] += size
-    found = _beside_others(graph)
+    found = EachShares(_beside_others(graph, waits), Shares(waits=waits))
     for group in blocks:
         again = any(_saved(name, graph) for name in group)
         along = _along(group, full, graph)
@@ -115,7 +127,7 @@ def _products(node: Node, graph: Graph, mesh: Mesh, rule: Rule) -> float:
     return forward / (mesh.hardware.peak(graph.types[node.outputs[0]].dtype) * mesh.hardware.efficiency)
 
 
-def _beside_others(graph: Graph) -> dict[str, Shares]:
+def _beside_others(graph: Graph, waits: float) -> dict[str, Shares]:
     """Results of look-ups, and operands of attention, that are converted before one operation, where their first reader stands:
     their shares."""
     found: dict[str, Shares] = {}
@@ -126,7 +138,11 @@ def _beside_others(graph: Graph) -> dict[str, Shares]:
             if made is not None and (made.op in LOOK_UPS or node.op in ATTENTION) and name not in found:
                 type_ = graph.types[name]
                 groups.setdefault((type_.dtype, type_.grad), []).append(name)
-        found |= {name: Shares(joined=1.0 / len(names)) for names in groups.values() for name in names}
+        found |= {
+            name: Shares(joined=1.0 / len(names), waits=waits / len(names))
+            for names in groups.values()
+            for name in names
+        }
     return found
 
 
@@ -175,8 +191,3 @@ def _saved(name: str, graph: Graph) -> bool:
         elif any(n == name and saves_operand(reader, graph.types, i) for i, n in enumerate(reader.inputs)):
             return True
     return False
-
-
-def share_of(value: str, shares: Mapping[str, Shares]) -> Shares:
-    """What ``value`` pays of the latency of its messages."""
-    return shares.get(value, ALONE)

@@ -93,15 +93,16 @@ def _summed(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> floa
     return float(result * dtype.itemsize) if facts_of(node.op).kernels == 1 and any(of_bias) else 0.0
 
 
-def internal_cost(collective: Internal, mesh: Mesh) -> tuple[float, float]:
-    """(ring bytes per rank, seconds) of a collective inside an op's local form, at its share of the latency."""
+def internal_cost(collective: Internal, mesh: Mesh, waits: float = 0.0) -> tuple[float, float]:
+    """(ring bytes per rank, seconds) of a collective inside an op's local form, at its share of the latency; ``waits``: what
+    ranks wait for one another before it, beyond that."""
     ranks, link = mesh.size_of(collective.axes), mesh.link(collective.axes)
     if collective.kind == "permute":  # every rank sends one message
-        return collective.bytes, link.seconds(collective.bytes, "permute")
+        return collective.bytes, link.seconds(collective.bytes, "permute") + waits
     passes = 2 if collective.kind == "all_reduce" else 1
     kind = FEW if passes == 2 and is_few(collective.bytes, ranks) else collective.kind
     moved = passes * (ranks - 1) / ranks * collective.bytes
-    return moved, link.seconds(moved, kind) - (1.0 - collective.share) * link.rate(kind)[0]
+    return moved, link.seconds(moved, kind) - (1.0 - collective.share) * link.rate(kind)[0] + collective.share * waits
 
 
 def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:
@@ -294,13 +295,13 @@ class Inside(NamedTuple):
         return self.forward + self.backward
 
 
-def inside_seconds(found: Sequence[Internal], mesh: Mesh, compute: Seconds) -> Inside:
-    """Time of the collectives inside an op's local form; ``compute``: of the op."""
+def inside_seconds(found: Sequence[Internal], mesh: Mesh, compute: Seconds, waits: float = 0.0) -> Inside:
+    """Time of the collectives inside an op's local form; ``compute``: of the op; ``waits``: before each of them."""
     spent, hidden = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
     again = 0.0
     for c in found:
         hides = hidden_seconds(c, mesh, compute)
-        held_up = internal_cost(c, mesh)[1] - hides
+        held_up = internal_cost(c, mesh, 0.0 if c.beside else waits)[1] - hides
         spent[c.phase] += held_up
         hidden[c.phase] += hides
         again += held_up if c.phase == "forward" and not c.kept else 0.0

@@ -1,0 +1,117 @@
+"""What ranks wait for one another before messages that operations wait for: measured, and priced."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_calibration import Told
+from test_objective import compiled, drawn
+
+import autoshard
+from autoshard.check import travel
+from autoshard.hardware import PRESETS, Hardware
+from autoshard.models import Llama, LlamaConfig
+from autoshard.passes.capture.export import capture
+from autoshard.passes.propagate.prices.waiting import waiting
+from autoshard.passes.search.rows.within import ENOUGH
+from autoshard.plans.plan import Plan
+
+WAITS = ((1e-4, 1e-4), (1e-3, 2e-4), (1e-2, 4e-4))
+
+
+def hardware(waits: tuple[tuple[float, float], ...]) -> Hardware:
+    return replace(PRESETS["cpu"], waiting=waits)
+
+
+def test_after_more_compute_ranks_wait_longer() -> None:
+    assert [hardware(WAITS).waits(x) for x in (0.0, 1e-4, 5.5e-4, 1e-3, 1.0)] == pytest.approx(
+        [1e-4, 1e-4, 1.5e-4, 2e-4, 4e-4]
+    )
+    assert PRESETS["cpu"].waits(1.0) == 0.0
+    assert Hardware.from_dict(hardware(WAITS).to_dict()) == hardware(WAITS)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_searched_is_what_the_plan_costs(seed: int) -> None:
+    """The search, the plan and its list of collectives count the same waits."""
+    model, x = drawn(r := random.Random(seed))
+    axes = r.choice([{"tp": 4}, {"dp": 2, "tp": 2}])
+    graph = capture(model.train(), (x,), {}, training=True)
+    found = compiled(graph, autoshard.Mesh(axes, hardware(((0.0, 1e-3),))))
+    cost = found.plan.cost
+    assert cost.total_s == pytest.approx(found.program.assignment.solution.cost, rel=1e-9)
+    assert found.plan.lower_bound == pytest.approx(cost.total_s, rel=ENOUGH)
+    sent = sum(c.seconds for c in found.plan.collectives)
+    assert sent + cost.local_s == pytest.approx(cost.comm_s - cost.merged_s, rel=1e-9)
+    free = compiled(graph, autoshard.Mesh(axes, hardware(()))).plan.cost.total_s
+    assert cost.total_s >= free * (1 - 1e-9)
+
+
+def planned(like: Any, waits: float, **more: Any) -> Plan:
+    with torch.device("meta"):
+        model, tokens = Llama(LlamaConfig(512, 256, 768, 4, 4, 3)).train(), torch.zeros(8, 64, dtype=torch.long)
+    mesh = autoshard.Mesh({"x": 2}, hardware(((0.0, waits),) if waits else ()))
+    return autoshard.plan(model, mesh, (tokens,), {"labels": tokens}, training=True, like=like, **more)
+
+
+@pytest.mark.parametrize(
+    ("like", "least", "most"), [("megatron", 12, 20), ("fsdp", 1, 4), ("ddp", 1, 4), ("zero2", 1, 4)]
+)
+def test_only_messages_that_are_waited_for_pay(like: str, least: int, most: int) -> None:
+    """Tensor parallelism has two of them per layer and direction; gathers of parameters and sums of gradients none."""
+    without, waits = planned(like, 0.0), planned(like, 1e-3)
+    paid = (waits.cost.total_s - without.cost.total_s) / 1e-3
+    assert least - 1e-6 <= paid <= most
+    assert waits.cost.schedule_s - without.cost.schedule_s == pytest.approx(paid * 1e-3, rel=0.2)
+    assert [c.kind for c in waits.collectives] == [c.kind for c in without.collectives]
+
+
+def test_what_is_made_again_waits_again() -> None:
+    once, again = (planned("megatron-sp", 1e-3, recompute=x).cost.total_s for x in ("none", "blocks"))
+    free_once, free_again = (planned("megatron-sp", 0.0, recompute=x).cost.total_s for x in ("none", "blocks"))
+    assert again - free_again >= once - free_once + 3e-3 - 1e-9  # a gather inside of each block
+
+
+def test_the_more_there_is_to_compute_the_longer_ranks_wait() -> None:
+    def of(rows: int) -> float:
+        model, x = torch.nn.Linear(512, 512), torch.empty(rows, 512)
+        return waiting(capture(model, (x,), {}, training=True), autoshard.Mesh({"tp": 2}, hardware(WAITS)))
+
+    assert 1e-4 <= of(8) < of(512) < of(4096) <= 4e-4
+
+
+def test_waits_are_measured_beyond_latencies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a layer a sum takes what it takes after a product, and a tenth of the layer's time: the machine's ranks differ."""
+    clock: Any = Told()
+    layers = 0
+
+    def product() -> None:
+        clock.now += 1e-3
+
+    def layer() -> None:
+        nonlocal layers
+        clock.now, layers = clock.now + 1e-3, layers + 1
+
+    def add(group: None, x: torch.Tensor) -> Any:
+        nonlocal layers
+        clock.now, layers = clock.now + 5e-4 + 1e-4 * layers, 0
+        return SimpleNamespace(wait=lambda: None)
+
+    def picked(value: float, pick: Callable[[Sequence[float]], float]) -> float:
+        return pick([value, value * (1.0 + 1e-3)])  # another rank is nearly as fast
+
+    comm = SimpleNamespace(process_group=lambda axes: None, all_reduce=add)
+    monkeypatch.setattr(travel, "TorchCommunicator", lambda axes, ranks: comm)
+    monkeypatch.setattr(travel.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(travel, "agreed", picked)
+    monkeypatch.setattr(travel, "_product", lambda clock: product)
+    monkeypatch.setattr(travel, "_layer", lambda clock: layer)
+    found = travel.Waiting(clock).seconds()
+    assert [after for after, _ in found] == [2e-3, 8e-3, 2e-2]
+    assert [seconds for _, seconds in found] == pytest.approx([2e-4, 8e-4, 2e-3], rel=1e-2)
