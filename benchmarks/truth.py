@@ -4,10 +4,11 @@
     python benchmarks/truth.py --ranks 4 --models "" --hardware here.json   # calibrates only
     python benchmarks/truth.py --ranks 4 --models wide:middle,dlrm:middle --hardware here.json
 
-The machine is calibrated with as many ranks first, once, with a thread each. Then a world for each model, whose plans take
-turns with DDP, FSDP2 and, for a Llama, ``parallelize_module``: forward, backward and fused AdamW. Each turn is a few steps, of
-which the first does not count, as no training step follows one of another plan; a program that several plans have takes part
-once. Predicted:
+The machine is calibrated with as many ranks, a thread each, before each model, as the speed of a machine that others share
+differs from one quarter of an hour to the next; with ``--hardware`` once. A world for each model, whose plans take turns with
+DDP, FSDP2 and, for a Llama, ``parallelize_module``: forward, backward and fused AdamW. Each turn is a few steps, of which the
+first does not count, as no training step follows one of another plan; a program that several plans have takes part once.
+Predicted:
 ``plan.cost.total_s``, the same less what merged messages save (``merged_s``), and the end of the timeline (``schedule_s``).
 Measured: the median step of the slowest rank, its lower quartile, and the least processor
 time of the busiest one: both are disturbed less by other work on the machine. Forward, backward, optimizer: of rank 0, medians.
@@ -161,13 +162,16 @@ def main() -> None:
     if options.rank is not None:
         work(options)
         return
+    more = ["--ranks", str(options.ranks), "--steps", str(options.steps), "--seconds", str(options.seconds)]
+    more += ["--json", str(options.json)] if options.json else []
+    failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        hardware = options.hardware or Path(folder) / "hardware.json"
-        more = ["--ranks", str(options.ranks), "--steps", str(options.steps), "--seconds", str(options.seconds)]
-        more += ["--hardware", str(hardware), *(["--json", str(options.json)] if options.json else [])]
-        first = [] if hardware.exists() else [""]
-        chosen = [*first, *filter(None, options.models.split(","))]
-        sys.exit(max((worlds.launch(__file__, ["--models", m, *more], options.ranks) for m in chosen), key=abs))
+        for model in list(filter(None, options.models.split(","))) or [""]:
+            hardware = options.hardware or Path(folder) / f"before {model}.json"
+            chosen = [*([] if hardware.exists() else [""]), *filter(None, [model])]
+            for what in chosen:
+                failed |= worlds.launch(__file__, ["--models", what, *more, "--hardware", str(hardware)], options.ranks)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
         mesh: its number of ranks says how many processes are started where torch.distributed is not initialised
             (default 2, at most one per GPU, or per core where there is none). Under torch.distributed every process
             measures, and has to call this.
-        quick: less than a minute, and two where ranks share cores; else more sizes and dtypes, in one to three minutes.
+        quick: less than a minute, and two where ranks share cores; else more sizes and dtypes, in one to four minutes.
 
     Everything is measured three times, each time after everything else, and medians count: one bad second changes nothing.
     What is measured while the host of a virtual machine gives its cores to others is measured again; where that does not help,
@@ -120,6 +120,8 @@ def _worker() -> None:
         found.save(options.folder / "hardware.json")
     dist.barrier()
     dist.destroy_process_group()
+    if not cuda:  # gloo's threads sometimes abort the interpreter's own way out ("terminate called …")
+        os._exit(0)
 
 
 @torch.enable_grad()

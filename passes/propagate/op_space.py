@@ -107,14 +107,16 @@ class _Priced(NamedTuple):
         return self.compute.step + self.inside.step
 
 
-def op_space(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = (), traffic: Traffic | None = None) -> OpSpace:
+def op_space(
+    node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = (), traffic: Traffic | None = None, waits: float = 0.0
+) -> OpSpace:
     """All combinations of per-axis strategies that the sizes allow; of equals in layout only the cheapest stays.
 
-    ``asked``: what they are restricted to; ``traffic``: see :func:`costs.node_seconds`.
+    ``asked``: what they are restricted to; ``traffic``: see :func:`costs.node_seconds`; ``waits``: see :func:`waiting`.
     """
     best: dict[Any, _Priced] = {}
     for choices in _as_asked(_combined(node, graph, mesh, asked), asked or (None,) * mesh.ndim):
-        best = _priced(choices, node, graph, mesh, traffic)
+        best = _priced(choices, node, graph, mesh, traffic, waits)
         if best:
             break
     return OpSpace(
@@ -159,12 +161,17 @@ def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterat
 
 
 def _priced(
-    choices: Sequence[tuple[Strategy, ...]], node: Node, graph: Graph, mesh: Mesh, traffic: Traffic | None
+    choices: Sequence[tuple[Strategy, ...]],
+    node: Node,
+    graph: Graph,
+    mesh: Mesh,
+    traffic: Traffic | None,
+    waits: float,
 ) -> dict[Any, _Priced]:
     """(layouts of operands, of results) → the cheapest choice with them."""
     grads_in = [graph.types[name].grad for name in node.inputs]
     grads_out = [graph.types[name].grad for name in node.outputs]
-    flops, waits = costs.node_flops(node, graph, rule_for(node.op)), waiting(graph, mesh)
+    flops = costs.node_flops(node, graph, rule_for(node.op))
     best: dict[Any, _Priced] = {}
     for choice in choices:
         ins = tuple(used(choice, i, g) for i, g in enumerate(grads_in))
@@ -188,7 +195,7 @@ class OpSpaces:
     """
 
     def __init__(self, graph: Graph, mesh: Mesh, asked: Mapping[str, AskedOf] | None = None) -> None:
-        self.graph, self.mesh, self.traffic = graph, mesh, traffic_on(graph, mesh)
+        self.graph, self.mesh, self.traffic, self.waits = graph, mesh, traffic_on(graph, mesh), waiting(graph, mesh)
         self.asked = asked or {}
         self._of: dict[str, OpSpace] = {}
         found: dict[Any, OpSpace] = {}
@@ -200,7 +207,7 @@ class OpSpaces:
             asked, traffic = self.asked.get(node.name, ()), self.traffic.get(node.name)
             key = signature(node, self.graph.types), asked, traffic
             if key not in self._known:
-                self._known[key] = op_space(node, self.graph, self.mesh, asked, traffic)
+                self._known[key] = op_space(node, self.graph, self.mesh, asked, traffic, self.waits)
             self._of[node.name] = self._known[key]
         return self._of[node.name]
 

@@ -26,12 +26,12 @@ def waiting(graph: Graph, mesh: Mesh) -> float:
     """Seconds before each message, beyond its latency; 0 where none was measured."""
     if not mesh.hardware.waiting:
         return 0.0
-    seconds: dict[object, float] = {}
+    graph, seconds = graph.example, dict[object, float]()  # what it is for the example's lengths binds no program
     total, products = 0.0, 0
     for node in graph.nodes:
         flops = node_flops(node, graph, rule_for(node.op))
         products += flops > 0
-        key = signature(node, graph.example.types)
+        key = signature(node, graph.types)
         if key not in seconds:
             names = (*node.inputs, *node.outputs)
             choice = (whole(len(node.inputs), len(node.outputs))[0],) * mesh.ndim
