@@ -201,7 +201,7 @@ class _Separating:
             asked, shape = self.asked.get(i.name), types[i.name].shape
             if isinstance(asked, Shard) and asked.dim < len(shape) and shape[asked.dim] % count:
                 return (
-                    f"micro_batches={count}: the hint for {i.fqn!r} makes dim {asked.dim} of its shape {list(shape)} the batch, "
+                    f"micro_batches={count}: by its hint dim {asked.dim} of {i.fqn!r}, of shape {list(shape)}, is the batch, "
                     f"and a batch of {shape[asked.dim]} does not divide into {count}. Choose a number of micro-batches that "
                     f"divides it, or pad it to a multiple of {count}."
                 )
