@@ -175,6 +175,34 @@ def uneven_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: 
     return out
 
 
+def masked_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows as a mask, and the sum of the weights that name the expert."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(model.experts):
+        hit = ids == e
+        rows = hit.any(-1)
+        out[rows] += expert(x[rows]) * (weights * hit).sum(-1)[rows].unsqueeze(-1)
+    return out
+
+
+def masked_gates(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows as a mask, and a column of the gates."""
+    out, gates = torch.zeros_like(x), x.new_zeros(len(x), COUNT).scatter(-1, ids, weights)
+    for e in range(COUNT):
+        rows = (ids == e).any(dim=-1)
+        out[rows] += model.activated(x[rows] @ model.first[e]) @ model.second[e] * gates[rows, e].unsqueeze(1)
+    return out
+
+
+def masked_otherwise_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The weights are those of the next expert: none of the forms."""
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(model.experts):
+        rows = (ids == e).any(-1)
+        out[rows] += expert(x[rows]) * (weights * (ids == (e + 1) % COUNT)).sum(-1, keepdim=True)[rows]
+    return out
+
+
 def more_weights_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """There are more weights than choices: none of the forms."""
     return modules(model, x, weights.repeat(1, 2), ids)
@@ -232,6 +260,9 @@ FORMS: dict[str, Form] = {
         reshaped_gates,
         uneven_modules,
         twice_weighed_modules,
+        masked_modules,
+        masked_gates,
+        masked_otherwise_modules,
         more_weights_modules,
         fewer_ids_modules,
         wider_modules,

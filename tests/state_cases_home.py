@@ -20,7 +20,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from state_harness import Block, Net, both, case, close, full, ids, pair, same_gradients, same_state, steps
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -109,6 +112,24 @@ def wrapped_to_be_made_again(mesh: autoshard.Mesh) -> None:
         same_state(sharded, model)
     if not sharded.is_staged:
         assert get_model_state_dict(sharded).keys() == whole.keys()
+    steps(model, sharded, ids(seed=1))
+
+
+@case
+def wrapped_as_a_whole(mesh: autoshard.Mesh) -> None:
+    """The model itself is what ``checkpoint_wrapper`` gives: parameters, gradients and state dicts have the names within."""
+
+    def wrapped() -> nn.Module:
+        model = Net(p=0.2)
+        model.bn = nn.Identity()  # eager counts a batch twice, as it computes the batch norm again
+        return checkpoint_wrapper(model)
+
+    model, sharded = pair(mesh, wrapped, ids())
+    steps(model, sharded, ids())
+    whole = model.state_dict()
+    sharded.load_full_state_dict({n: x / 2 for n, x in whole.items()})
+    model.load_state_dict({n: x / 2 for n, x in whole.items()})
+    same_state(sharded, model)
     steps(model, sharded, ids(seed=1))
 
 

@@ -154,6 +154,7 @@ IN_PROCESSES = (
     "copied_before_it_is_compiled",
     "averaged",
     "wrapped_to_be_made_again",
+    "wrapped_as_a_whole",
     "pickled",
     "wrapped_in_ddp",
     "wrapped_forward",

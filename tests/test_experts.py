@@ -312,6 +312,8 @@ def routed(form: str) -> nn.Module:
         "modules",
         "half_turned",
         "reshaped_gates",
+        "masked_modules",
+        "masked_gates",
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("loop", "mask_loop", "mask_modules", "weighed_modules")),
         pytest.param("hit_modules", marks=pytest.mark.slow),
     ],
@@ -382,6 +384,7 @@ def test_routing_by_sorted_rows() -> None:
     "form",
     [
         *("twice_weighed_modules", "more_weights_modules", "fewer_ids_modules", "wider_modules", "crowded_modules"),
+        "masked_otherwise_modules",
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("with_a_rest", "uneven_modules")),
     ],
 )

@@ -221,6 +221,11 @@ def test_hints_name_the_batch() -> None:
         with pytest.raises(error, match=text):
             autoshard.compile(model, mesh, args, hints=hints, micro_batches=2)
     hints = {"x": {"micro_batch": Shard(1)}}
+    with pytest.raises(
+        PlanError,
+        match=r"=4: .* dim 1 of 'x', of shape .*, is the batch, and a batch of 6 does not divide into 4\. Choose",
+    ):
+        autoshard.compile(model, mesh, args, hints=hints, micro_batches=4)
     with pytest.raises(HintError, match="names axis 'micro_batch', which is time and an axis of the mesh: rename that"):
         autoshard.compile(model, ideal({"micro_batch": 2}), args, hints=hints)
 

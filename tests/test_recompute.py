@@ -12,6 +12,7 @@ from memory_truth import kept_bytes
 from torch import nn
 
 import autoshard
+from autoshard import models
 from autoshard.compiler import build, captured
 from autoshard.models import gpt as reference
 from autoshard.models.llama import Llama, LlamaConfig
@@ -198,6 +199,17 @@ def test_what_is_made_again_is_listed_with_what_it_saves_and_takes() -> None:
         assert autoshard.Plan.from_json(plan.to_json()) == plan
     assert blocks.memory.activations < selective.memory.activations < none.memory.activations
     assert none.cost.total_s < selective.cost.total_s < blocks.cost.total_s
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}])
+def test_a_part_of_a_stacked_weight_is_not_made_again(axes: dict[str, int]) -> None:
+    """Its part is kept in the place of the whole, which is larger: all that is made again saves something."""
+    reference = models.get("moe")
+    args, kwargs = reference.inputs(batch=4, seq=8)
+    graph = captured(reference.model(), args, kwargs, training=True)
+    plan = build(graph, autoshard.Mesh(axes), Wishes(like={**dict.fromkeys(axes, "fsdp"), "tp": "megatron-sp"})).plan
+    assert plan.recomputed
+    assert all(made.bytes > 0 for made in plan.recomputed)
 
 
 def test_a_pattern_names_modules() -> None:

@@ -20,7 +20,10 @@ from autoshard.layout import I, Layout, P, Partial, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import cost_matrix, emit, redistribution
-from autoshard.passes.redistribute.space import UNSHARDED
+from autoshard.passes.redistribute.planner import distances
+from autoshard.passes.redistribute.pricing import FORBIDDEN, price
+from autoshard.passes.redistribute.space import UNSHARDED, everything
+from autoshard.passes.redistribute.table import _to_one
 from autoshard.runtime.transport.move import DUAL
 
 S0, S1 = Shard(0), Shard(1)
@@ -259,6 +262,31 @@ def test_cost_matrix_on_four_axes() -> None:
         for j, dst in enumerate(layouts[:3]):
             plan = redistribution(src, dst, (9, 8), mesh, grad=True, minimize="seconds")
             assert table[i, j] == pytest.approx(plan.seconds)
+
+
+@pytest.mark.parametrize(
+    ("inner", "shape", "closed", "searches"),
+    [
+        (2, (64, 64, 64), (), 0.07),  # any dims, and any axes inside a node
+        (2, (64, 64, 64), (1,), 0.13),
+        (2, (9, 7, 5), (), 0.2),
+        (4, (64, 64, 64), (), 0.28),  # an axis of two in the node, one between nodes
+        (4, (9, 7, 5), (), 1.0),
+    ],
+)
+def test_goals_that_are_alike_are_searched_for_once(
+    inner: int, shape: tuple[int, ...], closed: tuple[int, ...], searches: float
+) -> None:
+    """As with two dims or axes in each other's place nothing costs otherwise; results are those of a search for each."""
+    mesh = Mesh({"dp": 4, "cp": 2, "ep": 2, "tp": inner})
+    prices = price(mesh, shape, 4, ("R", "I", "P"), 4, everything(4, 3), closed)
+    count = len(prices.space.states)
+    assert sum(swap is None for _, swap in prices.alike) <= searches * count
+    for goal in random.Random(0).sample(range(count), 12):
+        own = distances(prices, prices.seconds, goal)
+        found, shares = _to_one(prices, goal, range(count))
+        assert np.array_equal(found, np.where(own < FORBIDDEN, own, np.inf))
+        assert (shares[:2].sum(axis=0) <= found * (1 + 1e-12)).all()
 
 
 # ---- other planners -------------------------------------------------------------------------------------------------

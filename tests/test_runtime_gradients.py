@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
-from autoshard.runtime.parameters.gradients import Gradients
+from autoshard.runtime.parameters.gradients import SMALL, Gradients
 from autoshard.runtime.transport.in_process import World
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.spare import CALLS, LEAST, Spare
@@ -83,6 +83,39 @@ def test_small_buckets_of_one_kind_go_together_in_their_order(monkeypatch: pytes
     for number, bucket in enumerate(order):
         gradients.move(bucket, [number], [torch.ones(4)])
     assert gone == [("enter", [0, 1]), ("all_gather", [2]), ("enter", [3, 4])]
+
+
+class Work:
+    """A message that arrives when it is waited for."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def test_few_reduce_scatters_are_under_way_and_small_ones_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do sums that replicas make of their gradients where these lie."""
+    monkeypatch.setattr(FlatBucket, "backward", lambda self, given, earlier, keeps: (given, [Work()], []))
+    comm: Any = SimpleNamespace(deferred=False)
+    shard, summed = (FlatBucket(comm, [move]) for move in (Move("S", "R", ("dp",), 0, 4), Move("I", "R", ("dp",))))
+    gradients, large, small = Gradients(World(MESH).ranks[0]), torch.empty(SMALL // 4), torch.empty(4)
+    begun: list[Work] = []
+    for bucket, given in (
+        (shard, large),
+        (shard, small),
+        (summed, large),
+        (shard, small),
+        (shard, large),
+        (shard, large),
+    ):
+        gradients._move(bucket, [0], [given])
+        begun.append(gradients.works[-1])
+        assert not begun[0].waited or len(begun) == 6
+    assert [work.waited for work in begun] == [1, 0, 0, 0, 0, 0]
+    gradients.wait()
+    assert [work.waited for work in begun] == [1] * 6
 
 
 def test_buckets_that_go_together_leave_their_sums_as_each_would() -> None:

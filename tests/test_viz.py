@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -14,13 +15,15 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
 from picture_samples import ODD_NAMES, chain, deep_llama, planned
 
 import autoshard
 from autoshard import Layout, LayoutError, Partial, PlanError, Shard, stages
+from autoshard.models.moe import Moe, MoeConfig
 from autoshard.plans.plan import Plan
 from autoshard.progress import stage
-from autoshard.report.schedule import LINKS, timeline
+from autoshard.report.schedule import COMPUTE, LINKS, timeline
 from autoshard.viz import dot, html, trace_json, tree_text, visualize
 from autoshard.viz.layout_picture import visualize_layout
 from autoshard.viz.trace import memory_over_time
@@ -232,6 +235,17 @@ def test_the_timeline_is_the_predicted_step(name: str) -> None:
     sent = [e for e in events if e.stream != "compute"]
     assert len(sent) == len(plan.collectives)
     assert sum(e.bytes for e in sent) == pytest.approx(sum(c.bytes for c in plan.collectives))
+
+
+def test_compute_waits_for_no_gradients_where_it_takes_longer() -> None:
+    """Of a mixture of experts: large reduce-scatters, of which two may be under way, and small ones, which do not count."""
+    with torch.device("meta"):
+        model, tokens = Moe(MoeConfig(layers=2)).bfloat16(), torch.zeros(64, 4096, dtype=torch.long)
+    events = timeline(autoshard.plan(model, {"dp": 8, "ep": 8}, (tokens,), {"labels": tokens}))
+    assert sum(e.name.startswith("reduce_scatter") for e in events) > 6
+    backward = [e for e in events if e.phase == "backward" and e.stream in (COMPUTE, *LINKS)]
+    waited = sum(b.start - (a.start + a.seconds) for a, b in itertools.pairwise(backward))
+    assert waited < 0.01 * (backward[-1].start - backward[0].start)
 
 
 @pytest.mark.parametrize("name", ["llama", "moe", "dlrm"])

@@ -12,7 +12,7 @@ from microbatch_cases import far, loss_of, made
 from state_harness import same_gradients
 
 import autoshard
-from autoshard import Plan, Shard
+from autoshard import Mesh, Plan, Shard
 from autoshard.errors import AutoshardError, PlanError
 
 pytestmark = pytest.mark.usefixtures("remembering")
@@ -182,18 +182,27 @@ def test_open_lengths_without_a_backward() -> None:
         sharded(*args)
 
 
-@pytest.mark.parametrize("like", [None, "ddp", "megatron"])
-def test_a_plan_serves_a_model_with_frozen_parameters(like: Any) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "like"),
+    [
+        *((ideal({"tp": 2}), like) for like in (None, "ddp", "megatron")),
+        (Mesh({"dp": 2}), None),  # whole, and of what is whole the gradient decides where it is summed
+    ],
+)
+def test_a_plan_serves_a_model_that_trains_other_parameters(mesh: Mesh, like: Any) -> None:
+    """Planned with all of them and compiled with one frozen, and the other way round."""
     model, args = made("gpt")
-    plan = autoshard.plan(model, ideal({"tp": 2}), args, like=like)
-    for frozen in ("token_embedding.weight", "blocks.0.norm_1.weight", "blocks.0.up.weight"):
-        reference = copy.deepcopy(model)
-        reference.get_parameter(frozen).requires_grad_(False)
-        sharded = autoshard.compile(copy.deepcopy(reference), ideal({"tp": 2}), args, plan=plan)
-        for module in (reference, sharded):
-            torch.manual_seed(0)
-            loss_of(module(*args)).backward()
-        for name, p in reference.named_parameters():
-            found = sharded.get_parameter(name).grad
-            assert (found is None) == (p.grad is None) == (name == frozen)
-            assert p.grad is None or far(found, p.grad) <= 1e-9
+    for name in ("token_embedding.weight", "blocks.0.norm_1.weight", "blocks.0.up.weight"):
+        frozen = copy.deepcopy(model)
+        frozen.get_parameter(name).requires_grad_(False)
+        for planned, trained in (model, frozen), (frozen, model):
+            plan = autoshard.plan(planned, mesh, args, like=like)
+            reference = copy.deepcopy(trained)
+            sharded = autoshard.compile(copy.deepcopy(trained), mesh, args, plan=plan)
+            for module in (reference, sharded):
+                torch.manual_seed(0)
+                loss_of(module(*args)).backward()
+            for n, p in reference.named_parameters():
+                found = sharded.get_parameter(n).grad
+                assert (found is None) == (p.grad is None) == (n == name and trained is frozen)
+                assert p.grad is None or far(found, p.grad) <= 1e-9

@@ -15,6 +15,7 @@ from autoshard.check.local_forms import evaluate, flat
 from autoshard.module.base import ShardedModule
 from autoshard.module.microbatches import beforehand, part_of
 from autoshard.module.programs.simulate import join, shard_of
+from autoshard.passes.capture.exported.attributes import parameters_of
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.microbatch import MicroBatches
@@ -81,7 +82,7 @@ def graph_inputs(
     """A full tensor for every input of ``graph``, from ``model`` and the arguments."""
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     found = {n: x for n, x in zip(graph.flat_inputs, leaves, strict=True) if n is not None}
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tensors = parameters_of(model) | dict(model.named_buffers(remove_duplicate=False))
     found |= {i.name: tensors[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
     device = next((x.device for x in tensors.values()), None)
     return found | {name: x.to(device) for name, x in graph.constants.items()}

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import PlanError
-from autoshard.layout import Invariant, Layout, R
+from autoshard.layout import I, Invariant, Layout, R
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Assignment, stated
-from autoshard.passes.ir.graph import Graph, TensorType
+from autoshard.passes.ir.assignment import Assignment, Placements, Strategy, made, stated, used
+from autoshard.passes.ir.graph import Graph, Ref, TensorType
 from autoshard.passes.propagate.hints import resolve
 from autoshard.passes.propagate.op_space import axis_strategies, fits
 from autoshard.passes.search.network import Solution
@@ -42,15 +42,12 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
                 f"the plan cuts {node.op} in {node.fqn or '(root)'} at {node.source} along {', '.join(labels)}, "
                 "which these sizes do not allow"
             )
-    layouts = {n: _without_gradient(plan.layouts[public.get(n, n)].on(mesh), t) for n, t in graph.types.items()}
+    layouts, shared, outputs = _layouts(plan, graph, mesh, choices)
     stating = (i.name for i in graph.inputs if i.kind == "input" or i.name in given)
     inputs = {name: stated(name, graph, mesh, given) for name in stating}
     alike = inputs.items() <= layouts.items() and _same_costs(plan, graph, mesh)
     layouts |= inputs
     fqns = {fqn: n for n, fqn in public.items()}
-    shared = {name: layout.on(mesh) for name, layout in ((fqns.get(n, n), x) for n, x in plan.shared.items())}
-    shared = {name: _without_gradient(layout, graph.types[name]) for name, layout in shared.items()}
-    outputs = tuple(None if x is None else x.on(mesh) for x in plan.outputs)
     bound = plan.lower_bound if alike else 0.0
     hinted = frozenset(fqns.get(n, n) for n in plan.given)
     solution = Solution((), plan.cost.total_s, bound, False)
@@ -60,11 +57,35 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
     return Assignment(graph, mesh, layouts, shared, choices, outputs, solution, hinted, again, shared_again, zero)
 
 
-def _without_gradient(layout: Layout, type_: TensorType) -> Layout:
-    """``layout`` of a value that may have no gradient, as of frozen parameters, that it had where the plan was made."""
-    if type_.grad:
-        return layout
-    return layout.replace(dict.fromkeys(layout.axes_with(Invariant), R))
+def _layouts(
+    plan: Plan, graph: Graph, mesh: Mesh, choices: Mapping[str, tuple[Strategy, ...]]
+) -> tuple[dict[str, Layout], dict[str, Layout], tuple[Layout | None, ...]]:
+    """Of definitions, of what readers share, and of outputs, where others may have a gradient than when the plan was made.
+
+    Without one I and R are the same, R. What has one here alone, as with a parameter that was frozen then, is I where the
+    operation that makes it says so, and where no reader asks for R; parameters and outputs are.
+    """
+    public, had, whole = {i.name: i.fqn for i in graph.inputs}, set(plan.differentiable), (I,) * mesh.ndim
+
+    def fitted(name: str, layout: Layout, meant: Placements) -> Layout:
+        layout = layout.on(mesh)
+        if not graph.types[name].grad:
+            return layout.replace(dict.fromkeys(layout.axes_with(Invariant), R))
+        if public.get(name, name) in had:
+            return layout
+        return layout.replace({a: I for a, p in zip(mesh.axes, meant, strict=True) if (layout[a], p) == (R, I)})
+
+    def read(name: str) -> Placements:
+        users = [(choices[n.name], i) for n in graph.uses[name] for i, x in enumerate(n.inputs) if x == name]
+        each = [used(choice, i, True) for choice, i in users]
+        return tuple(R if any(p[axis] == R for p in each) else I for axis in range(mesh.ndim))
+
+    makes = {n: made(choices[node.name], i, True) for node in graph.nodes for i, n in enumerate(node.outputs)}
+    layouts = {n: fitted(n, plan.layouts[public.get(n, n)], makes.get(n, whole)) for n in graph.types}
+    shared = {n: fitted(n, x, read(n)) for n in graph.types if (x := plan.shared.get(public.get(n, n))) is not None}
+    pairs = zip(graph.outputs, plan.outputs, strict=True)
+    outputs = tuple(fitted(o.name, x, whole) if x is not None and isinstance(o, Ref) else None for o, x in pairs)
+    return layouts, shared, outputs
 
 
 def check_mesh(plan: Plan, mesh: Mesh) -> None:

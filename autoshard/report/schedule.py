@@ -2,23 +2,24 @@
 
 Operations run in the order of the program, forward and then backward. What the next operation waits for holds up the
 compute stream. Parameters are gathered ahead, by as many buckets as the program says (``prefetch``), and waited for where
-they are read; the reduction of a gradient starts when the gradient is there, and only the optimizer waits for it, but for
-:data:`UNDER_WAY`. Such collectives go one after another, and through communicators of their own: where one of them and one
-that the next operation waits for use a link, each has half of it. Meanwhile compute is slower
-(:attr:`~autoshard.mesh.Mesh.overlap`); where the hardware overlaps nothing, every collective holds up the compute
+they are read; gradients are reduced when those of their bucket are there, small buckets with the next ones, and only the
+optimizer waits for them, but for :data:`UNDER_WAY`. Such collectives go one after another, and through communicators of
+their own: where one of them and one that the next operation waits for use a link, each has half of it. Meanwhile compute is
+slower (:attr:`~autoshard.mesh.Mesh.overlap`); where the hardware overlaps nothing, every collective holds up the compute
 stream. Of what goes beside the operation that it is part of, as the hops of a ring, the time that this does not hide is shown.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autoshard.report.record import Choice, Collective, Record
 from autoshard.report.text import short_op
-from autoshard.runtime.parameters.gradients import UNDER_WAY
+from autoshard.runtime.parameters.gradients import LARGE, SMALL, UNDER_WAY
 from autoshard.runtime.transport import profiling
 
 COMPUTE, LINKS = "compute", ("communication inside nodes", "communication between nodes")
@@ -98,10 +99,6 @@ class _Beside:
         if self.waiting:
             self.left -= seconds * speed
 
-    def reductions(self) -> int:
-        """How many sums of gradients into shards are on their way."""
-        return sum(event.name.startswith("reduce_scatter") for _, event in self.waiting)
-
 
 @dataclass
 class _Schedule:
@@ -113,6 +110,12 @@ class _Schedule:
     """when the compute stream is free"""
     beside: dict[str, _Beside] = field(default_factory=lambda: {stream: _Beside() for stream in BESIDE.values()})
     events: list[Event] = field(default_factory=list)
+    held: list[tuple[int, Event]] = field(default_factory=list)
+    """gradients of small buckets, that go with the next ones"""
+    sent: bool = False
+    """whether a message with gradients was sent"""
+    whole: deque[tuple[int, str]] = field(default_factory=deque)
+    """of reduce-scatters that hold much the last event's number, and its stream"""
 
     def __post_init__(self) -> None:
         self.speeds = dict(zip(BESIDE.values(), self.plan.mesh.overlap, strict=True))
@@ -120,6 +123,9 @@ class _Schedule:
     def run(self) -> tuple[Event, ...]:
         sequence = [self._on_stream(event) for event in _sequence(self.plan, self.last)]
         gathers, places = self._messages(sequence)
+        buckets = self._buckets(sequence)
+        coming = Counter(_kind(sequence[bucket[0]]) for bucket in buckets)
+        ends = {bucket[-1]: bucket for bucket in buckets}
         sent = 0
 
         def begin(last: int, phase: str) -> None:
@@ -137,11 +143,10 @@ class _Schedule:
                     self._go_on(self.beside[event.stream].left)
             elif event.stream == COMPUTE:
                 self._compute(event)
-            elif event.stream in self.beside:
-                self.beside[event.stream].send(i, event, self.now)
-                while self.beside[event.stream].reductions() > UNDER_WAY:
-                    self._go_on(self.beside[event.stream].left)
-            else:
+            elif i in ends:
+                coming[_kind(event)] -= 1
+                self._reduce([(n, sequence[n]) for n in ends[i]], last=not coming[_kind(event)])
+            elif event.stream not in self.beside:
                 self._wait_for(event)
         compute = self.now
         for stream in self.beside.values():
@@ -164,13 +169,45 @@ class _Schedule:
         known: dict[tuple[str, ...], int] = {}
         for i, event in enumerate(sequence):
             if event.movable and (event.phase == "forward" or event.source.endswith("again)")):
-                key = event.phase, event.name.split(maxsplit=1)[0], event.bucket or event.source
+                key = event.phase, _kind(event), event.bucket or event.source
                 if key not in known:
                     known[key] = len(gathers)
                     gathers.append([])
                 places[i] = known[key]
                 gathers[places[i]].append(i)
         return gathers, places
+
+    def _buckets(self, sequence: list[Event]) -> list[list[int]]:
+        """The numbers of the events that bring the gradients of one bucket each."""
+        found: dict[Any, list[int]] = {}
+        for i, event in enumerate(sequence):
+            if event.stream in self.beside and event.phase == "backward" and not event.source.endswith("again)"):
+                found.setdefault((_kind(event), event.bucket or i), []).append(i)
+        return list(found.values())
+
+    def _reduce(self, bucket: list[tuple[int, Event]], last: bool) -> None:
+        """Send the gradients of a bucket, or hold them, as :class:`~autoshard.runtime.parameters.gradients.Gradients`
+        does; ``last``: of its kind."""
+        kind = _kind(bucket[0][1])
+        if self.held and _kind(self.held[0][1]) != kind:
+            self._flush()
+        self.held += bucket
+        enough = LARGE if self.sent and not kind.startswith("reduce_scatter") else SMALL
+        if last or sum(event.bytes for _, event in self.held) >= enough:
+            self._flush()
+
+    def _flush(self) -> None:
+        for number, event in self.held:
+            self.beside[event.stream].send(number, event, self.now)
+        if self.held:
+            self.sent = True
+            if event.name.startswith("reduce_scatter") and sum(e.bytes for _, e in self.held) >= SMALL:
+                self.whole.append((number, event.stream))
+            self.held = []
+            while len(self.whole) > UNDER_WAY:
+                first, stream = self.whole.popleft()
+                while first not in self.beside[stream].arrived:
+                    self._go_on(self.beside[stream].left)
 
     def _go_on(self, seconds: float, shared: str = "") -> None:
         """Time passes; what is beside compute shares the link of the stream ``shared``."""
@@ -206,6 +243,11 @@ class _Schedule:
         if self.last and (seconds := self.plan.cost.optimizer_s):
             start = max([compute, *(e.start + e.seconds for b in self.beside.values() for e in b.events)])
             self.events.append(Event("optimizer", COMPUTE, "optimizer", start, seconds, "", ""))
+
+
+def _kind(event: Event) -> str:
+    """What messages have in common that may go together, such as ``reduce_scatter@dp``."""
+    return event.name.split(maxsplit=1)[0]
 
 
 def _sequence(plan: Record, last: bool) -> Iterator[Event]:

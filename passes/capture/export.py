@@ -120,6 +120,7 @@ def _captured(
         # Most graph modules on the way are never called: their Python is written at a call.
         _use_lazy_graph_module(True),
         patched([(torch.fx.proxy, "CapturedTraceback", ForwardFrames), (proxy_tensor, *_NO_METADATA)]),
+        patched([(type(model), "named_parameters", nn.Module.named_parameters)]),  # export asks for them by their paths
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
         reading_outside() as read,

@@ -69,7 +69,7 @@ def _kept(node: Node, operands: Sequence[str], positions: frozenset[int]) -> lis
 def _copies(parts: Sequence[Statement], program: Program) -> frozenset[str]:
     """Converted copies that are made again: where nobody keeps them who has nothing made again.
 
-    One that took communication is kept in the place of what it was made from where it is no larger, unless that is made
+    One that is no larger than what it was made from is kept in the place of that, unless that is there anyway, is made
     again itself, or shows what is.
     """
     assignment = program.assignment
@@ -102,7 +102,8 @@ def _copies(parts: Sequence[Statement], program: Program) -> frozenset[str]:
         others = [s for s in readers[source] if s is not part]
         kept = any(s.node is None or s.step is not None or _needs(s.node, source, readers, program) for s in others)
         there = kept or source in found or source in computed or source in fixed
-        if there or not part.step.is_collective or _size(part.outputs[0], program) > _size(source, program):
+        free = part.step.kind in ("enter", "leave")  # the same memory
+        if there or free or _size(part.outputs[0], program) > _size(source, program):
             found.update(o for o in part.outputs if remade(o, part))
     return frozenset(found)
 

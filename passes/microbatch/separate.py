@@ -197,6 +197,14 @@ class _Separating:
     def _why_not(self) -> str:
         """Where the fewest values would have to be put together in the middle."""
         count, types = self.mesh.size, self.graph.types
+        for i in self.graph.inputs:
+            asked, shape = self.asked.get(i.name), types[i.name].shape
+            if isinstance(asked, Shard) and asked.dim < len(shape) and shape[asked.dim] % count:
+                return (
+                    f"micro_batches={count}: by its hint dim {asked.dim} of {i.fqn!r}, of shape {list(shape)}, is the batch, "
+                    f"and a batch of {shape[asked.dim]} does not divide into {count}. Choose a number of micro-batches that "
+                    f"divides it, or pad it to a multiple of {count}."
+                )
         if self.asked:
             named = ", ".join(f"{i.fqn!r}: {self.asked[i.name]}" for i in self.graph.inputs if i.name in self.asked)
             return (

@@ -166,14 +166,11 @@ def distances(prices: Prices, cost: Any, goal: int) -> Any:
 def relaxed(prices: Prices, cost: Any, distance: Any) -> Any:
     """``distance`` per state, lowered by all moves: Bellman-Ford, all moves at once; paths have few steps."""
     graph = prices.space
-    has_moves = graph.first[:-1] < graph.first[1:]
-    starts = graph.first[:-1][has_moves]
     while True:
-        best = np.minimum.reduceat(cost + distance[graph.dst], starts)
-        closer = best < distance[has_moves]
-        if not closer.any():
+        best = np.minimum.reduceat(cost + distance[graph.dst], graph.begins)
+        if not (best < distance[graph.leaving]).any():
             return distance
-        distance[has_moves] = np.minimum(distance[has_moves], best)
+        distance[graph.leaving] = np.minimum(distance[graph.leaving], best)
 
 
 def _tie_break(prices: Prices, start: int, goal: int, tight: Any, cost: Any, bound: int) -> list[int] | None:

@@ -93,6 +93,26 @@ class Prices:
             shares += [once, np.where(crossing, 0.0, links), np.where(crossing, links, 0.0)]
         return np.where(known, np.stack(shares), 0.0)
 
+    @cached_property
+    def alike(self) -> list[tuple[int, Ints | None]]:
+        """Per state another one that is one swap nearer to the first of all that are alike, and that swap (itself, None): with
+        two dims or axes in each other's place nothing costs otherwise."""
+        same = [
+            states
+            for states, moves in self.space.swaps
+            if np.array_equal(self.seconds[moves], self.seconds) and np.array_equal(self.shares[:, moves], self.shares)
+        ]
+        found: list[tuple[int, Ints | None] | None] = [None] * len(self.space.states)
+        for first in range(len(found)):
+            if found[first] is None:
+                found[first], waiting = (first, None), [first]
+                for state in waiting:
+                    for swap in same:
+                        if found[other := int(swap[state])] is None:
+                            found[other] = state, swap
+                            waiting.append(other)
+        return [x for x in found if x is not None]
+
 
 def width(dtype: torch.dtype, grad: Moves) -> int:
     """Bytes of an element of the gradient; 0: there is none."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +117,8 @@ class Space:
         self.src = np.array([m.src for m in self.moves], np.intp)
         self.dst = np.array([m.dst for m in self.moves], np.intp)
         self.first = np.searchsorted(self.src, np.arange(len(self.states) + 1))
+        self.leaving, self.begins, self.many = np.unique(self.src, return_index=True, return_counts=True)
+        """states that moves lead from, the first of their moves, and how many they have"""
         # What one rank exchanges with another is the common part of both chunks: the finer cut of every dim.
         finer = np.maximum(self.cuts[self.src], self.cuts[self.dst])
         self.pieces, piece = np.unique(finer, axis=0, return_inverse=True)
@@ -128,6 +130,28 @@ class Space:
         for number, m in enumerate(self.moves):
             if m.kind == "permute":
                 self.needs_even[number] = self._needs_even(m)
+
+    @cached_property
+    def swaps(self) -> tuple[tuple[Ints, Ints], ...]:
+        """Two dims, or two free axes of one size, in each other's place: what every state becomes, and every move."""
+        kinds = np.unique([m.kind for m in self.moves], return_inverse=True)[1]
+        order, found = np.lexsort((kinds, self.dst, self.src)), []
+        for dims, axes in self._pairs():
+            states = np.array([self.index[_swapped(s, dims, axes)] for s in self.states], np.intp)
+            moves = np.empty_like(order)
+            moves[np.lexsort((kinds, states[self.dst], states[self.src]))] = order
+            found.append((states, moves))
+        return tuple(found)
+
+    def _pairs(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Dims, or axes, that :attr:`swaps` swaps: those that no axis which stays as it is tells apart."""
+        dims, axes = [list(range(n)) for n in (self.ndim, len(self.sizes))]
+        for d, e in itertools.combinations(dims, 2):
+            if not self.base.nests[d] and not self.base.nests[e]:
+                yield (*dims[:d], e, *dims[d + 1 : e], d, *dims[e + 1 :]), tuple(axes)
+        for a, b in itertools.combinations(axes, 2):
+            if self.sizes[a] == self.sizes[b] and self.base.kinds[a] == self.base.kinds[b] == FREE:
+                yield tuple(dims), (*axes[:a], b, *axes[a + 1 : b], a, *axes[b + 1 :])
 
     def count(self, group: tuple[int, ...]) -> int:
         """Ranks of a flattened group."""
@@ -195,6 +219,11 @@ class Space:
     def _effective(self, group: tuple[int, ...]) -> list[int]:
         """The sizes of a nest's cuts; an axis of size 1 cuts nothing."""
         return [self.sizes[a] for a in group if self.sizes[a] > 1]
+
+
+def _swapped(s: State, dims: tuple[int, ...], axes: tuple[int, ...]) -> State:
+    """The state in which dim and axis number i are those numbers there."""
+    return State(tuple(s.kinds[a] for a in axes), tuple(tuple(axes[a] for a in s.nests[d]) for d in dims))
 
 
 def _states(base: State, kinds: tuple[str, ...]) -> Iterator[State]:

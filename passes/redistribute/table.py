@@ -79,19 +79,22 @@ def link_matrices(
     columns = rows if targets is sources else [index[state_of(x, len(shape), grad=bool(grad))] for x in targets]
     if len(index) <= SMALL:
         seconds, shares = (table[..., rows, :][..., columns] for table in _all_pairs(prices))
-    else:
-        found = [_to_one(prices, goal) for goal in columns]
-        seconds, shares = (np.stack([pair[i][..., rows] for pair in found], axis=-1) for i in (0, 1))
-    launches, between, *together = shares
-    return _apart(seconds, launches, between, together, share)
+        return _apart(seconds, shares, share)
+    found = np.empty((3, len(columns), len(rows)))
+    for column, goal in enumerate(columns):
+        seconds, shares = _to_one(prices, goal, rows)
+        found[:, column] = _apart(seconds, shares, share)
+    held_up, near, far = (np.ascontiguousarray(x.T) for x in found)
+    return held_up, near, far
 
 
-def _apart(
-    seconds: Floats, launches: Floats, between: Floats, together: Sequence[Floats], share: Shares
-) -> tuple[Floats, Floats, Floats]:
-    """Launches, links inside a node and links between nodes, without what others pay of each; ``together``: see
+def _apart(seconds: Floats, shares: Sequence[Floats] | Floats, share: Shares) -> tuple[Floats, Floats, Floats]:
+    """Launches, links inside a node and links between nodes, without what others pay of each; ``shares``: see
     :attr:`~autoshard.passes.redistribute.pricing.Prices.shares`."""
+    launches, between, *together = shares
     parts = (share.gathers, share.sums, share.joined)
+    if parts == (1.0, 1.0, 1.0):
+        return launches, seconds - launches - between, between
     each = [[(1.0 - part) * x for x in together[3 * i : 3 * i + 3]] for i, part in enumerate(parts)]
     spared = [sum(x) for x in zip(*each, strict=True)]
     return launches - spared[0], seconds - launches - between - spared[1], between - spared[2]
@@ -141,21 +144,34 @@ def _one_by_one(
         return plan.seconds, calls, between, *together
 
     found = np.array([[seconds(src, dst) for dst in targets] for src in sources])
-    every, launches, between, *together = np.moveaxis(found, -1, 0)
-    return _apart(every, launches, between, together, share)
+    every, *shares = np.moveaxis(found, -1, 0)
+    return _apart(every, shares, share)
+
+
+def _to_one(prices: Prices, goal: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
+    """From some states to one: seconds [rows], and the shares of them [11, rows]; searched for once of goals that are alike."""
+    at, (before, swap) = np.array(rows), prices.alike[goal]
+    while swap is not None:
+        at, goal = swap[at], before
+        before, swap = prices.alike[goal]
+    seconds, shares = _all_to_one(prices, goal)
+    return seconds[at], shares[:, at]
 
 
 @lru_cache(maxsize=1024)
-def _to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
+def _all_to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
     """From every state to one: seconds [states], and the shares of them [11, states]."""
     found = distances(prices, prices.seconds, goal)
     graph = prices.space
-    order = np.lexsort((prices.seconds + found[graph.dst], graph.src))
-    states, begin = np.unique(graph.src[order], return_index=True)
+    through = prices.seconds + found[graph.dst]
+    least = np.minimum.reduceat(through, graph.begins)
+    best = np.flatnonzero(through == np.repeat(least, graph.many))  # of each state's moves one at least
+    best = best[np.flatnonzero(np.diff(graph.src[best], prepend=-1))]
+    states = graph.src[best]
     leads = np.arange(len(found))  # the next state on the way
     shares = np.zeros((len(prices.shares), len(found)))  # of the move there
-    leads[states] = graph.dst[order[begin]]
-    shares[:, states] = prices.shares[:, order[begin]]
+    leads[states] = graph.dst[best]
+    shares[:, states] = prices.shares[:, best]
     ends = found >= FORBIDDEN
     ends[goal] = True
     leads, shares = np.where(ends, np.arange(len(found)), leads), np.where(ends, 0.0, shares)

@@ -18,7 +18,7 @@ from autoshard.initialise.deferred import recording_of
 from autoshard.module.model.closures import rebind
 from autoshard.module.model.parts import Part, parts_of
 from autoshard.module.model.state import State, defaults
-from autoshard.passes.capture.exported.attributes import LEFT, as_buffers, attribute
+from autoshard.passes.capture.exported.attributes import LEFT, as_buffers, attribute, parameters_of
 from autoshard.passes.capture.observer import patched
 from autoshard.passes.capture.refusals.shared import memory_of
 from autoshard.runtime.autocast import autocast_state
@@ -171,7 +171,7 @@ class Original:
             return found
         model = self.model
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        return {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+        return {**parameters_of(model), **buffers}
 
     def tensors(self) -> list[torch.Tensor]:
         """Every parameter and buffer, without a look at what they were when the module was compiled."""
@@ -232,7 +232,7 @@ class Original:
     def note_origins(self) -> None:
         """Remember the user's tensors as they are taken over."""
         model = self.model
-        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        tensors = (*parameters_of(model).items(), *model.named_buffers(remove_duplicate=False))
         self.origins = {name: _look(t) for name, t in tensors}
 
     def check_unchanged(self, name: str, now: torch.Tensor, shown: str) -> None:
@@ -292,7 +292,7 @@ class Original:
                 modules[path].training = training
 
     def _follow(self, check: Callable[[str, torch.Tensor], None]) -> None:
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = parameters_of(self.model)
         named = {**parameters, **dict(self.model.named_buffers(remove_duplicate=False))}
         for name, own in named.items():
             now = self.tensor(name)

@@ -217,10 +217,15 @@ def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
     )
     part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
     part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
-    if isinstance(module, ActivationWrapper):  # state dicts have the names of what is wrapped
-        part._register_state_dict_hook(module._post_state_dict_hook)  # type: ignore[no-untyped-call]
-        part.register_load_state_dict_pre_hook(module._pre_load_state_dict_hook)  # type: ignore[no-untyped-call]
+    name_as_wrapped(part, module)
     return part
+
+
+def name_as_wrapped(ours: nn.Module, module: nn.Module) -> None:
+    """Where ``module`` is a wrapper of torch's, state dicts of ``ours`` have the names of what is wrapped, too."""
+    if isinstance(module, ActivationWrapper):
+        ours._register_state_dict_hook(module._post_state_dict_hook)
+        ours.register_load_state_dict_pre_hook(module._pre_load_state_dict_hook)
 
 
 def entries(model: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from autoshard.mesh import Mesh
 from autoshard.module.inputs import Cuts, Inputs, local_layouts
 from autoshard.module.model.left import leave
 from autoshard.module.model.original import Original, absent_buffers
-from autoshard.module.model.parts import Fixed, attributes
+from autoshard.module.model.parts import Fixed, attributes, name_as_wrapped
 from autoshard.module.model.state import State, check_call, requires_grad
 from autoshard.module.model.surface import class_of, leave_to_torch_compile
 from autoshard.module.programs.carried import carried
@@ -28,6 +28,7 @@ from autoshard.module.programs.entrance import beside
 from autoshard.module.programs.executable import Call, Executable, described, difference, noted
 from autoshard.module.programs.turns import Turns
 from autoshard.passes.capture.answers.eager import as_called
+from autoshard.passes.capture.exported.attributes import parameters_of
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
 from autoshard.passes.capture.exported.trees import flattened
 from autoshard.passes.capture.refusals.checks import check_example
@@ -82,6 +83,7 @@ class Compiling(Fixed):
         super().__init__()
         leave_to_torch_compile()
         self.__dict__.update(attributes(model))
+        name_as_wrapped(self, model)
         set_ = object.__setattr__
         set_(self, "mesh", mesh)
         set_(self, "_running", mesh if settings.wishes.stages is None else rest(mesh, settings.wishes.stages))
@@ -101,15 +103,8 @@ class Compiling(Fixed):
 
     def _show(self) -> None:
         """Have the modules and tensors of the root part, and its mode."""
-        for name in (
-            "_parameters",
-            "_buffers",
-            "_modules",
-            "_non_persistent_buffers_set",
-            "_original",
-            "_known",
-            "training",
-        ):
+        tensors = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
+        for name in (*tensors, "_original", "_known", "training"):
             self.__dict__[name] = self._of.root.__dict__[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -309,7 +304,7 @@ class Compiling(Fixed):
         object.__setattr__(self, "_layout_of", layouts)
         initial = self._initial(model, layouts)
         self._of.note_origins()
-        for name, p in model.named_parameters(remove_duplicate=False):
+        for name, p in parameters_of(model).items():
             if not self._holds(names.get(name, name)):
                 if id(p) not in taken:
                     taken[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
@@ -338,7 +333,7 @@ class Compiling(Fixed):
     def _inside(self) -> dict[str, tuple[torch.Tensor, Layout]]:
         """What modules inside hold that were compiled before the whole: by every name of it here, with its layout."""
         model = self._of.model
-        named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+        named = {**parameters_of(model), **dict(model.named_buffers(remove_duplicate=False))}
         held = {}
         for path, part in self._inner.items():
             for own in part._of.slots:

@@ -102,7 +102,7 @@ class PipelinedModule(StageOutputs):
 
     def gradients_once(self) -> list[Any]:
         """See :meth:`ShardedModule.gradients_once`."""
-        named = ((n, p.grad) for n, p in self.named_parameters() if p.grad is not None)
+        named = ((n, p.grad) for n, p in nn.Module.named_parameters(self) if p.grad is not None)
         return [g for n, g in named if self._along.is_mine(self._stage_of(n))]
 
     @collective
@@ -155,14 +155,16 @@ class PipelinedModule(StageOutputs):
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """Original parameter name → full gradient (parameters without one are left out), on every rank. Collective."""
         own = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
-        names = {n: self._of.tensor(n) for n in self.whole_names()}
+        paths = dict(zip(self.whole_names(), (n for n, _ in nn.Module.named_parameters(self._of.model)), strict=True))
+        names = {n: self._of.tensor(path) for n, path in paths.items()}
         kinds = [(n in own, n in own and own[n].is_sparse) for n in names]
         there = torch.tensor(kinds, dtype=torch.int32, device=self._device)
         self._along.add_up(there, range(self._along.ranks), "which gradients there are")
         found = {}
         for (n, x), (known, rows) in zip(names.items(), there.tolist(), strict=True):
             if known:
-                found[n] = self._rows_everywhere(n, x, own.get(n)) if rows else self.everywhere(n, x, own.get(n))
+                bring = self._rows_everywhere if rows else self.everywhere
+                found[n] = bring(paths[n], x, own.get(n))
         return found
 
     def everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:

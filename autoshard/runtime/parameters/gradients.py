@@ -25,7 +25,8 @@ LARGE = 25 * 2**20
 """of all-reduces while another is under way, as in DistributedDataParallel"""
 
 UNDER_WAY = 2
-"""reduce-scatters that may be under way: each holds whole gradients, sent and received, until it is waited for"""
+"""reduce-scatters of :data:`SMALL` bytes or more that may be under way: each holds whole gradients, sent and received, until it
+is waited for"""
 
 Earlier = Callable[[Sequence[int], tuple[str, ...]], Mapping[int, torch.Tensor]]
 """(numbers of parameters, axes) → by number the summand over these axes that was kept of it, and is no longer"""
@@ -62,6 +63,8 @@ class Gradients:
         self.expected = Counter[Kind]()
         """buckets of a kind whose gradients are still to come"""
         self.works: list[Any] = []
+        self.whole: list[Any] = []
+        """those of them that hold much"""
         self.later: list[Begin] = []
         self.parts: list[tuple[int, torch.Tensor, tuple[str, ...]]] = []
         """(number of the parameter, part of its gradient, axes over which it is a summand)"""
@@ -100,7 +103,7 @@ class Gradients:
         enough = SMALL
         if self.works and not bucket.gathers:
             enough = LARGE
-        held = sum([g.nbytes for *_, given in self.held for g in given if g is not None])
+        held = sum([_bytes(given) for *_, given in self.held])
         if held >= enough or not self.expected[bucket.kind]:
             self._flush()
 
@@ -120,9 +123,12 @@ class Gradients:
         self.parts += [(n, g, kept) for n, g in zip(numbers, moved, strict=True) if g is not None]
         self.works += works
         self.later += later
-        if isinstance(bucket, FlatBucket) and bucket.gathers:
-            while len(self.works) > UNDER_WAY:
-                self.works.pop(0).wait()
+        if isinstance(bucket, FlatBucket) and bucket.gathers and _bytes(gradients) >= SMALL:
+            self.whole += works
+            while len(self.whole) > UNDER_WAY:
+                first = self.whole.pop(0)
+                self.works.remove(first)
+                first.wait()
 
     def finish(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Every parameter's gradient, of its parts and what autograd itself brought (``gradients``), under way until
@@ -151,7 +157,7 @@ class Gradients:
         """Wait for everything that is under way."""
         for work in self.works:
             work.wait()
-        self.works = []
+        self.works, self.whole = [], []
 
     def _sum_last(self, bucket: FlatBucket, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Begin the last sums; what autograd brought without these. With create_graph they are nodes of the graph."""
@@ -186,3 +192,7 @@ class Gradients:
         """A summand ``over`` some axes as one over ``axes``, which has these and more: the first rank along those keeps it."""
         more = tuple(a for a in axes if a not in over)
         return x if not more or self.comm.index(more) == 0 else torch.zeros_like(x)
+
+
+def _bytes(gradients: Sequence[torch.Tensor | None]) -> int:
+    return sum([g.nbytes for g in gradients if g is not None])

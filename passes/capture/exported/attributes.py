@@ -36,6 +36,11 @@ class WrittenError(CaptureError):
         super().__init__(f"the forward writes the tensors in plain attributes {', '.join(map(repr, self.names))}")
 
 
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Path → parameter, whatever the model's own method calls it (torch's ``checkpoint_wrapper`` leaves out its own name)."""
+    return dict(nn.Module.named_parameters(model, remove_duplicate=False))
+
+
 def held(model: nn.Module) -> Held:
     """The tensors in plain attributes of ``model``."""
     modules = model.named_modules()

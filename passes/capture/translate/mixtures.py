@@ -18,6 +18,7 @@ import torch
 
 from autoshard.passes.capture.translate.buffers import Buffers
 from autoshard.passes.capture.translate.canonical import remove_dead
+from autoshard.passes.capture.translate.hits import Hits
 from autoshard.passes.capture.translate.patterns import Hot, Ids, Patterns, ProductOf, letters
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.families.stacked import STACKED
@@ -31,7 +32,7 @@ Matrices = Union[Ref, tuple[Ref, ...]]
 
 def as_mixtures(graph: Graph) -> Graph:
     """``graph`` in which the routings that are known are :func:`~autoshard.runtime.operations.experts.experts_op`."""
-    patterns, nodes, types = Patterns(graph), list[Node](), dict(graph.types)
+    patterns, nodes, types = Hits(graph), list[Node](), dict(graph.types)
     found = False
     for node in graph.nodes:
         found_here = (m for form in _FORMS if (m := form(node, patterns)) is not None)
@@ -295,7 +296,7 @@ def _loop(node: Node, patterns: Patterns) -> Mixture | None:
     total, sums = last[0], True
     while here is not None and (step := patterns.added(turn := patterns.kept(here) or here)) is not None:
         total, rows, value = step
-        sums &= turn.op is aten.index_add.default
+        sums &= turn.op is aten.index_add.default or patterns.made(rows, aten.any.dim) is not None
         if (one := _of_one(rows, value, patterns)) is None or one[0] in found:
             return None
         number, *what = one
@@ -384,10 +385,10 @@ def _of_one(rows: Ref, value: Ref, patterns: Patterns) -> tuple[int, Ids, Ref, E
     """(number, ids, weights, experts) of what one expert adds."""
     if (chosen := patterns.chosen(rows)) is None:
         return None
-    ids, number, slots = chosen
+    ids, number, _ = chosen
     for y, factor in patterns.times(value):
         experts = _experts(y, patterns.of_number(number), patterns)
-        weights = patterns.weights_at(factor, rows, slots)
+        weights = patterns.weights_at(factor, rows, chosen)
         source = patterns.of_rows(experts.x, rows) if experts is not None else None
         if experts is None or weights is None or source is None:
             continue

@@ -310,7 +310,7 @@ class Patterns:
                 return (total, rows, new) if read.args[0] == total else None
         return None
 
-    def chosen(self, rows: Ref) -> tuple[Ids, int, Ref] | None:
+    def chosen(self, rows: Ref) -> tuple[Ids, int, Ref | None] | None:
         """(ids, expert, slots) where ``rows`` and ``slots`` are the places in which ids [t, k] name the expert."""
         node = self.made(rows, aten.where.default)
         if node is None or len(node.outputs) != 2:
@@ -378,15 +378,11 @@ class Patterns:
         )
         return total is not None and whole and total.args[0] == of_rows[0]
 
-    def weights_at(self, factor: Ref, rows: Ref, slots: Ref) -> Ref | None:
-        """The weights [t, k] of which ``factor`` [rows, 1] are those in some places."""
+    def weights_at(self, factor: Ref, rows: Ref, chosen: tuple[Ids, int, Ref | None]) -> Ref | None:
+        """The weights [t, k] of which ``factor`` [rows, 1] are those in some places, as of :meth:`chosen`."""
         last = self.made(factor, aten.unsqueeze.default)
         picked = self.made(factor if last is None else last.args[0], aten.index.Tensor)
-        if (
-            picked is None
-            or list(picked.args[1])[:2] != [rows, slots]
-            or any(x is not None for x in picked.args[1][2:])
-        ):
+        if picked is None or list(picked.args[1])[:2] != [rows, chosen[2]] or any(picked.args[1][2:]):
             return None
         wide = self.made(picked.args[0], aten.unsqueeze.default)
         if (wide is None) == (last is None):
