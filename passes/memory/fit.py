@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
@@ -30,8 +32,10 @@ log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
-SHARES = (0.0, 0.1, 1.0)
-"""of what operations work on: counted with what is held least where no other plan fits"""
+LEAST_ROUNDS = 8
+"""searches for what holds least, at most, where no other plan fits"""
+RATE = 4.0
+"""by which the moments of a peak count more in the next one of them, as a power of e, than those where nothing is held"""
 ROUNDS = 4
 """searches under a limit, at most"""
 MORE_ROUNDS = 10
@@ -118,15 +122,26 @@ def _searched(planner: Planner, budget: float, program: Program, memory: Memory)
 
 
 def _least(planner: Planner, budget: float) -> Found:
-    """Plans that hold least; where one is within the budget, then those that take less time."""
-    for share in SHARES:
-        assignment, held = planner.least(share)
+    """Plans that hold least; where one is within the budget, then those that take less time.
+
+    A mean over the moments of the step can be searched for, the peak cannot: moments count the more, the more the plans
+    before held then. Source: Freund and Schapire, Adaptive game playing using multiplicative weights (1999).
+    """
+    place = {node.name: i for i, node in enumerate(planner.graph.nodes)}
+    excess = np.zeros(len(place) + 1)
+    for _ in range(LEAST_ROUNDS):
+        assignment, held = planner.least(excess)
         program, memory = tried(assignment, planner.optimizer, planner.flying)
-        log.info("the least held, with %g of what operations work on: peak %.4g B", share, memory.peak)
+        log.info("the least held in a mean of moments: peak %.4g B", memory.peak)
         yield program, memory
         if memory.peak <= budget:
             yield from _closer(planner, budget, budget - (memory.peak - held))
             return Ended(fits=True, rests=True)
+        then = np.zeros(len(excess))
+        for name, phase, size in memory.curve:
+            at = -1 if phase == "step" else place.get(name, -1)
+            then[at] = max(then[at], size)
+        excess += RATE * (then / memory.peak - 1)
     return Ended()
 
 

@@ -20,6 +20,7 @@ from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.experts import AskedTooMuchError
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables, is_passive
+from autoshard.passes.propagate.moments import Moments
 from autoshard.passes.propagate.network import Built, Network, Variable
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.propagate.prices.zero import offered
@@ -104,6 +105,8 @@ class Planner:
         self._limited: tuple[Network, Built] | None = None
         self._wide: tuple[Network, Built] | None = None
         """the limited one, before it was narrowed"""
+        self._moments: Moments | None = None
+        """of the limited one"""
         self._narrow = ""
         """to what: "even", "blocks", or the operation of :meth:`at`; "": to nothing"""
         self._moment = ""
@@ -204,23 +207,26 @@ class Planner:
             self._prepared[self._narrow] = prepared
         return self._prepared[self._narrow]
 
-    def least(self, share: float = 0.0) -> tuple[Assignment, float]:
-        """What holds least at the end of the forward; and how much that is. ``share``: so much of what every operation
-        works on counts too: plans that hold little may work on much."""
+    def least(self, excess: np.ndarray | None = None) -> tuple[Assignment, float]:
+        """What holds least in the mean of all moments of the step; and how much it holds at the end of the forward.
+
+        ``excess`` [operations + 1]: by how much the moment of each counts, and of the optimizer's step, as powers of e."""
         network, built = self.network(limited=True)
-        row, seconds = built.kept[0], built.network
-        work: list[float | np.ndarray] = [0.0] * len(seconds.nodes)
-        numbers = {name: i for i, name in enumerate(network.variables)}
-        for node in self.graph.nodes if share else ():
-            i, own = numbers[f"node:{node.name}"], self.keeps.of(node, self.spaces[node]).work
-            work[i] = share * np.tile(own, len(seconds.nodes[i]) // len(own))
-        nodes = tuple(_smallest(s, row.nodes[i]) + work[i] for i, s in enumerate(seconds.nodes))
+        moments = self._moments_of(network, built)
+        row = moments.row(moments.weights(np.zeros(len(self.graph.nodes) + 1) if excess is None else excess))
+        seconds = built.network
+        nodes = tuple(_smallest(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
         edges = tuple((a, b, mapped(_smallest, s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = self.prepare(network, CostNetwork(nodes, edges), (), built.alike).solve()
         found = replace(
             found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None, search_on=None
         )
         return assigned(network, found), _used(built, found)
+
+    def _moments_of(self, network: Network, built: Built) -> Moments:
+        if self._moments is None or self._moments.built.network.edges is not built.network.edges:
+            self._moments = Moments(network, built)
+        return self._moments
 
     def evenly(self) -> None:
         """From now on every choice does the same along all axes, as if the mesh had one."""
