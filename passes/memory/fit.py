@@ -34,6 +34,10 @@ SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
 LEAST_ROUNDS = 8
 """searches for what holds least, at most, where no other plan fits"""
+QUICKER_ROUNDS = 8
+"""searches for one that takes less time, where one that holds least fits"""
+STEP = 16.0
+"""by which a second is worth more in the next of them, or less, until one fits and one does not"""
 RATE = 4.0
 """by which the moments of a peak count more in the next one of them, as a power of e, than those where nothing is held"""
 ROUNDS = 4
@@ -127,22 +131,48 @@ def _least(planner: Planner, budget: float) -> Found:
     A mean over the moments of the step can be searched for, the peak cannot: moments count the more, the more the plans
     before held then. Source: Freund and Schapire, Adaptive game playing using multiplicative weights (1999).
     """
-    place = {node.name: i for i, node in enumerate(planner.graph.nodes)}
-    excess = np.zeros(len(place) + 1)
+    excess = np.zeros(len(planner.graph.nodes) + 1)
     for _ in range(LEAST_ROUNDS):
         assignment, held = planner.least(excess)
         program, memory = tried(assignment, planner.optimizer, planner.flying)
         log.info("the least held in a mean of moments: peak %.4g B", memory.peak)
         yield program, memory
         if memory.peak <= budget:
-            yield from _closer(planner, budget, budget - (memory.peak - held))
+            limit = yield from _quicker(planner, budget, excess, budget - (memory.peak - held), _seconds(program))
+            yield from _closer(planner, budget, limit)
             return Ended(fits=True, rests=True)
-        then = np.zeros(len(excess))
-        for name, phase, size in memory.curve:
-            at = -1 if phase == "step" else place.get(name, -1)
-            then[at] = max(then[at], size)
-        excess += RATE * (then / memory.peak - 1)
+        excess = excess + RATE * _then(planner, memory)
     return Ended()
+
+
+def _quicker(
+    planner: Planner, budget: float, excess: np.ndarray, limit: float, seconds: float
+) -> Generator[tuple[Program, Memory], None, float]:
+    """Plans that take less time than one that fits, of ``seconds`` and held least by ``excess``: seconds are worth more.
+    Returns the limit of what the choices hold that the last of those leaves that fit; ``limit``: of the first.
+    """
+    low, high, price = 0.0, math.inf, budget / seconds
+    for _ in range(QUICKER_ROUNDS):
+        assignment, held = planner.least(excess, price)
+        program, memory = tried(assignment, planner.optimizer, planner.flying)
+        log.info("peak %.4g B, budget %.4g B where a second is worth %.4g B", memory.peak, budget, price)
+        yield program, memory
+        if memory.peak <= budget:
+            low, limit = price, budget - (memory.peak - held)
+        else:
+            high, excess = price, excess + RATE * _then(planner, memory)
+        price = STEP * low if math.isinf(high) else high / STEP if low == 0 else math.sqrt(low * high)
+    return limit
+
+
+def _then(planner: Planner, memory: Memory) -> np.ndarray:
+    """What was held at the moment of each operation and at the optimizer's step, above the peak, as a part of that."""
+    place = {node.name: i for i, node in enumerate(planner.graph.nodes)}
+    held = np.zeros(len(place) + 1)
+    for name, phase, size in memory.curve:
+        at = -1 if phase == "step" else place.get(name, -1)
+        held[at] = max(held[at], size)
+    return held / memory.peak - 1
 
 
 def _closer(planner: Planner, budget: float, limit: float, most: int = MORE_ROUNDS) -> Found:

@@ -20,6 +20,7 @@ from autoshard.layout import Layout
 from autoshard.passes.ir.graph import Node
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate.edges import Link
+from autoshard.passes.propagate.keep import ABSENT
 from autoshard.passes.propagate.network import Built, Network
 from autoshard.passes.redistribute import on_the_way
 from autoshard.passes.search import Row
@@ -144,7 +145,8 @@ class Moments:
         first, last = sorted((self.at[i], self.at[j]))
         value, many = self.links[frozenset((self.names[i], self.names[j]))][0].value, len(self.place)
         if value not in self.graph.parameters:
-            apart = first >= 0 and last < many and self.blocks[first] != self.blocks[last]
+            block = self.blocks[self._last(value, first)] if 0 <= first and last < many else ""
+            apart = block and block != self.blocks[first]
             return [count.of(last), count.since(last), count.since(first) if apart else 0.0]
         users = [last] if last >= 0 else [self.place[user.name] for user in self.graph.uses[value]]
         works = map(partial(self._block, count), users)
@@ -193,7 +195,10 @@ class Moments:
         type_, sides = self.graph.types[link.value], ((link.given, given), (link.asked, asked))
         a, b = ([Layout(self.network.mesh, x.placed[s % len(x.placed)]) for s in states.tolist()] for x, states in sides)
         moved = on_the_way(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown) * type_.dtype.itemsize
-        again = [np.array([not x.passive and not x.fixed and x.tags[s // len(x.placed)] == 2 for s in states.tolist()]) for x, states in sides]
+        tags = [np.array([x.tags[s // len(x.placed)] for s in states.tolist()]) for x, states in sides]
+        again = [tag > ABSENT if x.passive else (tag == 2) & (not x.fixed) for tag, (x, _) in zip(tags, sides, strict=True)]
+        if link.given.passive:
+            again[0][:] = False
         size = self.network.bytes(link.value, [x.placements for x in a])
         return np.stack([moved, np.where(again[0][:, None] & again[1], size[:, None], 0.0)])
 

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ log = logging.getLogger("autoshard.plan")
 Prepare = Callable[[Network, CostNetwork, tuple[Row, ...], Sequence[Hashable | None] | None], Prepared]
 """what makes of a network, with its costs, rows and labels, what is to be solved"""
 
+LITTLE = 1e-3
+"""bytes that a second is worth where as few as possible are to be held"""
 LIMITED = 0.1
 """what searches under a limit may take, as a part of what proofs take"""
 
@@ -207,20 +210,22 @@ class Planner:
             self._prepared[self._narrow] = prepared
         return self._prepared[self._narrow]
 
-    def least(self, excess: np.ndarray | None = None) -> tuple[Assignment, float]:
+    def least(self, excess: np.ndarray | None = None, price: float = LITTLE) -> tuple[Assignment, float]:
         """What holds least in the mean of all moments of the step; and how much it holds at the end of the forward.
 
-        ``excess`` [operations + 1]: by how much the moment of each counts, and of the optimizer's step, as powers of e."""
+        ``excess`` [operations + 1]: by how much the moment of each counts, and of the optimizer's step, as powers of e.
+        ``price``: bytes that a second is worth; little, so that of equals the quicker is taken. What hides counts as nothing.
+        """
         network, built = self.network(limited=True)
         moments = self._moments_of(network, built)
         row = moments.row(moments.weights(np.zeros(len(self.graph.nodes) + 1) if excess is None else excess))
-        seconds = built.network
-        nodes = tuple(_smallest(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
-        edges = tuple((a, b, mapped(_smallest, s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
+        seconds, priced = built.network, partial(_priced, price)
+        nodes = tuple(priced(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
+        edges = tuple((a, b, mapped(priced, s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = self.prepare(network, CostNetwork(nodes, edges), (), built.alike).solve()
-        found = replace(
-            found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None, search_on=None
-        )
+        over = (max(0.0, x.used(seconds, found.choice) - x.limit) * x.price for x in built.hiding)
+        cost = seconds.cost(found.choice) + sum(over)
+        found = replace(found, cost=cost, lower_bound=0.0, exact=False, prove=None, search_on=None)
         return assigned(network, found), _used(built, found)
 
     def _moments_of(self, network: Network, built: Built) -> Moments:
@@ -302,6 +307,6 @@ def _used(built: Built, found: Solution) -> float:
     return built.kept[0].used(built.network, found.choice)
 
 
-def _smallest(seconds: np.ndarray, held: np.ndarray | None) -> np.ndarray:
-    """Bytes; of equals the fewest seconds; what is forbidden stays so."""
-    return seconds * 1e-3 + (0.0 if held is None else held)
+def _priced(price: float, seconds: np.ndarray, held: np.ndarray | None) -> np.ndarray:
+    """Bytes, and what seconds are worth; what is forbidden stays so."""
+    return seconds * price + (0.0 if held is None else held)
