@@ -26,14 +26,16 @@ from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.units import show_bytes
 from autoshard.passes.lower.lowered import lowered
 from autoshard.passes.memory.simulate import simulate
-from autoshard.passes.propagate.planner import Planner, proven
+from autoshard.passes.propagate.planner import LITTLE, Planner, proven
 
 log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
 LEAST_ROUNDS = 8
-"""searches for what holds least, at most, where no other plan fits"""
+"""searches for what holds least, at most, where no other plan fits; half as many where choices are narrowed"""
+WORTH = (0.0, 1 / 16, 1 / 4, 1.0)
+"""of the bytes per second of the plan before: what a second is worth in these, in turn. Quick plans work on little"""
 QUICKER_ROUNDS = 8
 """searches for one that takes less time, where one that holds least fits"""
 STEP = 16.0
@@ -113,7 +115,7 @@ def _searched(planner: Planner, budget: float, program: Program, memory: Memory)
     ended = yield from _closer(planner, budget, limit)
     search = partial(_closer, limit=limit, most=ROUNDS) if ended.fits else _least
     if not ended.fits:
-        ended = yield from _least(planner, budget)
+        ended = yield from _least(planner, budget, LEAST_ROUNDS)
     fits = ended.fits
     with contextlib.suppress(PlanError):  # hints may ask for different things along the axes
         if planner.mesh.ndim > 1 and not ended.rests:
@@ -125,23 +127,23 @@ def _searched(planner: Planner, budget: float, program: Program, memory: Memory)
             yield from _least(planner, budget)
 
 
-def _least(planner: Planner, budget: float) -> Found:
+def _least(planner: Planner, budget: float, most: int = LEAST_ROUNDS // 2) -> Found:
     """Plans that hold least; where one is within the budget, then those that take less time.
 
     A mean over the moments of the step can be searched for, the peak cannot: moments count the more, the more the plans
     before held then. Source: Freund and Schapire, Adaptive game playing using multiplicative weights (1999).
     """
-    excess = np.zeros(len(planner.graph.nodes) + 1)
-    for _ in range(LEAST_ROUNDS):
-        assignment, held = planner.least(excess)
+    excess, rate = np.zeros(len(planner.graph.nodes) + 1), 0.0
+    for number in range(most):
+        assignment, held = planner.least(excess, max(LITTLE, WORTH[number % len(WORTH)] * rate))
         program, memory = tried(assignment, planner.optimizer, planner.flying)
         log.info("the least held in a mean of moments: peak %.4g B", memory.peak)
         yield program, memory
         if memory.peak <= budget:
             limit = yield from _quicker(planner, budget, excess, budget - (memory.peak - held), _seconds(program))
-            yield from _closer(planner, budget, limit)
+            yield from _closer(planner, budget, limit, ROUNDS)
             return Ended(fits=True, rests=True)
-        excess = excess + RATE * _then(planner, memory)
+        excess, rate = excess + RATE * _then(planner, memory), memory.peak / _seconds(program)
     return Ended()
 
 
