@@ -154,8 +154,7 @@ class Network:
         for i, out in enumerate(graph.outputs):
             if isinstance(out, Ref):
                 states = self._output_states(out.name, self.given.get(f"out:{i}"))
-                size = self.bytes(out.name, states)
-                self.variables[f"out:{i}"] = Variable(states, kept=size, stays=size)
+                self.variables[f"out:{i}"] = Variable(states)
                 readers[out.name].append(_Reader(f"out:{i}", Side(states)))
         for fqn, name in graph.mutations.items():
             old = graph.states.get(fqn)
