@@ -38,6 +38,8 @@ WORTH = (0.0, 1 / 16, 1 / 4, 1.0)
 """of the bytes per second of the plan before: what a second is worth in these, in turn. Quick plans work on little"""
 QUICKER_ROUNDS = 8
 """searches for one that takes less time, where one that holds least fits"""
+MOMENT = 1e-12
+"""seconds: less than any step takes that takes time"""
 STEP = 16.0
 """by which a second is worth more in the next of them, or less, until one fits and one does not"""
 RATE = 4.0
@@ -143,7 +145,7 @@ def _least(planner: Planner, budget: float, most: int = LEAST_ROUNDS // 2) -> Fo
             limit = yield from _quicker(planner, budget, excess, budget - (memory.peak - held), _seconds(program))
             yield from _closer(planner, budget, limit, ROUNDS)
             return Ended(fits=True, rests=True)
-        excess, rate = excess + RATE * _then(planner, memory), memory.peak / _seconds(program)
+        excess, rate = excess + RATE * _then(planner, memory), memory.peak / max(_seconds(program), MOMENT)
     return Ended()
 
 
@@ -151,9 +153,9 @@ def _quicker(
     planner: Planner, budget: float, excess: np.ndarray, limit: float, seconds: float
 ) -> Generator[tuple[Program, Memory], None, float]:
     """Plans that take less time than one that fits, of ``seconds`` and held least by ``excess``: seconds are worth more.
-    Returns the limit of what the choices hold that the last of those leaves that fit; ``limit``: of the first.
+    Returns the limit of what choices hold that the last one leaves which fits; ``limit``: that of the first.
     """
-    low, high, price = 0.0, math.inf, budget / seconds
+    low, high, price = 0.0, math.inf, budget / max(seconds, MOMENT)
     for _ in range(QUICKER_ROUNDS):
         assignment, held = planner.least(excess, price)
         program, memory = tried(assignment, planner.optimizer, planner.flying)
