@@ -52,6 +52,8 @@ CLOSE = 0.02
 """limits that differ by less, as a part of the budget, are one"""
 GAP = 0.01
 """between the cost and its bound, as a part of the cost, from which on the moment of the peak is looked at"""
+WIDE = 0.05
+"""the same, from which on all moments are"""
 SPARED = 0.015
 """of the budget, under the first limit: what is not known differs much from the plan that it is taken from"""
 
@@ -90,6 +92,13 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     for program, memory in _at_its_moment(planner, budget, *best):
         if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
             best = program, memory
+    if _gap(_bounded(best[0], planner.bound())) > WIDE:
+        planner.freely()
+        for program, memory in _quicker(
+            planner, budget, np.zeros(len(planner.graph.nodes) + 1), 0.0, _seconds(best[0])
+        ):
+            if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
+                best = program, memory
     return _bounded(best[0], planner.bound()), best[1]
 
 

@@ -167,9 +167,14 @@ class Planner:
     def at(self, moment: str) -> None:
         """From now on every choice is free again, and what is held while this operation runs has a limit of its own."""
         if moment != self._moment:
-            self._limited, self._wide = self._wide or self._limited, None
+            self.freely()
             self._prepared.clear()
-            self.prices, self._narrow, self._moment = (), moment, moment
+            self._narrow, self._moment = moment, moment
+
+    def freely(self) -> None:
+        """From now on every choice is free again."""
+        self._limited, self._wide = self._wide or self._limited, None
+        self.prices, self._narrow = (), self._moment
 
     def held_at(self, assignment: Assignment, moment: str) -> tuple[float, float]:
         """Bytes that the choices of ``assignment``, which was found under a limit, hold while this operation runs, and at the
