@@ -42,7 +42,7 @@ def planner(graph: Graph, **axes: int) -> Planner:
 
 def test_a_tight_budget_of_one_axis_is_kept_on_two(graph: Graph) -> None:
     flat = planner(graph, x=8)
-    budget = min(tried(flat.least(share)[0], "adamw")[1].peak for share in (0.0, 0.1, 1.0))
+    budget = tried(flat.least()[0], "adamw")[1].peak
     _, memory = fitting(planner(graph, x=8), budget)
     assert memory.peak <= budget
     program, memory = fitting(planner(graph, a=2, b=4), budget)
@@ -82,25 +82,22 @@ def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:
     assert all(len(set(choice)) == 1 for choice in assignment.choices.values())
 
 
-def test_what_fits_block_by_block_is_found_where_the_search_may_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_block_by_block_is_found_where_the_search_may_choose() -> None:
     """Bytes that are made again at once are in no sum of the search's: it would make all of a model again together."""
     reference = models.get("llama")
     args, kwargs = reference.inputs(batch=1, seq=1024)
     model = type(reference.model())(replace(reference.model().config, layers=6)).train()
     deep, mesh = captured(model, args, kwargs, training=True), Mesh({"cp": 4}, "h100")
     blocks = Planner(deep, mesh, {}, recompute="blocks")
-    budget = 1.03 * min(tried(blocks.least(share)[0], "adamw")[1].peak for share in (0.0, 0.1, 1.0))
+    budget = 1.03 * tried(blocks.least()[0], "adamw")[1].peak
     assert fitting(Planner(deep, mesh, {}, recompute="auto"), budget)[1].peak <= budget
-    monkeypatch.setattr(Planner, "by_blocks", lambda self: None)
-    with pytest.raises(PlanError, match="the least peak found"):
-        fitting(Planner(deep, mesh, {}, recompute="auto"), budget)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.4])
 def test_a_mesh_of_two_axes_is_no_dearer_than_one_of_as_many_ranks(graph: Graph, share: float) -> None:
     """What is not known of a plan before it is simulated differs from plan to plan: the search goes back and forth."""
     flat = planner(graph, x=8)
-    least = min(tried(flat.least(share)[0], "adamw")[1].peak for share in (0.0, 0.1, 1.0))
+    least = tried(flat.least()[0], "adamw")[1].peak
     budget = least + share * (tried(flat.cheapest(), "adamw")[1].peak - least)
     one, two = (fitting(planner(graph, **axes), budget)[0].assignment.solution for axes in ({"x": 8}, {"a": 2, "b": 4}))
     assert two.cost <= one.cost * (1 + 1e-9)

@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
@@ -24,14 +26,24 @@ from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.units import show_bytes
 from autoshard.passes.lower.lowered import lowered
 from autoshard.passes.memory.simulate import simulate
-from autoshard.passes.propagate.planner import Planner, proven
+from autoshard.passes.propagate.planner import LITTLE, Planner, proven
 
 log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
-SHARES = (0.0, 0.1, 1.0)
-"""of what operations work on: counted with what is held least where no other plan fits"""
+LEAST_ROUNDS = 8
+"""searches for what holds least, at most, where no other plan fits; half as many where choices are narrowed"""
+WORTH = (0.0, 1 / 16, 1 / 4, 1.0)
+"""of the bytes per second of the plan before: what a second is worth in these, in turn. Quick plans work on little"""
+QUICKER_ROUNDS = 8
+"""searches for one that takes less time, where one that holds least fits"""
+MOMENT = 1e-12
+"""seconds: less than any step takes that takes time"""
+STEP = 16.0
+"""by which a second is worth more in the next of them, or less, until one fits and one does not"""
+RATE = 4.0
+"""by which the moments of a peak count more in the next one of them, as a power of e, than those where nothing is held"""
 ROUNDS = 4
 """searches under a limit, at most"""
 MORE_ROUNDS = 10
@@ -40,6 +52,8 @@ CLOSE = 0.02
 """limits that differ by less, as a part of the budget, are one"""
 GAP = 0.01
 """between the cost and its bound, as a part of the cost, from which on the moment of the peak is looked at"""
+WIDE = 0.05
+"""the same, from which on all moments are"""
 SPARED = 0.015
 """of the budget, under the first limit: what is not known differs much from the plan that it is taken from"""
 
@@ -78,6 +92,13 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     for program, memory in _at_its_moment(planner, budget, *best):
         if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
             best = program, memory
+    if _gap(_bounded(best[0], planner.bound())) > WIDE:
+        planner.freely()
+        for program, memory in _quicker(
+            planner, budget, np.zeros(len(planner.graph.nodes) + 1), 0.0, _seconds(best[0])
+        ):
+            if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
+                best = program, memory
     return _bounded(best[0], planner.bound()), best[1]
 
 
@@ -105,7 +126,7 @@ def _searched(planner: Planner, budget: float, program: Program, memory: Memory)
     ended = yield from _closer(planner, budget, limit)
     search = partial(_closer, limit=limit, most=ROUNDS) if ended.fits else _least
     if not ended.fits:
-        ended = yield from _least(planner, budget)
+        ended = yield from _least(planner, budget, LEAST_ROUNDS)
     fits = ended.fits
     with contextlib.suppress(PlanError):  # hints may ask for different things along the axes
         if planner.mesh.ndim > 1 and not ended.rests:
@@ -117,17 +138,54 @@ def _searched(planner: Planner, budget: float, program: Program, memory: Memory)
             yield from _least(planner, budget)
 
 
-def _least(planner: Planner, budget: float) -> Found:
-    """Plans that hold least; where one is within the budget, then those that take less time."""
-    for share in SHARES:
-        assignment, held = planner.least(share)
+def _least(planner: Planner, budget: float, most: int = LEAST_ROUNDS // 2) -> Found:
+    """Plans that hold least; where one is within the budget, then those that take less time.
+
+    A mean over the moments of the step can be searched for, the peak cannot: moments count the more, the more the plans
+    before held then. Source: Freund and Schapire, Adaptive game playing using multiplicative weights (1999).
+    """
+    excess, rate = np.zeros(len(planner.graph.nodes) + 1), 0.0
+    for number in range(most):
+        assignment, held = planner.least(excess, max(LITTLE, WORTH[number % len(WORTH)] * rate))
         program, memory = tried(assignment, planner.optimizer, planner.flying)
-        log.info("the least held, with %g of what operations work on: peak %.4g B", share, memory.peak)
+        log.info("the least held in a mean of moments: peak %.4g B", memory.peak)
         yield program, memory
         if memory.peak <= budget:
-            yield from _closer(planner, budget, budget - (memory.peak - held))
+            limit = yield from _quicker(planner, budget, excess, budget - (memory.peak - held), _seconds(program))
+            yield from _closer(planner, budget, limit, ROUNDS)
             return Ended(fits=True, rests=True)
+        excess, rate = excess + RATE * _then(planner, memory), memory.peak / max(_seconds(program), MOMENT)
     return Ended()
+
+
+def _quicker(
+    planner: Planner, budget: float, excess: np.ndarray, limit: float, seconds: float
+) -> Generator[tuple[Program, Memory], None, float]:
+    """Plans that take less time than one that fits, of ``seconds`` and held least by ``excess``: seconds are worth more.
+    Returns the limit of what choices hold that the last one leaves which fits; ``limit``: that of the first.
+    """
+    low, high, price = 0.0, math.inf, budget / max(seconds, MOMENT)
+    for _ in range(QUICKER_ROUNDS):
+        assignment, held = planner.least(excess, price)
+        program, memory = tried(assignment, planner.optimizer, planner.flying)
+        log.info("peak %.4g B, budget %.4g B where a second is worth %.4g B", memory.peak, budget, price)
+        yield program, memory
+        if memory.peak <= budget:
+            low, limit = price, budget - (memory.peak - held)
+        else:
+            high, excess = price, excess + RATE * _then(planner, memory)
+        price = STEP * low if math.isinf(high) else high / STEP if low == 0 else math.sqrt(low * high)
+    return limit
+
+
+def _then(planner: Planner, memory: Memory) -> np.ndarray:
+    """What was held at the moment of each operation and at the optimizer's step, above the peak, as a part of that."""
+    place = {node.name: i for i, node in enumerate(planner.graph.nodes)}
+    held = np.zeros(len(place) + 1)
+    for name, phase, size in memory.curve:
+        at = -1 if phase == "step" else place.get(name, -1)
+        held[at] = max(held[at], size)
+    return held / memory.peak - 1
 
 
 def _closer(planner: Planner, budget: float, limit: float, most: int = MORE_ROUNDS) -> Found:

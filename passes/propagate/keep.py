@@ -49,7 +49,7 @@ class Keeps:
     private: np.ndarray
     """bytes of what is neither [choices]"""
     work: np.ndarray
-    """most bytes beside these while its backward runs: gradients of results and of operands [choices]"""
+    """most bytes beside these while it runs, or its backward: gradients of results and of operands [choices]"""
 
     def saves(self, node: Node, position: int, space: OpSpace) -> np.ndarray:
         """Per choice whether autograd keeps the operand, as it is read here or at a later place in the same layout."""
@@ -99,7 +99,7 @@ class KeepTables:
     def _kept(
         self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]
     ) -> tuple[frozenset[int], frozenset[int], float, float]:
-        """Positions of operands and of results, bytes beside them, and bytes of work in the backward."""
+        """Positions of operands and of results, bytes beside them, and bytes of work."""
         types = self.graph.types
         pairs = list(zip((*node.inputs, *node.outputs), placed, strict=True))
         results = sum(self._bytes(n, p) for n, p in pairs[len(node.inputs) :] if types[n].grad)
@@ -115,7 +115,7 @@ class KeepTables:
                 outs = frozenset(i for i, m in enumerate(made) if m is not None and m.storage in outcome.kept)
                 seen = {m.storage for m in made if m is not None}
                 rest = sum(outcome.new[~s] for s in outcome.kept if s < 0 and s not in seen)
-                return ins, outs, float(rest), results + outcome.backward_peak
+                return ins, outs, float(rest), max(results + outcome.backward_peak, outcome.forward_peak)
         local_types = {
             n: TensorType(costs.local_shape(types[n].shape, p, self.mesh), types[n].dtype, types[n].grad)
             for n, p in pairs

@@ -222,7 +222,7 @@ class Network:
             work = keeps.work if node.name in self.tail else np.zeros(len(space.choices))
             own = keeps.private.copy()
             for slot, saves in enumerate(keeps.results):
-                own += np.where(saves, self._bytes(node.outputs[slot], space.outputs[slot]), 0.0)
+                own += np.where(saves, self.bytes(node.outputs[slot], space.outputs[slot]), 0.0)
             own *= self.flying  # one micro-batch works at a time
             again = [not passive and (tag == 2 or (tag == 1 and can_redraw(node))) for tag in tags]
             each = [space.parts + space.again if a else space.parts for a in again]
@@ -310,14 +310,14 @@ class Network:
     def _input(self, name: str, states: tuple[Placements, ...], stages: tuple[int, ...]) -> Variable:
         type_, count = self.graph.types[name], max(1, len(stages))
         if name in self.free:
-            size = self._bytes(name, states)
+            size = self.bytes(name, states)
             return Variable(states, kept=size, stays=size)
         if name not in self.graph.parameters:
             return Variable(states)
         key = ("parameter", type_, id(states), count)
         if key not in self.known:
             trained = type_.grad and self.graph.training
-            size = self._bytes(name, states) * type_.kept.dtype.itemsize / type_.dtype.itemsize
+            size = self.bytes(name, states) * type_.kept.dtype.itemsize / type_.dtype.itemsize
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
@@ -366,6 +366,6 @@ class Network:
         found: tuple[Placements, ...] = self.known.setdefault(key, states)
         return found
 
-    def _bytes(self, value: str, placed: Sequence[Placements]) -> np.ndarray:
+    def bytes(self, value: str, placed: Sequence[Placements]) -> np.ndarray:
         type_ = self.graph.types[value]
         return np.array([costs.local_numel(type_, p, self.mesh) for p in placed], dtype=float) * type_.dtype.itemsize

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.experts import AskedTooMuchError
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables, is_passive
+from autoshard.passes.propagate.moments import Moments
 from autoshard.passes.propagate.network import Built, Network, Variable
 from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
 from autoshard.passes.propagate.prices.zero import offered
@@ -33,6 +35,8 @@ log = logging.getLogger("autoshard.plan")
 Prepare = Callable[[Network, CostNetwork, tuple[Row, ...], Sequence[Hashable | None] | None], Prepared]
 """what makes of a network, with its costs, rows and labels, what is to be solved"""
 
+LITTLE = 1e-3
+"""bytes that a second is worth where as few as possible are to be held"""
 LIMITED = 0.1
 """what searches under a limit may take, as a part of what proofs take"""
 
@@ -104,6 +108,8 @@ class Planner:
         self._limited: tuple[Network, Built] | None = None
         self._wide: tuple[Network, Built] | None = None
         """the limited one, before it was narrowed"""
+        self._moments: Moments | None = None
+        """of the limited one"""
         self._narrow = ""
         """to what: "even", "blocks", or the operation of :meth:`at`; "": to nothing"""
         self._moment = ""
@@ -163,9 +169,14 @@ class Planner:
     def at(self, moment: str) -> None:
         """From now on every choice is free again, and what is held while this operation runs has a limit of its own."""
         if moment != self._moment:
-            self._limited, self._wide = self._wide or self._limited, None
+            self.freely()
             self._prepared.clear()
-            self.prices, self._narrow, self._moment = (), moment, moment
+            self._narrow, self._moment = moment, moment
+
+    def freely(self) -> None:
+        """From now on every choice is free again."""
+        self._limited, self._wide = self._wide or self._limited, None
+        self.prices, self._narrow = (), self._moment
 
     def held_at(self, assignment: Assignment, moment: str) -> tuple[float, float]:
         """Bytes that the choices of ``assignment``, which was found under a limit, hold while this operation runs, and at the
@@ -206,23 +217,28 @@ class Planner:
             self._prepared[self._narrow] = prepared
         return self._prepared[self._narrow]
 
-    def least(self, share: float = 0.0) -> tuple[Assignment, float]:
-        """What holds least at the end of the forward; and how much that is. ``share``: so much of what every operation
-        works on counts too: plans that hold little may work on much."""
+    def least(self, excess: np.ndarray | None = None, price: float = LITTLE) -> tuple[Assignment, float]:
+        """What holds least in the mean of all moments of the step; and how much it holds at the end of the forward.
+
+        ``excess`` [operations + 1]: by how much the moment of each counts, and of the optimizer's step, as powers of e.
+        ``price``: bytes that a second is worth; little, so that of equals the quicker is taken. What hides counts as nothing.
+        """
         network, built = self.network(limited=True)
-        row, seconds = built.kept[0], built.network
-        work: list[float | np.ndarray] = [0.0] * len(seconds.nodes)
-        numbers = {name: i for i, name in enumerate(network.variables)}
-        for node in self.graph.nodes if share else ():
-            i, own = numbers[f"node:{node.name}"], self.keeps.of(node, self.spaces[node]).work
-            work[i] = share * np.tile(own, len(seconds.nodes[i]) // len(own))
-        nodes = tuple(_smallest(s, row.nodes[i]) + work[i] for i, s in enumerate(seconds.nodes))
-        edges = tuple((a, b, mapped(_smallest, s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
+        moments = self._moments_of(network, built)
+        row = moments.row(moments.weights(np.zeros(len(self.graph.nodes) + 1) if excess is None else excess))
+        seconds, priced = built.network, partial(_priced, price)
+        nodes = tuple(priced(s, row.nodes[i]) for i, s in enumerate(seconds.nodes))
+        edges = tuple((a, b, mapped(priced, s, row.edges[i])) for i, (a, b, s) in enumerate(seconds.edges))
         found = self.prepare(network, CostNetwork(nodes, edges), (), built.alike).solve()
-        found = replace(
-            found, cost=seconds.cost(found.choice), lower_bound=0.0, exact=False, prove=None, search_on=None
-        )
+        over = (max(0.0, x.used(seconds, found.choice) - x.limit) * x.price for x in built.hiding)
+        cost = seconds.cost(found.choice) + sum(over)
+        found = replace(found, cost=cost, lower_bound=0.0, exact=False, prove=None, search_on=None)
         return assigned(network, found), _used(built, found)
+
+    def _moments_of(self, network: Network, built: Built) -> Moments:
+        if self._moments is None or self._moments.built.network.edges is not built.network.edges:
+            self._moments = Moments(network, built)
+        return self._moments
 
     def evenly(self) -> None:
         """From now on every choice does the same along all axes, as if the mesh had one."""
@@ -298,6 +314,6 @@ def _used(built: Built, found: Solution) -> float:
     return built.kept[0].used(built.network, found.choice)
 
 
-def _smallest(seconds: np.ndarray, held: np.ndarray | None) -> np.ndarray:
-    """Bytes; of equals the fewest seconds; what is forbidden stays so."""
-    return seconds * 1e-3 + (0.0 if held is None else held)
+def _priced(price: float, seconds: np.ndarray, held: np.ndarray | None) -> np.ndarray:
+    """Bytes, and what seconds are worth; what is forbidden stays so."""
+    return seconds * price + (0.0 if held is None else held)

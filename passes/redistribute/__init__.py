@@ -3,6 +3,6 @@
 from autoshard.passes.ir.program import Step
 from autoshard.passes.redistribute.query import redistribution
 from autoshard.passes.redistribute.steps import Redistribution, emit
-from autoshard.passes.redistribute.table import cost_matrix, link_matrices
+from autoshard.passes.redistribute.table import cost_matrix, link_matrices, on_the_way
 
-__all__ = ["Redistribution", "Step", "cost_matrix", "emit", "link_matrices", "redistribution"]
+__all__ = ["Redistribution", "Step", "cost_matrix", "emit", "link_matrices", "on_the_way", "redistribution"]

@@ -203,3 +203,51 @@ def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
         src, dst = np.divmod(pairs, count)
         shares[pairs] = shares[src * count + k] + shares[k * count + dst]
     return distance, shares.T.reshape(-1, count, count)
+
+
+def on_the_way(
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    grad: Moves,
+    closed: tuple[int, ...] = (),
+) -> Floats:
+    """Elements per rank that the fastest redistribution from each source (row) to each target (column) has at once: before and
+    after its largest step; 0 where there is none to take."""
+    found = np.zeros((len(sources), len(targets)))
+    if not sources or not targets:
+        return found
+    own = [np.array([math.prod(x.max_local_shape(shape)) for x in side], float) for side in (sources, targets)]
+    mesh = sources[0].mesh
+    if any(x.fixed for x in (*sources, *targets)) or mesh.ndim > EXACT_AXES:
+        same = np.array([[a.placements == b.placements for b in targets] for a in sources])
+        return np.where(same, 0.0, own[0][:, None] + own[1])
+    shape, kinds = tuple(shape), kinds_of((*sources, *targets), bool(grad))
+    base = everything(mesh.ndim, len(shape))
+    prices = price(mesh, shape, dtype.itemsize, kinds, width(dtype, grad), base, closed, rows_in(grad))
+    index = prices.space.index
+    rows, columns = ([index[state_of(x, len(shape), grad=bool(grad))] for x in side] for side in (sources, targets))
+    for goal in set(columns):
+        found[:, [c == goal for c in columns]] = _largest(prices, goal)[rows][:, None]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _largest(prices: Prices, goal: int) -> Floats:
+    """Of the moves from every state to one: elements at once [states]."""
+    few = len(prices.space.states) <= SMALL
+    seconds = _all_pairs(prices)[0][:, goal] if few else distances(prices, prices.seconds, goal)
+    graph = prices.space
+    order = np.lexsort((prices.seconds + seconds[graph.dst], graph.src))
+    states, begin = np.unique(graph.src[order], return_index=True)
+    leads, most = np.arange(len(seconds)), np.zeros(len(seconds))
+    moves = order[begin]
+    leads[states] = graph.dst[moves]
+    most[states] = prices.numel[graph.src[moves]] + prices.numel[graph.dst[moves]]
+    ends = seconds >= FORBIDDEN
+    ends[goal] = True
+    leads, most = np.where(ends, np.arange(len(seconds)), leads), np.where(ends, 0.0, most)
+    while not np.array_equal(leads, leads[leads]):
+        most, leads = np.maximum(most, most[leads]), leads[leads]
+    return most

@@ -1,0 +1,261 @@
+"""What a step holds while an operation runs, as a sum over the choices of the cost network.
+
+While operation t runs, forward or backward, there are: parameters, what the optimizer keeps of them, and the gradients of
+those that are read later; what autograd keeps of what comes up to t; values made before t and read later, or their gradients;
+what is made again together with t; what t works on, conversions of its operands included; and what is returned. That is near
+what a simulation finds, which knows of every storage. The most that is held is the largest of these sums; a mean of them is
+a sum again, and no more than that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autoshard.layout import Layout
+from autoshard.passes.ir.graph import Node, Ref
+from autoshard.passes.ir.paths import block_path
+from autoshard.passes.propagate.edges import Link
+from autoshard.passes.propagate.keep import ABSENT, Side
+from autoshard.passes.propagate.network import Built, Network
+from autoshard.passes.redistribute import on_the_way
+from autoshard.passes.search import Row
+from autoshard.passes.search.folded import Classes, Folded, Matrix, Values, stored
+
+
+class _Variable(NamedTuple):
+    """Weights of what a variable holds."""
+
+    work: float = 0.0
+    """what an operation works on"""
+    kept: float = 0.0
+    """what autograd keeps of its own; of other variables what is always there"""
+    again: float = 0.0
+    """the same and its results where they are made again"""
+    gradients: float = 0.0
+    crossing: tuple[float, ...] = ()
+    """each result while others run"""
+
+
+class _Edge(NamedTuple):
+    """Weights of what an edge holds."""
+
+    moved: float
+    """what its conversion works on"""
+    kept: float
+    """what autograd keeps for its reader"""
+    again: float
+    """a value that is made again for what is made again in another block: there as long as if it were kept"""
+
+
+class Moments:
+    """Of one network with its bytes."""
+
+    def __init__(self, network: Network, built: Built) -> None:
+        self.graph, self.network, self.built = network.graph, network, built
+        self.names = list(network.variables)
+        self.place = {node.name: i for i, node in enumerate(self.graph.nodes)}
+        self.blocks = [block_path(node.fqn) for node in self.graph.nodes]
+        self.ends = {block: i + 1 for i, block in enumerate(self.blocks) if block}
+        """block → the first operation after it"""
+        self.begins = {block: i for i, block in reversed(list(enumerate(self.blocks))) if block}
+        self.labels = [x or name for name, x in zip(self.names, built.alike, strict=True)]
+        """equal for variables that are to choose alike"""
+        self.known: dict[Hashable, Any] = {}
+
+    def weights(self, powers: Values) -> Values:
+        """Weights of the moments [operations + 1], of the optimizer's step the last: e to these powers, as parts of 1; those of
+        equal layers are one."""
+        operations = {self.at[i]: label for i, label in enumerate(self.labels) if self.names[i].startswith("node:")}
+        sizes = Counter(operations.values())
+        many = [sizes[operations[at]] for at in range(len(self.place))]
+        found: Values = np.exp(powers - powers.max()) / [*many, 1]
+        found /= found.sum()
+        return found
+
+    def row(self, weights: Values) -> Row:
+        """The mean of what is held at all moments by these weights; variables that are to choose alike share theirs."""
+        count, network = _Counts(weights), self.built.network
+        pairs = [(i, j) for i, j, _ in network.edges]
+        ends = [(self.labels[i], self.labels[j]) for i, j in pairs]
+        flat = _means(self.labels, [_flat(self._variable(i, count)) for i in range(len(self.names))])
+        variables = [_Variable(work, kept, again, step, tuple(rest)) for work, kept, again, step, *rest in flat]
+        edges = _means(ends, [self._edge(*pair, count) for pair in pairs])
+        made: dict[Hashable, Matrix | None] = {}
+        for label, (i, j, table), held, means in zip(ends, network.edges, self.built.kept[0].edges, edges, strict=True):
+            if (label, id(table), id(held)) not in made:
+                made[label, id(table), id(held)] = self._between(i, j, table, held, _Edge(*means))
+        parts = zip(ends, network.edges, self.built.kept[0].edges, strict=True)
+        return Row(
+            tuple(self._own(i, x) for i, x in enumerate(variables)),
+            tuple(made[label, id(table), id(held)] for label, (_, _, table), held in parts),
+            0.0,
+        )
+
+    @cached_property
+    def at(self) -> list[int]:
+        """Per variable the operation that it belongs to, by number; -1 of what comes in, and their count of what goes out."""
+        return [self._at(*name.rpartition(":")[::2]) for name in self.names]
+
+    def _at(self, kind: str, rest: str) -> int:
+        if kind == "node":
+            return self.place[rest]
+        if kind in ("", "shared"):
+            return self.place[self.graph.producers[rest].name] if rest in self.graph.producers else -1
+        return len(self.place)
+
+    def _last(self, value: str, default: int) -> int:
+        return max((self.place[user.name] for user in self.graph.uses[value]), default=default)
+
+    # --- variables ---
+
+    def _variable(self, i: int, count: _Counts) -> _Variable:
+        at, (kind, _, rest) = self.at[i], self.names[i].rpartition(":")
+        if kind != "node":
+            after = count.between(0, self._last(rest, 0)) + count.step if rest in self.graph.parameters else 0.0
+            return _Variable(kept=count.all, gradients=after)
+        lasts = [self._last(o, at) for o in self.graph.nodes[at].outputs]
+        block = self.blocks[max(lasts, default=at)]  # at the latest its backward makes it again
+        again = count.between(at, self.ends.get(block, len(self.place)))
+        crossing = tuple(count.between(at + 1, last) for last in lasts)
+        return _Variable(count.of(at), count.since(at), again, 0.0, crossing)
+
+    def _own(self, i: int, weights: _Variable) -> Values | None:
+        kind, _, rest = self.names[i].rpartition(":")
+        if kind == "node":
+            return self._operation(self.graph.nodes[self.at[i]], self.network.variables[self.names[i]].tags, weights)
+        if kind == "out":
+            out = self.graph.outputs[int(rest)]
+            assert isinstance(out, Ref)
+            return weights.kept * self.network.bytes(out.name, self.network.variables[self.names[i]].choices)
+        kept, stays = (row.nodes[i] for row in self.built.kept)
+        return None if kept is None or stays is None else weights.kept * kept + weights.gradients * (stays - kept)
+
+    def _operation(self, node: Node, tags: Sequence[int], weights: _Variable) -> Values:
+        work, keeps, results = self._sizes(node)
+        rest = weights.work * work
+        for weight, size in zip(weights.crossing, results, strict=True):
+            rest = rest + weight * size
+        if node.name in self.network.views:
+            return np.tile(rest, len(tags))
+        again = weights.again * (keeps + sum(results))
+        return np.concatenate([rest + (again if tag == 2 else weights.kept * keeps) for tag in tags])
+
+    def _sizes(self, node: Node) -> tuple[Values, Values, list[Values]]:
+        """Bytes per choice of what it works on, of what autograd keeps of its own, and of its results."""
+        space = self.network.spaces[node]
+        if (key := ("sizes", id(space))) not in self.known:
+            keeps = self.network.keeps.of(node, space)
+            pairs = ((node.inputs, space.inputs), (node.outputs, space.outputs))
+            operands, results = ([self.network.bytes(*x) for x in zip(*pair, strict=True)] for pair in pairs)
+            kept = keeps.private.copy()
+            for saves, size in zip(keeps.results, results, strict=True):
+                kept += np.where(saves, size, 0.0)
+            self.known[key] = np.maximum(keeps.work, sum(operands) + sum(results)), kept, results
+        found: tuple[Values, Values, list[Values]] = self.known[key]
+        return found
+
+    # --- edges ---
+
+    def _edge(self, i: int, j: int, count: _Counts) -> _Edge:
+        first, last = sorted((self.at[i], self.at[j]))
+        value = self._links[frozenset((self.names[i], self.names[j]))][0].value
+        if value in self.graph.parameters:  # what is gathered for one of a block is there for all of it
+            users = [last] if last >= 0 else [self.place[user.name] for user in self.graph.uses[value]]
+            blocks = ((self.begins.get(self.blocks[u], u), self.ends.get(self.blocks[u], u + 1)) for u in users)
+            return _Edge(sum(count.between(*x) for x in blocks), count.since(min(users, default=0)), 0.0)
+        inside = first >= 0 and last < len(self.place)
+        apart = inside and self.blocks[self._last(value, first)] not in ("", self.blocks[first])
+        return _Edge(count.of(last), count.since(last), count.since(first) if apart else 0.0)
+
+    def _between(self, i: int, j: int, table: Matrix, held: Matrix | None, weights: _Edge) -> Matrix:
+        found = np.zeros(stored(table).shape)
+        if held is not None:
+            found += weights.kept * stored(held)
+        if weights.moved or weights.again:
+            moved, again = self._moved(i, j, table)
+            found += weights.moved * moved + weights.again * again
+        return Folded(found, table.rows, table.columns) if isinstance(table, Folded) else found
+
+    @cached_property
+    def _links(self) -> dict[frozenset[str], list[Link]]:
+        """Between two variables."""
+        found: dict[frozenset[str], list[Link]] = {}
+        for link in self.network.links:
+            found.setdefault(frozenset((link.source, link.reader)), []).append(link)
+        return found
+
+    def _moved(self, i: int, j: int, table: Matrix) -> tuple[Values, Values]:
+        """Bytes that conversions work on, and of values that are made again for what is, too: as stored in ``table``."""
+        links = self._links[frozenset((self.names[i], self.names[j]))]
+        key = "moved", id(table), tuple((x.source == self.names[i], x.given.key, x.asked.key) for x in links)
+        if key not in self.known:
+            total = np.zeros((2, *stored(table).shape))
+            rows, columns = (_representatives(table, axis) for axis in (0, 1))
+            for link in links:
+                if link.source == self.names[i]:
+                    total += self._of_link(link, rows, columns)
+                else:
+                    total += self._of_link(link, columns, rows).swapaxes(1, 2)
+            self.known[key] = total[0], total[1]
+        moved: tuple[Values, Values] = self.known[key]
+        return moved
+
+    def _of_link(self, link: Link, given: Classes, asked: Classes) -> Values:
+        """:meth:`_moved` of one link, for these states of its ends: float64 [2, states, states]."""
+        type_ = self.graph.types[link.value]
+        (a, made), (b, needs) = self._states(link.given, given), self._states(link.asked, asked)
+        moved = on_the_way(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown) * type_.dtype.itemsize
+        if link.given.passive or link.given.fixed:
+            return np.stack([moved, np.zeros_like(moved)])
+        size = self.network.bytes(link.value, [x.placements for x in a])
+        return np.stack([moved, np.where(made[:, None] & needs, size[:, None], 0.0)])
+
+    def _states(self, side: Side, states: Classes) -> tuple[list[Layout], np.ndarray]:
+        """Of some states: how the value lies, and whether it is made again there, or may be for something that is."""
+        tags, places = np.divmod(states, len(side.placed))
+        layouts = [Layout(self.network.mesh, side.placed[place]) for place in places.tolist()]
+        each = np.array(side.tags)[tags]
+        return layouts, each != ABSENT if side.passive else each == 2
+
+
+class _Counts:
+    """Sums of weights of moments."""
+
+    def __init__(self, weights: Values) -> None:
+        self.each, self.step = weights[:-1], float(weights[-1])
+        self.sums = np.append(0.0, np.cumsum(self.each))
+        self.all = float(self.sums[-1]) + self.step
+
+    def of(self, place: int) -> float:
+        return float(self.each[place]) if 0 <= place < len(self.each) else 0.0
+
+    def between(self, first: int, end: int) -> float:
+        return float(self.sums[end] - self.sums[min(first, end)])
+
+    def since(self, place: int) -> float:
+        return self.between(max(0, place), len(self.each))
+
+
+def _flat(of: _Variable) -> list[float]:
+    return [of.work, of.kept, of.again, of.gradients, *of.crossing]
+
+
+def _means(labels: Sequence[Hashable], values: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Per entry the mean of those with its label."""
+    of: dict[Hashable, list[Sequence[float]]] = {}
+    for label, value in zip(labels, values, strict=True):
+        of.setdefault(label, []).append(value)
+    means = {label: [sum(x) / len(x) for x in zip(*each, strict=True)] for label, each in of.items()}
+    return [means[label] for label in labels]
+
+
+def _representatives(table: Matrix, axis: int) -> Classes:
+    """A state for each stored row, or column."""
+    where = (table.rows, table.columns)[axis] if isinstance(table, Folded) else np.arange(table.shape[axis])
+    found: Classes = np.unique(where, return_index=True)[1]
+    return found
