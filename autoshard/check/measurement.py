@@ -18,6 +18,7 @@ from autoshard.check.verification import scalar_of
 from autoshard.errors import AutoshardError
 from autoshard.module.base import ShardedModule
 from autoshard.passes.ir.units import show_bytes, show_seconds
+from autoshard.runtime.parameters.again import telling
 from autoshard.runtime.programs.module import RankModule
 
 
@@ -148,7 +149,7 @@ def _memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, An
     hooks = [module.register_forward_pre_hook(bound) for module in sharded.rank_modules()]
     try:
         with _Alive(given) as alive:
-            with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
+            with telling(kept.pack), torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
                 loss = _loss(sharded(*args, **kwargs))
             if loss is not None:
                 loss.backward()

@@ -115,10 +115,28 @@ def can_be_made_again(value: torch.Tensor, source: Source, number: int) -> None:
     _known[storage._cdata] = (StorageWeakRef(storage), source, number, value.dtype)
 
 
+_told: dict[int, Callable[[torch.Tensor], object]] = {}
+"""by thread"""
+
+
+@contextlib.contextmanager
+def telling(tell: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Inside, ``tell`` is called with each tensor that this thread keeps for the backward. Hooks for saved tensors that are
+    around those here hear of none."""
+    here = threading.get_ident()
+    _told[here] = tell
+    try:
+        yield
+    finally:
+        del _told[here]
+
+
 def keep(x: torch.Tensor) -> Kept | _Place:
     """What is kept of a tensor for the backward."""
     entry = _known.get(x.untyped_storage()._cdata)
     if entry is None or x.dtype != entry[3]:
+        if _told and (tell := _told.get(threading.get_ident())) is not None:
+            tell(x)
         return Kept(x.detach(), _version(x))
     _, source, number, _ = entry
     source.asked(number)

@@ -1,0 +1,30 @@
+"""What ``autoshard.measure`` counts of memory, beside what plans predict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import autoshard
+from autoshard import models
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"like": "ddp"},
+        {"like": "fsdp"},
+        {"like": "replicate", "recompute": "blocks"},
+        {"like": "ddp", "recompute": "selective"},
+        {"like": "fsdp", "micro_batches": 2},
+    ],
+    ids=str,
+)
+def test_what_is_kept_is_counted_where_more_is_made_again(how: dict[str, Any]) -> None:
+    """The runtime's own hooks are inside of those that count."""
+    reference = models.get("gpt")
+    args, kwargs = reference.inputs(batch=8)
+    sharded = autoshard.compile(reference.model(), {"dp": 2}, args, kwargs, training=True, **how)
+    found = autoshard.measure(sharded, args, kwargs, steps=1)
+    assert found.kept_bytes == pytest.approx(found.predicted_kept_bytes, rel=0.02)
