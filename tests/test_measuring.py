@@ -1,4 +1,4 @@
-"""What ``autoshard.measure`` counts of memory, beside what plans predict."""
+"""What ``autoshard.measure`` counts of memory, beside what plans predict; and how reports tell changes of order."""
 
 from __future__ import annotations
 
@@ -28,3 +28,11 @@ def test_what_is_kept_is_counted_where_more_is_made_again(how: dict[str, Any]) -
     sharded = autoshard.compile(reference.model(), {"dp": 2}, args, kwargs, training=True, **how)
     found = autoshard.measure(sharded, args, kwargs, steps=1)
     assert found.kept_bytes == pytest.approx(found.predicted_kept_bytes, rel=0.02)
+
+
+def test_a_change_of_order_is_told_by_both_orders() -> None:
+    reference = models.get("gpt")
+    args, kwargs = reference.inputs(batch=8)
+    like = {"dp": "fsdp", "tp": "megatron-sp"}
+    text = str(autoshard.plan(reference.model(), {"dp": 2, "tp": 2}, args, kwargs, like=like, training=True))
+    assert "→ S(0)@tp S(0)@dp" in " ".join(text.split()) and "bias  →" not in text

@@ -248,6 +248,8 @@ def _change(c: Collective) -> str:
     change, again, _ = change.partition(" (")
     src, dst = (side.split() for side in change.split(" → "))
     before, after = " ".join(x for x in src if x not in dst), " ".join(x for x in dst if x not in src)
+    if not before and not after:  # in another order
+        before, after = " ".join(src), " ".join(dst)
     what = value.rpartition(".")[2] if "." in value else re.sub(r"_\d+$", "", value)
     if c.phase == "backward" and before.replace("I@", "R@") == after:
         return f"{what}: add its gradients{more}"
