@@ -61,6 +61,23 @@ def test_what_is_returned_is_held(language: Graph) -> None:
     assert np.prod(logits.max_local_shape(language.types[language.outputs[1].name].shape)) == 16 * 64 * 512 / 8
 
 
+class Lent(nn.Module):
+    """Gives its parameter back, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.weight, (x @ self.weight).sum()
+
+
+def test_a_parameter_that_is_returned() -> None:
+    graph = captured(Lent(), (torch.ones(16, 64),), {}, training=True)
+    least = told(graph)
+    assert fitting(planner(graph), 1.001 * least)[1].peak <= 1.001 * least
+
+
 def test_no_plan_of_an_expert_holds_less(language: Graph) -> None:
     least = told(language)
     for like in ("fsdp", "zero1", "megatron-sp"):
