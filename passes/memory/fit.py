@@ -92,11 +92,12 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     for program, memory in _at_its_moment(planner, budget, *best):
         if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
             best = program, memory
-    if _gap(_bounded(best[0], planner.bound())) > WIDE:
+    weights = (RATE * _then(planner, best[1]), np.zeros(len(planner.graph.nodes) + 1))
+    for excess in weights:  # moments of a plan that fits, and all moments alike
+        if _gap(_bounded(best[0], planner.bound())) <= WIDE:
+            break
         planner.freely()
-        for program, memory in _quicker(
-            planner, budget, np.zeros(len(planner.graph.nodes) + 1), 0.0, _seconds(best[0])
-        ):
+        for program, memory in _quicker(planner, budget, excess, 0.0, _seconds(best[0])):
             if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
                 best = program, memory
     return _bounded(best[0], planner.bound()), best[1]
