@@ -32,10 +32,11 @@ log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
-LEAST_ROUNDS = 8
+LEAST_ROUNDS = 10
 """searches for what holds least, at most, where no other plan fits; half as many where choices are narrowed"""
-WORTH = (0.0, 1 / 16, 1 / 4, 1.0)
-"""of the bytes per second of the plan before: what a second is worth in these, in turn. Quick plans work on little"""
+WORTH = (0.0, 1 / 16, 1 / 4, 1.0, 0.0, 1 / 16, 1 / 4, 1.0, 4.0, 16.0)
+"""of the bytes per second of the plan before: what a second is worth in these, in turn. Quick plans work on little, and those
+that move little hold little of small models"""
 QUICKER_ROUNDS = 8
 """searches for one that takes less time, where one that holds least fits"""
 MOMENT = 1e-12
