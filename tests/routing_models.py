@@ -203,6 +203,15 @@ def masked_otherwise_modules(model: Modules, x: torch.Tensor, weights: torch.Ten
     return out
 
 
+def between_two(model: Routed, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """No id is between two numbers: nobody chose any expert."""
+    out, gates = torch.zeros_like(x), x.new_zeros(len(x), COUNT).scatter(-1, ids, weights)
+    for e in range(COUNT):
+        rows = (ids == e + 0.5).any(-1)
+        out[rows] += model.activated(x[rows] @ model.first[e]) @ model.second[e] * gates[rows, e].unsqueeze(-1)
+    return out
+
+
 def more_weights_modules(model: Modules, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """There are more weights than choices: none of the forms."""
     return modules(model, x, weights.repeat(1, 2), ids)
@@ -263,6 +272,7 @@ FORMS: dict[str, Form] = {
         masked_modules,
         masked_gates,
         masked_otherwise_modules,
+        between_two,
         more_weights_modules,
         fewer_ids_modules,
         wider_modules,

@@ -384,7 +384,7 @@ def test_routing_by_sorted_rows() -> None:
     "form",
     [
         *("twice_weighed_modules", "more_weights_modules", "fewer_ids_modules", "wider_modules", "crowded_modules"),
-        "masked_otherwise_modules",
+        *("masked_otherwise_modules", "between_two"),
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("with_a_rest", "uneven_modules")),
     ],
 )

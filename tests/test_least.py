@@ -41,14 +41,14 @@ def language() -> Graph:
     return captured(Language(), (x, x), {}, training=True)
 
 
-def planner(graph: Graph, like: str | None = None, recompute: str = "auto") -> Planner:
-    expert = Expert() if like is None else asked_by(like, graph, MESH)
-    return planner_of(graph, MESH, Wishes(recompute=recompute, like=like), expert)
+def planner(graph: Graph, like: str | None = None, recompute: str = "auto", mesh: Mesh = MESH) -> Planner:
+    expert = Expert() if like is None else asked_by(like, graph, mesh)
+    return planner_of(graph, mesh, Wishes(recompute=recompute, like=like), expert)
 
 
-def told(graph: Graph) -> float:
+def told(graph: Graph, mesh: Mesh = MESH) -> float:
     with pytest.raises(PlanError, match="the least peak found is") as error:
-        fitting(planner(graph), 1.0)
+        fitting(planner(graph, mesh=mesh), 1.0)
     number, unit = re.findall(r"the least peak found is ([\d.]+) (\w+)", str(error.value))[0]
     return float(number) * {"kB": 1e3, "MB": 1e6}[unit]
 
@@ -59,6 +59,24 @@ def test_what_is_returned_is_held(language: Graph) -> None:
     logits = assignment.outputs[1]
     assert logits is not None
     assert np.prod(logits.max_local_shape(language.types[language.outputs[1].name].shape)) == 16 * 64 * 512 / 8
+
+
+class Lent(nn.Module):
+    """Gives its parameter and what comes in back, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.weight, (x @ self.weight).sum(), x
+
+
+def test_a_parameter_that_is_returned() -> None:
+    """And no plan within more holds less than the least that is told."""
+    graph, mesh = captured(Lent(), (torch.ones(16, 16),), {}, training=True), Mesh({"a": 2, "b": 2}, "h100")
+    least = told(graph, mesh)
+    assert least * 0.999 <= fitting(planner(graph, mesh=mesh), 1.001 * least)[1].peak <= 1.001 * least
 
 
 def test_no_plan_of_an_expert_holds_less(language: Graph) -> None:

@@ -32,10 +32,11 @@ log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
 """of the hardware's memory: the budget where none is given"""
-LEAST_ROUNDS = 8
+LEAST_ROUNDS = 10
 """searches for what holds least, at most, where no other plan fits; half as many where choices are narrowed"""
-WORTH = (0.0, 1 / 16, 1 / 4, 1.0)
-"""of the bytes per second of the plan before: what a second is worth in these, in turn. Quick plans work on little"""
+WORTH = (0.0, 1 / 16, 1 / 4, 1.0, 0.0, 1 / 16, 1 / 4, 1.0, 4.0, 16.0)
+"""of the bytes per second of the plan before: what a second is worth in these, in turn. Quick plans work on little, and those
+that move little hold little of small models"""
 QUICKER_ROUNDS = 8
 """searches for one that takes less time, where one that holds least fits"""
 MOMENT = 1e-12
@@ -92,11 +93,12 @@ def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Mem
     for program, memory in _at_its_moment(planner, budget, *best):
         if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
             best = program, memory
-    if _gap(_bounded(best[0], planner.bound())) > WIDE:
+    weights = (RATE * _then(planner, best[1]), np.zeros(len(planner.graph.nodes) + 1))
+    for excess in weights:  # moments of a plan that fits, and all moments alike
+        if _gap(_bounded(best[0], planner.bound())) <= WIDE:
+            break
         planner.freely()
-        for program, memory in _quicker(
-            planner, budget, np.zeros(len(planner.graph.nodes) + 1), 0.0, _seconds(best[0])
-        ):
+        for program, memory in _quicker(planner, budget, excess, 0.0, _seconds(best[0])):
             if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
                 best = program, memory
     return _bounded(best[0], planner.bound()), best[1]

@@ -19,7 +19,7 @@ class Hits(Patterns):
         equal = self.made(node.args[0], aten.eq.Scalar) if node is not None else None
         if node is None or equal is None or node.argument("keepdim") or not self._is_last(node.args[1], equal.args[0]):
             return super().chosen(rows)
-        return equal.args[0], int(equal.args[1]), None
+        return (equal.args[0], int(equal.args[1]), None) if isinstance(equal.args[1], int) else None
 
     def weights_at(self, factor: Ref, rows: Ref, chosen: tuple[Ids, int, Ref | None]) -> Ref | None:
         """See :meth:`Patterns.weights_at`."""

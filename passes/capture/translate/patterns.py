@@ -317,7 +317,7 @@ class Patterns:
             return None
         first, second = node.outputs
         if (equal := self.made(node.args[0], aten.eq.Scalar)) is not None and rows.name == first:
-            return equal.args[0], int(equal.args[1]), Ref(second)
+            return (equal.args[0], equal.args[1], Ref(second)) if isinstance(equal.args[1], int) else None
         one = self.of_expert(node.args[0])  # of one_hot(ids) turned to [experts, k, t]
         turned = self.made(one[0], aten.permute.default) if one is not None else None
         if one is None or turned is None or list(turned.args[1]) != [2, 1, 0] or rows.name != second:
