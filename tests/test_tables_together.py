@@ -97,7 +97,7 @@ def test_what_is_looked_up_pays_for_the_one_message_that_brings_it(like: str, mo
     messages = [c for c in found.collectives if c.kind != "all_reduce"]
     assert [c.phase for c in messages] == ["forward", "backward"]
     assert found.cost.merged_s == pytest.approx(0.0, abs=1e-4 * LATE.node.latency)
-    monkeypatch.setattr(bucketed, "_beside_others", lambda graph: {})
+    monkeypatch.setattr(bucketed, "_beside_others", lambda graph, waits: {})
     monkeypatch.setattr(embedding, "_share", lambda site: 1.0)
     latencies = sum(found.mesh.link("x").rate(c.kind)[0] for c in messages)
     assert features(like).cost.merged_s == pytest.approx(5 * latencies, rel=1e-2)
