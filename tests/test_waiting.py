@@ -16,9 +16,13 @@ from test_objective import compiled, drawn
 import autoshard
 from autoshard.check import travel
 from autoshard.hardware import PRESETS, Hardware
+from autoshard.layout import R, Shard
 from autoshard.models import Llama, LlamaConfig
 from autoshard.passes.capture.export import capture
+from autoshard.passes.ir.graph import TensorType
+from autoshard.passes.propagate.edges import conversion_parts
 from autoshard.passes.propagate.prices.waiting import waiting
+from autoshard.passes.redistribute.pricing import Shares
 from autoshard.passes.search.rows.within import ENOUGH
 from autoshard.plans.plan import Plan
 
@@ -115,3 +119,19 @@ def test_waits_are_measured_beyond_latencies(monkeypatch: pytest.MonkeyPatch) ->
     found = travel.Waiting(clock).seconds()
     assert [after for after, _ in found] == [2e-3, 8e-3, 2e-2]
     assert [seconds for _, seconds in found] == pytest.approx([2e-4, 8e-4, 2e-3], rel=1e-2)
+
+
+def test_what_is_made_of_parameters_alone_pays_nothing() -> None:
+    """Such as a weight's cast: it can move in time as the weight does."""
+    type_ = TensorType((512, 512), torch.float32, True)
+    whole, cut = [(R,)], [(Shard(0),)]
+    mesh = autoshard.Mesh({"x": 2}, PRESETS["cpu"])
+    free, paid = (
+        [
+            float(conversion_parts(type_, mesh, cut, whole, None, movable, share).blocking[0, 0])
+            for movable in (True, False)
+        ]
+        for share in (Shares(), Shares(waits=1e-3))
+    )
+    assert paid[0] == free[0]
+    assert paid[1] - free[1] == pytest.approx(2e-3)  # forward and backward

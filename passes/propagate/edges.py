@@ -49,7 +49,7 @@ def conversion_parts(
     a = [Layout(mesh, p) for p in sources]
     b = a if targets is sources else [Layout(mesh, p) for p in targets]
     held_up, *links = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)
-    held_up = with_waits(held_up, mesh, share)
+    held_up = held_up if movable else with_waits(held_up, mesh, share)
     ahead, back = copied_seconds(type_, a, b, stage is not None, share)
     found: Sequence[np.ndarray] = [held_up + ahead + back, *links]
     twice = stage == 0 and type_.grad and share.again

@@ -27,7 +27,7 @@ from autoshard.passes.redistribute.pricing import (
     width,
 )
 from autoshard.passes.redistribute.query import in_chunks, redistribution
-from autoshard.passes.redistribute.space import EXACT_AXES, Floats, everything, state_of
+from autoshard.passes.redistribute.space import EXACT_AXES, Floats, Ints, everything, state_of
 from autoshard.passes.search.broadcast import added
 
 SMALL = 500
@@ -162,22 +162,27 @@ def _to_one(prices: Prices, goal: int, rows: Sequence[int]) -> tuple[Floats, Flo
 def _all_to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
     """From every state to one: seconds [states], and the shares of them [11, states]."""
     found = distances(prices, prices.seconds, goal)
-    graph = prices.space
-    through = prices.seconds + found[graph.dst]
-    least = np.minimum.reduceat(through, graph.begins)
-    best = np.flatnonzero(through == np.repeat(least, graph.many))  # of each state's moves one at least
-    best = best[np.flatnonzero(np.diff(graph.src[best], prepend=-1))]
-    states = graph.src[best]
-    leads = np.arange(len(found))  # the next state on the way
-    shares = np.zeros((len(prices.shares), len(found)))  # of the move there
-    leads[states] = graph.dst[best]
-    shares[:, states] = prices.shares[:, best]
-    ends = found >= FORBIDDEN
-    ends[goal] = True
-    leads, shares = np.where(ends, np.arange(len(found)), leads), np.where(ends, 0.0, shares)
+    leads, moves = _ways(prices, found, goal)
+    shares = np.zeros((len(prices.shares), len(found)))  # of the next move
+    shares[:, prices.space.src[moves]] = prices.shares[:, moves]
     while not np.array_equal(leads, leads[leads]):  # twice as many moves each time
         shares, leads = shares + shares[:, leads], leads[leads]
     return np.where(found < FORBIDDEN, found, np.inf), shares
+
+
+def _ways(prices: Prices, seconds: Floats, goal: int) -> tuple[Ints, Ints]:
+    """The fastest ways to a goal, which take so many ``seconds`` from every state: the next state on each, itself at their
+    ends, and the numbers of the moves there."""
+    graph = prices.space
+    through = prices.seconds + seconds[graph.dst]
+    least = np.minimum.reduceat(through, graph.begins)
+    moves = np.flatnonzero(through == np.repeat(least, graph.many))  # of each state's moves one at least
+    moves = moves[np.flatnonzero(np.diff(graph.src[moves], prepend=-1))]
+    states = graph.src[moves]
+    moves = moves[(seconds[states] < FORBIDDEN) & (states != goal)]
+    leads = np.arange(len(seconds))
+    leads[graph.src[moves]] = graph.dst[moves]
+    return leads, moves
 
 
 @lru_cache(maxsize=64)
@@ -238,16 +243,9 @@ def _largest(prices: Prices, goal: int) -> Floats:
     """Of the moves from every state to one: elements at once [states]."""
     few = len(prices.space.states) <= SMALL
     seconds = _all_pairs(prices)[0][:, goal] if few else distances(prices, prices.seconds, goal)
-    graph = prices.space
-    order = np.lexsort((prices.seconds + seconds[graph.dst], graph.src))
-    states, begin = np.unique(graph.src[order], return_index=True)
-    leads, most = np.arange(len(seconds)), np.zeros(len(seconds))
-    moves = order[begin]
-    leads[states] = graph.dst[moves]
-    most[states] = prices.numel[graph.src[moves]] + prices.numel[graph.dst[moves]]
-    ends = seconds >= FORBIDDEN
-    ends[goal] = True
-    leads, most = np.where(ends, np.arange(len(seconds)), leads), np.where(ends, 0.0, most)
+    graph, (leads, moves) = prices.space, _ways(prices, seconds, goal)
+    most = np.zeros(len(seconds))
+    most[graph.src[moves]] = prices.numel[graph.src[moves]] + prices.numel[graph.dst[moves]]
     while not np.array_equal(leads, leads[leads]):
         most, leads = np.maximum(most, most[leads]), leads[leads]
     return most
