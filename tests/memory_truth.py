@@ -68,26 +68,18 @@ def kept_bytes(compiled: Compiled) -> float:
     """Bytes that autograd keeps on rank 0 beside parameters, buffers and inputs, and what is kept to make others again."""
     world, modules, tensors, args = ranks_of(compiled)
     found: list[dict[int, torch.Tensor]] = [{} for _ in modules]
-    here, keep = threading.local(), again.keep
+    here = threading.local()
 
     def pack(x: torch.Tensor) -> torch.Tensor:
         found[here.rank][storage(x)] = x
         return x
 
-    def kept(x: torch.Tensor) -> Any:
-        """The hook of the runtime, which hides what it keeps from the one around it."""
-        place = keep(x)
-        if isinstance(place, again.Kept):
-            pack(x)
-        return place
-
     def run(module: Any, rank: int) -> Any:
         here.rank = rank
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), Evenly():
+        with again.telling(pack), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), Evenly():
             return module(*args)
 
-    with patch.object(again, "keep", kept):
-        world.run(run, [(m, r) for r, m in enumerate(modules)])
+    world.run(run, [(m, r) for r, m in enumerate(modules)])
     mine = {storage(x) for x in (*tensors[0].values(), *args)}
     return float(sum(x.untyped_storage().nbytes() for key, x in found[0].items() if key not in mine))
 

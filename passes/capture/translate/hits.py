@@ -36,7 +36,7 @@ class Hits(Patterns):
                 return None
             each, last = wide.args[0], wide
         summed = self.made(each, aten.sum.dim_IntList)
-        if summed is not None and bool(summed.argument("keepdim")) == (last is None):
+        if summed is not None and bool(summed.argument("keepdim")) == (last is None) and not summed.argument("dtype"):
             return self._of_choices(summed.args[0], summed.args[1], ids, number)
         column = self.made(each, aten.select.int) if last is not None else None
         if column is None or column.args[2] != number or not self._is_last(column.args[1], column.args[0]):
