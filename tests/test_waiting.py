@@ -16,11 +16,12 @@ from test_objective import compiled, drawn
 import autoshard
 from autoshard.check import travel
 from autoshard.hardware import PRESETS, Hardware
-from autoshard.layout import R, Shard
+from autoshard.layout import Owned, R, Shard
 from autoshard.models import Llama, LlamaConfig
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import TensorType
 from autoshard.passes.propagate.edges import conversion_parts
+from autoshard.passes.propagate.prices.cost import optimizer_seconds
 from autoshard.passes.propagate.prices.waiting import waiting
 from autoshard.passes.redistribute.pricing import Shares
 from autoshard.passes.search.rows.within import ENOUGH
@@ -135,3 +136,14 @@ def test_what_is_made_of_parameters_alone_pays_nothing() -> None:
     )
     assert paid[0] == free[0]
     assert paid[1] - free[1] == pytest.approx(2e-3)  # forward and backward
+
+
+def test_a_rank_that_owns_a_table_alone_has_the_cores_of_those_that_wait() -> None:
+    type_ = TensorType((512, 512), torch.float32, True, tables=1)
+    shared, apart = (
+        optimizer_seconds(
+            "adamw", type_, (Owned(),), autoshard.Mesh({"x": 4}, replace(PRESETS["cpu"], sharing=sharing))
+        )
+        for sharing in (((1, 0.5), (2, 0.5), (4, 1.0)), ())
+    )
+    assert shared == pytest.approx(apart / 2)

@@ -336,7 +336,8 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
     shape, dtype = local_shape(type_.updates.shape, placements, mesh), type_.kept.dtype
     state = optimizer_bytes(optimizer, shape, dtype)
     seconds: float = mesh.hardware.update_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)
-    return skew(type_, placements, mesh) * seconds
+    busiest = skew(type_, placements, mesh)
+    return busiest * mesh.hardware.beside(mesh.size / busiest, mesh.size) * seconds
 
 
 def ideal(mesh: Mesh) -> bool:
