@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,9 +53,10 @@ def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) ->
     assert travel.Step(clock).seconds([send]) == [pytest.approx(0.5)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sums_are_timed_as_modules_make_them(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few numbers, up to the most that ranks send each other, as well: not torch's all-reduce."""
+@pytest.mark.parametrize(("ranks", "gloo"), [(2, True), (4, True), (4, False)])
+def test_sums_are_timed_as_modules_make_them(ranks: int, gloo: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few numbers, up to the most that ranks send each other, as well: not torch's all-reduce. Where these go another
+    way, they say nothing of what more numbers take."""
     summed = list[int]()
 
     class Comm:
@@ -63,10 +65,10 @@ def test_sums_are_timed_as_modules_make_them(ranks: int, monkeypatch: pytest.Mon
         def __init__(self, axes: Any, members: Any) -> None:
             pass
 
-        def process_group(self, axes: Any) -> None:
-            pass
+        def process_group(self, axes: Any) -> Any:
+            return SimpleNamespace(gloo=gloo, size=ranks)
 
-        def all_reduce(self, group: None, x: torch.Tensor) -> Any:
+        def all_reduce(self, group: Any, x: torch.Tensor) -> Any:
             return SimpleNamespace(wait=lambda: summed.append(x.numel()))
 
     clock: Any = Told()
@@ -81,6 +83,7 @@ def test_sums_are_timed_as_modules_make_them(ranks: int, monkeypatch: pytest.Mon
     assert summed == [*few, *(size for kind, size in messages.sent if kind == "all_reduce")]
     assert is_few(4 * few[-1], ranks)
     assert not is_few(4 * few[-1] + 1, ranks)
+    assert any(is_few(4 * n, ranks) for n in summed[len(few) :]) == (ranks == 2 or not gloo)
 
 
 def test_what_hides_is_told_by_what_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +316,9 @@ def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("clock", "calibration", "travel"):
         monkeypatch.setattr(f"autoshard.check.{module}.agreed", lambda value, pick: value)
     monkeypatch.setattr(calibration, "_visit", visit)
-    monkeypatch.setattr(travel, "TorchCommunicator", lambda axes, ranks: type("", (), {"world_size": axes["ranks"]})())
+    group = SimpleNamespace(gloo=True, size=2)
+    comm = partial(SimpleNamespace, process_group=lambda axes: group)
+    monkeypatch.setattr(travel, "TorchCommunicator", lambda axes, ranks: comm(world_size=axes["ranks"]))
     found = calibration._measured(True)
     assert len(visited) == calibration.VISITS
     assert (found.memory_bandwidth, found.kernel_latency) == (1e10, 1e-5)

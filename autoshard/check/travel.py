@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autoshard.check.clock import USED, Clock, agreed
 from autoshard.hardware import FEW, Rate
-from autoshard.runtime.transport.move import DIRECT, Move
+from autoshard.runtime.transport.move import DIRECT, Move, is_few
 from autoshard.runtime.transport.process_group import TorchCommunicator
 from autoshard.runtime.transport.work import all_gather_single
 
@@ -108,7 +108,13 @@ class Messages:
         sizes = (1 << 12, 1 << 17, 1 << 20) if quick else (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
         kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(("permute",) if ranks == world else ()))
         few = ((FEW, 1), (FEW, DIRECT // (4 * ranks)))
-        self.sent = [*few, *itertools.product(kinds, sizes)]
+        every = itertools.product(kinds, sizes)
+        self.sent = [*few, *((kind, size) for kind, size in every if kind != "all_reduce" or not self._direct(size))]
+
+    def _direct(self, size: int) -> bool:
+        """Whether a sum of so many goes another way than larger ones, whose line it is not on."""
+        group = self.comm.process_group(("ranks",))
+        return group.gloo and group.size > 2 and is_few(4 * size, group.size)
 
     def seconds(self) -> list[float]:
         """Of each; what is out of line with its neighbours in size is measured again."""
