@@ -17,8 +17,8 @@ from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.without_data import without_data
 from autoshard.passes.ir.assignment import laid_out
-from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.known import known_of_graph, known_of_node
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
+from autoshard.passes.ir.known import known_of_graph, known_of_node, one_of_each, signature
 
 
 def _graph(dynamic: bool = False) -> Graph:
@@ -88,3 +88,24 @@ def test_parameters_without_data_lie_as_they_did() -> None:
         assert new.device.type == "cpu"
         assert new.stride() == torch.empty_like(old).stride()
         assert (new.shape, new.dtype, new.requires_grad) == (old.shape, old.dtype, old.requires_grad)
+
+
+def test_equal_types_are_one_object_but_for_estimates() -> None:
+    """An estimate of 1 is equal to one of 1.0, and another one."""
+    types = {str(i): TensorType((4, 2), torch.float32, grad) for i, grad in enumerate((True, True, False))}
+    types |= {str(n): TensorType((), torch.float32, number=n) for n in (1, 1.0)}
+    found = one_of_each(types)
+    assert found == types
+    assert found["0"] is found["1"] is not found["2"]
+    assert [type(found[n].number) for n in ("1", "1.0")] == [type(types[n].number) for n in ("1", "1.0")]
+
+
+def test_values_are_told_apart_from_numbers_in_a_signature() -> None:
+    """``x + x``, ``x + y`` and ``x + 0`` of equal types."""
+    types = dict.fromkeys("xyz", TensorType((4,), torch.float32))
+    add = torch.ops.aten.add.Tensor
+    nodes = [
+        Node("n", add, args, {}, ("z",), (0,)) for args in ((Ref("x"), Ref("x")), (Ref("x"), Ref("y")), (Ref("x"), 0))
+    ]
+    assert len({signature(node, types) for node in nodes}) == 3
+    assert signature(nodes[1], types) == signature(Node("m", add, (Ref("y"), Ref("x")), {}, ("z",), (0,)), types)

@@ -65,6 +65,7 @@ from autoshard.passes.capture.translate.regions import detach_no_grad, record_no
 from autoshard.passes.capture.translate.tables import with_tables
 from autoshard.passes.capture.watch import Watch, concerns
 from autoshard.passes.ir.graph import Graph, Ref
+from autoshard.passes.ir.known import one_of_each
 from autoshard.passes.rules.facts import has_effect
 from autoshard.precision import Precision
 
@@ -131,7 +132,7 @@ def _captured(
         check_shared(model, graph)
         check_second_call(model, graph, lambda: _graph(model, example, training, dynamic)[0])
     graph = with_tables(with_precision(graph, kept, precision))
-    graph = replace(graph, outside=tuple(read.values()))
+    graph = replace(graph, types=one_of_each(graph.types), outside=tuple(read.values()))
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)

@@ -49,13 +49,27 @@ def known_of_node(find: Callable[[Node, Mapping[str, TensorType]], T]) -> Callab
     return found
 
 
+class _Place(int):
+    """Stands for a value in an operation's arguments: which of those it reads."""
+
+    def __repr__(self) -> str:
+        return f"%{int(self)}"
+
+
 @known_of_node
 def signature(node: Node, types: Mapping[str, TensorType]) -> Any:
     """Equal for nodes that have the same strategies at the same cost."""
-    numbers: dict[str, int] = {}
+    numbers: dict[str, _Place] = {}
 
-    def typed(ref: Ref) -> Any:
-        return (numbers.setdefault(ref.name, len(numbers)), types[ref.name])
+    def place(ref: Ref) -> _Place:
+        return numbers.setdefault(ref.name, _Place(len(numbers)))
 
-    arguments = map_refs((node.args, dict(node.kwargs)), typed)
-    return (node.op, repr(arguments), tuple(types[o] for o in node.outputs))
+    arguments = map_refs((node.args, dict(node.kwargs)), place)
+    return (node.op, repr(arguments), *(types[name] for name in (*numbers, *node.outputs)))
+
+
+def one_of_each(types: Mapping[str, TensorType]) -> dict[str, TensorType]:
+    """``types`` with one object for those that are equal: most comparisons end there then."""
+    found: dict[TensorType, TensorType] = {}
+    plain = {n: t.number is None and all(type(length) is int for length in t.shape) for n, t in types.items()}
+    return {name: found.setdefault(t, t) if plain[name] else t for name, t in types.items()}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 _INDEXED = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 
 
+@lru_cache(maxsize=1 << 16)
 def block_path(fqn: str) -> str:
     """The outermost numbered module of ``fqn``: ``model.layers.3`` of ``model.layers.3.mlp``; "" if there is none."""
     found = _INDEXED.match(fqn)

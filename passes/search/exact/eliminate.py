@@ -120,11 +120,13 @@ class Eliminator:
         if self.sizes[node] == 1:
             return self._fold(node)
         around = self.neighbours(node)
-        place = {other: axis for axis, other in enumerate(around)} | {node: len(around)}
-        step = Step(node, tuple((scope, self._left(node, scope)) for scope in sorted(self.touching[node])))
+        place, last = {other: axis for axis, other in enumerate(around)}, (len(around),)
+        step = Step(node, tuple([(scope, self._left(node, scope)) for scope in sorted(self.touching[node])]))
         spans = tuple(
-            (self._node_last(scope, table, node), tuple(sorted(map(place.__getitem__, scope))))
-            for scope, table in step.factors
+            [
+                (self._node_last(scope, table, node), tuple([place[k] for k in scope if k != node]) + last)
+                for scope, table in step.factors
+            ]
         )
         self.steps.append(step)
         self.alive.discard(node)
@@ -142,7 +144,7 @@ class Eliminator:
         return around
 
     def _node_last(self, scope: Scope, table: int, node: int) -> int:
-        return self.tables.move_last(table, scope.index(node))
+        return table if scope[-1] == node else self.tables.move_last(table, scope.index(node))
 
     def priced(self, node: int, order: Order) -> int:
         """``order`` of a node that is left."""

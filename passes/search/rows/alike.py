@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,15 +52,15 @@ def tie(problem: Stacked, labels: Sequence[Hashable | None]) -> Tied | None:
     of = _numbered([(label, problem.factors[i,]) if label is not None else i for i, label in enumerate(labels)])
     if max(of) + 1 > TIED * len(of):
         return None
+    copies = Counter((tuple([of[i] for i in scope]), number) for scope, number in problem.factors.items())
     counts: dict[Scope, Counter[int]] = {}
     store = problem.store
-    for scope, number in problem.factors.items():
-        where = tuple(of[i] for i in scope)
+    for (where, number), many in copies.items():
         if len(where) == 2 and where[0] == where[1]:
             where, number = where[:1], store.diagonal(number)
         elif len(where) == 2 and where[0] > where[1]:
             where, number = where[::-1], store.transposed(number)
-        counts.setdefault(where, Counter())[number] += 1
+        counts.setdefault(where, Counter())[number] += many
     factors = {where: store.summed(counter) for where, counter in sorted(counts.items())}
     sizes = dict(zip(of, problem.sizes, strict=True))
     return Tied(replace(problem, sizes=tuple(sizes[k] for k in range(len(sizes))), factors=factors), of)
@@ -71,18 +71,17 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
-def bound(network: CostNetwork, of: Sequence[int]) -> tuple[float, Choice]:
-    """A lower bound of what all choices of ``network`` cost, and the choice that its messages lead to. ``of``: node → its class
-    of alike nodes.
+def bound(network: CostNetwork, of: Sequence[int]) -> tuple[float, Callable[[], Choice]]:
+    """A lower bound of what all choices of ``network`` cost, and what finds the choice that its messages lead to. ``of``:
+    node → its class of alike nodes.
 
     Messages are found in single precision; the bound is what they give in double.
     """
     whole = Eliminator.of(network, Tables())
-    whole.run(max_degree=1, max_weight=1 << 62)
     whole.run(max_degree=2, max_weight=QUICK_JOIN)
     nodes = sorted(whole.alive)
     if not nodes:
-        return whole.constant, _whole(whole, {})
+        return whole.constant, lambda: _whole(whole, {})
     classes = _numbered([(of[i], whole.factors.get((i,))) for i in nodes])
     at = dict(zip(nodes, classes, strict=True))
     quotient, shares = _quotient(whole, at)
@@ -106,7 +105,7 @@ def bound(network: CostNetwork, of: Sequence[int]) -> tuple[float, Choice]:
     if entries <= LITTLE or promised - dual.bound > PROMISED * abs(dual.bound):
         for _ in range(LAST_SWEEPS):
             dual.sweep(math.inf)
-    return dual.bound, _whole(whole, dual.decode())
+    return dual.bound, lambda: _whole(whole, dual.decode())
 
 
 def _whole(network: Eliminator, choice: dict[int, int]) -> Choice:

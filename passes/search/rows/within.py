@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -66,7 +67,7 @@ def solve_alike(
     and still to be found. ``reduced``: of the tied problem; else see :func:`searched`.
     """
 
-    def proof(at: Array) -> tuple[float, Choice]:
+    def proof(at: Array) -> tuple[float, Callable[[], Choice]]:
         lower, choice = bound(problem.priced(at), tied.of)
         return lower - float(at @ problem.limits), choice
 
@@ -108,7 +109,8 @@ def solve_alike(
     found = replace(found, lower_bound=-math.inf, prices=tuple(at.tolist()))
     if not once:
         return replace(found, prove=lambda: proof(at)[0])
-    lower, choice = proof(at)
+    lower, decoded = proof(at)
+    choice = decoded()
     cost = problem.total(choice)
     if found.cost - cost > ENOUGH * abs(cost):  # alike nodes had to differ
         found = replace(found, choice=choice, cost=cost)
