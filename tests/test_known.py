@@ -92,12 +92,12 @@ def test_parameters_without_data_lie_as_they_did() -> None:
 
 def test_equal_types_are_one_object_but_for_estimates() -> None:
     """An estimate of 1 is equal to one of 1.0, and another one."""
-    types = {str(i): TensorType((4, 2), torch.float32, grad) for i, grad in enumerate((True, True, False))}
-    types |= {str(n): TensorType((), torch.float32, number=n) for n in (1, 1.0)}
+    types = {name: TensorType((4, 2), torch.float32, name != "c") for name in "abc"}
+    types |= {name: TensorType((), torch.float32, number=n) for name, n in (("one", 1), ("float", 1.0))}
     found = one_of_each(types)
     assert found == types
-    assert found["0"] is found["1"] is not found["2"]
-    assert [type(found[n].number) for n in ("1", "1.0")] == [type(types[n].number) for n in ("1", "1.0")]
+    assert found["a"] is found["b"] is not found["c"]
+    assert [type(found[name].number) for name in ("one", "float")] == [int, float]
 
 
 def test_values_are_told_apart_from_numbers_in_a_signature() -> None:
