@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -316,9 +315,7 @@ def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("clock", "calibration", "travel"):
         monkeypatch.setattr(f"autoshard.check.{module}.agreed", lambda value, pick: value)
     monkeypatch.setattr(calibration, "_visit", visit)
-    group = SimpleNamespace(gloo=True, size=2)
-    comm = partial(SimpleNamespace, process_group=lambda axes: group)
-    monkeypatch.setattr(travel, "TorchCommunicator", lambda axes, ranks: comm(world_size=axes["ranks"]))
+    monkeypatch.setattr(travel, "TorchCommunicator", lambda axes, ranks: type("", (), {"world_size": axes["ranks"]})())
     found = calibration._measured(True)
     assert len(visited) == calibration.VISITS
     assert (found.memory_bandwidth, found.kernel_latency) == (1e10, 1e-5)

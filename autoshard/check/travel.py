@@ -113,8 +113,8 @@ class Messages:
 
     def _direct(self, size: int) -> bool:
         """Whether a sum of so many goes another way than larger ones, whose line it is not on."""
-        group = self.comm.process_group(("ranks",))
-        return group.gloo and group.size > 2 and is_few(4 * size, group.size)
+        ranks = self.comm.world_size
+        return ranks > 2 and is_few(4 * size, ranks) and self.comm.process_group(("ranks",)).gloo
 
     def seconds(self) -> list[float]:
         """Of each; what is out of line with its neighbours in size is measured again."""
