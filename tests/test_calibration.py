@@ -65,7 +65,7 @@ def test_sums_are_timed_as_modules_make_them(ranks: int, gloo: bool, monkeypatch
             pass
 
         def process_group(self, axes: Any) -> Any:
-            return SimpleNamespace(gloo=gloo, size=ranks)
+            return SimpleNamespace(gloo=gloo)
 
         def all_reduce(self, group: Any, x: torch.Tensor) -> Any:
             return SimpleNamespace(wait=lambda: summed.append(x.numel()))

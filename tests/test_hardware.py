@@ -186,9 +186,9 @@ def test_ranks_that_share_cores_work_faster_while_others_wait() -> None:
     assert shared.paces(4, 1) == pytest.approx((2.0, 2.0, 4 / 3, 1.0))
     assert shared.paces(2, 2) == (2.0, 1.0)
     assert shared.paces(8, 1) == H100.paces(4, 1) == ()
-    assert [shared.beside(n, 4) for n in (1, 1.5, 3, 4)] == pytest.approx([0.5, 0.5, 0.75, 1.0])
-    assert [shared.beside(n, 2) for n in (1, 2)] == [1.0, 1.0]
-    assert shared.beside(1, 8) == H100.beside(1, 4) == 1.0
+    assert [shared.lasting(n, 4) for n in (1, 1.5, 3, 4)] == pytest.approx([0.5, 0.5, 0.75, 1.0])
+    assert [shared.lasting(n, 2) for n in (1, 2)] == [1.0, 1.0]
+    assert shared.lasting(1, 8) == H100.lasting(1, 4) == 1.0
 
 
 def test_hardware_is_saved_and_read(tmp_path: Path) -> None:

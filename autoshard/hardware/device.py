@@ -115,7 +115,7 @@ class Hardware:
         known, seconds = zip(*self.sharing, strict=True)
         return tuple(float(x) for x in 1 / np.interp(ranks * np.arange(1, groups + 1), known, seconds))
 
-    def beside(self, working: float, ranks: int) -> float:
+    def lasting(self, working: float, ranks: int) -> float:
         """What a rank's work takes while only so many of ``ranks`` are at work, as a part of what it takes beside all."""
         if not self.sharing or ranks > self.sharing[-1][0]:
             return 1.0

@@ -337,7 +337,7 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
     state = optimizer_bytes(optimizer, shape, dtype)
     seconds: float = mesh.hardware.update_seconds(3 * math.prod(shape) * dtype.itemsize + 2 * state)
     busiest = skew(type_, placements, mesh)
-    return busiest * mesh.hardware.beside(mesh.size / busiest, mesh.size) * seconds
+    return busiest * mesh.hardware.lasting(mesh.size / busiest, mesh.size) * seconds
 
 
 def ideal(mesh: Mesh) -> bool:
