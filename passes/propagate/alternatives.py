@@ -17,6 +17,7 @@ from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.prices.bucketed import EachShares, latency_shares
 from autoshard.passes.propagate.prices.cost import optimizer_seconds
+from autoshard.passes.propagate.prices.joined import joins, saved
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values
 from autoshard.passes.propagate.prices.travelling import NONE, Beside, beside
 from autoshard.passes.propagate.prices.zero import stages_of
@@ -101,6 +102,15 @@ class _Alternatives:
         return beside(self.graph, self.mesh)
 
     @cached_property
+    def joined(self) -> Mapping[str, list[tuple[Node, tuple[str, ...]]]]:
+        """Operations that read results of look-ups which may go together, or make them → who reads them, and which."""
+        found: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
+        for reader, values in joins(self.graph, self.mesh):
+            for name in dict.fromkeys((reader.name, *(self.graph.producers[n].name for n in values))):
+                found.setdefault(name, []).append((reader, values))
+        return found
+
+    @cached_property
     def stages(self) -> Mapping[str, int]:
         return stages_of(self.graph, self.assignment.zero)
 
@@ -113,18 +123,38 @@ class _Alternatives:
         targets = tuple(tuple(self.targets[name]) for name in node.outputs)
         owned = tuple(self._terms(name) for name in (*node.inputs, *node.outputs))
         key = (id(space), current, *((sources[n], self._follows(n)) for n in node.inputs), targets, owned)
+        key = (*key, node.name) if node.name in self.joined else key
         if key not in self.known:
             parts = space.parts
-            for _, name, placed, mask, spared in readings(node, space):
+            for _, name, placed, mask, spared, _ in readings(node, space):
                 parts += paid(self._read(name, placed), mask)
                 if spared is not None:
                     parts += Parts(blocking=unspared(spared, [sources[name]])[0])
             for name, asked, placed in zip(node.outputs, targets, space.outputs, strict=True):
                 for target in asked:
                     parts += self._parts(name, placed, [target])[:, 0]
+            if node.name in self.joined:
+                parts += Parts(blocking=-self._together(node, space))
             others = self.total + (parts - parts[current])
             self.known[key] = self._best(space, self._step(others) - self._step(self.total), current)
         return self.known[key]
+
+    def _together(self, node: Node, space: OpSpace) -> np.ndarray:
+        """Seconds that results of look-ups save which go together, per choice of an operation that makes or reads some."""
+        found = np.zeros(len(space.choices))
+        for reader, values in self.joined.get(node.name, ()):
+            places = [(i, name) for i, name in enumerate(reader.inputs) if name in values]
+            for choice in range(len(found)):
+                lies = {n: self.assignment.source(n).placements for _, n in places}
+                if reader is not node:
+                    made = zip(node.outputs, space.outputs, strict=True)
+                    lies |= {n: x[choice] for n, x in made if n in lies and n not in self.assignment.shared}
+                    read = [self.assignment.use(reader, i) for i, _ in places]
+                else:
+                    read = [space.inputs[i][choice] for i, _ in places]
+                moves = ((n, lies[n], placed) for (_, n), placed in zip(places, read, strict=True))
+                found[choice] += saved(self.graph, self.mesh, moves)
+        return found
 
     def _step(self, parts: Parts) -> Any:
         return parts.step(self.mesh.overlap, self.graph.passes)

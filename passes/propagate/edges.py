@@ -18,6 +18,7 @@ from autoshard.passes.propagate.op_space import OpSpace
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares
 from autoshard.passes.propagate.prices.copies import copied_seconds
+from autoshard.passes.propagate.prices.joined import Ways, latencies
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values
 from autoshard.passes.propagate.prices.travelling import NONE, Beside, beside, with_journeys
 from autoshard.passes.redistribute import link_matrices
@@ -182,6 +183,8 @@ class Reading(NamedTuple):
     """where that is to be paid; None: everywhere"""
     spared: np.ndarray | None
     """seconds under each choice of what the operation asks other ranks unless the operand was whole; None: nothing"""
+    ways: Ways | None = None
+    """in which it may go with others"""
 
 
 def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
@@ -191,7 +194,9 @@ def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
         before = earlier.setdefault(name, [])
         new = np.array([all(p != other[i] for other in before) for i, p in enumerate(placed)]) if before else None
         if new is None or new.any():
-            yield Reading(position, name, placed, None if new is None or new.all() else new, space.spared.get(position))
+            mask = None if new is None or new.all() else new
+            ways = space.ways if space.ways is not None and name in space.ways.values else None
+            yield Reading(position, name, placed, mask, space.spared.get(position), ways)
         before.append(placed)
 
 
@@ -219,6 +224,7 @@ class Link(NamedTuple):
     """the reader's choices under which it is to be paid; None: all"""
     spared: np.ndarray | None = None
     """see :class:`Reading`"""
+    ways: Ways | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +279,8 @@ class EdgeTables:
 
     def key(self, link: Link) -> Hashable:
         """Equal where :meth:`of` is."""
-        marks = (None if mark is None else mark.tobytes() for mark in (link.mask, link.spared))
+        at = None if link.ways is None else link.ways.at
+        marks = (None if mark is None else mark.tobytes() for mark in (link.mask, link.spared, at))
         value = self.graph.types[link.value], link.value in self.movable, self.shares[link.value]
         return *value, self._beside(link), link.given.key, link.asked.key, *marks
 
@@ -288,6 +295,9 @@ class EdgeTables:
         if spared is not None:
             each = np.tile(spared, len(asked.tags))
             parts += Parts(blocking=np.tile(unspared(each, given.placed), (len(given.tags), 1)))
+        if link.ways is not None:
+            together = self._together(link, link.ways._replace(at=link.ways.at[first]))
+            parts += Parts(blocking=np.tile(-together, (len(given.tags), len(asked.tags))))
         parts, amounts = self._held(link, parts, cut) if held else (paid(parts, link.mask), None)
         count = 1 if link.value in self.graph.parameters else flying
         return Table(parts, None if amounts is None else Folded(amounts * count, rows, columns), rows, columns)
@@ -295,7 +305,8 @@ class EdgeTables:
     def _sides(self, link: Link) -> Iterator[tuple[Side, np.ndarray, np.ndarray, np.ndarray]]:
         """Each side with one of all choices that the link cannot tell apart; which these are, their codes, and per state
         which of them it is."""
-        for side, marks in ((link.given, (link.given.holds,)), (link.asked, (link.asked.saves, link.mask))):
+        at = None if link.ways is None else link.ways.at
+        for side, marks in ((link.given, (link.given.holds,)), (link.asked, (link.asked.saves, link.mask, at))):
             codes = self.codes[self.graph.types[link.value], id(side.placed)]
             first, where = joint([codes, *(mark.astype(np.int64) for mark in marks if mark is not None)])
             saves, holds = (None if mark is None else mark[first] for mark in (side.saves, side.holds))
@@ -319,6 +330,12 @@ class EdgeTables:
             for i, n in enumerate(needed)
         )
         return Parts(*blocks)
+
+    def _together(self, link: Link, ways: Ways) -> np.ndarray:
+        """Seconds that the conversion from each source (row) for each choice of the reader (column) saves with others."""
+        type_, given, asked = self.graph.types[link.value], link.given.placed, link.asked.placed
+        goes = np.array([[n > 0 and ways.layouts[n - 1] == source for n in ways.at] for source in given])
+        return np.where(goes, latencies(type_, self.mesh, given, asked, self.shares.others.waits), 0.0)
 
     def _beside(self, link: Link) -> Beside:
         """The products that a link's conversion may go beside: of the first of a value, whose later ones are of copies."""

@@ -29,6 +29,7 @@ from autoshard.passes.propagate.keep import AGAIN, KeepTables, Side, is_passive,
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.hiding import Stepped, stepped, stepping
+from autoshard.passes.propagate.prices.joined import Ways
 from autoshard.passes.propagate.prices.step_time import Parts
 from autoshard.passes.propagate.states import fixed_states, free_states, placeable
 from autoshard.passes.rules.facts import can_redraw
@@ -49,6 +50,7 @@ class _Reader(NamedTuple):
     side: Side
     mask: np.ndarray | None = None
     spared: np.ndarray | None = None
+    ways: Ways | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +239,7 @@ class Network:
             if self.offer is not None:
                 saves = self.keeps.of(node, space).saves(node, reading.position, space)
             side = Side(reading.placed, tags, node.name in self.views, saves)
-            yield reading.name, _Reader(f"node:{node.name}", side, reading.mask, reading.spared)
+            yield reading.name, _Reader(f"node:{node.name}", side, reading.mask, reading.spared, reading.ways)
 
     def _definition(self, node: Node, slot: int, tags: tuple[int, ...]) -> Side:
         space = self.spaces[node]
@@ -281,8 +283,8 @@ class Network:
             self.variables[shared] = Variable(states, tags, stages=stages)
             self.links.append(Link(variable, defined, shared, Side(states, tags, passive, stages=stages), value))
             variable, defined = shared, Side(states, tags, passive, fixed=fixed, stages=stages)
-        for reader, side, mask, spared in readers:
-            self.links.append(Link(variable, defined, reader, side, value, mask, spared))
+        for reader, side, mask, spared, ways in readers:
+            self.links.append(Link(variable, defined, reader, side, value, mask, spared, ways))
 
     def _shared_states(
         self, value: str, defined: Sequence[Placements], read: Sequence[Sequence[Placements]]

@@ -18,6 +18,7 @@ from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.op_space import internal_collectives, traffic_on
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares
+from autoshard.passes.propagate.prices.joined import joins, saved
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values, summed
 from autoshard.passes.propagate.prices.travelling import NONE, beside
 from autoshard.passes.propagate.prices.waiting import waiting
@@ -121,10 +122,19 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         if case not in prices:
             prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:], graph.passes)[0, 0]
         conversions.append(prices[case])
+    conversions += [Parts(blocking=np.array(-x)) for x in _saved_together(assignment)]
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
     update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
     again = _again(assignment, operations, movable)
     return Objective(operations, summed(conversions), update, mesh.overlap, graph.passes, again)
+
+
+def _saved_together(assignment: Assignment) -> Iterator[float]:
+    """Seconds that results of look-ups save which go together before one operation."""
+    for node, values in joins(assignment.graph, assignment.mesh):
+        read = [(i, name) for i, name in enumerate(node.inputs) if name in values]
+        moves = ((n, assignment.source(n).placements, assignment.use(node, i)) for i, n in read)
+        yield saved(assignment.graph, assignment.mesh, moves)
 
 
 def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable: frozenset[str]) -> dict[str, Parts]:

@@ -20,6 +20,7 @@ from autoshard.passes.ir.known import signature
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.fusion import Traffic, traffic
+from autoshard.passes.propagate.prices.joined import Ways
 from autoshard.passes.propagate.prices.step_time import Parts
 from autoshard.passes.propagate.prices.waiting import waiting
 from autoshard.passes.rules import rule_for
@@ -48,6 +49,8 @@ class OpSpace:
     inputs: tuple[tuple[Placements, ...], ...]
     """per operand, per choice"""
     outputs: tuple[tuple[Placements, ...], ...]
+    ways: Ways | None = None
+    """of what goes together before the operation; None: nothing does"""
 
     @cached_property
     def parts(self) -> Parts:

@@ -23,9 +23,10 @@ from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.moments import Moments
 from autoshard.passes.propagate.network import Built, Network, Variable
-from autoshard.passes.propagate.op_space import AskedOf, OpSpaces
+from autoshard.passes.propagate.op_space import AskedOf
 from autoshard.passes.propagate.prices.zero import offered
 from autoshard.passes.propagate.recompute import Recompute, hinted, offer
+from autoshard.passes.propagate.ways import SpacesWithWays
 from autoshard.passes.search import CostNetwork, Prepared, Row, Solution, solve
 from autoshard.passes.search.folded import Matrix, mapped
 from autoshard.passes.search.network import FULL, Effort
@@ -90,7 +91,7 @@ class Planner:
         self.prepare: Prepare = _alone
         self.given, self.zero = given or {}, zero or {}
         self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
-        self.spaces, self.keeps = OpSpaces(graph, mesh, asked), KeepTables(graph, mesh)
+        self.spaces, self.keeps = SpacesWithWays(graph, mesh, asked), KeepTables(graph, mesh)
         recompute = hinted(graph, recompute)
         self.offer = offer(graph, recompute, regather)
         self.decides = graph.training and recompute == "auto"

@@ -9,7 +9,7 @@ So a vector that is cut pays less than a message, and yet never less than one th
 
 Results of look-ups that one operation reads, as the features of a recommender, and queries, keys and values of an attention
 are brought to it together (:mod:`~autoshard.passes.lower.together`) where they are small: each pays as if all of them went the
-same way.
+same way; but results of look-ups of one type, whose ways are told apart (:mod:`.joined`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.known import known_of_graph, signature
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate.prices.cost import backward_factor, node_flops
+from autoshard.passes.propagate.prices.joined import joins
 from autoshard.passes.propagate.prices.waiting import waiting
 from autoshard.passes.redistribute.pricing import Shares
 from autoshard.passes.rules import rule_for
@@ -84,7 +85,9 @@ def latency_shares(graph: Graph, mesh: Mesh) -> EachShares:
     for group in blocks:
         for name, size in group.items():
             every[_alike(name, graph)] += size
-    found = EachShares(_beside_others(graph, waits), Shares(waits=waits))
+    told_apart = {name for _, names in joins(graph, mesh) for name in names}
+    others = {n: x for n, x in _beside_others(graph, waits).items() if n not in told_apart}
+    found = EachShares(others, Shares(waits=waits))
     for group in blocks:
         again = any(_saved(name, graph) for name in group)
         along = _along(group, full, graph)
