@@ -25,8 +25,9 @@ from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.assignment import Assignment, canonical
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.propagate.alternatives import alternatives
-from autoshard.passes.propagate.edges import EdgeTables, Link, conversion_parts, readings
+from autoshard.passes.propagate.edges import EdgeTables, conversion_parts
 from autoshard.passes.propagate.keep import Side
+from autoshard.passes.propagate.links import Link, readings
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.op_space import axis_strategies, op_space
 from autoshard.passes.propagate.prices import cost as costs

@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable
+from functools import lru_cache
 
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.paths import block_path
 
-_NUMBER = re.compile(r"\d+$")
+
+@lru_cache(maxsize=4096)
+def _kind(block: str) -> str:
+    """A block's path without its number."""
+    return re.sub(r"\d+$", "", block)
 
 
 def alike(graph: Graph, variables: Iterable[str]) -> tuple[Hashable | None, ...]:
@@ -23,12 +28,12 @@ def alike(graph: Graph, variables: Iterable[str]) -> tuple[Hashable | None, ...]
     for node in graph.nodes:
         block = block_path(node.fqn)
         if block:
-            kind, number = _NUMBER.sub("", block), counts[block]
+            kind, number = _kind(block), counts[block]
             counts[block] += 1
             places[f"node:{node.name}"] = kind, number
             places.update((f"shared:{name}", (kind, number, slot)) for slot, name in enumerate(node.outputs))
     for value in graph.inputs:
         if value.kind == "parameter" and (block := block_path(value.fqn)):
-            place = _NUMBER.sub("", block), value.fqn.removeprefix(block)
+            place = _kind(block), value.fqn.removeprefix(block)
             places[value.name], places[f"shared:{value.name}"] = place, ("shared", *place)
     return tuple(places.get(name) for name in variables)

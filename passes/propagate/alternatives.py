@@ -12,7 +12,8 @@ import numpy as np
 from autoshard.layout import I, Owned, R, Shard
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
-from autoshard.passes.propagate.edges import conversion_parts, paid, readings, unspared
+from autoshard.passes.propagate.edges import conversion_parts
+from autoshard.passes.propagate.links import paid, readings, unspared
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.prices.bucketed import EachShares, latency_shares

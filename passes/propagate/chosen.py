@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Strategy, laid_out
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.propagate.keep import AGAIN, NEEDED, is_passive
+from autoshard.passes.propagate.keep import AGAIN, NEEDED
 from autoshard.passes.propagate.network import Network, Variable
 from autoshard.passes.propagate.owners import place_of, with_owners
 from autoshard.passes.search import Solution
@@ -26,13 +27,17 @@ def assigned(network: Network, solution: Solution) -> Assignment:
     layouts = {i.name: laid_out(network.mesh, chosen[i.name]) for i in network.graph.inputs}
     choices: dict[str, tuple[Strategy, ...]] = {}
     again: dict[str, int] = {}
+    made: dict[tuple[int, int, int], Layout] = {}  # equal layers have one space
     for node in network.graph.nodes:
         at = f"node:{node.name}"
         choices[node.name] = chosen[at]
+        space, passive = network.spaces[node], node.name in network.views
         for slot, name in enumerate(node.outputs):
-            layouts[name] = laid_out(network.mesh, network.spaces[node].outputs[slot][places[at]])
-        if tags[at] > (NEEDED if is_passive(node) else 0):
-            again[node.name] = 1 if is_passive(node) else tags[at]
+            if (key := (id(space), slot, places[at])) not in made:
+                made[key] = laid_out(network.mesh, space.outputs[slot][places[at]])
+            layouts[name] = made[key]
+        if tags[at] > (NEEDED if passive else 0):
+            again[node.name] = 1 if passive else tags[at]
     shared = {
         v.removeprefix("shared:"): laid_out(network.mesh, s) for v, s in chosen.items() if v.startswith("shared:")
     }

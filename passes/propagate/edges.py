@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from autoshard.layout import Invariant, Layout, Replicate, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Placements, is_whole
-from autoshard.passes.ir.graph import Graph, Node, TensorType
+from autoshard.passes.ir.assignment import Placements
+from autoshard.passes.ir.graph import Graph, TensorType
 from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.propagate.keep import AGAIN, Copies, Side, kept, stages
-from autoshard.passes.propagate.op_space import OpSpace
+from autoshard.passes.propagate.links import Link, paid, unspared
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.bucketed import latency_shares
 from autoshard.passes.propagate.prices.copies import copied_seconds
@@ -172,61 +172,6 @@ def _gathers(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray
     return found
 
 
-class Reading(NamedTuple):
-    """One operand of an operation."""
-
-    position: int
-    name: str
-    placed: Sequence[Placements]
-    """how it is read under each choice"""
-    mask: np.ndarray | None
-    """where that is to be paid; None: everywhere"""
-    spared: np.ndarray | None
-    """seconds under each choice of what the operation asks other ranks unless the operand was whole; None: nothing"""
-    ways: Ways | None = None
-    """in which it may go with others"""
-
-
-def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
-    """Every operand of ``node``; a value read several times pays once per layout."""
-    earlier: dict[str, list[Sequence[Placements]]] = {}
-    for position, (name, placed) in enumerate(zip(node.inputs, space.inputs, strict=True)):
-        before = earlier.setdefault(name, [])
-        new = np.array([all(p != other[i] for other in before) for i, p in enumerate(placed)]) if before else None
-        if new is None or new.any():
-            mask = None if new is None or new.all() else new
-            ways = space.ways if space.ways is not None and name in space.ways.values else None
-            yield Reading(position, name, placed, mask, space.spared.get(position), ways)
-        before.append(placed)
-
-
-def paid(parts: Parts, mask: np.ndarray | None) -> Parts:
-    """``parts`` with 0 in the columns where ``mask`` says that nothing is to be paid."""
-    return parts if mask is None else Parts(*(np.where(mask, x, 0.0) if x.ndim else x for x in parts))
-
-
-def unspared(spared: np.ndarray, sources: Sequence[Placements]) -> np.ndarray:
-    """Seconds per source (row) and choice of the reader (column) of what whole operands spare it: see :class:`Reading`."""
-    return np.where([[is_whole(p)] for p in sources], 0.0, spared)
-
-
-class Link(NamedTuple):
-    """An edge of the network: from the definition of a value, or its shared layout, to a reader."""
-
-    source: str
-    """variable"""
-    given: Side
-    reader: str
-    """variable"""
-    asked: Side
-    value: str
-    mask: np.ndarray | None = None
-    """the reader's choices under which it is to be paid; None: all"""
-    spared: np.ndarray | None = None
-    """see :class:`Reading`"""
-    ways: Ways | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class Table:
     """What a link takes, of the states of the source (row) and of the reader (column) that it can tell apart, and its bytes."""
@@ -252,6 +197,8 @@ class EdgeTables:
         self.graph, self.mesh = graph, mesh
         self.movable, self.shares = movable_values(graph), latency_shares(graph, mesh)
         self.products = beside(graph, mesh)
+        self.kinds: dict[str, int] = {}
+        self._terms: dict[Hashable, int] = {}
         self.codes: dict[tuple[TensorType, int], np.ndarray] = {}
         self.collected: set[tuple[int, int]] = set()
         """ids of types and placements, which live as long as the graph and :attr:`alive`"""
@@ -281,8 +228,14 @@ class EdgeTables:
         """Equal where :meth:`of` is."""
         at = None if link.ways is None else link.ways.at
         marks = (None if mark is None else mark.tobytes() for mark in (link.mask, link.spared, at))
-        value = self.graph.types[link.value], link.value in self.movable, self.shares[link.value]
-        return *value, self._beside(link), link.given.key, link.asked.key, *marks
+        return self._kind(link.value), self._beside(link), link.given.key, link.asked.key, *marks
+
+    def _kind(self, value: str) -> int:
+        """Equal for values whose conversions take as long."""
+        if value not in self.kinds:
+            terms = self.graph.types[value], value in self.movable, self.shares[value]
+            self.kinds[value] = self._terms.setdefault(terms, len(self._terms))
+        return self.kinds[value]
 
     def of(self, link: Link, held: bool, flying: int = 1) -> Table:
         """What a link takes, and where they are ``held`` its bytes; ``flying``: micro-batches that hold them at once, of

@@ -19,8 +19,8 @@ import numpy as np
 from autoshard.layout import Layout
 from autoshard.passes.ir.graph import Node, Ref
 from autoshard.passes.ir.paths import block_path
-from autoshard.passes.propagate.edges import Link
 from autoshard.passes.propagate.keep import ABSENT, Side
+from autoshard.passes.propagate.links import Link
 from autoshard.passes.propagate.network import Built, Network
 from autoshard.passes.redistribute import on_the_way
 from autoshard.passes.search import Row

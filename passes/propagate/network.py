@@ -23,9 +23,10 @@ from autoshard.passes.ir.assignment import Placements, stated
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.propagate.alike import alike
-from autoshard.passes.propagate.edges import EdgeTables, Link, readings
+from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import AGAIN, KeepTables, Side, is_passive, passive_tags, tail_of
+from autoshard.passes.propagate.links import Link, readings
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.hiding import Stepped, stepped, stepping
@@ -44,7 +45,7 @@ ZERO = Parts()
 
 
 class _Reader(NamedTuple):
-    """Who reads a value, and how; see :class:`~autoshard.passes.propagate.edges.Reading`."""
+    """Who reads a value, and how; see :class:`~autoshard.passes.propagate.links.Reading`."""
 
     variable: str
     side: Side
@@ -289,12 +290,13 @@ class Network:
     def _shared_states(
         self, value: str, defined: Sequence[Placements], read: Sequence[Sequence[Placements]]
     ) -> tuple[Placements, ...]:
-        key = (self.graph.types[value], id(defined), *map(id, read))
+        asked = isinstance(self.constraints.get(value), Constraint)
+        key = (self.graph.types[value] if asked else None, id(defined), *map(id, read))
         if key not in self.known:
             union = dict.fromkeys(defined)
             for placed in read:
                 union.update(dict.fromkeys(placed))
-            if isinstance(self.constraints.get(value), Constraint):
+            if asked:
                 union.update(dict.fromkeys(placeable(self.graph.types[value], self.mesh)))
             self.known[key] = tuple(union)
         states: tuple[Placements, ...] = self.known[key]

@@ -26,13 +26,12 @@ from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.known import known_of_graph, signature
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.propagate.prices.cost import backward_factor, node_flops
-from autoshard.passes.propagate.prices.joined import joins
+from autoshard.passes.propagate.prices.joined import joins, looked_up
 from autoshard.passes.propagate.prices.waiting import waiting
 from autoshard.passes.redistribute.pricing import Shares
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.facts import is_view, saves_operand
-from autoshard.passes.rules.families.embedding import LOOK_UPS
 from autoshard.passes.rules.families.ring import ATTENTION
 
 BUCKET_BYTES = 25 * 2**20
@@ -134,11 +133,12 @@ def _beside_others(graph: Graph, waits: float) -> dict[str, Shares]:
     """Results of look-ups, and operands of attention, that are converted before one operation, where their first reader stands:
     their shares."""
     found: dict[str, Shares] = {}
+    tables = looked_up(graph)
     for node in graph.nodes:
         groups: dict[Hashable, list[str]] = {}
-        for name in dict.fromkeys(node.inputs):
-            made = graph.producers.get(name)
-            if made is not None and (made.op in LOOK_UPS or node.op in ATTENTION) and name not in found:
+        joined = graph.producers if node.op in ATTENTION else tables
+        for name in dict.fromkeys(n for n in node.inputs if n in joined):
+            if name not in found:
                 type_ = graph.types[name]
                 groups.setdefault((type_.dtype, type_.grad), []).append(name)
         found |= {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -31,8 +32,12 @@ class Traffic:
 
 def is_chained(node: Node) -> bool:
     """Whether ``node`` runs in one kernel with its neighbours of the kind."""
-    tags = node.op.tags
-    return torch.Tag.pointwise in tags or torch.Tag.reduction in tags or facts_of(node.op).chains
+    return _chains(node.op)
+
+
+@cache
+def _chains(op: torch._ops.OpOverload) -> bool:
+    return torch.Tag.pointwise in op.tags or torch.Tag.reduction in op.tags or facts_of(op).chains
 
 
 def traffic(graph: Graph) -> Mapping[str, Traffic]:

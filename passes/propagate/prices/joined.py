@@ -9,7 +9,7 @@ as well, that is more than they will take.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,16 +44,22 @@ class Ways(NamedTuple):
 def joins(graph: Graph, mesh: Mesh) -> tuple[tuple[Node, tuple[str, ...]], ...]:
     """Operations that read several results of look-ups of one type, each with the largest such group."""
     found: list[tuple[Node, tuple[str, ...]]] = []
-    for node in graph.nodes if sum(n > 1 for n in mesh.shape) <= AXES else ():
+    made = looked_up(graph) if sum(n > 1 for n in mesh.shape) <= AXES else {}
+    readers = {node.name: node for name in made for node in graph.uses[name]}
+    for node in readers.values():
         groups: dict[TensorType, list[str]] = {}
-        for name in dict.fromkeys(node.inputs):
-            made = graph.producers.get(name)
-            if made is not None and made.op in LOOK_UPS:
-                groups.setdefault(graph.types[name], []).append(name)
-        largest = max(groups.values(), key=len, default=[])
+        for name in dict.fromkeys(n for n in node.inputs if n in made):
+            groups.setdefault(graph.types[name], []).append(name)
+        largest = max(groups.values(), key=len)
         if len(largest) > 1:
             found.append((node, tuple(largest)))
     return tuple(found)
+
+
+@known_of_graph
+def looked_up(graph: Graph) -> Mapping[str, Node]:
+    """The results of look-ups → which these are."""
+    return {name: node for node in graph.nodes if node.op in LOOK_UPS for name in node.outputs}
 
 
 def ways(type_: TensorType, mesh: Mesh) -> Iterable[Placements]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
@@ -58,6 +59,12 @@ def _folded(tables: Tables, number: int) -> tuple[Array, list[Classes]]:
     if isinstance(matrix, Folded):
         return np.ascontiguousarray(matrix.values), [matrix.rows, matrix.columns]
     return tables.compact(number), [tables.classes(number, axis) for axis in (0, 1)]
+
+
+def entries(network: Eliminator) -> int:
+    """Of all matrices of a network, each without equal slices."""
+    counts = Counter(table for scope, table in network.factors.items() if len(scope) == 2)
+    return sum(many * _folded(network.tables, table)[0].size for table, many in counts.items())
 
 
 class _Edge:

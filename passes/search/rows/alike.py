@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard.passes.search.exact.bound import Dual
+from autoshard.passes.search.exact.bound import Dual, entries
 from autoshard.passes.search.exact.eliminate import Eliminator, Scope
 from autoshard.passes.search.exact.tables import Tables
 from autoshard.passes.search.folded import Matrix, summed, transposed
@@ -23,8 +23,8 @@ from autoshard.passes.search.rows.stacked import Stacked
 TIED = 0.5
 # Entries of the largest join that is computed before messages are passed.
 QUICK_JOIN = 3_000_000
-# Sweeps of message passing for the bound, and how little a few of them may gain: between classes, which takes little, and
-# around what is joined unlike its copies.
+# Sweeps of message passing for the bound, and how little a few of them may gain: between classes, which takes little, and,
+# where those at the end may be left out, around what is joined unlike its copies.
 SWEEPS = 120
 LEAST_GAIN = 3e-5
 LEAST_GAIN_NEAR = 1e-4
@@ -91,18 +91,19 @@ def bound(network: CostNetwork, of: Sequence[int]) -> tuple[float, Callable[[], 
     messages, promised = _shared_out(whole, at, between, shares), between.bound
     del between
     kinds: dict[Scope, tuple[Any, ...]] = {s: (*_class_of(s, at), table) for s, table in whole.factors.items()}
-    near = _near(nodes, _joined_otherwise(at, kinds), len(nodes) / max(Counter(classes).values()))
-    rough = Dual(whole, single=True)
-    _begin_with(rough, messages, kinds)
-    _converge(rough, LEAST_GAIN_NEAR, near)
-    for scope in rough.edges:
-        if not near.isdisjoint(scope):
-            messages[scope], kinds[scope] = rough.moved(scope), (scope,)
-    del rough
+    last = entries(whole) <= LITTLE
+    if not last:
+        rough = Dual(whole, single=True)
+        _begin_with(rough, messages, kinds)
+        near = _near(nodes, _joined_otherwise(at, kinds), len(nodes) / max(Counter(classes).values()))
+        _converge(rough, LEAST_GAIN_NEAR, near)
+        for scope in rough.edges:
+            if not near.isdisjoint(scope):
+                messages[scope], kinds[scope] = rough.moved(scope), (scope,)
+        del rough
     dual = Dual(whole, alike=True)
     _begin_with(dual, messages, kinds)
-    entries = sum(edge.table.size for edge in dual.edges.values())
-    if entries <= LITTLE or promised - dual.bound > PROMISED * abs(dual.bound):
+    if last or promised - dual.bound > PROMISED * abs(dual.bound):
         for _ in range(LAST_SWEEPS):
             dual.sweep(math.inf)
     return dual.bound, lambda: _whole(whole, dual.decode())
