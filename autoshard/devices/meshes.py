@@ -10,15 +10,18 @@ from dataclasses import dataclass, field, replace
 from autoshard.compiler import planned
 from autoshard.errors import MeshError, PlanError
 from autoshard.hardware import Hardware
-from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
+from autoshard.passes.ir.sizes import noting
 from autoshard.passes.ir.units import show_seconds
+from autoshard.passes.lower.lowering import narrowed
+from autoshard.passes.memory import tried
 from autoshard.passes.microbatch import in_parts
 from autoshard.passes.propagate.experts.roles import named_by_role
 from autoshard.passes.propagate.hints import in_time
 from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.plans.describe import describe
 from autoshard.plans.orders import in_cheaper_order
 from autoshard.plans.plan import Plan
 from autoshard.plans.wishes import Wishes
@@ -54,6 +57,8 @@ class Search:
     plans: dict[tuple[int, ...], Plan] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     best: Plan | None = None
+    program: Program | None = None
+    """of the best, on a mesh whose axes have no names yet"""
 
     def over(self, devices: int) -> Plan:
         """See :func:`planned_for`."""
@@ -77,15 +82,15 @@ class Search:
             self.notes.append(f"a mesh of {shown} was not searched: its work alone takes {show_seconds(floor)}")
             return
         try:
-            graph, program, plan = self._planned(mesh, self.wishes)
+            graph, program, plan = self._planned(mesh)
         except PlanError as error:
             self.notes.append(f"a mesh of {shown} has no plan: {error}")
             return
-        names = named_by_role(graph, program.assignment)
-        self.plans[shape] = plan = _renamed(plan, Mesh(names, self.hardware))
+        named = Mesh(named_by_role(graph, program.assignment), self.hardware)
+        self.plans[shape] = plan = replace(plan, mesh=named)  # its texts have the old names
         log.info("mesh %s: %s", plan.mesh, show_seconds(self.seconds(plan)))
         if self.best is None or self.seconds(plan) < self.seconds(self.best) * (1 - TIE):
-            self.best = plan
+            self.best, self.program = plan, program
 
     def seconds(self, plan: Plan) -> float:
         """What is made small."""
@@ -94,8 +99,9 @@ class Search:
     def _floor(self, mesh: Mesh) -> float:
         return least_seconds(self.graph, mesh)
 
-    def _planned(self, mesh: Mesh, wishes: Wishes) -> tuple[Graph, Program, Plan]:
+    def _planned(self, mesh: Mesh) -> tuple[Graph, Program, Plan]:
         """With the graph that it is of: of one micro-batch, where there are several."""
+        wishes = self.wishes
         return in_parts(
             self.graph,
             wishes.parts,
@@ -104,28 +110,27 @@ class Search:
             cuts=in_time(wishes.hints, self.graph),
         )
 
+    def _named(self, plan: Plan) -> Plan:
+        """What ``plan`` says on its mesh, whose axes had other names when it was made."""
+        assert self.program is not None
+        with noting() as decided:
+            moved = self.program.assignment.on(plan.mesh)
+            program, memory = tried(moved, self.wishes.optimizer, self.wishes.flying)
+        found = describe(narrowed(program, decided), self.title, self.wishes.optimizer, memory)
+        return replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
+
     def result(self) -> Plan:
-        """The best plan, made for the mesh with its names."""
+        """The best plan, for the mesh with its names."""
         if self.best is None:
             raise PlanError(
                 f"no mesh of these {self.hardware.name} has a plan: {'; '.join(note.rstrip('.') for note in self.notes)}"
             )
         best = self.best
-        *_, plan = self._planned(best.mesh, replace(self.wishes, like=None, plan=best))
+        plan = self._named(best)
         others = sorted((p for p in self.plans.values() if p is not best), key=self.seconds)
         runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _lost(p.cost, best.cost)) for p in others)
         like = [note for note in best.notes if note.startswith("like=")]
         return replace(plan, candidates=runners_up, notes=(*like, *plan.notes, *self.notes))
-
-
-def _renamed(plan: Plan, mesh: Mesh) -> Plan:
-    """The choices of ``plan`` for a mesh with other names of axes: to be followed, for its texts have the old ones."""
-
-    def on(layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-        return {name: layout.on(mesh) for name, layout in layouts.items()}
-
-    outputs = tuple(None if x is None else x.on(mesh) for x in plan.outputs)
-    return replace(plan, mesh=mesh, layouts=on(plan.layouts), shared=on(plan.shared), outputs=outputs)
 
 
 def shapes(devices: int) -> Iterator[tuple[int, ...]]:

@@ -33,13 +33,13 @@ class _Serving(Search):
     def _floor(self, mesh: Mesh) -> float:
         return sum(call.times * least_seconds(call.graph, mesh) for call in self.calls)
 
-    def _planned(self, mesh: Mesh, wishes: Wishes) -> tuple[Graph, Program, Plan]:
-        """Where the axes get their names ``wishes`` have a plan, of one call: all calls have what was found for them."""
-        if wishes.plan is None:
-            self.found[mesh.shape] = found = together(self.calls, mesh, wishes)
-        else:
-            found = self.found[mesh.shape].on(mesh, wishes)
+    def _planned(self, mesh: Mesh) -> tuple[Graph, Program, Plan]:
+        self.found[mesh.shape] = found = together(self.calls, mesh, self.wishes)
         plan = served(self.calls, found, self.wishes, self.title)
         assert plan.serving is not None
         of_tokens = next(n for n, call in enumerate(found.calls) if call.name == plan.serving.decode.name)
         return found.calls[of_tokens].graph, found.programs[of_tokens], plan
+
+    def _named(self, plan: Plan) -> Plan:
+        """All calls have what was found for them."""
+        return served(self.calls, self.found[plan.mesh.shape].on(plan.mesh, self.wishes), self.wishes, self.title)
