@@ -190,6 +190,18 @@ def test_k_of_32_layers_change_their_state(room: float) -> None:
     assert 1 <= changes <= 4  # some layers one way, the others another: no patchwork
 
 
+@pytest.mark.parametrize("strategies", [2, 3])
+def test_layers_that_must_be_alike_are_no_mixture(strategies: int) -> None:
+    """At the best price all quick and all small cost the same, and no layer may differ from its neighbour."""
+    count = 100
+    alike = np.where(np.eye(strategies) > 0, 0.0, np.inf)
+    costs, held = (np.array(x)[:strategies] for x in ([1.0, 2.0, 1.6], [3.0, 0.0, 1.2]))
+    network = CostNetwork((costs,) * count, tuple((i, i + 1, alike) for i in range(count - 1)))
+    row = Row((held,) * count, (None,) * (count - 1), 1.0 * count, 0.5)
+    found = solve(network, rows=[row])
+    assert found.cost == pytest.approx(count * min(c + 0.5 * max(h - 1, 0) for c, h in zip(costs, held, strict=True)))
+
+
 def test_an_excess_that_is_cheaper_than_to_avoid_it_is_paid() -> None:
     network, row = layers(4)
     free = Row(row.nodes, row.edges, 90.0, 0.01)

@@ -7,9 +7,11 @@ one of these choices, the next as in another, and what lies around the borders, 
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 
+from autoshard.errors import PlanError
 from autoshard.passes.search.exact.eliminate import by_join
 from autoshard.passes.search.network import Array, Choice
 from autoshard.passes.search.rows.flips import flipped
@@ -46,13 +48,17 @@ class _Borders:
         self.tried: dict[tuple[int, ...], float] = {}
 
     def value(self, borders: tuple[int, ...]) -> float:
-        """The cost of the choice that these borders give, hard rows' excess at a price of their own."""
+        """The cost of the choice that these borders give, hard rows' excess at a price of their own; inf: there is none."""
         if borders not in self.tried:
             part = self.part.restricted({i: self.choices[k, i : i + 1] for i, k in self._fixed(borders)})
             elimination = Elimination(part.problem, by_join)
-            choice, _ = elimination.solve(part.prices)
             self.search.solved += 1
             self.search.work += elimination.work
+            try:
+                choice, _ = elimination.solve(part.prices)
+            except PlanError:  # the two choices do not meet, whatever lies between them
+                self.tried[borders] = math.inf
+                return math.inf
             whole = self.part.renumbered(part.original(choice))
             filled = flipped(self.part.problem, self.search.slack, whole)
             cost, over = self.search.offer(self.part.original(filled))
