@@ -3,8 +3,10 @@ gathered again."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,9 +14,9 @@ from torch import nn
 import autoshard
 from autoshard import Hardware, Mesh, Shard
 from autoshard.hardware import FEW, PRESETS
-from autoshard.layout import I, Layout, R
+from autoshard.layout import I, Layout, P, R
 from autoshard.passes.capture import capture
-from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.graph import Graph, TensorType
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.edges import conversion_parts, forward_matrices
 from autoshard.passes.propagate.prices.bucketed import bucket_bytes, latency_shares
@@ -120,6 +122,33 @@ def test_what_lasts_longer_than_the_compute_of_a_block_is_waited_for(stage: int,
         found = conversion_parts(*what, Shares(beside=beside))
         assert float((found.blocking - hidden.blocking)[0, 0]) == pytest.approx(late, abs=1e-12)
         assert float((hidden.node - found.node)[0, 0]) == pytest.approx(late, abs=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(16,), (32, 16)])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_stages_are_those_of_what_is_gathered(shape: tuple[int, ...], passes: int) -> None:
+    """What a rank pads, or moves from cut to cut, comes in every pass at any stage; and nothing takes less than no time."""
+    mesh, type_ = Mesh({"a": 2, "b": 2}, hardware="h100"), TensorType(shape, torch.float64, grad=True)
+    share = Shares(gathers=0.1, sums=0.1, beside=1e-10)
+    every = (I, R, P, *map(Shard, range(len(shape))))
+    sources = [x for x in itertools.product(every, repeat=2) if P not in x and R not in x]
+    targets = list(itertools.product(every, repeat=2))
+    plain, *kept = (conversion_parts(type_, mesh, sources, targets, n, True, share, passes=passes) for n in (0, 1, 2))
+    for parts in (plain, *kept):
+        assert all((x >= 0).all() for x in parts)
+    whole = np.array(
+        [
+            [any(isinstance(p, Shard) and q in (I, R) for p, q in zip(a, b, strict=True)) for b in targets]
+            for a in sources
+        ]
+    )
+    for parts in kept:
+        pairs = [
+            (np.broadcast_to(x, whole.shape), np.broadcast_to(y, whole.shape))
+            for x, y in zip(parts, plain, strict=True)
+        ]
+        assert all(np.array_equal(x[~whole], y[~whole]) for x, y in pairs)
+        assert any((x[whole] != y[whole]).any() for x, y in pairs)
 
 
 @pytest.mark.parametrize("losses", [1, 2])

@@ -54,20 +54,22 @@ def conversion_parts(
     ahead, back = copied_seconds(type_, a, b, stage is not None, share)
     found: Sequence[np.ndarray] = [held_up + ahead + back, *links]
     twice = stage == 0 and type_.grad and share.again
-    waited = movable and np.isfinite(share.beside) and (stage == 0 or passes == 1)  # others are gathered once a step
+    waited = movable and np.isfinite(share.beside)
+    gathered = _gathers(a, b)
     if twice or waited:
         value = forward_matrices(type_, a, b, share)
     if twice:
-        gathered = _gathers(a, b)
         found = [x + np.where(gathered, y, 0.0) for x, y in zip(found, (value[0] + ahead, *value[1:]), strict=True)]
     if waited:
-        found = _waited_for(found, value, share.beside, mesh, twice)
+        each_pass = np.full_like(gathered, stage == 0 or passes == 1) | ~gathered
+        found = _waited_for(found, value, share.beside, mesh, [each_pass, gathered & twice])
     if passes == 1 or stage is None:
         return with_journeys(as_parts(found, movable), type_, products, a, b)
-    apart = found if stage == 1 else _sums(type_, a, b, share) if type_.grad else [np.zeros_like(x) for x in found]
-    if stage == 2:
+    apart = _sums(type_, a, b, share) if type_.grad else [np.zeros_like(x) for x in found]
+    if stage:  # of what is gathered: the rest, such as what a rank pads, comes in every pass
         gather, *links = forward_matrices(type_, a, b, share)
-        apart = [x + y for x, y in zip(apart, (gather + ahead, *links), strict=True)]
+        kept = found if stage == 1 else [x + y for x, y in zip(apart, (gather + ahead, *links), strict=True)]
+        apart = [np.where(gathered, x, y) for x, y in zip(kept, apart, strict=True)]
     apart = [np.where(np.isfinite(x), np.minimum(x, y), 0.0) for x, y in zip(found, apart, strict=True)]
     each = as_parts([x - y for x, y in zip(found, apart, strict=True)], movable)
     once = as_parts(apart, movable)
@@ -75,19 +77,18 @@ def conversion_parts(
 
 
 def _waited_for(
-    found: Sequence[np.ndarray], gather: Sequence[np.ndarray], beside: float, mesh: Mesh, twice: bool
+    found: Sequence[np.ndarray], gather: Sequence[np.ndarray], beside: float, mesh: Mesh, comes: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """``found`` with what of a ``gather`` lasts longer than the compute ``beside`` it as time that nothing hides; ``twice``: it
-    comes again in the backward, whose compute is twice as long."""
+    """``found`` with what of a ``gather`` lasts longer than the compute ``beside`` it as time that nothing hides. ``comes``:
+    whether in every pass, and again in the backward, whose compute is twice as long."""
     held_up, *links = found
-    times = (1.0, 2.0) if twice else (1.0,)
     for i, (all_, ahead, speed) in enumerate(
         zip(links, gather[1:], (mesh.overlap.node, mesh.overlap.network), strict=True)
     ):
         finite = np.where(np.isfinite(all_) & np.isfinite(ahead), ahead, 0.0)
-        late = sum((np.maximum(0.0, speed * finite - n * beside) for n in times), np.zeros_like(finite)) / (
-            speed or 1.0
-        )
+        each = (where * np.maximum(0.0, speed * finite - n * beside) for n, where in enumerate(comes, 1))
+        late = sum(each, np.zeros_like(finite))
+        late = np.minimum(late / (speed or 1.0), all_)  # of what is no gather the way back may take less
         links[i], held_up = all_ - late, held_up + late
     return [held_up, *links]
 
