@@ -64,8 +64,12 @@ def signature(node: Node, types: Mapping[str, TensorType]) -> Any:
     def place(ref: Ref) -> _Place:
         return numbers.setdefault(ref.name, _Place(len(numbers)))
 
-    arguments = map_refs((node.args, dict(node.kwargs)), place)
-    return (node.op, repr(arguments), *(types[name] for name in (*numbers, *node.outputs)))
+    given = [place(x) if type(x) is Ref else map_refs(x, place) for x in node.args]
+    return (
+        node.op,
+        repr((given, map_refs(dict(node.kwargs), place) if node.kwargs else {})),
+        *(types[name] for name in (*numbers, *node.outputs)),
+    )
 
 
 def one_of_each(types: Mapping[str, TensorType]) -> dict[str, TensorType]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,7 +163,7 @@ class Side:
     stages: tuple[int, ...] = ()
     """of a parameter, at the side that its readers read: the stage of ZeRO that each tag stands for"""
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """Equal for sides whose tables are equal, as long as both live."""
         arrays = (None if a is None else a.tobytes() for a in (self.saves, self.holds))

@@ -235,23 +235,25 @@ class Network:
         return Variable(space.choices, tags, *self.known[key])
 
     def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Iterator[tuple[str, _Reader]]:
-        for reading in readings(node, space):
-            saves = None
-            if self.offer is not None:
-                saves = self.keeps.of(node, space).saves(node, reading.position, space)
-            side = Side(reading.placed, tags, node.name in self.views, saves)
-            yield reading.name, _Reader(f"node:{node.name}", side, reading.mask, reading.spared, reading.ways)
+        key = ("reads", id(space), tags, self.offer is None)
+        if key not in self.known:  # equal nodes read alike
+            found = list(readings(node, space))
+            keeps = [self.keeps.of(node, space).saves(node, x.position, space) if self.offer else None for x in found]
+            sides = [Side(x.placed, tags, node.name in self.views, k) for x, k in zip(found, keeps, strict=True)]
+            self.known[key] = [(x.position, side, *x[3:]) for x, side in zip(found, sides, strict=True)]
+        variable = f"node:{node.name}"
+        for position, *rest in self.known[key]:
+            yield node.inputs[position], _Reader(variable, *rest)
 
     def _definition(self, node: Node, slot: int, tags: tuple[int, ...]) -> Side:
         space = self.spaces[node]
-        holds = self.keeps.of(node, space).results[slot] if self.offer is not None else None
-        return Side(
-            space.outputs[slot],
-            tags,
-            node.name in self.views,
-            None,
-            holds if holds is not None and holds.any() else None,
-        )
+        key = ("definition", id(space), slot, tags, self.offer is None)
+        if key not in self.known:
+            holds = self.keeps.of(node, space).results[slot] if self.offer is not None else None
+            held = holds if holds is not None and holds.any() else None
+            self.known[key] = Side(space.outputs[slot], tags, node.name in self.views, holds=held)
+        side: Side = self.known[key]
+        return side
 
     # --- edges ---
 
