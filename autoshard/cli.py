@@ -35,6 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # else Python complains when it flushes at the end
         return 141
+    except OSError as error:  # what is asked for cannot be written, or read
+        if error.filename is None:
+            raise
+        print(f"autoshard: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     return status
 
 
@@ -197,6 +202,9 @@ def _like(options: argparse.Namespace) -> str | dict[str, str] | None:
     parts = [part.partition("=") for part in given.split(",")]
     if any(not axis or not name for axis, _, name in parts):
         raise PlanError(f"--like {given!r}: write a plan, or axes and plans as dp=fsdp,tp=megatron-sp")
+    axes = [axis for axis, _, _ in parts]
+    if twice := [axis for axis in axes if axes.count(axis) > 1]:
+        raise PlanError(f"--like {given!r}: axis {twice[0]!r} is given twice")
     return {axis: name for axis, _, name in parts}
 
 

@@ -221,6 +221,11 @@ MISTAKES = [
     (["plan", "mlp", "--mesh", "tp"], "--mesh 'tp': write axes and sizes as dp=2,tp=4"),
     (["plan", "mlp", "--mesh", "tp=0"], "mesh axis 'tp' has size 0; a size is an int of at least 1"),
     (["plan", "mlp", "--mesh", "tp=2,tp=4"], "--mesh 'tp=2,tp=4': axis 'tp' is given twice"),
+    (
+        ["plan", "mlp", "--mesh", "tp=2", "--like", "tp=fsdp,tp=ddp"],
+        "--like 'tp=fsdp,tp=ddp': axis 'tp' is given twice",
+    ),
+    (["show", "mlp", "--mesh", "tp=2", "--out", "/no/plan.txt"], "/no/plan.txt: No such file or directory"),
     (["plan", "mlq", "--mesh", "tp=2"], "there is no reference model 'mlq'. Nearest: mlp:tiny"),
     (["plan", "mlp", "--mesh", "tp=2", "--hardware", "gpu"], "unknown hardware 'gpu'. Known: a100, h100, "),
     (
