@@ -85,10 +85,9 @@ class Attention(nn.Module):
         self.alike = alike
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(x).chunk(1 if self.alike else 3, -1)
-        q, k, v = (
-            (p.unflatten(-1, (2, -1)).transpose(1, 2) for p in parts) if not self.alike else (parts[0][:, None],) * 3
-        )
+        read = self.qkv(x)
+        parts = [p.unflatten(-1, (2, -1)).transpose(1, 2) for p in read.chunk(3, -1)] if not self.alike else []
+        q, k, v = parts or [read[:, None]] * 3
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).square().mean()
 
 
