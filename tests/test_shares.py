@@ -124,6 +124,31 @@ def test_what_lasts_longer_than_the_compute_of_a_block_is_waited_for(stage: int,
         assert float((hidden.node - found.node)[0, 0]) == pytest.approx(late, abs=1e-12)
 
 
+class Gated(nn.Module):
+    """Small experts, all of which compute all rows: in little memory their biases become summands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(16, 4), nn.Linear(16, 16)
+        expert = lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))  # noqa: E731
+        self.experts = nn.ModuleList(expert() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.gate(x).softmax(-1)
+        parts = [weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts)]
+        return self.out(torch.stack(parts).sum(0)).square().mean()
+
+
+@pytest.mark.parametrize("budget", [None, 80e3])
+def test_a_plan_of_micro_batches_costs_the_same_when_it_is_given_back(budget: float | None) -> None:
+    with torch.device("meta"):
+        model, x = Gated().double(), torch.zeros(4, 6, 16, dtype=torch.float64)
+    mesh, asked = Mesh({"a": 2, "b": 2}, hardware="h100"), {"micro_batches": 2, "recompute": "none"}
+    made = autoshard.plan(model, mesh, (x,), training=True, memory_budget=budget, **asked)
+    given = autoshard.compile(model, mesh, (x,), plan=made).plan
+    assert given.cost.total_s == pytest.approx(made.cost.total_s, rel=1e-12)
+
+
 @pytest.mark.parametrize("shape", [(16,), (32, 16)])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_stages_are_those_of_what_is_gathered(shape: tuple[int, ...], passes: int) -> None:

@@ -23,8 +23,8 @@ from autoshard.passes.search.rows.stacked import Stacked
 TIED = 0.5
 # Entries of the largest join that is computed before messages are passed.
 QUICK_JOIN = 3_000_000
-# Sweeps of message passing for the bound, and how little a few of them may gain: between classes, which takes little, and,
-# where those at the end may be left out, around what is joined unlike its copies.
+# Sweeps of message passing for the bound, and how little a few of them may gain: between classes, which takes little, and
+# around what is joined unlike its copies.
 SWEEPS = 120
 LEAST_GAIN = 3e-5
 LEAST_GAIN_NEAR = 1e-4
@@ -71,9 +71,10 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
-def bound(network: CostNetwork, of: Sequence[int]) -> tuple[float, Callable[[], Choice]]:
+def bound(network: CostNetwork, of: Sequence[int], thorough: bool = True) -> tuple[float, Callable[[], Choice]]:
     """A lower bound of what all choices of ``network`` cost, and what finds the choice that its messages lead to. ``of``:
-    node → its class of alike nodes.
+    node → its class of alike nodes. Not ``thorough``: without sweeps around what is joined unlike its copies, where all are
+    swept at the end; that is enough where alike nodes choose alike.
 
     Messages are found in single precision; the bound is what they give in double.
     """
@@ -92,7 +93,7 @@ def bound(network: CostNetwork, of: Sequence[int]) -> tuple[float, Callable[[], 
     del between
     kinds: dict[Scope, tuple[Any, ...]] = {s: (*_class_of(s, at), table) for s, table in whole.factors.items()}
     last = entries(whole) <= LITTLE
-    if not last:
+    if thorough or not last:
         rough = Dual(whole, single=True)
         _begin_with(rough, messages, kinds)
         near = _near(nodes, _joined_otherwise(at, kinds), len(nodes) / max(Counter(classes).values()))

@@ -67,8 +67,8 @@ def solve_alike(
     and still to be found. ``reduced``: of the tied problem; else see :func:`searched`.
     """
 
-    def proof(at: Array) -> tuple[float, Callable[[], Choice]]:
-        lower, choice = bound(problem.priced(at), tied.of)
+    def proof(at: Array, thorough: bool = True) -> tuple[float, Callable[[], Choice]]:
+        lower, choice = bound(problem.priced(at), tied.of, thorough)
         return lower - float(at @ problem.limits), choice
 
     search = Search(tied.problem, relaxed, time.perf_counter() + limit, prices, reduced)
@@ -78,7 +78,7 @@ def solve_alike(
     once = not effort.rough and not np.isinf(problem.prices).any()  # else of several searches few bounds are asked for
     if once and search.closed:
         found = replace(search.solution(), choice=tied.lifted(search.solution().choice), exact=False)
-        lower = proof(search.part.prices)[0]
+        lower = proof(search.part.prices, thorough=False)[0]
         if found.cost - lower <= GAP * abs(found.cost):
             return found.bounded(lower)
     if not effort.rough:
