@@ -21,6 +21,7 @@ from autoshard.passes.propagate.prices.copies import copied_seconds
 from autoshard.passes.propagate.prices.joined import Ways, latencies
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values
 from autoshard.passes.propagate.prices.travelling import NONE, Beside, beside, with_journeys
+from autoshard.passes.propagate.prices.waiting import with_waits
 from autoshard.passes.redistribute import link_matrices
 from autoshard.passes.redistribute.pricing import ALONE, Shares
 from autoshard.passes.search.folded import Folded, joint
@@ -50,7 +51,7 @@ def conversion_parts(
     a = [Layout(mesh, p) for p in sources]
     b = a if targets is sources else [Layout(mesh, p) for p in targets]
     held_up, *links = link_matrices(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown, share)
-    held_up = held_up if movable else with_waits(held_up, mesh, share)
+    held_up = held_up if movable else with_waits(held_up, mesh, share.waits)
     ahead, back = copied_seconds(type_, a, b, stage is not None, share)
     found: Sequence[np.ndarray] = [held_up + ahead + back, *links]
     twice = stage == 0 and type_.grad and share.again
@@ -61,7 +62,7 @@ def conversion_parts(
     if twice:
         found = [x + np.where(gathered, y, 0.0) for x, y in zip(found, (value[0] + ahead, *value[1:]), strict=True)]
     if waited:
-        each_pass = np.full_like(gathered, stage == 0 or passes == 1) | ~gathered
+        each_pass = np.full_like(gathered, stage == 0 or passes == 1) | ~gathered  # others are gathered once a step
         found = _waited_for(found, value, share.beside, mesh, [each_pass, gathered & twice])
     if passes == 1 or stage is None:
         return with_journeys(as_parts(found, movable), type_, products, a, b)
@@ -131,17 +132,12 @@ def as_parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
     return Parts(np.zeros(()), np.zeros(()), np.where(never, np.inf, launches), *finite)
 
 
-def with_waits(launches: np.ndarray, mesh: Mesh, share: Shares) -> np.ndarray:
-    """Seconds of launches, and what ranks wait for one another before each collective that they launch."""
-    return launches * (1.0 + share.waits / mesh.hardware.kernel_latency) if share.waits else launches
-
-
 def made_again(
     type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], movable: bool, others: Shares
 ) -> Parts:
     """What conversions of the value take once more, in the backward; ``others``: what those pay that are waited for."""
     launches, *links = forward_matrices(type_, sources, targets)
-    return as_parts([launches if movable else with_waits(launches, sources[0].mesh, others), *links], movable)
+    return as_parts([launches if movable else with_waits(launches, sources[0].mesh, others.waits), *links], movable)
 
 
 def forward_matrices(

@@ -19,7 +19,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.known import known_of_graph
-from autoshard.passes.propagate.prices.waiting import waiting
+from autoshard.passes.propagate.prices.waiting import waiting, with_waits
 from autoshard.passes.redistribute import link_matrices
 from autoshard.passes.redistribute.pricing import ALONE
 from autoshard.passes.redistribute.space import Floats
@@ -82,8 +82,7 @@ def latencies(
     launches, *links = (
         np.where(finite, x, 0.0) - np.where(finite, y, 0.0) for x, y in zip(alone, together, strict=True)
     )
-    waited = launches * (waits / mesh.hardware.kernel_latency) if waits else 0.0
-    found: Floats = launches + waited + sum(links)
+    found: Floats = with_waits(launches, mesh, waits) + sum(links)
     return found
 
 

@@ -9,6 +9,8 @@ Messages that are not waited for meet in the course of the step, and pay nothing
 
 from __future__ import annotations
 
+import numpy as np
+
 from autoshard.layout import R
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
@@ -39,3 +41,8 @@ def waiting(graph: Graph, mesh: Mesh) -> float:
             seconds[key] = node_seconds(node, graph, mesh, choice, flops, placed).step
         total += seconds[key]
     return mesh.hardware.waits(PRODUCTS * total / mesh.size / products) if products else 0.0
+
+
+def with_waits(launches: np.ndarray, mesh: Mesh, waits: float) -> np.ndarray:
+    """Seconds of launches, and what ranks wait for one another (``waits``) before each collective that they launch."""
+    return launches * (1.0 + waits / mesh.hardware.kernel_latency) if waits else launches
