@@ -19,6 +19,7 @@ from autoshard.hardware import PRESETS, Link
 from autoshard.layout import I, Layout, Owned, Shard
 from autoshard.passes.capture import capture
 from autoshard.passes.lower.tables import tables_together
+from autoshard.passes.propagate import exchanges
 from autoshard.passes.propagate.alternatives import alternatives
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.prices import bucketed, joined
@@ -100,6 +101,7 @@ def test_what_is_looked_up_pays_for_the_one_message_that_brings_it(like: str, mo
     monkeypatch.setattr(joined, "AXES", 0)
     monkeypatch.setattr(bucketed, "_beside_others", lambda graph, waits: {})
     monkeypatch.setattr(embedding, "_share", lambda site: 1.0)
+    monkeypatch.setattr(exchanges, "groups", lambda graph, mesh: ())
     latencies = sum(found.mesh.link("x").rate(c.kind)[0] for c in messages)
     assert features(like).cost.merged_s == pytest.approx(5 * latencies, rel=1e-2)
 
@@ -122,6 +124,25 @@ def test_ways_of_what_is_looked_up_are_told_apart(monkeypatch: pytest.MonkeyPatc
     assert merged() == pytest.approx(latencies, rel=1e-2)
     monkeypatch.setattr(joined, "AXES", 0)
     assert merged() == pytest.approx(-latencies, rel=1e-2)
+
+
+def test_tables_of_one_owner_each_share_with_those_that_lie_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two of six tables are cut, four pay for their message. Negative control: they pay as if it brought six."""
+    mesh = autoshard.Mesh({"x": 4}, hardware=LATE)
+
+    def merged() -> float:
+        with torch.device("meta"):
+            model, ids = Features(), torch.zeros(64, 6, 4, dtype=torch.int64)
+        columns = {f"tables.{i}.weight": {"x": Shard(1)} for i in range(2)}
+        plan = autoshard.plan(model, mesh, (ids,), like="table-wise", hints=columns, training=True)
+        assert [c.labels for c in plan.choices.values() if "pooled" in c.op] == [("embed",)] * 2 + [("table",)] * 4
+        assert plan.cost.total_s == pytest.approx(plan.cost.lower_bound)
+        return plan.cost.merged_s
+
+    latency = mesh.link("x").rate("all_to_all")[0]
+    assert merged() == pytest.approx(0.0, abs=1e-2 * latency)
+    monkeypatch.setattr(exchanges, "groups", lambda graph, mesh: ())
+    assert merged() == pytest.approx(-2 * 2 / 6 * latency, rel=1e-2)
 
 
 @pytest.mark.parametrize("axes", [{"x": 4}, {"x": 2, "y": 2}, {"x": 4, "y": 1}])

@@ -12,6 +12,7 @@ import numpy as np
 from autoshard.layout import I, Owned, R, Shard
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
+from autoshard.passes.propagate import exchanges
 from autoshard.passes.propagate.edges import conversion_parts
 from autoshard.passes.propagate.links import paid, readings, unspared
 from autoshard.passes.propagate.objective import objective, wanted
@@ -112,6 +113,11 @@ class _Alternatives:
         return found
 
     @cached_property
+    def calls(self) -> Mapping[str, tuple[Node, ...]]:
+        """Look-ups that may go in one call with others → all of these."""
+        return {node.name: nodes for nodes in exchanges.groups(self.graph, self.mesh) for node in nodes}
+
+    @cached_property
     def stages(self) -> Mapping[str, int]:
         return stages_of(self.graph, self.assignment.zero)
 
@@ -124,7 +130,8 @@ class _Alternatives:
         targets = tuple(tuple(self.targets[name]) for name in node.outputs)
         owned = tuple(self._terms(name) for name in (*node.inputs, *node.outputs))
         key = (id(space), current, *((sources[n], self._follows(n)) for n in node.inputs), targets, owned)
-        key = (*key, node.name) if node.name in self.joined else key
+        alone = node.name not in self.joined and node.name not in self.calls
+        key = key if alone else (*key, node.name)
         if key not in self.known:
             parts = space.parts
             for _, name, placed, mask, spared, _ in readings(node, space):
@@ -136,6 +143,8 @@ class _Alternatives:
                     parts += self._parts(name, placed, [target])[:, 0]
             if node.name in self.joined:
                 parts += Parts(blocking=-self._together(node, space))
+            if node.name in self.calls:
+                parts += Parts(blocking=self._on_top(node, space))
             others = self.total + (parts - parts[current])
             self.known[key] = self._best(space, self._step(others) - self._step(self.total), current)
         return self.known[key]
@@ -156,6 +165,12 @@ class _Alternatives:
                 moves = ((n, lies[n], placed) for (_, n), placed in zip(places, read, strict=True))
                 found[choice] += saved(self.graph, self.mesh, moves)
         return found
+
+    def _on_top(self, node: Node, space: OpSpace) -> np.ndarray:
+        """Seconds that look-ups which go in one call with ``node`` pay on top of their prices, per choice of it."""
+        others = [exchanges.chosen(self.assignment, other) for other in self.calls[node.name] if other is not node]
+        own = exchanges.of_choices(node, self.graph, self.mesh, space)
+        return np.array([exchanges.on_top([*others, x]) for x in own])
 
     def _step(self, parts: Parts) -> Any:
         return parts.step(self.mesh.overlap, self.graph.passes)

@@ -54,6 +54,8 @@ def assigned(network: Network, solution: Solution) -> Assignment:
 def states_of(network: Network, name: str, variable: Variable, assignment: Assignment) -> list[int]:
     """The states of a variable that stand for what ``assignment`` chose, and make nothing again."""
     kind, _, rest = name.rpartition(":")
+    if kind == "way":
+        return list(range(variable.size))
     if kind == "node":
         chosen: Any = assignment.choices[rest]
     elif kind == "shared":

@@ -163,7 +163,10 @@ class Moments:
 
     def _edge(self, i: int, j: int, count: _Counts) -> _Edge:
         first, last = sorted((self.at[i], self.at[j]))
-        value = self._links[frozenset((self.names[i], self.names[j]))][0].value
+        links = self._links.get(frozenset((self.names[i], self.names[j])))
+        if links is None:
+            return _Edge(0.0, 0.0, 0.0)
+        value = links[0].value
         if value in self.graph.parameters and last < len(self.place):  # gathered for one of a block it is there for all
             users = [last] if last >= 0 else [self.place[user.name] for user in self.graph.uses[value]]
             blocks = ((self.begins.get(self.blocks[u], u), self.ends.get(self.blocks[u], u + 1)) for u in users)

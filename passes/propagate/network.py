@@ -22,6 +22,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, stated
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.memory import optimizer_bytes
+from autoshard.passes.propagate import exchanges
 from autoshard.passes.propagate.alike import alike
 from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.hints import Constraint, Limit
@@ -107,8 +108,10 @@ class Network:
     """micro-batches that keep something for the backward at once"""
     carried: frozenset[str] = frozenset()  # inputs whose layout is to be chosen, as a parameter's is
     variables: dict[str, Variable] = field(default_factory=dict)
-    """by name: a value, "node:…", "shared:…", "out:i" """
+    """by name: a value, "node:…", "shared:…", "out:i", "way:i" """
     links: list[Link] = field(default_factory=list)
+    calls: list[tuple[str, str, np.ndarray]] = field(default_factory=list)
+    """of look-ups that go in one call: the variable of their way, that of one, and seconds between their states"""
     known: dict[Any, Any] = field(default_factory=dict)
     """one object for what is equal, so that equal layers give identical tables"""
 
@@ -136,11 +139,14 @@ class Network:
         between = [made[key] for key in keys]
         numbers = {name: i for i, name in enumerate(self.variables)}
         edges = [(numbers[x.source], numbers[x.reader], e) for x, (e, _) in zip(self.links, between, strict=True)]
+        for way, look_up, seconds in self.calls:
+            edges.append((numbers[way], numbers[look_up], stepped(Parts(blocking=seconds), seconds.shape, *hides)))
         nodes = [own[id(v.parts), v.size] for v in self.variables.values()]
         network, hiding = stepping(nodes, edges, *hides)
         if self.offer is None:
             return Built(network, hiding, alike=alike(self.graph, self.variables))
-        kept = Row(tuple(v.kept for v in self.variables.values()), tuple(held for _, held in between), math.inf)
+        held = (*(held for _, held in between), *[None] * len(self.calls))
+        kept = Row(tuple(v.kept for v in self.variables.values()), held, math.inf)
         stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
         return Built(network, hiding, (kept, stays), alike(self.graph, self.variables))
 
@@ -179,7 +185,19 @@ class Network:
             for slot, name in enumerate(node.outputs):
                 side = self._definition(node, slot, self.variables[f"node:{node.name}"].tags)
                 self._connect(f"node:{node.name}", side, name, readers[name], needed)
+        self._ways()
         self._in_order()
+
+    def _ways(self) -> None:
+        """Variables of the ways in which look-ups go in one call."""
+        for i, nodes in enumerate(exchanges.groups(self.graph, self.mesh)):
+            found = exchanges.group(self.graph, self.mesh, nodes, [self.spaces[node] for node in nodes])
+            if found is None:
+                continue
+            self.variables[f"way:{i}"] = Variable(found.ways, parts=Parts(blocking=found.seconds))
+            for node, seconds in zip(nodes, found.more, strict=True):
+                look_up = f"node:{node.name}"
+                self.calls.append((f"way:{i}", look_up, np.tile(seconds, len(self.variables[look_up].tags))))
 
     def _in_order(self) -> None:
         """Every variable next to the operations that it is joined to: the search goes through them one after another."""
@@ -187,6 +205,8 @@ class Network:
         for link in self.links:
             if link.source in place:
                 place.setdefault(link.reader, place[link.source] + 0.5)
+        for way, look_up, _ in reversed(self.calls):
+            place[way] = place[look_up] - 0.25
         before: dict[str, float] = {}
         for link in reversed(self.links):
             if link.source not in place:

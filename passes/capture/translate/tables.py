@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
-from autoshard.passes.rules.families.embedding import BAG_MODES, LOOK_UPS
+from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.rules.families.embedding import LOOK_UPS, in_one_call
 from autoshard.runtime.operations.embedding import pooled_op
 
 aten = torch.ops.aten
@@ -34,40 +33,17 @@ def with_tables(graph: Graph) -> Graph:
             alike = sum(2 * graph.types[other].nbytes >= types[name].nbytes for other in whole)
             alike = alike if name in whole else 0
             types[name] = replace(types[name], looked_up=max(1, looked_up), sparse=sparse, tables=alike)
-    for name, number in _together(whole, graph, types).items():
+    for name, number in _together(replace(graph, types=types)).items():
         types[name] = replace(types[name], together=number)
     return replace(graph, types=types) if types != graph.types else graph
 
 
-def _together(whole: Collection[str], graph: Graph, types: Mapping[str, TensorType]) -> dict[str, int]:
-    """Table → how many look-ups are alike, and none needs what another has found; the least of its own look-ups.
-
-    What goes in one call is decided so in :mod:`autoshard.passes.lower.tables`.
-    """
-    depth: dict[str, int] = {}
-    groups: dict[Any, list[str]] = {}
-    for node in graph.nodes:
-        level, table = max((depth.get(n, 0) for n in node.inputs), default=0), node.inputs[0] if node.inputs else ""
-        looks_up = node.op in LOOK_UPS and table in whole
-        depth.update(dict.fromkeys(node.outputs, level + looks_up))
-        if looks_up:
-            groups.setdefault((level, types[table].sparse, types[node.outputs[0]].dtype, *_form(node)), []).append(
-                table
-            )
+def _together(graph: Graph) -> dict[str, int]:
+    """Table → how many look-ups go in one call with those in it; the least of its own."""
     found: dict[str, int] = {}
-    for tables in groups.values():
-        found |= {n: min(len(tables), found.get(n, len(tables))) for n in tables}
+    for nodes in in_one_call(graph).values():
+        found |= {n: min(len(nodes), found.get(n, len(nodes))) for n in (node.inputs[0] for node in nodes)}
     return found
-
-
-def _form(node: Node) -> tuple[Any, ...]:
-    """How a look-up pools, and whether its bags are jagged, with weights, with the last one's end."""
-    if node.op == aten.embedding.default:
-        return "sum", False
-    if node.op == POOLED:
-        return node.argument("mode"), False
-    weighted = node.argument("per_sample_weights") is not None
-    return BAG_MODES[node.argument("mode")], True, weighted, bool(node.argument("include_last_offset"))
 
 
 def _is_table(name: str, graph: Graph) -> bool:

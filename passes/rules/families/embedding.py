@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -132,6 +134,33 @@ def _local_embedding(site: Site) -> Call:
     if sparse:
         extra["sparse"] = True
     return Call("vocab_embedding", (weight, indices, rows, spell(axes)), extra)
+
+
+def in_one_call(graph: Graph) -> dict[Hashable, list[Node]]:
+    """Look-ups in tables that may lie whole on one rank each: those that are alike, and none needs what another has found.
+
+    What goes in one call is decided so in :mod:`autoshard.passes.lower.tables`.
+    """
+    depth: dict[str, int] = {}
+    found: dict[Hashable, list[Node]] = {}
+    for node in graph.nodes:
+        level = max((depth.get(n, 0) for n in node.inputs), default=0)
+        looks_up = node.op in LOOK_UPS and graph.types[node.inputs[0]].tables > 0
+        depth.update(dict.fromkeys(node.outputs, level + looks_up))
+        if looks_up:
+            kind = graph.types[node.inputs[0]].sparse, graph.types[node.outputs[0]].dtype
+            found.setdefault((level, *kind, *_form(node)), []).append(node)
+    return found
+
+
+def _form(node: Node) -> tuple[Any, ...]:
+    """How a look-up pools, and whether its bags are jagged, with weights, with the last one's end."""
+    if node.op == aten.embedding.default:
+        return "sum", False
+    if node.op == pooled_op._opoverload:
+        return node.argument("mode"), False
+    weighted = node.argument("per_sample_weights") is not None
+    return BAG_MODES[node.argument("mode")], True, weighted, bool(node.argument("include_last_offset"))
 
 
 def gives_sparse(site: Site) -> bool:
