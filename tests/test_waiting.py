@@ -22,7 +22,7 @@ from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import TensorType
 from autoshard.passes.propagate.edges import conversion_parts
 from autoshard.passes.propagate.prices.cost import optimizer_seconds
-from autoshard.passes.propagate.prices.waiting import waiting
+from autoshard.passes.propagate.prices.waiting import Waits, waiting
 from autoshard.passes.redistribute.pricing import Shares
 from autoshard.passes.search.rows.within import ENOUGH
 from autoshard.plans.plan import Plan
@@ -48,7 +48,7 @@ def test_what_is_searched_is_what_the_plan_costs(seed: int) -> None:
     model, x = drawn(r := random.Random(seed))
     axes = r.choice([{"tp": 4}, {"dp": 2, "tp": 2}])
     graph = capture(model.train(), (x,), {}, training=True)
-    found = compiled(graph, autoshard.Mesh(axes, hardware(((0.0, 1e-3),))))
+    found = compiled(graph, autoshard.Mesh(axes, hardware(((0.0, 1e-3), (r.choice((1e-6, 1.0)), 2e-3)))))
     cost = found.plan.cost
     assert cost.total_s == pytest.approx(found.program.assignment.solution.cost, rel=1e-9)
     assert found.plan.lower_bound == pytest.approx(cost.total_s, rel=ENOUGH)
@@ -83,12 +83,45 @@ def test_what_is_made_again_waits_again() -> None:
     assert again - free_again >= once - free_once + 3e-3 - 1e-9  # a gather inside of each block
 
 
-def test_the_more_there_is_to_compute_the_longer_ranks_wait() -> None:
-    def of(rows: int) -> float:
-        model, x = torch.nn.Linear(512, 512), torch.empty(rows, 512)
-        return waiting(capture(model, (x,), {}, training=True), autoshard.Mesh({"tp": 2}, hardware(WAITS)))
+@pytest.mark.parametrize("rows", [8, 512, 4096])
+def test_ranks_wait_by_the_line_between_two_products_and_all_of_them(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, real = list[float](), Hardware.waits
 
-    assert 1e-4 <= of(8) < of(512) < of(4096) <= 4e-4
+    def noted(hardware: Hardware, computed: float) -> float:
+        asked.append(computed)
+        return real(hardware, computed)
+
+    def of(layers: int, waits: tuple[tuple[float, float], ...] = WAITS) -> Waits:
+        model, x = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(layers)]), torch.empty(rows, 512)
+        return waiting(capture(model, (x,), {}, training=True), autoshard.Mesh({"tp": 2}, hardware(waits)))
+
+    monkeypatch.setattr(Hardware, "waits", noted)
+    found = of(8)
+    assert asked[1] == pytest.approx(4 * asked[0], rel=0.1)  # that of a gradient of the input, which nobody wants, less
+    for computed in asked:
+        assert found.message + found.share * computed == pytest.approx(real(hardware(WAITS), computed))
+    assert of(1).share == 0.0  # two products are more than there are
+    assert of(8, ()) == Waits(0.0, 0.0)
+
+
+def test_who_sends_nothing_waits_at_the_end_of_the_step() -> None:
+    """By the share of all it computes, the optimizer included; and it is in the price of every operation's alternatives."""
+    waits = ((1e-4, 1e-4), (1e-1, 1e-2))
+    with torch.device("meta"):
+        model, tokens = Llama(LlamaConfig(512, 256, 768, 4, 4, 3)).train(), torch.zeros(8, 64, dtype=torch.long)
+
+    def of(waits: tuple[tuple[float, float], ...]) -> Plan:
+        mesh = autoshard.Mesh({"x": 2}, hardware(waits))
+        return autoshard.plan(model, mesh, (tokens,), {"labels": tokens}, training=True, like="replicate")
+
+    free, paid = of(()), of(waits)
+    assert not paid.collectives
+    share = paid.cost.total_s / free.cost.total_s - 1.0
+    assert share == pytest.approx(9.9e-3 / 99.9e-3, rel=1e-6)
+    assert paid.cost.optimizer_s == pytest.approx((1.0 + share) * free.cost.optimizer_s)
+    assert paid.cost.schedule_s == pytest.approx((1.0 + share) * free.cost.schedule_s, rel=1e-3)
 
 
 def test_waits_are_measured_beyond_latencies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def exchange(
         return None
     latency = shared = 0.0
     for c in internal_collectives(node, graph, mesh, choice, placed):
-        each = mesh.link(c.axes).rate(c.kind)[0] + waiting(graph, mesh)
+        each = mesh.link(c.axes).rate(c.kind)[0] + waiting(graph, mesh).message
         latency, shared = latency + each, shared + c.share * each
     return Exchange(way, latency, shared)
 

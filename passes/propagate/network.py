@@ -347,6 +347,7 @@ class Network:
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
+            seconds *= 1.0 + self.spaces.waits.share
             left = costs.row_bytes(type_, states, self.mesh) if type_.sparse else size
             skew = np.array([costs.skew(type_, placed, self.mesh) for placed in states])
             size, state, left = size * skew, state * skew, left * skew

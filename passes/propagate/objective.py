@@ -108,8 +108,8 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
             )
             flops = costs.node_flops(node, graph, rule_for(node.op))
             inside = [c for c in internal_collectives(node, graph, mesh, choice, placed) if c.spared not in spares]
-            compute = costs.node_seconds(node, graph, mesh, choice, flops, placed, traffic)
-            known[key] = OpSeconds(compute, costs.inside_seconds(inside, mesh, compute, waits))
+            compute = costs.node_seconds(node, graph, mesh, choice, flops, placed, traffic).longer(waits.share)
+            known[key] = OpSeconds(compute, costs.inside_seconds(inside, mesh, compute, waits.message))
         operations[node.name] = known[key]
     prices: dict[object, Parts] = {}
     conversions: list[Parts] = []
@@ -130,6 +130,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
     ]
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
     update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
+    update *= 1.0 + waits.share
     again = _again(assignment, operations, movable)
     return Objective(operations, summed(conversions), update, mesh.overlap, graph.passes, again)
 

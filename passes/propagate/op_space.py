@@ -22,7 +22,7 @@ from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.fusion import Traffic, traffic
 from autoshard.passes.propagate.prices.joined import Ways
 from autoshard.passes.propagate.prices.step_time import Parts
-from autoshard.passes.propagate.prices.waiting import waiting
+from autoshard.passes.propagate.prices.waiting import NOBODY, Waits, waiting
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site
 from autoshard.passes.rules.exact import exact, is_single_in_double
@@ -111,7 +111,7 @@ class _Priced(NamedTuple):
 
 
 def op_space(
-    node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = (), traffic: Traffic | None = None, waits: float = 0.0
+    node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = (), traffic: Traffic | None = None, waits: Waits = NOBODY
 ) -> OpSpace:
     """All combinations of per-axis strategies that the sizes allow; of equals in layout only the cheapest stays.
 
@@ -169,7 +169,7 @@ def _priced(
     graph: Graph,
     mesh: Mesh,
     traffic: Traffic | None,
-    waits: float,
+    waits: Waits,
 ) -> dict[Any, _Priced]:
     """(layouts of operands, of results) → the cheapest choice with them."""
     grads_in = [graph.types[name].grad for name in node.inputs]
@@ -182,10 +182,10 @@ def _priced(
         inside = internal_collectives(node, graph, mesh, choice, (*ins, *outs))
         if inside and is_single_in_double(node, graph):
             continue
-        compute = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs), traffic)
+        compute = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs), traffic).longer(waits.share)
         always = [c for c in inside if c.spared is None]
-        spared = {c.spared: costs.internal_cost(c, mesh, waits)[1] for c in inside if c.spared is not None}
-        found = _Priced(choice, compute, costs.inside_seconds(always, mesh, compute, waits), spared)
+        spared = {c.spared: costs.internal_cost(c, mesh, waits.message)[1] for c in inside if c.spared is not None}
+        found = _Priced(choice, compute, costs.inside_seconds(always, mesh, compute, waits.message), spared)
         if (ins, outs) not in best or found.step < best[ins, outs].step:
             best[ins, outs] = found
     return best

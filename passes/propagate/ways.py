@@ -30,7 +30,7 @@ class SpacesWithWays(OpSpaces):
         type_, mesh = self.graph.types[values[0]], self.mesh
         sources = tuple(ways(type_, mesh))
         uses = [space.inputs[i] for i, name in enumerate(node.inputs) if name in values]
-        pays = np.max([latencies(type_, mesh, sources, placed, self.waits) for placed in uses], axis=0)
+        pays = np.max([latencies(type_, mesh, sources, placed, self.waits.message) for placed in uses], axis=0)
         pairs: list[tuple[int, int | None]] = [(i, None) for i in range(len(space.choices))]
         pairs += [(int(i), s) for s, row in enumerate(pays) for i in np.flatnonzero(row)]
         at = [i for i, _ in pairs]

@@ -79,7 +79,7 @@ def latency_shares(graph: Graph, mesh: Mesh) -> EachShares:
     bucket; those of matrices and of vectors need not go over the same axes, and count apart.
     """
     full = min((bucket_bytes(mesh, axis) for axis in mesh.axes if mesh.size_of(axis) > 1), default=BUCKET_BYTES)
-    blocks, beside, waits = _blocks(graph), _beside_block(graph, mesh), waiting(graph, mesh)
+    blocks, beside, waits = _blocks(graph), _beside_block(graph, mesh), waiting(graph, mesh).message
     every: dict[Hashable, float] = defaultdict(float)
     for group in blocks:
         for name, size in group.items():

@@ -125,6 +125,12 @@ class Seconds(NamedTuple):
         """Both."""
         return self.forward + self.backward
 
+    def longer(self, share: float) -> Seconds:
+        """With so much more of all of it."""
+        ahead, back = self.launches
+        more = 1.0 + share
+        return Seconds(more * self.forward, more * self.backward, (more * ahead, more * back))
+
 
 def node_seconds(
     node: Node,

@@ -98,4 +98,4 @@ def saved(graph: Graph, mesh: Mesh, moves: Iterable[tuple[str, Placements, Place
 
 @known_of_graph
 def _latency(graph: Graph, mesh: Mesh, type_: TensorType, src: Placements, dst: Placements) -> float:
-    return float(latencies(type_, mesh, (src,), (dst,), waiting(graph, mesh))[0, 0])
+    return float(latencies(type_, mesh, (src,), (dst,), waiting(graph, mesh).message)[0, 0])

@@ -1,13 +1,16 @@
-"""What ranks wait for one another before a message that an operation waits for.
+"""What ranks wait for one another: before messages that an operation waits for, and at the end of the step.
 
 Ranks do not compute equally fast: after more compute they come at moments that differ more. Calibration measures how much
-(:attr:`~autoshard.hardware.Hardware.waiting`). How much compute lies between two messages depends on the plan; what counts is
-that of a plan which cuts all work and has two in each direction for eight products, as a transformer's layer under tensor
-parallelism.
+(:attr:`~autoshard.hardware.Hardware.waiting`). How much compute lies between two messages depends on the plan; but as what they
+wait grows about as a line, all that they wait in a step does not: it is so much before each message, and a share of all that is
+computed. The line is that from the compute of two products (a transformer's layer under tensor parallelism has two messages in
+each direction for eight) to that of the whole step.
 Messages that are not waited for meet in the course of the step, and pay nothing of this.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,11 +26,23 @@ PRODUCTS = 2.0
 """products, each with those of its gradients, between two messages"""
 
 
+class Waits(NamedTuple):
+    """Of ranks for one another."""
+
+    message: float = 0.0
+    """seconds before each message that an operation waits for, beyond its latency"""
+    share: float = 0.0
+    """seconds per second of compute"""
+
+
+NOBODY = Waits()
+
+
 @known_of_graph
-def waiting(graph: Graph, mesh: Mesh) -> float:
-    """Seconds before each message, beyond its latency; 0 where none was measured."""
+def waiting(graph: Graph, mesh: Mesh) -> Waits:
+    """The line of ``graph``; 0 where none was measured."""
     if not mesh.hardware.waiting:
-        return 0.0
+        return NOBODY
     graph, seconds = graph.example, dict[object, float]()  # what it is for the example's lengths binds no program
     total, products = 0.0, 0
     for node in graph.nodes:
@@ -40,7 +55,12 @@ def waiting(graph: Graph, mesh: Mesh) -> float:
             placed = [(R,) * mesh.ndim] * len(names)
             seconds[key] = node_seconds(node, graph, mesh, choice, flops, placed).step
         total += seconds[key]
-    return mesh.hardware.waits(PRODUCTS * total / mesh.size / products) if products else 0.0
+    if not products:
+        return NOBODY
+    between, all_ = PRODUCTS * total / mesh.size / products, total / mesh.size
+    short, long = mesh.hardware.waits(between), mesh.hardware.waits(all_)
+    share = (long - short) / (all_ - between) if all_ > between else 0.0
+    return Waits(max(0.0, short - share * between), share)
 
 
 def with_waits(launches: np.ndarray, mesh: Mesh, waits: float) -> np.ndarray:
