@@ -16,13 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autoshard
 from autoshard.compiler import captured, planned
 from autoshard.hardware import PRESETS, Link
-from autoshard.layout import I, Layout, Owned, Shard
+from autoshard.layout import I, Layout, Owned, R, Shard
 from autoshard.passes.capture import capture
+from autoshard.passes.ir.graph import TensorType
 from autoshard.passes.lower.tables import tables_together
 from autoshard.passes.propagate import exchanges
 from autoshard.passes.propagate.alternatives import alternatives
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.prices import bucketed, joined
+from autoshard.passes.propagate.prices.cost import optimizer_seconds
 from autoshard.passes.rules.families import embedding
 from autoshard.plans.wishes import Wishes
 from autoshard.runtime.operations.tables import Arrival, Group, _Placed, placed
@@ -82,7 +84,7 @@ class Features(nn.Module):
         return torch.cat([table(ids[:, i]).sum(1) for i, table in enumerate(self.tables)], 1).square().mean()
 
 
-LATE = replace(PRESETS["cpu"], node=Link(latency=2e-3, bandwidth=1e9))
+LATE = replace(PRESETS["cpu"], node=Link(latency=2e-3, bandwidth=1e9), kernel_latency=1e-7)
 
 
 def features(like: str) -> autoshard.Plan:
@@ -143,6 +145,42 @@ def test_tables_of_one_owner_each_share_with_those_that_lie_so(monkeypatch: pyte
     assert merged() == pytest.approx(0.0, abs=1e-2 * latency)
     monkeypatch.setattr(exchanges, "groups", lambda graph, mesh: ())
     assert merged() == pytest.approx(-2 * 2 / 6 * latency, rel=1e-2)
+
+
+class Sized(nn.Module):
+    """Tables of so many rows, whose look-ups go in one call."""
+
+    def __init__(self, *rows: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(n, 16) for n in rows)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.cat([table(ids[:, i]) for i, table in enumerate(self.tables)], 1).square().mean()
+
+
+@pytest.mark.parametrize("sharing", [(), ((1, 0.5), (2, 0.5), (4, 1.0))])
+@pytest.mark.parametrize("cut", [(), (0,), (1, 2, 3), (2, 3)])
+@pytest.mark.parametrize("rows", [(900, 300, 200, 100), (900, 800, 700, 100), (400, 400, 400, 400)])
+def test_the_update_takes_what_the_fullest_rank_has(
+    rows: tuple[int, ...], cut: tuple[int, ...], sharing: tuple[tuple[int, float], ...]
+) -> None:
+    """Of tables of one owner each, whether or not others are ``cut``; and where cores are shared, while the other ranks wait:
+    about, where some of the smaller ones are cut, as those that are not count what they do beside all of them."""
+    mesh = autoshard.Mesh({"x": 4}, hardware=replace(LATE, sharing=sharing))
+    with torch.device("meta"):
+        model, ids = Sized(*rows), torch.zeros(64, 4, dtype=torch.int64)
+    columns = {f"tables.{i}.weight": {"x": Shard(1)} for i in cut}
+    plan = autoshard.plan(model, mesh, (ids,), like="table-wise", hints=columns, training=True)
+    layouts = [plan.layouts[f"tables.{i}.weight"]["x"] for i in range(4)]
+    owned = [0] * 4
+    for n, x in zip(rows, layouts, strict=True):
+        if isinstance(x, Owned):
+            owned[x.owner] += n
+    assert [isinstance(x, Owned) for x in layouts] == [i not in cut for i in range(4)]
+    working = sum(owned) / max(owned)
+    expected = max(owned) * mesh.hardware.lasting(working, 4) + sum(rows[i] for i in cut) / 4
+    each = optimizer_seconds("adamw", TensorType((1, 16), torch.float32, True), (R,), mesh)
+    assert plan.cost.optimizer_s == pytest.approx(expected * each, rel=0.2 if sharing and cut == (2, 3) else 1e-6)
 
 
 @pytest.mark.parametrize("axes", [{"x": 4}, {"x": 2, "y": 2}, {"x": 4, "y": 1}])

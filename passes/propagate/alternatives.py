@@ -12,8 +12,8 @@ import numpy as np
 from autoshard.layout import I, Owned, R, Shard
 from autoshard.passes.ir.assignment import Assignment, Placements
 from autoshard.passes.ir.graph import Node
-from autoshard.passes.propagate import exchanges
 from autoshard.passes.propagate.edges import conversion_parts
+from autoshard.passes.propagate.exchanges import Exchanges, exchanges
 from autoshard.passes.propagate.links import paid, readings, unspared
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
@@ -114,9 +114,10 @@ class _Alternatives:
         return found
 
     @cached_property
-    def calls(self) -> Mapping[str, tuple[Node, ...]]:
-        """Look-ups that may go in one call with others → all of these."""
-        return {node.name: nodes for nodes in exchanges.groups(self.graph, self.mesh) for node in nodes}
+    def calls(self) -> Mapping[str, Exchanges]:
+        """Look-ups that may go in one call with others → what all of these do."""
+        found = exchanges(self.graph, self.mesh, self.optimizer)
+        return {node.name: together for together in found for node in together.nodes}
 
     @cached_property
     def stages(self) -> Mapping[str, int]:
@@ -145,7 +146,7 @@ class _Alternatives:
             if node.name in self.joined:
                 parts += Parts(blocking=-self._together(node, space))
             if node.name in self.calls:
-                parts += Parts(blocking=self._on_top(node, space))
+                parts += self._on_top(node, space)
             others = self.total + (parts - parts[current])
             self.known[key] = self._best(space, self._step(others) - self._step(self.total), current)
         return self.known[key]
@@ -167,11 +168,13 @@ class _Alternatives:
                 found[choice] += saved(self.graph, self.mesh, moves)
         return found
 
-    def _on_top(self, node: Node, space: OpSpace) -> np.ndarray:
+    def _on_top(self, node: Node, space: OpSpace) -> Parts:
         """Seconds that look-ups which go in one call with ``node`` pay on top of their prices, per choice of it."""
-        others = [exchanges.chosen(self.assignment, other) for other in self.calls[node.name] if other is not node]
-        own = exchanges.of_choices(node, self.graph, self.mesh, space)
-        return np.array([exchanges.on_top([*others, x]) for x in own])
+        found = self.calls[node.name]
+        each, at = found.chosen(self.assignment), found.nodes.index(node)
+        own = (found.on_top([*each[:at], x, *each[at + 1 :]]) for x in found.of_choices(node, space))
+        latency, update = np.array(list(own)).T
+        return Parts(blocking=latency, once=update)
 
     def _step(self, parts: Parts) -> Any:
         return parts.step(self.mesh.overlap, self.graph.passes)

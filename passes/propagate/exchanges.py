@@ -1,46 +1,67 @@
-"""What look-ups in tables of one owner each pay of the latency of the message that brings what all of them find.
+"""What look-ups in tables of one owner each pay together: latency of the message that brings what all find, and the update.
 
-Inside its local form each pays a share, as if all that may go in one call did. Where only some of the tables lie so, or not all
-along the same axes, fewer share: what they pay on top is found of each group of look-ups. The search has a variable for each
-group, the way that most of it go; where several go a second way together as well, that is more than they will take.
+Inside its local form each pays a share of the latency, as if all that may go in one call did. Where only some of the tables lie
+so, or not all along the same axes, fewer share. Of the optimizer's update a step takes what the rank with most to update does:
+that of the largest table, or more where all are dealt out. What look-ups pay on top of their prices, or less, is found of each
+group of them. The search has a variable for each group: the way that most of it go, and the largest table among these. Where
+several go a second way together as well, that is more than they will take; where only some of the smaller tables have an owner,
+each pays what it does beside all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from autoshard.layout import Owned, R
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.propagate.op_space import OpSpace, internal_collectives
+from autoshard.passes.propagate.owners import balanced
+from autoshard.passes.propagate.prices.cost import optimizer_seconds, skew
+from autoshard.passes.propagate.prices.step_time import Parts
 from autoshard.passes.propagate.prices.waiting import waiting
 from autoshard.passes.rules.families.embedding import TABLE, in_one_call
 
+Way = tuple[bool, ...]
+"""per mesh axis, whether what is looked up goes along it"""
+
 
 class Exchange(NamedTuple):
-    """The messages of one look-up."""
+    """What one look-up has in the messages and the update of its group."""
 
-    way: tuple[bool, ...]
-    """per mesh axis, whether it goes along it"""
+    way: Way
     latency: float
-    """seconds, with what ranks wait for one another before it, forward and backward"""
+    """seconds, with what ranks wait for one another before the message, forward and backward"""
     shared: float
     """the part of it that its price has"""
+    update: float = 0.0
+    """seconds of the update of its table as its price has them"""
+
+
+class Most(NamedTuple):
+    """What most of a group do."""
+
+    way: Way
+    latency: float
+    largest: int
+    """of the tables that go this way, by its look-up's number"""
 
 
 class Group(NamedTuple):
-    """The ways in which look-ups go in one call, as a variable of the search."""
+    """What most look-ups of a group do, as a variable of the search."""
 
-    ways: tuple[tuple[bool, ...], ...]
+    choices: tuple[Most | None, ...]
+    """None: no table has one owner"""
     seconds: np.ndarray
-    """per way: of the message"""
-    more: tuple[np.ndarray, ...]
-    """per look-up, by way (row) and by its choice (column): what it pays on top of its price"""
+    """per choice: of the message"""
+    more: tuple[Parts, ...]
+    """per look-up, by choice (row) and by its own (column): what it pays on top of its price"""
 
 
 @known_of_graph
@@ -49,62 +70,126 @@ def groups(graph: Graph, mesh: Mesh) -> tuple[tuple[Node, ...], ...]:
     return () if mesh.size == 1 else tuple(tuple(nodes) for nodes in in_one_call(graph).values() if len(nodes) > 1)
 
 
-def exchange(
-    node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]
-) -> Exchange | None:
-    """Of ``node`` under ``choice``; ``placed``: of every operand, then every result. None: it goes in no such message."""
-    way = tuple(s.label == TABLE and n > 1 for s, n in zip(choice, mesh.shape, strict=True))
-    if not any(way):
-        return None
-    latency = shared = 0.0
-    for c in internal_collectives(node, graph, mesh, choice, placed):
-        each = mesh.link(c.axes).rate(c.kind)[0] + waiting(graph, mesh).message
-        latency, shared = latency + each, shared + c.share * each
-    return Exchange(way, latency, shared)
+def exchanges(graph: Graph, mesh: Mesh, optimizer: str) -> list[Exchanges]:
+    """Of all groups."""
+    return [Exchanges(graph, mesh, nodes, optimizer) for nodes in groups(graph, mesh)]
 
 
-def group(graph: Graph, mesh: Mesh, nodes: Sequence[Node], spaces: Sequence[OpSpace]) -> Group | None:
-    """Of look-ups that go in one call; None where none of their choices does."""
-    found = [of_choices(node, graph, mesh, space) for node, space in zip(nodes, spaces, strict=True)]
-    ways = sorted({(x.way, x.latency) for each in found for x in each if x is not None})
-    if not ways:
-        return None
-    each = [((False,) * mesh.ndim, 0.0), *ways]
-    more = (np.array([[_on_top(x, *way) for x in of] for way in each]) for of in found)
-    return Group(tuple(way for way, _ in each), np.array([seconds for _, seconds in each]), tuple(more))
+class Exchanges:
+    """Of the look-ups of one group, with an optimizer."""
 
+    def __init__(self, graph: Graph, mesh: Mesh, nodes: Sequence[Node], optimizer: str) -> None:
+        self.graph, self.mesh, self.nodes, self.optimizer = graph, mesh, nodes, optimizer
+        self.tables = [graph.types[node.inputs[0]] for node in nodes]
+        self.alone = [len(graph.uses[node.inputs[0]]) == 1 for node in nodes]
+        """whether nothing else reads the table"""
+        self._known: dict[tuple[Way, int], dict[int, float]] = {}
 
-def of_choices(node: Node, graph: Graph, mesh: Mesh, space: OpSpace) -> list[Exchange | None]:
-    """Of every choice."""
-    sides = zip(zip(*space.inputs, strict=True), zip(*space.outputs, strict=True), strict=True)
-    return [
-        exchange(node, graph, mesh, choice, (*ins, *outs))
-        for choice, (ins, outs) in zip(space.choices, sides, strict=True)
-    ]
+    def group(self, spaces: Sequence[OpSpace]) -> Group | None:
+        """As a variable; None where none of the choices has a message. ``spaces``: of the look-ups."""
+        found = [self.of_choices(node, space) for node, space in zip(self.nodes, spaces, strict=True)]
+        ways = sorted({(x.way, x.latency) for each in found for x in each if x is not None})
+        if not ways:
+            return None
+        choices = (None, *(Most(*way, i) for way in ways for i in range(len(self.nodes))))
+        more = (self._table(choices, i, each) for i, each in enumerate(found))
+        return Group(choices, np.array([0.0 if x is None else x.latency for x in choices]), tuple(more))
 
+    def of_choices(self, node: Node, space: OpSpace) -> list[Exchange | None]:
+        """Of every choice of a look-up; None: it goes in no such message."""
+        sides = zip(zip(*space.inputs, strict=True), zip(*space.outputs, strict=True), strict=True)
+        return [
+            self.exchange(node, choice, (*ins, *outs)) for choice, (ins, outs) in zip(space.choices, sides, strict=True)
+        ]
 
-def _on_top(found: Exchange | None, way: tuple[bool, ...], seconds: float) -> float:
-    """What a look-up pays where most go this way, and pay so much once."""
-    if found is None:
-        return 0.0
-    return max(0.0, found.latency - seconds) - found.shared if found.way == way else found.latency - found.shared
+    def exchange(self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Exchange | None:
+        """Of ``node`` under ``choice``; ``placed``: of every operand, then every result."""
+        way = tuple(s.label == TABLE and n > 1 for s, n in zip(choice, self.mesh.shape, strict=True))
+        if not any(way):
+            return None
+        waits, latency, shared = waiting(self.graph, self.mesh), 0.0, 0.0
+        for c in internal_collectives(node, self.graph, self.mesh, choice, placed):
+            each = self.mesh.link(c.axes).rate(c.kind)[0] + waits.message
+            latency, shared = latency + each, shared + c.share * each
+        type_ = self.graph.types[node.inputs[0]]
+        update = optimizer_seconds(self.optimizer, type_, placed[0], self.mesh) if self.graph.training else 0.0
+        return Exchange(way, latency, shared, (1.0 + waits.share) * update)
 
+    def chosen(self, assignment: Assignment) -> list[Exchange | None]:
+        """Of all look-ups as they were chosen."""
+        return [
+            self.exchange(
+                node,
+                assignment.choices[node.name],
+                (
+                    *(assignment.use(node, i) for i in range(len(node.inputs))),
+                    *(assignment.made(node, i) for i in range(len(node.outputs))),
+                ),
+            )
+            for node in self.nodes
+        ]
 
-def chosen(assignment: Assignment, node: Node) -> Exchange | None:
-    """That of a look-up as it was chosen."""
-    graph, mesh = assignment.graph, assignment.mesh
-    placed = (
-        *(assignment.use(node, i) for i in range(len(node.inputs))),
-        *(assignment.made(node, i) for i in range(len(node.outputs))),
-    )
-    return exchange(node, graph, mesh, assignment.choices[node.name], placed)
+    def on_top(self, found: Sequence[Exchange | None]) -> tuple[float, float]:
+        """Seconds that the look-ups pay on top of their prices: of latency, and of the update. As the search has it."""
+        return min((self._by(most, found) for most in self._most(found)), key=sum, default=(0.0, 0.0))
 
+    def _most(self, found: Sequence[Exchange | None]) -> Iterator[Most]:
+        for way in dict.fromkeys(x.way for x in found if x is not None):
+            members = [i for i, x in enumerate(found) if x is not None and x.way == way]
+            latency = max(x.latency for x in found if x is not None and x.way == way)
+            yield Most(way, latency, min(members, key=self._order))
 
-def on_top(found: Iterable[Exchange | None]) -> float:
-    """Seconds that the look-ups of a group pay on top of their prices: as the search's variable has it."""
-    together = [x for x in found if x is not None]
-    ways: dict[tuple[bool, ...], list[float]] = {}
-    for x in together:
-        ways.setdefault(x.way, []).append(x.latency)
-    saved = max((math.fsum(each) - max(each) for each in ways.values()), default=0.0)
-    return math.fsum(x.latency - x.shared for x in together) - saved
+    def _by(self, most: Most, found: Sequence[Exchange | None]) -> tuple[float, float]:
+        each = [self._more(most, i, x) for i, x in enumerate(found)]
+        return most.latency + math.fsum(a for a, _ in each), math.fsum(b for _, b in each)
+
+    def _table(self, choices: Sequence[Most | None], number: int, found: Sequence[Exchange | None]) -> Parts:
+        each = np.array([[self._more(most, number, x) for x in found] for most in choices])
+        return Parts(blocking=each[:, :, 0], once=each[:, :, 1])
+
+    def _more(self, most: Most | None, number: int, found: Exchange | None) -> tuple[float, float]:
+        """What a look-up pays on top of its share of latency, and of its update, where most do so."""
+        if most is None:
+            return (0.0 if found is None else math.inf), 0.0
+        goes = found is not None and found.way == most.way
+        if number == most.largest and not goes:
+            return math.inf, 0.0
+        if found is None or not goes:
+            return (0.0 if found is None else found.latency - found.shared), 0.0
+        if number not in (counts := self._counts(most.way, most.largest)):  # it is larger
+            return math.inf, 0.0
+        return max(0.0, found.latency - most.latency) - found.shared, (counts[number] - 1.0) * found.update
+
+    def _order(self, number: int) -> tuple[int, int]:
+        """The largest table first."""
+        return -self.tables[number].updates.nbytes, number
+
+    def _counts(self, way: Way, largest: int) -> dict[int, float]:
+        """Look-up → what the update of its table counts, as a part of its price, where that of ``largest`` is the largest with
+        one owner; larger ones are left out. All together: what the busiest rank takes if they all have one."""
+        if (way, largest) not in self._known:
+            self._known[way, largest] = dict(self._counted(way, largest))
+        return self._known[way, largest]
+
+    def _counted(self, way: Way, largest: int) -> Iterator[tuple[int, float]]:
+        order = sorted(range(len(self.nodes)), key=self._order)
+        smaller, size = order[order.index(largest) :], self.mesh.size
+        ranks = math.prod(n for goes, n in zip(way, self.mesh.shape, strict=True) if goes)
+        held = [0.0] * ranks
+        bytes_ = {str(i): float(self.tables[i].updates.nbytes) for i in smaller}
+        loads = {n: (size, float(self.tables[int(n)].looked_up)) for n, size in bytes_.items()}
+        for name, rank in balanced(loads, ranks).items():
+            held[rank] += bytes_[name]
+        first = bytes_[str(largest)]
+
+        def lasts(most: float, all_: float) -> float:
+            return most * self.mesh.hardware.lasting(size * all_ / (ranks * most), size)
+
+        all_, alone = lasts(max(held), sum(held)), lasts(first, first)
+        rest = max(0.0, all_ - alone) / (sum(held) - first) if len(smaller) > 1 else 0.0
+        for i in smaller:
+            placed = tuple(Owned() if goes else R for goes in way)
+            busiest = skew(self.tables[i], placed, self.mesh)
+            priced = busiest / ranks * self.mesh.hardware.lasting(size / busiest, size)  # of a byte of it
+            counts = alone / first if i == largest else rest
+            yield i, counts / priced if self.alone[i] else 1.0

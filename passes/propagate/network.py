@@ -22,9 +22,9 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements, stated
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.memory import optimizer_bytes
-from autoshard.passes.propagate import exchanges
 from autoshard.passes.propagate.alike import alike
 from autoshard.passes.propagate.edges import EdgeTables
+from autoshard.passes.propagate.exchanges import exchanges
 from autoshard.passes.propagate.hints import Constraint, Limit
 from autoshard.passes.propagate.keep import AGAIN, KeepTables, Side, is_passive, passive_tags, tail_of
 from autoshard.passes.propagate.links import Link, readings
@@ -110,7 +110,7 @@ class Network:
     variables: dict[str, Variable] = field(default_factory=dict)
     """by name: a value, "node:…", "shared:…", "out:i", "way:i" """
     links: list[Link] = field(default_factory=list)
-    calls: list[tuple[str, str, np.ndarray]] = field(default_factory=list)
+    calls: list[tuple[str, str, Parts]] = field(default_factory=list)
     """of look-ups that go in one call: the variable of their way, that of one, and seconds between their states"""
     known: dict[Any, Any] = field(default_factory=dict)
     """one object for what is equal, so that equal layers give identical tables"""
@@ -139,8 +139,8 @@ class Network:
         between = [made[key] for key in keys]
         numbers = {name: i for i, name in enumerate(self.variables)}
         edges = [(numbers[x.source], numbers[x.reader], e) for x, (e, _) in zip(self.links, between, strict=True)]
-        for way, look_up, seconds in self.calls:
-            edges.append((numbers[way], numbers[look_up], stepped(Parts(blocking=seconds), seconds.shape, *hides)))
+        for way, look_up, parts in self.calls:
+            edges.append((numbers[way], numbers[look_up], stepped(parts, parts.blocking.shape, *hides)))
         nodes = [own[id(v.parts), v.size] for v in self.variables.values()]
         network, hiding = stepping(nodes, edges, *hides)
         if self.offer is None:
@@ -190,14 +190,15 @@ class Network:
 
     def _ways(self) -> None:
         """Variables of the ways in which look-ups go in one call."""
-        for i, nodes in enumerate(exchanges.groups(self.graph, self.mesh)):
-            found = exchanges.group(self.graph, self.mesh, nodes, [self.spaces[node] for node in nodes])
+        for i, of in enumerate(exchanges(self.graph, self.mesh, self.optimizer)):
+            found = of.group([self.spaces[node] for node in of.nodes])
             if found is None:
                 continue
-            self.variables[f"way:{i}"] = Variable(found.ways, parts=Parts(blocking=found.seconds))
-            for node, seconds in zip(nodes, found.more, strict=True):
+            self.variables[f"way:{i}"] = Variable(found.choices, parts=Parts(blocking=found.seconds))
+            for node, parts in zip(of.nodes, found.more, strict=True):
                 look_up = f"node:{node.name}"
-                self.calls.append((f"way:{i}", look_up, np.tile(seconds, len(self.variables[look_up].tags))))
+                tags = len(self.variables[look_up].tags)
+                self.calls.append((f"way:{i}", look_up, Parts(*(np.tile(x, tags) if x.ndim else x for x in parts))))
 
     def _in_order(self) -> None:
         """Every variable next to the operations that it is joined to: the search goes through them one after another."""

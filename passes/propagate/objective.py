@@ -13,8 +13,8 @@ from autoshard.hardware import Overlap
 from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, Placements, is_whole
 from autoshard.passes.ir.known import signature
-from autoshard.passes.propagate import exchanges
 from autoshard.passes.propagate.edges import conversion_parts, made_again
+from autoshard.passes.propagate.exchanges import exchanges
 from autoshard.passes.propagate.keep import KeepTables, is_passive
 from autoshard.passes.propagate.op_space import internal_collectives, traffic_on
 from autoshard.passes.propagate.prices import cost as costs
@@ -124,13 +124,13 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
             prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:], graph.passes)[0, 0]
         conversions.append(prices[case])
     conversions += [Parts(blocking=np.array(-x)) for x in _saved_together(assignment)]
-    conversions += [
-        Parts(blocking=np.array(exchanges.on_top(exchanges.chosen(assignment, node) for node in nodes)))
-        for nodes in exchanges.groups(graph, mesh)
-    ]
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
     update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
     update *= 1.0 + waits.share
+    for together in exchanges(graph, mesh, optimizer):
+        latency, more = together.on_top(together.chosen(assignment))
+        conversions.append(Parts(blocking=np.array(latency)))
+        update += more
     again = _again(assignment, operations, movable)
     return Objective(operations, summed(conversions), update, mesh.overlap, graph.passes, again)
 

@@ -23,7 +23,7 @@ from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.facts import facts_of, is_view
 from autoshard.passes.rules.families import ring
 from autoshard.passes.rules.families.conv import RULES as CONVOLUTIONS
-from autoshard.passes.rules.families.embedding import LOOK_UPS, TABLE, TABLE_SUMS
+from autoshard.passes.rules.families.embedding import LOOK_UPS, TABLE, TABLE_SUMS, look_ups
 from autoshard.runtime.transport.move import is_few
 
 CONVOLVES = frozenset(rule.op for rule in CONVOLUTIONS)
@@ -191,6 +191,8 @@ def _seconds(
         moved -= max(0, sizes[0] - sizes[len(node.inputs)])
     kernels = facts_of(node.op).kernels
     launch = kernels * device.kernel_latency * (traffic is None or traffic.launches)
+    if node.op in LOOK_UPS and traffic is None:  # else what is pointwise is part of others
+        launch *= look_ups(node, choice, mesh.shape)
     wanting = [shapes[i] for i in _multiplied(node, graph)]
     trained = any(graph.types[o].grad for o in node.outputs)
     between = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -134,6 +134,13 @@ def _local_embedding(site: Site) -> Call:
     if sparse:
         extra["sparse"] = True
     return Call("vocab_embedding", (weight, indices, rows, spell(axes)), extra)
+
+
+def look_ups(node: Node, choice: Sequence[Strategy], ranks: Sequence[int]) -> float:
+    """Kernels that a look-up runs on a rank: with those of a sum over it, and, in a table cut by rows, of the range of indices,
+    of which of them the rank holds, of their places and of zeros for others. Of whole tables a rank looks up its own alone."""
+    found = (1 + (node.op is pooled_op._opoverload)) + 4 * any(s.label == "vocab" for s in choice)
+    return found / math.prod(n for s, n in zip(choice, ranks, strict=True) if s.label in (TABLE, TABLE_SUMS))
 
 
 def in_one_call(graph: Graph) -> dict[Hashable, list[Node]]:
