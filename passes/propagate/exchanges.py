@@ -22,7 +22,7 @@ from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.propagate.op_space import OpSpace, internal_collectives
-from autoshard.passes.propagate.owners import balanced
+from autoshard.passes.propagate.owners import balanced, load
 from autoshard.passes.propagate.prices.cost import optimizer_seconds, skew
 from autoshard.passes.propagate.prices.step_time import Parts
 from autoshard.passes.propagate.prices.waiting import waiting
@@ -175,18 +175,18 @@ class Exchanges:
         order = sorted(range(len(self.nodes)), key=self._order)
         smaller, size = order[order.index(largest) :], self.mesh.size
         ranks = math.prod(n for goes, n in zip(way, self.mesh.shape, strict=True) if goes)
-        held = [0.0] * ranks
-        bytes_ = {str(i): float(self.tables[i].updates.nbytes) for i in smaller}
-        loads = {n: (size, float(self.tables[int(n)].looked_up)) for n, size in bytes_.items()}
-        for name, rank in balanced(loads, ranks).items():
-            held[rank] += bytes_[name]
-        first = bytes_[str(largest)]
+        held, first = [0.0] * ranks, float(self.tables[largest].updates.nbytes)
+        for number, rank in balanced({str(i): load(self.tables[i]) for i in smaller}, ranks).items():
+            held[rank] += self.tables[int(number)].updates.nbytes
+        if not first:
+            yield from ((i, 1.0) for i in smaller)
+            return
 
         def lasts(most: float, all_: float) -> float:
             return most * self.mesh.hardware.lasting(size * all_ / (ranks * most), size)
 
         all_, alone = lasts(max(held), sum(held)), lasts(first, first)
-        rest = max(0.0, all_ - alone) / (sum(held) - first) if len(smaller) > 1 else 0.0
+        rest = max(0.0, all_ - alone) / ((sum(held) - first) or 1.0)
         for i in smaller:
             placed = tuple(Owned() if goes else R for goes in way)
             busiest = skew(self.tables[i], placed, self.mesh)

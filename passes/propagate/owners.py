@@ -68,7 +68,7 @@ def _dealt(
     tables: Mapping[str, TensorType], axes: Axes, layouts: Mapping[str, Layout], mesh: Mesh, fixed: Collection[str]
 ) -> dict[str, Layout]:
     """Table → its layout, with an owner along ``axes``."""
-    loads = {n: (float(t.nbytes), float(t.looked_up * t.shape[1])) for n, t in tables.items()}
+    loads = {n: load(t) for n, t in tables.items()}
     ranks = mesh.size_of(axes)
     held = {n: _number(layouts[n], axes, mesh) for n in tables if n in fixed}
     place = balanced(loads, ranks, held)
@@ -76,6 +76,11 @@ def _dealt(
     order = range(ranks) if held else sorted(range(ranks), key=lambda r: -sizes[r])
     number = {rank: i for i, rank in enumerate(order)}
     return {n: layouts[n].replace(_along(number[rank], axes, mesh)) for n, rank in place.items()}
+
+
+def load(table: TensorType) -> tuple[float, float]:
+    """Of its owner: bytes, and elements that are looked up."""
+    return float(table.nbytes), float(table.looked_up * table.shape[1])
 
 
 def balanced(
