@@ -93,6 +93,11 @@ class Mesh:
             return self.shape[self.index(axes)]
         return math.prod(self.shape[self.index(a)] for a in axes)
 
+    @cached_property
+    def unnamed(self) -> Mesh:
+        """This mesh with axes called after their places: what depends on no names is one for all that differ in these."""
+        return Mesh({f"axis{i}": n for i, n in enumerate(self.shape)}, self.hardware)
+
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """The rank's index along every axis."""
         coordinates = []
@@ -160,8 +165,12 @@ class Mesh:
         device, own = self.hardware, self.link(axes).rate(kind)[1]
         if not device.overlap or not own:
             return device.overlap
-        near = device.route(device.devices_per_node, 1).rate("all_gather")[1]
-        return 1.0 - (1.0 - device.overlap) * min(1.0, near / own)
+        return 1.0 - (1.0 - device.overlap) * min(1.0, self._near / own)
+
+    @cached_property
+    def _near(self) -> float:
+        """Seconds per byte of an all-gather inside a node."""
+        return self.hardware.route(self.hardware.devices_per_node, 1).rate("all_gather")[1]
 
     @property
     def overlap(self) -> Overlap:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoshard.errors import RuleError
-from autoshard.layout import Layout, Partial
+from autoshard.layout import Layout, Partial, Placement
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Placements, Strategy, made, together, used
-from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.assignment import Placements, Strategy, canonical, together
+from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.known import signature
 from autoshard.passes.ir.program import Internal
 from autoshard.passes.propagate.prices import cost as costs
@@ -101,6 +101,8 @@ AskedOf = tuple[Asked | None, ...]
 
 class _Priced(NamedTuple):
     choice: tuple[Strategy, ...]
+    placed: tuple[Placements, ...]
+    """of operands, then of results"""
     compute: costs.Seconds
     inside: costs.Inside
     spared: Mapping[int, float]
@@ -122,6 +124,7 @@ def op_space(
         best = _priced(choices, node, graph, mesh, traffic, waits)
         if best:
             break
+    placed = [tuple(found.placed[i] for found in best.values()) for i in range(len(node.inputs) + len(node.outputs))]
     return OpSpace(
         choices=tuple(found.choice for found in best.values()),
         compute=np.array([found.compute[:2] for found in best.values()]).T,
@@ -132,8 +135,8 @@ def op_space(
             i: np.array([found.spared.get(i, 0.0) for found in best.values()])
             for i in sorted({i for found in best.values() for i in found.spared})
         },
-        inputs=tuple(tuple(ins[i] for ins, _ in best) for i in range(len(node.inputs))),
-        outputs=tuple(tuple(outs[i] for _, outs in best) for i in range(len(node.outputs))),
+        inputs=tuple(placed[: len(node.inputs)]),
+        outputs=tuple(placed[len(node.inputs) :]),
     )
 
 
@@ -142,7 +145,8 @@ def _combined(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf) -> list[tupl
     wanted = asked or (None,) * mesh.ndim
     allowed = [[s for s in per_axis if a is None or a.allows(s)] for a in wanted]
     fitting = (_fitting(strategies, ranks) for strategies, ranks in zip(allowed, mesh.shape, strict=True))
-    return [choice for choice in itertools.product(*fitting) if fits(choice, mesh)]
+    free = not any(s.apart or s.innermost or s.in_parts for s in per_axis)
+    return [choice for choice in itertools.product(*fitting) if fits(choice, mesh, free)]
 
 
 def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterator[list[tuple[Strategy, ...]]]:
@@ -171,24 +175,46 @@ def _priced(
     traffic: Traffic | None,
     waits: Waits,
 ) -> dict[Any, _Priced]:
-    """(layouts of operands, of results) → the cheapest choice with them."""
-    grads_in = [graph.types[name].grad for name in node.inputs]
-    grads_out = [graph.types[name].grad for name in node.outputs]
+    """Layouts of operands and results, by numbers → the cheapest choice with them."""
+    types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
     flops = costs.node_flops(node, graph, rule_for(node.op))
+    asks, seconds = _asks_others(node), costs.by_shapes(node, graph, mesh, flops, traffic)
+    double = is_single_in_double(node, graph)
     best: dict[Any, _Priced] = {}
-    for choice in choices:
-        ins = tuple(used(choice, i, g) for i, g in enumerate(grads_in))
-        outs = tuple(made(choice, i, g) for i, g in enumerate(grads_out))
-        inside = internal_collectives(node, graph, mesh, choice, (*ins, *outs))
-        if inside and is_single_in_double(node, graph):
+    for choice, key, placed, shapes in _lying(choices, types, mesh):
+        inside = internal_collectives(node, graph, mesh, choice, placed) if asks else ()
+        if inside and double:
             continue
-        compute = costs.node_seconds(node, graph, mesh, choice, flops, (*ins, *outs), traffic).longer(waits.share)
+        compute = seconds(choice, shapes).longer(waits.share)
         always = [c for c in inside if c.spared is None]
         spared = {c.spared: costs.internal_cost(c, mesh, waits.message)[1] for c in inside if c.spared is not None}
-        found = _Priced(choice, compute, costs.inside_seconds(always, mesh, compute, waits.message), spared)
-        if (ins, outs) not in best or found.step < best[ins, outs].step:
-            best[ins, outs] = found
+        found = _Priced(choice, placed, compute, costs.inside_seconds(always, mesh, compute, waits.message), spared)
+        if key not in best or found.step < best[key].step:
+            best[key] = found
     return best
+
+
+def _lying(
+    choices: Sequence[tuple[Strategy, ...]], types: Sequence[TensorType], mesh: Mesh
+) -> Iterator[tuple[tuple[Strategy, ...], Any, tuple[Placements, ...], tuple[tuple[int, ...], ...]]]:
+    """Every choice with its layouts of operands and results, as numbers (equal ones have the same), as placements and as
+    local shapes: placements of a strategy, and those of a value along all axes, are few."""
+    each: dict[int, tuple[int, ...]] = {}
+    numbers: list[dict[Placement, int]] = [{} for _ in types]
+    for strategy in {id(s): s for choice in choices for s in choice}.values():
+        own = (canonical(p, t.grad) for p, t in zip(strategy.placements, types, strict=True))
+        each[id(strategy)] = tuple(number.setdefault(p, len(number)) for p, number in zip(own, numbers, strict=True))
+    known = [list(number) for number in numbers]
+    lies: list[dict[tuple[int, ...], tuple[Placements, tuple[int, ...]]]] = [{} for _ in types]
+    for choice in choices:
+        key = tuple(each[id(s)] for s in choice)
+        found = []
+        for i, numbered in enumerate(zip(*key, strict=True)):
+            if numbered not in lies[i]:
+                placed = tuple(known[i][n] for n in numbered)
+                lies[i][numbered] = placed, costs.local_shape(types[i].shape, placed, mesh)
+            found.append(lies[i][numbered])
+        yield choice, key, tuple(x for x, _ in found), tuple(x for _, x in found)
 
 
 class OpSpaces:
@@ -249,9 +275,10 @@ def _fitting(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:
     return [s for s in strategies if s.allows((ranks,)) and (s.work is None or s.work[1] >= ranks)]
 
 
-def fits(choice: Sequence[Strategy], mesh: Mesh) -> bool:
-    """Whether all axes on one factor together still leave a chunk for every rank, and none excludes another's strategy."""
-    if not together(choice):
+def fits(choice: Sequence[Strategy], mesh: Mesh, free: bool = False) -> bool:
+    """Whether all axes on one factor together still leave a chunk for every rank, and none excludes another's strategy;
+    ``free``: it is known that none does."""
+    if not free and not together(choice):
         return False
     used: dict[str, list[int]] = {}
     for strategy, ranks in zip(choice, mesh.shape, strict=True):
@@ -271,6 +298,12 @@ def site_of(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], 
     """``node`` with its layouts; ``placed``: placements of every operand, then of every result."""
     layouts = tuple(Layout(mesh, p) for p in placed)
     return Site(node, graph, mesh, layouts[: len(node.inputs)], layouts[len(node.inputs) :], choice)
+
+
+def _asks_others(node: Node) -> bool:
+    """Whether there may be collectives inside its local form."""
+    rule = rule_for(node.op)
+    return rule is not None and rule.collectives is not None
 
 
 def internal_collectives(

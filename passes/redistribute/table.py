@@ -69,7 +69,7 @@ def link_matrices(
         return none, none, none
     if any(x.fixed for x in (*sources, *targets)):
         return _of_fixed(sources, targets, shape, dtype, grad, closed, share)
-    mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), bool(grad))
+    mesh, shape, kinds = sources[0].mesh.unnamed, tuple(shape), kinds_of((*sources, *targets), bool(grad))
     if mesh.ndim > EXACT_AXES:
         return _one_by_one(sources, targets, shape, dtype, grad, closed, share)
     base, back = everything(mesh.ndim, len(shape)), width(dtype, grad)
@@ -195,14 +195,16 @@ def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
     distance[ends], move[ends] = prices.seconds[cheapest_last], cheapest_last
     own = np.arange(count)
     distance[own, own], move[own, own] = 0.0, len(graph.moves)
-    through, middle = np.empty_like(distance), np.full(count * count, -1)
+    through, middle, less = np.empty_like(distance), np.full(count * count, -1), np.empty(distance.shape, np.bool_)
     for k in range(count):
         added(distance[:, k, None], distance[k], out=through)
         # few: most pairs are as near as they get after some states
-        closer = np.flatnonzero(through < distance)
+        closer = np.flatnonzero(np.less(through, distance, out=less))
         distance.reshape(-1)[closer], middle[closer] = through.reshape(-1)[closer], k
     # A pair's halves have middles before its own, so that each pair is added up once, when they are known.
-    shares = np.append(prices.shares, np.zeros((len(prices.shares), 1)), axis=1).T[move.reshape(-1)]
+    shares = np.zeros((count * count, len(prices.shares)))
+    direct = np.flatnonzero(move < len(graph.moves))
+    shares[direct] = prices.shares.T[move.reshape(-1)[direct]]
     order = np.argsort(middle, kind="stable")
     for k, pairs in enumerate(np.split(order, np.searchsorted(middle[order], own))[1:]):
         src, dst = np.divmod(pairs, count)
@@ -224,7 +226,7 @@ def on_the_way(
     if not sources or not targets:
         return found
     own = [np.array([math.prod(x.max_local_shape(shape)) for x in side], float) for side in (sources, targets)]
-    mesh = sources[0].mesh
+    mesh = sources[0].mesh.unnamed
     if any(x.fixed for x in (*sources, *targets)) or mesh.ndim > EXACT_AXES:
         same = np.array([[a.placements == b.placements for b in targets] for a in sources])
         return np.where(same, 0.0, own[0][:, None] + own[1])

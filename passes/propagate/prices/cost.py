@@ -127,6 +127,8 @@ class Seconds(NamedTuple):
 
     def longer(self, share: float) -> Seconds:
         """With so much more of all of it."""
+        if not share:
+            return self
         ahead, back = self.launches
         more = 1.0 + share
         return Seconds(more * self.forward, more * self.backward, (more * ahead, more * back))
@@ -146,17 +148,32 @@ def node_seconds(
     ``flops``: :func:`node_flops`; ``placements``: of every operand, then every result; ``traffic``: what of them is read
     and written, None: all of it. The backward moves twice the bytes of the forward: it reads the gradients, too.
     """
+    pairs = zip((*node.inputs, *node.outputs), placements, strict=True)
+    shapes = tuple(local_shape(graph.types[n].shape, p, mesh) for n, p in pairs)
+    return by_shapes(node, graph, mesh, flops, traffic)(choice, shapes)
+
+
+def by_shapes(
+    node: Node, graph: Graph, mesh: Mesh, flops: float, traffic: Traffic | None = None
+) -> Callable[[Sequence[Strategy], tuple[tuple[int, ...], ...]], Seconds]:
+    """:func:`node_seconds` for many choices: of a choice and the local shapes of every operand, then every result."""
     names = (*node.inputs, *node.outputs)
     if is_view(node.op) or not names:
-        return Seconds(0.0)
-    shapes = tuple(local_shape(graph.types[n].shape, p, mesh) for n, p in zip(names, placements, strict=True))
-    what = node, graph, mesh, choice, flops, shapes, traffic
+        return lambda choice, shapes: Seconds(0.0)
+
+    def anew(choice: Sequence[Strategy], shapes: tuple[tuple[int, ...], ...]) -> Seconds:
+        return _seconds(node, graph, mesh, choice, flops, shapes, traffic)
+
     if node.op in ring.ATTENTION or (node.op in LOOK_UPS and graph.types[names[0]].tables):
-        return _seconds(*what)
+        return anew
     _, known = _by_shapes(node, graph.types).setdefault((id(mesh.hardware), traffic), (mesh.hardware, {}))
-    if (key := (flops, divided(choice, mesh), *shapes)) not in known:
-        known[key] = _seconds(*what)
-    return known[key]
+
+    def once(choice: Sequence[Strategy], shapes: tuple[tuple[int, ...], ...]) -> Seconds:
+        if (key := (flops, divided(choice, mesh), *shapes)) not in known:
+            known[key] = anew(choice, shapes)
+        return known[key]
+
+    return once
 
 
 @known_of_node
@@ -305,6 +322,8 @@ class Inside(NamedTuple):
 
 def inside_seconds(found: Sequence[Internal], mesh: Mesh, compute: Seconds, waits: float = 0.0) -> Inside:
     """Time of the collectives inside an op's local form; ``compute``: of the op; ``waits``: before each of them."""
+    if not found:
+        return Inside(0.0)
     spent, hidden = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
     again = 0.0
     for c in found:
