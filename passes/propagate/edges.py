@@ -165,7 +165,7 @@ def _gathers(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray
     """Whether an axis that cuts the source (row) leaves the target (column) whole."""
     cut = np.array([[isinstance(p, Shard) for p in x.placements] for x in sources])
     whole = np.array([[isinstance(p, Replicate | Invariant) for p in x.placements] for x in targets])
-    found: np.ndarray = (cut[:, None, :] & whole[None, :, :]).any(axis=2)
+    found: np.ndarray = cut @ whole.T
     return found
 
 

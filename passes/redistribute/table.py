@@ -78,14 +78,22 @@ def link_matrices(
     rows = [index[state_of(x, len(shape), grad=bool(grad))] for x in sources]
     columns = rows if targets is sources else [index[state_of(x, len(shape), grad=bool(grad))] for x in targets]
     if len(index) <= SMALL:
-        seconds, shares = (table[..., rows, :][..., columns] for table in _all_pairs(prices))
-        return _apart(seconds, shares, share)
+        needed, each = _needed(share), [np.zeros(()) for _ in prices.shares]
+        for number, table in zip(needed, _summed(prices, needed), strict=True):
+            each[number] = table[rows][:, columns]
+        return _apart(_all_pairs(prices)[0][rows][:, columns], each, share)
     found = np.empty((3, len(columns), len(rows)))
     for column, goal in enumerate(columns):
         seconds, shares = _to_one(prices, goal, rows)
         found[:, column] = _apart(seconds, shares, share)
     held_up, near, far = (np.ascontiguousarray(x.T) for x in found)
     return held_up, near, far
+
+
+def _needed(share: Shares) -> tuple[int, ...]:
+    """Which shares :func:`_apart` looks at: of what goes with no others only launches and links between nodes."""
+    parts = enumerate((share.gathers, share.sums, share.joined))
+    return (0, 1, *(2 + 3 * i + j for i, part in parts if part != 1.0 for j in range(3)))
 
 
 def _apart(seconds: Floats, shares: Sequence[Floats] | Floats, share: Shares) -> tuple[Floats, Floats, Floats]:
@@ -186,8 +194,9 @@ def _ways(prices: Prices, seconds: Floats, goal: int) -> tuple[Ints, Ints]:
 
 
 @lru_cache(maxsize=64)
-def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
-    """Floyd-Warshall over all states: seconds [states, states], and the shares of them [11, states, states]."""
+def _all_pairs(prices: Prices) -> tuple[Floats, Ints, Ints]:
+    """Floyd-Warshall over all states: seconds [states, states]; by pair the move of those that one leads between, else how
+    many moves there are; and the last state in the middle, or -1."""
     graph, count = prices.space, len(prices.space.states)
     distance, move = np.full((count, count), np.inf), np.full((count, count), len(graph.moves))
     cheapest_last = np.argsort(-prices.seconds, kind="stable")
@@ -195,21 +204,27 @@ def _all_pairs(prices: Prices) -> tuple[Floats, Floats]:
     distance[ends], move[ends] = prices.seconds[cheapest_last], cheapest_last
     own = np.arange(count)
     distance[own, own], move[own, own] = 0.0, len(graph.moves)
-    through, middle, less = np.empty_like(distance), np.full(count * count, -1), np.empty(distance.shape, np.bool_)
+    through, middle = np.empty_like(distance), np.full(count * count, -1)
     for k in range(count):
         added(distance[:, k, None], distance[k], out=through)
         # few: most pairs are as near as they get after some states
-        closer = np.flatnonzero(np.less(through, distance, out=less))
+        closer = np.flatnonzero(through < distance)
         distance.reshape(-1)[closer], middle[closer] = through.reshape(-1)[closer], k
+    return distance, move.reshape(-1), middle
+
+
+@lru_cache(maxsize=64)
+def _summed(prices: Prices, numbers: tuple[int, ...]) -> Floats:
+    """Of :func:`_all_pairs` these shares [numbers, states, states]: all of them take longer than the ways did."""
+    (distance, move, middle), each = _all_pairs(prices), prices.shares[list(numbers)]
+    count = len(distance)
     # A pair's halves have middles before its own, so that each pair is added up once, when they are known.
-    shares = np.zeros((count * count, len(prices.shares)))
-    direct = np.flatnonzero(move < len(graph.moves))
-    shares[direct] = prices.shares.T[move.reshape(-1)[direct]]
+    shares = np.append(each, np.zeros((len(each), 1)), axis=1).T[move]
     order = np.argsort(middle, kind="stable")
-    for k, pairs in enumerate(np.split(order, np.searchsorted(middle[order], own))[1:]):
+    for k, pairs in enumerate(np.split(order, np.searchsorted(middle[order], np.arange(count)))[1:]):
         src, dst = np.divmod(pairs, count)
         shares[pairs] = shares[src * count + k] + shares[k * count + dst]
-    return distance, shares.T.reshape(-1, count, count)
+    return shares.T.reshape(-1, count, count)
 
 
 def on_the_way(

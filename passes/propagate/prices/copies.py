@@ -71,5 +71,5 @@ def _on_an_axis(sources: Sequence[Layout], given: object, targets: Sequence[Layo
         np.array([[isinstance(p, kind) for p in x.placements] for x in side])  # type: ignore[arg-type]
         for side, kind in ((sources, given), (targets, asked))
     )
-    found: Bools = (has[:, None, :] & wants[None, :, :]).any(axis=2)
+    found: Bools = has @ wants.T
     return found

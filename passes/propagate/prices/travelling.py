@@ -93,7 +93,7 @@ def _of_parameters(graph: Graph) -> set[str]:
 def axis_of(src: Layout, dst: Layout) -> str | None:
     """The axis along which a value is gathered or scattered in one step, where all else stays; None: this is another way."""
     mesh = src.mesh
-    changed = [a for a in mesh.axes if src[a] != dst[a]]
+    changed = [a for a, p, q in zip(mesh.axes, src.placements, dst.placements, strict=True) if p != q]
     if len(changed) != 1 or mesh.size_of(changed[0]) == 1 or src.order != dst.order:
         return None
     (axis,) = changed
