@@ -16,9 +16,12 @@ from autoshard.layout import R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
 from autoshard.passes.capture.exported.without_data import without_data
-from autoshard.passes.ir.assignment import laid_out
+from autoshard.passes.ir.assignment import laid_out, made, used
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.known import known_of_graph, known_of_node, one_of_each, signature
+from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.passes.propagate.prices.cost import node_flops, node_seconds
+from autoshard.passes.rules import rule_for
 
 
 def _graph(dynamic: bool = False) -> Graph:
@@ -109,3 +112,38 @@ def test_values_are_told_apart_from_numbers_in_a_signature() -> None:
     ]
     assert len({signature(node, types) for node in nodes}) == 3
     assert signature(nodes[1], types) == signature(Node("m", add, (Ref("y"), Ref("x")), {}, ("z",), (0,)), types)
+
+
+def test_plans_on_meshes_that_differ_in_names_alone_are_one() -> None:
+    model, batch = nn.Sequential(nn.Linear(512, 2048), nn.ReLU(), nn.Linear(2048, 512)), (torch.randn(1024, 512),)
+    plans = [
+        autoshard.plan(model, Mesh(axes, "cpu"), batch, training=True)
+        for axes in ({"dp": 2, "tp": 4}, {"tp": 2, "dp": 4}, {"dp": 4, "tp": 2})
+    ]
+    one, other, turned = plans
+    assert one.cost == other.cost
+    assert [(c.labels, c.alternatives) for c in one.choices.values()] == [
+        (c.labels, c.alternatives) for c in other.choices.values()
+    ]
+    assert turned.collectives != one.collectives
+    for plan in plans:
+        assert all(set(c.axes) <= set(plan.mesh.axes) for c in plan.collectives)
+    assert any(c.axes for c in one.collectives)
+
+
+def test_choices_are_told_apart_by_layouts_and_each_has_its_own_seconds() -> None:
+    graph, mesh = capture(nn.Linear(8, 8), (torch.randn(16, 8, requires_grad=True),)), Mesh({"dp": 2, "tp": 2})
+    for node in graph.nodes:
+        space, flops = OpSpaces(graph, mesh)[node], node_flops(node, graph, rule_for(node.op))
+        grads = [[graph.types[n].grad for n in names] for names in (node.inputs, node.outputs)]
+        layouts = set()
+        for i, choice in enumerate(space.choices):
+            read = tuple(used(choice, k, grad) for k, grad in enumerate(grads[0]))
+            results = tuple(made(choice, k, grad) for k, grad in enumerate(grads[1]))
+            assert read == tuple(x[i] for x in space.inputs)
+            assert results == tuple(x[i] for x in space.outputs)
+            layouts.add((read, results))
+            traffic = OpSpaces(graph, mesh).traffic.get(node.name)
+            seconds = node_seconds(node, graph, mesh, choice, flops, (*read, *results), traffic)
+            assert tuple(space.compute[:, i]) == seconds[:2]
+        assert len(layouts) == len(space.choices) > 1

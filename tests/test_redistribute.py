@@ -21,9 +21,9 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import cost_matrix, emit, redistribution
 from autoshard.passes.redistribute.planner import distances
-from autoshard.passes.redistribute.pricing import FORBIDDEN, price
+from autoshard.passes.redistribute.pricing import ALONE, FORBIDDEN, Shares, price
 from autoshard.passes.redistribute.space import UNSHARDED, everything
-from autoshard.passes.redistribute.table import _to_one
+from autoshard.passes.redistribute.table import _to_one, link_matrices
 from autoshard.runtime.transport.move import DUAL
 
 S0, S1 = Shard(0), Shard(1)
@@ -287,6 +287,48 @@ def test_goals_that_are_alike_are_searched_for_once(
         found, shares = _to_one(prices, goal, range(count))
         assert np.array_equal(found, np.where(own < FORBIDDEN, own, np.inf))
         assert (shares[:2].sum(axis=0) <= found * (1 + 1e-12)).all()
+
+
+def test_meshes_that_differ_in_names_alone_share_prices() -> None:
+    def of(axes: dict[str, int], hardware: str = "h100") -> object:
+        mesh = Mesh(axes, hardware)
+        return price(mesh, (64, 64), 4, ("R", "I", "P"), 4, everything(mesh.ndim, 2))
+
+    found = of({"dp": 8, "tp": 4})
+    assert of({"fsdp": 8, "ep": 4}) is found
+    assert of({"tp": 8, "dp": 4}) is found
+    others = [of({"dp": 4, "tp": 8}), of({"dp": 8, "tp": 2}), of({"dp": 8, "tp": 4}, "cpu"), of({"dp": 32})]
+    assert len({id(x) for x in (found, *others)}) == 5
+
+
+def test_steps_are_on_the_axes_of_their_mesh() -> None:
+    """Prices are shared with meshes whose axes have other names."""
+    plans = {}
+    for names in (("dp", "tp"), ("tp", "dp")):
+        mesh = Mesh(dict(zip(names, (8, 4), strict=True)))
+        src, dst = Layout(mesh, [S0, P]), Layout(mesh, [R, S1])
+        plans[names] = redistribution(src, dst, (64, 64), mesh=mesh)
+    (one, other), swapped = plans.values(), {"dp": "tp", "tp": "dp"}
+    assert one.steps
+    assert one.seconds == other.seconds
+    assert [(s.kind, tuple(swapped[a] for a in s.axes)) for s in one.steps] == [(s.kind, s.axes) for s in other.steps]
+
+
+def test_shares_that_are_not_asked_for_change_nothing() -> None:
+    mesh = Mesh({"dp": 16, "tp": 4})
+    placed = [[R, I], [S0, R], [P, S0], [S0, S1], [I, I], [S1, S1]]
+    layouts = [Layout(mesh, x) for x in placed]
+    what = layouts, layouts, (64, 64), torch.float32, True
+    alone = link_matrices(*what)
+    for share in (ALONE._replace(gathers=0.5), ALONE._replace(sums=0.25), ALONE._replace(joined=0.5)):
+        found = link_matrices(*what, share=share)
+        assert (sum(found) <= sum(alone) + 1e-18).all()
+        assert (sum(found) < sum(alone)).any()
+        # as if every share were asked for
+        every = link_matrices(
+            *what, share=Shares(*(min(x, 1 - 1e-15) for x in share[:2]), joined=min(share.joined, 1 - 1e-15))
+        )
+        np.testing.assert_allclose(found, every, rtol=1e-9, atol=1e-18)
 
 
 # ---- other planners -------------------------------------------------------------------------------------------------

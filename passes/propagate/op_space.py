@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoshard.errors import RuleError
-from autoshard.layout import Layout, Partial, Placement
+from autoshard.layout import Partial, Placement
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Placements, Strategy, canonical, together
+from autoshard.passes.ir.assignment import Placements, Strategy, canonical, laid_out, together
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.known import signature
 from autoshard.passes.ir.program import Internal
@@ -296,7 +296,7 @@ def fits(choice: Sequence[Strategy], mesh: Mesh, free: bool = False) -> bool:
 
 def site_of(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Site:
     """``node`` with its layouts; ``placed``: placements of every operand, then of every result."""
-    layouts = tuple(Layout(mesh, p) for p in placed)
+    layouts = tuple(laid_out(mesh, p) for p in placed)
     return Site(node, graph, mesh, layouts[: len(node.inputs)], layouts[len(node.inputs) :], choice)
 
 

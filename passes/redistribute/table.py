@@ -69,7 +69,7 @@ def link_matrices(
         return none, none, none
     if any(x.fixed for x in (*sources, *targets)):
         return _of_fixed(sources, targets, shape, dtype, grad, closed, share)
-    mesh, shape, kinds = sources[0].mesh.unnamed, tuple(shape), kinds_of((*sources, *targets), bool(grad))
+    mesh, shape, kinds = sources[0].mesh, tuple(shape), kinds_of((*sources, *targets), bool(grad))
     if mesh.ndim > EXACT_AXES:
         return _one_by_one(sources, targets, shape, dtype, grad, closed, share)
     base, back = everything(mesh.ndim, len(shape)), width(dtype, grad)
@@ -241,7 +241,7 @@ def on_the_way(
     if not sources or not targets:
         return found
     own = [np.array([math.prod(x.max_local_shape(shape)) for x in side], float) for side in (sources, targets)]
-    mesh = sources[0].mesh.unnamed
+    mesh = sources[0].mesh
     if any(x.fixed for x in (*sources, *targets)) or mesh.ndim > EXACT_AXES:
         same = np.array([[a.placements == b.placements for b in targets] for a in sources])
         return np.where(same, 0.0, own[0][:, None] + own[1])
