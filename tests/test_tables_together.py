@@ -23,6 +23,7 @@ from autoshard.passes.lower.tables import tables_together
 from autoshard.passes.propagate import exchanges
 from autoshard.passes.propagate.alternatives import alternatives
 from autoshard.passes.propagate.objective import objective
+from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.propagate.prices import bucketed, joined
 from autoshard.passes.propagate.prices.cost import optimizer_seconds
 from autoshard.passes.rules.families import embedding
@@ -181,6 +182,34 @@ def test_the_update_takes_what_the_fullest_rank_has(
     expected = max(owned) * mesh.hardware.lasting(working, 4) + sum(rows[i] for i in cut) / 4
     each = optimizer_seconds("adamw", TensorType((1, 16), torch.float32, True), (R,), mesh)
     assert plan.cost.optimizer_s == pytest.approx(expected * each, rel=0.2 if sharing and cut == (2, 3) else 1e-6)
+
+
+@pytest.mark.parametrize("part", [0.99, 0.4])
+def test_plans_within_memory_that_do_the_same_along_all_axes(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where few fit: the way that look-ups go is what they do."""
+    asked = list[str]()
+    real = Planner.evenly
+    monkeypatch.setattr(Planner, "evenly", lambda self: asked.append("evenly") or real(self))
+    mesh = autoshard.Mesh({"x": 2, "y": 2}, hardware=LATE)
+    with torch.device("meta"):
+        model, ids = Sized(900, 300, 200, 100), torch.zeros(64, 4, dtype=torch.int64)
+    budget = part * autoshard.plan(model, mesh, (ids,), training=True).memory.peak
+    plan = autoshard.plan(model, mesh, (ids,), training=True, memory_budget=budget)
+    assert plan.memory.peak <= budget
+    assert asked
+
+
+def test_what_is_looked_up_in_frozen_tables_goes_by_itself() -> None:
+    """Beside more that are trained: of the frozen ones, which shared a latency whichever way each went, both pay one."""
+    mesh = autoshard.Mesh({"x": 2}, hardware=LATE)
+    model, ids = Sized(200_000, 200_000, 40, 40, 40), torch.zeros(64, 5, dtype=torch.int64)
+    for i in (0, 1):
+        model.tables[i].weight.requires_grad_(False)
+    hints = {f"tables.{i}.weight": {"x": Shard(i)} for i in (0, 1)}
+    plan = autoshard.plan(model, mesh, (ids,), hints=hints, training=True)
+    assert plan.collectives
+    assert plan.cost.merged_s >= -1e-9
+    assert plan.cost.schedule_s <= plan.cost.total_s * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("axes", [{"x": 4}, {"x": 2, "y": 2}, {"x": 4, "y": 1}])

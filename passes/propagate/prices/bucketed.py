@@ -84,7 +84,7 @@ def latency_shares(graph: Graph, mesh: Mesh) -> EachShares:
     for group in blocks:
         for name, size in group.items():
             every[_alike(name, graph)] += size
-    told_apart = {name for _, names in joins(graph, mesh) for name in names}
+    told_apart = {n for node, _ in joins(graph, mesh) for n in node.inputs if n in looked_up(graph)}
     others = {n: x for n, x in _beside_others(graph, waits).items() if n not in told_apart}
     found = EachShares(others, Shares(waits=waits))
     for group in blocks:

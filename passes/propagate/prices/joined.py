@@ -2,8 +2,8 @@
 
 Features of a recommender, where small, are brought to the operation that puts them side by side by one message of all that go
 the same way (:mod:`~autoshard.passes.lower.together`). Which way that is, is a choice of that operation: who goes it pays no
-latency, others pay their own (:class:`~autoshard.passes.propagate.ways.SpacesWithWays`). Where several go a second way together
-as well, that is more than they will take.
+latency, others pay their own (:class:`~autoshard.passes.propagate.ways.SpacesWithWays`), as do those of another type. Where
+several go a second way together as well, that is more than they will take.
 """
 
 from __future__ import annotations
