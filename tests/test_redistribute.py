@@ -292,7 +292,7 @@ def test_goals_that_are_alike_are_searched_for_once(
 def test_meshes_that_differ_in_names_alone_share_prices() -> None:
     def of(axes: dict[str, int], hardware: str = "h100") -> object:
         mesh = Mesh(axes, hardware)
-        return price(mesh, (64, 64), 4, ("R", "I", "P"), 4, everything(mesh.ndim, 2))
+        return price(mesh.unnamed, (64, 64), 4, ("R", "I", "P"), 4, everything(mesh.ndim, 2))
 
     found = of({"dp": 8, "tp": 4})
     assert of({"fsdp": 8, "ep": 4}) is found

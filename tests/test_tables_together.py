@@ -23,6 +23,7 @@ from autoshard.passes.lower.tables import tables_together
 from autoshard.passes.propagate import exchanges
 from autoshard.passes.propagate.alternatives import alternatives
 from autoshard.passes.propagate.objective import objective
+from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.propagate.prices import bucketed, joined
 from autoshard.passes.propagate.prices.cost import optimizer_seconds
@@ -88,10 +89,16 @@ class Features(nn.Module):
 LATE = replace(PRESETS["cpu"], node=Link(latency=2e-3, bandwidth=1e9), kernel_latency=1e-7)
 
 
-def features(like: str) -> autoshard.Plan:
+def features(like: str, hints: dict[str, Any] | None = None) -> autoshard.Plan:
+    mesh = autoshard.Mesh({"x": 4}, hardware=LATE)
     with torch.device("meta"):
         model, ids = Features(), torch.zeros(64, 6, 4, dtype=torch.int64)
-    return autoshard.plan(model, autoshard.Mesh({"x": 4}, hardware=LATE), (ids,), like=like, training=True)
+    return autoshard.plan(model, mesh, (ids,), like=like, hints=hints, training=True)
+
+
+def first_two(placement: Shard) -> dict[str, Any]:
+    """Hints for these of :class:`Features`' tables."""
+    return {f"tables.{i}.weight": {"x": placement} for i in range(2)}
 
 
 @pytest.mark.parametrize("like", ["table-wise", "row-wise", "column-wise"])
@@ -112,18 +119,14 @@ def test_what_is_looked_up_pays_for_the_one_message_that_brings_it(like: str, mo
 def test_ways_of_what_is_looked_up_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where two of six tables go another way, both pay by themselves. Negative control: told apart no more, all six pay
     less than the messages take."""
-    mesh = autoshard.Mesh({"x": 4}, hardware=LATE)
 
     def merged() -> float:
-        with torch.device("meta"):
-            model, ids = Features(), torch.zeros(64, 6, 4, dtype=torch.int64)
-        rows = {f"tables.{i}.weight": {"x": Shard(0)} for i in range(2)}
-        plan = autoshard.plan(model, mesh, (ids,), like="column-wise", hints=rows, training=True)
+        plan = features("column-wise", first_two(Shard(0)))
         assert {c.kind for c in plan.collectives if c.fqn} == {"reduce_scatter", "all_to_all", "all_gather"}
         assert plan.cost.total_s == pytest.approx(plan.cost.lower_bound)
         return plan.cost.merged_s
 
-    latencies = sum(mesh.link("x").rate(kind)[0] for kind in ("reduce_scatter", "all_gather"))
+    latencies = sum(LATE.node.rate(kind, 4)[0] for kind in ("reduce_scatter", "all_gather"))
     assert merged() == pytest.approx(latencies, rel=1e-2)
     monkeypatch.setattr(joined, "AXES", 0)
     assert merged() == pytest.approx(-latencies, rel=1e-2)
@@ -131,18 +134,14 @@ def test_ways_of_what_is_looked_up_are_told_apart(monkeypatch: pytest.MonkeyPatc
 
 def test_tables_of_one_owner_each_share_with_those_that_lie_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where two of six tables are cut, four pay for their message. Negative control: they pay as if it brought six."""
-    mesh = autoshard.Mesh({"x": 4}, hardware=LATE)
 
     def merged() -> float:
-        with torch.device("meta"):
-            model, ids = Features(), torch.zeros(64, 6, 4, dtype=torch.int64)
-        columns = {f"tables.{i}.weight": {"x": Shard(1)} for i in range(2)}
-        plan = autoshard.plan(model, mesh, (ids,), like="table-wise", hints=columns, training=True)
+        plan = features("table-wise", first_two(Shard(1)))
         assert [c.labels for c in plan.choices.values() if "pooled" in c.op] == [("embed",)] * 2 + [("table",)] * 4
         assert plan.cost.total_s == pytest.approx(plan.cost.lower_bound)
         return plan.cost.merged_s
 
-    latency = mesh.link("x").rate("all_to_all")[0]
+    latency = LATE.node.rate("all_to_all", 4)[0]
     assert merged() == pytest.approx(0.0, abs=1e-2 * latency)
     monkeypatch.setattr(exchanges, "groups", lambda graph, mesh: ())
     assert merged() == pytest.approx(-2 * 2 / 6 * latency, rel=1e-2)
@@ -182,6 +181,18 @@ def test_the_update_takes_what_the_fullest_rank_has(
     expected = max(owned) * mesh.hardware.lasting(working, 4) + sum(rows[i] for i in cut) / 4
     each = optimizer_seconds("adamw", TensorType((1, 16), torch.float32, True), (R,), mesh)
     assert plan.cost.optimizer_s == pytest.approx(expected * each, rel=0.2 if sharing and cut == (2, 3) else 1e-6)
+
+
+def test_a_look_up_pays_for_the_kernels_of_its_form() -> None:
+    """With the sum two; in a table cut by rows four more; where tables have one owner each, a rank's part of them."""
+    mesh = autoshard.Mesh({"x": 4}, hardware=replace(LATE, kernel_latency=1.0))
+    graph = captured(Features(), (torch.zeros(64, 6, 4, dtype=torch.int64),), {}, training=True)
+    node = next(n for n in graph.nodes if "pooled" in str(n.op))
+    space = OpSpaces(graph, mesh)[node]
+    launches = {choice[0].label: tuple(x) for choice, x in zip(space.choices, space.launches.T, strict=True)}
+    assert {label: launches[label] for label in ("I", "embed", "vocab", "table")} == {
+        "I": (2.0, 2.0), "embed": (2.0, 2.0), "vocab": (6.0, 6.0), "table": (0.5, 0.5),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("part", [0.99, 0.4])

@@ -199,6 +199,11 @@ class Assignment:
         """How ``node`` makes result number ``result``."""
         return made(self.choices[node.name], result, self.graph.types[node.outputs[result]].grad)
 
+    def placed(self, node: Node) -> tuple[Placements, ...]:
+        """How ``node`` reads every operand, then how it makes every result."""
+        operands = (self.use(node, i) for i in range(len(node.inputs)))
+        return *operands, *(self.made(node, i) for i in range(len(node.outputs)))
+
     def on(self, mesh: Mesh) -> Assignment:
         """The same choices on ``mesh``, whose axes have other names; its shape is the same."""
 

@@ -18,11 +18,10 @@ from autoshard.passes.propagate.links import paid, readings, unspared
 from autoshard.passes.propagate.objective import objective, wanted
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.prices.bucketed import EachShares, latency_shares
-from autoshard.passes.propagate.prices.cost import optimizer_seconds
 from autoshard.passes.propagate.prices.joined import joins, saved
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values
 from autoshard.passes.propagate.prices.travelling import NONE, Beside, beside
-from autoshard.passes.propagate.prices.waiting import waiting
+from autoshard.passes.propagate.prices.waiting import update_seconds
 from autoshard.passes.propagate.prices.zero import stages_of
 from autoshard.passes.redistribute.pricing import Shares
 
@@ -196,8 +195,7 @@ class _Alternatives:
         whole = I if type_.grad else R
         stored = [tuple(p if isinstance(p, Shard | Owned) else whole for p in x) for x in placed]
         read = self._parts(name, stored, placed)
-        longer = 1.0 + waiting(self.graph, self.mesh).share
-        update = [longer * optimizer_seconds(self.optimizer, type_, x, self.mesh) for x in stored]
+        update = [update_seconds(self.optimizer, type_, x, self.graph, self.mesh) for x in stored]
         return Parts(*(x.diagonal() if x.ndim else x for x in read)) + Parts(once=np.array(update))
 
     def _follows(self, name: str) -> bool:

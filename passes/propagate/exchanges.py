@@ -23,9 +23,9 @@ from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.known import known_of_graph
 from autoshard.passes.propagate.op_space import OpSpace, internal_collectives
 from autoshard.passes.propagate.owners import balanced, load
-from autoshard.passes.propagate.prices.cost import optimizer_seconds, skew
+from autoshard.passes.propagate.prices.cost import skew
 from autoshard.passes.propagate.prices.step_time import Parts
-from autoshard.passes.propagate.prices.waiting import waiting
+from autoshard.passes.propagate.prices.waiting import update_seconds, waiting
 from autoshard.passes.rules.families.embedding import TABLE, in_one_call
 
 Way = tuple[bool, ...]
@@ -40,7 +40,7 @@ class Exchange(NamedTuple):
     """seconds, with what ranks wait for one another before the message, forward and backward"""
     shared: float
     """the part of it that its price has"""
-    update: float = 0.0
+    update: float
     """seconds of the update of its table as its price has them"""
 
 
@@ -56,8 +56,8 @@ class Most(NamedTuple):
 class Group(NamedTuple):
     """What most look-ups of a group do, as a variable of the search."""
 
-    choices: tuple[Most | None, ...]
-    """None: no table has one owner"""
+    ways: tuple[Way, ...]
+    """per choice; along no axis: no table has one owner"""
     seconds: np.ndarray
     """per choice: of the message"""
     more: tuple[Parts, ...]
@@ -93,7 +93,8 @@ class Exchanges:
             return None
         choices = (None, *(Most(*way, i) for way in ways for i in range(len(self.nodes))))
         more = (self._table(choices, i, each) for i, each in enumerate(found))
-        return Group(choices, np.array([0.0 if x is None else x.latency for x in choices]), tuple(more))
+        said = [((False,) * self.mesh.ndim, 0.0) if x is None else (x.way, x.latency) for x in choices]
+        return Group(tuple(way for way, _ in said), np.array([seconds for _, seconds in said]), tuple(more))
 
     def of_choices(self, node: Node, space: OpSpace) -> list[Exchange | None]:
         """Of every choice of a look-up; None: it goes in no such message."""
@@ -107,27 +108,18 @@ class Exchanges:
         way = tuple(s.label == TABLE and n > 1 for s, n in zip(choice, self.mesh.shape, strict=True))
         if not any(way):
             return None
-        waits, latency, shared = waiting(self.graph, self.mesh), 0.0, 0.0
+        waits, latency, shared = waiting(self.graph, self.mesh).message, 0.0, 0.0
         for c in internal_collectives(node, self.graph, self.mesh, choice, placed):
-            each = self.mesh.link(c.axes).rate(c.kind)[0] + waits.message
+            each = self.mesh.link(c.axes).rate(c.kind)[0] + waits
             latency, shared = latency + each, shared + c.share * each
-        type_ = self.graph.types[node.inputs[0]]
-        update = optimizer_seconds(self.optimizer, type_, placed[0], self.mesh) if self.graph.training else 0.0
-        return Exchange(way, latency, shared, (1.0 + waits.share) * update)
+        update, type_ = 0.0, self.graph.types[node.inputs[0]]
+        if self.graph.training:
+            update = update_seconds(self.optimizer, type_, placed[0], self.graph, self.mesh)
+        return Exchange(way, latency, shared, update)
 
     def chosen(self, assignment: Assignment) -> list[Exchange | None]:
         """Of all look-ups as they were chosen."""
-        return [
-            self.exchange(
-                node,
-                assignment.choices[node.name],
-                (
-                    *(assignment.use(node, i) for i in range(len(node.inputs))),
-                    *(assignment.made(node, i) for i in range(len(node.outputs))),
-                ),
-            )
-            for node in self.nodes
-        ]
+        return [self.exchange(node, assignment.choices[node.name], assignment.placed(node)) for node in self.nodes]
 
     def on_top(self, found: Sequence[Exchange | None]) -> tuple[float, float]:
         """Seconds that the look-ups pay on top of their prices: of latency, and of the update. As the search has it."""

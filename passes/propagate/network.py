@@ -33,6 +33,7 @@ from autoshard.passes.propagate.prices import cost as costs
 from autoshard.passes.propagate.prices.hiding import Stepped, stepped, stepping
 from autoshard.passes.propagate.prices.joined import Ways
 from autoshard.passes.propagate.prices.step_time import Parts
+from autoshard.passes.propagate.prices.waiting import update_seconds
 from autoshard.passes.propagate.states import fixed_states, free_states, placeable
 from autoshard.passes.rules.facts import can_redraw
 from autoshard.passes.search import CostNetwork, Row
@@ -194,7 +195,7 @@ class Network:
             found = of.group([self.spaces[node] for node in of.nodes])
             if found is None:
                 continue
-            self.variables[f"way:{i}"] = Variable(found.choices, parts=Parts(blocking=found.seconds))
+            self.variables[f"way:{i}"] = Variable(found.ways, parts=Parts(blocking=found.seconds))
             for node, parts in zip(of.nodes, found.more, strict=True):
                 look_up = f"node:{node.name}"
                 tags = len(self.variables[look_up].tags)
@@ -347,8 +348,8 @@ class Network:
             size = self.bytes(name, states) * type_.kept.dtype.itemsize / type_.dtype.itemsize
             shapes = [costs.local_shape(type_.shape, s, self.mesh) for s in states]
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
-            seconds = np.array([costs.optimizer_seconds(self.optimizer, type_, placed, self.mesh) for placed in states])
-            seconds *= 1.0 + self.spaces.waits.share
+            on = self.graph, self.mesh
+            seconds = np.array([update_seconds(self.optimizer, type_, placed, *on) for placed in states])
             left = costs.row_bytes(type_, states, self.mesh) if type_.sparse else size
             skew = np.array([costs.skew(type_, placed, self.mesh) for placed in states])
             size, state, left = size * skew, state * skew, left * skew

@@ -22,7 +22,7 @@ from autoshard.passes.propagate.prices.bucketed import latency_shares
 from autoshard.passes.propagate.prices.joined import joins, saved
 from autoshard.passes.propagate.prices.step_time import Parts, movable_values, summed
 from autoshard.passes.propagate.prices.travelling import NONE, beside
-from autoshard.passes.propagate.prices.waiting import waiting
+from autoshard.passes.propagate.prices.waiting import update_seconds, waiting
 from autoshard.passes.propagate.prices.zero import stages_of
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import can_redraw
@@ -102,10 +102,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         spares = {i for i, name in enumerate(node.inputs) if is_whole(assignment.source(name).placements)}
         key = (signature(node, graph.types), choice, traffic, *spares)
         if key not in known:
-            placed = (
-                *(assignment.use(node, i) for i in range(len(node.inputs))),
-                *(assignment.made(node, i) for i in range(len(node.outputs))),
-            )
+            placed = assignment.placed(node)
             flops = costs.node_flops(node, graph, rule_for(node.op))
             inside = [c for c in internal_collectives(node, graph, mesh, choice, placed) if c.spared not in spares]
             compute = costs.node_seconds(node, graph, mesh, choice, flops, placed, traffic).longer(waits.share)
@@ -125,8 +122,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
         conversions.append(prices[case])
     conversions += [Parts(blocking=np.array(-x)) for x in _saved_together(assignment)]
     stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
-    update = math.fsum(costs.optimizer_seconds(optimizer, type_, placed, mesh) for type_, placed in stored)
-    update *= 1.0 + waits.share
+    update = math.fsum(update_seconds(optimizer, type_, placed, graph, mesh) for type_, placed in stored)
     for together in exchanges(graph, mesh, optimizer):
         latency, more = together.on_top(together.chosen(assignment))
         conversions.append(Parts(blocking=np.array(latency)))

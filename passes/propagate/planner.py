@@ -243,10 +243,7 @@ class Planner:
 
     def evenly(self) -> None:
         """From now on every choice does the same along all axes, as if the mesh had one."""
-        self._narrowed(
-            "even",
-            lambda name, v: np.tile([name.startswith("way:") or len(set(c)) == 1 for c in v.choices], len(v.tags)),
-        )
+        self._narrowed("even", lambda _, v: np.tile([len(set(choice)) == 1 for choice in v.choices], len(v.tags)))
 
     def by_blocks(self) -> None:
         """From now on repeated modules are computed again as wholes: what is made again at once is never more than one."""

@@ -44,7 +44,7 @@ def plan(
         rest = (shape, mesh, dtype, grad, peak_limit, minimize, closed)
         legs = plan(src, middle, *rest), plan(middle, dst, *rest)
         return replace(after_each_other(legs, legs[0].steps + legs[1].steps), minimal=False)
-    prices = price(mesh, shape, dtype.itemsize, kinds, width(dtype, grad), common, closed, rows_in(grad))
+    prices = price(mesh.unnamed, shape, dtype.itemsize, kinds, width(dtype, grad), common, closed, rows_in(grad))
     start, goal = (prices.space.index[x] for x in ends)
     path = _path(prices, start, goal, peak_limit, minimize)
     if path is None:

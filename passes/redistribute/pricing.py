@@ -126,6 +126,7 @@ def rows_in(grad: Moves) -> int:
     return grad.looked_up if isinstance(grad, OfRows) else 0
 
 
+@lru_cache(maxsize=64)
 def price(
     mesh: Mesh,
     shape: tuple[int, ...],
@@ -149,21 +150,6 @@ def price(
     the rows that the others have, and their numbers: (n-1) · k · (bytes of a row + 8), where k is a rank's share of these rows
     where gradients are summed, and no more than there are.
     """
-    # Nothing of it depends on the names of axes, nor does what is found from it and kept.
-    return _price(mesh.unnamed, shape, itemsize, kinds, back, base, closed, looked_up)
-
-
-@lru_cache(maxsize=64)
-def _price(
-    mesh: Mesh,
-    shape: tuple[int, ...],
-    itemsize: int,
-    kinds: tuple[str, ...],
-    back: int,
-    base: State,
-    closed: tuple[int, ...],
-    looked_up: int,
-) -> Prices:
     graph = space(mesh.shape, kinds, base)
     sizes = np.array(shape, np.int64)
     piece = (-(-sizes // graph.pieces)).prod(axis=1)[graph.piece]

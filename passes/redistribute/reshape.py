@@ -96,7 +96,7 @@ def plan_reshaped(
     shared = refine(shape, dst_shape)
     kinds = kinds_of((src, dst), bool(grad))
     layers = [
-        price(mesh, s, dtype.itemsize, kinds, width(dtype, grad), everything(mesh.ndim, len(s)))
+        price(mesh.unnamed, s, dtype.itemsize, kinds, width(dtype, grad), everything(mesh.ndim, len(s)))
         for s in (shape, shared.shape, dst_shape)
     ]
     joins = (

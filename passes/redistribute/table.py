@@ -73,7 +73,7 @@ def link_matrices(
     if mesh.ndim > EXACT_AXES:
         return _one_by_one(sources, targets, shape, dtype, grad, closed, share)
     base, back = everything(mesh.ndim, len(shape)), width(dtype, grad)
-    prices = price(mesh, shape, dtype.itemsize, kinds, back, base, closed, rows_in(grad))
+    prices = price(mesh.unnamed, shape, dtype.itemsize, kinds, back, base, closed, rows_in(grad))
     index = prices.space.index
     rows = [index[state_of(x, len(shape), grad=bool(grad))] for x in sources]
     columns = rows if targets is sources else [index[state_of(x, len(shape), grad=bool(grad))] for x in targets]
@@ -247,7 +247,7 @@ def on_the_way(
         return np.where(same, 0.0, own[0][:, None] + own[1])
     shape, kinds = tuple(shape), kinds_of((*sources, *targets), bool(grad))
     base = everything(mesh.ndim, len(shape))
-    prices = price(mesh, shape, dtype.itemsize, kinds, width(dtype, grad), base, closed, rows_in(grad))
+    prices = price(mesh.unnamed, shape, dtype.itemsize, kinds, width(dtype, grad), base, closed, rows_in(grad))
     index = prices.space.index
     rows, columns = ([index[state_of(x, len(shape), grad=bool(grad))] for x in side] for side in (sources, targets))
     for goal in set(columns):

@@ -16,9 +16,10 @@ import numpy as np
 
 from autoshard.layout import R
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.assignment import Placements
+from autoshard.passes.ir.graph import Graph, TensorType
 from autoshard.passes.ir.known import known_of_graph, signature
-from autoshard.passes.propagate.prices.cost import node_flops, node_seconds
+from autoshard.passes.propagate.prices.cost import node_flops, node_seconds, optimizer_seconds
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.factors import whole
 
@@ -61,6 +62,11 @@ def waiting(graph: Graph, mesh: Mesh) -> Waits:
     short, long = mesh.hardware.waits(between), mesh.hardware.waits(all_)
     share = (long - short) / (all_ - between) if all_ > between else 0.0
     return Waits(max(0.0, short - share * between), share)
+
+
+def update_seconds(optimizer: str, type_: TensorType, placements: Placements, graph: Graph, mesh: Mesh) -> float:
+    """:func:`~autoshard.passes.propagate.prices.cost.optimizer_seconds` with what ranks wait for one another after it."""
+    return (1.0 + waiting(graph, mesh).share) * optimizer_seconds(optimizer, type_, placements, mesh)
 
 
 def with_waits(launches: np.ndarray, mesh: Mesh, waits: float) -> np.ndarray:
