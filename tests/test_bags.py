@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.runtime.operations.bags import adds_rows, bagged
+from autoshard.runtime.operations.bags import adds_rows, bagged, bagged_each
 from autoshard.runtime.operations.embedding import pooled
 from autoshard.runtime.operations.stacked import as_one
 
@@ -65,6 +67,53 @@ def test_tables_one_after_another_get_each_its_gradient() -> None:
     assert a.grad.tolist() == [[1, 1], [0, 0], [0, 0]]
     assert none.grad.shape == (0, 2)
     assert b.grad.tolist() == [[1, 1], [0, 0], [0, 0], [2, 2]]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("some", [False, True], ids=["all", "mine"])
+def test_one_node_for_several_tables_gives_what_each_does(mode: str, length: int, some: bool) -> None:
+    """One without rows, one that needs no gradient, one with a row of padding; ``some``: indices that do not count."""
+    torch.manual_seed(0)
+    sizes, padding = (5, 0, 7, 4), [-1, -1, 2, -1]
+    tables = [torch.randn(n, 3, dtype=torch.float64, requires_grad=i != 3) for i, n in enumerate(sizes)]
+    indices = [torch.randint(max(1, n), (6, length)) for n in sizes]
+    mine = torch.rand(len(sizes), 6, length) < 0.5 if some else torch.ones(len(sizes), 6, length, dtype=torch.bool)
+    mine[1] = False
+
+    def each(*given: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for i, table in enumerate((*given, tables[3])):
+            full = table if len(table) else table.new_zeros(1, 3) + table.sum(0)
+            rows = F.embedding(indices[i], full, padding[i] if padding[i] >= 0 else None) * mine[i].unsqueeze(-1)
+            found.append(rows.sum(1) if mode == "sum" else rows.mean(1))
+        return found
+
+    def together(*given: torch.Tensor, pads: Sequence[int] = padding) -> tuple[torch.Tensor, ...]:
+        return bagged_each(indices, mode, pads, [*given, tables[3]], mine if some else None)
+
+    trained = tables[:3]
+    expected, found = each(*trained), together(*trained)
+    assert [x.requires_grad for x in found] == [True] * 4, "one node"
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+    gradients = [torch.randn_like(x) for x in expected]
+    for of in ((0, 1, 2), (2,)):  # of others no gradient comes
+        ours, theirs = (
+            torch.autograd.grad(
+                [x[i] for i in of], trained, [gradients[i] for i in of], retain_graph=True, allow_unused=True
+            )
+            for x in (found, expected)
+        )
+        assert [g is None for g in ours] == [i not in of for i in range(3)]
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+    rows = tables[0], tables[2]
+
+    def squares(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # of a row of padding no gradient is the derivative
+        return torch.stack([x.square().sum() for x in together(a, tables[1], b, pads=[-1] * 4)]).sum()
+
+    assert torch.autograd.gradgradcheck(squares, rows)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,59 @@ def test_look_ups_in_tables_of_one_owner_each_go_together() -> None:
     assert change(tables_together, Tables(nested=True), *given, **asked) == []
 
 
+class Pools(nn.Module):
+    """Sums of rows of two tables. ``apart``: what makes two look-ups of them."""
+
+    def __init__(self, apart: str = "") -> None:
+        super().__init__()
+        self.users = nn.Embedding(8, 4, padding_idx=2, sparse=apart == "sparse")
+        self.items, self.apart = nn.Embedding(6, 8 if apart == "width" else 4, sparse=apart == "sparse"), apart
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        found = self.users(users).sum(1)
+        if self.apart == "nested":
+            items = items + (found > 1e9).sum(1, keepdim=True)
+        rows = self.items(items)
+        return (found.sum(1) * (rows.mean(1) if self.apart == "mode" else rows.sum(1)).sum(1)).sum()
+
+
+def test_look_ups_in_tables_that_are_cut_alike_go_in_one_call() -> None:
+    """Negative controls: not where one needs the other, and not those that pool otherwise."""
+    given = torch.arange(8).view(4, 2), torch.arange(8).view(4, 2) % 6
+    tables, indices = "[p_users_weight, p_items_weight]", "[users, items]"
+    calls = {
+        "column-wise": f"S(1)@tp = runtime.pooled_together({tables}, {indices}, 'sum', padding=[2, -1])",
+        "row-wise": f"P@tp = runtime.pooled_together({tables}, {indices}, 'sum', padding=[2, -1], sizes=[8, 6], axes='tp')",
+    }
+    for like, call in calls.items():
+        lines = change(tables_together, Pools(), *given, like=like)
+        assert next(line for line in lines if line[0] == "+").endswith(call), lines
+        assert len(lines) == 3, lines
+        for apart in ("nested", "mode", "width", "sparse"):
+            assert change(tables_together, Pools(apart), *given, like=like) == [], (like, apart)
+
+
+@pytest.mark.parametrize("like", ["column-wise", "row-wise", "replicate"])
+@pytest.mark.parametrize("mesh", [{"x": 2}, {"x": 4}, {"dp": 2, "x": 2}], ids=str)
+def test_one_call_computes_what_look_ups_do_one_by_one(like: str, mesh: dict[str, int]) -> None:
+    """Rows that do not divide, and a row of padding."""
+
+    class Few(Pools):
+        def __init__(self) -> None:
+            super().__init__()
+            self.items = nn.Embedding(7, 4)
+
+    torch.manual_seed(0)
+    model, args = Few().double(), (torch.randint(8, (8, 2)), torch.randint(6, (8, 2)))
+    asked = {a: like if a == "x" else "ddp" for a in mesh}
+    sharded = autoshard.compile(model, autoshard.Mesh(mesh), args, like=asked, training=True)
+    assert "runtime.pooled_together(" in sharded.source
+    report = autoshard.verify(model, autoshard.Mesh(mesh), args, plan=sharded.plan)
+    assert report.ok, str(report)
+    with pytest.raises((IndexError, RuntimeError), match="out of range|Expected idx"):
+        sharded(args[0], args[1] + 7)
+
+
 def test_tables_asked_for_whole_give_summands_only_where_the_batch_does_not_divide() -> None:
     """Summands take as many times the bytes as there are ranks, which prices of small batches do not see."""
 

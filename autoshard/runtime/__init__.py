@@ -81,6 +81,7 @@ __all__ = [
     "partial",
     "permute",
     "pooled",
+    "pooled_together",
     "reduce_scatter",
     "reduce_scatter_together",
     "regather",
@@ -98,7 +99,7 @@ from autoshard.runtime.attention.fold import folded, unfolded
 from autoshard.runtime.attention.heads import attention, causal_mask, kv_heads
 from autoshard.runtime.attention.ring import banded_rows, gathered_attention, ring_attention
 from autoshard.runtime.operations.draw import draw, draw_like, native_dropout, rrelu
-from autoshard.runtime.operations.embedding import pooled, vocab_embedding, vocab_embedding_bag
+from autoshard.runtime.operations.embedding import pooled, pooled_together, vocab_embedding, vocab_embedding_bag
 from autoshard.runtime.operations.experts import experts
 from autoshard.runtime.operations.halo import average, crop, halo, split
 from autoshard.runtime.operations.indexing import (

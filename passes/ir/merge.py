@@ -13,6 +13,9 @@ from autoshard.passes.ir.program import Call, Local, Statement, reads
 TABLES = "table_wise"
 """the function of the runtime that looks up in tables that lie whole on one rank each"""
 
+POOLED, POOLED_TOGETHER = "pooled", "pooled_together"
+"""those that look up in one table, whole or cut, and in several"""
+
 GATHERED, SCATTERED = "gather_products", "scatter_product"
 """those whose operand, or whose sums, travel while they compute"""
 TRAVELLING = frozenset({GATHERED, SCATTERED})
@@ -54,10 +57,26 @@ def _tables(members: Sequence[Statement]) -> Statement:
     lists = {"offsets", "weights", "padding"}
     kwargs = {n: joint([c.kwargs.get(n, (None,) if n in lists else None) for c in calls]) for n in names}
     args = (*(joint([c.args[i] for c in calls]) for i in range(3)), *first.call.args[3:])
+    return _side_by_side(members, Call(TABLES, args, kwargs))
+
+
+def _pooled(members: Sequence[Statement]) -> Statement:
+    """Look-ups in one table each as one in all of them."""
+    calls = [s.call for s in members]
+    tables, indices, modes = zip(*(c.args for c in calls), strict=True)
+    kwargs: dict[str, Any] = {}
+    if any("padding_idx" in c.kwargs for c in calls):
+        kwargs["padding"] = tuple(c.kwargs.get("padding_idx", -1) for c in calls)
+    if "axes" in calls[0].kwargs:
+        kwargs |= {"sizes": tuple(c.kwargs["size"] for c in calls), "axes": calls[0].kwargs["axes"]}
+    return _side_by_side(members, Call(POOLED_TOGETHER, (tables, indices, modes[0]), kwargs))
+
+
+def _side_by_side(members: Sequence[Statement], call: Call) -> Statement:
     return replace(
-        first,
+        members[0],
         outputs=tuple(o for s in members for o in s.outputs),
-        call=Call(TABLES, args, kwargs),
+        call=call,
         layouts=tuple(x for s in members for x in s.layouts),
         members=tuple(members),
     )
@@ -92,7 +111,7 @@ def _scattered(members: Sequence[Statement]) -> Statement:
     return replace(product, outputs=scatter.outputs, call=call, layouts=scatter.layouts, members=(product, scatter))
 
 
-_MERGES = {TABLES: _tables, GATHERED: _gathered, SCATTERED: _scattered}
+_MERGES = {TABLES: _tables, POOLED_TOGETHER: _pooled, GATHERED: _gathered, SCATTERED: _scattered}
 
 
 def fused(enter: Statement, gather: Statement) -> Statement:

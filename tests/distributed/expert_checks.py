@@ -20,7 +20,7 @@ import autoshard
 from autoshard import runtime
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
 from autoshard.runtime.transport import process_group
-from autoshard.runtime.transport.move import DIRECT, Move
+from autoshard.runtime.transport.move import DIRECT, EXCHANGED, Move
 
 EXPERTS: dict[str, Any] = {"ep": "expert", "tp": "megatron"}
 
@@ -118,28 +118,34 @@ def gradients_of_experts_twice() -> None:
         close(part.grad, full.grad.chunk(ranks)[rank], "gradient of gradients")
 
 
-def sums_of_little() -> None:
-    """The same bits on every rank; more than two ranks send each other all of little, which takes no ring."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    comm, rings = runtime.TorchCommunicator({"dp": ranks}), list[int]()
+def sums_without_a_ring() -> None:
+    """The same bits on every rank, of a group that numbers them otherwise, too. Two ranks send each other what they have, up
+    to a size, and more of them all of little."""
+    ranks, rank, rings = dist.get_world_size(), dist.get_rank(), list[int]()
     ring = process_group.all_reduce_sum
 
     def counted(x: torch.Tensor, *args: Any, **how: Any) -> Any:
         rings.append(x.numel())
         return ring(x, *args, **how)
 
-    most = DIRECT // (8 * ranks)
-    with mock.patch.object(process_group, "all_reduce_sum", counted):
-        for size in (1, 2, most, most + 1):
-            every = torch.randn(ranks, size, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
-            given = every[rank].clone()
-            found = comm.apply(Move("P", "I", ("dp",)), given)
-            close(found, every.sum(0), "sum")
-            assert torch.equal(given, every[rank])
-            theirs = [torch.empty_like(found) for _ in range(ranks)]
-            dist.all_gather(theirs, found)
-            assert all(torch.equal(found, x) for x in theirs)
-    assert rings == ([1, most + 1] if ranks > 2 else [1, 2, most, most + 1])
+    few, most = DIRECT // (8 * ranks), EXCHANGED // 8
+    sizes = (1, 2, few, few + 1, most, most + 1)
+    for numbers in (range(ranks), range(ranks - 1, -1, -1)):
+        comm = runtime.TorchCommunicator({"dp": ranks}, numbers)
+        rings.clear()
+        with mock.patch.object(process_group, "all_reduce_sum", counted):
+            for size in sizes:
+                every = torch.randn(ranks, size, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+                given = every[rank].clone()
+                found = comm.apply(Move("P", "I", ("dp",)), given)
+                close(found, every.sum(0), "sum")
+                assert torch.equal(given, every[rank])
+                theirs = [torch.empty_like(found) for _ in range(ranks)]
+                dist.all_gather(theirs, found)
+                assert all(torch.equal(found, x) for x in theirs)
+            assert comm.apply(Move("P", "I", ("dp",)), torch.tensor([rank + 1])).tolist() == [ranks * (ranks + 1) // 2]
+            assert comm.apply(Move("P", "I", ("dp",)), torch.zeros(0)).shape == (0,)
+        assert rings == [*([most + 1] if ranks == 2 else [1, few + 1, most, most + 1]), 1], rings
 
 
-CHECKS = {check.__name__: check for check in (experts_of_one_owner, gradients_of_experts_twice, sums_of_little)}
+CHECKS = {check.__name__: check for check in (experts_of_one_owner, gradients_of_experts_twice, sums_without_a_ring)}

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
+from autoshard import runtime
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
 from autoshard.runtime.operations.stacked import are_neighbours
 from autoshard.runtime.transport.move import Move, Splits
@@ -264,6 +265,40 @@ def rows_are_sent_from_where_they_lie() -> None:
         assert any("cat" in name for name in ops.names) == (list(order) != list(range(ranks))), ops.names
 
 
+def parts_of_one_move_as_one() -> None:
+    """Forward and backward: to what moving them one by one gives, where chunks are of one length and where they are not."""
+    ranks, me = dist.get_world_size(), dist.get_rank()
+    comm = TorchCommunicator({"a": ranks})
+    functions: dict[str, Any] = {
+        "all_to_all": lambda together, x, n: (
+            together(x, (2,) * 3, (1,) * 3, "a") if n else [runtime.all_to_all(y, 2, 1, "a") for y in x]
+        ),
+        "reduce_scatter": lambda together, x, n: (
+            together(x, (1,) * 3, "a") if n else [runtime.reduce_scatter(y, 1, "a") for y in x]
+        ),
+        "all_gather": lambda together, x, n: (
+            together(x, (1,) * 3, "a", to="R") if n else [runtime.all_gather(y, 1, "a", to="R") for y in x]
+        ),
+    }
+    for length in (2 * ranks, 2 * ranks + 1):
+        for name, run in functions.items():
+            generator = torch.Generator().manual_seed(me)
+            rows = length if name != "all_gather" else 4
+            base = torch.randn(2, rows, 3, 5, dtype=torch.float64, generator=generator).requires_grad_()
+            found: list[tuple[list[torch.Tensor], torch.Tensor, int]] = []
+            for several in (True, False):
+                together = getattr(runtime, f"{name}_together")
+                with runtime.bind(comm), Ops() as ops:
+                    out = list(run(together, base.unbind(2), several))
+                    gradients = [torch.full_like(y, i + me).cumsum(1) for i, y in enumerate(out)]
+                    gathered = torch.autograd.grad(out, base, list(torch.stack(gradients, 2).unbind(2)))[0]
+                found.append((out, gathered, sum("slice" in n or "narrow" in n for n in ops.names)))
+            for a, b in zip(found[0][0], found[1][0], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14)
+            torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-14, atol=1e-14)
+            assert found[0][2] <= found[1][2] / 2, (name, "each of them is cut by itself")
+
+
 TABLES = {
     f.__name__: f
     for f in (
@@ -276,5 +311,6 @@ TABLES = {
         sparse_rows_and_replicas,
         tables_in_parts_and_lower_precision,
         rows_are_sent_from_where_they_lie,
+        parts_of_one_move_as_one,
     )
 }

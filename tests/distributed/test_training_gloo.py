@@ -49,9 +49,10 @@ CONTRACT = (
     "sparse_rows_and_replicas",
     "tables_in_parts_and_lower_precision",
     "rows_are_sent_from_where_they_lie",
+    "parts_of_one_move_as_one",
     "experts_of_one_owner",
     "gradients_of_experts_twice",
-    "sums_of_little",
+    "sums_without_a_ring",
     "random_walks",
 )
 IN_BOTH = {
@@ -66,9 +67,10 @@ IN_BOTH = {
     "every_rank_gets_the_whole_of_a_table",
     "full_states_of_torch",
     "rows_are_sent_from_where_they_lie",
+    "parts_of_one_move_as_one",
     "experts_of_one_owner",
     "gradients_of_experts_twice",
-    "sums_of_little",
+    "sums_without_a_ring",
 }
 """what runs in the larger world, too, without --run-slow"""
 

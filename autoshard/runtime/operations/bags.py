@@ -7,6 +7,7 @@ through the dispatcher: both take two to three times what ``index_add_`` takes. 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 
 from autoshard.runtime.operations.stacked import one_after_another
 from autoshard.runtime.transport.handed_on import HandingOn
+from autoshard.runtime.transport.node import Node
 
 ADDED = ("sum", "mean")
 """modes in which rows are added"""
@@ -56,3 +58,69 @@ class _Bagged(HandingOn):
             total[ctx.padding].zero_()
         starts = itertools.accumulate(ctx.sizes, initial=0)
         return None, None, None, *(total.narrow(0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
+
+
+def bagged_each(
+    indices: Sequence[torch.Tensor],
+    mode: str,
+    padding: Sequence[int],
+    tables: Sequence[torch.Tensor],
+    mine: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """:func:`bagged` of each of several tables [rows, d] with its own indices [b, k], in one node → as many [b, d].
+
+    ``mine`` [tables, b, k]: which of the indices count; others give zeros, whatever their rows hold.
+    """
+    found: tuple[torch.Tensor, ...] = _BaggedEach.apply(list(indices), mode, list(padding), mine, *tables)
+    return found
+
+
+class _BaggedEach(Node):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        indices: list[torch.Tensor],
+        mode: str,
+        padding: list[int],
+        mine: torch.Tensor | None,
+        *tables: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(mine, *indices)
+        ctx.mode, ctx.padding, ctx.sizes = mode, padding, [len(t) for t in tables]
+        bags, length = indices[0].shape
+        found = tables[0].new_empty(len(tables), bags, tables[0].shape[1])
+        for i, (out, own, table) in enumerate(zip(found, indices, tables, strict=True)):
+            if not len(table):
+                out.zero_()
+            elif length == 1:
+                torch.index_select(table, 0, own[:, 0], out=out)
+            else:
+                weights = None if mine is None else mine[i].to(table.dtype)
+                out.copy_(F.embedding_bag(own, table, mode="sum", per_sample_weights=weights))
+        if mine is not None and length == 1:
+            found.masked_fill_(~mine, 0)
+        if mode == "mean":
+            found /= length
+        return found.unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        mine, *indices = ctx.saved_tensors
+        wanted = [
+            (i, g)
+            for i, (g, needed) in enumerate(zip(gradients, ctx.needs_input_grad[4:], strict=True))
+            if g is not None and needed
+        ]
+        found: list[torch.Tensor | None] = [None] * len(gradients)
+        if wanted:
+            ends = list(itertools.accumulate((ctx.sizes[i] for i, _ in wanted), initial=0))
+            total = wanted[0][1].new_zeros(ends[-1], wanted[0][1].shape[1])
+            for (i, g), start in zip(wanted, ends, strict=False):
+                found[i] = own = total.narrow(0, start, ctx.sizes[i])
+                added = g / indices[i].shape[1] if ctx.mode == "mean" else g
+                for k, column in enumerate(indices[i].unbind(1) if len(own) else ()):
+                    own.index_add_(0, column, added if mine is None else added * mine[i, :, k, None])
+                if ctx.padding[i] >= 0:
+                    own[ctx.padding[i]].zero_()
+        return None, None, None, None, *found

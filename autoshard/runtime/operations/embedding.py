@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime.operations.bags import adds_rows, bagged
+from autoshard.runtime.operations.bags import adds_rows, bagged, bagged_each
 from autoshard.runtime.operations.collectives import offset, statistic
 from autoshard.runtime.operations.in_range import check_range
+from autoshard.runtime.operations.stacked import as_one
 from autoshard.runtime.transport.communicator import Axes
 from autoshard.runtime.transport.handed_on import register
 
@@ -157,3 +159,35 @@ def pooled(
     else:
         found = F.embedding(indices, weight, padding_idx if padding_idx >= 0 else None, sparse=sparse)
     return found.sum(-2) if mode == "sum" else found.mean(-2)
+
+
+def pooled_together(
+    tables: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
+    mode: str,
+    padding: Sequence[int] = (),
+    sizes: Sequence[int] = (),
+    axes: Axes = (),
+) -> tuple[torch.Tensor, ...]:
+    """:func:`pooled` in each of several tables [rows, d], by indices [..., k] of one shape: as many results [..., d].
+
+    On CPUs by one node of the autograd graph, and, where the tables are parts of ``sizes`` rows cut by ``axes``, with one look
+    at which of all indices this rank holds.
+    """
+    pads = list(padding) or [-1] * len(tables)
+    if not all(adds_rows(t, i, sparse=False) for t, i in zip(tables, indices, strict=True)):
+        each = zip(tables, indices, pads, sizes or [0] * len(tables), strict=True)
+        return tuple([pooled(t, i, mode, pad, size=size, axes=axes) for t, i, pad, size in each])
+    shape, mine = indices[0].shape, None
+    flat: Sequence[torch.Tensor] = [i.reshape(-1, shape[-1]) for i in indices]
+    if axes:
+        one = as_one(flat)
+        every = torch.stack(list(flat)) if one is None else one
+        first, rows = [offset(size, axes) for size in sizes], [len(t) for t in tables]
+        start, held, size = (every.new_tensor(x).view(-1, 1, 1) for x in (first, rows, sizes))
+        check_range(every, size)
+        mine = (every >= start) & (every < start + held)
+        flat = torch.where(mine, every - start, 0).unbind()
+        pads = [p - s if s <= p < s + n else -1 for p, s, n in zip(pads, first, rows, strict=True)]
+    found = bagged_each(flat, mode, pads, tables, mine)
+    return tuple([x.view(*shape[:-1], x.shape[-1]) for x in found]) if len(shape) > 2 else found

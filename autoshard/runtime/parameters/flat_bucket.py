@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from autoshard.runtime.operations.stacked import as_one
 from autoshard.runtime.parameters.bucket import PLAIN, Begin, Bucket, Dtypes, Gradients, by_dtype, each, record
 from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.move import LOCAL, Move
@@ -157,10 +158,24 @@ class FlatBucket(Bucket):
             if verb == "all_reduce":
                 buffer, moved = self._flat(xs, dtype)
                 return buffer, self._all_reduce(buffer, moves[0].axes), moved
-            if verb == "reduce_scatter":
-                return self._reduce_scatter(moves, xs, dtype)
-            moved = self._begin_gather(moves, xs, dtype)() if verb == "all_gather" else self._all_to_all(moves, xs)
-            return moved[0], None, moved
+            if (one := self._as_one(moves, xs)) is not None:
+                buffer, work, moved = self._brought([_behind_first(moves[0])], [one], dtype)
+                return buffer, work, list(moved[0].unbind())
+            return self._brought(moves, xs, dtype)
+
+    def _brought(
+        self, moves: list[Move], xs: list[torch.Tensor], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, Any | None, list[torch.Tensor]]:
+        if moves[0].verb == "reduce_scatter":
+            return self._reduce_scatter(moves, xs, dtype)
+        gathers = moves[0].verb == "all_gather"
+        moved = self._begin_gather(moves, xs, dtype)() if gathers else self._all_to_all(moves, xs)
+        return moved[0], None, moved
+
+    def _as_one(self, moves: list[Move], xs: list[torch.Tensor]) -> torch.Tensor | None:
+        """Activations that move alike and lie at equal distances in memory, stacked: to be cut and put together at once."""
+        alike = len(xs) > 1 and not self.listed and moves.count(moves[0]) == len(moves)
+        return as_one(xs) if alike else None
 
     def _announce(self, moves: list[Move], xs: list[torch.Tensor], phase: str, dtype: torch.dtype | None) -> None:
         record(self.comm, moves, xs, phase, dtype)
@@ -279,6 +294,11 @@ class FlatBucket(Bucket):
         """Shapes of the chunks of rank number ``k`` of the group."""
         lengths = [self.comm.chunks(m.size, m.axes)[k][1] for m in moves]
         return [[*s[: m.dim], n, *s[m.dim + 1 :]] for m, s, n in zip(moves, shapes, lengths, strict=True)]
+
+
+def _behind_first(move: Move) -> Move:
+    """The same of a tensor that has one more dim, in front."""
+    return move._replace(**{name: n + 1 for name in ("dim", "to_dim") if (n := getattr(move, name)) >= 0})
 
 
 def _views_like(buffer: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -40,6 +40,9 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "perm
 DIRECT = 1 << 16
 """bytes that a rank sends, or gets, where more than two ranks of gloo send each other all of what they sum: of few numbers"""
 
+EXCHANGED = 1 << 22
+"""bytes up to which two ranks of gloo send each other what they sum"""
+
 LOCAL = frozenset(CONVERSIONS.values()).difference(COLLECTIVES)
 """Functions that look at this rank's tensor only."""
 

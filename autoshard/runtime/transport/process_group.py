@@ -16,7 +16,7 @@ from autoshard.runtime.transport.differentiable import Differentiable
 from autoshard.runtime.transport.float_order import floats, ordered
 from autoshard.runtime.transport.generators import Generators
 from autoshard.runtime.transport.groups import group_of
-from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, is_few, piece, together
+from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, piece, together
 from autoshard.runtime.transport.peers import Notes, lost
 from autoshard.runtime.transport.profiling import collective_name, named, recorded
 from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Hop
@@ -30,6 +30,7 @@ from autoshard.runtime.transport.work import (
     all_reduce_sum,
     all_to_all_rows,
     reduce_scatter_single,
+    to_exchange,
 )
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -146,13 +147,11 @@ class TorchCommunicator(Communicator):
     def all_reduce(self, group: Group, x: torch.Tensor) -> Underway | Added:
         """Begin to sum ``x``, contiguous, over the ranks, in place.
 
-        gloo's ring takes 2 (n - 1) turns, each of which wakes threads of every rank; more than two ranks send each other all
-        of few numbers, and meet once. Of one number the ring has a single segment.
+        gloo's ring takes 2 (n - 1) turns, each of which wakes threads of every rank: see :func:`to_exchange`.
         """
-        if group.gloo and group.size > 2 and x.numel() > 1 and is_few(x.nbytes, group.size) and x.is_floating_point():
-            parts = x.view(-1).expand(group.size, -1).contiguous()
-            received = torch.empty_like(parts)
-            return Added(self.begin(group, all_to_all_rows, received, parts, [], []), received, x)
+        if group.gloo and (sent := to_exchange(group, x)) is not None:
+            received, parts, counts = sent
+            return Added(self.begin(group, all_to_all_rows, received, parts, counts, counts), received, x)
         return self.begin(group, all_reduce_sum, x)
 
     def name(self, group: Group, move: Move | None, phase: str) -> str:

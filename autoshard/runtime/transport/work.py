@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from autoshard.runtime.transport.move import EXCHANGED, is_few
 from autoshard.runtime.transport.peers import Notes, wait
 
 # Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
@@ -52,6 +53,24 @@ class Group(NamedTuple):
         return out
 
 
+def to_exchange(group: Group, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]] | None:
+    """(what arrives, what is sent, elements for each member; none: equal parts) where ranks that sum ``x`` send each other all
+    of it, and meet once; None where it goes round a ring.
+
+    Two ranks send as much as in a ring, and do so unless the turns do not matter beside the bytes, but the memory for what
+    arrives would. More do with few numbers; of one number their ring has a single segment.
+    """
+    if not x.is_floating_point():
+        return None
+    if group.size == 2 and x.nbytes <= EXCHANGED:
+        counts = [0 if m == group.members[group.number] else x.numel() for m in sorted(group.members)]
+        return torch.empty_like(x).view(-1), x.view(-1), counts
+    if group.size > 2 and x.numel() > 1 and is_few(x.nbytes, group.size):
+        parts = x.view(-1).expand(group.size, -1).contiguous()
+        return torch.empty_like(parts), parts, []
+    return None
+
+
 class Underway(NamedTuple):
     """A collective that has begun."""
 
@@ -70,14 +89,18 @@ class Underway(NamedTuple):
 
 
 class Added(NamedTuple):
-    """A sum under way as an all-to-all: a reduce-scatter, or an all-reduce of little."""
+    """A sum under way as an all-to-all: a reduce-scatter, or an all-reduce of little, or between two ranks."""
 
     work: Underway
     received: torch.Tensor
+    """what all ranks have; where it is as much as ``out``, what the other one of two has"""
     out: torch.Tensor
 
     def wait(self) -> None:
         """Wait for the others' parts and add them up."""
         self.work.wait()
         ranks = self.received.numel() // max(1, self.out.numel())
+        if ranks == 1:
+            self.out.add_(self.received.view(self.out.shape))
+            return
         torch.sum(self.received.view(ranks, *self.out.shape), 0, dtype=self.out.dtype, out=self.out)
