@@ -209,7 +209,8 @@ def _seconds(
     kernels = facts_of(node.op).kernels
     launch = kernels * device.kernel_latency * (traffic is None or traffic.launches)
     if node.op in LOOK_UPS and traffic is None:  # else what is pointwise is part of others
-        launch *= look_ups(node, choice, mesh.shape)
+        table = graph.types[names[0]]
+        launch *= look_ups(node, choice, mesh.shape, table.together if device.cpu and not table.sparse else 1)
     wanting = [shapes[i] for i in _multiplied(node, graph)]
     trained = any(graph.types[o].grad for o in node.outputs)
     between = 0.0

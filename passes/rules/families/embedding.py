@@ -136,11 +136,18 @@ def _local_embedding(site: Site) -> Call:
     return Call("vocab_embedding", (weight, indices, rows, spell(axes)), extra)
 
 
-def look_ups(node: Node, choice: Sequence[Strategy], ranks: Sequence[int]) -> float:
+def look_ups(node: Node, choice: Sequence[Strategy], ranks: Sequence[int], together: int = 1) -> float:
     """Kernels that a look-up runs on a rank: with those of a sum over it, and, in a table cut by rows, of the range of indices,
-    of which of them the rank holds, of their places and of zeros for others. Of whole tables a rank looks up its own alone."""
-    found = (1 + (node.op is pooled_op._opoverload)) + 4 * any(s.label == "vocab" for s in choice)
-    return found / math.prod(n for s, n in zip(choice, ranks, strict=True) if s.label in (TABLE, TABLE_SUMS))
+    of which of them the rank holds, of their places and of zeros for others. Of whole tables a rank looks up its own alone.
+
+    ``together``: look-ups with a sum that go in one call, which has all but one of these once
+    (:func:`~autoshard.runtime.operations.embedding.pooled_together`).
+    """
+    pooled, owned = node.op is pooled_op._opoverload, {TABLE, TABLE_SUMS}
+    once = pooled + 4 * any(s.label == "vocab" for s in choice)
+    if pooled and owned.isdisjoint(s.label for s in choice):
+        return 1 + once / together
+    return (1 + once) / math.prod(n for s, n in zip(choice, ranks, strict=True) if s.label in owned)
 
 
 def in_one_call(graph: Graph) -> dict[Hashable, list[Node]]:
