@@ -179,18 +179,18 @@ def fused_on_parts() -> float:
 
 def most_under_way(training: Training) -> int:
     """How many reduce-scatters of a step are under way at most, every bucket alone."""
-    begun, most = 0, 0
+    begun, most = list[Any](), 0
     reduce_scatter, wait, small = FlatBucket._reduce_scatter, process_group.Added.wait, gradients.SMALL
 
     def counted(*args: Any) -> Any:
-        nonlocal begun, most
-        begun += 1
-        most = max(most, begun)
-        return reduce_scatter(*args)
+        nonlocal most
+        found = reduce_scatter(*args)
+        begun.append(found[1])
+        most = max(most, len(begun))
+        return found
 
     def waited(self: Any) -> None:
-        nonlocal begun
-        begun -= 1
+        begun[:] = [work for work in begun if work is not self]  # sums of two ranks are waited for so, too
         wait(self)
 
     FlatBucket._reduce_scatter, process_group.Added.wait, gradients.SMALL = counted, waited, 0  # type: ignore[method-assign]
