@@ -70,7 +70,7 @@ def test_tables_one_after_another_get_each_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("length", [1, 3, 9])
 @pytest.mark.parametrize("some", [False, True], ids=["all", "mine"])
 def test_one_node_for_several_tables_gives_what_each_does(mode: str, length: int, some: bool) -> None:
     """One without rows, one that needs no gradient, one with a row of padding; ``some``: indices that do not count."""

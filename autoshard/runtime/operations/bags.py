@@ -46,18 +46,31 @@ class _Bagged(HandingOn):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (indices,) = ctx.saved_tensors
-        bags, length = indices.shape
-        added = gradient / length if ctx.mode == "mean" else gradient
         total = gradient.new_zeros(sum(ctx.sizes), gradient.shape[1])
-        if length > bags:  # few calls
-            total.index_add_(0, indices.reshape(-1), added.repeat_interleave(length, 0))
-        else:
-            for column in indices.unbind(1):
-                total.index_add_(0, column, added)
-        if ctx.padding >= 0:
-            total[ctx.padding].zero_()
+        _add_rows(total, indices, gradient, ctx.mode, ctx.padding)
         starts = itertools.accumulate(ctx.sizes, initial=0)
         return None, None, None, *(total.narrow(0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
+
+
+def _add_rows(
+    total: torch.Tensor,
+    indices: torch.Tensor,
+    gradient: torch.Tensor,
+    mode: str,
+    padding: int,
+    mine: torch.Tensor | None = None,
+) -> None:
+    """Add the ``gradient`` [b, d] of bags to the rows of ``total`` that ``indices`` [b, k] name; only where ``mine``."""
+    bags, length = indices.shape
+    added = gradient / length if mode == "mean" else gradient
+    if length > bags:  # few calls
+        rows = added.repeat_interleave(length, 0)
+        total.index_add_(0, indices.reshape(-1), rows if mine is None else rows * mine.reshape(-1, 1))
+    else:
+        for k, column in enumerate(indices.unbind(1)):
+            total.index_add_(0, column, added if mine is None else added * mine[:, k, None])
+    if padding >= 0:
+        total[padding].zero_()
 
 
 def bagged_each(
@@ -118,9 +131,6 @@ class _BaggedEach(Node):
             total = wanted[0][1].new_zeros(ends[-1], wanted[0][1].shape[1])
             for (i, g), start in zip(wanted, ends, strict=False):
                 found[i] = own = total.narrow(0, start, ctx.sizes[i])
-                added = g / indices[i].shape[1] if ctx.mode == "mean" else g
-                for k, column in enumerate(indices[i].unbind(1) if len(own) else ()):
-                    own.index_add_(0, column, added if mine is None else added * mine[i, :, k, None])
-                if ctx.padding[i] >= 0:
-                    own[ctx.padding[i]].zero_()
+                if len(own):
+                    _add_rows(own, indices[i], g, ctx.mode, ctx.padding[i], None if mine is None else mine[i])
         return None, None, None, None, *found
