@@ -248,7 +248,7 @@ def _seconds(
     summed = _summed(node, graph, shapes)
     launches = launch * ((max(1, len(wanting)) if flops and kernels == 1 else 1) + bool(summed))
     filled = _filled(node, graph, shapes[0]) if touched[0] and not ideal(mesh) else 0.0
-    moving = device.traffic_seconds(2 * moved) + device.memory_seconds(filled)
+    moving = device.traffic_seconds(2 * moved) + device.traffic_seconds(filled)
     back = max(back, moving) + 2 * between + device.traffic_seconds(summed)
     return Seconds(seconds, launches + back, (launch, launches))
 
