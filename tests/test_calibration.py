@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autoshard.check import calibration, staging, travel
-from autoshard.check.clock import Clock
+from autoshard.check.clock import Clock, slowest
 from autoshard.hardware import FEW
 from autoshard.runtime.transport.move import is_few
 
@@ -36,6 +37,13 @@ class Told:
         return [[self.seconds(call) for call in calls] for _ in range(3)]
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, which agrees with itself."""
+    monkeypatch.setattr(travel, "agreed", lambda value, pick: value)
+    monkeypatch.setattr(travel, "slowest", lambda found: found)
+
+
 def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     clock: Any = Told()
     slept = True
@@ -48,7 +56,7 @@ def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) ->
         nonlocal slept
         clock.now, slept = clock.now + (0.5 if slept else 0.2), False
 
-    monkeypatch.setattr(travel, "_product", lambda clock: operation)
+    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
     assert travel.Step(clock).seconds([send]) == [pytest.approx(0.5)]
 
 
@@ -110,7 +118,7 @@ def test_what_hides_is_told_by_what_takes_turns(monkeypatch: pytest.MonkeyPatch)
         return rounds
 
     clock.in_turns = in_turns
-    monkeypatch.setattr(travel, "_product", lambda clock: operation)
+    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
     monkeypatch.setattr(travel.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(travel.dist, "all_reduce", begin)
     monkeypatch.setattr(travel, "all_gather_single", begin)
@@ -140,8 +148,42 @@ def test_waits_of_several_collectives_count(monkeypatch: pytest.MonkeyPatch) -> 
         sent += 1
         clock.now += 1.0 if sent % 4 == 0 else 0.1
 
-    monkeypatch.setattr(travel, "_product", lambda clock: operation)
+    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
     assert travel.Step(clock).seconds([send]) == [pytest.approx(0.325)]
+
+
+def test_the_time_until_others_are_through_is_none_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank computes for 3 ms before each message, this one for 1 ms, and then both send for 0.1 s."""
+    clock: Any = Told()
+
+    def operation() -> None:
+        clock.now += 1e-3
+
+    def send() -> None:
+        clock.now += 0.1 + 2 * travel.BETWEEN  # it waits for the other
+
+    def with_another(found: Sequence[Sequence[float]]) -> list[list[float]]:
+        return slowest_of(found, [[3 * alone, both] for alone, both in found])
+
+    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
+    monkeypatch.setattr(travel, "slowest", with_another)
+    assert travel.Step(clock).seconds([send]) == [pytest.approx(0.1)]
+    monkeypatch.setattr(travel, "slowest", lambda found: found)
+    assert travel.Step(clock).seconds([send]) == [pytest.approx(0.1 + 2 * travel.BETWEEN)]
+
+
+def slowest_of(*ranks: Sequence[Sequence[float]]) -> list[list[float]]:
+    def gather(out: list[object], _: object) -> None:
+        out[:] = ranks
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "get_world_size", lambda: len(ranks))
+        patched.setattr(dist, "all_gather_object", gather)
+        return slowest(ranks[0])
+
+
+def test_the_slowest_of_all_ranks_counts_in_each_round() -> None:
+    assert slowest_of([[1.0, 5.0], [2.0, 2.0]], [[3.0, 4.0], [1.0, 9.0]]) == [[3.0, 5.0], [2.0, 9.0]]
 
 
 def test_a_machine_that_gets_slower_makes_no_collective_slow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +206,7 @@ def test_a_machine_that_gets_slower_makes_no_collective_slow(monkeypatch: pytest
         return rounds
 
     clock.in_turns = in_turns
-    monkeypatch.setattr(travel, "_product", lambda clock: operation)
+    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
     assert travel.Step(clock).seconds([send, lambda: None]) == [pytest.approx(0.1), travel.LEAST]
 
 

@@ -34,6 +34,13 @@ def agreed(value: float, pick: Callable[[Sequence[float]], float]) -> float:
     return pick(found)
 
 
+def slowest(found: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Of numbers that all ranks have the largest of any rank, each."""
+    every: list[Sequence[Sequence[float]]] = [found] * dist.get_world_size()
+    dist.all_gather_object(every, found)
+    return [[max(column) for column in zip(*rows, strict=True)] for rows in zip(*every, strict=True)]
+
+
 def lower_quartile(found: Sequence[float]) -> float:
     """The number that a quarter of those in ``found`` lies below."""
     return sorted(found)[len(found) // 4]

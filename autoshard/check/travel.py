@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autoshard.check.clock import USED, Clock, agreed
+from autoshard.check.clock import USED, Clock, agreed, slowest
 from autoshard.hardware import FEW, Rate
 from autoshard.runtime.transport.move import DIRECT, Move, is_few
 from autoshard.runtime.transport.process_group import TorchCommunicator
@@ -43,16 +43,21 @@ class Step:
     """Some compute with something after it, again and again: as a step has it, and not one message after another.
 
     Ranks then do not arrive together, and the threads that carry messages have to wake up. What ranks wait differs much, and
-    a step has the sum. It differs over seconds, too: what is compared takes turns.
+    a step has the sum. It differs over seconds, too: what is compared takes turns. Compute is a layer with its gradients, which
+    allocates and goes through memory as a step does: what it takes differs more from rank to rank than a product of operands
+    that caches hold.
     """
 
     def __init__(self, clock: Clock, between: float = BETWEEN, operation: Callable[[], object] | None = None) -> None:
-        self.clock, self.operation = clock, operation or _product(clock)
-        self.count = max(1, round(between / clock.seconds(self.operation)))
+        self.clock, self.operation = clock, operation or _layer(clock)
+        self.count = max(1, round(agreed(between / clock.seconds(self.operation), max)))  # ranks have equal work
 
     def seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        """Of one of each of ``calls``: the median of what several of it add to the compute of the same round."""
-        rounds = self.clock.in_turns([self._of(call) for call in (lambda: None, *calls)])
+        """Of one of each of ``calls``: the median of what several of it add to the compute of the same round.
+
+        Of the slowest rank, with them and without: one that is through with its compute before others waits for these.
+        """
+        rounds = slowest(self.clock.in_turns([self._of(call) for call in (lambda: None, *calls)]))
         added = ([after - alone for after in taken] for alone, *taken in rounds)
         return [max(LEAST, statistics.median(column) / SEVERAL) for column in zip(*added, strict=True)]
 
@@ -67,34 +72,25 @@ class Step:
 
 
 class Waiting:
-    """What ranks wait for one another after some compute, beyond what they do where latencies are measured.
-
-    Compute is here a layer with its gradients, which allocates and goes through memory as a step does: what it takes differs
-    more from rank to rank than a product of operands that caches hold.
-    """
+    """What ranks wait for one another after more compute than there is where latencies are measured."""
 
     def __init__(self, clock: Clock) -> None:
         layer = _layer(clock)
-        self.known, self.steps = Step(clock), [Step(clock, between, layer) for between in (BETWEEN, *LONGER)]
-        for step in (self.known, *self.steps):
-            step.count = round(agreed(step.count, max))  # ranks have equal work
+        self.known, *self.steps = (Step(clock, between, layer) for between in (BETWEEN, *LONGER))
         world = dist.get_world_size()
         self.comm = TorchCommunicator({"ranks": world}, range(world))
         self.numbers = torch.zeros(1, device=clock.device)
 
     def seconds(self) -> list[tuple[float, float]]:
-        """(seconds of compute, seconds of waiting); after more compute never less.
-
-        Of the ranks the one that waits least counts: one that is always faster waits for what the others compute.
-        """
+        """(seconds of compute, seconds of waiting); after more compute never less."""
         group = self.comm.process_group(("ranks",))
 
         def added(step: Step) -> float:
-            return agreed(step.seconds([lambda: self.comm.all_reduce(group, self.numbers).wait()])[0], min)
+            return step.seconds([lambda: self.comm.all_reduce(group, self.numbers).wait()])[0]
 
         known = added(self.known)
-        more = itertools.accumulate((added(step) for step in self.steps), max)
-        return [(after, max(0.0, x - known)) for after, x in zip((BETWEEN, *LONGER), more, strict=True)]
+        more = itertools.accumulate((max(0.0, added(step) - known) for step in self.steps), max)
+        return [(BETWEEN, 0.0), *zip(LONGER, more, strict=True)]
 
 
 class Messages:
@@ -126,8 +122,7 @@ class Messages:
         return found
 
     def _measured(self, which: Sequence[int]) -> list[float]:
-        """The slowest rank's, of these."""
-        return [agreed(x, max) for x in self.step.seconds([self._call(*self.sent[i]) for i in which])] if which else []
+        return self.step.seconds([self._call(*self.sent[i]) for i in which]) if which else []
 
     def _call(self, kind: str, size: int) -> Callable[[], object]:
         if kind == "permute":
@@ -188,13 +183,6 @@ def _message(step: Step, size: int) -> Callable[[], None]:
     return exchange
 
 
-def _product(clock: Clock) -> Callable[[], torch.Tensor]:
-    """Some compute, of which there may be more."""
-    n = 4096 if clock.device.type == "cuda" else 256
-    a = torch.randn(n, n, device=clock.device, dtype=USED[clock.device.type])
-    return lambda: torch.relu(a @ a)
-
-
 def _layer(clock: Clock) -> Callable[[], None]:
     """Forward and backward of a layer, of which there may be more."""
     rows, width = (2048, 4096) if clock.device.type == "cuda" else (128, 256)
@@ -227,12 +215,12 @@ def overlap(clock: Clock) -> float:
 
     Of reductions and of gathers, those that hide less. Copies into buckets and out of them have a price of their own.
     """
-    operation = _product(clock)
+    operation = _layer(clock)
     one = clock.seconds(operation)
     return min(_hidden(clock, operation, one, gathers) for gathers in (False, True))
 
 
-def _hidden(clock: Clock, operation: Callable[[], torch.Tensor], one: float, gathers: bool) -> float:
+def _hidden(clock: Clock, operation: Callable[[], object], one: float, gathers: bool) -> float:
     """η of an all-reduce, or an all-gather, of a bucket beside operations of which each takes ``one`` second alone."""
     size = 1 << (26 if clock.device.type == "cuda" else 20)
     world = dist.get_world_size() if gathers else 1
@@ -246,17 +234,18 @@ def _hidden(clock: Clock, operation: Callable[[], torch.Tensor], one: float, gat
         begin(flat).wait()
 
     moved = clock.seconds(move, together=True)
-    count = max(4, int(2 * moved / one))
+    count = max(4, int(agreed(2 * moved / one, max)))  # ranks have equal work
 
-    def compute() -> list[torch.Tensor]:
-        return [operation() for _ in range(count)]
+    def compute() -> None:
+        for _ in range(count):
+            operation()
 
     def both() -> None:
         work = begin(flat)
         compute()
         work.wait()
 
-    rounds = clock.in_turns([partial(_several, call) for call in (move, compute, both)])
+    rounds = slowest(clock.in_turns([partial(_several, call) for call in (move, compute, both)]))
     return min(1.0, max(0.0, 1.0 - statistics.median((both - alone) / moved for moved, alone, both in rounds)))
 
 
