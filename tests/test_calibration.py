@@ -172,6 +172,19 @@ def test_the_time_until_others_are_through_is_none_of_the_message(monkeypatch: p
     assert travel.Step(clock).seconds([send]) == [pytest.approx(0.1 + 2 * travel.BETWEEN)]
 
 
+def test_ranks_compute_equally_often_before_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long one of them takes when it is timed alone."""
+    clock: Any = Told()
+
+    def operation() -> None:
+        clock.now += 1e-3
+
+    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
+    assert travel.Step(clock).count == 2
+    monkeypatch.setattr(travel, "agreed", lambda value, pick: pick([value, 1.5 * value]))
+    assert travel.Step(clock).count == 3
+
+
 def slowest_of(*ranks: Sequence[Sequence[float]]) -> list[list[float]]:
     def gather(out: list[object], _: object) -> None:
         out[:] = ranks
