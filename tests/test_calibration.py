@@ -153,7 +153,7 @@ def test_waits_of_several_collectives_count(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_time_until_others_are_through_is_none_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank computes for 3 ms before each message, this one for 1 ms, and then both send for 0.1 s."""
+    """Another rank computes for 6 ms before each message, this one for 2 ms, and then both send for 0.1 s."""
     clock: Any = Told()
 
     def operation() -> None:

@@ -48,8 +48,8 @@ class Step:
     that caches hold.
     """
 
-    def __init__(self, clock: Clock, between: float = BETWEEN, operation: Callable[[], object] | None = None) -> None:
-        self.clock, self.operation = clock, operation or _layer(clock)
+    def __init__(self, clock: Clock, between: float = BETWEEN) -> None:
+        self.clock, self.operation = clock, _layer(clock)
         self.count = max(1, round(agreed(between / clock.seconds(self.operation), max)))  # ranks have equal work
 
     def seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
@@ -75,8 +75,7 @@ class Waiting:
     """What ranks wait for one another after more compute than there is where latencies are measured."""
 
     def __init__(self, clock: Clock) -> None:
-        layer = _layer(clock)
-        self.known, *self.steps = (Step(clock, between, layer) for between in (BETWEEN, *LONGER))
+        self.known, *self.steps = (Step(clock, between) for between in (BETWEEN, *LONGER))
         world = dist.get_world_size()
         self.comm = TorchCommunicator({"ranks": world}, range(world))
         self.numbers = torch.zeros(1, device=clock.device)
