@@ -96,17 +96,19 @@ def value(network: CostNetwork, rows: tuple[Row, ...], choice: tuple[int, ...]) 
     return network.cost(choice) + sum(row.price * o for row, o in zip(rows, over, strict=True) if o)
 
 
-def check(seed: int) -> None:
+def check(seed: int) -> dict[str, float]:
+    """What the search did, where there is a choice."""
     network, rows = instance(seed)
     best = brute_force(network, rows)
     if math.isinf(best):
         with pytest.raises(PlanError):
             solve(network, rows=rows)
-        return
+        return {}
     found = solve(network, rows=rows)
     assert found.cost == value(network, rows, found.choice) == pytest.approx(best, rel=1e-9, abs=1e-9), seed
     assert found.lower_bound <= best * (1 + 1e-9) + 1e-9, seed
     assert found.exact, seed
+    return dict(found.stats)
 
 
 @pytest.mark.parametrize("seed", range(0, 150, 50))
@@ -142,10 +144,15 @@ def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("as_if_large")
-@pytest.mark.parametrize("seed", range(300, 350, 50))
-def test_the_way_of_large_problems_is_exact_too(seed: int) -> None:
-    for k in range(seed, seed + 50):
-        check(k)
+@pytest.mark.parametrize(("most", "taken"), [(branch.BRANCHES, ("mixtures", "branches")), (0, ("mixtures", "looks"))])
+def test_the_way_of_large_problems_is_exact_too(
+    most: int, taken: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By branches, and, where there are none, by the MILP of what message passing leaves."""
+    monkeypatch.setattr(branch, "BRANCHES", most)
+    steps = [check(seed) for seed in range(300, 350)]
+    for name in taken:
+        assert any(step.get(name) for step in steps), name
 
 
 @pytest.mark.usefixtures("as_if_large")
