@@ -128,6 +128,21 @@ def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.
     assert gaps().mean() > 0.2
 
 
+def test_one_sweep_more_may_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alike, "QUICK_JOIN", 0)
+    networks = [diamonds(seed, 20) for seed in range(24)]
+    least = [solve(network).cost for network, _ in networks]
+
+    def reached() -> int:
+        found = [bound(*each, enough=cost)[0] for each, cost in zip(networks, least, strict=True)]
+        assert all(lower <= cost + 1e-9 for lower, cost in zip(found, least, strict=True))
+        return sum(lower >= cost * (1 - 1e-9) for lower, cost in zip(found, least, strict=True))
+
+    several = reached()
+    monkeypatch.setattr(alike, "LAST_SWEEPS", 1)
+    assert 0 < reached() < several < len(networks)
+
+
 def test_alike_nodes_differ_where_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without hard rows the messages of the bound lead to a choice, too: here the ends want something of all layers."""
     cases = [diamonds(seed, 20) for seed in range(12)]

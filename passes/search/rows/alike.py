@@ -29,8 +29,9 @@ SWEEPS = 120
 LEAST_GAIN = 3e-5
 LEAST_GAIN_NEAR = 1e-4
 # Sweeps through all copies, at the end: what the layers at the ends want goes into those between them. Of tables of more
-# entries in all only where the bound of the classes promises more than this part of the bound.
-LAST_SWEEPS = 1
+# entries in all only where the bound of the classes promises more than this part of the bound. More than one only where that
+# may lead to a bound that is enough.
+LAST_SWEEPS = 3
 LITTLE = 500_000_000
 PROMISED = 1e-3
 
@@ -71,10 +72,10 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
-def bound(network: CostNetwork, of: Sequence[int], thorough: bool = True) -> tuple[float, Callable[[], Choice]]:
+def bound(network: CostNetwork, of: Sequence[int], enough: float = math.inf) -> tuple[float, Callable[[], Choice]]:
     """A lower bound of what all choices of ``network`` cost, and what finds the choice that its messages lead to. ``of``:
-    node → its class of alike nodes. Not ``thorough``: without sweeps around what is joined unlike its copies, where all are
-    swept at the end; that is enough where alike nodes choose alike.
+    node → its class of alike nodes. ``enough``: a bound that no other need exceed, such as what a choice costs. Where all are
+    swept at the end, it is tried for without sweeps around what is joined unlike its copies: often alike nodes choose alike.
 
     Messages are found in single precision; the bound is what they give in double.
     """
@@ -93,7 +94,7 @@ def bound(network: CostNetwork, of: Sequence[int], thorough: bool = True) -> tup
     del between
     kinds: dict[Scope, tuple[Any, ...]] = {s: (*_class_of(s, at), table) for s, table in whole.factors.items()}
     last = entries(whole) <= LITTLE
-    if thorough or not last:
+    if math.isinf(enough) or not last:
         rough = Dual(whole, single=True)
         _begin_with(rough, messages, kinds)
         near = _near(nodes, _joined_otherwise(at, kinds), len(nodes) / max(Counter(classes).values()))
@@ -106,7 +107,10 @@ def bound(network: CostNetwork, of: Sequence[int], thorough: bool = True) -> tup
     _begin_with(dual, messages, kinds)
     if last or promised - dual.bound > PROMISED * abs(dual.bound):
         for _ in range(LAST_SWEEPS):
+            before = dual.bound
             dual.sweep(math.inf)
+            if not 0 < enough - dual.bound <= dual.bound - before:  # there, or one more would hardly lead there
+                break
     return dual.bound, lambda: _whole(whole, dual.decode())
 
 

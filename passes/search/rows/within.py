@@ -67,9 +67,10 @@ def solve_alike(
     and still to be found. ``reduced``: of the tied problem; else see :func:`searched`.
     """
 
-    def proof(at: Array, thorough: bool = True) -> tuple[float, Callable[[], Choice]]:
-        lower, choice = bound(problem.priced(at), tied.of, thorough)
-        return lower - float(at @ problem.limits), choice
+    def proof(at: Array, enough: float = math.inf) -> tuple[float, Callable[[], Choice]]:
+        within = float(at @ problem.limits)
+        lower, choice = bound(problem.priced(at), tied.of, enough + within)
+        return lower - within, choice
 
     search = Search(tied.problem, relaxed, time.perf_counter() + limit, prices, reduced)
     begun(search, effort, ENOUGH)
@@ -78,8 +79,9 @@ def solve_alike(
     once = not effort.rough and not np.isinf(problem.prices).any()  # else of several searches few bounds are asked for
     if once and search.closed:
         found = replace(search.solution(), choice=tied.lifted(search.solution().choice), exact=False)
-        lower = proof(search.part.prices, thorough=False)[0]
-        if found.cost - lower <= GAP * abs(found.cost):
+        enough = found.cost - GAP * abs(found.cost)
+        lower = proof(search.part.prices, enough)[0]
+        if lower >= enough:
             return found.bounded(lower)
     if not effort.rough:
         columns(search, effort)
