@@ -23,7 +23,7 @@ from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.lower.lowering import narrowed
 from autoshard.passes.memory import fitting, tried
 from autoshard.passes.microbatch import MicroBatches, in_parts
-from autoshard.passes.propagate.experts import Expert, asked_by, beside, like_of, met
+from autoshard.passes.propagate.experts import Expert, asked_by, beside, like_of, met, usual
 from autoshard.passes.propagate.hints import comes_in, fixed, goes_out, held, in_time, resolve
 from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.rules.checks import check_random, check_rules
@@ -111,8 +111,8 @@ def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[
         check_asked(wishes.plan, wishes, graph, mesh)
         return tried(assignment_of(wishes.plan, graph, mesh, _given(graph, wishes)), wishes.optimizer, wishes.flying)
     with stage("planning"):
-        planner = planner_of(graph, mesh, wishes, expert)
-        return fitting(planner, wishes.memory_budget)
+        search = partial(planner_of, graph, mesh, wishes)
+        return fitting(search(expert), wishes.memory_budget, (partial(search, x) for x in usual(graph, mesh, expert)))
 
 
 def _given(graph: Graph, wishes: Wishes) -> dict[str, Layout]:

@@ -94,7 +94,8 @@ class Cost:
     bubble_s: float = 0.0
     """waiting for other stages"""
     lower_bound: float = field(default=0.0, compare=False)
-    """seconds: no plan with the layouts in :attr:`Record.given` has a smaller ``total_s``; 0 where no bound is known"""
+    """seconds: no plan with the layouts in :attr:`Record.given`, and with sums of what it holds within the memory budget, has a
+    smaller ``total_s``; 0 where no bound is known"""
     optimizer_s: float = 0.0
     """the part of ``compute_s`` that updates the parameters"""
     schedule_s: float = 0.0

@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Generator, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.errors import PlanError
+from autoshard.errors import HintError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.memory import Memory
@@ -59,53 +59,73 @@ SPARED = 0.015
 """of the budget, under the first limit: what is not known differs much from the plan that it is taken from"""
 
 
-def fitting(planner: Planner, memory_budget: float | None) -> tuple[Program, Memory]:
+def fitting(
+    planner: Planner, memory_budget: float | None, others: Iterable[Callable[[], Planner]] = ()
+) -> tuple[Program, Memory]:
     """The cheapest program found whose peak is within ``memory_budget`` bytes per rank, and its memory.
 
-    ``memory_budget``: default 90 % of the hardware's memory. Raises :class:`PlanError` where none is found: with the
+    ``memory_budget``: default 90 % of the hardware's memory; ``others``: searches among fewer choices, such as experts', for
+    where none is found, or one far above its bound. Raises :class:`PlanError` where none is found: with the
     least peak that was, what it consists of, and what helps; :class:`HintError` from constraints.
     """
     mesh, optimizer, flying = planner.mesh, planner.optimizer, planner.flying
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
     cheapest = planner.cheapest(rough=True)
     program, memory = tried(cheapest, optimizer, flying)
-    best = rough = (_bounded(program, 0.0), memory) if memory.peak <= budget else None
+    rough = (_bounded(program, 0.0), memory) if memory.peak <= budget else None
     # what does not fit is searched for under a limit, among the same choices
-    if best is not None and (found := planner.searched_on(cheapest)) is not cheapest:
+    if rough is not None and (found := planner.searched_on(cheapest)) is not cheapest:
         if found.solution.choice == cheapest.solution.choice:  # the same program, with another bound
             program = replace(program, assignment=replace(program.assignment, solution=found.solution))
         else:
             program, memory = tried(found, optimizer, flying)
     if memory.peak <= budget:
         return replace(program, assignment=proven(program.assignment)), memory
-    closest = _bounded(program, 0.0), memory
+    best = _Best(budget, (_bounded(program, 0.0), memory), rough)
     del cheapest, program  # and what it was found in
-    for program, memory in _searched(planner, budget, *closest):
-        closest = min(closest, (program, memory), key=lambda found: found[1].peak)
-        if memory.peak <= budget and (best is None or _seconds(program) < _seconds(best[0])):
-            best = program, memory
-    if best is None:
-        raise PlanError(_does_not_fit(closest[1], budget, mesh))
-    program, memory = _bounded(best[0], planner.bound()), best[1]
+    best.of(_searched(planner, budget, *best.closest))
+    bound = planner.bound(budget)
     # what earlier micro-batches keep is there at any moment; the rough plan was not found under a limit
-    if _gap(program) <= GAP or flying or best is rough:
-        return program, memory
-    for program, memory in _at_its_moment(planner, budget, *best):
-        if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
-            best = program, memory
-    weights = (RATE * _then(planner, best[1]), np.zeros(len(planner.graph.nodes) + 1))
-    for excess in weights:  # moments of a plan that fits, and all moments alike
-        if _gap(_bounded(best[0], planner.bound())) <= WIDE:
-            break
-        planner.freely()
-        for program, memory in _quicker(planner, budget, excess, 0.0, _seconds(best[0])):
-            if memory.peak <= budget and _seconds(program) < _seconds(best[0]):
-                best = program, memory
-    return _bounded(best[0], planner.bound()), best[1]
+    if best.fits is not None and best.gap(bound) > GAP and not flying and best.fits is not rough:
+        best.of(_at_its_moment(planner, budget, *best.fits))
+        weights = (RATE * _then(planner, best.fits[1]), np.zeros(len(planner.graph.nodes) + 1))
+        for excess in weights:  # moments of a plan that fits, and all moments alike
+            if best.gap(bound) > WIDE:
+                planner.freely()
+                best.of(_quicker(planner, budget, excess, 0.0, best.seconds))
+    if best.gap(bound) > WIDE and planner.effort.branches:
+        best.of(_of_fewer(others, best))
+    if best.fits is None:
+        raise PlanError(_does_not_fit(best.closest[1], budget, mesh))
+    return _bounded(best.fits[0], bound), best.fits[1]
+
+
+@dataclass
+class _Best:
+    """Of the programs that were tried, the one that comes closest to the budget, and the quickest within it."""
+
+    budget: float
+    closest: tuple[Program, Memory]
+    fits: tuple[Program, Memory] | None
+
+    @property
+    def seconds(self) -> float:
+        return math.inf if self.fits is None else _seconds(self.fits[0])
+
+    def gap(self, bound: float) -> float:
+        """Between the quickest and a bound, as a part of its seconds."""
+        return 1.0 if self.fits is None else 1 - bound / self.seconds
+
+    def of(self, found: Iterable[tuple[Program, Memory]]) -> None:
+        """Take these, too."""
+        for program, memory in found:
+            self.closest = min(self.closest, (program, memory), key=lambda each: each[1].peak)
+            if memory.peak <= self.budget and _seconds(program) < self.seconds:
+                self.fits = program, memory
 
 
 def _bounded(program: Program, bound: float) -> Program:
-    """With a bound of what all cost that hold no more than any limit that was tried."""
+    """With a bound of what all cost whose choices hold no more than the budget."""
     found = program.assignment.solution.bounded(bound)
     return replace(program, assignment=replace(program.assignment, solution=found))
 
@@ -223,6 +243,15 @@ def _closer(planner: Planner, budget: float, limit: float, most: int = MORE_ROUN
     return Ended(fits)
 
 
+def _of_fewer(others: Iterable[Callable[[], Planner]], best: _Best) -> Iterator[tuple[Program, Memory]]:
+    """What searches among fewer choices find, of those whose quickest is quicker than the best."""
+    for make in others:
+        with contextlib.suppress(PlanError, HintError):  # not within the budget, or not beside these hints
+            planner = make()
+            if planner.cheapest(rough=True).solution.cost < best.seconds:
+                yield fitting(planner, best.budget)
+
+
 def _at_its_moment(
     planner: Planner, budget: float, program: Program, memory: Memory
 ) -> Iterator[tuple[Program, Memory]]:
@@ -249,11 +278,6 @@ def _at_its_moment(
         program, memory = tried(found, planner.optimizer)
         log.info("peak %.4g B where what is held at %s has a limit of its own", memory.peak, moment)
         yield program, memory
-
-
-def _gap(program: Program) -> float:
-    found = program.assignment.solution
-    return 1 - found.lower_bound / found.cost
 
 
 def _seconds(program: Program) -> float:

@@ -117,9 +117,6 @@ class Planner:
         """the operation of :meth:`at`"""
         self._prepared: dict[str, Prepared] = {}
         """to what it is narrowed → the network with its bytes"""
-        self._loosest: dict[str, list[tuple[float, float, Solution]]] = {}
-        """to what it is narrowed → limits that were tried, at the end and at the moment, and what was found under them; without
-        those that others are not below"""
 
     def cheapest(self, rough: bool = False) -> Assignment:
         """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`). ``rough``: near that, see
@@ -151,21 +148,34 @@ class Planner:
         at the end of the backward at most ``budget`` (None: ``limit``); and what they hold at the end of the forward.
         ``then``: the limit of what they hold at the moment of :meth:`at`.
 
-        The bound of all such searches is :meth:`bound`. Raises :class:`~autoshard.errors.PlanError` where nothing is that
-        small.
+        It has no bound. Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
         """
+        moment = (then,) if self._moment else ()
+        found = self._under(*moment, limit, limit if budget is None else budget)
+        network, built = self.network(limited=True)
+        return assigned(network, replace(found, prove=None, lower_bound=0.0)), _used(built, found)
+
+    def bound(self, budget: float) -> float:
+        """A bound of what all assignments cost whose choices hold at most ``budget`` bytes per rank at the ends of the forward
+        and of the backward; 0 where none holds so little."""
+        if self._narrow != self._moment:
+            self.freely()
+        moment = (budget,) if self._moment else ()
+        try:
+            return max(0.0, self._under(*moment, budget, budget).proven().lower_bound)
+        except PlanError:
+            return 0.0
+
+    def _under(self, *limits: float) -> Solution:
+        """The fewest seconds under these limits of what is held; its bound may be still to be found."""
         self._free = None
         prepared = self._with_bytes(*self.network(limited=True))
-        network, built = self.network(limited=True)
-        moment = (then,) if self._moment else ()
-        limits = *(row.limit for row in built.hiding), *moment, limit, limit if budget is None else budget
-        start = (*self.prices, *(0.0,) * (len(limits) - len(self.prices))) if self.prices else None
-        found = prepared.solve(limits, replace(self.effort, part=min(LIMITED, self.effort.part)), prices=start)
+        _, built = self.network(limited=True)
+        every = *(row.limit for row in built.hiding), *limits
+        start = (*self.prices, *(0.0,) * (len(every) - len(self.prices))) if self.prices else None
+        found = prepared.solve(every, replace(self.effort, part=min(LIMITED, self.effort.part)), prices=start)
         self.prices = found.prices
-        tried = self._loosest.setdefault(self._narrow, [])
-        if not any(limit <= end and then <= at for end, at, _ in tried):
-            tried[:] = [(end, at, x) for end, at, x in tried if end > limit or at > then] + [(limit, then, found)]
-        return assigned(network, replace(found, prove=None)), _used(built, found)
+        return found
 
     def at(self, moment: str) -> None:
         """From now on every choice is free again, and what is held while this operation runs has a limit of its own."""
@@ -195,12 +205,6 @@ class Planner:
         )
         edges = (x if j <= last else None for x, (_, j, _) in zip(row.edges, built.network.edges, strict=True))
         return Row(tuple(nodes), tuple(edges), 0.0)
-
-    def bound(self) -> float:
-        """A bound of what all assignments cost that hold no more than any limit that was tried; 0 where none was."""
-        for tried in self._loosest.values():
-            tried[:] = [(end, at, found.proven()) for end, at, found in tried]
-        return min((found.lower_bound for tried in self._loosest.values() for *_, found in tried), default=0.0)
 
     def _with_bytes(self, network: Network, built: Built) -> Prepared:
         if self._narrow not in self._prepared:
