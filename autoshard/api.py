@@ -352,4 +352,6 @@ def score(
     **asked: Any,
 ) -> Cost:
     """What an expert's plan (``like=``) would cost: ``plan(…, like=expert).cost``. ``asked``: as of :func:`plan`."""
+    if "like" in asked:
+        raise PlanError(f"score takes the expert's plan as its third argument, and like={asked['like']!r} beside it")
     return plan(model, mesh, example_args, example_kwargs, like=expert, **asked).cost

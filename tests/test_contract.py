@@ -59,6 +59,8 @@ def test_hardware_of_a_mesh_that_says_none() -> None:
     assert autoshard.plan(Net(), {"tp": 2}, (X,)).mesh.hardware.name == "h100"
     with pytest.raises(autoshard.MeshError, match="is one of h100, and hardware='a100' is asked for"):
         autoshard.plan(Net(), Mesh({"tp": 2}), (X,), hardware="a100")
+    with pytest.raises(autoshard.PlanError, match="as its third argument, and like='fsdp' beside it"):
+        autoshard.score(Net(), {"tp": 2}, "ddp", (X,), like="fsdp")
 
 
 @pytest.mark.parametrize("broken", [None, [], "x", 3], ids=str)
@@ -139,7 +141,12 @@ def test_a_plan_in_stages_is_for_these_stages() -> None:
         autoshard.compile(Pair(("a", "b")), {"pp": 2}, (WIDE,), plan=plan, **asked)
 
 
-@pytest.mark.parametrize("field", [{"format": 2}, {"zero": [1]}, {"prefetch": "x"}, {"micro_batches": None}], ids=str)
+OTHER = [{"kinds": None}, {"dtypes": -7}, {"ties": 3}, {"prefetch": 0}, {"folded": -7}, {"mixed_precision": -7}]
+
+
+@pytest.mark.parametrize(
+    "field", [{"format": 2}, {"zero": [1]}, {"prefetch": "x"}, {"micro_batches": None}, *OTHER], ids=str
+)
 def test_a_plan_with_a_field_of_another_kind_is_refused(field: dict[str, Any]) -> None:
     text = autoshard.plan(Net(), {"tp": 2}, (X,)).to_json()
     with pytest.raises(autoshard.PlanError, match="not a plan that autoshard wrote"):

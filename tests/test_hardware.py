@@ -196,9 +196,18 @@ def test_hardware_is_saved_and_read(tmp_path: Path) -> None:
     for hardware in PRESETS.values():
         hardware.save(path)
         assert Hardware.load(path) == hardware == Mesh({"dp": 2}, hardware=str(path)).hardware
-    path.write_text(json.dumps({"name": "half"}))
-    with pytest.raises(autoshard.MeshError, match="is no hardware that"):
-        Mesh({"dp": 2}, hardware=str(path))
+    wrong: tuple[tuple[str, Any], ...] = (
+        ("node", None),
+        ("network", 3),
+        ("products", "q"),
+        ("tiling", "q"),
+        ("updates", -1),
+    )
+    known = PRESETS["cpu"].to_dict()
+    for data in ({"name": "half"}, [], *({**known, name: value} for name, value in wrong)):
+        path.write_text(json.dumps(data))
+        with pytest.raises(autoshard.MeshError, match="is no hardware that"):
+            Mesh({"dp": 2}, hardware=str(path))
     with pytest.raises(autoshard.MeshError, match="cannot be read"):
         Hardware.load(tmp_path / "none.json")
     with pytest.raises(autoshard.MeshError, match="unknown hardware 'h1oo'"):
@@ -216,6 +225,14 @@ def test_hardware_is_saved_and_read(tmp_path: Path) -> None:
         ({"devices_per_node": 2.5}, "devices_per_node is an int of at least 1, got 2.5"),
         ({"kernel_latency": -1e-6}, "kernel_latency is seconds, got -1e-06"),
         ({"overlap": 1.5}, "overlap is a share from 0 to 1, got 1.5"),
+        ({"updates": -1}, "updates is a number of at least 0, got -1"),
+        ({"updates": float("nan")}, "updates is a number of at least 0, got nan"),
+        ({"unaligned": "q"}, "unaligned is a number above 0, got 'q'"),
+        ({"attention_tile": -1}, "attention_tile is an int of at least 0, got -1"),
+        ({"cpu": [-1]}, "cpu is True or False, got"),
+        ({"caches": ((1e6, None),)}, "caches is rows of 2 numbers of at least 0, got"),
+        ({"dtypes": ((1, 1e12),)}, "dtypes is rows of a name and FLOP/s above 0, got"),
+        ({"functions": (1e-9,)}, "functions is seconds forward and backward, or none, got"),
     ],
 )
 def test_numbers_that_no_device_has_are_refused(wrong: dict[str, Any], told: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from autoshard.errors import MeshError
+from autoshard.hardware.checks import check_numbers
 from autoshard.hardware.link import Link, Rate, Route
 from autoshard.hardware.tiles import Tiling
 
@@ -93,17 +94,7 @@ class Hardware:
     it was measured again"""
 
     def __post_init__(self) -> None:
-        for name in ("flops", "memory_bandwidth", "memory_bytes", "efficiency"):
-            if not getattr(self, name) > 0:
-                raise MeshError(f"hardware {self.name!r}: {name} is a number above 0, got {getattr(self, name)!r}")
-        if not isinstance(self.devices_per_node, int) or self.devices_per_node < 1:
-            raise MeshError(
-                f"hardware {self.name!r}: devices_per_node is an int of at least 1, got {self.devices_per_node!r}"
-            )
-        if not self.kernel_latency >= 0:
-            raise MeshError(f"hardware {self.name!r}: kernel_latency is seconds, got {self.kernel_latency!r}")
-        if not 0 <= self.overlap <= 1:
-            raise MeshError(f"hardware {self.name!r}: overlap is a share from 0 to 1, got {self.overlap!r}")
+        check_numbers(self)
 
     def paces(self, groups: int, ranks: int) -> tuple[float, ...]:
         """How fast a rank works while one of so many groups of ``ranks`` does, two, ... all, where all are at work 1.
@@ -240,7 +231,7 @@ class Hardware:
     def from_dict(data: Mapping[str, Any]) -> Hardware:
         """The inverse of :meth:`to_dict`. Fields that are missing have their defaults, unknown ones are not read.
 
-        Raises KeyError, TypeError or ValueError where it is no hardware.
+        Raises AttributeError, KeyError, TypeError or ValueError where it is no hardware.
         """
         known = {f.name: data[f.name] for f in fields(Hardware) if f.name in data}
         for name in ("attention", "caches", "channels", "dtypes", "products", "sharing", "waiting"):
@@ -265,9 +256,10 @@ class Hardware:
             return Hardware.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except OSError as error:
             raise MeshError(f"the hardware file {str(path)!r} cannot be read: {error}") from error
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            why = str(error) if isinstance(error, MeshError) else repr(error)
             raise MeshError(
-                f"{str(path)!r} is no hardware that Hardware.save wrote ({error!r}); autoshard.calibrate() measures one"
+                f"{str(path)!r} is no hardware that Hardware.save wrote ({why}); autoshard.calibrate() measures one"
             ) from error
 
 

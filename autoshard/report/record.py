@@ -299,7 +299,13 @@ def _decoded(cls: type[Kind], data: Mapping[str, Any]) -> Kind:
     hardware = Hardware.from_dict(data["hardware"])
     mesh = Mesh(data["mesh"], hardware)
     known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-    known |= {name: int(data[name]) for name in ("micro_batches", "prefetch", "folded") if name in data}
+    for name, least in (("micro_batches", 1), ("prefetch", 1), ("folded", 0)):
+        if type(known.get(name, least)) is not int or known.get(name, least) < least:
+            raise ValueError(f"{name} is an int of at least {least}, got {known[name]!r}")
+    for name in ("title", "optimizer", "like", "mixed_precision"):
+        if not isinstance(known.get(name, ""), str):
+            raise ValueError(f"{name} is a text, got {known[name]!r}")
+    known |= {name: dict(data[name]) for name in ("kinds", "dtypes", "ties", "modules") if name in data}
     known |= {name: tuple(data.get(name, ())) for name in ("notes", "differentiable", "shared_again")}
     known |= {name: {n: _layout_from(mesh, x) for n, x in data[name].items()} for name in ("layouts", "shared")}
     known |= {
