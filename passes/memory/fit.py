@@ -65,7 +65,7 @@ def fitting(
     """The cheapest program found whose peak is within ``memory_budget`` bytes per rank, and its memory.
 
     ``memory_budget``: default 90 % of the hardware's memory; ``others``: searches among fewer choices, such as experts', for
-    where none is found, or one far above its bound. Raises :class:`PlanError` where none is found: with the
+    where what is found is far above its bound. Raises :class:`PlanError` where none is found: with the
     least peak that was, what it consists of, and what helps; :class:`HintError` from constraints.
     """
     mesh, optimizer, flying = planner.mesh, planner.optimizer, planner.flying
@@ -83,10 +83,12 @@ def fitting(
         return replace(program, assignment=proven(program.assignment)), memory
     best = _Best(budget, (_bounded(program, 0.0), memory), rough)
     del cheapest, program  # and what it was found in
-    best.of(_searched(planner, budget, *best.closest))
+    best.of(_searched(planner, best, *best.closest))
+    if best.fits is None:
+        raise PlanError(_does_not_fit(best.closest[1], budget, mesh))
     bound = planner.bound(budget)
     # what earlier micro-batches keep is there at any moment; the rough plan was not found under a limit
-    if best.fits is not None and best.gap(bound) > GAP and not flying and best.fits is not rough:
+    if best.gap(bound) > GAP and not flying and best.fits is not rough:
         best.of(_at_its_moment(planner, budget, *best.fits))
         weights = (RATE * _then(planner, best.fits[1]), np.zeros(len(planner.graph.nodes) + 1))
         for excess in weights:  # moments of a plan that fits, and all moments alike
@@ -95,8 +97,6 @@ def fitting(
                 best.of(_quicker(planner, budget, excess, 0.0, best.seconds))
     if best.gap(bound) > WIDE and planner.effort.branches:
         best.of(_of_fewer(others, best))
-    if best.fits is None:
-        raise PlanError(_does_not_fit(best.closest[1], budget, mesh))
     return _bounded(best.fits[0], bound), best.fits[1]
 
 
@@ -114,7 +114,7 @@ class _Best:
 
     def gap(self, bound: float) -> float:
         """Between the quickest and a bound, as a part of its seconds."""
-        return 1.0 if self.fits is None else 1 - bound / self.seconds
+        return 1 - bound / self.seconds
 
     def of(self, found: Iterable[tuple[Program, Memory]]) -> None:
         """Take these, too."""
@@ -142,11 +142,12 @@ class Ended(NamedTuple):
     """whether another search would find no more"""
 
 
-def _searched(planner: Planner, budget: float, program: Program, memory: Memory) -> Iterator[tuple[Program, Memory]]:
+def _searched(planner: Planner, best: _Best, program: Program, memory: Memory) -> Iterator[tuple[Program, Memory]]:
     """Plans under limits that come closer and closer to the budget less what the search does not know of."""
+    budget = best.budget
     limit = (1 - SPARED) * budget - (memory.peak - planner.held(program.assignment))
     ended = yield from _closer(planner, budget, limit)
-    search = partial(_closer, limit=limit, most=ROUNDS) if ended.fits else _least
+    search = partial(_closer, limit=limit, most=ROUNDS, best=best) if ended.fits else _least
     if not ended.fits:
         ended = yield from _least(planner, budget, LEAST_ROUNDS)
     fits = ended.fits
@@ -210,9 +211,9 @@ def _then(planner: Planner, memory: Memory) -> np.ndarray:
     return held / memory.peak - 1
 
 
-def _closer(planner: Planner, budget: float, limit: float, most: int = MORE_ROUNDS) -> Found:
+def _closer(planner: Planner, budget: float, limit: float, most: int = MORE_ROUNDS, best: _Best | None = None) -> Found:
     """Plans whose choices hold at most ``limit``, and then what the simulation of the last leaves of the budget; ``most``:
-    searches, while none is within it.
+    searches, while none is within it; ``best``: beside which a plan that takes longer, and does not fit, leads to no better.
 
     That need not come to rest: what is not known of the choices differs from plan to plan. So limits stay between one whose
     plan fits, or that allows none, and what is held by a plan that does not.
@@ -233,6 +234,8 @@ def _closer(planner: Planner, budget: float, limit: float, most: int = MORE_ROUN
             log.info("peak %.4g B, budget %.4g B: choices may hold %.4g B", memory.peak, budget, proposed)
             if memory.peak > budget:
                 high = min(high, held)
+                if best is not None and _seconds(program) >= best.seconds:
+                    return Ended(fits)
             elif proposed < limit + CLOSE * budget:
                 return Ended(fits=True, rests=True)
             else:

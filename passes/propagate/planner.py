@@ -117,6 +117,8 @@ class Planner:
         """the operation of :meth:`at`"""
         self._prepared: dict[str, Prepared] = {}
         """to what it is narrowed → the network with its bytes"""
+        self._loosest = 0.0
+        """of the limits that were tried: sums may count more than is there at the peak"""
 
     def cheapest(self, rough: bool = False) -> Assignment:
         """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`). ``rough``: near that, see
@@ -151,29 +153,33 @@ class Planner:
         It has no bound. Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
         """
         moment = (then,) if self._moment else ()
+        self._loosest = max(self._loosest, limit)
         found = self._under(*moment, limit, limit if budget is None else budget)
         network, built = self.network(limited=True)
         return assigned(network, replace(found, prove=None, lower_bound=0.0)), _used(built, found)
 
     def bound(self, budget: float) -> float:
-        """A bound of what all assignments cost whose choices hold at most ``budget`` bytes per rank at the ends of the forward
-        and of the backward; 0 where none holds so little."""
+        """A bound of what all assignments cost whose choices hold at most ``budget`` bytes per rank, or as much as a search was
+        given, at the end of the forward, and ``budget`` at that of the backward; 0 where none holds so little."""
         if self._narrow != self._moment:
             self.freely()
-        moment = (budget,) if self._moment else ()
+        most = max(budget, self._loosest)
+        moment = (most,) if self._moment else ()
         try:
-            return max(0.0, self._under(*moment, budget, budget).proven().lower_bound)
+            return max(0.0, self._under(*moment, most, budget, rough=True).proven().lower_bound)
         except PlanError:
             return 0.0
 
-    def _under(self, *limits: float) -> Solution:
-        """The fewest seconds under these limits of what is held; its bound may be still to be found."""
+    def _under(self, *limits: float, rough: bool = False) -> Solution:
+        """The fewest seconds under these limits of what is held; its bound may be still to be found. ``rough``: near that,
+        which is enough for a bound."""
         self._free = None
         prepared = self._with_bytes(*self.network(limited=True))
         _, built = self.network(limited=True)
         every = *(row.limit for row in built.hiding), *limits
         start = (*self.prices, *(0.0,) * (len(every) - len(self.prices))) if self.prices else None
-        found = prepared.solve(every, replace(self.effort, part=min(LIMITED, self.effort.part)), prices=start)
+        effort = replace(self.effort, part=min(LIMITED, self.effort.part), rough=rough)
+        found = prepared.solve(every, effort, prices=start)
         self.prices = found.prices
         return found
 
