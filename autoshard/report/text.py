@@ -167,7 +167,8 @@ def _proof(plan: Record) -> str:
     if plan.lower_bound <= 0 < plan.cost.total_s:
         return "not compared with the optimum of the cost model"
     gap = plan.cost.total_s / plan.lower_bound - 1 if plan.lower_bound > 0 else 0.0
-    found = "optimal in" if gap < 1e-9 else f"at most {100 * gap:.2g}% above the optimum of"
+    share = f"{100 * gap:.2g}" if gap < 0.995 else f"{100 * gap:.0f}"
+    found = "optimal in" if gap < 1e-9 else f"at most {share}% above the optimum of"
     return f"{found} the cost model" + (" with the layouts given" if plan.given else "")
 
 
