@@ -128,6 +128,18 @@ def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.
     assert gaps().mean() > 0.2
 
 
+def test_what_is_joined_unlike_its_copies_is_swept_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where some bound is enough; before the sweeps through all copies, which make up for most of it here."""
+    monkeypatch.setattr(alike, "QUICK_JOIN", 0)
+    monkeypatch.setattr(alike, "LAST_SWEEPS", 0)
+    networks = [diamonds(seed, 20) for seed in range(24)]
+    with_them, without = ([bound(*each, enough=enough)[0] for each in networks] for enough in (math.inf, 1e9))
+    assert all(a >= b for a, b in zip(with_them, without, strict=True))
+    least = [solve(network).cost for network, _ in networks]
+    gaps = [sum(1 - x / c for x, c in zip(found, least, strict=True)) for found in (with_them, without)]
+    assert gaps[0] < 0.5 * gaps[1]
+
+
 def test_one_sweep_more_may_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alike, "QUICK_JOIN", 0)
     networks = [diamonds(seed, 20) for seed in range(24)]

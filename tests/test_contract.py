@@ -141,7 +141,15 @@ def test_a_plan_in_stages_is_for_these_stages() -> None:
         autoshard.compile(Pair(("a", "b")), {"pp": 2}, (WIDE,), plan=plan, **asked)
 
 
-OTHER = [{"kinds": None}, {"dtypes": -7}, {"ties": 3}, {"prefetch": 0}, {"folded": -7}, {"mixed_precision": -7}]
+OTHER = [
+    {"kinds": None},
+    {"dtypes": -7},
+    {"ties": 3},
+    {"prefetch": 0},
+    {"folded": -7},
+    {"mixed_precision": -7},
+    {"notes": [1]},
+]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,18 @@ def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:
     assert all(len(set(choice)) == 1 for choice in assignment.choices.values())
 
 
+def test_the_bound_is_of_all_choices_after_narrower_searches(graph: Graph) -> None:
+    two = planner(graph, a=2, b=4)
+    budget = 1.5 * tried(two.least()[0], "adamw")[1].peak
+    limit = 0.9 * budget
+    two.within(limit, budget)
+    before = two.bound(budget)
+    two.evenly()
+    even = two.within(limit, budget)[0].solution.cost
+    assert 0 < before < even
+    assert two.bound(budget) == pytest.approx(before)
+
+
 def test_what_fits_block_by_block_is_found_where_the_search_may_choose() -> None:
     """Bytes that are made again at once are in no sum of the search's: it would make all of a model again together."""
     reference = models.get("llama")

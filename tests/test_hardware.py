@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import autoshard
 from autoshard import Hardware, Link, Mesh
 from autoshard.hardware import FEW, PRESETS, Rate, Route
+from autoshard.hardware.checks import FIELDS
 
 H100 = PRESETS["h100"]
 
@@ -230,14 +232,28 @@ def test_hardware_is_saved_and_read(tmp_path: Path) -> None:
         ({"unaligned": "q"}, "unaligned is a number above 0, got 'q'"),
         ({"attention_tile": -1}, "attention_tile is an int of at least 0, got -1"),
         ({"cpu": [-1]}, "cpu is True or False, got"),
-        ({"caches": ((1e6, None),)}, "caches is rows of 2 numbers of at least 0, got"),
-        ({"dtypes": ((1, 1e12),)}, "dtypes is rows of a name and FLOP/s above 0, got"),
-        ({"functions": (1e-9,)}, "functions is seconds forward and backward, or none, got"),
+        ({"caches": ((1e6, None),)}, "caches is a tuple of tuples of 2 numbers of at least 0, got"),
+        ({"caches": (3,)}, "caches is a tuple of tuples of 2 numbers of at least 0, got"),
+        ({"attention": [(128, 0.5, 0.5)]}, "attention is a tuple of tuples of 3 numbers of at least 0, got"),
+        ({"dtypes": 3}, "dtypes is a tuple of tuples of a name and FLOP/s above 0, got 3"),
+        ({"dtypes": (("float32", 0.0),)}, "dtypes is a tuple of tuples of a name and FLOP/s above 0, got"),
+        ({"functions": None}, "functions is a tuple of seconds forward and backward, or of none, got None"),
+        ({"node": None}, "node is a Link, got None"),
+        ({"tiling": (1, 2)}, "tiling is a Tiling or None, got"),
+        ({"dtypes": ((1, 1e12),)}, "dtypes is a tuple of tuples of a name and FLOP/s above 0, got"),
+        ({"functions": (1e-9,)}, "functions is a tuple of seconds forward and backward, or of none, got"),
     ],
 )
 def test_numbers_that_no_device_has_are_refused(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(autoshard.MeshError, match=f"hardware 'h100': {told}"):
         replace(PRESETS["h100"], **wrong)
+
+
+def test_every_field_has_its_check() -> None:
+    assert list(FIELDS) == [field.name for field in fields(Hardware)]
+    with pytest.raises(autoshard.MeshError, match="hardware 3: name is a text, got 3"):
+        replace(PRESETS["h100"], name=3)  # type: ignore[arg-type]
+    assert replace(PRESETS["h100"], efficiency=np.float32(0.5), ahead=np.int64(2)).ahead == 2
 
 
 def test_numbers_that_no_link_has_are_refused() -> None:

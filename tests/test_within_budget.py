@@ -57,6 +57,14 @@ def test_no_expert_is_cheaper_within_the_budget(ranks: int, monkeypatch: pytest.
     assert any(alone(budget) > seconds * 1.1 for budget, seconds in found)
 
 
+def test_an_expert_is_searched_within_the_budget_too() -> None:
+    """The one that is quickest there is over it in its quickest form."""
+    assert planned(Thrice(), 8, like="megatron").memory.peak > 15660.0
+    found, expert = (planned(Thrice(), 8, memory_budget=15660.0, like=like) for like in (None, "megatron"))
+    assert found.memory.peak <= 15660.0
+    assert found.cost.total_s <= expert.cost.total_s * (1 + 1e-9)
+
+
 @pytest.mark.parametrize(("ranks", "budget"), [(2, 18360.0), (4, 16920.0), (8, 17056.0)])
 def test_no_plan_that_fits_is_below_the_bound(ranks: int, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search by itself is under limits that it learns from what it finds; others may hold more, and fit."""

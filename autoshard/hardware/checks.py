@@ -1,56 +1,94 @@
-"""What the numbers of a device can be: a file that was edited by hand says which one is none."""
+"""What the fields of a device can be: of a file that was edited by hand an error says which one is none."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 from autoshard.errors import MeshError
+from autoshard.hardware.link import Link
+from autoshard.hardware.tiles import Tiling
 
-ABOVE = ("flops", "memory_bandwidth", "memory_bytes", "efficiency", "unaligned", "convolutions")
-NOT_BELOW = ("kernel_latency", "memory_efficiency", "updates", "actions", "carried", "disturbed")
-COUNTS = {"devices_per_node": 1, "ahead": 1, "attention_tile": 0}
-"""the least of each"""
-FLAGS = ("part_by_part", "fuses", "cpu")
-ROWS = {"attention": 3, "products": 2, "channels": 2, "caches": 2, "sharing": 2, "waiting": 2}
-"""numbers of each row"""
-
-
-def check_numbers(hardware: Any) -> None:
-    """Raise :class:`MeshError` for a field that no device has, such as a bandwidth of 0."""
-    _expect(hardware, "name", "a text", isinstance(hardware.name, str))
-    for name in ABOVE:
-        _expect(hardware, name, "a number above 0", _is_number(getattr(hardware, name)) and getattr(hardware, name) > 0)
-    for name in NOT_BELOW:
-        what = "seconds" if name == "kernel_latency" else "a number of at least 0"
-        _expect(hardware, name, what, _is_amount(getattr(hardware, name)))
-    for name, least in COUNTS.items():
-        value = getattr(hardware, name)
-        _expect(hardware, name, f"an int of at least {least}", type(value) is int and value >= least)
-    for name in FLAGS:
-        _expect(hardware, name, "True or False", isinstance(getattr(hardware, name), bool))
-    share = hardware.overlap
-    _expect(hardware, "overlap", "a share from 0 to 1", _is_number(share) and 0 <= share <= 1)
-    for name, count in ROWS.items():
-        rows = getattr(hardware, name)
-        fine = isinstance(rows, tuple) and all(len(row) == count and all(map(_is_amount, row)) for row in rows)
-        _expect(hardware, name, f"rows of {count} numbers of at least 0", fine)
-    pairs = hardware.dtypes
-    fine = all(len(row) == 2 and isinstance(row[0], str) and _is_amount(row[1]) and row[1] > 0 for row in pairs)
-    _expect(hardware, "dtypes", "rows of a name and FLOP/s above 0", fine)
-    both = hardware.functions
-    fine = len(both) in (0, 2) and all(map(_is_amount, both))
-    _expect(hardware, "functions", "seconds forward and backward, or none", fine)
-
-
-def _expect(hardware: Any, name: str, what: str, fine: bool) -> None:
-    if not fine:
-        raise MeshError(f"hardware {hardware.name!r}: {name} is {what}, got {getattr(hardware, name)!r}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+Check = tuple[str, Callable[[Any], bool]]
+"""what a field is, and whether a value is one"""
 
 
 def _is_amount(value: Any) -> bool:
-    return _is_number(value) and value >= 0
+    return type(value) is not bool and isinstance(value, Real) and float(value) >= 0
+
+
+def _count(least: int) -> Check:
+    def fits(value: Any) -> bool:
+        return type(value) is not bool and isinstance(value, Integral) and int(value) >= least
+
+    return f"an int of at least {least}", fits
+
+
+def _rows(*each: Callable[[Any], bool], what: str = "") -> Check:
+    def fits(rows: Any) -> bool:
+        if not isinstance(rows, tuple) or not all(isinstance(row, tuple) and len(row) == len(each) for row in rows):
+            return False
+        return all(is_one(x) for row in rows for is_one, x in zip(each, row, strict=True))
+
+    return f"a tuple of tuples of {what or f'{len(each)} numbers of at least 0'}", fits
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_amount(value) and value > 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_ABOVE: Check = "a number above 0", _is_positive
+_AMOUNT: Check = "a number of at least 0", _is_amount
+_FLAG: Check = "True or False", lambda value: isinstance(value, bool)
+_LINK: Check = "a Link", lambda value: isinstance(value, Link)
+_PAIRS = _rows(_is_amount, _is_amount)
+
+FIELDS: dict[str, Check] = {
+    "name": ("a text", _is_text),
+    "flops": _ABOVE,
+    "memory_bandwidth": _ABOVE,
+    "memory_bytes": _ABOVE,
+    "node": _LINK,
+    "network": _LINK,
+    "devices_per_node": _count(1),
+    "efficiency": _ABOVE,
+    "kernel_latency": ("seconds", _is_amount),
+    "overlap": ("a share from 0 to 1", lambda value: _is_amount(value) and value <= 1),
+    "part_by_part": _FLAG,
+    "memory_efficiency": _AMOUNT,
+    "tiling": ("a Tiling or None", lambda value: value is None or isinstance(value, Tiling)),
+    "attention": _rows(_is_amount, _is_amount, _is_amount),
+    "fuses": _FLAG,
+    "dtypes": _rows(_is_text, _is_positive, what="a name and FLOP/s above 0"),
+    "products": _PAIRS,
+    "unaligned": _ABOVE,
+    "convolutions": _ABOVE,
+    "channels": _PAIRS,
+    "attention_tile": _count(0),
+    "caches": _PAIRS,
+    "functions": (
+        "a tuple of seconds forward and backward, or of none",
+        lambda value: isinstance(value, tuple) and len(value) in (0, 2) and all(map(_is_amount, value)),
+    ),
+    "ahead": _count(1),
+    "updates": _AMOUNT,
+    "sharing": _PAIRS,
+    "waiting": _PAIRS,
+    "actions": _AMOUNT,
+    "carried": _AMOUNT,
+    "cpu": _FLAG,
+    "disturbed": _AMOUNT,
+}
+
+
+def check_fields(hardware: Any) -> None:
+    """Raise :class:`MeshError` for a field that no device has, such as a bandwidth of 0."""
+    for name, (what, is_one) in FIELDS.items():
+        value = getattr(hardware, name)
+        if not is_one(value):
+            raise MeshError(f"hardware {hardware.name!r}: {name} is {what}, got {value!r}")

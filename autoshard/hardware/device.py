@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from autoshard.errors import MeshError
-from autoshard.hardware.checks import check_numbers
+from autoshard.hardware.checks import check_fields
 from autoshard.hardware.link import Link, Rate, Route
 from autoshard.hardware.tiles import Tiling
 
@@ -94,7 +94,7 @@ class Hardware:
     it was measured again"""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_fields(self)
 
     def paces(self, groups: int, ranks: int) -> tuple[float, ...]:
         """How fast a rank works while one of so many groups of ``ranks`` does, two, ... all, where all are at work 1.

@@ -308,6 +308,8 @@ def _decoded(cls: type[Kind], data: Mapping[str, Any]) -> Kind:
     known |= {name: dict(data[name]) for name in ("kinds", "dtypes", "ties", "modules") if name in data}
     known |= {name: tuple(data.get(name, ())) for name in ("notes", "differentiable", "shared_again")}
     known |= {name: {n: _layout_from(mesh, x) for n, x in data[name].items()} for name in ("layouts", "shared")}
+    if not all(isinstance(note, str) for note in known["notes"]):
+        raise ValueError(f"notes are texts, got {known['notes']!r}")
     known |= {
         "mesh": mesh,
         "collectives": tuple(map(_collective_from, data["collectives"])),
