@@ -1,8 +1,15 @@
-"""Run a program statement by statement on the in-process mesh and find the first operation that differs."""
+"""Where a sharded model first differs from the unsharded one: operation, module and line, forward or backward.
+
+Both are run value by value from the same weights: the whole graph on one device, and the program of every micro-batch
+and stage on the in-process mesh. What ranks and micro-batches hold of a value, and of its gradient, is put together
+and compared.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,89 +19,355 @@ from torch import nn
 from autoshard import runtime
 from autoshard.check.closeness import difference, scale
 from autoshard.check.local_forms import evaluate, flat
+from autoshard.check.loss import copied, fresh, loss_of
+from autoshard.compiler import captured
+from autoshard.errors import RuntimeMismatchError
+from autoshard.layout import Layout
 from autoshard.module.base import ShardedModule
 from autoshard.module.microbatches import beforehand, part_of
+from autoshard.module.programs.executable import Executable
 from autoshard.module.programs.simulate import join, shard_of
 from autoshard.passes.capture.exported.attributes import parameters_of
-from autoshard.passes.ir.graph import Graph
+from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.program import Program
-from autoshard.passes.microbatch import MicroBatches
-from autoshard.passes.rules.interpret import interpret
+from autoshard.passes.rules.interpret import interpret, outputs
 from autoshard.plans.compiled import Compiled
+from autoshard.runtime.transport import generators
+
+Tensors = dict[str, torch.Tensor]
 
 
 def first_divergence(
     reference: nn.Module, sharded: ShardedModule, args: tuple[Any, ...], kwargs: dict[str, Any], rtol: float
 ) -> str | None:
-    """The first operation whose result differs by more than ``rtol`` of its largest value, with module and line.
+    """The first operation whose result, or else whose gradient, differs by more than ``rtol`` of its largest value.
 
-    Both run forward from ``reference``'s weights; of several micro-batches the first one. None where every operation
-    agrees: then a backward differs.
+    Both run from ``reference``'s weights. The backward is searched from the loss towards the inputs. None where every
+    value and gradient agrees, and the graph gives what the model does.
     """
     executable = sharded.specialise(args, kwargs)
     compiled = executable.compiled
     graph = compiled.graph if compiled.pipeline is None else compiled.pipeline.whole
-    inputs = graph_inputs(graph, reference, args, kwargs)
-    if compiled.micro_batches is not None:
-        inputs |= _of_first(compiled.micro_batches, executable.named(pytree.tree_leaves((args, kwargs))), reference)
-    with torch.no_grad():
+    if compiled.micro_batches is not None and compiled.micro_batches.count > 1:
+        precision = sharded._settings.wishes.mixed_precision
+        graph = captured(reference, args, kwargs, training=graph.training, precision=precision)
+    one = _on_one_device(graph, reference, args, kwargs)
+    parts = _on_ranks(executable, reference, args, kwargs, one)
+    found = _first_value(graph, one, parts, rtol) or _first_gradient(graph, one, parts, rtol)
+    return found or _mistraced(reference, graph, one.values, args, kwargs, rtol)
+
+
+@dataclass(frozen=True)
+class _Values:
+    """All values of a graph by name, and the gradients of those that have one."""
+
+    values: Mapping[str, Any]
+    gradients: Tensors
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """What ranks hold of a gradient in ``layout``; None: zeros."""
+
+    parts: Sequence[torch.Tensor | None]
+    layout: Layout
+
+
+@dataclass
+class _Parts:
+    """What every micro-batch and rank holds of the values of the graph, and of their gradients."""
+
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """name → its global shape in one of several micro-batches"""
+    values: dict[str, list[list[torch.Tensor]]] = field(default_factory=dict)
+    """name → by micro-batch, by rank"""
+    ends: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """what is returned, in the layout it is returned in, put together: name → by micro-batch"""
+    gradients: dict[str, list[list[_Gradient]]] = field(default_factory=dict)
+    """name → by micro-batch, by stage that reads it"""
+
+    def joined(
+        self, name: str, parts: Sequence[torch.Tensor | None], want: torch.Tensor, layout: Layout
+    ) -> torch.Tensor:
+        """What the ranks hold of a value or its gradient, as ``layout`` says; None: zeros. ``want``: on one device."""
+        shape = self.shapes.get(name, tuple(want.shape))
+        dtype = next((x.dtype for x in parts if x is not None), want.dtype)
+        empty = (want.new_zeros(layout.local_shape(shape, rank), dtype=dtype) for rank in range(len(parts)))
+        held = [
+            zeros if x is None else x.to_dense() if x.is_sparse else x for x, zeros in zip(parts, empty, strict=True)
+        ]
+        return join(held, layout, shape, name)
+
+
+def _on_one_device(graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Values:
+    given = fresh(graph_inputs(graph, model, args, kwargs))
+    with torch.set_grad_enabled(graph.training):
         torch.manual_seed(0)
-        expected = interpret(graph, inputs)
-        torch.manual_seed(0)
-        for part in compiled.parts or (compiled,):
-            given = run(part.program, {i.name: inputs[i.name] for i in part.graph.inputs})
-            if found := _first(part, given, expected, rtol):
-                return found
-            inputs |= {name: torch.as_tensor(x) for name, x in expected.items()}  # what the next stage receives
+        values = interpret(graph, given)
+        loss = _loss(outputs(graph, values)) if graph.training else None
+    tensors = {n: x for n, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad}
+    if loss is None or not loss.requires_grad:
+        return _Values(values, {})
+    gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
+    return _Values(values, {n: g for n, g in zip(tensors, gradients, strict=True) if g is not None})
+
+
+def _loss(output: Any) -> torch.Tensor | None:
+    leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+    return loss_of(output, leaves) if any(x.requires_grad for x in leaves) else None
+
+
+def _on_ranks(
+    executable: Executable, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], one: _Values
+) -> _Parts:
+    compiled, parts = executable.compiled, _Parts()
+    micro, graph = compiled.micro_batches, compiled.graph
+    if compiled.pipeline is not None:
+        graph = compiled.pipeline.whole
+    count = 1 if micro is None else micro.count
+    held = graph_inputs(graph, model, args, kwargs, inputs=micro is None)
+    torch.manual_seed(0)
+    if micro is not None:
+        given = executable.named(pytree.tree_leaves((args, kwargs)))
+        given = {**given, **beforehand(micro, given, model.get_buffer)}
+    states = generators.states()
+    for index in range(count):
+        generators.set_states(states)  # every micro-batch takes its part of what the whole batch draws
+        values = dict(held)
+        if micro is not None:
+            values |= {n: part_of(given[name], dim, index, count) for n, (name, dim) in micro.inputs.items()}
+        _MicroBatch(compiled, graph, values, (index, count), parts).run(one)
+    return parts
+
+
+class _MicroBatch:
+    """One micro-batch, through all stages forward and back."""
+
+    def __init__(
+        self, compiled: Compiled, graph: Graph, values: Tensors, number: tuple[int, int], parts: _Parts
+    ) -> None:
+        self.stages, self.graph, self.number, self.parts = compiled.parts or (compiled,), graph, number, parts
+        self.loss = None if compiled.micro_batches is None else compiled.micro_batches.loss
+        self.values = values
+        """global values by name: inputs, and what stages return"""
+
+    def run(self, one: _Values) -> None:
+        """``one``: for the shapes that are known when the program runs. Ends where ranks hold other data than they should."""
+        with contextlib.suppress(RuntimeMismatchError):
+            runs = [self._forward(stage, one) for stage in self.stages]
+            loss, ends = self._loss()
+            if loss is None or not loss.requires_grad:
+                return
+            found = dict(zip(ends, torch.autograd.grad(loss, list(ends.values()), allow_unused=True), strict=True))
+            known = {n: g for n, g in found.items() if g is not None}
+            for stage, local in zip(reversed(self.stages), reversed(runs), strict=True):
+                self._backward(stage, local, known)
+
+    def _forward(self, stage: Compiled, one: _Values) -> list[dict[str, Any]]:
+        program = stage.program
+        with torch.set_grad_enabled(self.graph.training):
+            local = run(program, {i.name: self.values[i.name] for i in stage.graph.inputs}, *self.number)
+        for name in (o for node in stage.graph.nodes for o in node.outputs):
+            self._note(name, program)
+            self.parts.values.setdefault(name, []).append([torch.as_tensor(rank[name]).detach() for rank in local])
+        for name, end in _ends(stage):
+            self._note(name, program)
+            held = [torch.as_tensor(rank[end]).detach() for rank in local]
+            made = self.parts.joined(name, held, torch.as_tensor(one.values[name]), program.layouts[end])
+            self.parts.ends.setdefault(name, []).append(made)
+            self.values[name] = made.detach().requires_grad_(self.graph.types[name].grad)
+        return local
+
+    def _note(self, name: str, program: Program) -> None:
+        self.parts.layouts[name] = program.layouts[name]
+        if self.number[1] > 1 and not program.types[name].unknown:
+            self.parts.shapes[name] = tuple(program.types[name].shape)
+
+    def _loss(self) -> tuple[torch.Tensor | None, Tensors]:
+        """The loss, and the outputs of all stages that it is a function of."""
+        names = {o.name for o in self.graph.outputs if isinstance(o, Ref)}
+        ends = {n: self.values[n].detach().requires_grad_(self.graph.types[n].grad) for n in names}
+        ends = {n: x for n, x in ends.items() if x.requires_grad}
+        if self.loss is not None:
+            end = self.graph.outputs[self.loss]
+            return ends[end.name] * 1.0, ends
+        return _loss(outputs(self.graph, {**self.values, **ends})), ends
+
+    def _backward(self, stage: Compiled, local: list[dict[str, Any]], known: Tensors) -> None:
+        """Gradients of all values of a stage. ``known``: of what stages return, by name; those before it are added."""
+        program, roots, given = stage.program, [], []
+        for name, end in _ends(stage):
+            layout = program.layouts[end].gradient()
+            for rank, values in enumerate(local):
+                if name in known and values[end].requires_grad:
+                    roots.append(values[end])
+                    given.append(shard_of(known[name], layout, rank))
+        names = [*(i.name for i in stage.graph.inputs), *(o for node in stage.graph.nodes for o in node.outputs)]
+        places = [(n, r) for n in names for r, v in enumerate(local) if getattr(v[n], "requires_grad", False)]
+        if not roots or not places:
+            return
+        tensors = [local[rank][name] for name, rank in places]
+        found = dict(zip(places, torch.autograd.grad(roots, tensors, given, allow_unused=True), strict=True))
+        for name in dict.fromkeys(name for name, _ in places):
+            gradient = _Gradient([found.get((name, r)) for r in range(len(local))], program.layouts[name].gradient())
+            if name not in self.graph.producers or name in stage.graph.producers:
+                self._note(name, program)
+                made = self.parts.gradients.setdefault(name, [])
+                made += [[] for _ in range(self.number[0] + 1 - len(made))]
+                made[self.number[0]].append(gradient)
+            else:  # another stage sends it
+                whole = self.parts.joined(name, gradient.parts, self.values[name], gradient.layout)
+                known[name] = known[name] + whole if name in known else whole
+
+
+def _ends(stage: Compiled) -> list[tuple[str, str]]:
+    """What a stage returns: the value of the graph, and the local name of it in the layout it is returned in."""
+    pairs = zip(stage.graph.outputs, stage.program.outputs, strict=True)
+    return [(value.name, local.name) for value, local in pairs if isinstance(value, Ref)]
+
+
+def _first_value(graph: Graph, one: _Values, parts: _Parts, rtol: float) -> str | None:
+    for node in graph.nodes:
+        for name in node.outputs:
+            if name not in parts.values:  # a micro-batch has it in another form
+                continue
+            want = torch.as_tensor(one.values[name])  # a number that depends on the data is compared as a scalar
+            layout = parts.layouts[name]
+            try:
+                wrong = _differs([parts.joined(name, held, want, layout) for held in parts.values[name]], want, rtol)
+            except Exception as problem:  # shapes that do not fit, or ranks that disagree
+                wrong = str(problem)
+            if wrong:
+                return f"{_where(node)}, forward: {wrong}, layout {layout}"
+        for name in node.outputs:
+            want = torch.as_tensor(one.values[name])
+            if name in parts.ends and (wrong := _differs(parts.ends[name], want, rtol)):
+                return f"output {name} of {_where(node)}, forward: {wrong}"
     return None
 
 
-def _of_first(micro: MicroBatches, given: Mapping[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the first micro-batch takes of the inputs."""
-    given = {**given, **beforehand(micro, given, model.get_buffer)}
-    return {name: part_of(given[source], dim, 0, micro.count) for name, (source, dim) in micro.inputs.items()}
+def _first_gradient(graph: Graph, one: _Values, parts: _Parts, rtol: float) -> str | None:
+    """Backwards, the first value whose gradient differs though those of all that is computed from it agree."""
+    rounding = max((scale(g) * torch.finfo(g.dtype).eps for g in one.gradients.values()), default=0.0)
+    fqns = {i.name: i.fqn for i in graph.inputs}
+    for name in _backwards(graph):
+        if name not in parts.gradients or not isinstance(one.values.get(name), torch.Tensor):
+            continue
+        want = one.gradients.get(name)
+        want = torch.zeros_like(one.values[name]) if want is None else want.to_dense() if want.is_sparse else want
+        try:
+            held = [
+                torch.stack([parts.joined(name, g.parts, want, g.layout) for g in stages]).sum(0)
+                for stages in parts.gradients[name]
+            ]
+            wrong = _differs(held, want, rtol, 100 * rounding)
+        except Exception as problem:
+            wrong = str(problem)
+        if wrong:
+            readers = [_where(node) for node in graph.nodes if name in node.inputs]
+            where = " or ".join(readers) or f"output {name}"
+            return f"{where}, backward: gradient of {fqns.get(name, name)}: {wrong}, layout {parts.layouts[name]}"
+    return None
 
 
-def _first(
-    part: Compiled, given: list[dict[str, torch.Tensor]], expected: Mapping[str, Any], rtol: float
+def _backwards(graph: Graph) -> Iterator[str]:
+    """Names of values from the loss to the inputs; an input after the first operation that reads it."""
+    for number in reversed(range(len(graph.nodes))):
+        node = graph.nodes[number]
+        yield from node.outputs
+        earlier = {name for before in graph.nodes[:number] for name in (*before.inputs, *before.outputs)}
+        yield from (name for name in dict.fromkeys(node.inputs) if name not in earlier)
+
+
+def _differs(held: Sequence[torch.Tensor], want: torch.Tensor, rtol: float, floor: float = 0.0) -> str | None:
+    """How what the micro-batches hold fails to make ``want``: as parts along a dim, as copies, or as summands."""
+    shapes = {tuple(x.shape) for x in held}
+    if shapes == {tuple(want.shape)}:
+        ways = [max(_error(x, want) for x in held)]
+        ways += [_error(torch.stack([*held]).sum(0), want)] * (len(held) > 1 and want.dtype != torch.bool)
+    else:
+        dims = [d for d, n in enumerate(want.shape) if len(held[0].shape) == want.ndim and held[0].shape[d] != n]
+        if len(dims) != 1:
+            return f"shape {[*held[0].shape]} in each of {len(held)} micro-batches, not {[*want.shape]}"
+        ways = [_error(torch.cat([*held], dims[0]), want)]
+    error, largest = min(ways), scale(want)
+    if error <= max(rtol * largest, floor):
+        return None
+    return f"error {error / (largest or 1.0):.2e}"
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    if got.shape != want.shape:
+        raise ValueError(f"shape {[*got.shape]}, not {[*want.shape]}")
+    if want.is_floating_point() or want.is_complex():
+        return difference(got.detach(), want.detach())
+    return 0.0 if torch.equal(got, want) else float("inf")
+
+
+def _where(node: Node) -> str:
+    return f"{node.op} in {node.fqn or '(root)'} at {node.source}"
+
+
+def _mistraced(
+    model: nn.Module,
+    graph: Graph,
+    values: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    rtol: float,
 ) -> str | None:
-    """The first operation of a program whose result differs."""
-    program = part.program
-    for node in part.graph.nodes:
-        for name in node.outputs:
-            want = torch.as_tensor(expected[name])  # a number that depends on the data is compared as a scalar
-            try:
-                got = join([torch.as_tensor(v[name]) for v in given], program.layouts[name], want.shape, name)
-                error = difference(got, want) if want.is_floating_point() else 0.0
-                differs = not error <= rtol * max(scale(want), 1e-30) if error else False
-                differs = differs or (not want.is_floating_point() and not torch.equal(got, want))
-            except Exception as problem:  # shapes that do not fit, or ranks that disagree
-                return f"{node.op} in {node.fqn or '(root)'} at {node.source}: {problem}"
-            if differs:
-                layout = program.layouts[name]
-                return f"{node.op} in {node.fqn or '(root)'} at {node.source}: error {error:.2e}, layout {layout}"
+    """The first module whose result, like that of the modules around it, no value of the graph is, though its inputs are."""
+    tensors = [x for x in values.values() if isinstance(x, torch.Tensor)]
+    made: list[tuple[str, bool, bool]] = []
+
+    def is_known(x: torch.Tensor) -> bool:
+        alike = (v for v in tensors if v.shape == x.shape and v.dtype == x.dtype)
+        return any(_error(v, x) <= rtol * scale(x) for v in alike)
+
+    def all_known(tree: Any) -> bool:
+        return all(is_known(x) for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor))
+
+    def note(name: str, given: Any, output: Any) -> None:
+        made.append((name, all_known(given), all_known(output)))
+
+    model = copied(model)  # its forward may write buffers
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _, i, k, o, name=name: note(name, (i, k), o), with_kwargs=True)
+    given, named = fresh((args, kwargs))
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(graph.training):
+        model(*given, **named)
+    wrong = {name for name, _, known in made if not known}
+    for name, begins_known, _ in made:
+        around = ["", *(".".join(name.split(".")[:n]) for n in range(1, name.count(".") + 2))] if name else [""]
+        if begins_known and wrong.issuperset(around):
+            return f"the graph of {name or '(root)'} gives something else than the module: it is captured wrongly"
     return None
 
 
 def graph_inputs(
-    graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
-    """A full tensor for every input of ``graph``, from ``model`` and the arguments."""
-    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    found = {n: x for n, x in zip(graph.flat_inputs, leaves, strict=True) if n is not None}
+    graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: bool = True
+) -> Tensors:
+    """A full tensor for every input of ``graph``, from ``model`` and, unless ``inputs`` is False, the arguments."""
     tensors = parameters_of(model) | dict(model.named_buffers(remove_duplicate=False))
-    found |= {i.name: tensors[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
+    found = {i.name: tensors[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
+    if inputs:
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        found |= {n: x for n, x in zip(graph.flat_inputs, leaves, strict=True) if n is not None}
     device = next((x.device for x in tensors.values()), None)
     return found | {name: x.to(device) for name, x in graph.constants.items()}
 
 
-def run(program: Program, inputs: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Every local value by name, per rank."""
+def run(program: Program, inputs: Mapping[str, torch.Tensor], index: int, count: int) -> list[dict[str, torch.Tensor]]:
+    """Every local value by name, per rank, of micro-batch ``index`` of ``count``."""
     mesh = program.mesh
     world = runtime.World(dict(zip(mesh.axes, mesh.shape, strict=True)))
 
     def rank(number: int) -> dict[str, torch.Tensor]:
-        values = {n: shard_of(x, program.layouts[n], number).clone() for n, x in inputs.items()}
+        held = {n: shard_of(x, program.layouts[n], number).detach().clone() for n, x in inputs.items()}
+        values = {n: x.requires_grad_(inputs[n].requires_grad) for n, x in held.items()}
+        world.ranks[number].enter(index, count)
         for s in program.statements:
             results = flat(evaluate(s.call, values, mesh, number))
             values.update({o: r for o, r in zip(s.outputs, results, strict=False) if o != "_"})

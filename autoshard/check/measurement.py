@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.check.verification import scalar_of
+from autoshard.check.loss import scalar_of
 from autoshard.errors import AutoshardError
 from autoshard.module.base import ShardedModule
 from autoshard.passes.ir.units import show_bytes, show_seconds

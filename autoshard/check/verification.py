@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -15,17 +15,20 @@ from torch import nn
 from autoshard import api
 from autoshard.check.closeness import difference, scale
 from autoshard.check.divergence import first_divergence
+from autoshard.check.exact import SameDraws, in_float64
+from autoshard.check.loss import copied, fresh, full, loss_of
 from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.mesh import MeshLike
 from autoshard.module.arguments import check_arguments
 from autoshard.module.base import ShardedModule
-from autoshard.module.model.original import computed
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 
 SPARSE = " (sparse)"
 """after the names of gradients that are sparse"""
 LEARNING_RATE = 1e-3
+ROUNDINGS = 4.0
+"""times the rounding error of one device that the sharded model may have: its sums run in another order"""
 
 
 def default_rtol(dtype: torch.dtype) -> float:
@@ -47,14 +50,28 @@ class Comparison:
     limit: float
     finite: bool = True
     """whether the unsharded model's is; otherwise the same elements must be infinite or NaN"""
+    exact: float | None = None
+    """in lower precision: the sharded model's error against the same model in float64"""
+    rounding: float | None = None
+    """in lower precision: the unsharded model's error against the same model in float64"""
 
     @property
     def ok(self) -> bool:
-        return self.error <= self.limit
+        return self.error <= self.limit or self.rounds_alike
+
+    @property
+    def rounds_alike(self) -> bool:
+        """Whether the sharded model is as near to float64 as one device is, up to :data:`ROUNDINGS` times its error."""
+        if self.exact is None or self.rounding is None:
+            return False
+        return self.exact <= min(ROUNDINGS * self.rounding, math.sqrt(self.limit))
 
     def __str__(self) -> str:
         mark = "ok  " if self.ok else "DIFF"
-        return f"{mark} step {self.step}  {self.kind:<9} {self.what:<48} error {self.error:.2e}  limit {self.limit:.0e}"
+        text = f"{mark} step {self.step}  {self.kind:<9} {self.what:<48} error {self.error:.2e}  limit {self.limit:.0e}"
+        if self.exact is None or self.rounding is None:
+            return text
+        return f"{text}  against float64: {self.exact:.2e}, one device {self.rounding:.2e}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +99,10 @@ class VerifyReport:
         ]
         for kind, found in by_kind.items():
             worst = max(found, key=lambda c: c.error)
-            lines.append(f"  {len(found):>4} {kind + 's':<11} largest error {worst.error:.2e}  {worst.what}")
+            text = f"  {len(found):>4} {kind + 's':<11} largest error {worst.error:.2e}  {worst.what}"
+            if worst.exact is not None and worst.rounding is not None:
+                text += f"  (against float64: {worst.exact:.2e}, one device {worst.rounding:.2e})"
+            lines.append(text)
         lines += [f"  {c}" for c in self.comparisons if not c.ok][:10]
         if wild := [c.what for c in self.comparisons if not c.finite]:
             lines.append(f"  not finite in the unsharded model: {', '.join(wild[:5])}{', …' if len(wild) > 5 else ''}")
@@ -125,7 +145,7 @@ def verify(
     if steps < 1:
         raise AutoshardError(f"steps is {steps!r}: at least one step is needed to compare anything")
     kwargs = dict(example_kwargs or {})
-    reference = copy.deepcopy(model, {id(t): t.detach().clone() for t in computed(model)})
+    reference = copied(model)
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
     if dtype == torch.float64:
         _without_grouped_products(reference)
@@ -135,9 +155,13 @@ def verify(
     sharded = api.compile(
         model, mesh, example_args, kwargs, plan=plan, hints=hints, like=like, recompute=recompute, **parts
     )
-    runner = _Runner(
-        reference, sharded, tuple(example_args), kwargs, rtol, rtol if atol is None else atol, asked is not None
-    )
+    exact = None
+    if asked is None and dtype.is_floating_point and dtype != torch.float64:
+        with contextlib.suppress(Exception):
+            exact = copied(model).double()
+            _without_grouped_products(exact)
+    floor = rtol if atol is None else atol
+    runner = _Runner(reference, sharded, tuple(example_args), kwargs, rtol, floor, asked is not None, exact, dtype)
     for step in range(steps):
         try:
             runner.step(step)
@@ -146,11 +170,17 @@ def verify(
             break
     found = tuple(runner.found)
     ok = all(c.ok for c in found)
-    first = None
-    if not ok:
-        first = first_divergence(reference, sharded, tuple(example_args), kwargs, rtol)
-        first = first or str(next(c for c in found if not c.ok))
-    return VerifyReport(ok, found, first, rtol, rtol if atol is None else atol, sharded.plan)
+    first = None if ok else _where(runner, next(c for c in found if not c.ok))
+    return VerifyReport(ok, found, first, rtol, floor, sharded.plan)
+
+
+def _where(runner: _Runner, first: Comparison) -> str:
+    """The operation that differs first; the first comparison that failed where none does, or the search for it fails."""
+    try:
+        found = first_divergence(runner.reference, runner.sharded, runner.args, runner.kwargs, runner.rtol)
+    except Exception as error:  # a report is wanted all the same
+        return f"{first}; no operation could be found: {type(error).__name__}: {error}"
+    return found or f"{first}; every operation agrees by itself"
 
 
 def _without_grouped_products(model: nn.Module) -> None:
@@ -170,62 +200,96 @@ class _Runner:
     atol: float
     fixed: bool
     """whether the user chose rtol; otherwise a tensor of lower precision than the model gets its own"""
+    exact: nn.Module | None
+    """the model in float64, where its precision is lower and it runs in float64"""
+    dtype: torch.dtype
     found: list[Comparison] = field(default_factory=list)
     vanishing: set[str] = field(default_factory=set)
     """parameters whose gradient is zero but for rounding: Adam turns its sign into a full step"""
 
-    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    """of both; made when it is known which gradients are sparse"""
+    optimizers: dict[nn.Module, list[torch.optim.Optimizer]] = field(default_factory=dict)
+    """made when it is known which gradients are sparse"""
 
-    def _optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """Of both modules, for the parameters whose gradient is dense, and for those whose is sparse."""
-        grads = {n: p.grad for n, p in self.reference.named_parameters() if p.requires_grad}
-        sparse = {n for n, g in grads.items() if g is not None and g.is_sparse}
-        modules: tuple[nn.Module, nn.Module] = (self.reference, self.sharded)
-        for module in modules:
-            trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-            if dense := [p for n, p in trained.items() if n not in sparse]:
-                yield torch.optim.AdamW(dense, lr=LEARNING_RATE)
-            if sparse:
-                yield torch.optim.SparseAdam([p for n, p in trained.items() if n in sparse], lr=LEARNING_RATE)
+    def _optimizers(self, module: nn.Module, sparse: set[str]) -> Iterator[torch.optim.Optimizer]:
+        """For the parameters whose gradient is dense, and for those whose is ``sparse``."""
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        if dense := [p for n, p in trained.items() if n not in sparse]:
+            yield torch.optim.AdamW(dense, lr=LEARNING_RATE)
+        if sparse:
+            yield torch.optim.SparseAdam([p for n, p in trained.items() if n in sparse], lr=LEARNING_RATE)
 
     def step(self, number: int) -> None:
-        """One forward, backward and optimizer step of both, compared."""
-        outputs, inputs = [], []
+        """One forward, backward and optimizer step of both, compared; and of the model in float64, if there is one."""
         training = self.sharded.training and any(p.requires_grad for p in self.reference.parameters())
-        for module in (self.reference, self.sharded):
-            torch.manual_seed(number)
-            module.zero_grad()
-            args, kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), (self.args, self.kwargs)
-            )
-            with torch.set_grad_enabled(training):
-                out = module(*args, **kwargs)
-                leaves = [full(x) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
-                loss = loss_of(out, leaves) if training else None
-            outputs.append({f"output {i}": x for i, x in enumerate(leaves)})
-            left = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            inputs.append({f"input {i}": x for i, x in enumerate(left)})
-            if loss is not None:
-                loss.backward()
-        self._compare("output", number, outputs[1], outputs[0])
-        self._compare("input", number, inputs[1], inputs[0])
+        expected = self._passes(self.reference, number, training, (self.args, self.kwargs))
+        given = self._passes(self.sharded, number, training, (self.args, self.kwargs))
+        exact: dict[str, dict[str, torch.Tensor]] = {}
+        if self.exact is not None:
+            try:
+                with SameDraws(self.dtype):
+                    exact = self._passes(self.exact, number, training, in_float64((self.args, self.kwargs)))
+            except Exception:  # a dtype that is written down in the model, say
+                self.exact = None
+        # An expert that eager did not run has no gradient there, and zeros in a program for all inputs.
+        both = [given["gradient"], expected["gradient"]]
+        for gradients, others in (both, both[::-1]):
+            for name in [n for n in others if n not in gradients]:
+                gradients[name] = torch.zeros_like(others[name])
         if training:
-            expected = {n: p.grad for n, p in self.reference.named_parameters() if p.grad is not None}
-            given = self.sharded.full_gradients()
-            # An expert that eager did not run has no gradient there, and zeros in a program for all inputs.
-            missing = {n: torch.zeros_like(g) for n, g in expected.items() if n not in given}
-            zeros = {n: torch.zeros_like(g) for n, g in given.items() if n not in expected}
-            self._compare("gradient", number, _dense({**given, **missing}), _dense({**expected, **zeros}))
-            self.optimizers = self.optimizers or list(self._optimizers())
-            for optimizer in self.optimizers:
+            self._optimize(expected["gradient"])
+        self._states(self.sharded.full_state_dict(), given)
+        self._states(self.reference.state_dict(), expected)
+        if exact and self.exact is not None:
+            self._states(self.exact.state_dict(), exact)
+        for kind, want in expected.items():
+            if kind == "gradient":
+                want, found = _dense(want), _dense(given[kind])
+            else:
+                found = given[kind]
+            if training or kind not in ("gradient", "parameter"):
+                slack = 100.0 if kind == "parameter" else 1.0
+                self._compare(kind, number, found, want, _dense(exact.get(kind, {})), slack)
+
+    def _passes(
+        self, module: nn.Module, number: int, training: bool, arguments: tuple[Any, Any]
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Forward and backward of ``module``: by kind of tensor, by name."""
+        torch.manual_seed(number)
+        module.zero_grad()
+        args, kwargs = fresh(arguments)
+        with torch.set_grad_enabled(training):
+            out = module(*args, **kwargs)
+            leaves = [full(x) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+            loss = loss_of(out, leaves) if training else None
+        left = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if loss is not None:
+            loss.backward()
+        if isinstance(module, ShardedModule):
+            gradients = module.full_gradients() if training else {}
+        else:
+            gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None and training}
+        return {
+            "output": {f"output {i}": x.detach() for i, x in enumerate(leaves)},
+            "input": {f"input {i}": x.detach() for i, x in enumerate(left)},
+            "gradient": gradients,
+        }
+
+    def _optimize(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """A step of all modules. ``gradients``: of the unsharded one."""
+        sparse = {n for n, g in gradients.items() if g.is_sparse}
+        for module in (self.reference, self.sharded, self.exact):
+            if module is None:
+                continue
+            if module not in self.optimizers:
+                self.optimizers[module] = list(self._optimizers(module, sparse))
+            for optimizer in self.optimizers[module]:
                 optimizer.step()
-        state = self.sharded.full_state_dict()
+
+    def _states(self, state: Mapping[str, torch.Tensor], found: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Add buffers and parameters to what was found."""
         parameters = {n for n, _ in self.reference.named_parameters(remove_duplicate=False)}
-        wanted = self.reference.state_dict()
-        self._compare("buffer", number, state, {n: t for n, t in wanted.items() if n not in parameters})
-        if training:
-            self._compare("parameter", number, state, {n: t for n, t in wanted.items() if n in parameters}, 100.0)
+        found["buffer"] = {n: t for n, t in state.items() if n not in parameters}
+        found["parameter"] = {n: t for n, t in state.items() if n in parameters}
 
     def _compare(
         self,
@@ -233,7 +297,8 @@ class _Runner:
         step: int,
         given: Mapping[str, torch.Tensor],
         expected: Mapping[str, torch.Tensor],
-        slack: float = 1.0,
+        exact: Mapping[str, torch.Tensor],
+        slack: float,
     ) -> None:
         largest = max((scale(t) for t in expected.values()), default=0.0)
         for name, want in expected.items():
@@ -248,7 +313,12 @@ class _Runner:
                     Comparison(f"{name}: it is missing, or dense where it is sparse", kind, step, math.inf, rtol)
                 )
                 continue
-            self.found.append(compare(name, kind, step, given[name], want, rtol * slack, floor))
+            made = compare(name, kind, step, given[name], want, rtol * slack, floor)
+            truth = exact.get(name)
+            if truth is not None and truth.shape == want.shape == given[name].shape and want.is_floating_point():
+                sharded, one = (distance(x, truth) for x in (given[name], want))
+                made = replace(made, exact=sharded, rounding=one)
+            self.found.append(made)
 
 
 def _dense(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -275,21 +345,7 @@ def compare(
     return Comparison(what, kind, step, error, rtol, bool(want.isfinite().all()))
 
 
-def full(x: torch.Tensor) -> torch.Tensor:
-    """A plain full tensor, of a DTensor as well."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
-def loss_of(output: Any, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`scalar_of` what the model returns, else the sum of its tensors' mean squares."""
-    scalar = scalar_of(output)
-    if scalar is not None:
-        return scalar
-    return torch.stack([x.square().mean() for x in leaves if x.is_floating_point() and x.requires_grad]).sum()
-
-
-def scalar_of(output: Any) -> torch.Tensor | None:
-    """What a training loop differentiates: the scalar with a gradient that is called "loss", else the first."""
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    ends = [x for x in (named, *pytree.tree_leaves(output)) if isinstance(x, torch.Tensor)]
-    return next((x for x in ends if x.requires_grad and not x.shape), None)
+def distance(x: torch.Tensor, truth: torch.Tensor) -> float:
+    """The largest difference of ``x`` from its value in float64, relative to the latter's largest value."""
+    largest = difference(x.detach().cpu().double(), truth.detach().cpu())
+    return largest / (scale(truth) or 1.0) if math.isfinite(largest) else math.inf
