@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autoshard.check.rule_check import SEED, Op, RuleCheck, Sample, check_rule, overload
+from autoshard.check.rule_check import SEED, Op, RuleCheck, Sample, call_text, check_rule, overload, tried, undisturbed
 from autoshard.errors import RuleError
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs
-from autoshard.passes.ir.schema import tensor_arguments
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, refs
+from autoshard.passes.ir.schema import argument_names, tensor_arguments
+from autoshard.passes.ir.sizes import Size
+from autoshard.passes.ir.walk import map_tree
 from autoshard.passes.rules import register
 from autoshard.passes.rules.base import Rule
-from autoshard.passes.rules.notation import Dim, Linear, Term, parse, rule
+from autoshard.passes.rules.notation import Dim, Linear, Term, parse, rule, spelled
 
 __all__ = ["RuleCheck", "Sample", "check_rule", "register_rule"]
 
 log = logging.getLogger("autoshard")
 LARGEST = 1 << 16
-"""elements of a call that is still checked when a model is compiled"""
+"""elements of a call that is checked as long as it is; a longer one is in short"""
 
 
 def register_rule(
@@ -40,19 +44,18 @@ def register_rule(
     ``notation``: for example ``"... k, n k -> ... n"``, a term per tensor argument and result (see
     :mod:`autoshard.passes.rules.notation`), or a :class:`~autoshard.passes.rules.base.Rule` written by hand. ``samples``:
     calls ``(args, kwargs)`` to check it on; without them, random float64 tensors that fit the notation. Where the op
-    cannot be called on those (it takes ints, or integer tensors), the rule is checked on the first call that is
-    compiled, and the result is None. ``linear``, ``addends``, ``flops``: see :func:`autoshard.passes.rules.notation.rule`.
+    cannot be called on those (it takes ints, or integer tensors), the result is None. What these calls do not show, other
+    arguments or factors, is checked when a model is compiled that has such a call; what cannot be checked does not count.
+    ``linear``, ``addends``, ``flops``: see :func:`autoshard.passes.rules.notation.rule`.
     Raises :class:`RuleError` where the rule is malformed or wrong; the op then has no rule or keeps the one it had.
     """
     op = overload(op)
     new = notation if isinstance(notation, Rule) else rule(op, notation, linear=linear, addends=addends, flops=flops)
     if new.op is not op:
         raise RuleError(f"register_rule for {op}: the rule given is one of {new.op}")
-    if samples is None and (samples := _invented(new)) is None:
-        register(_checked_when_used(new))
-        return None
-    check = check_rule(new, samples)
-    register(new)
+    samples = _invented(new) if samples is None else list(samples)
+    check = None if samples is None else check_rule(new, samples)
+    register(_checked_when_used(new, samples or (), check.ran if check else ()))
     return check
 
 
@@ -88,49 +91,110 @@ def _invented(new: Rule) -> list[Sample] | None:
             args.append(value)
         else:
             kwargs[argument.name] = value
+    return [(args, kwargs)] if _takes(new.op, args, kwargs) else None
+
+
+@undisturbed()
+def _takes(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     try:
-        new.op(*args, **kwargs)
+        op(*args, **kwargs)
     except Exception as error:  # whatever a user's op raises for operands it does not take
-        log.debug("%s does not take invented operands: %s", new.op, error)
-        return None
-    return [(args, kwargs)]
+        log.debug("%s does not take invented operands: %s", op, error)
+        return False
+    return True
 
 
 _PLAIN: Mapping[str, Any] = {"float": 0.5, "bool": False}
 """values for arguments that say nothing about shapes"""
 
 
-def _checked_when_used(new: Rule) -> Rule:
-    """``new``, checked on the shapes of the first call that asks for its strategies."""
-    pending = [new]
+def _checked_when_used(new: Rule, samples: Sequence[Sample], done: Iterable[Hashable]) -> Rule:
+    """``new``, of which nothing counts that was not checked: with arguments like a call's, and cut as there.
+
+    ``done``: what was, on ``samples``. The rest is when a call asks for it, on calls like that one.
+    """
+    checked, hopeless = set(done), set[Hashable]()
 
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        if pending:
-            sample = _sample_of(node, graph)
-            if sample is None:
-                log.warning("the rule of %s is not checked: give register_rule samples=[(args, kwargs), …]", new.op)
-            else:
-                check_rule(new, [sample])
-            pending.clear()
-        return new.strategies(node, graph)
+        moving = any(graph.types[name].grad for name in node.outputs)
+        every = new.strategies(node, graph)
+        found = {s: tried(node, graph, s, moving) for s in every if s.label not in ("I", "R")}
+        if not checked.union(hopeless).issuperset(found.values()):
+            for sample in _like(node, graph, new, samples):
+                try:
+                    checked.update(check_rule(new, [sample], results=node.output_slots).ran)
+                except RuleError as error:
+                    raise RuleError(f"{error}\n  on a call like that in module {node.fqn or '(root)'!r} at {node.source}; "
+                                    "'_' says that a dim must be whole") from None  # fmt: skip
+                if checked.issuperset(found.values()):
+                    break
+            if left := {s.label: name for s, name in found.items() if name not in checked}:
+                hopeless.update(left.values())
+                log.warning(
+                    "the rule of %s is not checked for %s where %s is cut, so that does not count: "
+                    "give register_rule samples=[(args, kwargs), …] like this call", new.op, call_text(node, graph),
+                    " or ".join(left),
+                )  # fmt: skip
+        return tuple(s for s in every if s not in found or found[s] in checked)
 
     return replace(new, space=strategies)
 
 
-def _sample_of(node: Node, graph: Graph) -> Sample | None:
-    """A call like ``node`` on random operands; None where it is too large or needs particular integers."""
-    types = [graph.types[name] for name in node.inputs]
-    if sum(t.numel for t in types) > LARGEST or not all(t.dtype.is_floating_point for t in types):
-        return None
-    random = torch.Generator("cpu").manual_seed(SEED)
+def _like(node: Node, graph: Graph, new: Rule, samples: Sequence[Sample]) -> Iterator[Sample]:
+    """Calls with the plain arguments of ``node`` that its op takes: of its lengths, with short dims, on operands of samples."""
+    types = [graph.types[name].example for name in node.inputs]
+    lengths = [[t.shape for t in types]] if sum(t.numel for t in types) <= LARGEST else []
+    lengths += [_short(node, graph, new, free) for free in (range(8, 999), range(6, 6000, 6))]
+    drawn = (_operands(types, shapes, wide) for shapes, wide in itertools.product(lengths, (True, False)))
+    for operands in itertools.chain(drawn, (_operands_of(node, *sample) for sample in samples)):
+        left = iter(operands)
 
-    def tensor(ref: Ref) -> torch.Tensor:
-        return torch.randn(graph.types[ref.name].shape, generator=random, dtype=torch.float64, device="cpu")
+        def plain(item: Any, left: Iterator[Any] = left) -> Any:
+            return next(left) if isinstance(item, Ref) else int(item) if isinstance(item, Size) else item
 
-    args, kwargs = map_refs((node.args, dict(node.kwargs)), tensor)
+        if len(operands) == len(types):
+            args, kwargs = map_tree((node.args, dict(node.kwargs)), plain)
+            if _takes(node.op, args, kwargs):
+                yield args, kwargs
+
+
+def _short(node: Node, graph: Graph, new: Rule, free: Sequence[int]) -> list[tuple[int, ...]]:
+    """The shapes of its operands with short dims: of ``free`` lengths where they are longer, equal ones equal, 1 as it is."""
+    unused = iter(free)
+    short = defaultdict[int, int](unused.__next__, {n: n for n in range(free[0] if free[0] == 8 else 2)})
     try:
-        node.op(*args, **kwargs)
-    except Exception as error:
-        log.debug("%s does not take float64 operands: %s", node.op, error)
-        return None
-    return args, kwargs
+        terms, sizes = spelled(parse(new.notation), node, graph)
+    except RuleError:  # written by hand: its notation, if it has one, is for people
+        terms, sizes = [], {}
+
+    def dim(n: int, factors: Dim) -> int:
+        parts = [short[sizes[f]] for f in factors if f in sizes] if len(factors) > 1 else []
+        return math.prod(parts) if len(parts) == len(factors) else short[n]
+
+    shapes = [graph.types[name].example.shape for name in node.inputs]
+    terms = terms or [((),) * len(shape) for shape in shapes]
+    return [tuple(map(dim, shape, term)) for shape, term in zip(shapes, terms, strict=False)]
+
+
+def _operands(types: Sequence[TensorType], shapes: Sequence[tuple[int, ...]], wide: bool) -> list[torch.Tensor]:
+    """Random tensors; ``wide``: in float64. Whole numbers are less than the shortest dim, so that they may be indices."""
+    random = torch.Generator("cpu").manual_seed(SEED)
+    least = min((n for shape in shapes for n in shape if n > 1), default=2)
+
+    def tensor(t: TensorType, shape: tuple[int, ...]) -> torch.Tensor:
+        if t.dtype.is_floating_point or t.dtype.is_complex:
+            dtype = torch.complex128 if t.dtype.is_complex else torch.float64
+            return torch.randn(shape, generator=random, dtype=dtype, device="cpu").to(dtype if wide else t.dtype)
+        return torch.randint(0, 2 if t.dtype == torch.bool else least, shape, generator=random, device="cpu").to(
+            t.dtype
+        )
+
+    return [] if any(t.number is not None for t in types) else list(map(tensor, types, shapes))
+
+
+def _operands_of(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors of a sample that stand where ``node`` has some; too few where it has others."""
+    given = {**dict(zip(argument_names(node.op), args, strict=False)), **kwargs}
+    pairs = [(list(refs(value)), given.get(name)) for name, value in node.given]
+    found = [x for there, x in pairs for _, x in zip(there, x if isinstance(x, list | tuple) else [x], strict=False)]
+    return [x for x in found if isinstance(x, torch.Tensor)]

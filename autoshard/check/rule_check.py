@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Union
 
 import torch
@@ -23,10 +24,13 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.program import Call
+from autoshard.passes.ir.sizes import Size
 from autoshard.passes.propagate.op_space import fits
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Rule, Site
 from autoshard.runtime import World
+from autoshard.runtime.autocast import without_autocast
+from autoshard.runtime.transport import generators
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 """``(args, kwargs)`` of one concrete call, with float64 tensors where gradients are to be compared"""
@@ -45,6 +49,8 @@ class RuleCheck:
     op: str
     cases: int
     strategies: frozenset[str]
+    ran: frozenset[Hashable] = field(default=frozenset(), repr=False)
+    """what was compared, as :func:`tried` names it"""
 
     def __str__(self) -> str:
         return f"{self.op}: {self.cases} cases agree ({', '.join(sorted(self.strategies))})"
@@ -75,6 +81,40 @@ def overload(op: Op) -> torch._ops.OpOverload:
     return op
 
 
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Inside, ops run with gradients and without autocast; afterwards the generators are as they were."""
+    before = generators.states()
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), without_autocast():
+            yield
+    finally:
+        generators.set_states(before)
+
+
+def tried(node: Node, graph: Graph, strategy: Strategy, moving: bool) -> Hashable:
+    """Which calls a check holds for: arguments that are no tensors, kinds of the others, and how they are cut.
+
+    ``moving``: whether gradients were compared, too, as far as the op has any.
+    """
+    kinds = [(t.is_floating_point, t.is_complex, t == torch.bool) for t in (graph.types[n].dtype for n in node.inputs)]
+    slots = node.input_slots, node.output_slots
+    return _plain(node), tuple(kinds), slots, strategy.label, strategy.inputs, strategy.outputs, moving
+
+
+def _plain(node: Node) -> str:
+    """The arguments that are no tensors, as text; "…" stands for a tensor."""
+
+    def told(value: Any) -> str:
+        if isinstance(value, tuple | list):
+            return f"[{', '.join(map(told, value))}]"
+        return "…" if isinstance(value, Ref) else str(int(value)) if isinstance(value, Size) else str(value)
+
+    texts = [(a.name, told(node.argument(a.name))) for a in node.op._schema.arguments]
+    return ", ".join(f"{name}={text}" for name, text in texts if text != "…")
+
+
+@undisturbed()
 def check_rule(
     op: Op | Rule,
     samples: Iterable[Sample],
@@ -98,7 +138,7 @@ def check_rule(
     if tested is None:
         raise RuleError(f"{op} has no rule; write one with autoshard.register_rule")
     cases, failures = 0, list[str]()
-    labels = set[str]()
+    labels, ran = set[str](), set[Hashable]()
     worlds = [(Mesh(sizes), World(sizes)) for sizes in meshes]
     for number, sample in enumerate(samples):
         example = _example(tested, sample, gradients, results)
@@ -107,6 +147,8 @@ def check_rule(
             for graph, choice in _choices(tested, example, mesh):
                 cases += 1
                 labels.update(s.label for s in choice)
+                known = (False, True) if graph is example.graph else (False,)
+                ran.update(tried(example.node, graph, s, moving) for s in choice for moving in known)
                 difference = _differs(tested, example, graph, mesh, world, choice, allowed)
                 if difference:
                     failures.append(f"  {_describe(example, number, mesh, choice)}\n    {difference}")
@@ -118,7 +160,7 @@ def check_rule(
         )
     if not cases:
         raise RuleError(f"{tested.op}: no sample could be run on meshes {list(meshes)}; give samples with longer dims")
-    return RuleCheck(str(tested.op), cases, frozenset(labels))
+    return RuleCheck(str(tested.op), cases, frozenset(labels), frozenset(ran))
 
 
 def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy, ...]) -> str:
@@ -126,8 +168,12 @@ def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy
     for axis, s in zip(mesh.axes, choice, strict=True):
         ins, outs = ", ".join(map(str, s.inputs)), ", ".join(map(str, s.outputs))
         parts.append(f"{s.label}@{axis}: ({ins}) → ({outs})")
-    types = ", ".join(str(example.graph.types[name]) for name in example.node.inputs)
-    return f"sample {number} ({types}), mesh {mesh}, strategy " + "; ".join(parts)
+    return f"sample {number} ({call_text(example.node, example.graph)}), mesh {mesh}, strategy " + "; ".join(parts)
+
+
+def call_text(node: Node, graph: Graph) -> str:
+    """The operands' types, and the other arguments."""
+    return ", ".join([*(str(graph.types[name]) for name in node.inputs), *filter(None, [_plain(node)])])
 
 
 def _example(rule: Rule, sample: Sample, moves: bool, wanted: Collection[int] | None) -> _Example:

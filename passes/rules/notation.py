@@ -139,16 +139,10 @@ def bind(
     notation: Notation, node: Node, graph: Graph, linear: Groups = (), addends: frozenset[int] = frozenset()
 ) -> Factors:
     """The factors of ``node`` under ``notation``, from its operands' and results' global shapes."""
-    slots = node.input_slots
-    terms = [notation.operands[s] for s in slots]
-    listed = len(node.op._schema.returns) == 1  # its results then are those of a list, if it has several
-    results = [notation.results[0 if listed else s] for s in node.output_slots]
-    shapes = [*graph.shapes(node.inputs), *graph.shapes(node.outputs)]
-    texts = [f"operand {s}" for s in slots] + [f"result {s}" for s in node.output_slots]
-    spelled = _spell_ellipsis([*terms, *results], shapes, texts, f"{node.op}: rule {notation.text!r}")
-    sizes = _sizes(spelled, shapes, f"{node.op}: rule {notation.text!r}")
-    dims, even = _leading(spelled, shapes, sizes)
-    n = len(terms)
+    slots, shapes = node.input_slots, [*graph.shapes(node.inputs), *graph.shapes(node.outputs)]
+    terms, sizes = spelled(notation, node, graph)
+    dims, even = _leading(terms, shapes, sizes)
+    n = len(slots)
     return Factors(
         tuple(dims[:n]),
         tuple(dims[n:]),
@@ -157,6 +151,18 @@ def bind(
         frozenset(i for i, s in enumerate(slots) if s in addends),
         _present(linear, slots, node),
     )
+
+
+def spelled(notation: Notation, node: Node, graph: Graph) -> tuple[list[Term], dict[str, int]]:
+    """The terms of operands and results, with ``...`` written out, and the length of every factor."""
+    listed = len(node.op._schema.returns) == 1  # its results then are those of a list, if it has several
+    results = [notation.results[0 if listed else s] for s in node.output_slots]
+    terms = [*(notation.operands[s] for s in node.input_slots), *results]
+    shapes = [*graph.shapes(node.inputs), *graph.shapes(node.outputs)]
+    texts = [f"operand {s}" for s in node.input_slots] + [f"result {s}" for s in node.output_slots]
+    where = f"{node.op}: rule {notation.text!r}"
+    found = _spell_ellipsis(terms, shapes, texts, where)
+    return found, _sizes(found, shapes, where)
 
 
 def _present(groups: Groups, slots: Sequence[int], node: Node) -> Groups:
