@@ -10,6 +10,7 @@ import state_cases_accumulation  # noqa: F401  each registers its cases
 import state_cases_home  # noqa: F401
 import state_cases_inputs  # noqa: F401
 import state_cases_outputs  # noqa: F401
+import state_decided  # noqa: F401
 import state_edits  # noqa: F401
 import state_experts  # noqa: F401
 import state_flags  # noqa: F401

@@ -117,6 +117,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "accumulation_with_no_sync": fails(_SUMMED, r"Counter.*'all_reduce', 'backward'\): 3.*"),  # in every call
         "hybrid_sharding_with_no_sync": fails(_SUMMED, r".*\('all_reduce', 'backward'\): 3}.*'backward'\): 1}\)\)"),
         "local_inputs": fails('assert "S(0)" in str(sharded.plan.layouts["ids"])'),  # rows of the whole
+        "a_buffer_that_decides_and_is_set": says(r"aten.sub.Tensor in \(root\) at \S+ needs mean_result"),
         # There is no batch norm.
         "a_written_buffer_that_is_to_be_cut": says("hint 'bn.running_mean' matches no parameter, buffer", "HintError"),
     },
@@ -149,6 +150,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
 
 
 IN_PROCESSES = (
+    "a_buffer_that_decides_and_is_set",
     "plans_for_local_inputs",
     "copied",
     "copied_before_it_is_compiled",

@@ -140,18 +140,19 @@ class ShardedModule(Compiling):
             if self._of.absent:
                 self._of.check_present(i.fqn for i in executable.graph.inputs if i.kind == "buffer")
             autocast = without_autocast() if call.state.autocast else contextlib.nullcontext()
-            with executable.tried(), autocast, torch.set_grad_enabled(recorded):
+            with executable.tried(self.tensor, written), autocast, torch.set_grad_enabled(recorded):
                 if executable.graph.clamped:
                     clamp((self.tensor(fqn), bounds) for fqn, bounds in executable.graph.clamped.items())
                 leaves, mutated = self._step(executable, executable.named(own))
             typed = executable.as_typed(leaves)
+            call.programs.pop(number, None)
             if recorded == call.state.recorded:
                 call.programs[number] = executable
             if recorded:
                 refuse_hooks(typed, executable.feeding)
             return typed, mutated, written, executable.graph
 
-        leaves, mutated, written, graph = first_that_serves(serve)
+        leaves, mutated, written, graph = first_that_serves(serve, call.programs)
         if mutated:
             self._write_back(mutated, written)
         own = graph.out_spec.num_leaves
@@ -330,6 +331,10 @@ class ShardedModule(Compiling):
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
+
+    def _whole_buffer(self, name: str) -> torch.Tensor:
+        """See :meth:`Compiling._whole_buffer`."""
+        return self._full(self.tensor(name).detach())
 
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         tensor.copy_(full)

@@ -9,7 +9,7 @@ import torch
 
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Program, Statement, reads
-from autoshard.runtime.operations.exactly import EXACTLY
+from autoshard.runtime.operations.exactly import may_stop
 
 aten = torch.ops.aten
 
@@ -39,13 +39,19 @@ def in_place(program: Program) -> Program:
     Not where the old value, or a view of it, is read after the write, is returned, or is what is written; nor where the
     program may turn out to be the wrong one for its inputs after it has written.
     """
-    if program.graph.training or any(s.call.fn is EXACTLY for s in program.statements):
+    if program.graph.training:
         return program
     found: dict[int, Statement] = {}
     written = set()
+    last = max((i for i, s in enumerate(program.statements) if may_stop(s.call.fn, s.call.args)), default=-1)
     for fqn, old in program.graph.states.items():
         writes = _writes(program, old, program.mutations[fqn])
-        if writes and program.layouts[old] == program.assignment.written(fqn) and _unnoticed(program, old, writes):
+        if (
+            writes
+            and min(writes) > last
+            and program.layouts[old] == program.assignment.written(fqn)
+            and _unnoticed(program, old, writes)
+        ):
             written.add(fqn)
             found |= {i: _instead(program.statements[i]) for i in writes}
     statements = tuple(found.get(i, s) for i, s in enumerate(program.statements))

@@ -18,7 +18,7 @@ from autoshard.initialise.deferred import recording_of
 from autoshard.module.model.closures import rebind
 from autoshard.module.model.parts import Part, parts_of
 from autoshard.module.model.state import State, defaults
-from autoshard.passes.capture.exported.attributes import LEFT, as_buffers, attribute, parameters_of
+from autoshard.passes.capture.exported.attributes import LEFT, SMALL, VALUES, as_buffers, attribute, parameters_of
 from autoshard.passes.capture.observer import patched
 from autoshard.passes.capture.refusals.shared import memory_of
 from autoshard.runtime.autocast import autocast_state
@@ -274,13 +274,19 @@ class Original:
     # --- captures ---
 
     @contextlib.contextmanager
-    def as_it_is(self, check: Callable[[str, torch.Tensor], None]) -> Iterator[nn.Module]:
-        """The model in the modes and, once adopted, with the types and flags that the module has now.
+    def as_it_is(
+        self, check: Callable[[str, torch.Tensor], None], whole: Callable[[str], torch.Tensor]
+    ) -> Iterator[nn.Module]:
+        """The model in the modes and, once adopted, with the types, flags and small buffers that the module has now.
 
-        ``check``: raises for a parameter or buffer, by name, that programs cannot take.
+        ``check``: raises for a parameter or buffer, by name, that programs cannot take. ``whole``: gives a buffer.
         """
         if self.adopted:
             self._follow(check)
+        buffers = dict(self.model.named_buffers()) if self.adopted else {}
+        for name, b in buffers.items():
+            if b.numel() <= SMALL:  # it may decide which way the forward goes
+                setattr(b, VALUES, whole(name))
         modules = dict(self.model.named_modules())
         before = {path: module.training for path, module in modules.items()}
         try:
@@ -290,6 +296,8 @@ class Original:
         finally:
             for path, training in before.items():
                 modules[path].training = training
+            for b in buffers.values():
+                b.__dict__.pop(VALUES, None)
 
     def _follow(self, check: Callable[[str, torch.Tensor], None]) -> None:
         parameters = parameters_of(self.model)

@@ -242,7 +242,7 @@ class Compiling(Fixed):
         elif self._inner:
             wishes = replace(wishes, parameters={name: layout for name, (_, layout) in self._inside().items()})
         args, kwargs = self._whole(args, kwargs)
-        with self._of.as_it_is(self._check) as model:
+        with self._of.as_it_is(self._check, self._whole_buffer) as model:
             wishes = laid_out(model, self._running, args, kwargs, wishes, self._title) if first else wishes
             found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
         kept = dict(self._parameter_layouts or found.parameter_layouts)
@@ -272,6 +272,10 @@ class Compiling(Fixed):
     ) -> Compiled:
         """All stages for these arguments. ``options``: see :func:`capture`."""
         return noted(self._executables, compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options))
+
+    def _whole_buffer(self, name: str) -> torch.Tensor:
+        """The whole of a buffer, of its original name, now. Collective where ranks have parts of it."""
+        raise NotImplementedError
 
     # --- inputs ---
 

@@ -8,7 +8,7 @@ import logging
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -28,7 +28,7 @@ from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.symbols import Shapes, bind, check, evaluate, mismatch, shapes_of
 from autoshard.plans.compiled import Compiled
-from autoshard.runtime.operations.exactly import EXACTLY, OTHER_VALUES, is_of_other_values
+from autoshard.runtime.operations.exactly import EXACTLY, OTHER_BUFFERS, is_of_other_values, says_other_values
 from autoshard.runtime.transport import generators
 from autoshard.runtime.transport.profiling import name_lines
 
@@ -54,7 +54,7 @@ class Call:
     keys: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """those that were asked for"""
     programs: dict[int, Executable] = field(default_factory=dict, compare=False, repr=False)
-    """by number, those that serve it"""
+    """by number, those that served it, the latest last"""
 
     def again(self, leaves: Sequence[Any]) -> Call:
         """A call that differs from this one in the data of its ``leaves`` alone."""
@@ -131,13 +131,21 @@ class Executable:
 
     @cached_property
     def _stops(self) -> bool:
-        """Whether a run may end with the finding that it is for other integers than the inputs bring."""
+        """Whether a run may end with the finding that it is for other integers or buffers than there are."""
         text = str(self.graph)
-        return OTHER_VALUES in text or str(EXACTLY) in text
+        return says_other_values(text) or str(EXACTLY) in text
 
-    def tried(self) -> AbstractContextManager[None]:
-        """Around a run: where the program turns out to be for other integers, nothing was drawn."""
-        return _undrawn() if self._stops else contextlib.nullcontext()
+    def tried(
+        self, tensor: Callable[[str], torch.Tensor], inputs: Mapping[str, torch.Tensor]
+    ) -> AbstractContextManager[None]:
+        """Around a run: where the program turns out to be for other values, nothing was drawn or written.
+
+        ``tensor``, ``inputs``: buffers, and the inputs that are written. One program checks before it writes in place, but
+        a stage writes before the next one checks.
+        """
+        if not self._stops:
+            return contextlib.nullcontext()
+        return _undone([inputs[n] if n in inputs else tensor(n) for n in self.compiled.in_place if self.parts])
 
     def refuses(self, structure: Any, leaves: Sequence[Any]) -> str:
         """Why it does not serve a call of this structure with these leaves; "" where it does."""
@@ -228,15 +236,19 @@ class Executable:
 
 
 @contextlib.contextmanager
-def _undrawn() -> Iterator[None]:
-    """Inside, generators advance unless the program turns out to be for other integers."""
+def _undone(written: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, generators advance and ``written`` change unless the program turns out to be for other values."""
     # Inside the capture of a CUDA graph the device's state cannot be read.
     before = generators.states(cuda=torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing())
+    values = [x.detach().clone() for x in written]
     try:
         yield
     except RuntimeError as error:
         if is_of_other_values(error):
             generators.set_states(before)
+            with torch.no_grad():
+                for x, value in zip(written, values, strict=True):
+                    x.copy_(value)
         raise
 
 
@@ -344,17 +356,30 @@ _PROGRAMS = 16
 Served = TypeVar("Served")
 
 
-def first_that_serves(serve: Callable[[int], Served]) -> Served:
-    """``serve(number)`` of the first number whose program is for the integers in the inputs."""
-    for number in range(_PROGRAMS):
+_OF_INPUTS = "Pad to fixed lengths, or mask."
+_OF_BUFFERS = (
+    "Compare the buffer itself, as `if self.count < 10`: a number that is read of it, by item() or int(), makes a program of "
+    "its own."
+)
+
+
+def first_that_serves(serve: Callable[[int], Served], served: Iterable[int] = ()) -> Served:
+    """``serve(number)`` of the first number whose program is for the integers in the inputs, and for the buffers.
+
+    ``served``: numbers that did in earlier calls, the latest last; they come first.
+    """
+    latest = list(served)[::-1]
+    numbers = (*latest, *(n for n in range(_PROGRAMS) if n not in latest))
+    for number in numbers:
         try:
             return serve(number)
         except RuntimeError as error:
             if not is_of_other_values(error):
                 raise
-            if number == _PROGRAMS - 1:
+            if number == numbers[-1]:
+                advice = _OF_BUFFERS if OTHER_BUFFERS in str(error) else _OF_INPUTS
                 raise RuntimeMismatchError(
-                    f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. Pad to fixed lengths, or mask."
+                    f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. {advice}"
                 ) from error
             log.info("a program does not serve this call: %s", error)
     raise AssertionError

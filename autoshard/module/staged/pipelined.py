@@ -231,7 +231,7 @@ class PipelinedModule(StageOutputs):
             self._mark()
         self._agreement.finish()
         if micro is not None:
-            given |= beforehand(micro, given, self._buffer_everywhere)
+            given |= beforehand(micro, given, self._whole_buffer)
         pipeline.run = partial(self._run_stage, pipeline, given)
         own = generators.states(cuda=self._device.type == "cuda")
         before = self._defer(True)
@@ -282,7 +282,7 @@ class PipelinedModule(StageOutputs):
             elsewhere = isinstance(x, OfStage) and any(x.home != self._home_of(n) for n in pipeline.readers(name))
             yield name, x.everywhere() if elsewhere else x  # type: ignore[attr-defined]
 
-    def _buffer_everywhere(self, name: str) -> torch.Tensor:
+    def _whole_buffer(self, name: str) -> torch.Tensor:
         """A buffer that one stage may hold, whole on all ranks. Collective."""
         x = self._of.tensor(name)
         return self.everywhere(name, x, None if name in self._of.elsewhere else x.detach())

@@ -9,7 +9,8 @@ import torch
 from autoshard.runtime.transport.handed_on import register
 
 OTHER_VALUES = "the program was compiled for inputs with other integers"
-"""part of the message of an error that another program would not raise"""
+OTHER_BUFFERS = "a buffer of the model that steers the forward changed"
+"""parts of the message of an error that another program would not raise"""
 
 
 @torch.library.custom_op("autoshard::exactly", mutates_args=())
@@ -30,5 +31,15 @@ EXACTLY = torch.ops.autoshard.exactly.default
 
 
 def is_of_other_values(error: BaseException) -> bool:
-    """Whether the program that raised ``error`` was compiled for other integers."""
-    return isinstance(error, RuntimeError) and OTHER_VALUES in str(error)
+    """Whether the program that raised ``error`` was compiled for other integers, or for other values of buffers."""
+    return isinstance(error, RuntimeError) and says_other_values(str(error))
+
+
+def may_stop(fn: object, args: Sequence[object]) -> bool:
+    """Whether a call ends a program that is for other values than there are."""
+    return fn is EXACTLY or (fn is torch.ops.aten._assert_async.msg and says_other_values(str(args[1])))
+
+
+def says_other_values(text: str) -> bool:
+    """Whether ``text`` has the message of a check for which another program is compiled."""
+    return OTHER_VALUES in text or OTHER_BUFFERS in text

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.runtime.operations.exactly import is_of_other_values
 from autoshard.runtime.programs.along import Along
 from autoshard.runtime.transport import generators
 from autoshard.runtime.transport.communicator import current
@@ -126,7 +127,8 @@ class Pipeline:
         self.failed = self.failed or error
         if self.later is not None:
             self.later.clear()
-        self.notes.leave(error)  # ranks of the same stage may wait for this one
+        if not is_of_other_values(error):  # then the call goes on, with another program
+            self.notes.leave(error)  # ranks of the same stage may wait for this one
 
     def _forward(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
         """What a stage sends; the last one its loss."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from autoshard.frames import place_of, users_frame
-from autoshard.runtime.operations.exactly import OTHER_VALUES, exactly
+from autoshard.runtime.operations.exactly import OTHER_BUFFERS, OTHER_VALUES, exactly
 
 FAILS = "the model's check of its values fails"
 FINITE = "a number is infinite or NaN; the compiled program is for finite numbers"
 LONG = "a length that depends on the data is too small for the compiled program"
-BUFFER = "a buffer of the model that steers the forward changed"
+BUFFER = OTHER_BUFFERS
 INTEGERS = OTHER_VALUES
 
 

@@ -23,12 +23,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.passes.capture.answers import checks
 from autoshard.passes.capture.answers.steering import value_of
+from autoshard.passes.capture.exported.attributes import SMALL, VALUES
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer
 
 _LARGE = 2**20
 """elements; more are not computed"""
-_SMALL = 64
-"""elements of a buffer that may steer the forward, such as a stride"""
 _FACTORIES = frozenset(
     (torch.ones, torch.zeros, torch.full, torch.arange, torch.tensor, torch.eye, torch.linspace, torch.scalar_tensor)
 )
@@ -50,6 +49,8 @@ class _Made:
     sources: frozenset[int]
     """the factory calls and buffers that it comes from"""
     from_buffer: bool
+    counts: bool = False
+    """whether the forward has written to the buffer: it differs from call to call"""
 
 
 class Known(Observer):
@@ -62,8 +63,9 @@ class Known(Observer):
         """tensor of the trace → how it is computed"""
 
     def begin(self, forward: Forward) -> None:
-        for traced, real in forward.buffers:
-            if real is not None and real.numel() <= _SMALL and not real.is_meta:
+        for traced, buffer in forward.buffers:
+            real = getattr(buffer, VALUES, buffer)
+            if real is not None and real.numel() <= SMALL and not real.is_meta:
                 self.made[traced] = _Made(real.clone, frozenset((id(traced),)), True)
 
     def before(self, call: Call) -> Answer | Call | None:
@@ -79,9 +81,8 @@ class Known(Observer):
         if call.written:
             written = {x: self.made[x] for x in operands if x in self.made}
             self._forget(list(written.values()))
-            counts = any(made.from_buffer for made in written.values())  # a buffer that changes from call to call
-            if not counts and all(x in written for x in operands) and not {"inplace", "out"} & set(kwargs):
-                self._note(args[0], _returning_first(func), args, kwargs, written)
+            if args and all(x in written for x in operands) and not {"inplace", "out"} & set(kwargs):
+                self._note(args[0], _returning_first(func), args, kwargs, written, write=True)
         elif func in _OF_A_SHAPE and _is_fixed(result):
             self._from(operands[1:], result, func, (_blank(args[0]), *args[1:]), kwargs)
         elif operands or func in _FACTORIES:
@@ -92,11 +93,14 @@ class Known(Observer):
         if all(x in self.made for x in operands) and not _is_open((args, kwargs)):
             self._note(result, func, args, kwargs, {x: self.made[x] for x in operands})
 
-    def _note(self, result: Any, func: Any, args: Any, kwargs: Any, parts: dict[torch.Tensor, _Made]) -> None:
+    def _note(
+        self, result: Any, func: Any, args: Any, kwargs: Any, parts: dict[torch.Tensor, _Made], write: bool = False
+    ) -> None:
         """``result`` is ``func(*args, **kwargs)``; ``parts``: how its operands are computed."""
         sources: frozenset[int]
         sources = frozenset().union(*(part.sources for part in parts.values())) if parts else frozenset((id(result),))
         from_buffer = any(part.from_buffer for part in parts.values())
+        counts = any(part.counts for part in parts.values()) or (write and parts[args[0]].from_buffer)
 
         def compute() -> Any:
             values = pytree.tree_map_only(
@@ -106,11 +110,11 @@ class Known(Observer):
 
         if isinstance(result, torch.Tensor):
             if _is_fixed(result):
-                self.made[result] = _Made(compute, sources, from_buffer)
+                self.made[result] = _Made(compute, sources, from_buffer, counts)
         elif isinstance(result, tuple | list):
             for i, x in enumerate(result):
                 if isinstance(x, torch.Tensor) and _is_fixed(x):
-                    self.made[x] = _Made(lambda i=i: compute()[i], sources, from_buffer)  # type: ignore[misc]
+                    self.made[x] = _Made(lambda i=i: compute()[i], sources, from_buffer, counts)  # type: ignore[misc]
 
     def _forget(self, written: list[_Made]) -> None:
         """After a write into one of ``written``: all that is made from the same sources may share its memory."""
@@ -119,9 +123,11 @@ class Known(Observer):
             del self.made[x]
 
     def value(self, tensor: torch.Tensor) -> Answer | None:
-        """The values of a tensor of one element. The graph gets a check of what comes from a buffer or an input."""
-        if tensor in self.made:
-            made = self.made[tensor]
+        """The values of a tensor of one element. The graph gets a check of what comes from a buffer or an input.
+
+        Of a buffer that counts calls only truth values: each of its numbers would need a program of its own.
+        """
+        if (made := self.made.get(tensor)) is not None and not (made.counts and tensor.dtype != torch.bool):
             with _off():
                 value = made.compute()
             because = checks.BUFFER if made.from_buffer else "its value does not depend on the input"

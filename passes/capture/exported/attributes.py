@@ -28,6 +28,13 @@ LEFT = "left_behind_by_a_trace"
 """attribute of a tensor without data that stands for one that an earlier trace left, or that is made of parameters"""
 
 
+SMALL = 64
+"""elements of a buffer that may decide about the forward, such as a stride or a flag"""
+
+VALUES = "values_now"
+"""attribute of a small buffer without data that stands for one: what that holds"""
+
+
 class WrittenError(CaptureError):
     """The forward writes plain attributes, ``names``."""
 
