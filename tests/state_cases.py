@@ -5,8 +5,9 @@ Every case takes a mesh of two ranks and raises where the two differ. Run by tes
 
 from __future__ import annotations
 
-import state_asked  # noqa: F401
-import state_cases_accumulation  # noqa: F401  each registers its cases
+import state_asked  # noqa: F401  each registers its cases
+import state_attached  # noqa: F401
+import state_cases_accumulation  # noqa: F401
 import state_cases_home  # noqa: F401
 import state_cases_inputs  # noqa: F401
 import state_cases_outputs  # noqa: F401

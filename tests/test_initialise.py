@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import ideal
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import autoshard
 from autoshard import models
 from autoshard.errors import InitialiseError
 from autoshard.initialise.deferred import deferred_init, materialise, recording_of
@@ -355,3 +357,31 @@ def test_a_failing_replay_names_op_and_line() -> None:
     recording.ops[-1] = replace(recording.ops[-1], call=broken)
     with pytest.raises(InitialiseError, match=r"cannot replay broken \(.*test_initialise.py:\d+\): out of memory"):
         materialise(model, 0)
+
+
+class Attached(nn.Module):
+    def __init__(self, mask: bool = False, kind: type[nn.Parameter] = nn.Parameter) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.a.weight.others = {"with": [self.b.weight]}  # type: ignore[attr-defined]
+        self.b.weight.back = self.a.weight  # type: ignore[attr-defined]
+        self.b.bias = kind(torch.zeros(8))
+        if mask:
+            self.a.weight.mask = torch.ones(8, 8)  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_attributes_of_parameters_stay() -> None:
+    made: Any = deferred_init(Attached)
+    sharded = autoshard.compile(made, ideal({"tp": 2}), (torch.randn(4, 8),))
+    assert sharded.a.weight.others["with"][0] is sharded.b.weight
+    assert sharded.b.weight.back is sharded.a.weight
+
+
+def test_what_would_be_lost_of_parameters_is_refused() -> None:
+    with pytest.raises(InitialiseError, match=r"attribute 'mask' of 'a.weight' is a tensor"):
+        deferred_init(Attached, True)
+    with pytest.raises(InitialiseError, match=r"a parameter of class Own is made at .*test_initialise.py:\d+"):
+        deferred_init(Attached, False, type("Own", (nn.Parameter,), {"__module__": __name__}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -124,12 +125,21 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def patches(self) -> Iterator[None]:
-        """Patch two functions of torch while recording.
+        """Patch three functions of torch while recording.
 
         ``trunc_normal_`` becomes one call: it draws until all values are in range, however often that is. A module's
-        conversion (``model.half()``) sets ``.data`` as for plain tensors; for fake ones torch tries a swap that fails.
+        conversion (``model.half()``) sets ``.data`` as for plain tensors; for fake ones torch tries a swap that fails. Of
+        parameters of a class of the user's torch makes plain ones, which is refused.
         """
-        original = nn.init._no_grad_trunc_normal_
+        original, parameter = nn.init._no_grad_trunc_normal_, nn.Parameter.__new__
+
+        def made(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
+            if isinstance(data, FakeTensor) and kind.__module__.partition(".")[0] != "torch":
+                raise InitialiseError(
+                    f"a parameter of class {kind.__name__} is made at {where()}, which deferred_init does not keep. Make the "
+                    "model without it, or give the class to the parameters afterwards."
+                )
+            return parameter(kind, data, requires_grad)
 
         def trunc_normal(
             tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
@@ -142,6 +152,7 @@ class Recorder(TorchDispatchMode):
 
         with (
             mock.patch.object(nn.init, "_no_grad_trunc_normal_", trunc_normal),
+            mock.patch.object(nn.Parameter, "__new__", made),
             mock.patch.object(nn.Module, "_apply", _convert),
             warnings.catch_warnings(),
         ):
@@ -192,6 +203,8 @@ class _ToMeta:
         self.memo: dict[int, tuple[Tensor, Tensor, Area]] = {}
         """id of a tensor, the fake one or its successor → (the tensor, its successor, area)"""
         self.storages: dict[int, torch.UntypedStorage] = {}
+        self.attached: list[tuple[str, Tensor, str, Any]] = []
+        """name of a tensor, its successor, and an attribute that the user set"""
         with FakeTensorMode():
             self.own_attributes = {*vars(torch.empty(0)), "_is_param"}
 
@@ -204,6 +217,16 @@ class _ToMeta:
                 if new is not value:
                     owner = next((g for g in (module._parameters, module._buffers) if key in g), vars(module))
                     owner[key] = new
+        for name, meta, key, attribute in self.attached:
+            setattr(meta, key, pytree.tree_map_only(FakeTensor, partial(self._attached, name, key), attribute))
+
+    def _attached(self, name: str, key: str, value: FakeTensor) -> Tensor:
+        if id(value) not in self.memo:
+            raise InitialiseError(
+                f"attribute {key!r} of {name!r} is a tensor that deferred_init would not bring back. Set it on the parameter "
+                "after the module is compiled, or make it a buffer."
+            )
+        return self.memo[id(value)][1]
 
     def convert(self, name: str, value: Any) -> Any:
         """``value`` with the tensors in it replaced; lists and dicts in place, as others may refer to them."""
@@ -222,13 +245,13 @@ class _ToMeta:
     def tensor(self, name: str, value: Tensor) -> Tensor:
         if id(value) not in self.memo:
             area = self.recorder.area(value) if isinstance(value, FakeTensor) else self.recorder.constant(value)
-            meta = self.meta(value, area)
+            meta = self.meta(name, value, area)
             self.memo[id(value)] = self.memo[id(meta)] = value, meta, area
         _, meta, area = self.memo[id(value)]
         self.recorder.recording.tensors[name] = meta, area
         return meta
 
-    def meta(self, value: Tensor, area: Area) -> Tensor:
+    def meta(self, name: str, value: Tensor, area: Area) -> Tensor:
         if area.storage not in self.storages:
             nbytes = self.recorder.recording.nbytes[area.storage]
             self.storages[area.storage] = torch.UntypedStorage(nbytes, device="meta")
@@ -237,7 +260,7 @@ class _ToMeta:
             meta = nn.Parameter(meta, requires_grad=value.requires_grad)
         for key, attribute in vars(value).items():
             if key not in self.own_attributes:
-                setattr(meta, key, attribute)
+                self.attached.append((name, meta, key, attribute))
         return meta
 
 

@@ -28,6 +28,7 @@ from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
 from autoshard.passes.capture.answers.retries import Retry, asks, tried
 from autoshard.passes.capture.exported.arguments import Example, gradient_sources, tensors_of, with_keywords
+from autoshard.passes.capture.exported.attached import own_tensors, stand_for
 from autoshard.passes.capture.exported.attributes import (
     WrittenError,
     apart,
@@ -72,6 +73,8 @@ from autoshard.precision import Precision
 log = logging.getLogger("autoshard")
 ALONE = threading.RLock()
 """held by the thread that traces: tracers, and what is patched for them, are the process's"""
+ATTACHED = "autoshard_attached"
+"""under which name an exported program knows which attributes of tensors the forward read"""
 _NO_METADATA = "_extract_tensor_metadata", lambda tensor: None
 """a second description of every traced tensor, which takes as long as the first, the only one that is read here"""
 _NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
@@ -149,7 +152,7 @@ def _graph(model: nn.Module, example: Example, training: bool, dynamic: Dynamic)
     graph = with_kept_casts(translate(program, model, example, training, inputs))
     meta = program.graph_module.meta
     own, changed = of_dicts(graph.out_spec, meta[CHANGED])
-    found = replace(graph, enables=meta[ENABLES], handed=meta[RETURNED], clamped=meta[CLAMPED])
+    found = replace(graph, enables=meta[ENABLES], handed=meta[RETURNED], clamped=meta[CLAMPED], attached=meta[ATTACHED])
     return replace(found, out_spec=own, changed=changed), eager_grads
 
 
@@ -206,7 +209,7 @@ def _finished(model: nn.Module, example: Example, training: bool, traced: Export
     """What was traced in its functional form, with ops that have rules."""
     program, output_grads, inputs = traced
     check_views(program.graph_module)
-    known = {key: program.graph_module.meta[key] for key in (RETURNED, CHANGED, CLAMPED)}
+    known = {key: program.graph_module.meta[key] for key in (RETURNED, CHANGED, CLAMPED, ATTACHED)}
     try:
         with effects_stay():
             if training:
@@ -245,6 +248,7 @@ def _traced(
                 check_draws(program)
                 changed = tuple((path, lost) for path, (lost, _) in trace.changed.items())
                 found = {RETURNED: trace.returned, CHANGED: changed, CLAMPED: clamped(watch.observers, model)}
+                found[ATTACHED] = tuple(trace.attached)
                 program.graph_module.meta |= found
                 return program, trace.output_grads, inputs
             except Exception as error:
@@ -267,7 +271,8 @@ class _Trace:
         self.returned: Returned = ()
         self.changed: dict[Any, tuple[tuple[Any, ...], dict[Any, Any]]] = {}
         self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
-        forward, buffers = model.forward, dict(model.named_buffers())
+        forward, buffers, tensors = model.forward, dict(model.named_buffers()), own_tensors(model)
+        self.attached: dict[tuple[str, str], Any] = {}
         parameters = memory_of(model.parameters())  # a trace has others in their places
         trained = [isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(example)]
 
@@ -276,6 +281,7 @@ class _Trace:
             try:
                 attributes, before = held(model), as_found(model)
                 assigned = [(module, dict(module._buffers), shapes_of(module)) for module in model.modules()]
+                stand_for(model, tensors, self.attached)
                 with none_drawn(model), watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
                     watch.begin(Forward(self.given, list(model.parameters()), state, trained))

@@ -262,9 +262,11 @@ class Graph:
     clamped: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
     """fqn of a parameter → the least and the greatest that it is clamped to, in place, before the forward; None: no bound"""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """lifted tensor constants by input name"""
+    """lifted, by input name"""
     outside: tuple[tuple[torch.Tensor, int], ...] = field(default=(), compare=False, repr=False)
     """what the forward read of tensors with data, and their versions then: of constants, and of what decided a branch"""
+    attached: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """(fqn, attribute of it that the forward read)"""
     symbols: Symbols = STATIC
     """the lengths of inputs that types may depend on"""
     flat_inputs: tuple[str | None, ...] = ()

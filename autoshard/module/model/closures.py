@@ -35,7 +35,7 @@ def _rebound(function: FunctionType, memo: Mapping[int, Any], seen: dict[int, An
     seen[id(function)] = function
     cells = function.__closure__ or ()
     held = (*map(_content, cells), *(function.__defaults__ or ()))
-    now = [_copied(x, memo, seen) for x in held]
+    now = [copied(x, memo, seen) for x in held]
     if all(a is b for a, b in zip(now, held, strict=True)):
         return function
     closure = tuple(cell if new is old else CellType(new) for cell, old, new in zip(cells, held, now, strict=False))
@@ -53,7 +53,8 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _copied(x: Any, memo: Mapping[int, Any], seen: dict[int, Any]) -> Any:
+def copied(x: Any, memo: Mapping[int, Any], seen: dict[int, Any]) -> Any:
+    """What a function holds, or the copy of it."""
     if isinstance(x, nn.Module | torch.Tensor):
         return memo.get(id(x), x)
     if isinstance(x, MethodType):

@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError
 from autoshard.initialise.deferred import recording_of
+from autoshard.module.model.attached import carry, without_data
 from autoshard.module.model.closures import rebind
 from autoshard.module.model.parts import Part, parts_of
 from autoshard.module.model.state import State, defaults
+from autoshard.passes.capture.exported.attached import with_class
 from autoshard.passes.capture.exported.attributes import LEFT, SMALL, VALUES, as_buffers, attribute, parameters_of
 from autoshard.passes.capture.observer import patched
 from autoshard.passes.capture.refusals.shared import memory_of
@@ -98,6 +100,10 @@ class Original:
     def modes(self) -> tuple[bool, ...]:
         """train or eval, of every module."""
         return tuple([part.training for part in self.parts.values()])
+
+    def by_original(self) -> dict[int, Part]:
+        """The parts by the id of the user's module."""
+        return {id(m): self.parts[path] for path, m in self.model.named_modules(remove_duplicate=False)}
 
     # --- tensors ---
 
@@ -317,12 +323,21 @@ class Original:
             elif own.dtype != now.dtype:
                 own.data = own.data.to(now.dtype)
             own.requires_grad_(now.requires_grad)
+        tensors = {name: self.tensor(name) for name in named}
+        modules = {id(part): self.model.get_submodule(path) for path, part in self.parts.items()}
+        carry(tensors, {id(t): named[name] for name, t in tensors.items()}, modules)
 
 
 def absent_buffers(model: nn.Module, names: Collection[str]) -> list[str]:
     """Those among ``names`` of buffers that are on the meta device."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return [name for name in buffers if name in names and buffers[name].is_meta]
+
+
+def not_saved(model: nn.Module) -> set[str]:
+    """The names of buffers that no state dict holds."""
+    modules = model.named_modules()
+    return {f"{path}.{name}" if path else name for path, m in modules for name in m._non_persistent_buffers_set}
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -332,9 +347,9 @@ def skeleton(model: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {id(recording_of(model)): None}
     for p in model.parameters():
-        memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+        memo[id(p)] = without_data(p)
     for b in model.buffers():
-        memo[id(b)] = b.detach().to("meta")
+        memo[id(b)] = with_class(b.detach().to("meta"), b)
     for t in computed(model):
         memo[id(t)] = t.detach().to("meta")
         setattr(memo[id(t)], LEFT, True)

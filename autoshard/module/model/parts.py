@@ -114,13 +114,15 @@ class Fixed(nn.Module):
 
     # What classes of their own do about tensors is for modules that run.
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As torch's, which loses the hooks of DTensors: another tensor is swapped into these."""
+        """As torch's, which loses attributes, classes and hooks of DTensors: another tensor is swapped into these."""
+        before: list[Any] = [(p, type(p), dict(vars(p))) for p in self._parameters.values() if isinstance(p, DTensor)]
         made = nn.Module._apply(self, fn, recurse)
-        held: list[Any] = list(self._parameters.values())
-        for p in held:
-            if isinstance(p, DTensor):
-                for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                    setattr(p, hooks, getattr(p, hooks))
+        for p, kind, attributes in before:
+            if type(p) is not kind:
+                p.__class__ = kind
+            vars(p).update(attributes)
+            for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                setattr(p, hooks, getattr(p, hooks))
         return made
 
     _save_to_state_dict = nn.Module._save_to_state_dict

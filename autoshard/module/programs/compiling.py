@@ -18,8 +18,9 @@ from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.module.inputs import Cuts, Inputs, local_layouts
+from autoshard.module.model.attached import carry, without_data
 from autoshard.module.model.left import leave
-from autoshard.module.model.original import Original, absent_buffers
+from autoshard.module.model.original import Original, absent_buffers, not_saved
 from autoshard.module.model.parts import Fixed, attributes, name_as_wrapped
 from autoshard.module.model.state import State, check_call, requires_grad
 from autoshard.module.model.surface import class_of, leave_to_torch_compile
@@ -28,6 +29,7 @@ from autoshard.module.programs.entrance import beside
 from autoshard.module.programs.executable import Call, Executable, described, difference, noted
 from autoshard.module.programs.turns import Turns
 from autoshard.passes.capture.answers.eager import as_called
+from autoshard.passes.capture.exported.attached import are_other, own_tensors, values_of, with_class
 from autoshard.passes.capture.exported.attributes import parameters_of
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
 from autoshard.passes.capture.exported.trees import flattened
@@ -200,18 +202,22 @@ class Compiling(Fixed):
     def _program_for(self, call: Call, number: int) -> Executable | None:
         """The program for this call, if there is one: first of those with symbolic lengths, which serve most calls.
 
-        One that read tensors outside of it that were written since serves no call more."""
-        if number in call.programs and not call.programs[number].graph.is_outdated:
+        One that :meth:`_is_outdated` serves no call."""
+        if number in call.programs and not self._is_outdated(call.programs[number]):
             return call.programs[number]
         for program in self._executables.values() if not number else ():
-            if program.structure is None or program.graph.is_outdated:
+            if program.structure is None or self._is_outdated(program):
                 continue
             why = program.refuses(call.key(exactly=False), call.leaves)
             if not why:
                 return program
             log_of_programs.info("a program does not serve this call: %s", why)
         found = self._executables.get(call.key(number))
-        return None if found is None or found.graph.is_outdated else found
+        return None if found is None or self._is_outdated(found) else found
+
+    def _is_outdated(self, program: Executable) -> bool:
+        """Whether what it read outside was written since, or an attribute of a parameter that it read."""
+        return program.graph.is_outdated or are_other(program.attached, self.tensor)
 
     @property
     def programs(self) -> list[Executable]:
@@ -230,8 +236,8 @@ class Compiling(Fixed):
     def _built(self, call: Call, structure: Any) -> Executable:
         settings, first = self._settings, self._parameter_layouts is None
         dynamic = settings.dynamic if structure is not None else False
-        # Micro-batches are rows of the whole; so are inputs of stages in training.
         stages, parts = settings.wishes.stages is not None, settings.wishes.micro_batches != 1
+        # Micro-batches are rows of the whole; so are inputs of stages in training.
         of_whole = (parts and stages) or (call.state.recorded and (parts or stages))
         args, kwargs = call.arguments
         inputs = self._input_layouts(args, kwargs)
@@ -256,6 +262,7 @@ class Compiling(Fixed):
         object.__setattr__(self, "_parameter_layouts", {**others, **kept})
         outputs = carried(found.graph, inspect.signature(self._of.model.forward).parameters)
         executable = Executable.of(found, described(found.graph, args, kwargs), outputs, structure)
+        executable.attached = values_of(found.graph.attached, self.tensor)
         if structure is not None and (why := executable.refuses(structure, call.leaves)):
             raise PlanError(f"the program does not serve the call it was made for: {why}")
         return executable
@@ -311,17 +318,14 @@ class Compiling(Fixed):
         for name, p in parameters_of(model).items():
             if not self._holds(names.get(name, name)):
                 if id(p) not in taken:
-                    taken[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+                    taken[id(p)] = without_data(p)
                 self._of.put_elsewhere(name, taken[id(p)], parameter=True)
                 continue
             if id(p) not in taken:
-                taken[id(p)] = inside[name] if name in inside else self._parameter(p, layouts[name], initial.get(name))
+                made = inside[name] if name in inside else self._parameter(p, layouts[name], initial.get(name))
+                taken[id(p)] = with_class(made, p)
             self._of.put(name, taken[id(p)], parameter=True)
-        transient = {
-            f"{prefix}.{n}" if prefix else n
-            for prefix, module in model.named_modules()
-            for n in module._non_persistent_buffers_set
-        }
+        transient = not_saved(model)
         found = recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
         initial |= {n: self._kept(full, layouts.get(n)) for n, full in found.items()}
         for name, b in model.named_buffers(remove_duplicate=False):
@@ -329,8 +333,10 @@ class Compiling(Fixed):
                 self._of.put_elsewhere(name, b.detach().to("meta"), parameter=False)
                 continue
             if id(b) not in taken:
-                taken[id(b)] = inside[name] if name in inside else self._buffer(b, layouts.get(name), initial.get(name))
+                made = inside[name] if name in inside else self._buffer(b, layouts.get(name), initial.get(name))
+                taken[id(b)] = with_class(made, b)
             self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
+        carry(own_tensors(model), taken, {**self._of.by_original(), id(model): self})
         leave(model, inside, self)
         self._of.adopt([name for name in absent if name not in initial and self._holds(names.get(name, name))])
 

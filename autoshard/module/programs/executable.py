@@ -23,6 +23,7 @@ from autoshard.module.dtensors.outputs import form_of
 from autoshard.module.hooked import Feeding, feeding
 from autoshard.module.inputs import Cuts
 from autoshard.module.model.state import State
+from autoshard.passes.capture.exported.attached import Read
 from autoshard.passes.capture.exported.trees import constant
 from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
@@ -101,6 +102,9 @@ class Executable:
 
     parts: tuple[Executable, ...] = ()
     """per stage, where the graph is cut into stages; ``rank_module`` is that of the first"""
+
+    attached: tuple[Read, ...] = ()
+    """attributes of parameters and buffers that the forward read, and what they were"""
 
     @staticmethod
     def of(compiled: Compiled, inputs: Mapping[str, Any], carried: Sequence[bool], structure: Any) -> Executable:

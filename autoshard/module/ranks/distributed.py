@@ -30,6 +30,7 @@ from autoshard.module.dtensors.owned import side_by_side
 from autoshard.module.gradients import one_verdict
 from autoshard.module.inputs import Cuts, without_data
 from autoshard.module.logits import Logits
+from autoshard.module.model.attached import duplicate
 from autoshard.module.programs.compiling import Settings
 from autoshard.module.programs.executable import Call, Executable
 from autoshard.module.programs.turns import Turns
@@ -99,7 +100,7 @@ class DistributedModule(OnRank):
         memo[id(self._loaded)] = {}
         for p in self._of.tensors():
             if isinstance(p, DTensor):  # a copy of a DTensor would have a gradient, that of a plain parameter has none
-                memo[id(p)] = nn.Parameter(p.detach().clone(), p.requires_grad)
+                memo[id(p)] = duplicate(p)
         return super().__deepcopy__(memo)
 
     def _alone(self) -> None:

@@ -18,10 +18,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoshard.frames import is_pythons, is_users, users_modules
-from autoshard.passes.capture.observer import Observer
+from autoshard.passes.capture.exported.attached import class_of
+from autoshard.passes.capture.observer import Observer, patched
 
 _STAND_FOR: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 """classes of numbers in a trace, and one of what they stand for"""
+_ASKS_INSTANCE = type(nn.Parameter).__instancecheck__.__code__
 
 
 class Classes(Observer):
@@ -36,7 +38,7 @@ class Classes(Observer):
         for names in asked:
             names["type"] = _Type
         try:
-            with _classes_of(FakeTensor, *_STAND_FOR):
+            with _classes_of(FakeTensor, *_STAND_FOR), patched([(FakeTensor, "__getattr__", _attribute)]):
                 yield
         finally:
             for names in asked:
@@ -57,7 +59,8 @@ def _class(x: Any) -> type:
     if kind in _STAND_FOR:
         return type(_STAND_FOR[kind])
     if kind is FakeTensor:
-        return nn.Parameter if isinstance(x, nn.Parameter) else torch.Tensor
+        known = vars(x).get("autoshard_of")
+        return class_of(x if known is None else known.of)
     return _Type if kind in (type, _AsType) else kind
 
 
@@ -86,10 +89,21 @@ def _forget_lookups(kind: type) -> None:
 
 def _asked_class(x: Any) -> type:
     frame = sys._getframe(1)
-    while is_pythons(frame.f_code.co_filename) and frame.f_back is not None:  # functools.singledispatch
+    # functools.singledispatch; isinstance of a class of parameters
+    while (is_pythons(frame.f_code.co_filename) or frame.f_code is _ASKS_INSTANCE) and frame.f_back is not None:
         frame = frame.f_back
     asked_by_user = is_users(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__"
     return _class(x) if asked_by_user else type(x)
+
+
+def _attribute(x: Any, name: str) -> Any:
+    """What ``x`` has no attribute for: one that a user set on the parameter or buffer that it stands for."""
+    known = vars(x).get("autoshard_of")
+    if known is not None and (known.has(name) or is_users(sys._getframe(1).f_code.co_filename)):
+        return known.attribute(name)
+    raise AttributeError(
+        f"{'Tensor' if known is None else class_of(known.of).__name__!r} object has no attribute {name!r}"
+    )
 
 
 def _set_class(x: Any, kind: type) -> None:

@@ -15,6 +15,7 @@ from torch.export.graph_signature import OutputKind
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.arguments import Example, argument_paths
+from autoshard.passes.capture.exported.attached import check_class
 from autoshard.passes.capture.exported.provenance import where
 from autoshard.passes.capture.exported.symbolic import is_symbolic
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
@@ -106,6 +107,7 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
             f"{kind} {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; autoshard shards plain dense "
             "tensors. Convert it first (full_tensor(), to_dense(), dequantize())."
         )
+    check_class(f"{kind} {name!r}", tensor)
     if training and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
         raise CaptureError(
             f"{kind} {name!r}: it has a tensor hook, which the compiled module would not call. Remove it before "

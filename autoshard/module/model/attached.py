@@ -1,0 +1,71 @@
+"""What users attached to the parameters and buffers of their model, on those of the sharded module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import CaptureError
+from autoshard.module.dtensors.outputs import Output
+from autoshard.module.model.closures import copied
+from autoshard.module.model.parts import part_of
+from autoshard.passes.capture.exported.attached import attributes_on, class_of, with_class
+from autoshard.passes.capture.refusals.shared import memory_of
+
+_WHOLE = (torch.Tensor, nn.Parameter)
+
+
+def carry(tensors: Mapping[str, torch.Tensor], new: Mapping[int, torch.Tensor], memo: Mapping[int, Any]) -> None:
+    """Give every new tensor the attributes that users set on the old one.
+
+    ``tensors``: the old ones by name. ``new``: those that stand for them, by the id of the old one. ``memo``: the same of
+    modules. Functions and containers hold these, too. A whole tensor of the parameter's shape, such as a mask, is sharded as
+    the parameter is.
+    """
+    memory = memory_of(tensors.values())
+    for name, old in tensors.items():
+        for attribute, value in attributes_on(old).items():
+            if isinstance(value, torch.Tensor) and id(value) not in new and not memory.isdisjoint(memory_of([value])):
+                raise CaptureError(
+                    f"attribute {attribute!r} of {name!r} is a view of the model's tensors, which the sharded module does not "
+                    "keep in that memory. Delete it, and set it on the sharded module's parameter."
+                )
+            made, target = _standing(value, {**memo, **new}), new[id(old)]
+            if isinstance(target, DTensor) and type(made) in _WHOLE and made.shape == old.shape:
+                made = part_of(made, target)
+            setattr(target, attribute, made)
+
+
+def _standing(value: Any, memo: Mapping[int, Any]) -> Any:
+    """``value`` with what stands for parts of the model in their places; itself where it holds none of these."""
+    leaves, spec = pytree.tree_flatten(value)
+    now = [copied(x, memo, {}) for x in leaves]
+    if all(a is b for a, b in zip(leaves, now, strict=True)):
+        return value
+    return pytree.tree_unflatten(now, spec)
+
+
+def without_data(p: nn.Parameter) -> nn.Parameter:
+    """What stands for a parameter where it has no data: of its class, with its hooks, which captures with a backward refuse."""
+    made = with_class(nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad), p)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(made, hooks, getattr(p, hooks))
+    return made
+
+
+def duplicate(x: DTensor) -> torch.Tensor:
+    """A copy without a gradient, as ``copy.deepcopy`` makes it of a plain tensor: a parameter has its class alone."""
+    is_parameter, kind = isinstance(x, nn.Parameter), class_of(x)
+    made: torch.Tensor = x.detach().clone()
+    if is_parameter:
+        made = nn.Parameter(made, x.requires_grad)
+    elif isinstance(x, Output):
+        made = Output.state(made)  # type: ignore[arg-type]
+    if not is_parameter or getattr(kind, "__deepcopy__", None) is not nn.Parameter.__deepcopy__:
+        vars(made).update(attributes_on(x))
+    return with_class(made, x)
