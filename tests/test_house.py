@@ -60,7 +60,7 @@ WITHIN = {
 MOST_FILES = 30
 """in one folder"""
 
-MOST_LINES = 400
+MOST_LINES = 600
 
 
 def _files() -> dict[str, Path]:
