@@ -70,6 +70,7 @@ def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
     """The stages after capture. ``title`` names the model in plans and source."""
     wishes, dump = wishes or Wishes(), stages.captured(graph)
+    check_random(graph)
     always, cuts = wishes.stages is not None, in_time(wishes.hints, graph, mesh, known=wishes.known)
     found = in_parts(graph, wishes.parts, partial(_built, mesh, wishes, title), _seconds, always, cuts)
     stages.compiled(found.plan, found.program, lambda: found.source.text, dump)
@@ -91,7 +92,6 @@ def _seconds(found: Compiled) -> float:
 def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
     """The stages from a graph to a program and its plan."""
     check_graph(graph)
-    check_random(graph)
     if wishes.strict:
         check_rules(graph)
     with noting() as decided:  # what is decided about open lengths as in the example holds for the program

@@ -205,6 +205,52 @@ def draws_of_samples(mesh: autoshard.Mesh) -> None:
     steps_alike(Drawing().double(), mesh, (torch.randn(8, 8).double(),), {}, 2, micro_batches=4)
 
 
+class Tagger(nn.Module):
+    """A class for every token; ``loss`` is given it and the ids."""
+
+    def __init__(self, loss: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed, self.mid, self.head, self.loss = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10), loss
+        self.register_buffer("weight", torch.linspace(0.5, 2, 10))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mid(self.embed(ids)).tanh())  # type: ignore[no-any-return]
+
+    def averaged(self, logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+    def average(self, ids: torch.Tensor, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        return self.averaged(self.logits(ids), labels, **options)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.loss(self, ids)
+
+
+def masked_as_bert(m: Tagger, ids: torch.Tensor) -> torch.Tensor:
+    """Of the tokens that are to be found most are hidden, and some are others, drawn too; by writes in place."""
+    labels, rates = ids.clone(), torch.full(ids.shape, 0.5).masked_fill_(ids == 0, 0.0)
+    chosen = torch.bernoulli(rates).bool()
+    labels[~chosen] = IGNORED
+    hidden = torch.bernoulli(torch.full(ids.shape, 0.8)).bool() & chosen
+    given = ids.clone()
+    given[hidden] = 9
+    other = torch.bernoulli(torch.full(ids.shape, 0.5)).bool() & chosen & ~hidden
+    return m.average(torch.where(other, torch.randint(10, ids.shape), given), labels)
+
+
+def labels_that_are_drawn(mesh: autoshard.Mesh) -> None:
+    """Drawn once, for what comes in and for what counts; the same on every rank."""
+    torch.manual_seed(0)
+    model, ids = Tagger(masked_as_bert).double(), torch.randint(0, 9, (8, 6))
+    steps_alike(model, mesh, (ids,), {}, 2, micro_batches=2)
+    stages = {mesh.axes[0]: mesh.shape[0]}
+    if len(mesh.axes) == 1:
+        steps_alike(
+            model, autoshard.Mesh(stages, hardware=mesh.hardware), (ids,), {}, 2, micro_batches=2, stages=mesh.axes[0]
+        )
+
+
 def draws_go_on(mesh: autoshard.Mesh) -> None:
     """After a step the generator stands where one device would have left it; under torch.distributed that of rank 0."""
     model, args = made("gpt")
@@ -302,6 +348,7 @@ CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     "other_outputs": other_outputs,
     "draws_go_on": draws_go_on,
     "draws_of_samples": draws_of_samples,
+    "labels_that_are_drawn": labels_that_are_drawn,
     "one_backward": one_backward,
     "without_gradients": without_gradients,
     "refused": refused,
@@ -317,11 +364,13 @@ def steps_alike(
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, kwargs, **asked)
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-6) for m in (model, sharded)]
     for step in range(steps):
-        losses = []
+        losses, states = [], []
         for module in (model, sharded):
             torch.manual_seed(step)
             losses.append(loss_of(module(*args, **kwargs)))
             losses[-1].backward()
+            states.append(torch.get_rng_state())
+        assert torch.equal(*states), f"step {step}: the generator stands elsewhere"
         assert far(losses[1].detach(), losses[0].detach()) <= TOLERANCE
         gradients = sharded.full_gradients()
         wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

@@ -103,6 +103,7 @@ from autoshard.runtime.operations.embedding import pooled, pooled_together, voca
 from autoshard.runtime.operations.experts import experts
 from autoshard.runtime.operations.halo import average, crop, halo, split
 from autoshard.runtime.operations.indexing import (
+    part_of_batch,
     sharded_gather,
     sharded_grouped_mm,
     sharded_index,
@@ -189,6 +190,7 @@ __all__ += [
     "multinomial",
     "native_dropout",
     "nll_loss",
+    "part_of_batch",
     "prod",
     "ring_attention",
     "rms_norm",

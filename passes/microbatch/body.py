@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,7 +18,7 @@ from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.walk import map_tree, walk
 from autoshard.passes.microbatch.constants import on_summands, with_share
 from autoshard.passes.microbatch.joined import sliced_as_split
-from autoshard.passes.microbatch.losses import separable_means
+from autoshard.passes.microbatch.losses import averaged, located, of_own_labels, separable_means
 from autoshard.passes.microbatch.picked import picked_by_sample
 from autoshard.passes.microbatch.scalars import loss_of
 from autoshard.passes.microbatch.separate import Separation, local_call, separation
@@ -25,6 +26,7 @@ from autoshard.passes.propagate.floating import floating
 from autoshard.passes.propagate.prices.cost import node_flops
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
+from autoshard.runtime.operations.indexing import PART_OF_BATCH
 
 aten = torch.ops.aten
 
@@ -135,8 +137,23 @@ def _separated(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Sepa
     of_batch = _of_batch(graph, found, asked) if graph.training else work.keys()
     again = [n for n in graph.nodes if work[n.name] and n.name in of_batch and not found.choices[n.name].divides]
     if sum(work[n.name] for n in again) > SHARE * sum(work.values()):
-        raise PlanError(f"micro_batches={found.count}: every one would run {again[0]} of the whole batch")
+        _raise_as_whole(graph, again, found.count)
     return found
+
+
+def _raise_as_whole(graph: Graph, again: Sequence[Node], count: int) -> NoReturn:
+    """Refuse that every micro-batch runs ``again`` of the whole batch."""
+    made = {name for node in again for name in node.outputs}
+    for node in graph.nodes:
+        if made.isdisjoint(node.inputs):
+            continue
+        made.update(node.outputs)
+        if (loss := averaged(node, graph)) is not None and node.inputs[1] in made:
+            raise PlanError(f"micro_batches={count}: {of_own_labels(loss, graph)}")
+    raise PlanError(
+        f"micro_batches={count}: every one would run {again[0]} of the whole batch ({located(again[0])}). Use "
+        "micro_batches=1, an operation that looks at each sample by itself, or give what it makes as an input."
+    )
 
 
 def _of_batch(graph: Graph, found: Separation, asked: Mapping[str, Placement]) -> set[str]:
@@ -180,6 +197,9 @@ class _Body:
         self.kinds = {i.name: i for i in graph.inputs}
         self.shares: dict[str, str] = {}
         """a value that no input decides → a micro-batch's share of it"""
+        self.taken = {*graph.types, *(n.name for n in graph.nodes)}
+        self.parts: dict[tuple[str, int], str] = {}
+        """(value that is whole, its dim that is cut) → a micro-batch's part of it"""
 
     def run(self) -> Graph:
         graph = self.graph
@@ -208,7 +228,7 @@ class _Body:
         key = (name, dim)
         if key not in self.read:
             taken = any(source == name for source, _ in self.inputs.values())
-            local = f"{name}_{'whole' if dim is None else f'by_{dim}'}" if taken else name
+            local = self._fresh(f"{name}_{'whole' if dim is None else f'by_{dim}'}") if taken else name
             self.read[key] = local
             self.inputs[local] = key
             self.types[local] = self._cut(self.graph.types[name], dim)
@@ -226,14 +246,8 @@ class _Body:
         uses = [canonical(p, graph.types[n].grad) for n, p in zip(node.inputs, strategy.inputs, strict=True)]
         for name, use in zip(node.inputs, uses, strict=True):
             yield from self._share(name, use, node)
-        names = [
-            self._input(n, p.dim if isinstance(p, Shard) else None)
-            if self._is_input(n)
-            else self.shares[n]
-            if self._is_shared(n, p)
-            else n
-            for n, p in zip(node.inputs, uses, strict=True)
-        ]
+            yield from self._part(name, use, node)
+        names = [self._read_as(n, p) for n, p in zip(node.inputs, uses, strict=True)]
         for name in node.outputs:
             placement = self.found.placed[name]
             self.types[name] = self._cut(graph.types[name], placement.dim if isinstance(placement, Shard) else None)
@@ -247,18 +261,46 @@ class _Body:
             call = local_call(node, graph, self.found.mesh, strategy)
             yield from self._flat(replace(node, args=(), kwargs={}), _with_names(call, node, names))
 
+    def _fresh(self, stem: str) -> str:
+        """A name that no value has, and no operation."""
+        names = itertools.chain((stem,), (f"{stem}_{number}" for number in itertools.count(1)))
+        found = next(name for name in names if name not in self.taken)
+        self.taken.add(found)
+        return found
+
+    def _read_as(self, name: str, use: Placement) -> str:
+        """The name of a value as an operation reads it."""
+        if self._is_input(name):
+            return self._input(name, use.dim if isinstance(use, Shard) else None)
+        if self._is_shared(name, use):
+            return self.shares[name]
+        return self.parts[name, use.dim] if isinstance(use, Shard) and self._is_whole(name) else name
+
+    def _is_whole(self, name: str) -> bool:
+        return not self._is_input(name) and self.found.placed.get(name, R) == R
+
+    def _part(self, name: str, use: Placement, reader: Node) -> Iterator[Node]:
+        """What makes a micro-batch's part of a value that is whole."""
+        if not isinstance(use, Shard) or not self._is_whole(name) or (name, use.dim) in self.parts:
+            return
+        made = self.parts[name, use.dim] = self._fresh(f"{name}_part")
+        self.types[made] = self._cut(self.graph.types[name], use.dim)
+        args = (Ref(name), use.dim, self.found.count)
+        node = replace(reader, name=made, op=PART_OF_BATCH, args=args, kwargs={})
+        yield replace(node, outputs=(made,), output_slots=(0,))
+
     def _is_shared(self, name: str, use: Placement) -> bool:
         """Whether what is whole is read as a summand."""
-        return use == P and not self._is_input(name) and self.found.placed.get(name, R) == R
+        return use == P and self._is_whole(name)
 
     def _share(self, name: str, use: Placement, reader: Node) -> Iterator[Node]:
         """What makes a micro-batch's share of a value that no input decides: they add up to it."""
         if not self._is_shared(name, use) or name in self.shares:
             return
-        self.shares[name] = f"{name}_share"
+        self.shares[name] = self._fresh(f"{name}_share")
         self.types[self.shares[name]] = self.graph.types[name]
-        label, args = f"{reader.name}_{name}_share", (Ref(name), self.found.count)
-        made = replace(reader, name=label, op=aten.div.Scalar, args=args, kwargs={})
+        args = Ref(name), self.found.count
+        made = replace(reader, name=self.shares[name], op=aten.div.Scalar, args=args, kwargs={})
         yield replace(made, outputs=(self.shares[name],), output_slots=(0,))
 
     def _flat(self, node: Node, call: Call) -> Iterator[Node]:
@@ -270,8 +312,8 @@ class _Body:
                 return item.size // self.found.count
             if not isinstance(item, Call) or isinstance(item.fn, str):
                 return item
-            inner = replace(node, name=f"{node.name}_{len(made)}", op=item.fn, args=item.args, kwargs=item.kwargs)
-            name = f"{node.outputs[0]}_{len(made)}"
+            name = self._fresh(f"{node.outputs[0]}_{len(made)}")
+            inner = replace(node, name=name, op=item.fn, args=item.args, kwargs=item.kwargs)
             inner = replace(inner, outputs=(name,), output_slots=(0,))
             grad = any(self.types[r.name].grad for r in walk((item.args, item.kwargs)) if isinstance(r, Ref))
             (result,) = self._evaluated(inner)

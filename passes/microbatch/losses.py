@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+from autoshard.passes.propagate.floating import floating
+from autoshard.passes.rules.base import ops
 from autoshard.passes.rules.families.loss import CLASSES_LAST, class_dim_of
 
 aten = torch.ops.aten
@@ -22,21 +24,36 @@ COUNTED = frozenset(
 )
 """losses whose mean divides by how many targets are not ignored, or by the weights of their classes"""
 
+_NUMBERS = dict.fromkeys(ops("argmax.default argmin.default multinomial.default"), 0) | dict.fromkeys(
+    ops("max.dim min.dim topk.default sort.default"), 1
+)
+"""ops that give numbers of classes, never less than 0, and as which result"""
+_MOVED = frozenset(
+    ops(
+        "reshape.default unsqueeze.default squeeze.dim select.int slice.Tensor transpose.int permute.default expand.default "
+        "detach.default clone.default flip.default _to_copy.default"
+    )
+)
+"""ops that give only elements of their operand"""
+
 
 def separable_means(graph: Graph) -> Graph:
     """``graph`` with means of classification losses as a sum, over a count that depends on the targets alone."""
     types = dict(graph.types)
     whole: dict[str, str] = {}
     nodes: list[Node] = []
+    free = floating(graph)
     for node in graph.nodes:
         if node.op in COUNTED and node.argument("reduction") == MEAN and len(node.outputs) == 1:
-            nodes += _divided(node, graph, types, whole)
+            nodes += _divided(node, graph, types, whole, free)
         else:
             nodes.append(node)
     return replace(graph, nodes=tuple(nodes), types=types)
 
 
-def _divided(node: Node, graph: Graph, types: dict[str, TensorType], whole: dict[str, str]) -> Iterator[Node]:
+def _divided(
+    node: Node, graph: Graph, types: dict[str, TensorType], whole: dict[str, str], free: Collection[str]
+) -> Iterator[Node]:
     (out,) = node.outputs
     target: Ref = node.argument("target")
     type_ = types[out]
@@ -54,14 +71,14 @@ def _divided(node: Node, graph: Graph, types: dict[str, TensorType], whole: dict
 
     positions = graph.shape(target)
     weight = node.argument("weight")
-    if types[target.name].dtype.is_floating_point:  # probabilities: every sample counts
+    if types[target.name].dtype.is_floating_point or (weight is None and _all_count(node, graph)):  # or probabilities
         logits = graph.shape(node.argument("self"))
         samples = 1
         for d, n in enumerate(logits):
             samples *= 1 if d == class_dim_of(node, graph) else int(n)
         yield replace(node, op=aten.div.Scalar, args=(Ref(total), samples), kwargs={})
         return
-    yield from _copied(target.name, graph, types, whole)
+    yield from _copied(target.name, graph, types, whole, free)
     target = Ref(whole.get(target.name, target.name))
     valid = value("valid", positions, torch.bool)
     yield made("valid", aten.ne.Scalar, target, node.argument("ignore_index"))
@@ -80,13 +97,51 @@ def _divided(node: Node, graph: Graph, types: dict[str, TensorType], whole: dict
     yield replace(node, op=aten.div.Tensor, args=(Ref(total), count), kwargs={})
 
 
-def _copied(value: str, graph: Graph, types: dict[str, TensorType], whole: dict[str, str]) -> Iterator[Node]:
-    """What makes ``value`` from the inputs once more: it is read whole for the count, and cut for the loss."""
+def _all_count(loss: Node, graph: Graph) -> bool:
+    """Whether no label is ignored, whatever the data: these are numbers of classes that the model found, as a teacher's are."""
+    value: Ref = loss.argument("target")
+    while (node := graph.producers.get(value.name)) is not None and node.op in _MOVED:
+        value = node.args[0]
+    if node is None or loss.argument("ignore_index") >= 0:
+        return False
+    return _NUMBERS.get(node.op) == node.output_slots[node.outputs.index(value.name)]
+
+
+def averaged(node: Node, graph: Graph) -> Node | None:
+    """The loss, a sum, that ``node`` divides by how many labels count; None for other operations."""
+    total = graph.producers.get(node.inputs[0]) if node.op is aten.div.Tensor and len(node.inputs) == 2 else None
+    return total if total is not None and total.op in COUNTED and total.argument("reduction") == SUM else None
+
+
+def of_own_labels(loss: Node, graph: Graph) -> str:
+    """Why a mean over labels that the model makes does not fall into micro-batches, and what to do."""
+    maker = graph.producers.get(loss.argument("target").name)
+    return (
+        f"{located(loss)} averages over those labels of the whole batch that count, and the model makes the labels itself "
+        f"({located(maker)}): a micro-batch knows its own only. Use micro_batches=1; or make the labels outside of the "
+        'forward, and give them as an input; or take reduction="none", set to zero what is not to count, and average over all.'
+    )
+
+
+def located(node: Node | None) -> str:
+    """An operation with its module and line, in messages."""
+    if node is None:
+        return "an input"
+    return f"{node.op} in {node.fqn or '(root)'}" + (f" at {node.source}" if node.source else "")
+
+
+def _copied(
+    value: str, graph: Graph, types: dict[str, TensorType], whole: dict[str, str], free: Collection[str]
+) -> Iterator[Node]:
+    """What makes ``value`` from the inputs once more: it is read whole for the count, and cut for the loss.
+
+    Only operations that may be made anywhere, ``free``, are copied. Of others a micro-batch takes its part.
+    """
     node = graph.producers.get(value)
-    if node is None or value in whole:
+    if node is None or value in whole or node.name not in free:
         return
     for name in node.inputs:
-        yield from _copied(name, graph, types, whole)
+        yield from _copied(name, graph, types, whole, free)
     for name in node.outputs:
         whole[name] = f"{name}_whole"
         types[whole[name]] = types[name]

@@ -24,7 +24,9 @@ from autoshard.passes.ir.program import Call, Offset
 from autoshard.passes.ir.walk import walk
 from autoshard.passes.microbatch.constants import on_summands
 from autoshard.passes.microbatch.joined import along_parts, as_one
+from autoshard.passes.microbatch.losses import averaged, located, of_own_labels
 from autoshard.passes.microbatch.scalars import names_of, output_named
+from autoshard.passes.propagate.floating import floating
 from autoshard.passes.propagate.hints import MICRO_BATCH
 from autoshard.passes.propagate.op_space import axis_strategies, internal_collectives, site_of
 from autoshard.passes.propagate.prices.cost import node_flops
@@ -35,6 +37,8 @@ from autoshard.passes.search import CostNetwork, solve
 
 LATER_DIM = 1e-3
 """what a cut of an input costs for each dim before it: the first dim that can be cut is the batch"""
+PART = 1.0
+"""what it costs to take a part of what is made whole"""
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,13 @@ class _Separating:
     """value → its dim that is joined of several inputs' samples, and the ratio of their numbers"""
     own: frozenset[str] = frozenset()
     """values of no input: every micro-batch may add its share of one to what is summed"""
+    partible: frozenset[str] = frozenset()
+    """values without a gradient that are made once, such as draws: every micro-batch may take its part of one"""
 
     def build(self) -> None:
         graph = self.graph
         self.own = _of_no_input(graph)
+        self.partible = _partible(graph)
         free = {i.name for i in graph.inputs if i.kind == "input" and not graph.types[i.name].unknown}
         made: dict[str, tuple[str, list[Placement]]] = {
             i.name: (f"input:{i.name}", [R]) for i in graph.inputs if i.name not in free
@@ -114,8 +121,14 @@ class _Separating:
         self.variables[variable], self.costs[variable] = states, np.array(costs)
 
     def _connect(self, value: str, made: tuple[str, list[Placement]], reader: str, uses: Sequence[Placement]) -> None:
-        shares = value in self.own
-        table = [[0.0 if a == b or (shares and (a, b) == (R, P)) else np.inf for b in uses] for a in made[1]]
+        shares, parts = value in self.own, value in self.partible and reader.startswith("node:")
+
+        def cost(a: Placement, b: Placement) -> float:
+            if a == b or (shares and (a, b) == (R, P)):
+                return 0.0
+            return PART if parts and a == R and isinstance(b, Shard) and not isinstance(b, Grouped) else np.inf
+
+        table = [[cost(a, b) for b in uses] for a in made[1]]
         self.edges.append((made[0], reader, np.array(table).reshape(len(made[1]), len(uses))))
 
     def _of_input(self, name: str, placement: Placement) -> float:
@@ -137,7 +150,7 @@ class _Separating:
         """The node's strategies that need nothing of other micro-batches."""
         every = axis_strategies(node, self.graph, False)
         if not (alone := [s for s in every if s.label != "I" and self._stands_alone(s, node)]):
-            raise PlanError(f"{_where(node)} cannot run in micro-batches")
+            raise PlanError(f"{located(node)} cannot run in micro-batches")
         # A float32 island in a float64 model may be rounded otherwise than in one batch; a parameter's cast has to be.
         exact = axis_strategies(node, self.graph)
         found = [s for s in alone if s in exact]
@@ -277,16 +290,18 @@ class _Separating:
     def _whole_for(self, node: Node) -> str:
         """What ``node`` would have to have of the whole batch, and what to do."""
         graph, number = self.graph, self.graph.nodes.index(node)
+        if (loss := averaged(node, graph)) is not None:
+            return of_own_labels(loss, graph)
         placed = self._placed(self._divided(number) or {}, graph.nodes[:number])
         reads = {n: placed.get(n, R) for n in node.inputs if n in self.spread}
-        sums = [f"{n} ({_where(graph.producers[n])})" for n, p in reads.items() if p == P]
+        sums = [f"{n} ({located(graph.producers[n])})" for n, p in reads.items() if p == P]
         needed = sums or [n for n, p in reads.items() if p != R] or [*(reads or node.inputs)]
         balancing = (
             " A loss that balances experts multiplies two means over the batch: leave it out (transformers: "
             "output_router_logits=False)."
         )
         return (
-            f"{_where(node)}{self._term_with(node)} needs {', '.join(needed)} of the whole batch in the middle of the model, "
+            f"{located(node)}{self._term_with(node)} needs {', '.join(needed)} of the whole batch in the middle of the model, "
             "and a micro-batch sees its own part only. Use micro_batches=1, or an operation that looks at each sample by "
             f"itself.{balancing if len(sums) > 1 else ''}"
         )
@@ -306,15 +321,16 @@ def _of_no_input(graph: Graph) -> frozenset[str]:
     """Floating values that no input of the step decides, such as a penalty on weights; parameters and buffers themselves."""
     found = {i.name for i in graph.inputs if i.kind != "input"}
     for node in graph.nodes:
-        if node.op in FILLED or (found.issuperset(node.inputs) and not is_random(node)):
+        if node.op in FILLED or found.issuperset(node.inputs):  # what is drawn whole is the same in every micro-batch
             found.update(node.outputs)
     return frozenset(name for name in found if graph.types[name].dtype.is_floating_point)
 
 
-def _where(node: Node | None) -> str:
-    if node is None:
-        return "an input"
-    return f"{node.op} in {node.fqn or '(root)'}" + (f" at {node.source}" if node.source else "")
+def _partible(graph: Graph) -> frozenset[str]:
+    """Values of known lengths that carry no gradient, and that may not be made anywhere: of draws, and what reads these."""
+    free, types = floating(graph), graph.types
+    made = (name for node in graph.nodes if node.name not in free for name in node.outputs)
+    return frozenset(n for n in made if not (types[n].grad or types[n].unknown) and types[n].number is None)
 
 
 def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Call:

@@ -23,6 +23,9 @@ def floating(graph: Graph, at_most: float = CHEAP) -> frozenset[str]:
         if (
             node.outputs
             and not has_effect(node)
+            and (
+                node.op.namespace == "aten" or rule_for(node.op) is not None
+            )  # nobody knows what another library's does
             and not any(name in fixed for name in node.inputs)
             and not any(graph.types[o].grad for o in node.outputs)
             and node_flops(node, graph, rule_for(node.op)) <= at_most * results

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoshard.runtime.operations.indexing import part_of_batch
 from autoshard.runtime.operations.random import drawn, in_memory_order, part, shared
 from autoshard.runtime.transport.communicator import Axes, current, device
 
@@ -26,9 +27,7 @@ def draw(
         kwargs.setdefault("device", device())
     found = shared(getattr(torch.ops.aten, op), *args, **kwargs)
     if batch is not None:
-        index, count = current().micro_batch
-        length = found.shape[batch] // count
-        found = found.narrow(batch, index * length, length)
+        found = part_of_batch(found, batch, current().micro_batch[1])
     return part(found, dims or {})
 
 

@@ -13,7 +13,24 @@ import torch
 
 from autoshard.runtime.operations.collectives import offset
 from autoshard.runtime.operations.in_range import check_range
-from autoshard.runtime.transport.communicator import Axes
+from autoshard.runtime.transport.communicator import Axes, current
+
+torch.library.define("autoshard::part_of_batch", "(Tensor(a) self, int dim, int count) -> Tensor(a)")
+
+
+@torch.library.impl("autoshard::part_of_batch", "CompositeImplicitAutograd")
+def _first_part(self: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """What the first of ``count`` micro-batches takes: of a graph alone there is no other."""
+    return self.narrow(dim, 0, self.shape[dim] // count)
+
+
+PART_OF_BATCH = torch.ops.autoshard.part_of_batch.default
+
+
+def part_of_batch(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """What the micro-batch that runs, one of ``count``, takes of an ``x`` of the whole batch, whose ``dim`` they share."""
+    length = x.shape[dim] // count
+    return x.narrow(dim, current().micro_batch[0] * length, length)
 
 
 def sharded_select(x: torch.Tensor, dim: int, index: int, size: int, axes: Axes) -> torch.Tensor:

@@ -29,6 +29,7 @@ from autoshard.passes.rules.factors import (
     whole,
 )
 from autoshard.passes.rules.notation import rule
+from autoshard.runtime.operations.indexing import PART_OF_BATCH
 
 aten = torch.ops.aten
 
@@ -232,7 +233,23 @@ INDEX = Facts(saves="index", rounding="exact", looks_up=True)
 SCATTERED = Facts(saves="index")
 _WRITES, _REPLACES = partial(_scatter, adds=False), partial(_index_add, adds=False)
 
+
+def _part_of_batch(node: Node, graph: Graph) -> Factors:
+    """Of a whole dim; the others are factors."""
+    (shape,) = graph.shapes(node.inputs)
+    dims = tuple(None if d == node.argument("dim") else f"d{d}" for d in range(len(shape)))
+    sizes = {f: n for f, n in zip(dims, shape, strict=True) if f is not None}
+    return Factors((dims,), (dims,), sizes, linear=((0,),))
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        PART_OF_BATCH,
+        _part_of_batch,
+        lambda site: Call("part_of_batch", site.node.args, {}),
+        notation="dim whole",
+        facts=NOTHING,
+    ),
     *rules(
         "index.Tensor",
         _index,
