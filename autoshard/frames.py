@@ -104,9 +104,14 @@ def of_traceback(traceback: TracebackType | None) -> Iterator[tuple[FrameType, i
         traceback = traceback.tb_next
 
 
+def printable(text: str) -> str:
+    """``text`` on one line: newlines, control characters and surrogates, as names may have them, as escapes."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def place(file: str, line: int | str) -> str:
     """``file:line`` as users are shown it, without folders."""
-    return f"{os.path.basename(file)}:{line}"
+    return printable(f"{os.path.basename(file)}:{line}")
 
 
 def place_of(frame: FrameType | None) -> str:

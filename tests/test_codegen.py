@@ -203,18 +203,6 @@ def test_odd_names() -> None:
     assert report.ok, str(report)
 
 
-def test_a_name_that_is_a_keyword_is_refused() -> None:
-    """fx writes attribute names into Python of its own."""
-    model = nn.Module()
-    model.add_module("lambda", nn.Linear(8, 8))
-    text = (
-        "parameter 'lambda.weight': torch.export cannot trace the name 'lambda', which is a Python keyword. Rename it."
-    )
-    with pytest.raises(autoshard.CaptureError) as caught:
-        autoshard.compile(model, IDEAL, (torch.randn(4, 8),))
-    assert str(caught.value) == text
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_numbered_children_of_the_root(depth: int) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))

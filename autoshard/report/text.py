@@ -17,6 +17,7 @@ from rich.text import Text
 
 from autoshard.layout import Invariant, Layout, Replicate
 from autoshard.passes.ir.memory import Recomputed
+from autoshard.passes.ir.names import is_number
 from autoshard.passes.ir.units import show_bytes, show_flops, show_seconds
 from autoshard.report.pipeline import stage_rows
 from autoshard.report.record import TOGETHER, Choice, Collective, Cost, Record, local_bytes
@@ -62,12 +63,13 @@ def show_layout(layout: Layout) -> str:
 
 def globbed(fqn: str) -> str:
     """``fqn`` with every layer number as ``*``."""
-    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+    return ".".join("*" if is_number(part) else part for part in fqn.split("."))
 
 
 def numbers(fqns: Iterable[str]) -> str:
     """The layer numbers of names that share a glob, as ranges: ``0-3,7``."""
-    found = sorted({int(m.group()) for fqn in fqns if (m := re.search(r"(?<![^.])\d+(?![^.])", fqn))})
+    first = (next(filter(is_number, fqn.split(".")), None) for fqn in fqns)
+    found = sorted({int(number) for number in first if number is not None})
     ranges: list[list[int]] = []
     for n in found:
         if ranges and n == ranges[-1][1] + 1:

@@ -7,10 +7,10 @@ import subprocess
 from collections.abc import Iterator
 
 from autoshard.errors import PlanError
+from autoshard.frames import printable
 from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.report.record import Record
 from autoshard.report.text import show_layout
-from autoshard.viz.text import printable
 from autoshard.viz.tree import Box, Item, drawing
 
 # By what happens to a tensor: cut along some axis, a partial sum, or whole on every rank. The label says which.

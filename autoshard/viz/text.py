@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autoshard.frames import printable
 from autoshard.passes.ir.units import show_bytes, show_seconds
 from autoshard.report.record import Record
 from autoshard.report.text import show_layout
@@ -13,11 +14,6 @@ def tree_text(plan: Record) -> str:
     lines: list[str] = []
     _box(drawing(plan).root, plan, "", lines)
     return "\n".join(lines) + "\n"
-
-
-def printable(text: str) -> str:
-    """``text`` with control characters (a newline in a name) as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def item_text(item: Item, plan: Record) -> str:

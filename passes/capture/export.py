@@ -43,7 +43,7 @@ from autoshard.passes.capture.exported.attributes import (
 from autoshard.passes.capture.exported.growing import from_one, longer
 from autoshard.passes.capture.exported.handed import CHANGED, RETURNED, Handed, Returned, of_dicts
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
-from autoshard.passes.capture.exported.provenance import ENABLES, ForwardFrames
+from autoshard.passes.capture.exported.provenance import ENABLES, ForwardFrames, plainly_named
 from autoshard.passes.capture.exported.trees import register_types
 from autoshard.passes.capture.exported.without_data import without_data
 from autoshard.passes.capture.observer import Forward, patched, replacing
@@ -67,6 +67,7 @@ from autoshard.passes.capture.translate.tables import with_tables
 from autoshard.passes.capture.watch import Watch, concerns
 from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.known import one_of_each
+from autoshard.passes.ir.names import attribute
 from autoshard.passes.rules.facts import has_effect
 from autoshard.precision import Precision
 
@@ -124,6 +125,7 @@ def _captured(
         # Most graph modules on the way are never called: their Python is written at a call.
         _use_lazy_graph_module(True),
         patched([(torch.fx.proxy, "CapturedTraceback", ForwardFrames), (proxy_tensor, *_NO_METADATA)]),
+        patched([(torch.fx.graph, "_format_target", attribute)]),  # theirs writes "class" and quotes as they are
         patched([(type(model), "named_parameters", nn.Module.named_parameters)]),  # export asks for them by their paths
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
@@ -211,6 +213,7 @@ def _finished(model: nn.Module, example: Example, training: bool, traced: Export
     check_views(program.graph_module)
     known = {key: program.graph_module.meta[key] for key in (RETURNED, CHANGED, CLAMPED, ATTACHED)}
     try:
+        plainly_named(program)
         with effects_stay():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))

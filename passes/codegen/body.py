@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
+from autoshard.frames import printable
 from autoshard.passes.codegen.printing import WIDTH, Expression, atom, expression
 from autoshard.passes.codegen.source_text import Names, layout_text, one_of, python_path, shape_text, step_comment
 from autoshard.passes.codegen.wanted import Wanted, is_next
 from autoshard.passes.ir.memory import Recomputed
 from autoshard.passes.ir.merge import SCATTERED, TRAVELLING
+from autoshard.passes.ir.names import is_number
 from autoshard.passes.ir.program import Program, Statement, bytes_text, reads
 from autoshard.passes.lower.blocks import Segment, module_of
 from autoshard.passes.rules.facts import is_random
@@ -170,7 +172,7 @@ class Body:
         """What all of a part is: a submodule of the block, or the block; "" where that says too little."""
         paths = [s.node.fqn.split(".") for s in segment.statements if s.node is not None and s.step is None]
         common = paths[0][: sum(len(set(names)) == 1 for names in zip(*paths, strict=False))] if paths else []
-        if len(common) > len(self.path.split(".") if self.path else []) and not common[-1].isdigit():
+        if len(common) > len(self.path.split(".") if self.path else []) and not is_number(common[-1]):
             return common[-1]
         return one_of(whole.rpartition(".")[0]) if whole and len(paths) > 1 else ""
 
@@ -271,4 +273,4 @@ class Body:
             moved = (step_comment(part).partition("    ")[0] for part in s.parts if part.step is not None)
             made += [f"{arrow} part by part" for arrow in moved]
         source = s.node.source if s.node is not None else ""
-        return "; ".join(made) + (f"  {source}" if source else "")
+        return printable("; ".join(made) + (f"  {source}" if source else ""))

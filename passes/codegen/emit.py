@@ -15,6 +15,7 @@ from autoshard.passes.codegen.source_text import (
     block_table,
     condition_lines,
     def_lines,
+    docstring,
     listed,
     literal_mesh,
     op_name,
@@ -24,6 +25,7 @@ from autoshard.passes.codegen.source_text import (
 from autoshard.passes.codegen.wanted import Wanted, without_moves
 from autoshard.passes.ir.graph import Input, Ref
 from autoshard.passes.ir.memory import Recomputed
+from autoshard.passes.ir.names import identifier
 from autoshard.passes.ir.paths import block_path
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import free_symbols
@@ -89,7 +91,7 @@ class _BlockClass:
 
     @property
     def text(self) -> str:
-        lines = ["", "", f"class {self.name}(runtime.Block):", f'    """{listed(self.paths)}"""', ""]
+        lines = ["", "", f"class {self.name}(runtime.Block):", f'    """{docstring(listed(self.paths))}"""', ""]
         lines.append(self.tensors)
         for i, method in enumerate(self.methods):
             lines.append(method.replace("def forward(", f"def forward_{i}(", 1) if i else method)
@@ -111,7 +113,7 @@ class _File:
     def text(self, title: str, roots: Sequence[str], mesh: Mesh, run: str) -> str:
         """``run``: what is run, as Python."""
         header = [
-            f'"""{title}',
+            f'"""{docstring(title)}',
             "",
             "Comments: local/global sizes and the layout; S(d)@axis: sharded along dim d, P@axis: a summand,",
             "R@axis: whole (its gradient is a summand), I@axis (not shown): whole, and so is its gradient.",
@@ -224,7 +226,7 @@ class _Emitter:
     def _class_name(self, path: str) -> str:
         stacks = (n.module_types for n in self.program.graph.nodes)
         found = next((kind for stack in stacks for p, kind in stack if p == path), "Block")
-        base = re.sub(r"\W", "_", found.rpartition(".")[2])
+        base = identifier(found.rpartition(".")[2])
         taken = {c.name for c in self.file.classes}
         name, n = base, 2
         while name in taken or name == "RankModule" or re.fullmatch(r"Stage\d+", name):
@@ -290,7 +292,14 @@ class _Emitter:
                 returned.append(literal(out))
         tuple_ = ", ".join(returned) + ("," if len(returned) == 1 else "")
         last = f"        return ({tuple_})"
-        lines = ["", "", f"class {self.name}(runtime.RankModule):", f'    """{self.title}"""', "", "    MESH = MESH"]
+        lines = [
+            "",
+            "",
+            f"class {self.name}(runtime.RankModule):",
+            f'    """{docstring(self.title)}"""',
+            "",
+            "    MESH = MESH",
+        ]
         gathers = [s.call for s in self.program.statements if s.call.fn == "gather_parameters"]
         if not all(call.kwargs.get("zero") for call in gathers):
             lines.append("    GATHERS = True")

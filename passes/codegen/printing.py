@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from autoshard.passes.ir.graph import Ref
+from autoshard.passes.ir.names import attribute, is_plain
 from autoshard.passes.ir.program import Call, Local, Offset, spell
 from autoshard.passes.ir.sizes import ENDLESS, Size, is_compound
 
@@ -134,14 +136,17 @@ class _Printer:
             return self.function(f"torch.{name}", args, kwargs)
         if plain and name in _FACTORIES:
             return self.function(f"torch.{name}", args, {**kwargs, "device": Verbatim("runtime.device()")})
-        space = "aten" if plain else f"torch.ops.{op.namespace}"
-        return self.function(f"{space}.{name}.{op._overloadname}", args, kwargs)
+        space = "aten" if plain else attribute("torch.ops", op.namespace)
+        return self.function(attribute(attribute(space, name), op._overloadname), args, kwargs)
 
     def function(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Expression:
         parts = [self.value(a) for a in args]
         for key, value in kwargs.items():
-            printed = self.value(value)
-            parts.append(Expression(f"{key}={printed.head}", printed.parts, printed.close))
+            if is_plain(key):
+                printed = self.value(value)
+                parts.append(Expression(f"{key}={printed.head}", printed.parts, printed.close))
+            else:  # as the ``from`` of an op may be
+                parts.append(Expression("**{", [self.entry(key, value)], "}"))
         return Expression(f"{name}(", parts, ")")
 
     def value(self, value: Any) -> Expression:
@@ -189,8 +194,8 @@ def literal(value: Any) -> str:
     if isinstance(value, str):
         quoted = repr(value)[1:-1]
         return f'"{quoted}"' if '"' not in quoted else repr(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
+    if isinstance(value, float | complex) and not cmath.isfinite(value):
+        return f'{type(value).__name__}("{value}")'
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
     return repr(value)

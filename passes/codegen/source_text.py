@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import keyword
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from autoshard.frames import printable
 from autoshard.layout import Layout, Shard
 from autoshard.passes.codegen.printing import WIDTH, Expression, atom, literal
 from autoshard.passes.ir.graph import Symbol, Symbols, TensorType
+from autoshard.passes.ir.names import TAKEN, identifier, is_number, is_plain
 from autoshard.passes.ir.program import Statement
 from autoshard.passes.ir.sizes import Size, is_compound
+from autoshard.runtime.programs.module import RankModule
 
-_NO_ATTRIBUTES = frozenset(keyword.kwlist) | frozenset(
-    "MESH BLOCKS TENSORS GATHERS PREFETCH AGAIN block_path place scope tensor_names bind_tensors release_tensors".split()
-)
-"""names that Python or the base classes of rank modules have taken"""
-_BUILTIN = frozenset("F torch aten runtime self MESH float int max min range".split()) | frozenset(keyword.kwlist)
-"""names that emitted code reads"""
+_NO_ATTRIBUTES = frozenset(dir(RankModule)) | frozenset(vars(RankModule()))
+"""names that the base classes of rank modules have taken"""
 _SHORT = {
     "scaled_dot_product_attention": "attention",
     "cross_entropy_loss": "loss",
@@ -110,10 +108,10 @@ def python_path(path: str) -> str:
     """``self.layers[0].mlp`` for ``layers.0.mlp``; a part that is no identifier becomes an item as well."""
     text = "self"
     for part in path.split("."):
-        if part.isdigit():
+        if is_number(part):
             text += f"[{part}]"
         else:
-            text += f".{part}" if part.isidentifier() and part not in _NO_ATTRIBUTES else f"[{literal(part)}]"
+            text += f".{part}" if is_plain(part) and part not in _NO_ATTRIBUTES else f"[{literal(part)}]"
     return text
 
 
@@ -121,7 +119,12 @@ def one_of(container: str) -> str:
     """What one block of a container is called: ``layer`` of ``model.layers``; "block" where there is no such word."""
     leaf = container.rpartition(".")[2]
     one = leaf[:-1] if leaf.endswith("s") and not leaf.endswith(("ss", "ies")) else ""
-    return one if one.isidentifier() and one not in _BUILTIN else "block"
+    return one if is_plain(one) and one not in TAKEN else "block"
+
+
+def docstring(text: str) -> str:
+    """``text`` of the user's within a docstring."""
+    return printable(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def literal_mesh(sizes: Mapping[str, int]) -> str:
@@ -165,25 +168,24 @@ def listed(paths: Sequence[str]) -> str:
 
 def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
     """``BLOCKS = {...}`` from class names and the paths of their blocks."""
-    parts = list[str]()
+    parts = list[tuple[str, str]]()
     for name, paths in classes:
         for prefix, numbers in ranges(paths):
-            if numbers is not None:
-                parts.append(f'{{f"{prefix}.{{i}}": {name} for i in {str(numbers).replace("(0, ", "(")}}}')
+            if numbers is None:
+                parts.append((literal(prefix), name))
             else:
-                parts.append("{" + f"{literal(prefix)}: {name}" + "}")
-    if not parts:
-        return "    BLOCKS = {}"
-    one = f"    BLOCKS = {' | '.join(parts)}"
-    if " for " not in one:
-        one = one.replace("} | {", ", ")
+                each = literal(prefix.replace("{", "{{").replace("}", "}}") + ".{i}")
+                parts.append((f"f{each}", f"{name} for i in {str(numbers).replace('(0, ', '(')}"))
+    entries = [f"{key}: {value}" for key, value in parts]
+    loops = any(" for " in value for _, value in parts)
+    one = f"    BLOCKS = {{{('} | {' if loops else ', ').join(entries)}}}"
     if len(one) <= WIDTH:
         return one
     if len(parts) == 1:
-        key, _, rest = parts[0][1:-1].partition(": ")
-        value, _, loop = rest.partition(" for ")
-        return "\n".join(["    BLOCKS = {", f"        {key}: {value} for {loop}", "    }"])
-    return "\n".join(["    BLOCKS = (", *(f"        {'| ' if i else ''}{p}" for i, p in enumerate(parts)), "    )"])
+        return "\n".join(["    BLOCKS = {", f"        {entries[0]}", "    }"])
+    return "\n".join(
+        ["    BLOCKS = (", *(f"        {'| ' if i else ''}{{{e}}}" for i, e in enumerate(entries)), "    )"]
+    )
 
 
 class Names:
@@ -191,7 +193,7 @@ class Names:
 
     def __init__(self, fixed: Iterable[str] = ()) -> None:
         self.of: dict[str, str] = {}
-        self.fixed = _BUILTIN | set(fixed)
+        self.fixed = TAKEN | set(fixed)
         self.holder: dict[str, str] = {}
         """identifier → the local name that it stands for now"""
         self.dead: Callable[[str], bool] = lambda name: False
@@ -220,9 +222,3 @@ class Names:
         self.of[local] = name
         self.holder[name] = local
         return name
-
-
-def identifier(wanted: str) -> str:
-    """``wanted`` as a name that emitted code may bind."""
-    base = re.sub(r"\W", "_", wanted).strip("_") or "x"
-    return f"{base}_" if base in _BUILTIN else base if not base[0].isdigit() else f"x{base}"

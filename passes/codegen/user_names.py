@@ -14,6 +14,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from autoshard.passes.ir.graph import Graph, Node
+from autoshard.passes.ir.names import is_number
 from autoshard.passes.ir.paths import block_path
 
 _VALUES = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript)
@@ -47,7 +48,7 @@ def module_names(graph: Graph) -> dict[str, str]:
     found: dict[str, str] = {}
     for i, node in enumerate(nodes):
         leaf = node.fqn.rpartition(".")[2]
-        if not leaf or leaf.isdigit() or node.fqn == block_path(node.fqn) or len(node.outputs) != 1:
+        if not leaf or is_number(leaf) or node.fqn == block_path(node.fqn) or len(node.outputs) != 1:
             continue
         start = i
         while start and _inside(nodes[start - 1], node.fqn):

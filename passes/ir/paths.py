@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-_INDEXED = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
+from autoshard.passes.ir.names import NUMBER
+
+_INDEXED = re.compile(rf"^(?:.*?\.)??{NUMBER}(?=\.|\Z)", re.DOTALL)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -78,14 +78,17 @@ class RankModule(Block):
     PREFETCH: ClassVar[int] = 0
     """how many buckets of parameters are gathered ahead of the one that is used, forward and backward"""
 
+    _slots: Mapping[str, tuple[dict[str, Any], str]]
+    _ahead: Ahead
+
     def __init__(self) -> None:
         super().__init__()
         for path, block in self.BLOCKS.items():
             placed = block()
-            placed.block_path = path
+            placed.__dict__["block_path"] = path
             self.place(path, placed)
-        self._slots = dict(self._find_slots())
-        self._ahead = Ahead(self.PREFETCH)
+        for name, own in (("_slots", dict(self._find_slots())), ("_ahead", Ahead(self.PREFETCH))):
+            self.__dict__[name] = own  # as a module or parameter may be called, too
 
     def _find_slots(self) -> Iterator[tuple[str, tuple[dict[str, Any], str]]]:
         holders = [("", type(self)), *((f"{path}.", block) for path, block in self.BLOCKS.items())]

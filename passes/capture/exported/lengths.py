@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,6 +14,8 @@ from torch.export import Dim, ShapesCollection
 
 from autoshard.errors import CaptureError, HintError, PlanError, RuleError
 from autoshard.passes.ir.graph import Symbol, Symbols
+from autoshard.passes.ir.names import TAKEN, identifier
+from autoshard.passes.ir.names import is_plain as is_plain_name
 from autoshard.passes.ir.sizes import Size, is_sure, size, symbol
 from autoshard.passes.ir.symbols import conditions, is_plain
 
@@ -23,7 +24,7 @@ Dynamic = bool | Mapping[str, Mapping[int, str]]
 
 T = TypeVar("T")
 
-_DECLARED = re.compile(r"\s*(?:(\d+)\s*\*\s*)?([A-Za-z_]\w*)\s*")
+_DECLARED = re.compile(r"\s*(?:(\d+)\s*\*\s*)?(\w+)\s*")
 
 
 _COMMON = ("batch", "seq")
@@ -72,7 +73,7 @@ def opened(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dict[str, O
 
 def _declared(path: str, dim: int, text: str) -> tuple[int, str]:
     found = _DECLARED.fullmatch(str(text))
-    if found is None or keyword.iskeyword(found[2]) or found[2] in _TAKEN or found[1] == "0":
+    if found is None or not is_plain_name(found[2]) or found[2] in TAKEN or found[1] == "0":
         raise HintError(f"dynamic: {path!r}, dim {dim}: {text!r} is neither a name nor a multiple such as '4*batch'")
     return int(found[1] or 1), found[2]
 
@@ -154,7 +155,7 @@ class Lengths:
         return expr.xreplace(self.meaning)
 
     def _fresh(self, wanted: str) -> str:
-        stem, number = re.sub(r"\W+", "_", wanted).strip("_"), 1
+        stem, number = identifier(wanted), 1
         name = stem
         while name in self._arguments or any(str(s) == name for s in self.example):
             number += 1
@@ -212,9 +213,6 @@ class Lengths:
             expr = self._environment.simplify(guard.expr)
             if expr.free_symbols <= self.meaning.keys():
                 yield self._ours(expr)
-
-
-_TAKEN = frozenset("F torch aten runtime self MESH".split()) | {"max", "min"}
 
 
 def _constants(environment: Any) -> Iterator[tuple[sympy.Symbol, sympy.Integer]]:

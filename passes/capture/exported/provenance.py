@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from autoshard.frames import place, stack, users_lines
+from autoshard.passes.ir.names import is_plain
 
 NO_GRAD = "autoshard_no_grad"
 """key in a node's meta: it was traced with gradients off. Export's own regions miss no_grad inside autocast"""
@@ -92,6 +93,15 @@ def set_apart(program: torch.export.ExportedProgram, names: Container[str]) -> N
     for node in program.graph.nodes:
         if node.op == "call_function" and (old := node.name) in names:
             node._rename(f"{old}_result")
+            program.graph_signature.replace_all_uses(old, node.name)
+
+
+def plainly_named(program: torch.export.ExportedProgram) -> None:
+    """Rename inputs whose names Python could not read in the source that fx writes: ``class``, ``00``."""
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and not is_plain(old := node.name):
+            node._rename(f"x_{old}")
+            node.target = node.name
             program.graph_signature.replace_all_uses(old, node.name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,11 +41,6 @@ def check_model(model: nn.Module, training: bool) -> None:
             )
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in named:
-            if taken := [part for part in name.split(".") if keyword.iskeyword(part)]:
-                raise CaptureError(
-                    f"{kind} {name!r}: torch.export cannot trace the name {taken[0]!r}, which is a Python keyword. "
-                    "Rename it."
-                )
             _check_tensor(kind, name, tensor, training)
 
 

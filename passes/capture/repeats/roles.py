@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from autoshard.passes.ir.names import is_number
+
 FEWEST = 3
 """entries of a list that may be one for each module: pairs, such as cosines and sines, are arguments of all"""
 
@@ -25,7 +27,7 @@ def roles(path: str, arguments: Any) -> dict[Any, torch.Tensor]:
     except ValueError:  # of a class that does not say how its parts are called
         found = [((i,), x) for i, x in enumerate(pytree.tree_leaves(arguments))]
     tensors = [(where, x) for where, x in found if isinstance(x, torch.Tensor)]
-    number = next((int(name) for name in reversed(path.split(".")) if name.isdigit()), -1)
+    number = next((int(name) for name in reversed(path.split(".")) if is_number(name)), -1)
     counted: defaultdict[Any, set[int]] = defaultdict(set)
     for where, _ in tensors:
         for depth in range(2, len(where)):
