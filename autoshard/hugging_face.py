@@ -30,13 +30,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     on another mesh, on one device, or by ``from_pretrained``.
     """
 
+    _sharing = 1
+    """how many ranks have the same batch: what each counts of it is summed over all"""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if isinstance(self.model, DistributedModule):
+            self._sharing = dist.get_world_size()
             # As for models that transformers itself shards: the model owns its placement, and is not wrapped. To their
             # arithmetic the ranks of one model are tensor parallel: they share batches, and each counts once.
             self.is_distributed_loading_by_transformers = True
-            object.__setattr__(self.model, "_tp_size", dist.get_world_size())
+            object.__setattr__(self.model, "_tp_size", self._sharing)
+            self.args.average_tokens_across_devices = True  # else one rank's count is divided by all, too
             self.accelerator.prepare_data_loader = self._whole_batches
             self.gather_function = lambda data, **_: data
 
@@ -53,6 +58,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             use_seedable_sampler=made.use_seedable_sampler,
             data_seed=made.dataloader_config.data_seed,
         )
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._sharing
+
+    def store_flos(self) -> None:
+        """See :meth:`transformers.Trainer.store_flos`."""
+        self.current_flos /= self._sharing
+        super().store_flos()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """On the rank that writes, with the tensors that :meth:`save_model` gathered."""

@@ -14,6 +14,7 @@ import state_cases_outputs  # noqa: F401
 import state_decided  # noqa: F401
 import state_edits  # noqa: F401
 import state_experts  # noqa: F401
+import state_files  # noqa: F401
 import state_flags  # noqa: F401
 import state_functions  # noqa: F401
 import state_generate  # noqa: F401

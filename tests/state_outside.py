@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import warnings
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import autoshard
-from autoshard.errors import LayoutError
 
 
 class Hidden(nn.Module):
@@ -225,26 +223,3 @@ def anomalies_are_detected(mesh: autoshard.Mesh) -> None:
             once(model, sharded, rows().abs())
             with pytest.raises(RuntimeError, match="returned nan values"):
                 full(sharded(-rows().abs())).backward()
-
-
-@case
-def parts_saved_by_one_rank(mesh: autoshard.Mesh) -> None:
-    _, sharded = pair(mesh, Net, ids(), hints={"head.bias": autoshard.Shard(0), "layers.*": "colwise"})
-    optimizer = torch.optim.AdamW(sharded.parameters())
-    full(sharded(ids())[0]).backward()
-    optimizer.step()
-    for state, load in (
-        (sharded.state_dict(), sharded.load_state_dict),
-        (optimizer.state_dict(), optimizer.load_state_dict),
-    ):
-        file = io.BytesIO()
-        torch.save(state, file)
-        load(torch.load(io.BytesIO(file.getvalue())))  # its own
-        given = [file.getvalue()]
-        if dist.is_initialized():
-            dist.broadcast_object_list(given, src=0)
-        if dist.is_initialized() and dist.get_rank():
-            with refused("holds the part of rank 0, which wrote it, and is read on rank 1", LayoutError):
-                torch.load(io.BytesIO(given[0]))
-        else:
-            load(torch.load(io.BytesIO(given[0])))

@@ -277,8 +277,8 @@ def round_trip(at: Walk) -> str:
         if dist.is_initialized():
             dist.broadcast_object_list(folder)
         path = f"{folder[0]}/{dist.get_rank() if dist.is_initialized() else 0}"
-        torch.save((at.sharded.state_dict(), at.optimizers[1].state_dict()), path)
-        state, other = torch.load(path, weights_only=False)
+        torch.save((at.sharded.full_state_dict(), full_optimizer_state_dict(at.sharded, at.optimizers[1])), path)
+        state, other = torch.load(path)
         at.sharded.load_state_dict(state)
         at.optimizers[1].load_state_dict(other)
     elif how == "other mesh":

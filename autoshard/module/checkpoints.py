@@ -14,10 +14,8 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
-from autoshard.layout import Layout
 from autoshard.module.base import ShardedModule
-from autoshard.module.dtensors.owned import is_owned, layout_on, local_of, part_of_owned
-from autoshard.module.dtensors.views import alongside
+from autoshard.module.dtensors.owned import layout_on, local_of
 from autoshard.module.meetings import collective
 from autoshard.module.programs.simulate import shard_of
 from autoshard.module.staged.pipelined import PipelinedModule
@@ -80,24 +78,17 @@ def load_full_optimizer_state_dict(
     if isinstance(sharded, PipelinedModule):
         state = own_state(sharded, optimizer, state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    entries = {number: dict(entry) for number, entry in state["state"].items()}
-    for number, entry in entries.items():
+    for number, entry in state["state"].items():
         parameter = parameters[number]
         for key, value in entry.items():
-            if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or not value.ndim:
+            if not (isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.ndim):
                 continue
-            if value.shape != parameter.shape:
+            if value.shape != parameter.shape and not all(p.is_replicate() for p in parameter.placements):
                 raise PlanError(
                     f"optimizer state {key!r} has shape {list(value.shape)}, its parameter {list(parameter.shape)}: how the "
                     "ranks share it is not known. Save and load it with torch.distributed.checkpoint."
                 )
-            if is_owned(parameter):
-                entry[key] = part_of_owned(value.to(parameter.device), parameter)
-                continue
-            layout = Layout.from_torch(sharded._running, parameter.placements)
-            local = shard_of(value, layout, _rank(sharded)).to(parameter.device, copy=True).contiguous()
-            entry[key] = alongside(local, parameter)
-    optimizer.load_state_dict({**state, "state": entries})
+    optimizer.load_state_dict(dict(state))
 
 
 def _rank(sharded: Any) -> int:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from training_worker import FOLDER, main
 
 import autoshard
-from autoshard.errors import RuntimeMismatchError
+from autoshard.errors import LayoutError, RuntimeMismatchError
 from autoshard.runtime.programs.pipeline import Pipeline
 from autoshard.runtime.programs.schedules import Stage
 
@@ -83,6 +83,8 @@ def saved() -> None:
     assert mine.keys() <= found.keys()
     assert all(torch.equal(found[n], p.to_local()) for n, p in mine.items())
     assert not any(n in found for n in sharded.whole_names() if n not in mine)
+    with pytest.raises(LayoutError, match="is about to save"):  # the tensors of a stage are no state of the model
+        torch.save(sharded.state_dict(), FOLDER / "one_stage.pt")
 
 
 def generates() -> None:

@@ -1,4 +1,7 @@
-"""DTensors in files of ``torch.save``: each holds the part of the rank that wrote it, and is of no use to others."""
+"""DTensors that leave this process, in files and messages: pickle, ``torch.save``, safetensors, NumPy.
+
+A replicated one leaves as a plain tensor, for any number of ranks. A shard is refused: alone, or on another rank, it is wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,41 +10,51 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import LayoutError
+from autoshard.module.dtensors.views import Copied
+
+_VALUES = "numpy tolist __array__ __dlpack__".split()
+_MEMORY = "storage share_memory_".split()
+"""methods that ask for memory, which a DTensor has none of; safetensors and accelerate come by ``storage``"""
 
 
-def mend_files(is_ours: Callable[[object], bool]) -> None:
-    """Have parts of ours in files know their rank, and be refused on others: torch takes them for these ranks' own.
+def mend_files(is_ours: Callable[[object], bool], is_whole: Callable[[DTensor], bool]) -> None:
+    """Have DTensors of sharded modules leave as plain tensors where ``is_whole``, and not at all elsewhere."""
+    of: Any = DTensor
+    reduced, at = of.__reduce_ex__, of.data_ptr
 
-    Nor does it know a wrapper whose local tensor does not begin its memory, as of tables that lie one after another.
-    """
-    reduced: Callable[..., Any] = DTensor.__reduce_ex__
-    inner: Callable[..., Any] = DTensor._reduce_ex_internal
-
-    def reduce_inner(x: DTensor, protocol: Any) -> Any:
-        if not x.storage_offset():
-            return inner(x, protocol)
-        how = type(x), x.dtype, tuple(x.size()), x.stride(), 0, x.layout, x.device, x.requires_grad
-        return torch._utils._rebuild_wrapper_subclass, how
+    def plain(x: DTensor, allowed: bool) -> torch.Tensor:
+        if not allowed:
+            raise LayoutError(
+                f"rank {dist.get_rank()} is about to save, or to hand to something other than torch, a tensor of shape "
+                f"{list(x.shape)} of which it holds {list(x._local_tensor.shape)} ({x.placements}). Save "
+                "sharded.full_state_dict() and autoshard.full_optimizer_state_dict(sharded, optimizer) on one rank, or "
+                "state_dict() with torch.distributed.checkpoint; of single tensors take .full_tensor() on every rank."
+            )
+        return x._local_tensor.detach()
 
     def reduce_ex(x: DTensor, protocol: Any) -> Any:
-        rebuild, args, *rest = reduced(x, protocol)
-        if not is_ours(x) or all(p.is_replicate() for p in x.placements):
-            return (rebuild, args, *rest)
-        return (of_rank, (dist.get_rank(), rebuild, args), *rest)
+        if not is_ours(x):
+            return reduced(x, protocol)
+        whole = plain(x, is_whole(x)).requires_grad_(x.requires_grad)
+        return (nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole).__reduce_ex__(protocol)
 
-    DTensor.__reduce_ex__ = reduce_ex  # type: ignore[assignment, method-assign]
-    DTensor._reduce_ex_internal = reduce_inner  # type: ignore[assignment, method-assign]
-    torch.serialization.add_safe_globals([of_rank])
+    def copied(x: DTensor) -> Any:
+        """``copy.copy``, within this process."""
+        rebuild, args = reduced(x, 4)
+        return rebuild(*args)
 
+    def reading(read: Callable[..., Any], of_whole: bool) -> Callable[..., Any]:
+        def wrapped(x: DTensor, *args: Any, **kwargs: Any) -> Any:
+            ours = type(x) in (DTensor, Copied) and is_ours(x)  # outputs gather
+            return read(plain(x, of_whole and is_whole(x)) if ours else x, *args, **kwargs)
 
-def of_rank(rank: int, rebuild: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What ``rebuild`` gives. Raises :class:`LayoutError` on other ranks than the one that wrote it."""
-    if dist.is_initialized() and dist.get_rank() != rank:
-        raise LayoutError(
-            f"a tensor in this file holds the part of rank {rank}, which wrote it, and is read on rank {dist.get_rank()}. Save "
-            "full_state_dict() and autoshard.full_optimizer_state_dict(), or use torch.distributed.checkpoint."
-        )
-    return rebuild(*args)
+        return wrapped
+
+    of.__reduce_ex__, of.__copy__ = reduce_ex, copied
+    of.data_ptr = lambda x: 0 if is_ours(x) else at(x)  # torch adds the offset of the local tensor to 0
+    for name in (*_VALUES, *_MEMORY):
+        setattr(of, name, reading(getattr(of, name), name in _VALUES))

@@ -39,15 +39,27 @@ _MESHES: set[DeviceMesh] = set()
 """those that sharded modules run on: DTensors on others are left to torch"""
 
 
-def mend(mesh: DeviceMesh) -> None:
-    """Mend them for DTensors on ``mesh``."""
+_OF_STAGES: set[DeviceMesh] = set()
+"""those of them that have the ranks of one pipeline stage alone"""
+
+
+def mend(mesh: DeviceMesh, of_stage: bool = False) -> None:
+    """Mend them for DTensors on ``mesh``; ``of_stage``: other ranks hold other tensors of the same module."""
     _MESHES.add(mesh)
+    if of_stage:
+        _OF_STAGES.add(mesh)
     _mend()
 
 
 def is_ours(x: object) -> TypeGuard[DTensor]:
     """Whether ``x`` is a DTensor on the mesh of a sharded module."""
     return isinstance(x, DTensor) and (x._spec.mesh in _MESHES or is_owned(x))
+
+
+def _is_whole(x: DTensor) -> bool:
+    """Whether every rank of the module has the whole of ``x``, which is one of ours."""
+    whole = all(p.is_replicate() for p in x.placements)
+    return whole and not is_owned(x) and x._spec.mesh not in _OF_STAGES
 
 
 @functools.cache
@@ -73,7 +85,7 @@ def _mend() -> None:
     _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
     mend_checkpoints()
     mend_strided()
-    mend_files(is_ours)
+    mend_files(is_ours, _is_whole)
     DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
     _muon._zeropower_via_newtonschulz = _whole_matrix(_muon._zeropower_via_newtonschulz)

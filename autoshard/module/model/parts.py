@@ -109,7 +109,8 @@ class Fixed(nn.Module):
         """DistributedDataParallel asks for it before anything else."""
         raise AutoshardError(
             "a sharded module must not be wrapped in DistributedDataParallel: it sums gradients over its mesh itself. "
-            "Use it as it is; with accelerate, prepare the optimizer alone."
+            "Use it as it is; with accelerate, prepare the optimizer alone, and save full_state_dict(): save_state saves no "
+            "model then."
         )
 
     # What classes of their own do about tensors is for modules that run.

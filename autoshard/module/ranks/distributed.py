@@ -31,6 +31,7 @@ from autoshard.module.gradients import one_verdict
 from autoshard.module.inputs import Cuts, without_data
 from autoshard.module.logits import Logits
 from autoshard.module.model.attached import duplicate
+from autoshard.module.optimizers import load_whole_states
 from autoshard.module.programs.compiling import Settings
 from autoshard.module.programs.executable import Call, Executable
 from autoshard.module.programs.turns import Turns
@@ -81,7 +82,8 @@ class DistributedModule(OnRank):
         set_(self, "_home", next((t.device for _, t in named_tensors(model) if not t.is_meta), torch.device("cpu")))
         set_(self, "_turns", Turns(waits=False))
         one_verdict()
-        mend(device_mesh)
+        load_whole_states()
+        mend(device_mesh, self.is_staged)
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
