@@ -139,7 +139,14 @@ def test_labels_that_only_the_model_can_count(stages: str | None) -> None:
         autoshard.plan(model, {stages or "tp": 2}, args, micro_batches=2, stages=stages)
 
 
-def test_a_draw_without_a_rule_is_named() -> None:
+def test_a_draw_without_a_rule_is_drawn_once() -> None:
     model, args = case(lambda m, ids: m.average(ids, torch.where(drawn(ids.double()) < 0.5, ids, IGNORED)))
-    with pytest.raises(RuleError, match=r"autoshard_tests.drawn.* draws random numbers and has no sharding rule"):
+    steps_alike(model, ideal({"tp": 2}), args, {}, 2, micro_batches=2)
+
+
+def test_a_draw_without_a_rule_that_has_a_gradient_is_named() -> None:
+    model, args = case(lambda m, ids: m.average(ids, ids) + drawn(m.logits(ids)).mean())
+    with pytest.raises(
+        RuleError, match=r"autoshard_tests.drawn.* draws random numbers, has a gradient and no sharding rule"
+    ):
         autoshard.plan(model, {"tp": 2}, args, micro_batches=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ import torch.nn.functional as F
 from harness import assert_equal_training
 from sites import part, run, site
 from special_samples import f
+from torch import distributions as dist
 from torch import nn
 
+import autoshard
 from autoshard import runtime
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.rules.families import attention, random
 from autoshard.runtime import World
+from autoshard.runtime.operations import draw
 
 aten = torch.ops.aten
 SIZES = {"a": 2, "b": 3}
@@ -187,3 +191,70 @@ class Masked(nn.Module):
 def test_native_dropout_gives_its_mask_and_takes_its_numbers(p: float, train: bool | None, both: bool) -> None:
     """Eager's takes them even where nothing or all is dropped, and only in training; None trains with another gradient."""
     assert_equal_training(Masked(p, train, both), {"tp": 2}, (f(4, 8),), share=1)
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    """Of its shape, and transposed in memory."""
+    return torch.empty_like(x.detach().mT, memory_format=torch.contiguous_format).mT
+
+
+WHOLE: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
+    "of the generator None": lambda h: [
+        torch.randn(h.shape, generator=None),
+        torch.rand(h.shape, generator=None),
+        torch.randint(0, 5, h.shape, generator=None),
+        torch.normal(0.5, h.detach().exp(), generator=None),
+        h[torch.randperm(h.shape[0], generator=None)],
+        _like(h).normal_(0, 1, generator=None),
+        torch.bernoulli(h.sigmoid(), generator=None),
+        torch.poisson(h.exp(), generator=None),
+        torch.multinomial(h.exp(), 8, generator=None),
+    ],
+    "in place": lambda h: [
+        torch.empty(h.shape, dtype=torch.long).random_(0, 4),
+        torch.empty(h.shape, dtype=torch.int8).random_(),
+        _like(h).random_(1, to=7, generator=None),
+        _like(h).random_(9),
+        _like(h).exponential_(2.0),
+        _like(h).cauchy_(),
+        _like(h).log_normal_(),
+        _like(h).geometric_(0.3),
+        torch.binomial(torch.full_like(h, 5.0), h.detach().sigmoid()),
+    ],
+    "with gradients": lambda h: [
+        dist.Gamma(h.exp(), h.square() + 0.1).rsample(),
+        dist.Gamma(h.exp() * 1e-4, 1.0).rsample(),
+        dist.Beta(h.exp(), h.exp()).rsample(),
+        dist.Dirichlet(h.exp()).rsample(torch.Size([3])).sum(0),
+        dist.StudentT(h.exp() + 1).rsample(),
+        torch._standard_gamma(h.exp()),
+        dist.Binomial(5, logits=h).sample(),
+        dist.Dirichlet(h.exp()).sample(),
+    ],
+}
+
+
+class Drawing(nn.Module):
+    """A sum of draws, between products that are divided."""
+
+    def __init__(self, draws: Callable[[torch.Tensor], list[torch.Tensor]]) -> None:
+        super().__init__()
+        self.up, self.down, self.draws = nn.Linear(8, 8), nn.Linear(8, 6), draws
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        drawn = [h, *self.draws(h), torch.rand_like(h)]
+        return self.down(torch.stack([x.to(h.dtype).clamp(-5, 5) * (i + 1) for i, x in enumerate(drawn)]).mean(0))
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_draws_without_a_rule_are_drawn_once(what: str) -> None:
+    """The generator is then where one device leaves it: a draw with a rule follows."""
+    assert_equal_training(Drawing(WHOLE[what]), {"tp": 2}, (f(4, 8),), steps=2)
+
+
+def test_a_draw_of_every_rank_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    monkeypatch.setattr(draw, "shared", lambda fn, *args, **kwargs: fn(*args, **kwargs))
+    model = Drawing(lambda h: [torch.empty(h.shape).cauchy_()])
+    assert not autoshard.verify(model.double(), Mesh({"tp": 2}, hardware="ideal_network"), (f(4, 8),), steps=1).ok

@@ -98,7 +98,7 @@ __all__ = [
 from autoshard.runtime.attention.fold import folded, unfolded
 from autoshard.runtime.attention.heads import attention, causal_mask, kv_heads
 from autoshard.runtime.attention.ring import banded_rows, gathered_attention, ring_attention
-from autoshard.runtime.operations.draw import draw, draw_like, native_dropout, rrelu
+from autoshard.runtime.operations.draw import draw, draw_like, draw_whole, native_dropout, rrelu
 from autoshard.runtime.operations.embedding import pooled, pooled_together, vocab_embedding, vocab_embedding_bag
 from autoshard.runtime.operations.experts import experts
 from autoshard.runtime.operations.halo import average, crop, halo, split
@@ -173,6 +173,7 @@ __all__ += [
     "cumsum",
     "draw",
     "draw_like",
+    "draw_whole",
     "experts",
     "flat_argmax",
     "flat_argmin",

@@ -284,17 +284,17 @@ class _Trace:
             try:
                 attributes, before = held(model), as_found(model)
                 assigned = [(module, dict(module._buffers), shapes_of(module)) for module in model.modules()]
-                stand_for(model, tensors, self.attached)
+                own = stand_for(model, tensors, self.attached)
                 with none_drawn(model), watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
-                    watch.begin(Forward(self.given, list(model.parameters()), state, trained))
+                    watch.begin(Forward(self.given, list(model.parameters()), state, trained, own))
                     output = forward(*args, **kwargs)
                     watch.end(output)
                 check_made(before)
-                for module, own, shapes in assigned:
+                for module, owned, shapes in assigned:
                     check_shapes(module, shapes)
                     if module is not model:
-                        write_back(module, own)
+                        write_back(module, owned)
                 check_unwritten(model, attributes, parameters)
                 leave(model, before)
                 return output

@@ -74,6 +74,8 @@ class Forward:
     """as traced, and as the model has it"""
     trained: list[bool]
     """per leaf of the arguments whether the caller's requires a gradient"""
+    own: dict[int, torch.Tensor]
+    """id of a parameter or buffer of the model → what stands for it in the trace"""
 
 
 class Observer:

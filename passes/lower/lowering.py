@@ -78,9 +78,12 @@ class _Lowering:
         rule = rule_for(node.op)
         if is_rigid(node, self.types, rule) and not is_random(node):  # a random op is drawn once for all ranks
             rule = None
-        call = (
-            rule.local(site) if rule is not None and rule.local is not None else Call(node.op, local.args, local.kwargs)
-        )
+        if rule is not None and rule.local is not None:
+            call = rule.local(site)
+        elif rule is None and is_random(node):
+            call = Call("draw_whole", (node.op._schema.name, *local.args), local.kwargs)
+        else:
+            call = Call(node.op, local.args, local.kwargs)
         internal: tuple[Internal, ...] = ()
         if rule is not None and rule.collectives is not None:
             internal = rule.collectives(site.example)

@@ -10,13 +10,13 @@ from autoshard.passes.rules.rigid import is_rigid
 
 
 def check_random(graph: Graph) -> None:
-    """Raise :class:`RuleError` for a random op without a rule: each rank would draw numbers of its own."""
+    """Raise :class:`RuleError` for a random op without a rule that has a gradient: it is drawn once for all ranks, without."""
     for node in graph.nodes:
-        if is_random(node) and rule_for(node.op) is None:
+        if is_random(node) and rule_for(node.op) is None and any(graph.types[o].grad for o in node.outputs):
             raise RuleError(
-                f"{node.op} in module {node.fqn or '(root)'!r} at {node.source} draws random numbers and has no sharding "
-                "rule, so ranks would draw different ones. Draw with torch.rand or dropout, or add a rule by hand "
-                "(autoshard.register_rule)."
+                f"{node.op} in module {node.fqn or '(root)'!r} at {node.source} draws random numbers, has a gradient and no "
+                "sharding rule: one draw for all ranks would lose the gradient. Draw with torch.rand or dropout and compute "
+                "from that, or add a rule by hand (autoshard.register_rule)."
             )
 
 

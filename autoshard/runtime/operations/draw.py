@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from autoshard.runtime.operations.indexing import part_of_batch
 from autoshard.runtime.operations.random import drawn, in_memory_order, part, shared
@@ -29,6 +30,13 @@ def draw(
     if batch is not None:
         found = part_of_batch(found, batch, current().micro_batch[1])
     return part(found, dims or {})
+
+
+def draw_whole(op: str, *args: Any, **kwargs: Any) -> Any:
+    """The results of ``op(*args)``, named as ``aten::rand``, of whole arguments: drawn once for all ranks. No gradient."""
+    namespace, _, name = op.partition("::")
+    whole = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+    return shared(getattr(getattr(torch.ops, namespace), name), *whole[0], **whole[1])
 
 
 def draw_like(

@@ -106,13 +106,16 @@ def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
 
-def stand_for(model: nn.Module, own: Mapping[str, torch.Tensor], read: dict[tuple[str, str], None]) -> None:
-    """Let the tensors that are in ``model`` while it is traced know which of its ``own`` they stand for."""
+def stand_for(
+    model: nn.Module, own: Mapping[str, torch.Tensor], read: dict[tuple[str, str], None]
+) -> dict[int, torch.Tensor]:
+    """Let the tensors that are in ``model`` while it is traced know which of its ``own`` they stand for; by id, these."""
     now = {name: x for name, x in own_tensors(model).items() if name in own}
     traced = {id(own[name]): x for name, x in now.items()}
     for name, x in now.items():
         if x is not own[name]:
             x.autoshard_of = StandsFor(name, own[name], traced, read)  # type: ignore[attr-defined]
+    return traced
 
 
 def values_of(read: Iterable[tuple[str, str]], tensor: Callable[[str], torch.Tensor]) -> tuple[Read, ...]:

@@ -12,6 +12,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,7 +22,7 @@ from torch import nn
 
 from autoshard.errors import CaptureError
 from autoshard.frames import is_ours, is_pythons, is_users, stack
-from autoshard.passes.capture.observer import Observer, Patch, Refusals, replacing
+from autoshard.passes.capture.observer import Call, Observer, Patch, Refusals, replacing
 
 UNIFORM = (
     (random, "random", "Python's random"), (random, "uniform", "Python's random"),
@@ -38,6 +39,12 @@ class Draws(Observer):
 
     def __init__(self, refuse: Refusals) -> None:
         self.refuse = refuse
+
+    def before(self, call: Call) -> Call | None:
+        """``generator=None`` is the default generator, whose draws are other overloads."""
+        if call.kwargs.get("generator", ...) is not None:
+            return None
+        return replace(call, kwargs={name: x for name, x in call.kwargs.items() if name != "generator"})
 
     def patches(self) -> Iterable[Patch]:
         for module, name, generator in UNIFORM:

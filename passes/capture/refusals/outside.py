@@ -1,6 +1,8 @@
-"""Tensors that a forward reads and the model does not hold: a global, a closure's, those of a module hidden in a list.
+"""Tensors that a forward reads otherwise than as attributes of the model's modules.
 
-They are constants of the graph. Autograd would give those that are trained a gradient, which a program does not.
+Parameters and buffers that the model registers are read through a plain list, dict or closure as well: what stands for
+them in the trace takes their places. Others (a global, those of a module hidden in a list) are constants of the graph.
+Autograd would give those that are trained a gradient, which a program does not.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.frames import is_ours, stack
-from autoshard.passes.capture.observer import Call, Observer, Refusals
+from autoshard.passes.capture.observer import Call, Forward, Observer, Refusals
 
 _read: ContextVar[dict[int, tuple[torch.Tensor, int]]] = ContextVar("read")
 
@@ -36,6 +39,17 @@ class ReadsOutside(Observer):
 
     def __init__(self, training: bool, refuse: Refusals) -> None:
         self.training, self.refuse = training, refuse
+        self.own: dict[int, torch.Tensor] = {}
+
+    def begin(self, forward: Forward) -> None:
+        self.own = {i: x for i, x in forward.own.items() if id(x) != i}
+
+    def before(self, call: Call) -> Call | None:
+        """The call with what stands for the model's own tensors in the trace."""
+        if self.own.keys().isdisjoint(map(id, call.operands)):
+            return None
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: self.own.get(id(x), x), (call.args, call.kwargs))
+        return replace(call, args=args, kwargs=kwargs)
 
     def after(self, call: Call, result: Any) -> Any:
         """Refuse a result that has the gradient of such an operand."""

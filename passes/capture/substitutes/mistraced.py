@@ -108,6 +108,45 @@ def _bernoulli_(self: torch.Tensor, p: Any = 0.5, **options: Any) -> torch.Tenso
     return self
 
 
+def _random_(self: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
+    """``random_(low, high)``, of which export writes Python with an argument called ``from``."""
+    given = (*bounds, *([options["to"]] if "to" in options else []))
+    if len(given) != 2 or None in given or options.keys() - {"to"}:
+        return self.random_(*bounds, **options)
+    return self.copy_(torch.randint_like(self, *given))
+
+
+def _standard_gamma(self: torch.Tensor) -> torch.Tensor:
+    """Its draw, which has no gradient, and the gradient beside it: of one device, once."""
+    if not self.requires_grad:
+        return torch._standard_gamma(self)
+    fixed = self.detach()
+    drawn = torch._standard_gamma(fixed)
+    return drawn + (self - fixed) * torch._standard_gamma_grad(fixed, drawn)
+
+
+class _Dirichlet:
+    """In place of torch's Function of that name: the draw, and the gradient beside it."""
+
+    @staticmethod
+    def apply(concentration: torch.Tensor) -> torch.Tensor:
+        fixed = concentration.detach()
+        drawn = torch._sample_dirichlet(fixed)
+        if not concentration.requires_grad:
+            return drawn
+        slope = torch._dirichlet_grad(drawn, fixed, fixed.sum(-1, True).expand_as(fixed))
+        moved = (concentration - fixed) * slope
+        return drawn + moved - drawn * moved.sum(-1, True)
+
+
+def _gamma_sample(self: Any, sample_shape: Any = ()) -> torch.Tensor:
+    """``Gamma.rsample``, which clamps its value in place behind autograd's back: the gradient passes by."""
+    shape = self._extended_shape(sample_shape)
+    value: torch.Tensor = torch._standard_gamma(self.concentration.expand(shape)) / self.rate.expand(shape)
+    fixed, least = value.detach(), torch.finfo(value.dtype).tiny
+    return torch.where(fixed < least, least + (value - fixed), value)
+
+
 def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """What is overwritten has a gradient, of zeros; the functional form of ``copy_`` has none."""
     if self.is_leaf or self._is_view() or not torch.is_grad_enabled():
@@ -147,6 +186,8 @@ MISTRACED: dict[Any, Callable[..., Any]] = {
     **{getattr(torch, name): f for name, f in _STANDING_IN.items()},
     torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.copy_: _copy_,
+    torch.Tensor.random_: _random_,
+    torch._standard_gamma: _standard_gamma,
     **{f: _into(f, True) for f in (torch.sum, torch.prod, torch.nansum, torch.nanmean)},
     **{f: _into(f, False) for f in (torch.var, torch.std)},
 }
@@ -154,5 +195,7 @@ PATCHES = (
     (torch, "instance_norm", _instance_norm),
     (torch, "batch_norm", _batch_norm),
     *((torch._VF, name, f) for name, f in _STANDING_IN.items()),
+    (torch.distributions.gamma.Gamma, "rsample", _gamma_sample),
+    (torch.distributions.dirichlet, "_Dirichlet", _Dirichlet),
 )
 """what ``torch.nn.functional`` calls where no function mode sees it"""
