@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from harness import ideal
 from microbatch_cases import IGNORED, Tagger, masked_as_bert, steps_alike
+from torch import nn
 
 import autoshard
+from autoshard import runtime
 from autoshard.errors import PlanError, RuleError
 from autoshard.passes.microbatch import losses
 
@@ -150,3 +152,32 @@ def test_a_draw_without_a_rule_that_has_a_gradient_is_named() -> None:
         RuleError, match=r"autoshard_tests.drawn.* draws random numbers, has a gradient and no sharding rule"
     ):
         autoshard.plan(model, {"tp": 2}, args, micro_batches=2)
+
+
+class Lending(nn.Module):
+    """Operands that lend their dtype or shape only, to casts, to fills, and to probabilities of draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, padded = self.up(x), x[..., 0].gt(0).unsqueeze(-1)
+        h = h * (1 - padded.type_as(h)) * torch.bernoulli(torch.full_like(h, 0.5))
+        h = h + torch.empty_like(h).normal_() + torch.ones_like(h).type_as(padded).to(h) + h.new_full(h.shape, 0.5)
+        return self.down(h).square().mean()
+
+
+def test_what_only_lends_its_shape_or_dtype() -> None:
+    torch.manual_seed(0)
+    steps_alike(Lending().double(), ideal({"tp": 2}), (torch.randn(8, 3, 8).double(),), {}, 2, micro_batches=4)
+
+
+def test_verify_reports_where_labels_are_drawn_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong part of what is drawn is a report, and no error of torch's."""
+    model, args = case(between_others)
+    assert autoshard.verify(model, {"tp": 2}, args, micro_batches=2).ok
+    monkeypatch.setattr(runtime, "part_of_batch", lambda x, dim, count: x.narrow(dim, 0, x.shape[dim] // count))
+    report = autoshard.verify(model, {"tp": 2}, args, micro_batches=2)
+    assert not report.ok
+    assert "cross_entropy" in str(report.first_divergence)

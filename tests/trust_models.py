@@ -363,8 +363,8 @@ KINDS: dict[str, Kind] = {
     "a vocabulary that does not divide": Kind(lambda: Loss(entropy), (on({"tp": 4}, hints=HEAD_ROWS), FSDP)),
     "loss of gathered logits": Kind(lambda: Loss(of_logits), (ROWS, on({"dp": 2, "tp": 2}, hints=HEAD_ROWS))),
     "mean over local label counts": Kind(lambda: Loss(per_token), (DDP, on(DP, micro_batches=2), STAGES)),
-    "several prediction heads": Kind(Heads, (DDP, SP)),
-    "chunked cross entropy, sharded vocabulary": Kind(Chunked, (ROWS, FSDP)),
+    "several prediction heads": Kind(Heads, (DDP, SP, MICRO)),
+    "chunked cross entropy, sharded vocabulary": Kind(Chunked, (ROWS, FSDP, on(DP, micro_batches=2))),
     "draws of recomputed blocks": Kind(
         Recomputed, (on({"dp": 2, "tp": 2}), SP, on(TP, recompute="blocks", micro_batches=2))
     ),

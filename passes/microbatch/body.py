@@ -18,6 +18,7 @@ from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.walk import map_tree, walk
 from autoshard.passes.microbatch.constants import on_summands, with_share
 from autoshard.passes.microbatch.joined import sliced_as_split
+from autoshard.passes.microbatch.lent import of_their_own
 from autoshard.passes.microbatch.losses import averaged, located, of_own_labels, separable_means
 from autoshard.passes.microbatch.picked import picked_by_sample
 from autoshard.passes.microbatch.scalars import loss_of
@@ -65,7 +66,7 @@ def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | Non
     if count == 1:
         inputs = {i.name: (i.name, None) for i in graph.inputs if i.kind == "input"}
         return graph, MicroBatches(1, inputs, (None,) * len(graph.outputs), loss, others)
-    graph, before = sliced_as_split(separable_means(picked_by_sample(graph))), None
+    graph, before = sliced_as_split(separable_means(picked_by_sample(of_their_own(graph)))), None
     try:
         found = _separated(graph, count, asked or {})
     except PlanError as error:
@@ -86,14 +87,17 @@ def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
 
     They are computed of the whole batch, and micro-batches take their parts of them.
     """
-    free = floating(graph)
+    # A number that nothing decides stays: it is added to the loss in shares.
+    numbers = {n.name for n in graph.nodes if not n.inputs and all(not graph.types[o].shape for o in n.outputs)}
+    free = floating(graph) - numbers
     nodes = tuple(n for n in graph.nodes if n.name not in free)
     read = {name for n in nodes for name in n.inputs} | graph.returned
     made = [o for n in graph.nodes if n.name in free for o in n.outputs if o in read]
     made = [o for o in made if not graph.types[o].unknown and graph.types[o].number is None]
     if not made or len(made) < len(read & {o for n in graph.nodes if n.name in free for o in n.outputs}):
         return graph, None
-    first = tuple(n for n in graph.nodes if n.name in free)
+    needed = {name for n in graph.nodes if n.name in free for name in n.inputs}
+    first = tuple(n for n in graph.nodes if n.name in free or (n.name in numbers and not needed.isdisjoint(n.outputs)))
     own = {name for n in first for name in n.inputs}
     before = replace(
         graph,

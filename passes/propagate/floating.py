@@ -23,9 +23,7 @@ def floating(graph: Graph, at_most: float = CHEAP) -> frozenset[str]:
         if (
             node.outputs
             and not has_effect(node)
-            and (
-                node.op.namespace == "aten" or rule_for(node.op) is not None
-            )  # nobody knows what another library's does
+            and (node.op.namespace == "aten" or rule_for(node.op) is not None)  # others' may draw, or write
             and not any(name in fixed for name in node.inputs)
             and not any(graph.types[o].grad for o in node.outputs)
             and node_flops(node, graph, rule_for(node.op)) <= at_most * results

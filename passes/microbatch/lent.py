@@ -1,0 +1,44 @@
+"""Operands that lend their shape or dtype only: without them an operation is free of how micro-batches share these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autoshard.passes.capture.translate.canonical import remove_dead
+from autoshard.passes.ir.graph import Graph, Node
+
+aten = torch.ops.aten
+
+_FILLED: dict[Any, Any] = {
+    aten.zeros_like.default: aten.zeros.default,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+    aten.new_full.default: aten.full.default,
+}
+"""op of a tensor like its operand → the same of a size"""
+_CASTS = frozenset({aten.type_as.default, aten.to.other})
+
+
+def of_their_own(graph: Graph) -> Graph:
+    """``graph`` with such operations by size and dtype; those in another memory order, or of unknown lengths, stay."""
+    nodes = tuple(_alone(node, graph) for node in graph.nodes)
+    return graph if nodes == graph.nodes else remove_dead(replace(graph, nodes=nodes))
+
+
+def _alone(node: Node, graph: Graph) -> Node:
+    if node.op in _CASTS:
+        kwargs = {"dtype": graph.types[node.outputs[0]].dtype}
+        return replace(node, op=aten._to_copy.default, args=node.args[:1], kwargs=kwargs)
+    if node.op not in _FILLED:
+        return node
+    type_ = graph.types[node.outputs[0]]
+    if type_.permuted or type_.unknown:
+        return node
+    value = [node.argument("fill_value")] if _FILLED[node.op] is aten.full.default else []
+    args = ([*type_.shape], *value)
+    return replace(node, op=_FILLED[node.op], args=args, kwargs={"dtype": type_.dtype})
