@@ -79,6 +79,22 @@ class Terms(nn.Module):
         return {"aux": aux, "loss": 1.5 - 2 * loss}
 
 
+class Speech(nn.Module):
+    """CTC loss of frames of several lengths; padding is masked by a tensor that takes only its dtype from another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 5)
+
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor, frames: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        h = self.up(x)
+        there = torch.arange(x.shape[1]) < frames[:, None]
+        scores = self.down(F.gelu(h) * there.unsqueeze(-1).type_as(h)).log_softmax(-1)
+        return F.ctc_loss(scores.transpose(0, 1), labels, frames, counts, zero_infinity=True)
+
+
 def tokens(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """[8, 16] token ids and labels, ignored unevenly: all of one row, most of another."""
     random = torch.Generator().manual_seed(seed)
@@ -96,6 +112,9 @@ def made(name: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         return Terms().double(), (torch.randn(8, 12).double(), torch.randn(8, 6).double())
     if name == "weighted":
         return Weighted().double(), (torch.randn(8, 10).double(), torch.tensor([0, 3, 3, 3, 1, 6, 2, 5]))
+    if name == "speech":
+        lengths = torch.tensor([9, 7, 8, 9, 5, 9, 6, 9]), torch.tensor([3, 2, 1, 3, 1, 2, 2, 3])
+        return Speech().double(), (torch.randn(8, 9, 6).double(), torch.randint(1, 5, (8, 3)), *lengths)
     if name == "flow":
         return Flow().double(), (torch.randn(8, 8).double(),)
     kinds = {
@@ -344,7 +363,7 @@ def chosen(mesh: autoshard.Mesh) -> None:
 
 CASES: dict[str, Callable[[autoshard.Mesh], None]] = {
     **{f"{name}_in_{n}": trains(name, n) for name in ("gpt", "llama") for n in (2, 4)},
-    **{f"{name}_in_4": trains(name, 4) for name in ("moe", "regression", "weighted", "flow", "terms")},
+    **{f"{name}_in_4": trains(name, 4) for name in ("moe", "regression", "weighted", "flow", "terms", "speech")},
     "other_outputs": other_outputs,
     "draws_go_on": draws_go_on,
     "draws_of_samples": draws_of_samples,

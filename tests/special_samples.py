@@ -307,7 +307,7 @@ WHOLE = {
             torch.tensor([6, 6, 5]),
             torch.tensor([2, 2, 1]),
         ),
-        call(unit(6, 2, 5).log(), torch.tensor([1, 2, 4]), torch.tensor([6, 6]), torch.tensor([2, 1]), 0, "none", True),
+        call(unit(6, 2, 5).log(), torch.tensor([1, 2, 4]), torch.tensor([6, 6]), torch.tensor([2, 1]), 0, True),
     ],
 }
 

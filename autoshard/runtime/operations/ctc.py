@@ -17,18 +17,27 @@ def ctc_loss(
     input_lengths: torch.Tensor,
     target_lengths: torch.Tensor,
     blank: int = 0,
-    reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """``F.ctc_loss`` of log-probabilities [t, n, c] or [t, c]; targets [n, s] or all after one another; whole tensors."""
-    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity).clone()
+    """The loss of each sample, [n] or []: log-probabilities [t, n, c] or [t, c]; targets [n, s] or one after another."""
+    return _each(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity).clone()
+
+
+def _each(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
 
 
 @ctc_loss.register_fake
 def _(log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
-    reduction = others[4] if len(others) > 4 else "mean"
-    return log_probs.new_empty(log_probs.shape[1:-1] if reduction == "none" else ())
+    return log_probs.new_empty(log_probs.shape[1:-1])
 
 
 # ATen's backward needs a table that the op does not give out.
-differentiate(ctc_loss, F.ctc_loss, of=(0,))
+differentiate(ctc_loss, _each, of=(0,))

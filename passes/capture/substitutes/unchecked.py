@@ -69,14 +69,21 @@ def _corrcoef(input: torch.Tensor) -> torch.Tensor:  # noqa: A002
 
 
 def _ctc_loss(
-    log_probs: torch.Tensor, targets: Any, input_lengths: Any, target_lengths: Any, *options: Any, **named: Any
+    log_probs: torch.Tensor,
+    targets: Any,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """``F.ctc_loss``; as an op of our own where it would read lengths out of tensors."""
-    given = isinstance(input_lengths, torch.Tensor) and isinstance(target_lengths, torch.Tensor)
-    loss: torch.Tensor = (ctc_loss if given else F.ctc_loss)(
-        log_probs, targets, input_lengths, target_lengths, *options, **named
-    )
-    return loss
+    """``F.ctc_loss``; where it would read lengths out of tensors, an op of our own for each sample, and their mean or sum."""
+    if not (isinstance(input_lengths, torch.Tensor) and isinstance(target_lengths, torch.Tensor)):
+        return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
+    each: torch.Tensor = ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    if reduction == "mean":
+        return (each / target_lengths.clamp(min=1).to(each.device)).mean()
+    return each.sum() if reduction == "sum" else each
 
 
 def _grouped_mm(mat_a: torch.Tensor, mat_b: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:

@@ -192,6 +192,8 @@ class _Translation:
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
         if op is aten._to_copy.default and not isinstance(args[0], Ref):  # vmap makes tensors of numbers
             op, args, kwargs = aten.full.default, ([], args[0]), {"dtype": node.meta["val"].dtype}
+        if op in (aten.type_as.default, aten.to.other):  # of the second operand only the dtype counts
+            op, args, kwargs = aten._to_copy.default, args[:1], {"dtype": node.meta["val"].dtype}
         if op is aten.cat.default and (whole := joined_with_nothing(args, self.types, value)):
             op, args, kwargs = aten.clone.default, (whole,), {"memory_format": torch.contiguous_format}
         if op is aten.linear.default and len(args) == 2 and len(self.types[args[1].name].shape) == 1:

@@ -36,7 +36,7 @@ _SUMS = {aten.sum.default, aten.mean.default}
 _BY_ROW = {aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default}
 """of rows and a matrix, or weights of features"""
 _LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
-_ELEMENTWISE = {*_LIKE, aten._to_copy.default, aten.type_as.default, aten.detach.default, aten.dropout.default}
+_ELEMENTWISE = {*_LIKE, aten._to_copy.default, aten.detach.default, aten.dropout.default}
 """and those that torch's tags say"""
 _ALONG = frozenset(
     (

@@ -11,7 +11,7 @@ import torch
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.schema import tensor_arguments
 from autoshard.passes.rules.base import Facts, Rounding, Rule, Types
-from autoshard.passes.rules.factors import Dims, Factors, numbered, sizes_of
+from autoshard.passes.rules.factors import Factors, numbered, sizes_of
 from autoshard.passes.rules.notation import Groups, rule
 
 aten = torch.ops.aten
@@ -196,14 +196,6 @@ LINEAR: dict[torch._ops.OpOverload, Groups | Callable[[Node, Graph], Groups]] = 
 _OTHER = [aten.max.other, aten.min.other, aten.fill.Scalar]
 
 
-def _cast_like(node: Node, graph: Graph) -> Factors:
-    """``type_as``: the second operand gives its dtype only; of another shape, it shares no factor."""
-    shape, other = graph.shapes(node.inputs)
-    dims = numbered(shape)
-    like: Dims = dims if other == shape else (None,) * len(other)
-    return Factors((dims, like), (dims,), sizes_of(shape), linear=FIRST)
-
-
 def _prelu(node: Node, graph: Graph) -> Factors:
     """One slope for all elements, or one per channel, which is dim 1."""
     shape, slopes = graph.shapes(node.inputs)
@@ -221,10 +213,6 @@ def _log_sigmoid(node: Node, graph: Graph) -> Factors:
 
 
 RULES: tuple[Rule, ...] = (
-    *(
-        Rule(op, _cast_like, notation="..., (dtype of) -> ...", facts=facts(op))
-        for op in (aten.type_as.default, aten.to.other)
-    ),
     *(elementwise(op, linear) for op, linear in LINEAR.items()),
     *(elementwise(op) for n in NAMED for op in _overloads(n) if op not in LINEAR),
     *(elementwise(op) for op in _OTHER),
