@@ -72,7 +72,7 @@ def marks(module: Any) -> Any:
             name,
             type(x).__name__ == "Manifold",
             isinstance(x, Manifold),
-            sorted({*vars(x)} - {"_is_param", "_state", "_of"}),
+            sorted({*vars(x)} - {"_is_param", "_written", "_of"}),
         )
         for name, x in (*module.named_parameters(), *module.named_buffers())
     ]

@@ -24,6 +24,7 @@ import state_outside  # noqa: F401
 import state_serving  # noqa: F401
 import state_tensors  # noqa: F401
 import state_torch  # noqa: F401
+import state_written  # noqa: F401
 from state_harness import CASES
 
 __all__ = ["CASES"]

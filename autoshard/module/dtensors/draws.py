@@ -16,8 +16,9 @@ import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-DRAWS = tuple(DTensor._op_dispatcher._random_ops)
-"""the ops that torch takes for draws"""
+_ALSO = (torch.ops.aten.exponential_, torch.ops.aten.geometric_, torch.ops.aten.log_normal_)
+DRAWS = (*DTensor._op_dispatcher._random_ops, *(packet.default for packet in _ALSO))
+"""the ops that torch takes for draws, and those that it takes for functions of each element"""
 
 
 def drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

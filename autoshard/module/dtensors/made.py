@@ -67,9 +67,11 @@ class _Whole(HandingOn):
         return local, None
 
 
-def local_gradient(gradient: DTensor, spec: DTensorSpec) -> torch.Tensor:
+def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of the gradient of a tensor that lies as ``spec`` says; of a sum every summand has the whole."""
     wanted = tuple([_WHOLE if p.is_partial() else p for p in spec.placements])
+    if not isinstance(gradient, DTensor):  # zeros that autograd made
+        gradient = whole_of(gradient, spec_of(spec.mesh, (_WHOLE,) * len(wanted), gradient.shape, gradient.dtype))
     if gradient._spec.placements != wanted:
         gradient = gradient.redistribute(spec.mesh, wanted)
     if torch.is_grad_enabled():

@@ -71,7 +71,7 @@ class OfStage(Output):
         self.home.along.tell(self.home.rank, local, "an output that one stage keeps")
         shape, stride, _ = spec.tensor_meta  # type: ignore[misc]
         made = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
-        return Output.state(made)  # type: ignore[return-value]
+        return Output.of(made)  # type: ignore[return-value]
 
     def full_tensor(self, **kwargs: Any) -> torch.Tensor:
         """The whole, on every rank. Collective."""

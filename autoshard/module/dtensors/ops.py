@@ -25,7 +25,7 @@ from autoshard.module.dtensors.files import mend_files
 from autoshard.module.dtensors.made import new_dtensor
 from autoshard.module.dtensors.owned import is_owned
 from autoshard.module.dtensors.strided import mend_strided
-from autoshard.module.dtensors.views import VIEWS, indexed, set_through, set_whole
+from autoshard.module.dtensors.views import VIEWS, indexed, set_through, set_whole, whole_on
 from autoshard.runtime.transport.work import all_reduce_sum
 
 aten = torch.ops.aten
@@ -74,6 +74,8 @@ def _mend() -> None:
             _handle(getattr(packet, name), _step_on_parts)
     for op in (aten.index_put_.default, aten._foreach_copy_.default):
         _handle(op, _on_parts)
+    for op in (aten.cat.default, aten.stack.default):
+        _handle(op, _with_zeros)
     for op in VIEWS:
         _handle(op, _view)
     for op in DRAWS:
@@ -171,14 +173,21 @@ def _on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = (x.placements, x.shape) if isinstance(x, DTensor) else None
             together &= mask and (given == layout or (given is None and not x.ndim))
     if not together and op is aten.index_put_.default:
-        if not set_through(op, args, kwargs):
-            set_whole(op, args, kwargs, args[0])
+        with torch.no_grad():
+            set_whole(op, args, kwargs)
         return args[0]
     if not together:
         return _as_it_was(op, args, kwargs)
     own, named = pytree.tree_map_only(DTensor, lambda x: x.to_local(), (args, kwargs))
     op(*own, **named)
     return args[0] if isinstance(args[0], torch.Tensor) else None
+
+
+def _with_zeros(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Autograd makes plain zeros for the parts of a ``split`` that were not used: like all that is plain they are whole."""
+    mesh = next(x for x in args[0] if isinstance(x, DTensor)).device_mesh
+    given = [x if isinstance(x, DTensor) else whole_on(mesh, x) for x in args[0]]
+    return _as_it_was(op, (given, *args[1:]), kwargs)
 
 
 def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -195,7 +204,8 @@ def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if set_through(op, args, kwargs):
         return x
     if not isinstance(args[1], DTensor) and args[1].ndim:  # a plain tensor: the whole
-        set_whole(op, args, kwargs, x)
+        with torch.no_grad():
+            set_whole(op, args, kwargs)
         return x
     if op is aten.fill_.Tensor and isinstance(x, DTensor) and not any(p.is_partial() for p in x.placements):
         op(x.to_local(), *pytree.tree_map_only(DTensor, lambda y: y.full_tensor(), args[1:]))

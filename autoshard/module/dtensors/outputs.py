@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from autoshard.module.dtensors.made import new_dtensor, ones_of
 from autoshard.module.dtensors.on_parts import on_parts
 from autoshard.module.dtensors.ops import item
 from autoshard.module.dtensors.strided import cuts
-from autoshard.module.dtensors.views import in_order, is_view, seen_from, set_through, writes
+from autoshard.module.dtensors.trusted import lacks_gradient
+from autoshard.module.dtensors.views import (
+    drawing_alike,
+    draws,
+    in_order,
+    is_alias,
+    is_view,
+    seen_from,
+    set_whole,
+    shows,
+    up_to_date,
+    was_written,
+    whole_on,
+    writes,
+)
 
 log = logging.getLogger("autoshard")
 
@@ -58,8 +73,8 @@ _BACKWARD = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.aut
 """they go through what is gathered also where gradients are off, as in the backward of a checkpoint that is reentrant"""
 
 
-_NOTED = frozenset(("_of", "_state"))
-"""of views that are copies, and of states"""
+_IN_PLACE_OR_VIEW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+"""what has autograd know of views: it would make their history anew by operations that DTensor does not have"""
 
 
 def _backward(
@@ -96,15 +111,19 @@ class Output(DTensor):
             x.__class__ = Output
         return x
 
-    @staticmethod
-    def state(x: DTensor) -> DTensor:
-        """The same as a buffer or cache: what is written into a view of it reaches it, also where that is a copy here."""
-        x.__dict__["_state"] = True
-        return Output.of(x)
-
     def like(self, made: DTensor) -> DTensor:
         """``made`` of this one's parts, as an output that lies on the same ranks."""
         return Output.of(made)
+
+    def to_local(self, **kwargs: Any) -> torch.Tensor:
+        """This rank's part."""
+        up_to_date([self])
+        return super().to_local(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """The same in other placements; ``full_tensor()`` asks for it, too."""
+        up_to_date([self])
+        return super().redistribute(*args, **kwargs)
 
     @classmethod
     def __torch_function__(
@@ -113,41 +132,38 @@ class Output(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in ABOUT:
                 return func(*args, **(kwargs or {}))
+            up_to_date(_leaves(args, kwargs or {}))
             if len(args) == 1:
                 if func is torch.Tensor.backward:
                     return _backward(args[0], **(kwargs or {}))
-                if func in _ALONE and not args[0].__dict__.keys() & _NOTED:
+                if func in _ALONE and "_of" not in args[0].__dict__:
                     return _ALONE[func](args[0])
             if (loss := on_parts(func, args, kwargs or {})) is not None:
                 return Output.of(loss)
             args, kwargs = in_order(args, kwargs or {})
             given = tuple(args), dict(kwargs)
-            if writes(func) and set_through(func, *given):
-                return args[0]
+            if writes(func, kwargs) and isinstance(args[0], DTensor):
+                return _write(func, *given)
             dim = chosen_dim(func, *given)
             if dim is not None and not any(p.is_partial() or cuts(p, dim) for p in args[0].placements):
                 return _of_part(func, dim, *given)
-            if func not in _ON_WHOLE and not any(map(_is_plain, _leaves(*given))):
-                try:
-                    made = func(*given[0], **given[1])
-                    if isinstance(made, torch.Size | float | int | bool):
-                        return made
-                    made = (
-                        Output.of(made) if isinstance(made, DTensor) else pytree.tree_map_only(DTensor, Output.of, made)
-                    )
-                    _follow(func, given[0], made)
+            leaves = _leaves(*given)
+            if not writes(func, kwargs) and is_dtensors(func, leaves):
+                with torch._C._ExcludeDispatchKeyGuard(_IN_PLACE_OR_VIEW) if is_view(func) else nullcontext():
+                    there, made = _of_dtensors(func, *given)
+                if there:
+                    if not isinstance(made, torch.Size | float | int | bool):
+                        made = pytree.tree_map_only(DTensor, Output.of, made)
+                        _follow(func, *given, made)
                     return made
-                except torch.OutOfMemoryError:
-                    raise
-                except (RuntimeError, NotImplementedError) as error:
-                    log.info("%s of an output in its layout: %s. It is gathered", func, error)
             with torch.set_grad_enabled(torch.is_grad_enabled() or func in _BACKWARD):
                 own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
-            result = func(*own, **named)
-            if writes(func) and isinstance(x := given[0][0], DTensor):
-                _take(x, own[0])
-                return x if result is own[0] else result
-            return result
+            with drawing_alike(func, next(x for x in leaves if isinstance(x, DTensor)), kwargs):
+                made = func(*own, **named)
+            if is_view(func) and isinstance(args[0], DTensor) and shows(args[0], func, args[1:], kwargs):
+                made = pytree.tree_map_only(torch.Tensor, lambda x: Output.of(whole_on(args[0].device_mesh, x)), made)
+                seen_from(args[0], made, func, args[1:], kwargs)
+            return made
 
 
 _ALONE: dict[Any, Callable[[Any], Any]] = {
@@ -200,24 +216,47 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and (x.ndim > 0 or x.requires_grad)
 
 
-def _follow(func: Any, args: Sequence[Any], made: Any) -> None:
-    """Note of views of a state whether they are copies, because a dim that is cut was indexed: see :func:`seen_from`."""
+def _follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+    """Note of views what they show: here they may be copies, and have a history of their own."""
     source = args[0] if args else None
     if not isinstance(source, DTensor) or not is_view(func) or made is source:
         return
-    if "_of" not in source.__dict__ and not source.__dict__.get("_state"):
-        return
-    if any(isinstance(i, list) for i in pytree.tree_leaves(args[1:])):
-        return
-    parts = [x.to_local().untyped_storage()._cdata for x in pytree.tree_leaves(made) if isinstance(x, DTensor)]
-    if "_of" in source.__dict__ or any(x != source.to_local().untyped_storage()._cdata for x in parts):
-        seen_from(source, made, func, args[1:])
-    else:
-        for x in pytree.tree_leaves(made):
-            x.__dict__["_state"] = True
+    if shows(source, func, args[1:], kwargs):
+        seen_from(source, made, func, args[1:], kwargs)
 
 
-def _take(x: DTensor, full: torch.Tensor) -> None:
-    """Take this rank's part of what was written into a copy of the whole."""
-    part = distribute_tensor(full.detach(), x.device_mesh, x.placements, src_data_rank=None)
-    x._local_tensor.copy_(part.to_local())
+def _write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``func`` writes into an output: every rank into its part where DTensor can, else what the whole becomes is cut.
+
+    Where gradients are recorded, what is written into a view becomes part of the history of what it shows, and of both.
+    """
+    x, leaves = args[0], _leaves(args, kwargs)
+    recorded = is_recorded(leaves)
+    on_part = "_of" not in x.__dict__ or (not recorded and is_alias(x))
+    if on_part and not draws(func) and is_dtensors(func, leaves) and _of_dtensors(func, args, kwargs)[0]:
+        was_written(x)
+        return x
+    with torch.set_grad_enabled(recorded):
+        set_whole(func, args, kwargs)
+    return None if func is torch.Tensor.__setitem__ else x
+
+
+def is_dtensors(func: Any, leaves: Sequence[Any]) -> bool:
+    """Whether ``func`` of what these are among is left to DTensor, where that has it."""
+    return not (func in _ON_WHOLE or any(map(_is_plain, leaves)) or (is_recorded(leaves) and lacks_gradient(func)))
+
+
+def _of_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Whether DTensor has ``func`` of these, and what it gives."""
+    try:
+        return True, func(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        log.info("%s of an output in its layout: %s. It is gathered", func, error)
+        return False, None
+
+
+def is_recorded(leaves: Sequence[Any]) -> bool:
+    """Whether autograd records an operation of these."""
+    return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from autoshard.errors import LayoutError
 from autoshard.module.dtensors.draws import first_ranks_generator
 from autoshard.module.dtensors.strided import cuts
 
@@ -30,17 +32,23 @@ VIEWS = {
 }
 """what indexing, ``split``, ``chunk`` and ``diagonal`` take → where its dim stands, 0 if not given; None: it has several"""
 
-_WRITING = re.compile(r"\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__")
+_WRITING = re.compile(
+    r"(?!requires_grad_|detach_|share_memory_)\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
 """names of functions that write into their first argument"""
 _DRAWS = re.compile(
-    "normal|uniform|bernoulli|random|exponential|cauchy|geometric|dropout|orthogonal|sparse|rrelu|dirac"
+    "normal|uniform|bernoulli|random|rand_|randn_|randint|exponential|cauchy|geometric|dropout|orthogonal|sparse|rrelu|"
+    "dirac|multinomial|poisson|binomial|gumbel"
 )
 """in names of functions that may draw"""
 _VIEWS = frozenset(
-    "__getitem__ select narrow unbind chunk split tensor_split view view_as reshape transpose t permute movedim squeeze "
-    "unsqueeze flatten unflatten expand diagonal detach".split()
+    "__getitem__ select narrow unbind chunk split split_with_sizes tensor_split hsplit vsplit dsplit view view_as reshape "
+    "reshape_as transpose t permute movedim moveaxis swapaxes swapdims adjoint squeeze unsqueeze flatten unflatten ravel "
+    "expand expand_as broadcast_to diagonal unfold contiguous detach".split()
 )
-"""names of functions whose results are views in eager torch"""
+"""names of functions whose results may be views in eager torch"""
+_GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH"))
+"""attributes that are"""
 
 
 class Copied(DTensor):
@@ -54,6 +62,7 @@ class Copied(DTensor):
     ) -> Any:
         args, kwargs = in_order(args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
+            up_to_date(args)
             if writes(func) and set_through(func, args, kwargs):
                 return args[0]
             made = func(*args, **kwargs)
@@ -67,29 +76,107 @@ def in_order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[A
     return (kwargs["tensor"],), {name: x for name, x in kwargs.items() if name != "tensor"}
 
 
-def seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any]) -> Any:
-    """``made``, by ``view`` of ``x``, noted as copies of what ``x`` is a copy of: of itself, if of nothing else."""
-    source, steps = x.__dict__.get("_of", (x, ()))
+def seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any], named: Mapping[str, Any] | None = None) -> Any:
+    """``made``, by ``view`` of ``x``, noted as what shows ``x``, or what that shows: the source, and how to come from there."""
+    source, steps, _ = x.__dict__.get("_of", (x, (), None))
     for i, each in enumerate(made if isinstance(made, list | tuple) else (made,)):
         if type(each) is DTensor:
             each.__class__ = Copied
-        each.__dict__["_of"] = source, (*steps, (view, rest, i))
+        each.__dict__["_of"] = source, (*steps, (view, rest, named or {}, i)), _version(source)
     return made
 
 
+def _followed(whole: torch.Tensor, steps: Sequence[Any]) -> torch.Tensor:
+    """The view of ``whole`` to which these steps lead."""
+    for step, rest, named, i in steps:
+        made = step(whole, *rest, **named)
+        whole = made[i] if isinstance(made, list | tuple) else made
+    return whole
+
+
+def shows(x: DTensor, view: Any, rest: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether what ``view`` gives of ``x`` is a view in eager: not of an index that is a tensor, nor where it has to copy."""
+    source, steps, _ = x.__dict__.get("_of", (x, (), None))
+    whole = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
+    try:
+        made = _followed(whole, (*steps, (view, rest, named, 0)))
+    except (RuntimeError, NotImplementedError):
+        return False
+    same: bool = made.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    return same
+
+
+def _version(source: DTensor) -> tuple[int, int]:
+    """Another one after every write into ``source``."""
+    return source.__dict__.get("_written", 0), 0 if source.is_inference() else source._version
+
+
+def is_alias(x: DTensor) -> bool:
+    """Whether what is written into this rank's part of a view reaches its source."""
+    source, _, _ = x.__dict__["_of"]
+    same: bool = x._local_tensor.untyped_storage()._cdata == source._local_tensor.untyped_storage()._cdata
+    return same
+
+
+def was_written(x: DTensor) -> None:
+    """Count a write into ``x``, for what else shows its source, and for autograd: DTensor writes where that does not see it."""
+    source, steps, _ = x.__dict__.get("_of", (x, (), None))
+    source.__dict__["_written"] = source.__dict__.get("_written", 0) + 1
+    for each in {id(x): x, id(source): source}.values():
+        if not each._local_tensor.is_inference():
+            torch.autograd.graph.increment_version(each._local_tensor)
+    if steps:
+        x.__dict__["_of"] = source, steps, _version(source)
+
+
+def up_to_date(given: Sequence[Any]) -> None:
+    """Have views among these show what was written into their sources since they were taken. Collective."""
+    for x in given:
+        if isinstance(x, DTensor) and "_of" in x.__dict__:
+            source, steps, version = x.__dict__["_of"]
+            if version != _version(source):
+                with torch.enable_grad():
+                    _become(x, _followed(source.full_tensor(), steps))
+                was_written(x)
+                x.__dict__["_of"] = source, steps, _version(source)
+
+
+def _become(x: DTensor, whole: torch.Tensor) -> None:
+    """``x`` has the values and, where gradients are recorded, the history of ``whole``."""
+    if any(p.is_partial() for p in x.placements):  # a summand has no values of its own
+        placements = [Replicate() if p.is_partial() else p for p in x.placements]
+        with torch.no_grad():
+            summed = x.redistribute(placements=placements)
+        x._local_tensor, x._spec = summed._local_tensor, summed._spec
+    noted = x.__dict__.pop("_of", None)  # the write below is into this one alone
+    x.copy_(_part(whole, x))
+    if noted is not None:
+        x.__dict__["_of"] = noted
+
+
 def is_view(func: Any) -> bool:
-    """Whether what ``func`` gives is a view of its first argument in eager."""
-    return getattr(func, "__name__", "") in _VIEWS or func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
+    """Whether what ``func`` gives may be a view of its first argument in eager."""
+    return getattr(func, "__name__", "") in _VIEWS or func in _GETTERS
 
 
-def writes(func: Any) -> bool:
+def writes(func: Any, kwargs: Mapping[str, Any] | None = None) -> bool:
     """Whether ``func`` writes into its first argument."""
-    return _is_writing(getattr(func, "__name__", ""))
+    return _is_writing(getattr(func, "__name__", "")) or bool(kwargs and kwargs.get("inplace") is True)
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _is_writing(name: str) -> bool:
     return bool(_WRITING.fullmatch(name))
+
+
+def draws(func: Any) -> bool:
+    """Whether ``func`` may draw."""
+    return bool(_DRAWS.search(getattr(func, "__name__", "")))
+
+
+def drawing_alike(func: Any, x: DTensor, named: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Inside, ``func`` of the whole draws the same on all ranks where it draws."""
+    return first_ranks_generator(x, named.get("generator")) if draws(func) else nullcontext()
 
 
 def indexed(x: Any, made: Any, op: Any, rest: tuple[Any, ...]) -> Any:
@@ -106,25 +193,29 @@ def set_through(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     copied = args[0] if args else None
     if not isinstance(copied, DTensor) or "_of" not in copied.__dict__:
         return False
-    view = set_whole(write, args, kwargs, *copied.__dict__["_of"])
-    copied.to_local().copy_(_part(view, copied).to_local())
+    with torch.no_grad():
+        set_whole(write, args, kwargs)
     return True
 
 
-def set_whole(
-    write: Any, args: Sequence[Any], kwargs: Mapping[str, Any], source: DTensor, steps: Sequence[Any] = ()
-) -> torch.Tensor:
-    """Do ``write`` to a view, by ``steps``, of the whole of ``source``, of which every rank takes its part; the view."""
-    with torch.no_grad():
-        own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (tuple(args[1:]), dict(kwargs)))
-        view = whole = source.full_tensor().clone()
-        for step, rest, i in steps:
-            made = step(view, *rest)
-            view = made[i] if isinstance(made, list | tuple) else made
-        with first_ranks_generator(source, named.get("generator")) if _DRAWS.search(write.__name__) else nullcontext():
-            write(view, *own, **named)
-        source.copy_(_part(whole, source))
-    return view
+def set_whole(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Do ``write`` to the whole of the first argument, or of what it shows; every rank takes its part, with its history."""
+    x = args[0]
+    source, steps, _ = x.__dict__.get("_of", (x, (), None))
+    own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (tuple(args[1:]), dict(kwargs)))
+    whole = source.full_tensor().clone()
+    view = _followed(whole, steps)
+    with drawing_alike(write, source, named):
+        write(view, *own, **named)
+    if view.shape != x.shape:
+        raise LayoutError(
+            f"{write.__name__}() changes the shape of an output that lies in parts on the ranks ({list(x.shape)} to "
+            f"{list(view.shape)}): take the result of {write.__name__.rstrip('_')}() instead"
+        )
+    _become(source, whole)
+    if x is not source:
+        _become(x, view)
+    was_written(x)
 
 
 def alongside(local: torch.Tensor, like: DTensor) -> DTensor:
@@ -133,5 +224,12 @@ def alongside(local: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
+def whole_on(mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
+    """A plain tensor, which is the same on all ranks, as a DTensor that is whole on each; gradients flow."""
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def _part(whole: torch.Tensor, like: DTensor) -> DTensor:
+    if whole.requires_grad and torch.is_grad_enabled():
+        return whole_on(like.device_mesh, whole).redistribute(placements=like.placements)
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -65,7 +65,7 @@ def duplicate(x: DTensor) -> torch.Tensor:
     if is_parameter:
         made = nn.Parameter(made, x.requires_grad)
     elif isinstance(x, Output):
-        made = Output.state(made)  # type: ignore[arg-type]
+        made = Output.of(made)  # type: ignore[arg-type]
     if not is_parameter or getattr(kind, "__deepcopy__", None) is not nn.Parameter.__deepcopy__:
         vars(made).update(attributes_on(x))
     return with_class(made, x)

@@ -176,7 +176,7 @@ def part_of(full: Any, like: DTensor) -> Any:
         return part_of_owned(full, like)
     cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
     made = alongside(cut.to_local().clone(), cut)
-    return Output.state(made) if type(like) is Output else made
+    return Output.of(made) if type(like) is Output else made
 
 
 def same(old: Any, new: Any) -> bool:

@@ -16,6 +16,7 @@ from autoshard.layout import Shard as Cut
 from autoshard.mesh import Mesh
 from autoshard.module.dtensors.made import dtensor
 from autoshard.module.dtensors.of_stage import OfStage
+from autoshard.module.dtensors.views import up_to_date
 from autoshard.module.inputs import whole_shape
 from autoshard.module.ranks.checksum import checksum
 
@@ -54,6 +55,7 @@ def arrived(
     found = list(leaves)
     for i, x in enumerate(leaves):
         if isinstance(x, DTensor):
+            up_to_date([x])
             found[i] = stating(x, mesh)
         elif layouts and (layout := layouts[i]) is not None:
             found[i] = from_part(x.to(device), mesh, layout)

@@ -336,7 +336,7 @@ class DistributedModule(OnRank):
         """Scalars are plain; others an :class:`Output` in their layout where it is ``kept``, or the full tensor."""
         cut, state = layout.axes_with(Shard), self._settings.gather_outputs is None and not local.requires_grad
         if kept and (cut or (shape and not state)):
-            return (Output.of if local.requires_grad else Output.state)(self._dtensor(local, layout, shape))
+            return Output.of(self._dtensor(local, layout, shape))
         if not cut:
             return local if shape else of_plain_gradient(local)
         mesh = self._running

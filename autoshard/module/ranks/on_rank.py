@@ -69,7 +69,7 @@ class OnRank(ShardedModule):
 
     def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
         if layout is not None:
-            return Output.state(self._dtensor(self._part(b, layout, initial), layout, b.shape))
+            return Output.of(self._dtensor(self._part(b, layout, initial), layout, b.shape))
         zeros = torch.zeros_like(b, device="cpu") if b.is_meta and initial is None else b
         return (zeros if initial is None else initial).detach().clone().to(self._device)
 
