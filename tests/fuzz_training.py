@@ -145,7 +145,7 @@ WHOLE_LOSSES = (
     "loss = F.smooth_l1_loss(h, x, reduction='none').mean(-1)[keep].mean()",
 )
 MORE = ("", "", "loss = loss + 0.01 * h.square().mean()", "loss = loss + 0.1 * self.lin0.weight.square().sum()",
-        "loss = loss * scale", "loss = loss + 0.01 * h.std(1).mean()")  # fmt: skip
+        "loss = loss * scale", "loss = loss + 0.01 * (h.var(1) + 1e-3).sqrt().mean()")  # fmt: skip
 RETURNED = (
     "return loss",
     "return loss, h",
