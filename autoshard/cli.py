@@ -151,7 +151,7 @@ def _profile(options: argparse.Namespace) -> dict[str, float] | None:
 
 def _saved(path: str) -> Plan:
     try:
-        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+        return Plan.from_json(Path(path).read_bytes())
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from error
     except AutoshardError as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Union
 from autoshard.errors import MeshError
 from autoshard.hardware import Hardware, Overlap, Route
 from autoshard.hardware import hardware as resolve_hardware
+from autoshard.hardware.schema import plain
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +38,7 @@ class Mesh:
     def __init__(self, axes: Mapping[str, int], hardware: str | os.PathLike[str] | Hardware = "h100") -> None:
         if not axes:
             raise MeshError('a mesh needs at least one axis, for example {"tp": 2}')
+        axes = {name: plain(size) for name, size in axes.items()}
         for name, size in axes.items():
             if not isinstance(name, str) or not name.isidentifier():
                 raise MeshError(f"mesh axis name {name!r} is not an identifier such as 'dp' or 'tp'")

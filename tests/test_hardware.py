@@ -239,7 +239,7 @@ def test_hardware_is_saved_and_read(tmp_path: Path) -> None:
         ({"dtypes": (("float32", 0.0),)}, "dtypes is a tuple of tuples of a name and FLOP/s above 0, got"),
         ({"functions": None}, "functions is a tuple of seconds forward and backward, or of none, got None"),
         ({"node": None}, "node is a Link, got None"),
-        ({"tiling": (1, 2)}, "tiling is a Tiling or None, got"),
+        ({"tiling": (1, 2)}, "tiling is a Tiling of tiles above 0, or None, got"),
         ({"dtypes": ((1, 1e12),)}, "dtypes is a tuple of tuples of a name and FLOP/s above 0, got"),
         ({"functions": (1e-9,)}, "functions is a tuple of seconds forward and backward, or of none, got"),
     ],

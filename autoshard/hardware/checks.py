@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Integral, Real
 from typing import Any
 
 from autoshard.errors import MeshError
-from autoshard.hardware.link import Link
-from autoshard.hardware.tiles import Tiling
+from autoshard.hardware.link import Link, is_amount
+from autoshard.hardware.schema import plain
+from autoshard.hardware.tiles import Tile, Tiling
 
 Check = tuple[str, Callable[[Any], bool]]
 """what a field is, and whether a value is one"""
 
 
-def _is_amount(value: Any) -> bool:
-    return type(value) is not bool and isinstance(value, Real) and float(value) >= 0
-
-
 def _count(least: int) -> Check:
     def fits(value: Any) -> bool:
-        return type(value) is not bool and isinstance(value, Integral) and int(value) >= least
+        return type(value) is int and value >= least
 
     return f"an int of at least {least}", fits
 
@@ -35,18 +31,25 @@ def _rows(*each: Callable[[Any], bool], what: str = "") -> Check:
 
 
 def _is_positive(value: Any) -> bool:
-    return _is_amount(value) and value > 0
+    return is_amount(value) and value > 0
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_tiling(value: Any) -> bool:
+    if not isinstance(value, Tiling) or not isinstance(value.tiles, tuple) or not value.tiles:
+        return False
+    sizes = all(isinstance(tile, Tile) and all(map(_is_positive, tile)) for tile in value.tiles)
+    return sizes and _is_positive(value.units) and is_amount(value.between)
+
+
 _ABOVE: Check = "a number above 0", _is_positive
-_AMOUNT: Check = "a number of at least 0", _is_amount
+_AMOUNT: Check = "a number of at least 0", is_amount
 _FLAG: Check = "True or False", lambda value: isinstance(value, bool)
 _LINK: Check = "a Link", lambda value: isinstance(value, Link)
-_PAIRS = _rows(_is_amount, _is_amount)
+_PAIRS = _rows(is_amount, is_amount)
 
 FIELDS: dict[str, Check] = {
     "name": ("a text", _is_text),
@@ -57,12 +60,12 @@ FIELDS: dict[str, Check] = {
     "network": _LINK,
     "devices_per_node": _count(1),
     "efficiency": _ABOVE,
-    "kernel_latency": ("seconds", _is_amount),
-    "overlap": ("a share from 0 to 1", lambda value: _is_amount(value) and value <= 1),
+    "kernel_latency": ("seconds", is_amount),
+    "overlap": ("a share from 0 to 1", lambda value: is_amount(value) and value <= 1),
     "part_by_part": _FLAG,
     "memory_efficiency": _AMOUNT,
-    "tiling": ("a Tiling or None", lambda value: value is None or isinstance(value, Tiling)),
-    "attention": _rows(_is_amount, _is_amount, _is_amount),
+    "tiling": ("a Tiling of tiles above 0, or None", lambda value: value is None or _is_tiling(value)),
+    "attention": _rows(is_amount, is_amount, is_amount),
     "fuses": _FLAG,
     "dtypes": _rows(_is_text, _is_positive, what="a name and FLOP/s above 0"),
     "products": _PAIRS,
@@ -73,7 +76,7 @@ FIELDS: dict[str, Check] = {
     "caches": _PAIRS,
     "functions": (
         "a tuple of seconds forward and backward, or of none",
-        lambda value: isinstance(value, tuple) and len(value) in (0, 2) and all(map(_is_amount, value)),
+        lambda value: isinstance(value, tuple) and len(value) in (0, 2) and all(map(is_amount, value)),
     ),
     "ahead": _count(1),
     "updates": _AMOUNT,
@@ -87,8 +90,8 @@ FIELDS: dict[str, Check] = {
 
 
 def check_fields(hardware: Any) -> None:
-    """Raise :class:`MeshError` for a field that no device has, such as a bandwidth of 0."""
+    """Raise :class:`MeshError` for a field that no device has, such as a bandwidth of 0. NumPy's numbers become Python's."""
     for name, (what, is_one) in FIELDS.items():
-        value = getattr(hardware, name)
+        object.__setattr__(hardware, name, value := plain(getattr(hardware, name)))
         if not is_one(value):
             raise MeshError(f"hardware {hardware.name!r}: {name} is {what}, got {value!r}")

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import torch
 
 from autoshard.errors import MeshError
 from autoshard.hardware.checks import check_fields
-from autoshard.hardware.link import Link, Rate, Route
+from autoshard.hardware.link import Link, Route
+from autoshard.hardware.schema import SchemaError, parsed, read
 from autoshard.hardware.tiles import Tiling
 
 ALIGNED = 16
@@ -231,19 +232,10 @@ class Hardware:
     def from_dict(data: Mapping[str, Any]) -> Hardware:
         """The inverse of :meth:`to_dict`. Fields that are missing have their defaults, unknown ones are not read.
 
-        Raises AttributeError, KeyError, TypeError or ValueError where it is no hardware.
+        Raises :class:`~autoshard.hardware.schema.SchemaError` where it is no hardware.
         """
-        known = {f.name: data[f.name] for f in fields(Hardware) if f.name in data}
-        for name in ("attention", "caches", "channels", "dtypes", "products", "sharing", "waiting"):
-            known[name] = tuple(tuple(row) for row in known.get(name, ()))
-        known["functions"] = tuple(known.get("functions", ()))
-        if known.get("tiling") is not None:
-            known["tiling"] = Tiling.of(*known["tiling"])
-        for name in ("node", "network"):
-            link = data[name]
-            rates = tuple(Rate(str(k), int(n), float(a), float(b)) for k, n, a, b in link.get("rates", ()))
-            known[name] = Link(float(link["latency"]), float(link["bandwidth"]), rates)
-        return Hardware(**known)
+        found: Hardware = read(Hardware, data)
+        return found
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON; :meth:`load` and ``Mesh(..., hardware="cluster.json")`` read it."""
@@ -253,13 +245,12 @@ class Hardware:
     def load(path: str | os.PathLike[str]) -> Hardware:
         """What :meth:`save` wrote. Raises :class:`MeshError` where the file is missing or holds something else."""
         try:
-            return Hardware.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+            return Hardware.from_dict(parsed(Path(path).read_bytes()))
         except OSError as error:
             raise MeshError(f"the hardware file {str(path)!r} cannot be read: {error}") from error
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            why = str(error) if isinstance(error, MeshError) else repr(error)
+        except SchemaError as error:
             raise MeshError(
-                f"{str(path)!r} is no hardware that Hardware.save wrote ({why}); autoshard.calibrate() measures one"
+                f"{str(path)!r} is no hardware that Hardware.save wrote ({error}); autoshard.calibrate() measures one"
             ) from error
 
 

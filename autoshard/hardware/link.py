@@ -10,9 +10,10 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from autoshard.errors import MeshError
+from autoshard.hardware.schema import plain
 
 FEW = "few"
 """the kind of an all-reduce of few numbers, such as losses: on gloo more than two ranks send each other all of them and meet
@@ -50,6 +51,11 @@ class Overlap(NamedTuple):
     """beside those between nodes"""
 
 
+def is_amount(value: object) -> TypeGuard[float]:
+    """Whether it is a number of at least 0."""
+    return type(value) is not bool and isinstance(value, int | float) and value >= 0
+
+
 @dataclass(frozen=True, slots=True)
 class Link:
     """``latency`` seconds per ring step and ``bandwidth`` bytes per second per rank, where no rate was measured.
@@ -63,8 +69,13 @@ class Link:
     """by kind and number of ranks; a kind that was not measured goes as an all-gather, few numbers as any all-reduce"""
 
     def __post_init__(self) -> None:
-        for latency, bandwidth in ((self.latency, self.bandwidth), *(r[2:] for r in self.rates)):
-            if not (latency >= 0 and bandwidth > 0):
+        for name in ("latency", "bandwidth", "rates"):
+            object.__setattr__(self, name, plain(getattr(self, name)))
+        if not isinstance(self.rates, tuple) or not all(isinstance(rate, Rate) for rate in self.rates):
+            raise MeshError(f"the rates of a link are a tuple of Rate, got {self.rates!r}")
+        pairs: tuple[tuple[object, object], ...] = ((self.latency, self.bandwidth), *(r[2:] for r in self.rates))
+        for latency, bandwidth in pairs:
+            if not (is_amount(latency) and is_amount(bandwidth) and bandwidth > 0):
                 raise MeshError(
                     f"a link has a latency in seconds, and a bandwidth in B/s above 0, got {latency!r} and {bandwidth!r}"
                 )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
 
-from autoshard.errors import PlanError
+from autoshard.errors import AutoshardError, PlanError
 from autoshard.hardware import Hardware
+from autoshard.hardware.schema import SchemaError, parsed, read
+from autoshard.hardware.schema import fields as fields_from
 from autoshard.layout import Grouped, Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory, Recomputed
@@ -253,12 +255,12 @@ class Record:
         return json.dumps(self if alternatives else _bare(self), default=_encoded, indent=1)
 
     @classmethod
-    def from_json(cls: type[Kind], text: str) -> Kind:
-        """The plan that :meth:`to_json` wrote. Raises :class:`PlanError` for anything else."""
+    def from_json(cls: type[Kind], text: str | bytes) -> Kind:
+        """The plan that :meth:`to_json` wrote. Raises :class:`PlanError` for anything else, with the field that is wrong."""
         try:
-            return _decoded(cls, json.loads(text))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"this is not a plan that autoshard wrote: {error!r}") from error
+            return _decoded(cls, parsed(text))
+        except (AutoshardError, RecursionError, SchemaError) as error:
+            raise PlanError(f"this is not a plan that autoshard wrote: {error}") from error
 
 
 def local_bytes(plan: Record, name: str) -> int:
@@ -292,69 +294,48 @@ def _encoded(part: Any) -> Any:
     return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in data.items()}
 
 
-def _decoded(cls: type[Kind], data: Mapping[str, Any]) -> Kind:
+def _decoded(cls: type[Kind], data: Any, path: str = "") -> Kind:
     """The inverse of :func:`_encoded`. What plans of before lack has its default."""
-    if (number := data.get("format", 1)) != 1:
-        raise ValueError(f"its format is {number!r}, and 1 is known")
-    hardware = Hardware.from_dict(data["hardware"])
-    mesh = Mesh(data["mesh"], hardware)
-    known = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-    for name, least in (("micro_batches", 1), ("prefetch", 1), ("folded", 0)):
-        if type(known.get(name, least)) is not int or known.get(name, least) < least:
-            raise ValueError(f"{name} is an int of at least {least}, got {known[name]!r}")
-    for name in ("title", "optimizer", "like", "mixed_precision"):
-        if not isinstance(known.get(name, ""), str):
-            raise ValueError(f"{name} is a text, got {known[name]!r}")
-    known |= {name: dict(data[name]) for name in ("kinds", "dtypes", "ties", "modules") if name in data}
-    known |= {name: tuple(data.get(name, ())) for name in ("notes", "differentiable", "shared_again")}
-    known |= {name: {n: _layout_from(mesh, x) for n, x in data[name].items()} for name in ("layouts", "shared")}
-    if not all(isinstance(note, str) for note in known["notes"]):
-        raise ValueError(f"notes are texts, got {known['notes']!r}")
-    known |= {
-        "mesh": mesh,
-        "collectives": tuple(map(_collective_from, data["collectives"])),
-        "cost": Cost(**{"lower_bound": data["lower_bound"], **data["cost"]}),
-        "choices": {n: _choice_from(c) for n, c in data["choices"].items()},
-        "outputs": tuple(None if x is None else _layout_from(mesh, x) for x in data["outputs"]),
-        "given": tuple(data.get("given", data.get("pinned", ()))),
-        "zero": dict(data.get("zero", {})),
-        "shapes": {n: tuple(s) for n, s in data["shapes"].items()},
-        "memory": _memory_from(data.get("memory", {})),
-        "recomputed": tuple(Recomputed(**r) for r in data.get("recomputed", ())),
-        "candidates": tuple(_candidate_from(c, hardware) for c in data.get("candidates", ())),
-        "staged": _staged_from(cls, data["staged"]) if "staged" in data else None,
-        "serving": Serving.from_dict(data["serving"]) if "serving" in data else None,
+    form = read(_Form, data, path)
+    if form.format != 1:
+        raise SchemaError(f"its format is {form.format}, and 1 is known")
+    for name, least in _LEAST.items():
+        if getattr(form, name) < least:
+            raise SchemaError(f"{name} is an int of at least {least}, got {getattr(form, name)}")
+    hardware, mesh = form.hardware, Mesh(form.mesh, form.hardware)
+    readers: dict[Any, Callable[[Any, str], Any]] = {
+        Mesh: lambda x, p: Mesh(read(Mapping[str, int], x, p), hardware),
+        Layout: lambda x, p: _layout_from(mesh, read(_LayoutForm, x, p)),
+        Record: lambda x, p: _decoded(cls, x, p),
     }
-    return cls(**known)
+    cost = {"lower_bound": form.lower_bound, **data["cost"]} if isinstance(data.get("cost"), dict) else None
+    return cls(**fields_from(cls, {"given": data.get("pinned", ()), **data, "cost": cost}, path, readers))
 
 
-def _layout_from(mesh: Mesh, data: Mapping[str, Any]) -> Layout:
-    return Layout(mesh, [placement_from(p) for p in data["placements"]], data.get("order"))
+@dataclass(frozen=True)
+class _Form:
+    """What is read of a plan before the rest."""
+
+    mesh: Mapping[str, int]
+    hardware: Hardware
+    lower_bound: float
+    format: int = 1
+    micro_batches: int = 1
+    prefetch: int = 1
+    folded: int = 0
 
 
-def _collective_from(data: Mapping[str, Any]) -> Collective:
-    return Collective(**{**data, "axes": tuple(data["axes"]), "also": tuple(data.get("also", ()))})
+_LEAST = {"micro_batches": 1, "prefetch": 1, "folded": 0}
 
 
-def _choice_from(data: Mapping[str, Any]) -> Choice:
-    lists = {k: tuple(data.get(k, ())) for k in ("labels", "inputs", "outputs", "uses")}
-    alternatives = tuple((tuple(labels), seconds) for labels, seconds in data.get("alternatives", ()))
-    return Choice(**{**data, **lists, "alternatives": alternatives})
+@dataclass(frozen=True)
+class _LayoutForm:
+    placements: tuple[str, ...]
+    order: tuple[str, ...] | None = None
 
 
-def _memory_from(data: Mapping[str, Any]) -> Memory:
-    return Memory(**{**data, "curve": tuple((op, phase, size) for op, phase, size in data.get("curve", ()))})
-
-
-def _candidate_from(data: Mapping[str, Any], hardware: Hardware) -> Candidate:
-    memory = _memory_from(data["memory"])
-    return Candidate(Mesh(data["mesh"], hardware), Cost(**data["cost"]), memory, data["why"])
-
-
-def _staged_from(cls: type[Record], data: Mapping[str, Any]) -> Staged:
-    lists = {k: tuple(data.get(k, ())) for k in ("boundaries", "messages", "flying")}
-    plans = tuple(_decoded(cls, p) for p in data["plans"])
-    return Staged(**{**data, **lists, "plans": plans, "sent": tuple(map(tuple, data.get("sent", ())))})
+def _layout_from(mesh: Mesh, form: _LayoutForm) -> Layout:
+    return Layout(mesh, [placement_from(p) for p in form.placements], form.order)
 
 
 def placement_from(text: str) -> Placement:

@@ -4,9 +4,7 @@ without."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from autoshard.passes.ir.units import show_bytes, show_seconds
 
@@ -79,12 +77,6 @@ class Serving:
         """Bytes of one rank for a new token of one request: sent, and read of weights and caches."""
         decode = self.decode
         return {n: getattr(decode, n) / decode.requests for n in ("sent", "weights", "caches")}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Serving:
-        """What the JSON of a plan says of it."""
-        room = math.nan if data["room"] is None else data["room"]
-        return cls(**{**data, "phases": tuple(Phase(**p) for p in data["phases"]), "room": room})
 
 
 def serving_text(serving: Serving) -> list[str]:

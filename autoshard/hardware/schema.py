@@ -1,0 +1,121 @@
+"""JSON that people keep, edit and garble, as dataclasses: each value has the kind that its field's annotation says.
+
+One check at the door, so that nothing behind it meets a text where it adds seconds.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from autoshard.errors import AutoshardError
+
+Readers = Mapping[Any, Callable[[Any, str], Any]]
+"""kind → what reads it from JSON at a path, where its fields do not say that"""
+
+_WORDS = {str: "a text", bool: "true or false", int: "an int", float: "a number", type(None): "null"}
+
+
+class SchemaError(ValueError):
+    """JSON that is not of the kind asked for; the message says where."""
+
+
+def parsed(text: str | bytes) -> Any:
+    """The JSON of ``text``. Raises :class:`SchemaError`."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SchemaError(f"it is no JSON: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def read(kind: Any, data: Any, path: str = "", readers: Readers = types.MappingProxyType({})) -> Any:
+    """``data``, from JSON, as a ``kind``: a dataclass, a named tuple, a tuple, a mapping by text, a union, or a scalar.
+
+    ``path``: where in the file it stands. Fields that are missing have their defaults. Raises :class:`SchemaError`.
+    """
+    if kind in readers:
+        return _named(readers[kind], data, path)
+    origin, of = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [k for k in of if k is not type(None)]
+        return None if data is None and len(kinds) < len(of) else read(kinds[0], data, path, readers)
+    if origin in (tuple, collections.abc.Sequence):
+        each = of[:1] * len(_expect(list, data, path)) if origin is not tuple or of[-1] is ... else of
+        if len(each) != len(_expect(list, data, path)):
+            raise SchemaError(f"{path} has {len(each)} entries, got {_shown(data)}")
+        return tuple(read(k, x, f"{path}[{i}]", readers) for i, (k, x) in enumerate(zip(each, data, strict=True)))
+    if origin is collections.abc.Mapping:
+        return {name: read(of[1], x, f"{path}[{name!r}]", readers) for name, x in _expect(dict, data, path).items()}
+    if dataclasses.is_dataclass(kind):
+        return _named(lambda x, p: kind(**fields(kind, x, p, readers)), data, path)  # type: ignore[operator]
+    if hasattr(kind, "_fields"):
+        values = read(tuple[tuple(_hints(kind).values())], data, path, readers)  # type: ignore[misc]
+        return kind(*values)
+    return _scalar(kind, data, path)
+
+
+def fields(kind: Any, data: Any, path: str = "", readers: Readers = types.MappingProxyType({})) -> dict[str, Any]:
+    """The fields of a dataclass that ``data`` has, read. Raises :class:`SchemaError` for those that it has to have."""
+    hints, given = _hints(kind), _expect(dict, data, path)
+    found = {}
+    for field in dataclasses.fields(kind):
+        where = f"{path}.{field.name}" if path else field.name
+        default = field.default
+        if field.name not in given:
+            if default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+                raise SchemaError(f"{where} is missing")
+            continue
+        if given[field.name] is None and isinstance(default, float) and math.isnan(default):
+            continue  # JSON has no nan
+        found[field.name] = read(hints[field.name], given[field.name], where, readers)
+    return found
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def plain(value: Any) -> Any:
+    """``value``, or those in tuples, as Python's numbers where they are NumPy's, which JSON has no form for."""
+    if isinstance(value, tuple):
+        each = map(plain, value)
+        return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _named(make: Callable[[Any, str], Any], data: Any, path: str) -> Any:
+    """What ``make`` gives; what it refuses is said with the path."""
+    try:
+        return make(data, path)
+    except SchemaError:
+        raise
+    except (AutoshardError, TypeError, ValueError) as error:
+        raise SchemaError(f"{path or 'it'}: {error}" if path else str(error)) from error
+
+
+def _expect(kind: type, data: Any, path: str) -> Any:
+    if not isinstance(data, (list, tuple) if kind is list else Mapping):
+        raise SchemaError(f"{path or 'it'} is {'a list' if kind is list else 'an object'}, got {_shown(data)}")
+    return data
+
+
+def _scalar(kind: Any, data: Any, path: str) -> Any:
+    fits = type(data) in ((int, float) if kind is float else (kind,))
+    if fits and type(data) is int:  # JSON has ints of any size
+        fits = abs(data) < (2**1000 if kind is float else 2**63)
+    if not fits or data != data:
+        raise SchemaError(f"{path or 'it'} is {_WORDS[kind]}, got {_shown(data)}")
+    return data
+
+
+def _shown(data: Any) -> str:
+    text = repr(data)
+    return text if len(text) < 80 else f"{text[:76]} …"
