@@ -214,3 +214,24 @@ def test_jagged_rows_are_no_batch(bags: int) -> None:
     with pytest.raises(PlanError, match=r"shape \[7\], and its batch of 7 does not divide into 2") as error:
         autoshard.plan(Pooled(), {"tp": 2}, args, micro_batches=2)
     assert ("rows of jagged bags" in str(error.value)) == (bags == 4)
+
+
+class Speech(nn.Module):
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.up, self.head, self.reduction = nn.Linear(8, 8), nn.Linear(8, 6), reduction
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, frames: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        found = self.head(self.up(x).relu()).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(found, y, frames, lengths, reduction=self.reduction).mean() + 0.5
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("asked", [{"tp": 2}, {"dp": 3}], ids=["micro-batches", "a rank without a sample"])
+def test_ctc_loss(reduction: str, asked: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    lengths = torch.tensor([10, 9, 10, 8]), torch.tensor([3, 2, 0, 1])
+    args = (torch.randn(4, 10, 8).double(), torch.randint(1, 6, (4, 3)), *lengths)
+    cut = {key: {"dp": autoshard.Shard(0)} for key in ("[xy]", "frames", "lengths")}
+    wishes: dict[str, Any] = {"hints": cut} if "dp" in asked else {"micro_batches": 2}
+    steps_alike(Speech(reduction).double(), ideal(asked), args, {}, 1, **wishes)

@@ -1,4 +1,4 @@
-"""Operands that lend their shape or dtype only: without them an operation is free of how micro-batches share these."""
+"""Operands that lend a fill their shape only: without them it is free of how micro-batches share these."""
 
 from __future__ import annotations
 
@@ -21,19 +21,15 @@ _FILLED: dict[Any, Any] = {
     aten.new_full.default: aten.full.default,
 }
 """op of a tensor like its operand → the same of a size"""
-_CASTS = frozenset({aten.type_as.default, aten.to.other})
 
 
 def of_their_own(graph: Graph) -> Graph:
-    """``graph`` with such operations by size and dtype; those in another memory order, or of unknown lengths, stay."""
+    """``graph`` with such fills by size and dtype; those in another memory order, or of unknown lengths, stay."""
     nodes = tuple(_alone(node, graph) for node in graph.nodes)
     return graph if nodes == graph.nodes else remove_dead(replace(graph, nodes=nodes))
 
 
 def _alone(node: Node, graph: Graph) -> Node:
-    if node.op in _CASTS:
-        kwargs = {"dtype": graph.types[node.outputs[0]].dtype}
-        return replace(node, op=aten._to_copy.default, args=node.args[:1], kwargs=kwargs)
     if node.op not in _FILLED:
         return node
     type_ = graph.types[node.outputs[0]]
