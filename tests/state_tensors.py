@@ -6,7 +6,6 @@ import copy
 import unittest
 from typing import Any
 
-import pytest
 import torch
 from state_harness import Block, Net, Of, both, case, close, full, ids, pair, refused, rows, same_gradients, steps
 from torch import nn
@@ -172,25 +171,89 @@ def what_is_built_otherwise_is_refused(mesh: autoshard.Mesh) -> None:
 
 @case
 def hooks_of_parts(mesh: autoshard.Mesh) -> None:
-    """Those that were there when the model was compiled compute; others are not called, with a warning."""
+    """Those that were there when the model was compiled, and others since, compute until they are removed."""
     model, sharded = pair(mesh, Doubling, ids())
-    called: list[int] = []
-    uncalled = "a hook on a module inside a sharded module is not called"
-    with pytest.warns(UserWarning, match=uncalled) as warned:
-        hook = sharded.layers[0].down.register_forward_hook(lambda *args: called.append(1))
-    assert warned[0].filename == __file__
-    with pytest.warns(UserWarning, match=uncalled):
-        sharded.head.register_full_backward_hook(lambda *args: called.append(2))
     steps(model, sharded, ids())
-    assert not called
-    hook.remove()
-    assert not sharded.layers[0].down._forward_hooks
+    of_both = [
+        m.layers[0].down.register_forward_hook(lambda m, args, out: out + m.weight.sum()) for m in (model, sharded)
+    ]
+    steps(model, sharded, ids())
+    programs = len(sharded.programs)
+    first = [
+        m.layers[0].down.register_forward_hook(lambda m, args, out: out * out, prepend=True) for m in (model, sharded)
+    ]
+    before = [m.head.register_forward_pre_hook(lambda m, args: (args[0] * 3,)) for m in (model, sharded)]
+    steps(model, sharded, ids())
+    steps(*copy.deepcopy((model, sharded)), ids())
+    for handle in (*first, *before):
+        handle.remove()
+    steps(model, sharded, ids())
+    assert len(sharded.programs) == programs + 1
+    for handle in of_both:
+        handle.remove()
+    steps(model, sharded, ids())
+    with refused("a backward hook is put on a Linear inside a sharded module"):
+        sharded.head.register_full_backward_hook(lambda *args: None)
 
 
 class Doubling(Net):
     def __init__(self) -> None:
         super().__init__()
         self.layers[0].down.register_forward_hook(lambda m, args, out: out * 2)
+
+
+@case
+def hooks_that_were_there_are_removed(mesh: autoshard.Mesh) -> None:
+    model = Net().double()
+    other = copy.deepcopy(model)
+    handles = [m.head.register_forward_hook(lambda m, args, out: out * 2) for m in (model, other)]
+    sharded = autoshard.compile(other, mesh, (ids(),))
+    steps(model, sharded, ids())
+    kept = other.head.register_forward_hook(lambda m, args, out: out * 5)  # on what was left
+    for handle in handles:
+        handle.remove()
+    steps(model, sharded, ids())
+    kept.remove()
+
+
+def noisy(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+    """As neftune's."""
+    if module.training:
+        out = out + torch.zeros_like(out).uniform_(-module.noise, module.noise)
+    return out
+
+
+@case
+def noise_by_a_hook(mesh: autoshard.Mesh) -> None:
+    """A hook that reads what was set on its module since, and does nothing in evaluation."""
+    model, sharded = pair(mesh, Net, ids())
+    handles = [m.emb.register_forward_hook(noisy) for m in (model, sharded)]
+    for noise in (0.5, 2.0):
+        both(model, sharded, lambda m, n=noise: setattr(m.emb, "noise", n))
+        steps(model, sharded, ids())
+    both(model, sharded, lambda m: m.eval())
+    steps(model, sharded, ids())
+    for handle in handles:
+        handle.remove()
+    both(model, sharded, lambda m: m.train())
+    steps(model, sharded, ids())
+
+
+@case
+def hooks_that_observe_are_refused(mesh: autoshard.Mesh) -> None:
+    model, sharded = pair(mesh, Net, ids())
+    seen: list[Any] = []
+    observers = (
+        lambda m, args, out: seen.append(out),
+        lambda m, args, out: seen.append(1),
+        lambda m, args, out: out,
+    )
+    for observer in observers:
+        handle = sharded.head.register_forward_hook(observer)
+        with refused("of module 'head' inside a sharded module changes nothing: it observes values"):
+            sharded(ids())
+        handle.remove()
+    steps(model, sharded, ids())
 
 
 @case

@@ -183,7 +183,13 @@ class ShardedModule(Compiling):
             (x.shape, x.dtype, x.requires_grad, x.device, x.layout) if isinstance(x, torch.Tensor) else constant(x)
             for x in leaves
         ]
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self.training, self._of.modes
+        modes = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            self.training,
+            self._of.modes,
+            self._of.hooks,
+        )
         return spec, given, self._of.seen(self._form), modes, autocast_state(), defaults()
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from autoshard.errors import CaptureError
 from autoshard.initialise.deferred import recording_of
 from autoshard.module.model.attached import carry, without_data
 from autoshard.module.model.closures import rebind
+from autoshard.module.model.hooks import FORWARD, Hook, adopt, called, present
 from autoshard.module.model.parts import Part, parts_of
 from autoshard.module.model.state import State, defaults
 from autoshard.passes.capture.exported.attached import with_class
@@ -76,6 +77,8 @@ class Original:
         """further names of a tensor → its first"""
         self._seen: Seen | None = None
         """the tensors of the last call"""
+        self._places: list[dict[Any, Any]] | None = None
+        """where the parts hold forward hooks"""
         self._states: deque[tuple[Any, State]] = deque(maxlen=4)
         """those of the last calls, each with its fields: tuples are compared without a call of Python"""
 
@@ -86,7 +89,7 @@ class Original:
         now = {path: type(m) for path, m in self.model.named_modules(remove_duplicate=False)}
         if now == {path: part._original for path, part in self.parts.items()}:
             return False
-        before, self.parts = self.parts, parts_of(self.model)
+        before, self.parts, self._places = self.parts, parts_of(self.model), None
         for path in self.parts.keys() & before.keys():
             self.parts[path].training = before[path].training
         return True
@@ -100,6 +103,13 @@ class Original:
     def modes(self) -> tuple[bool, ...]:
         """train or eval, of every module."""
         return tuple([part.training for part in self.parts.values()])
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The forward hooks of every module."""
+        if self._places is None:
+            self._places = [vars(part)[kind] for part in self.parts.values() for kind in FORWARD]
+        return present(self.parts.items()) if any(self._places) else ()
 
     def by_original(self) -> dict[int, Part]:
         """The parts by the id of the user's module."""
@@ -190,13 +200,14 @@ class Original:
         """The state of a call. ``form``: what programs depend on of a tensor. Raises as :meth:`seen`."""
         inference = torch.is_inference_mode_enabled()
         if not self.adopted:  # its weights may be elsewhere, or nowhere
-            return State(recorded, grad, inference, self.modes, (), (), autocast_state(), defaults())
+            return State(recorded, grad, inference, self.modes, (), (), autocast_state(), defaults(), self.hooks)
         seen = self.seen(form)
-        present = recorded, grad, inference, self.modes, seen.trained, seen.forms, autocast_state(), defaults()
+        modes, casts = self.modes, autocast_state()
+        now = recorded, grad, inference, modes, seen.trained, seen.forms, casts, defaults(), self.hooks
         for known, state in self._states:
-            if known == present:
+            if known == now:
                 return state  # the same object as before: its number is known
-        self._states.appendleft((present, State(*present)))
+        self._states.appendleft((now, State(*now)))
         return self._states[0][1]
 
     def seen(self, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> Seen:
@@ -215,7 +226,7 @@ class Original:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Original:
         self.check_present(())
-        self._seen = None
+        self._seen = self._places = None
         made = memo[id(self)] = object.__new__(Original)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         rebind(made.model, memo)
@@ -230,7 +241,8 @@ class Original:
             tied = first.setdefault(id(self.tensor(name)), name)
             if tied != name:
                 self.ties[name] = tied
-        self.model, self.adopted = skeleton(self.model), True
+        adopt(self.model, self.parts)
+        self.model, self.adopted, self._places = skeleton(self.model), True, None
 
     def _without_values(self, absent: Iterable[str]) -> None:
         self.absent = {name: (tensor := self.tensor(name), tensor._version) for name in absent}
@@ -298,12 +310,19 @@ class Original:
         try:
             for path, module in modules.items():
                 module.training = self.parts[path].training
-            yield self.model
+            with called(self.model, self.parts, self._standing_for()):
+                yield self.model
         finally:
             for path, training in before.items():
                 modules[path].training = training
             for b in buffers.values():
                 b.__dict__.pop(VALUES, None)
+
+    def _standing_for(self) -> dict[int, torch.Tensor]:
+        """The model's tensors by the ids of the parts'."""
+        model = self.model
+        named = {**parameters_of(model), **dict(model.named_buffers(remove_duplicate=False))}
+        return {id(self.tensor(name)): own for name, own in named.items()} if self.adopted else {}
 
     def _follow(self, check: Callable[[str, torch.Tensor], None]) -> None:
         parameters = parameters_of(self.model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import new_class
 from typing import Any, NoReturn, TypeVar
@@ -19,6 +18,7 @@ from autoshard.errors import AutoshardError, CaptureError
 from autoshard.module.dtensors.outputs import Output
 from autoshard.module.dtensors.owned import is_owned, part_of_owned
 from autoshard.module.dtensors.views import alongside
+from autoshard.module.model.hooks import share
 from autoshard.passes.capture.exported.trees import constant
 
 Made = TypeVar("Made")
@@ -136,17 +136,14 @@ class Fixed(nn.Module):
         super().__delattr__(name)
 
 
-def _uncalled(register: Callable[..., Any]) -> Any:
-    """Register the hook, and warn that nothing calls it; Python shows a warning once for each place it comes from."""
+def _refused(register: Callable[..., Any]) -> Any:
 
     @functools.wraps(register)
-    def registered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        warnings.warn(
-            "a hook on a module inside a sharded module is not called: programs are of the whole model, and its values "
-            "lie in parts. Put it on the sharded module itself, on a parameter, or into the model before it is compiled.",
-            stacklevel=2,
+    def registered(self: Part, *args: Any, **kwargs: Any) -> NoReturn:
+        raise CaptureError(
+            f"a backward hook is put on a {self._original.__name__} inside a sharded module: programs have the backward of the "
+            "whole model. Put it on the sharded module itself, on a parameter, or on an output."
         )
-        return register(self, *args, **kwargs)
 
     return registered
 
@@ -161,11 +158,9 @@ class Part(Fixed):
             "Call the sharded module, or compile this module by itself."
         )
 
-    register_forward_pre_hook = _uncalled(nn.Module.register_forward_pre_hook)
-    register_forward_hook = _uncalled(nn.Module.register_forward_hook)
-    register_backward_hook = _uncalled(nn.Module.register_backward_hook)
-    register_full_backward_pre_hook = _uncalled(nn.Module.register_full_backward_pre_hook)
-    register_full_backward_hook = _uncalled(nn.Module.register_full_backward_hook)
+    register_backward_hook = _refused(nn.Module.register_backward_hook)
+    register_full_backward_pre_hook = _refused(nn.Module.register_full_backward_pre_hook)
+    register_full_backward_hook = _refused(nn.Module.register_full_backward_hook)
 
 
 def part_of(full: Any, like: DTensor) -> Any:
@@ -220,6 +215,7 @@ def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
     )
     part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
     part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
+    share(part, module)
     name_as_wrapped(part, module)
     return part
 

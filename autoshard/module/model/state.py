@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from autoshard.errors import CaptureError
+from autoshard.module.model.hooks import Hook
 from autoshard.passes.capture.answers.eager import autograd_modes
 
 
@@ -37,6 +38,8 @@ class State:
     defaults: tuple[Any, ...]
     """the default dtype, the default device, whether algorithms have to be deterministic, and modes of autograd that a
     forward may ask for"""
+    hooks: tuple[Hook, ...] = ()
+    """forward hooks of modules inside"""
 
     def __hash__(self) -> int:
         return self.number
@@ -52,6 +55,7 @@ def default_device() -> torch.device:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
 
 
+_GLOBAL = "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"
 _CPU = torch.device("cpu")
 
 
@@ -68,7 +72,7 @@ def requires_grad(*tensors: Iterable[Any]) -> bool:
 
 def is_usual() -> bool:
     """Whether there is nothing around a call that :func:`check_call` would look into."""
-    hooks = torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks
+    hooks = any(vars(torch_module)[name] for name in _GLOBAL)
     inside = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
     return not (inside or hooks or forward_ad._current_level >= 0 or torch.compiler.is_compiling())
 
@@ -93,8 +97,8 @@ def check_call(leaves: Sequence[Any], held: Callable[[], Sequence[torch.Tensor]]
         raise CaptureError(
             "a sharded module cannot be traced by torch.jit. sharded.save(directory) writes its program."
         )
-    for hooks in (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks):
-        for hook in hooks.values():
+    for name in _GLOBAL:
+        for hook in vars(torch_module)[name].values():
             if not getattr(hook, "__module__", "").startswith("torch."):
                 raise CaptureError(
                     f"a global module hook is registered ({getattr(hook, '__qualname__', hook)}): a sharded module's programs "
