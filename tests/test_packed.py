@@ -45,6 +45,19 @@ def test_results_and_gradients_are_those_of_one_device(layer: type[nn.Module], t
     assert_equal_training(Packed(layer(), total), {"tp": 2}, (X, LENGTHS), steps=1)
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.LSTM(6, 4, num_layers=2, bidirectional=True, batch_first=True, dropout=0.4),
+        lambda: nn.GRU(6, 4, num_layers=3, batch_first=True, dropout=0.4),
+        lambda: nn.RNN(6, 4, num_layers=2, batch_first=True, dropout=1.0),
+    ],
+)
+def test_dropout_between_layers_is_that_of_the_packed_data(layer: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert_equal_training(Packed(layer()), {"tp": 2}, (X, LENGTHS), steps=2)
+
+
 def test_the_length_of_what_is_padded_again_goes_with_recomputation() -> None:
     torch.manual_seed(0)
     model = Packed(nn.LSTM(6, 8, batch_first=True))

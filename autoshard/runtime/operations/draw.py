@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoshard.runtime.operations.indexing import part_of_batch
-from autoshard.runtime.operations.random import drawn, in_memory_order, part, shared
+from autoshard.runtime.operations.random import drawn, in_memory_order, noise, part, shared
 from autoshard.runtime.transport.communicator import Axes, current, device
 
 
@@ -88,6 +88,18 @@ def native_dropout(
     if train is None:
         return x * kept + (x * kept * (scale - 1)).detach(), kept
     return x * kept * scale, kept
+
+
+@torch.library.custom_op("autoshard::packed_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def packed_noise(x: torch.Tensor, lengths: torch.Tensor, p: float) -> torch.Tensor:
+    """What dropout multiplies the packed sequences of ``x`` [steps, batch, features] with, longest first; else 0."""
+    inside = torch.arange(x.shape[0], device=lengths.device)[:, None] < lengths
+    whole = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    whole[inside] = noise((int(lengths.sum()), x.shape[2]), p, x.dtype, x.device)
+    return whole
+
+
+packed_noise.register_fake(lambda x, lengths, p: torch.empty_like(x, memory_format=torch.contiguous_format))
 
 
 def rrelu(x: torch.Tensor, lower: float, upper: float) -> tuple[torch.Tensor, torch.Tensor]:

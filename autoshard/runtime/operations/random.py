@@ -65,10 +65,10 @@ def dropout(
         return x * 0.0
     redraw = None
     if again and x.requires_grad and torch.is_grad_enabled():
-        fill = partial(_noise, p=p, dtype=x.dtype, device=x.device)
+        fill = partial(noise, p=p, dtype=x.dtype, device=x.device)
         redraw = _later(lambda: part(drawn(fill, shape, order, batch), dims))
-    noise = noise_like(x, p, shape, order, batch)
-    dropped: torch.Tensor = _Drop.apply(x, part(noise, dims), p, redraw)
+    scales = noise_like(x, p, shape, order, batch)
+    dropped: torch.Tensor = _Drop.apply(x, part(scales, dims), p, redraw)
     return dropped
 
 
@@ -95,7 +95,7 @@ def noise_like(
     x: torch.Tensor, p: float, shape: Sequence[int], order: Sequence[int] = (), batch: int | None = None
 ) -> torch.Tensor:
     """What :func:`dropout` multiplies the whole tensor of ``shape`` with; ``x``: for its dtype and device."""
-    return drawn(lambda s: current().shared(_noise, (s, p, x.dtype, x.device), {}), shape, order, batch)
+    return drawn(lambda s: current().shared(noise, (s, p, x.dtype, x.device), {}), shape, order, batch)
 
 
 class _Drop(HandingOn):
@@ -121,7 +121,7 @@ def scaled(kept: torch.Tensor, p: float) -> torch.Tensor:
     return kept.div_(1 - p) if kept.device.type == "cpu" else kept.mul_(1 / (1 - p))
 
 
-def _noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """What eager dropout multiplies with; every step as ATen does it, so that it takes the same draws."""
     if device.type == "cpu":
         return scaled(torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p), p)

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.observer import Call, Observer
+from autoshard.runtime.operations.draw import packed_noise
 
 _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _TELLING = [getattr(torch.Tensor, n).__get__ for n in ("shape", "data", "T", "mT", "H", "mH", "real", "imag")]
@@ -105,12 +106,12 @@ class PackedSequences(Observer):
         biases: bool, layers: int, dropout: float, train: bool, bidirectional: bool,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """Recurrent layers: the packed results of the last one, and the last states of each layer and direction."""
-        if dropout and train and layers > 1:
-            raise CaptureError(f"dropout between the layers of {func.__name__} over a packed sequence. {_ADVICE}")
         x, ends, cells = batch.padded, [], []
         directions = 2 if bidirectional else 1
         each = len(weights) // (layers * directions)
         for layer in range(layers):
+            if layer and dropout and train:  # torch drops out of the packed data
+                x = x * (packed_noise(x.detach(), batch.lengths, dropout) if dropout < 1 else 0.0)
             results = []
             for reverse in range(directions):
                 number = layer * directions + reverse
