@@ -15,7 +15,6 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -155,28 +154,23 @@ class _Reader(pickle.Unpickler):
         return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def _written(graph: Graph, model: torch.nn.Module) -> bytes:
-    """A graph and the names of the model's tensors that the forward read; nothing of what holds on to other objects, nor what
-    names a function that only this process finds."""
-    names = {id(x): name for name, x in (*model.named_buffers(), *model.named_parameters())}
-    read = [names.get(id(x)) for x, _ in graph.outside]
-    if None in read or graph.constants:
+def _written(graph: Graph) -> bytes:
+    """Nothing of what holds on to other objects or read some, nor what names a function that only this process finds."""
+    if graph.outside or graph.constants:
         return b""
     file = io.BytesIO()
     try:
-        _Writer(file).dump((replace(graph, outside=()), read))
+        _Writer(file).dump(graph)
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
         return b""
     text = file.getvalue()
     return b"" if any(name.encode() in text for name in functions._local) else text
 
 
-def _read(text: bytes, model: torch.nn.Module) -> Graph:
+def _read(text: bytes) -> Graph:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # pickle asks about specs as torch does no more
-        graph, names = _Reader(io.BytesIO(text)).load()
-    tensors = dict((*model.named_buffers(), *model.named_parameters()))
-    return replace(graph, outside=tuple((tensors[n], tensors[n]._version) for n in names))  # type: ignore[no-any-return]
+        return _Reader(io.BytesIO(text)).load()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -197,7 +191,7 @@ def remembered(folder: Path) -> Iterator[None]:
             try:
                 graph = capture(model, example, *options)
                 if signature(model, example, *options) == key:  # it has left nothing in the model, such as a cache
-                    text = _written(graph, model)
+                    text = _written(graph)
             finally:
                 _put(path, text)
             return graph
@@ -205,7 +199,7 @@ def remembered(folder: Path) -> Iterator[None]:
         while not path.exists() and time.monotonic() < end:
             time.sleep(0.002)
         text = path.read_bytes() if path.exists() else b""
-        return _read(text, model) if text else capture(model, example, *options)
+        return _read(text) if text else capture(model, example, *options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "_captured", captured)

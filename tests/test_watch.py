@@ -116,7 +116,7 @@ def test_what_begins_ends_and_is_learnt_reaches_every_observer() -> None:
 
     counts = Counts(), Counts()
     watch = Watch(counts)
-    watch.begin(Forward([X, X], [], [], [False, False]))
+    watch.begin(Forward([X, X], [], [], [False, False], {}))
     watch.end(10)
     assert [c.told for c in counts] == [12, 12]
     assert watch.learn(ValueError())
