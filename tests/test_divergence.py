@@ -41,7 +41,8 @@ class Model(nn.Module):
         self.first, self.second = Layer(), Layer()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.second(self.first(x)), y)
+        drawn = torch.rand(len(y)) < 0.9  # by shape: of a micro-batch, a part of it
+        return F.mse_loss(self.second(self.first(x)), torch.where(drawn[:, None, None], y, 0.0))
 
 
 def model_and_inputs() -> tuple[Model, tuple[torch.Tensor, torch.Tensor]]:
