@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from sample_makers import Sample, call, f, i
 
-aten = torch.ops.aten
+from autoshard.aten import aten
 
 
 def regular(*batch: int) -> torch.Tensor:

@@ -11,10 +11,9 @@ from reduction_samples import RANK, REDUCE, SCAN
 from sample_makers import Sample, b, call, f, i, unit, z
 
 __all__ = ["NO_DERIVATIVE", "SAMPLES", "SHAPES_ONLY", "call", "f"]
+from autoshard.aten import aten
 from autoshard.runtime.operations.experts import experts_op
 from autoshard.runtime.operations.grouped import grouped_mm
-
-aten = torch.ops.aten
 
 MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
     aten.linear.default: [

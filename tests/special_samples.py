@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.runtime.attention.banded import banded_op
 from autoshard.runtime.attention.fold import folded_op, unfolded_op
 from autoshard.runtime.operations.ctc import ctc_loss
@@ -15,7 +16,6 @@ from autoshard.runtime.operations.functions import function
 from autoshard.runtime.operations.loss import cross_entropy_op
 from autoshard.runtime.operations.stacked import stacked_op
 
-aten = torch.ops.aten
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 _random = torch.Generator().manual_seed(11)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from autoshard.aten import aten
 from autoshard.errors import InitialiseError
 from autoshard.frames import stack, users_frame
 from autoshard.initialise.recording import Area, Op, Recording, area_of
@@ -180,7 +181,7 @@ class Recorder(TorchDispatchMode):
 
     def _fake_constant(self, real: Tensor) -> Tensor:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
-        self.add(torch.ops.aten.clone.default, (real,), {}, fake, [], fills=False, random=False)
+        self.add(aten.clone.default, (real,), {}, fake, [], fills=False, random=False)
         return fake
 
     def _owner(self, args: Any) -> str:

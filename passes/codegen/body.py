@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.frames import printable
 from autoshard.passes.codegen.printing import WIDTH, Expression, atom, expression
 from autoshard.passes.codegen.source_text import Names, layout_text, one_of, python_path, shape_text, step_comment
@@ -251,7 +250,7 @@ class Body:
         """Whether the named results of a split make up all of its operand."""
         types = self.program.types
         named = [o for o in s.outputs if o != "_"]
-        if s.node is not None and s.node.op is torch.ops.aten.where.default:
+        if s.node is not None and s.node.op is aten.where.default:
             return len(named) == len(s.outputs) == len(types[s.node.inputs[0]].shape)
         if any(types[o].unknown for o in named):
             return False

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.names import attribute, is_plain
 from autoshard.passes.ir.program import Call, Local, Offset, spell
@@ -205,7 +206,7 @@ def literal(value: Any) -> str:
 
 
 def _reshape(p: _Printer, call: Call) -> Expression | None:
-    if call.fn is torch.ops.aten.view.dtype:  # the same bytes, read otherwise
+    if call.fn is aten.view.dtype:  # the same bytes, read otherwise
         return p.function(f"{p.value(call.args[0]).flat}.view", call.args[1:], {})
     return p.function(f"{p.value(call.args[0]).flat}.reshape", _separate(call.args[1]), {})
 

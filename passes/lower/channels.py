@@ -13,11 +13,10 @@ from dataclasses import replace
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Ref, map_refs
 from autoshard.passes.ir.program import Call, Program, Statement, reads
 from autoshard.passes.rules.facts import is_view
-
-aten = torch.ops.aten
 
 DTYPES = {torch.float32, torch.bfloat16}
 """in which oneDNN computes on any CPU that torch runs it on"""

@@ -11,14 +11,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import refs
 from autoshard.passes.ir.program import Program, Statement, reads
 from autoshard.passes.ir.sizes import noting
 from autoshard.passes.rules.facts import is_view, saved
-
-aten = torch.ops.aten
 
 LARGE = 1 / 8
 """of the largest value of a function: what is worth a line of its own"""

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Program, Statement, reads
 from autoshard.runtime.operations.exactly import may_stop
-
-aten = torch.ops.aten
 
 IN_PLACE: dict[torch._ops.OpOverload, torch._ops.OpOverload | str] = {
     aten.copy.default: aten.copy_.default,

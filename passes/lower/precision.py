@@ -10,12 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Ref, TensorType, map_refs
 from autoshard.passes.ir.program import Call, Program, Statement, Step, reads
 
-aten = torch.ops.aten
 SUMS = frozenset({"enter", "all_gather"})
 """conversions of a trained parameter that sum its gradient"""
 

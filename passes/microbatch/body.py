@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._pytree as pytree
 
+from autoshard.aten import aten
 from autoshard.errors import PlanError
 from autoshard.layout import P, Placement, R, Shard
 from autoshard.passes.ir.assignment import canonical
@@ -28,8 +29,6 @@ from autoshard.passes.propagate.prices.cost import node_flops
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
 from autoshard.runtime.operations.indexing import PART_OF_BATCH
-
-aten = torch.ops.aten
 
 SHARE = 0.1
 """of the work, without a backward: what every micro-batch may do of the whole batch"""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.layout import P
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.rules.factors import ADDED
-
-aten = torch.ops.aten
 
 SUMS = frozenset(
     {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.subtract.Tensor, aten.subtract.Scalar}

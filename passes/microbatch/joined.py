@@ -12,8 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.layout import Grouped, Placement, Shard, can_be_parts
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Parts
@@ -21,8 +20,6 @@ from autoshard.passes.rules.factors import positive
 from autoshard.passes.rules.facts import is_random
 from autoshard.passes.rules.families.parts import SPLITS, parts_of_split
 from autoshard.passes.rules.families.shape import view_groups
-
-aten = torch.ops.aten
 
 _JOINS = frozenset({aten.cat.default, aten.concat.default, aten.concatenate.default})
 ENDS = "apart"

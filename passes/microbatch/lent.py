@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.ir.graph import Graph, Node
-
-aten = torch.ops.aten
 
 _FILLED: dict[Any, Any] = {
     aten.zeros_like.default: aten.zeros.default,

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.propagate.floating import floating
 from autoshard.passes.rules.base import ops
 from autoshard.passes.rules.families.loss import CLASSES_LAST, class_dim_of
-
-aten = torch.ops.aten
 
 MEAN, SUM = 1, 2
 """ATen's numbers of reductions"""

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
-
-aten = torch.ops.aten
 
 _NUMBERS = {
     aten.arange.default: ("end",),

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Program, Statement, reads
 from autoshard.passes.rules.facts import is_view
 
-aten = torch.ops.aten
 PRODUCTS: dict[Any, str] = {
     aten.linear.default: "linear",
     aten.mm.default: "matmul",

@@ -13,6 +13,7 @@ from types import ModuleType
 
 import torch
 
+from autoshard.aten import Absent
 from autoshard.passes.rules.base import Rule
 
 
@@ -38,7 +39,8 @@ def all_rules() -> tuple[Rule, ...]:
 @cache
 def _registry() -> dict[torch._ops.OpOverload, Rule]:
     """Built on first use: the rule modules import the notation, which imports this package."""
-    return {rule.op: rule for module in _modules() for rule in getattr(module, "RULES", ())}
+    rules = (rule for module in _modules() for rule in getattr(module, "RULES", ()))
+    return {rule.op: rule for rule in rules if not isinstance(rule.op, Absent)}
 
 
 @cache

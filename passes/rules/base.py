@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from autoshard.aten import Absent, aten
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
@@ -178,9 +179,10 @@ class Rule:
 
 
 def ops(names: str) -> tuple[torch._ops.OpOverload, ...]:
-    """aten ops, as in ``"conv1d.default conv2d.default"``."""
+    """aten ops, as in ``"conv1d.default conv2d.default"``, without those that this torch lacks."""
     pairs = (name.split(".") for name in names.split())
-    return tuple(getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in pairs)
+    found = (getattr(getattr(aten, packet), overload) for packet, overload in pairs)
+    return tuple(op for op in found if not isinstance(op, Absent))
 
 
 def rules(

@@ -14,14 +14,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-
+from autoshard.aten import Absent
 from autoshard.errors import RuleError
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.schema import tensor_arguments
 from autoshard.passes.rules.base import UNKNOWN, Facts, LocalFormOf, Rule
-from autoshard.passes.rules.factors import Dims, Factors
+from autoshard.passes.rules.factors import Dims, Factors, undivided
 
 ELLIPSIS, WHOLE = "...", "_"
 Dim = tuple[str, ...]
@@ -95,7 +95,7 @@ def _term(text: str, rule: str) -> Term:
 
 
 def rule(
-    op: torch._ops.OpOverload,
+    op: Any,
     notation: str,
     *,
     linear: Linear = (),
@@ -115,6 +115,8 @@ def rule(
         parsed = parse(notation)
     except RuleError as e:
         raise RuleError(f"{op}: {e}") from None
+    if isinstance(op, Absent):
+        return Rule(op, undivided)  # type: ignore[arg-type]
     takes = tensor_arguments(op)
     if len(parsed.operands) != len(takes) and not (parsed.operands == ((),) and not takes):
         raise RuleError(

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import runtime
+from autoshard.aten import aten
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Local, Offset
@@ -26,8 +27,6 @@ from autoshard.passes.ir.walk import map_tree
 from autoshard.runtime.transport.communicator import Communicator, bind, in_order_of
 from autoshard.runtime.transport.move import LOCAL, Move
 from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Hop
-
-aten = torch.ops.aten
 
 SCRATCH = frozenset({aten.native_batch_norm_backward.default})
 """operations whose kernels on CPUs allocate as much as their first operand while they run, which no dispatch mode sees: where

@@ -16,7 +16,9 @@ import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-_ALSO = (torch.ops.aten.exponential_, torch.ops.aten.geometric_, torch.ops.aten.log_normal_)
+from autoshard.aten import aten
+
+_ALSO = (aten.exponential_, aten.geometric_, aten.log_normal_)
 DRAWS = (*DTensor._op_dispatcher._random_ops, *(packet.default for packet in _ALSO))
 """the ops that torch takes for draws, and those that it takes for functions of each element"""
 

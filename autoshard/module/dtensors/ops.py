@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.optim import _muon
 
+from autoshard.aten import aten
 from autoshard.errors import LayoutError
 from autoshard.module.dtensors.chunks import mend_checkpoints
 from autoshard.module.dtensors.draws import DRAWS, drawn
@@ -27,8 +28,6 @@ from autoshard.module.dtensors.owned import is_owned
 from autoshard.module.dtensors.strided import mend_strided
 from autoshard.module.dtensors.views import VIEWS, indexed, set_through, set_whole, whole_on
 from autoshard.runtime.transport.work import all_reduce_sum
-
-aten = torch.ops.aten
 
 _FUSED = (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
 

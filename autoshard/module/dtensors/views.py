@@ -17,11 +17,10 @@ import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from autoshard.aten import aten
 from autoshard.errors import LayoutError
 from autoshard.module.dtensors.draws import first_ranks_generator
 from autoshard.module.dtensors.strided import cuts
-
-aten = torch.ops.aten
 
 VIEWS = {
     aten.select.int: 1,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.runtime.operations.collectives import all_gather, offset, size
 from autoshard.runtime.operations.random import dropout
 from autoshard.runtime.operations.softmax import safe_softmax
@@ -66,7 +67,7 @@ def attention(
             attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill_(~attn_mask, -torch.inf)
         scores = scores + attn_mask
     last = len(shape) - 1
-    weights = safe_softmax(scores, last, cuts[last]) if last in cuts else torch.ops.aten._safe_softmax(scores, -1)
+    weights = safe_softmax(scores, last, cuts[last]) if last in cuts else aten._safe_softmax(scores, -1)
     if dropout_p:
         weights = dropout(weights, dropout_p, shape, cuts, batch=batch)
     return weights @ value

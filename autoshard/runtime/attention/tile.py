@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.runtime.attention.banded import capped
 from autoshard.runtime.operations.softmax import wide
-
-aten = torch.ops.aten
 
 DEEP = 1000.0
 """how far below zero what is added to all scores of a row may lie before their sums' logarithm loses digits"""

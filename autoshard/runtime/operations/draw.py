@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from autoshard.aten import aten
 from autoshard.runtime.operations.indexing import part_of_batch
 from autoshard.runtime.operations.random import drawn, in_memory_order, noise, part, shared
 from autoshard.runtime.transport.communicator import Axes, current, device
@@ -26,7 +27,7 @@ def draw(
     args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
     if not any(isinstance(a, torch.Tensor) for a in args):
         kwargs.setdefault("device", device())
-    found = shared(getattr(torch.ops.aten, op), *args, **kwargs)
+    found = shared(getattr(aten, op), *args, **kwargs)
     if batch is not None:
         found = part_of_batch(found, batch, current().micro_batch[1])
     return part(found, dims or {})
@@ -58,7 +59,7 @@ def draw_like(
 
     def fill(shape: Sequence[int]) -> torch.Tensor:
         empty = partial(torch.empty, dtype=x.dtype, device=x.device)
-        filled: torch.Tensor = getattr(torch.ops.aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
+        filled: torch.Tensor = getattr(aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
         return filled
 
     return part(drawn(lambda s: shared(fill, s), shape, (), batch), dims)
@@ -104,5 +105,5 @@ packed_noise.register_fake(lambda x, lengths, p: torch.empty_like(x, memory_form
 
 def rrelu(x: torch.Tensor, lower: float, upper: float) -> tuple[torch.Tensor, torch.Tensor]:
     """``F.rrelu`` in training of a whole ``x``, and the slopes, which are drawn for its negative elements."""
-    slopes = shared(torch.ops.aten.rrelu_with_noise_functional, x.detach(), torch.zeros_like(x), lower, upper, True)[1]
+    slopes = shared(aten.rrelu_with_noise_functional, x.detach(), torch.zeros_like(x), lower, upper, True)[1]
     return x * slopes, slopes

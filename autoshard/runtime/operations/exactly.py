@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.runtime.transport.handed_on import register
 
 OTHER_VALUES = "the program was compiled for inputs with other integers"
@@ -37,7 +38,7 @@ def is_of_other_values(error: BaseException) -> bool:
 
 def may_stop(fn: object, args: Sequence[object]) -> bool:
     """Whether a call ends a program that is for other values than there are."""
-    return fn is EXACTLY or (fn is torch.ops.aten._assert_async.msg and says_other_values(str(args[1])))
+    return fn is EXACTLY or (fn is aten._assert_async.msg and says_other_values(str(args[1])))
 
 
 def says_other_values(text: str) -> bool:

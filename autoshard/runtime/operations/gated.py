@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autoshard.aten import aten
 from autoshard.runtime.operations.grouped import matrices, parts, pieces, product
 from autoshard.runtime.transport.handed_on import HandingOn
 
@@ -46,11 +47,10 @@ def gated_by(
     return activation(gate) * (up + shift if shift else up)
 
 
-_aten = torch.ops.aten
 DERIVATIVES: dict[str, Callable[..., Any]] = {
-    "silu": _aten.silu_backward.grad_input,
-    "gelu": _aten.gelu_backward.grad_input,
-    "gelu_tanh": partial(_aten.gelu_backward.grad_input, approximate="tanh"),
+    "silu": aten.silu_backward.grad_input,
+    "gelu": aten.gelu_backward.grad_input,
+    "gelu_tanh": partial(aten.gelu_backward.grad_input, approximate="tanh"),
 }
 """of the activations that :func:`gated_products` takes"""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from autoshard.aten import aten
+
 
 def write_slice(
     x: torch.Tensor,
@@ -14,7 +16,7 @@ def write_slice(
     step: int = 1,
 ) -> torch.Tensor:
     """``x.slice_scatter(source, dim, start, end, step)`` into ``x`` itself, which it returns."""
-    torch.ops.aten.slice.Tensor(x, dim, start, end, step).copy_(source)
+    aten.slice.Tensor(x, dim, start, end, step).copy_(source)
     return x
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.runtime.operations.collectives import offset
 from autoshard.runtime.operations.in_range import check_range
 from autoshard.runtime.transport.communicator import Axes, current
@@ -89,7 +90,7 @@ def sharded_index(
     if 0 in x.shape:
         return _zeros(x, [*kept[:at], *common, *kept[at:]])
     assert mine is not None
-    found: torch.Tensor = torch.ops.aten.index.Tensor(x, places)
+    found: torch.Tensor = aten.index.Tensor(x, places)
     return found.masked_fill(~mine.view([*mine.shape, *([1] * (len(kept) - at))]), 0)
 
 
@@ -165,7 +166,7 @@ def sharded_index_put(
         assert asked is not None  # a cut dim without an index is no business of ours
         places[dim] = _held_or_spare(asked, x.shape[dim], size, axes, -size)
         whole = _with_spare(whole, dim)
-    written: torch.Tensor = torch.ops.aten.index_put.default(whole, places, values, accumulate)
+    written: torch.Tensor = aten.index_put.default(whole, places, values, accumulate)
     for dim, _, _ in cuts:
         written = written.narrow(dim, 0, x.shape[dim])
     return written

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autoshard.aten import aten
 from autoshard.runtime.operations.collectives import offset, statistic
 from autoshard.runtime.operations.in_range import check_range
 from autoshard.runtime.operations.row_sums import along, in_pieces, row_sums
@@ -24,7 +25,7 @@ torch.library.define(_NAME, f"(Tensor self, Tensor target, {_OPTIONS}) -> Tensor
 def _classes_last(self: torch.Tensor, target: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
     """``aten.cross_entropy_loss`` of logits [..., c], classes last, and class indices [...] or probabilities [..., c]."""
     rows = target.flatten() if target.dim() < self.dim() else target.flatten(0, -2)
-    found: torch.Tensor = torch.ops.aten.cross_entropy_loss(self.flatten(0, -2), rows, *options, **named)
+    found: torch.Tensor = aten.cross_entropy_loss(self.flatten(0, -2), rows, *options, **named)
     return found.view(self.shape[:-1]) if found.dim() else found
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.runtime.transport.handed_on import HandingOn
 
 
@@ -111,7 +112,7 @@ def _bags(
     return found
 
 
-_dots = torch.ops.aten._embedding_bag_per_sample_weights_backward
+_dots = aten._embedding_bag_per_sample_weights_backward
 """of every element of the bags the product of its row and of its bag's gradient"""
 
 

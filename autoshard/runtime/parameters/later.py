@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from autoshard.aten import aten
 from autoshard.runtime.transport.communicator import current
 from autoshard.runtime.transport.handed_on import HandingOn
 
 Tensor = torch.Tensor
-aten = torch.ops.aten
 
 
 class _Product(NamedTuple):

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch.utils._pytree as pytree
-from torch._subclasses import fake_utils
+from torch._subclasses import fake_utils, meta_utils
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from autoshard.passes.capture.answers import checks
-from autoshard.passes.capture.observer import Call, Forward, Observer, patched
+from autoshard.passes.capture.observer import Call, Forward, Observer, Patch, patched
 
 _RANDOM = torch.Tag.nondeterministic_seeded
+
+_CLONE = "_clone_real_storage_from_tensor"
 
 
 @contextlib.contextmanager
@@ -50,11 +52,13 @@ def values_at_hand() -> Iterator[None]:
             raise self._make_data_dependent_error(expression, expression)
         return defer(self, expression, message, *args, **kwargs)
 
-    patches = (
+    patches: tuple[Patch, ...] = (
         (FakeTensorMode, "dispatch", without_draws),
         (ShapeEnv, "guard_or_defer_runtime_assert", no_silent_answer),
         (fake_utils, "_check_fake_real_tensors", lambda *args, **kwargs: None),  # it asks about offsets
     )
+    if hasattr(meta_utils, _CLONE):  # torch >= 2.14 refuses inputs without values, which are put beside them later
+        patches += ((meta_utils, _CLONE, lambda x: x.untyped_storage().clone()),)
     with patched(patches), functorch_config.patch(fake_tensor_propagate_real_tensors=True):
         yield
 

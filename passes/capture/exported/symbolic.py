@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import TensorType
 
 Number = int | float | bool
@@ -23,7 +24,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _FALLBACK = 64
 """guessed value of a number of which only the sign is known"""
 
-aten, prim = torch.ops.aten, torch.ops.prim
+prim = torch.ops.prim
 
 OPS: dict[Any, torch._ops.OpOverload] = {
     operator.add: aten.add.default,
@@ -48,7 +49,7 @@ OPS: dict[Any, torch._ops.OpOverload] = {
 }
 """arithmetic on numbers as ops of torch, so that it is a node like any other"""
 
-_TYPED = {
+_TYPED: dict[Any, tuple[torch._ops.OpOverload, torch._ops.OpOverload]] = {
     operator.abs: (prim.abs.int, prim.abs.float),
     operator.floordiv: (aten.floordiv.int, aten.floordiv.default),
     operator.mod: (aten.remainder.int, aten.remainder.default),

@@ -10,12 +10,12 @@ import torch
 from torch.fx.experimental import proxy_tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autoshard.aten import aten
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.observer import Observer, Patch
 from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.autocast import autocast_state
 
-aten = torch.ops.aten
 COMPOSED = frozenset(
     {
         aten.chain_matmul.default,

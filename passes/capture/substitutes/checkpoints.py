@@ -15,6 +15,10 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from autoshard.passes.capture.exported.provenance import CHECKPOINT
 from autoshard.passes.capture.observer import Observer, Patch, Refusals
 
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if hasattr(checkpoint, f"{_GENERATOR}_impl"):  # torch >= 2.14
+    _GENERATOR += "_impl"
+
 
 class Checkpoints(Observer):
     """Where gradients are wanted (``training``), stands in for both kinds of checkpoint; of nested ones the outer counts."""
@@ -26,7 +30,7 @@ class Checkpoints(Observer):
 
     def patches(self) -> Iterable[Patch]:
         if self.training:
-            yield checkpoint, "_checkpoint_without_reentrant_generator", self._around
+            yield checkpoint, _GENERATOR, self._around
             yield checkpoint.CheckpointFunction, "apply", staticmethod(self._reentrant)
 
     @contextlib.contextmanager

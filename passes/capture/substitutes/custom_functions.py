@@ -8,6 +8,7 @@ tried out on random numbers, and traced through where both agree. Of a user's ow
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -175,7 +176,7 @@ def _restored(function: Any, forward: Callable[..., Any]) -> contextlib.Abstract
 
 
 def _apply(function: Any, args: Sequence[Any]) -> Any:
-    return torch.autograd.Function.apply.__func__(function, *args)  # type: ignore[attr-defined]
+    return inspect.getattr_static(torch.autograd.Function, "apply").__get__(None, function)(*args)
 
 
 def _is_large(args: Sequence[Any]) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from autoshard.aten import aten
 from autoshard.errors import CaptureError
 from autoshard.passes.ir.sizes import ENDLESS
 
@@ -29,7 +30,7 @@ def as_slice(op: Any, args: Any) -> tuple[Any, Any]:
     if op is not torch.ops.autoshard.last.default:
         return op, args
     x, dim, count = args
-    return torch.ops.aten.slice.Tensor, (x, dim, -count, ENDLESS)
+    return aten.slice.Tensor, (x, dim, -count, ENDLESS)
 
 
 def check_views(program: fx.GraphModule) -> None:

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.patterns import Hot, Patterns, Product, ProductOf, letters
 from autoshard.passes.ir.graph import Node, Ref
-
-aten = torch.ops.aten
 
 Dims = tuple[str, ...]
 """of a value, by name: rows, "k" (choices of a row), "e" (experts), "c" (places)"""

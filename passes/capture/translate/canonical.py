@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from autoshard.aten import aten
 from autoshard.passes.capture.exported.symbolic import is_symbolic
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs, refs
 from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.facts import has_effect
-
-aten = torch.ops.aten
 
 DROPPED = {
     aten._assert_tensor_metadata.default,

@@ -21,6 +21,7 @@ from torch.export import exported_program
 from torch.export.exported_program import _decompose_exported_program
 from torch.export.graph_signature import InputKind, OutputKind
 
+from autoshard.aten import aten
 from autoshard.passes.capture.observer import Patch, patched
 from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN
 from autoshard.passes.capture.translate.canonical import DROPPED
@@ -42,11 +43,11 @@ _TABLE = """
 """taken from PyTorch's tables; beside these, every op that PyTorch itself writes as others (composite implicit)"""
 
 
-_WHOLE = frozenset({torch.ops.aten.where.default})
+_WHOLE = frozenset({aten.where.default})
 """their results are as long as the data says, so their parts would run on full tensors as well"""
 _OURS = ("aten", "autoshard")
 """others' operations may have effects that are ordered by tokens"""
-_LIFTED = frozenset({torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default})
+_LIFTED = frozenset({aten.lift.default, aten.lift_fresh.default})
 """constants on their way into a trace"""
 
 
@@ -58,7 +59,7 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     """
     nodes = [n for m in program.graph_module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     for node in nodes:
-        if node.target is torch.ops.aten.copy_.default:
+        if node.target is aten.copy_.default:
             _convert(node)
     kept = _islands(program, nodes) | _WHOLE
     tail = {op: how for op, how in _functional().items() if rule_for(op) is None and op not in kept}
@@ -109,8 +110,8 @@ def _in_pairs(scatter: Any, x: torch.Tensor, part: torch.Tensor, dim: int = 0, *
 
 
 _WRITES = {
-    torch.ops.aten.slice_scatter.default: partial(_in_pairs, torch.slice_scatter),
-    torch.ops.aten.select_scatter.default: partial(_in_pairs, torch.select_scatter),
+    aten.slice_scatter.default: partial(_in_pairs, torch.slice_scatter),
+    aten.select_scatter.default: partial(_in_pairs, torch.select_scatter),
 }
 """writes that have no derivative where numbers are complex"""
 
@@ -150,7 +151,7 @@ def _convert(copy: fx.Node) -> None:
     ):  # export's own, of a buffer that is set anew
         return
     with copy.graph.inserting_before(copy):
-        converted = copy.graph.call_function(torch.ops.aten._to_copy.default, (copy.args[1],), {"dtype": target.dtype})
+        converted = copy.graph.call_function(aten._to_copy.default, (copy.args[1],), {"dtype": target.dtype})
     converted.meta = {**copy.meta, "val": source.to(target.dtype)}
     copy.update_arg(1, converted)
 
@@ -188,7 +189,7 @@ _UNGUARDED: Patch = (
 _UNASKED: Patch = (
     torch._decomp,
     "decomposition_table",
-    {op: how for op, how in decomposition_table.items() if op is not torch.ops.aten.nll_loss.default},
+    {op: how for op, how in decomposition_table.items() if op is not aten.nll_loss.default},
 )
 """what fake tensors look up: that of a loss asks whether it has no elements, where its kernel does not"""
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Ref
-
-aten = torch.ops.aten
 
 _VIEWS = frozenset(
     {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.reshape.default, aten.expand.default}

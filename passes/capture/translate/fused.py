@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, Parts
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.factors import positive
 from autoshard.passes.rules.families.parts import SPLITS, parts_of_split, viewed_parts
 from autoshard.runtime.operations.experts import experts_op
-
-aten = torch.ops.aten
 
 EXPERTS = experts_op._opoverload
 

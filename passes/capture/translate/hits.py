@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.patterns import Ids, Patterns
 from autoshard.passes.ir.graph import Ref
-
-aten = torch.ops.aten
 
 
 class Hits(Patterns):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.capture.translate.documents import documents_of
 from autoshard.passes.capture.translate.positions import Known, Linear, Positions, Stripes
@@ -21,8 +22,6 @@ from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.sizes import Size
 from autoshard.runtime.attention.banded import banded_op
 from autoshard.runtime.attention.order import ALL, CAUSAL, Band
-
-aten = torch.ops.aten
 
 ATTENTION = aten.scaled_dot_product_attention.default
 BANDED = banded_op._opoverload

@@ -16,6 +16,7 @@ from typing import Any, Union
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.buffers import Buffers
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.capture.translate.hits import Hits
@@ -23,8 +24,6 @@ from autoshard.passes.capture.translate.patterns import Hot, Ids, Patterns, Prod
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.families.stacked import STACKED
 from autoshard.runtime.operations.experts import experts_op
-
-aten = torch.ops.aten
 
 Matrices = Union[Ref, tuple[Ref, ...]]
 """of all experts in one tensor, or one of each"""

@@ -18,6 +18,7 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
+from autoshard.aten import aten
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.arguments import Example, argument_paths, export_order, own_tensor
 from autoshard.passes.capture.exported.lengths import Lengths, Open
@@ -55,8 +56,6 @@ from autoshard.passes.ir.sizes import Size
 from autoshard.passes.ir.walk import walk
 from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.facts import is_random
-
-aten = torch.ops.aten
 
 _KINDS = {
     InputKind.PARAMETER: "parameter",

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.positions import Linear, Positions
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.rules.facts import is_random
 from autoshard.runtime.operations.grouped import grouped_mm
-
-aten = torch.ops.aten
 
 
 class Product(NamedTuple):

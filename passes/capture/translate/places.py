@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node
-
-aten = torch.ops.aten
 
 
 def by_dim(graph: Graph) -> Graph:

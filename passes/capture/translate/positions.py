@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.sizes import Size
-
-aten = torch.ops.aten
 
 
 class Linear(NamedTuple):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
-
-aten = torch.ops.aten
 
 
 def unflattened(graph: Graph) -> Graph:

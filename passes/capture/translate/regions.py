@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.aten import aten
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.provenance import NO_GRAD, where
-
-aten = torch.ops.aten
 
 _MAY_COPY = frozenset("to contiguous reshape flatten type_as float double half bfloat16".split())
 """ops that give their operand, a view of it, or where it lies or is otherwise a copy, under one schema"""

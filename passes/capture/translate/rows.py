@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.rules.factors import positive
 from autoshard.runtime.operations.experts import experts_op
 from autoshard.runtime.operations.loss import cross_entropy_op
-
-aten = torch.ops.aten
 
 Lead = tuple[int, ...]
 """the lengths that rows were flattened from"""

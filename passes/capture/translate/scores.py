@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.masks import band_of_mask, hidden_band, within
 from autoshard.passes.capture.translate.patterns import letters
 from autoshard.passes.capture.translate.positions import Linear, Positions
@@ -18,8 +19,6 @@ from autoshard.passes.capture.translate.slopes import Hidden, added, filled, slo
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.sizes import Size
 from autoshard.runtime.attention.order import Band
-
-aten = torch.ops.aten
 
 PRODUCTS = {aten.matmul.default, aten.bmm.default, aten.baddbmm.default, aten.einsum.default}
 _SAME = {aten._to_copy.default, aten.clone.default}

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.positions import Linear, Positions
 from autoshard.passes.ir.graph import Graph, Node, Ref
-
-aten = torch.ops.aten
 
 _VIEWS = frozenset(
     {aten.unsqueeze.default, aten.squeeze.dim, aten.reshape.default, aten.expand.default, aten.clone.default,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.capture.translate.masks import ATTENTION, BANDED
 from autoshard.passes.capture.translate.patterns import letters
@@ -29,8 +30,6 @@ from autoshard.passes.capture.translate.weights import weights_of
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.factors import broadcast_shape
-
-aten = torch.ops.aten
 
 
 class Spelled(NamedTuple):

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.rules.families.embedding import LOOK_UPS, in_one_call
 from autoshard.runtime.operations.embedding import pooled_op
-
-aten = torch.ops.aten
 
 POOLED = pooled_op._opoverload
 _POOLS = {aten.sum.dim_IntList: "sum", aten.mean.dim: "mean"}

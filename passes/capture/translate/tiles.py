@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.sizes import Size
-
-aten = torch.ops.aten
 
 _PRODUCTS = {aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default}
 

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.canonical import remove_dead
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.factors import positive
-
-aten = torch.ops.aten
 
 Dims = tuple[tuple[int, ...], ...]
 """per dim the numbers of the factors that it is the product of, outermost first; (): its length is 1"""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.capture.translate.scores import is_read_once, keeps_matrix
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.rules.facts import is_random
-
-aten = torch.ops.aten
 
 
 class Weights(NamedTuple):

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
-
-aten = torch.ops.aten
 
 
 def one_width(graph: Graph) -> Graph:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from autoshard.aten import aten
 from autoshard.layout import Layout, Partial, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Placements
@@ -29,7 +30,7 @@ from autoshard.passes.propagate.prices.cost import ideal, local_shape
 from autoshard.passes.propagate.prices.step_time import Parts
 from autoshard.passes.redistribute.pricing import width
 
-PRODUCTS = frozenset({torch.ops.aten.linear.default})
+PRODUCTS = frozenset({aten.linear.default})
 """products of a value [..., k] and a weight [n, k]"""
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.layout import R, Shard, chunk
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
@@ -17,8 +18,6 @@ from autoshard.passes.rules.factors import Dims, Factors, Space, broadcast_shape
 from autoshard.passes.rules.families import ring
 from autoshard.runtime.attention.banded import banded_op
 from autoshard.runtime.attention.order import CAUSAL
-
-aten = torch.ops.aten
 
 OPERANDS = ("query", "key", "value", "attn_mask", "sinks")
 

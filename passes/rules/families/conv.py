@@ -6,16 +6,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.rules.base import Facts, Rule, Site, Types, rules
 from autoshard.passes.rules.factors import Dims, Factors, inputs
 from autoshard.passes.rules.windows import Sliding, cropped, cut, each, haloed, halos
 from autoshard.runtime.transport.window import Window
-
-aten = torch.ops.aten
 
 
 def is_transposed(node: Node) -> bool:

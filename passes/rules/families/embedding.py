@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.errors import PlanError
 from autoshard.layout import Owned, P, R, Shard
 from autoshard.passes.ir.assignment import Strategy
@@ -17,8 +18,6 @@ from autoshard.passes.ir.program import Call, Internal, Local, spell
 from autoshard.passes.rules.base import Facts, Rule, Site, rules
 from autoshard.passes.rules.factors import Dims, Factors, Space, inputs, numbered, positive, sizes_of
 from autoshard.runtime.operations.embedding import pooled_op
-
-aten = torch.ops.aten
 
 BAG_MODES = ("sum", "mean", "max")
 LOOK_UPS = frozenset(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.layout import I, P, Placement, R, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, spell
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, rules
 from autoshard.passes.rules.factors import Factors, broadcast, numbered, sizes_of
-
-aten = torch.ops.aten
 
 
 def factory_strategies(node: Node, graph: Graph) -> Factors:

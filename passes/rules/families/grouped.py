@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local, Offset, spell
 from autoshard.passes.ir.schema import tensor_arguments
 from autoshard.passes.rules.base import Facts, Rule, Site, Types, each_other
 from autoshard.passes.rules.factors import Factors, Space, whole
 from autoshard.runtime.operations.grouped import grouped_mm
-
-aten = torch.ops.aten
 
 
 def _grouped(node: Node, graph: Graph) -> Space:

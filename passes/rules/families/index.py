@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.program import Call, spell
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, along_cut, rules
@@ -30,8 +31,6 @@ from autoshard.passes.rules.factors import (
 )
 from autoshard.passes.rules.notation import rule
 from autoshard.runtime.operations.indexing import PART_OF_BATCH
-
-aten = torch.ops.aten
 
 
 def _index_factors(

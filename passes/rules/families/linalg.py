@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.rules.base import Facts, Rule, rules, stating
 from autoshard.passes.rules.factors import Dims, Factors, numbered, positive, sizes_of
 from autoshard.passes.rules.notation import rule
-
-aten = torch.ops.aten
 
 MATRIX = 2
 """dims of one matrix"""

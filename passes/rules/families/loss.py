@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.layout import I, Shard
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal, spell
@@ -27,8 +26,6 @@ from autoshard.passes.rules.factors import (
     wide_bytes,
 )
 from autoshard.runtime.operations.loss import cross_entropy_op
-
-aten = torch.ops.aten
 
 REDUCTIONS = ("none", "mean", "sum")
 LARGE = 1 << 27

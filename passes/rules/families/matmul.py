@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.errors import RuleError
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.schema import tensor_arguments
 from autoshard.passes.rules.base import Facts, Rule, Types, each_other, ops
 from autoshard.passes.rules.factors import Factors, broadcast_shape, positive
 from autoshard.passes.rules.notation import Groups, bind, parse, rule
-
-aten = torch.ops.aten
 
 PRODUCT: Groups = ((0,), (1,))
 

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.layout import R
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, Internal, Local, spell
 from autoshard.passes.rules.base import Facts, Rule, Site, SpaceOf, Types, rules
 from autoshard.passes.rules.factors import Dims, Factors, inputs, numbered, sizes_of, wide_bytes
-
-aten = torch.ops.aten
-
 
 # --- layer norm and RMS norm: statistics over the last dims ---
 

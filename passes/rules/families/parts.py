@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.layout import Grouped, Placement, Shard, can_be_parts
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Parts, TensorType
@@ -18,8 +17,6 @@ from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.factors import positive
 from autoshard.passes.rules.families.shape import view_groups
 from autoshard.passes.rules.families.splits import RULES, lengths_of
-
-aten = torch.ops.aten
 
 SPLITS = frozenset(rule.op for rule in RULES)
 QKV = 3

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import Call, spell
 from autoshard.passes.ir.sizes import Size, reaches
@@ -16,8 +15,6 @@ from autoshard.passes.rules.factors import Dims, Factors, broadcast, dims_argume
 from autoshard.passes.rules.windows import Sliding, cut, haloed, halos
 from autoshard.runtime.operations.fan_out import FAN_OUT
 from autoshard.runtime.transport.window import Window
-
-aten = torch.ops.aten
 
 
 def _in_place(

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.schema import tensor_arguments
 from autoshard.passes.rules.base import Facts, Rounding, Rule, Types
 from autoshard.passes.rules.factors import Factors, numbered, sizes_of
 from autoshard.passes.rules.notation import Groups, rule
-
-aten = torch.ops.aten
 
 UNARY = {
     "": """

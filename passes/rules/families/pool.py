@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local, spell
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, SpaceOf, Types, indices, rules
 from autoshard.passes.rules.factors import Dims, Factors
 from autoshard.passes.rules.windows import Sliding, SlidingsOf, cropped, cut, each, haloed, halos
 from autoshard.runtime.transport.window import Window
-
-aten = torch.ops.aten
 
 
 def _positions(node: Node, rank: int) -> range:

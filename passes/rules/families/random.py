@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.layout import I, Layout, Shard
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, Types, rules
 from autoshard.passes.rules.factors import Factors, Space, numbered, sizes_of, undivided
 from autoshard.passes.rules.families.factory import factory_strategies, like_strategies
-
-aten = torch.ops.aten
 
 
 def cuts(site: Site) -> dict[int, str | tuple[str, ...]]:

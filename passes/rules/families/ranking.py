@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.layout import I
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, SpaceOf, indices, rules
 from autoshard.passes.rules.factors import Dims, Factors, Space, numbered, positive, sizes_of
-
-aten = torch.ops.aten
 
 Strategies = SpaceOf
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.layout import I, P, Partial, Placement
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
@@ -24,8 +23,6 @@ from autoshard.passes.rules.factors import (
     sizes_of,
     wide_bytes,
 )
-
-aten = torch.ops.aten
 
 
 def _reduced_dims(node: Node, graph: Graph) -> tuple[int, ...]:

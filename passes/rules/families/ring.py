@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.layout import Placement, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy, laid_out, used
@@ -36,7 +37,7 @@ from autoshard.runtime.attention.order import (
 )
 from autoshard.runtime.attention.pieces import boxes_of
 
-ATTENTION = frozenset({torch.ops.aten.scaled_dot_product_attention.default, banded_op._opoverload})
+ATTENTION = frozenset({aten.scaled_dot_product_attention.default, banded_op._opoverload})
 
 RING, FOLDED, HELPED = "ring", "folded ring", "ring with helpers"
 LABELS = (RING, FOLDED, HELPED)

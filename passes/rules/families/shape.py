@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Local
 from autoshard.passes.ir.sizes import gcd
 from autoshard.passes.rules.base import NOTHING, Facts, LocalFormOf, Rule, Site, rules, stating
 from autoshard.passes.rules.factors import Factors, broadcast, dims_argument, numbered, positive, sizes_of
 from autoshard.passes.rules.families.factory import factory_strategies
-
-aten = torch.ops.aten
 
 
 def view_groups(source: Sequence[int], result: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -9,8 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-import torch
-
+from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Call, Internal, spell
 from autoshard.passes.ir.sizes import Size
@@ -18,8 +17,6 @@ from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, rules
 from autoshard.passes.rules.factors import Factors, numbered, positive, sizes_of
 from autoshard.passes.rules.windows import both_ways
 from autoshard.runtime.transport.window import Halo, Window, halo_of
-
-aten = torch.ops.aten
 
 
 def parts_of(size: int, lengths: Sequence[int], ranks: tuple[int, ...]) -> Iterator[Halo]:

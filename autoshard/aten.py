@@ -1,0 +1,55 @@
+"""The ops of aten by name. One that this version of torch lacks is a stand-in, equal to no op: it costs its rule only."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from autoshard.errors import AutoshardError
+
+
+class Absent:
+    """An op that this version of torch lacks. Whoever calls it learns its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self._opname = name, name.split(".")[1]
+        operands = tuple(SimpleNamespace(name=f"x{i}", type="Tensor", default_value=None) for i in range(9))
+        self._schema = SimpleNamespace(name=name.replace(".", "::", 1), arguments=operands, returns=())
+        self.tags: tuple[torch.Tag, ...] = ()
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        raise AutoshardError(f"torch {torch.__version__} has no op {self.name}: see docs/compatibility.md")
+
+
+class _Packet:
+    """The overloads of one op, for what is written before it is known which torch runs it; called, torch's packet is."""
+
+    def __init__(self, name: str) -> None:
+        self._packet = getattr(torch.ops.aten, name, None) or Absent(f"aten.{name}")
+
+    def __getattr__(self, overload: str) -> Any:
+        found = getattr(self._packet, overload, None) or Absent(f"{self._packet}.{overload}")
+        setattr(self, overload, found)
+        return found
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._packet(*args, **kwargs)
+
+    def overloads(self) -> list[str]:
+        return [] if isinstance(self._packet, Absent) else list(self._packet.overloads())
+
+
+class _Aten:
+    def __getattr__(self, name: str) -> Any:
+        found = _Packet(name)
+        setattr(self, name, found)
+        return found
+
+
+aten: Any = _Aten()
+"""as ``torch.ops.aten``"""
