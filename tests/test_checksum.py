@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 from autoshard.module.ranks.checksum import checksum
+from autoshard.module.ranks.claims import APART, FIRST_CALLS, SAMPLED, Comparisons
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
@@ -57,3 +60,32 @@ def test_memory_does_not_matter() -> None:
     z = torch.randn(5, 7, dtype=torch.complex64)
     assert number(z.conj()) == number(z.conj().resolve_conj()) != number(z)
     assert number(torch.empty(0)) == number(torch.empty(3, device="meta")) == 0
+
+
+def test_a_sample_sees_other_batches_where_they_are_evenly_other() -> None:
+    """Also where rows begin alike, with a power of two of columns; it does not look at all numbers."""
+    x = torch.randint(0, 100, (1024, 512), generator=torch.Generator().manual_seed(0))
+    x[:, 0] = 1
+    other = torch.cat([x[:, :1], x[:, 1:].roll(1, 0)], 1)
+    assert number(x) != number(other)
+    assert int(checksum(x, SAMPLED)) != int(checksum(other, SAMPLED))
+    assert int(checksum(x.t(), SAMPLED)) == int(checksum(x.t().contiguous(), SAMPLED)) != int(checksum(x, SAMPLED))
+    one = x.clone()
+    one[3, 3] += 1
+    assert int(checksum(x, SAMPLED)) == int(checksum(one, SAMPLED))
+    assert int(checksum(x[:4], SAMPLED)) != int(checksum(one[:4], SAMPLED))
+
+
+def test_inputs_are_compared_whole_at_first_and_sampled_for_ever() -> None:
+    training, evaluation, calls = object(), object(), Comparisons()
+    assert calls.due(None, 0) is None
+    assert [calls.due(training, 0) for _ in range(FIRST_CALLS)] == [None] * FIRST_CALLS
+    later = [number for number in range(FIRST_CALLS, 5 * APART) if calls.due(training, 0) == SAMPLED]
+    assert later == [8, 16, 32, 64, 128, 192, 256]
+    assert [calls.due(evaluation, 0) for _ in range(FIRST_CALLS + 2)] == [None] * FIRST_CALLS + [SAMPLED, 0]
+    for program in (training, evaluation):  # neither is at a number of its own
+        calls.due(program, 0)
+        assert [calls.due(program, 0) for _ in range(2)] == [0, 0]
+    assert calls.due(training, 0) == SAMPLED
+    assert copy.deepcopy(calls).due(training, 0) is None
+    assert calls.due(training, 1) is None  # a rank that failed may not have come so far

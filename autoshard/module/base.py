@@ -28,7 +28,7 @@ from autoshard.module.programs.executable import Call, Executable, first_that_se
 from autoshard.module.saving import save
 from autoshard.module.staged.stages import one_after_another
 from autoshard.passes.capture.exported.handed import give_back
-from autoshard.passes.capture.exported.trees import PLAIN, constant, flattened_call
+from autoshard.passes.capture.exported.trees import PLAIN, constant, flattened_call, in_order
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
 from autoshard.report.record import Collective
@@ -126,6 +126,7 @@ class ShardedModule(Compiling):
             return self._called(args, kwargs)
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = in_order(self._of.model.forward, kwargs)
         given, spec = flattened_call(args, kwargs)
         call = self._comes(given, spec)
 

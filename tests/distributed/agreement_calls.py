@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from agreeing import Net, X, checks, compiled
-from checks import assert_all_raise, assert_close
+from checks import assert_all_raise, assert_close, mesh
 from torch import nn
 
+import autoshard
 from autoshard.errors import RuntimeMismatchError
 from autoshard.module.dtensors.owned import is_owned
 
@@ -90,3 +91,24 @@ def tables_of_one_owner_are_no_replicas() -> None:
         sharded = compiled(Tables(), ids, like={"tp": "table-wise"})
     assert any(map(is_owned, sharded.parameters()))
     sharded(ids)
+
+
+class Named(Net):
+    def forward(self, x: torch.Tensor, by: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * by.sum() + sum(i * x.sum() for i, x in enumerate(more.values()))
+
+
+def named_arguments_in_another_order() -> None:
+    """What a forward names is in its order. What it takes as it comes is another call, as to its program."""
+    x, by = X, torch.ones(3, dtype=torch.float64)
+    own = {"by": by, "x": x} if RANK else {"x": x, "by": by}
+    sharded = autoshard.compile(Named(), mesh(), (), own)
+    for given in (own, {"x": x, "by": by}):
+        assert_close({"": sharded(**given)}, {"": Named()(x, by)}, "loss")
+    assert len(sharded.programs) == 1
+    more = {"c": by, "d": 2 * by}
+    assert_close({"": sharded(x, by, **more)}, {"": Named()(x, by, **more)}, "loss")
+    more = dict(reversed(more.items())) if RANK else more
+    assert_all_raise(
+        RuntimeMismatchError, "the ranks disagree on the shapes and dtypes", lambda: sharded(x, by, **more)
+    )

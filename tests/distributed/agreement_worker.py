@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,8 +21,8 @@ import autoshard
 from autoshard.check import stolen
 from autoshard.check.clock import Clock
 from autoshard.errors import CaptureError, PlanError, RuntimeMismatchError
-from autoshard.module.ranks import distributed
 from autoshard.module.ranks.agreement import Agreement
+from autoshard.module.ranks.claims import FIRST_CALLS
 
 RANK = 0
 """this process's, set by :func:`here`"""
@@ -175,7 +176,7 @@ class Sum(nn.Module):
         return self.w * (x.abs() if x.is_complex() else x).float().sum()
 
 
-VALUES = "the ranks disagree on the values of the inputs (every rank takes the same global batch)"
+VALUES = "the ranks disagree on the values of the inputs (every rank takes the same global batch: "
 SHAPES = "the ranks disagree on the shapes and dtypes of the inputs: rank 1 differs from rank 0"
 STATE = "the ranks disagree on the state of the call: whether gradients are recorded, modules in train or eval mode"
 
@@ -192,18 +193,46 @@ def one_other_input() -> None:
         sharded = compiled(Sum())  # its calls count anew
 
 
-def inputs_are_compared_in_the_first_calls_or_always() -> None:
-    """Later calls do not look at the values, unless asked to."""
+def an_evaluation_with_other_batches() -> None:
+    """A sampler that was left in is found in the first batch after a training, also of a program that was called before."""
     sharded = compiled(Net(), X)
-    with checks("inputs"):
-        checked = compiled(Net(), X)
+    data = torch.utils.data.TensorDataset(X)
+    sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+    (own,) = next(iter(torch.utils.data.DataLoader(data, 4, sampler=sampler)))
+
+    def evaluated(x: torch.Tensor, times: int = 1) -> torch.Tensor:
+        for _ in range(12):
+            sharded.train()(X)
+        with torch.no_grad():
+            return [sharded.eval()(x) for _ in range(times)][-1]
+
+    way_out = 'from a loader with one seed and without DistributedSampler, or compile with inputs="local"'
+    text = f"{VALUES}give all ranks the whole one, {way_out}, where each rank brings its own part): rank 1 differs"
+    assert_all_raise(RuntimeMismatchError, text, lambda: evaluated(own))
+    evaluated(X[:4], 12)
+    assert_all_raise(RuntimeMismatchError, text, lambda: evaluated(own))
+    local = compiled(Net().eval(), own, inputs="local")
+    assert_close({"": local(own)}, {"": Net().eval()(X)}, "loss")
+
+
+def a_copy_is_compared_anew() -> None:
+    sharded = compiled(Net(), X)
+    for _ in range(FIRST_CALLS + 2):
+        sharded(X)
+    sharded(X + RANK)  # not compared: the negative control
     other = X.clone()
     other[3, 2] += RANK
-    for _ in range(distributed.FIRST_CALLS):
+    assert_all_raise(RuntimeMismatchError, VALUES, lambda: copy.deepcopy(sharded)(other))
+
+
+def inputs_are_always_compared_where_asked() -> None:
+    with checks("inputs"):
+        sharded = compiled(Net(), X)
+    for _ in range(FIRST_CALLS + 2):
         sharded(X)
-        checked(X)
-    sharded(other)
-    assert_all_raise(RuntimeMismatchError, VALUES, lambda: checked(other))
+    other = X.clone()
+    other[3, 2] += RANK
+    assert_all_raise(RuntimeMismatchError, VALUES, lambda: sharded(other))
 
 
 def other_calls() -> None:
@@ -214,7 +243,7 @@ def other_calls() -> None:
     """
     sharded = compiled(Net(), X)
     assert_all_raise(RuntimeMismatchError, SHAPES, lambda: sharded(X[:4] if RANK else X))
-    for _ in range(distributed.FIRST_CALLS):
+    for _ in range(FIRST_CALLS):
         sharded(X)
     assert_all_raise(RuntimeMismatchError, SHAPES, lambda: sharded(X[:4] if RANK else X[:2]))
     for rows in (4, 2, 8):
@@ -234,31 +263,32 @@ def repeated_calls_are_not_compared() -> None:
         begun.append(claims)
         begin(self, *claims)
 
-    def compared(change: Callable[[], object]) -> list[bool]:
+    def compared(change: Callable[[], object] = lambda: None) -> list[bool]:
         change()
         found = []
-        for _ in range(3):
+        for _ in range(3 if known else FIRST_CALLS + 1):
             begun.clear()
             sharded(X)
             found.append(bool(begun))
         return found
 
+    changes = (
+        sharded.eval,
+        sharded.train,
+        sharded.last.eval,
+        lambda: sharded.last.requires_grad_(False),
+        lambda: sharded.requires_grad_(True),
+    )
     with mock.patch.object(Agreement, "begin", counted):
-        assert all(all(compared(lambda: None)) for _ in range(distributed.FIRST_CALLS // 3))
-        assert compared(lambda: None)[-1] is False
-        for change in (
-            sharded.eval,
-            sharded.train,
-            sharded.last.eval,
-            lambda: sharded.last.requires_grad_(False),
-            lambda: sharded.requires_grad_(True),
-        ):
-            assert compared(change) == [True, False, False]
-        with torch.autocast("cpu"):
-            assert compared(lambda: None) == [True, False, False]
-        with sharded.no_sync():
-            assert compared(lambda: None) == [True, False, False]
-        assert compared(lambda: None) == [True, False, False]
+        for known in (False, True):
+            expected = [True, False, False] if known else [True] * (FIRST_CALLS + 1)
+            assert [compared(change) for change in changes[:4]] == [expected] * 4
+            compared(changes[4])  # back in a program that has been called
+            with torch.autocast("cpu"):
+                assert compared() == expected
+            with sharded.no_sync():
+                assert compared()[:3] == [True, False, False]
+            assert compared()[:3] == [True, False, False]
 
 
 def calls_inside_no_sync() -> None:
@@ -270,7 +300,7 @@ def calls_inside_no_sync() -> None:
     assert {c.phase for c in sharded.collectives} == {"backward"}
     with sharded.no_sync() if RANK else contextlib.nullcontext():
         assert_all_raise(RuntimeMismatchError, STATE, lambda: sharded(X))
-    for _ in range(distributed.FIRST_CALLS):
+    for _ in range(FIRST_CALLS + 1):
         sharded(X)
     with mock.patch.object(Agreement, "begin", side_effect=Agreement.begin, autospec=True) as begin:
         sharded(X)

@@ -32,7 +32,7 @@ from autoshard.passes.capture.answers.eager import as_called
 from autoshard.passes.capture.exported.attached import are_other, own_tensors, values_of, with_class
 from autoshard.passes.capture.exported.attributes import parameters_of
 from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
-from autoshard.passes.capture.exported.trees import flattened
+from autoshard.passes.capture.exported.trees import flattened, in_order
 from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch import check_lengths
@@ -134,8 +134,9 @@ class Compiling(Fixed):
         whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
         """
         with self._turns:
-            leaves, spec = flattened((tuple(args), dict(kwargs)))
-            check_example(self._of.model, (tuple(args), dict(kwargs)))
+            args, kwargs = tuple(args), in_order(self._of.model.forward, dict(kwargs))
+            leaves, spec = flattened((args, kwargs))
+            check_example(self._of.model, (args, kwargs))
             training = self.training if self._settings.training is None else self._settings.training
             wanted = training if recorded is None else recorded
             recorded = wanted and requires_grad(leaves, self._of.tensors()) if recorded is None else recorded

@@ -92,16 +92,17 @@ def joined(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def checksums(leaves: Sequence[Any]) -> tuple[int, int]:
+def checksums(leaves: Sequence[Any], most: int | None) -> tuple[int, int]:
     """Numbers that differ where the data do: of the whole inputs, and of this rank's parts of those that are cut.
 
+    ``most``: the elements of each that are looked at; None: all.
     What one stage keeps is not among them: other stages have nothing to compare it with.
     """
     numbers = [0, 0]
     for x in leaves:
         if isinstance(x, torch.Tensor) and not isinstance(x, OfStage):
             parts, local = isinstance(x, DTensor), x.to_local() if isinstance(x, DTensor) else x
-            numbers[parts] = zlib.crc32(int(checksum(local)).to_bytes(8, "little", signed=True), numbers[parts])
+            numbers[parts] = zlib.crc32(int(checksum(local, most)).to_bytes(8, "little", signed=True), numbers[parts])
     return numbers[0], numbers[1]
 
 

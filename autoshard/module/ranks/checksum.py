@@ -19,14 +19,18 @@ _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksum(x: torch.Tensor) -> torch.Tensor:
+def checksum(x: torch.Tensor, most: int | None = None) -> torch.Tensor:
     """An int64 scalar on the device of ``x``; zero for what has no data of its own (meta, sparse, nested, empty).
+
+    ``most``: the elements it looks at, evenly spread; None: all.
 
     A multilinear hash: the sum of 64-bit words times random odd weights, modulo 2^64, and again of these sums. Two
     tensors of one shape that differ anywhere have different sums but for one chance in about 2^33.
     """
     if x.is_meta or x.layout != torch.strided or x.is_nested or not x.numel():
         return torch.zeros((), dtype=torch.int64, device="cpu" if x.is_meta else x.device)
+    if most is not None and x.numel() > most:
+        x = x.detach().reshape(-1)[:: x.numel() // most | 1]  # odd, or rows of 2^n would show the same columns
     sums = _words(x)
     while sums.numel() > 1:
         sums = torch.cat([_weighed(part) for part in sums.split(_BLOCK)])

@@ -20,11 +20,47 @@ _STATE = (
 )
 _PARTS = f"{_SHAPES} (local inputs have one size on all ranks: pad them, or give the loader drop_last=True)"
 _SAME_PARTS = "the parts of the inputs (ranks along a mesh axis that does not cut them bring the same)"
-_VALUES = "the values of the inputs (every rank takes the same global batch)"
+_VALUES = (
+    "the values of the inputs (every rank takes the same global batch: give all ranks the whole one, from a loader with one "
+    'seed and without DistributedSampler, or compile with inputs="local", where each rank brings its own part)'
+)
 _FAILED = "whether an earlier call failed (their collectives are out of step: start all processes again)"
+
+FIRST_CALLS = 8
+"""calls of a program in which all numbers of the inputs are compared; AUTOSHARD_CHECK=inputs: in all calls"""
+
+SAMPLED = 4096
+"""numbers of each input that later calls compare: 0.1 ms on a CPU, and as long for the message"""
+
+APART = 64
+"""calls of a program from one such comparison to the next; at first powers of two. One that follows another program's
+is compared, too: the ranks exchange a message there anyway"""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """in the ``repr`` of an argument without one of its own: other on every rank"""
+
+
+class Comparisons:
+    """How many numbers of its inputs the ranks compare in a call. Ranks that make the same calls come to the same."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[int, int], int] = {}
+        self._last: object = None
+
+    def __deepcopy__(self, memo: object) -> Comparisons:
+        """A copy of a module starts anew."""
+        return Comparisons()
+
+    def due(self, program: object, failed: int) -> int | None:
+        """Of each input, in a call of ``program`` (None: to be compiled) after ``failed`` others failed; None: all."""
+        kind = None if program is None else (id(program), failed)
+        number, follows = self._calls.get(kind, 0) if kind else 0, self._last == kind
+        self._last = kind
+        if kind:
+            self._calls[kind] = number + 1
+        if number < FIRST_CALLS:
+            return None
+        return 0 if follows and number % APART and number & (number - 1) else SAMPLED
 
 
 def of_call(notes: Notes, call: Call, number: int, inputs: Inputs, deferred: bool) -> tuple[Claim, ...]:
@@ -43,12 +79,14 @@ def of_meeting(notes: Notes, what: str) -> tuple[Claim, ...]:
     return (("what they do", zlib.crc32(what.encode())), (_FAILED, 2 * notes.failed + notes.broken))
 
 
-def of_values(leaves: Sequence[Any], mesh: Mesh, places: Sequence[Sequence[int]], compared: bool) -> tuple[Claim, ...]:
-    """The data of the inputs; 0 where they are not ``compared``.
+def of_values(
+    leaves: Sequence[Any], mesh: Mesh, places: Sequence[Sequence[int]], most: int | None
+) -> tuple[Claim, ...]:
+    """The data of the inputs. ``most``: how many numbers of each, see :meth:`Comparisons.due`.
 
     ``mesh``: what programs run on; ``places``: per stage the ranks that run it, in the order of ``mesh``.
     """
-    whole, parts = checksums(leaves) if compared else (0, 0)
+    whole, parts = (0, 0) if most == 0 else checksums(leaves, most)
     first = peers(leaves, mesh) if parts else range(mesh.size)
     same = {rank: places[0][first[at]] for ranks in places for at, rank in enumerate(ranks)}
     return (_VALUES, whole), (_SAME_PARTS, parts, [same[rank] for rank in sorted(same)])

@@ -50,10 +50,6 @@ from autoshard.plans.wishes import Wishes
 from autoshard.runtime.programs.module import RankModule
 from autoshard.runtime.transport.groups import mesh_of
 
-FIRST_CALLS = 8
-"""how many calls are compared with their inputs, even if they repeat the one before; AUTOSHARD_CHECK=inputs: all"""
-
-
 _way = torch.compiler.disable(redistribution)
 """as it is to compiled code: a search that torch.compile would trace, with warnings"""
 
@@ -64,6 +60,7 @@ class DistributedModule(OnRank):
     _home: torch.device
     _loaded: dict[int, Loaded]
     _checks: dict[str, int]
+    _comparisons: claims.Comparisons
     _compared: Any
     """the last call that was compared: its repetitions are not"""
     _on_gloo: bool
@@ -87,6 +84,7 @@ class DistributedModule(OnRank):
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
+        set_(self, "_comparisons", claims.Comparisons())
         set_(self, "_compared", None)
         set_(
             self, "_on_gloo", all(dist.get_backend(device_mesh.get_group(i)) == "gloo" for i in range(device_mesh.ndim))
@@ -107,6 +105,7 @@ class DistributedModule(OnRank):
 
     def _alone(self) -> None:
         object.__setattr__(self, "_loaded", {})
+        object.__setattr__(self, "_comparisons", claims.Comparisons())
         object.__setattr__(self, "_compared", None)
 
     # --- inputs ---
@@ -188,22 +187,23 @@ class DistributedModule(OnRank):
     def _serving(self, call: Call, number: int) -> Executable:
         """See :meth:`Compiling._serving`.
 
-        What the program is compiled for is compared while it runs, the values of the inputs before: in the first calls,
-        and where this rank does not repeat its last call, or has called another module since. A rank that waits for others
-        compares again, see :class:`Notes`.
+        What the program is compiled for is compared while it runs: where this rank does not repeat its last call, or has
+        called another module since. The values of the inputs are before, see :class:`Comparisons`. A rank that waits for
+        others compares again, see :class:`Notes`.
         """
         notes, agreement = self._comm.notes, self._agreement
         executable, again = self._program_for(call, number), notes.calls_again()
         # Of a state that grows the ranks know the length.
         in_parts = [x for x in call.leaves if isinstance(x, DTensor)]
         present = call.key(number, exactly=_is_plain if in_parts else True), self._deferred, notes.failed, notes.broken
-        checked = notes.call - notes.meetings <= FIRST_CALLS or "inputs" in self._checks
+        most = self._comparisons.due(executable, notes.failed)
+        most = None if "inputs" in self._checks else most if agreement.ranks > 1 else 0
         of_call = functools.partial(claims.of_call, notes, call, number, self._settings.inputs, self._deferred)
         notes.present("a call", of_call)
-        if checked or not again or executable is None or present != self._compared or not self._repeats(executable):
+        if most != 0 or not again or executable is None or present != self._compared or not self._repeats(executable):
             object.__setattr__(self, "_compared", present)
-            agreement.begin(*notes.claims(), *claims.of_values(call.leaves, self._running, self._places, checked))
-            if checked or executable is None or notes.broken:
+            agreement.begin(*notes.claims(), *claims.of_values(call.leaves, self._running, self._places, most))
+            if most != 0 or executable is None or notes.broken:
                 agreement.finish()
         if notes.broken:
             raise CommunicationError(AFTERWARDS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import inspect
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -39,6 +41,26 @@ def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
     return flattened((args, kwargs))
 
 
+def in_order(forward: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by name as ``forward`` lists them: in which order they were given makes no other call, nor other ranks.
+
+    What it takes by ``**kwargs`` comes after, as it was given: it may look at that order.
+    """
+    if len(kwargs) < 2:
+        return kwargs
+    names = _parameters(getattr(forward, "__func__", forward))
+    return {**{n: kwargs[n] for n in names if n in kwargs}, **kwargs}
+
+
+@functools.lru_cache(maxsize=1 << 6)
+def _parameters(function: Any) -> tuple[str, ...]:
+    """The names of its arguments, but for those of ``*args`` and ``**kwargs``."""
+    with contextlib.suppress(TypeError, ValueError):
+        return tuple(n for n, p in inspect.signature(function).parameters.items() if p.kind not in _REST)
+    return ()
+
+
+_REST = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
 PLAIN = frozenset((torch.Tensor, bool, int, float, str, type(None)))
 
 
