@@ -19,6 +19,7 @@ from autoshard.module.dtensors.outputs import Output
 from autoshard.module.dtensors.owned import is_owned, part_of_owned
 from autoshard.module.dtensors.views import alongside
 from autoshard.module.model.hooks import share
+from autoshard.passes.capture.exported.contents import held_in
 from autoshard.passes.capture.exported.trees import constant
 
 Made = TypeVar("Made")
@@ -257,10 +258,10 @@ def attributes(module: nn.Module) -> dict[str, Any]:
 
 def _is_shown(value: Any) -> bool:
     """Of containers those with plain values and configurations; an empty one is for what a forward will put there."""
-    if isinstance(value, dict | list | tuple) and value and not _is_plain(value):
-        return all(map(_is_shown, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, dict | list | tuple) and (held := held_in(value)) and not _is_plain(value):
+        return all(map(_is_shown, held.values() if isinstance(held, dict) else held))
     return _is_plain(value) or not (isinstance(value, _HOLDERS) or callable(value))
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, tuple.__iter__(value))))

@@ -346,7 +346,7 @@ def signature_of(leaf: Any, exactly: bool = True) -> Any:
         )
     try:
         hash(leaf)
-    except TypeError:
+    except Exception:  # of the class's own __hash__, too
         raise CaptureError(
             f"argument of type {type(leaf).__name__} is neither a tensor nor a hashable constant; "
             "pass tensors in tuples, lists or dicts"

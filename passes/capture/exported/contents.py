@@ -29,17 +29,19 @@ OF_PYTHON = ("builtins", "itertools", "_collections")
 
 
 def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
-    """A copy of what a container holds, or of an object's attributes; None: nothing that is looked into."""
+    """A copy of what a container holds, or of an object's attributes; None: nothing that is looked into.
+
+    A user's class is not asked: its own ``__iter__`` or ``__len__`` may raise, or return tensors.
+    """
     if type(x) is dict:  # most are these
         return x.copy()
     if type(x) in _PLAIN or isinstance(x, torch.Tensor | nn.Module | type | ModuleType):
         return None
     if isinstance(x, dict):
         return dict(OrderedDict.items(x) if isinstance(x, OrderedDict) else dict.items(x))
-    if isinstance(x, list | tuple | deque):
-        return list(x)
-    if isinstance(x, set | frozenset):
-        return set(x)
+    kinds: Any = (list, tuple, deque, set, frozenset)
+    if (kind := next((kind for kind in kinds if isinstance(x, kind)), None)) is not None:
+        return (set if kind in kinds[3:] else list)(kind.__iter__(x))
     if callable(x) and type(x).__module__.partition(".")[0] in _NO_STATE:
         return None
     attributes, slots = _own(x, "__dict__"), _slots(type(x))
@@ -48,6 +50,18 @@ def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
             return None
         attributes = {}
     return {**{name: y for name in slots if (y := _own(x, name)) is not _NOTHING}, **attributes}
+
+
+def size(x: Any) -> int:
+    """How many items a container holds, whatever its class says."""
+    kind: Any = next(kind for kind in (list, dict, set, deque) if isinstance(x, kind))
+    return int(kind.__len__(x))
+
+
+def word(x: Any) -> tuple[type, str] | None:
+    """A number or text as its class and what it is, to be compared; None for anything else."""
+    kind: Any = next((kind for kind in type(x).__mro__ if kind in _PLAIN), None)
+    return None if kind is None else (type(x), kind.__repr__(x))
 
 
 def _own(x: Any, name: str) -> Any:
@@ -118,8 +132,8 @@ def put(contents: Contents) -> None:
         if isinstance(holder, list):
             list.__setitem__(holder, slice(None), held)
         elif isinstance(holder, deque):
-            holder.clear()
-            holder.extend(held)
+            deque.clear(holder)
+            deque.extend(holder, held)
         elif isinstance(holder, set):
             set.clear(holder)
             set.update(holder, held)

@@ -16,6 +16,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autoshard.passes.capture.exported.contents import held_in
+
 _OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
 _PLAIN = frozenset(
@@ -67,10 +69,12 @@ PLAIN = frozenset((torch.Tensor, bool, int, float, str, type(None)))
 def constant(x: Any) -> tuple[type, Any]:
     """What tells a constant from all others: to Python True is 1, 0.0 is -0.0, and a NaN is none."""
     if isinstance(x, float | complex):
-        return type(x), repr(x)
+        return type(x), (float if isinstance(x, float) else complex).__repr__(x)
     if isinstance(x, dict):
         return type(x), {n: constant(item) for n, item in x.items()}
-    return type(x), tuple(map(constant, x)) if isinstance(x, list | tuple) else x
+    if isinstance(x, list | tuple):
+        return type(x), tuple(map(constant, list.__iter__(x) if isinstance(x, list) else tuple.__iter__(x)))
+    return type(x), x
 
 
 @functools.lru_cache(maxsize=1 << 6)
@@ -139,10 +143,9 @@ def _holds_tensor(value: Any, seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     inside: Iterable[Any] = ()
-    if isinstance(value, dict):
-        inside = value.values()
-    elif isinstance(value, list | tuple | set):
-        inside = value
+    if isinstance(value, dict | list | tuple | set):
+        held = held_in(value) or ()
+        inside = held.values() if isinstance(held, dict) else held
     elif hasattr(value, "__dict__") or dataclasses.is_dataclass(value):
         inside = attributes_of(value).values()
     return any(_holds_tensor(item, seen) for item in inside)

@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from types import CellType, FunctionType, ModuleType
+from types import CellType, FunctionType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import nn
 
 from autoshard.errors import CaptureError
 from autoshard.frames import is_ours, is_pythons, is_users, stack
+from autoshard.passes.capture.exported.contents import held_in
 from autoshard.passes.capture.observer import Call, Observer, Patch, Refusals, replacing
 
 UNIFORM = (
@@ -123,12 +124,8 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, Any, _Own]]:
         elif isinstance(x, FunctionType):
             todo += [(where, cell.cell_contents) for cell in x.__closure__ or () if _is_filled(cell)]
             todo += [(where, value) for value in x.__globals__.values() if _own(value) is not None]
-        elif isinstance(x, dict):
-            todo += [(where, value) for value in x.values()]
-        elif isinstance(x, list | tuple | set):
-            todo += [(where, value) for value in x]
-        elif isinstance(held := getattr(x, "__dict__", None), dict) and not isinstance(x, ModuleType):
-            todo += [(where, value) for value in held.values()]
+        elif (held := held_in(x)) is not None:
+            todo += [(where, value) for value in (held.values() if isinstance(held, dict) else held)]
 
 
 def _is_filled(cell: CellType) -> bool:

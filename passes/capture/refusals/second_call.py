@@ -23,7 +23,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from autoshard.errors import CaptureError
 from autoshard.frames import is_users
 from autoshard.passes.capture.exported.attributes import LEFT, untouched
-from autoshard.passes.capture.exported.contents import DEPTH, OF_PYTHON, Contents, advanced_to, held_in, put, taken
+from autoshard.passes.capture.exported.contents import (
+    DEPTH,
+    OF_PYTHON,
+    Contents,
+    advanced_to,
+    held_in,
+    put,
+    size,
+    taken,
+    word,
+)
 from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.ir.graph import Graph
 
@@ -63,11 +73,14 @@ def leaving(model: nn.Module) -> Iterator[None]:
 
 def _containers(place: Any) -> Iterator[Any]:
     """Small ones among the global names, or the attributes of a class."""
-    return (x for x in vars(place).values() if isinstance(x, list | dict | set | deque) and len(x) <= _LARGE)
+    return (x for x in vars(place).values() if isinstance(x, list | dict | set | deque) and size(x) <= _LARGE)
 
 
 def _has_fake(x: Any) -> bool:
-    return any(isinstance(y, FakeTensor) for y in pytree.tree_leaves(list(x.values() if isinstance(x, dict) else x)))
+    held = held_in(x) or ()
+    return any(
+        isinstance(y, FakeTensor) for y in pytree.tree_leaves([*(held.values() if isinstance(held, dict) else held)])
+    )
 
 
 def as_found(model: nn.Module) -> Found:
@@ -93,7 +106,7 @@ def _small(names: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, x in names.items():
         is_container = isinstance(x, list | dict | set | deque)
-        if (name.startswith("__") and name.endswith("__")) or (is_container and len(x) > _LARGE):
+        if (name.startswith("__") and name.endswith("__")) or (is_container and size(x) > _LARGE):
             continue
         known = is_container or type(x).__module__ in OF_PYTHON or _is_of_user(type(x))
         found[name] = _contents(x, DEPTH - 1 if known else 0, _LARGE, _ALL)
@@ -169,7 +182,9 @@ class _StandIns:
             left = torch.empty(tuple(map(int, x.shape)), dtype=x.dtype, device="meta")
             setattr(left, LEFT, True)
             return self.found.setdefault(id(x), (x, left))[1]
-        return pytree.tree_map(self, x, is_leaf=lambda y: y is not x) if isinstance(x, tuple) else x
+        if not isinstance(x, tuple) or pytree.tree_is_leaf(x):  # as one of a class of its own
+            return x
+        return pytree.tree_map(self, x, is_leaf=lambda y: y is not x)
 
     def in_held(self, held: Any) -> Any:
         """What a container or object holds, with these."""
@@ -211,8 +226,8 @@ def _contents(x: Any, depth: int = DEPTH, large: int = sys.maxsize, room: int = 
 
     Containers of more than ``large`` items are not looked into, nor where there would be more than ``room`` in all.
     """
-    if isinstance(x, bool | int | float | complex | str | bytes | type(None)):
-        return type(x), repr(x)
+    if (known := word(x)) is not None:
+        return known
     held = advanced_to(x) if depth > 1 else None
     is_place = held is not None
     if not is_place:
