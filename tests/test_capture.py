@@ -308,6 +308,31 @@ def test_what_is_written_into_a_detached_tensor_keeps_its_gradient() -> None:
     check(Model(written_after_detach), X)
 
 
+def in_autocast(self: Model, h: torch.Tensor) -> None:
+    with torch.autocast("cpu", enabled=False):
+        self.buf.data.lerp_(h.mean(0), 0.2)
+
+
+INTO_DATA: dict[str, Callable[[Model, torch.Tensor], Any]] = {
+    "lerp_": lambda s, h: s.buf.data.lerp_(h.mean(0), 0.2),
+    "two in a row": lambda s, h: s.buf.data.mul_(0.8).add_(h.mean(0), alpha=0.2),
+    "copy_": lambda s, h: s.buf.data.copy_(s.buf * 0.8 + h.mean(0)),
+    "a view, and again": lambda s, h: [s.buf.data[1:3].add_(h[0, :2]), s.buf.data.mul_(s.buf.data)],
+    "an item": lambda s, h: s.buf.data.__setitem__(slice(1, 3), h[0, :2]),
+    "in a region": in_autocast,
+}
+
+
+@pytest.mark.parametrize("name", INTO_DATA)
+def test_the_gradient_of_what_is_written_through_data_is_forgotten(name: str) -> None:
+    def averaged(self: Model, x: torch.Tensor) -> torch.Tensor:
+        h = self.lin(x)
+        INTO_DATA[name](self, h)
+        return h * (self.buf + 1)
+
+    check(Model(averaged), X)
+
+
 @pytest.mark.parametrize("function", [no_grad_parameter, no_grad_buffer, inference_mode, autocast])
 def test_no_grad_and_autocast_regions(function: Callable[..., Any]) -> None:
     model = Model(function)

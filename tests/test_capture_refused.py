@@ -98,6 +98,12 @@ def overlapping(self: Model, x: torch.Tensor) -> torch.Tensor:
     return x * self.w + y
 
 
+def data_and_buffer(self: Model, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        written = self.buf.data.add_(self.w)
+    return x * written + self.buf
+
+
 def set_by_mask(y: torch.Tensor) -> None:
     y[torch.eye(3, 4, dtype=torch.bool)] = 1.0
 
@@ -120,6 +126,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "activation": (clamp_behind_autograd, "behind autograd's back"),
     "autograd.grad": (own_gradient, r"torch.autograd.grad\(\) is called in the forward"),
     "written_after_detach": (lambda s, x: [y := x * 2, y.detach().add_(s.w), y * s.w][1:], "read afterwards, too"),
+    "written_in_a_region": (data_and_buffer, "read afterwards, too"),
     "requires_grad": (lambda s, x: (x * s.w).detach().requires_grad_() * 2, "turns requires_grad on"),
     "requires_grad of the input": (lambda s, x: x.requires_grad_() * s.w, "turns requires_grad on for its input"),
     "python random": (lambda s, x: x * s.w * random.random(), "Python's random generator"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -45,7 +44,7 @@ def _detach(gm: fx.GraphModule, flow: _Gradients) -> None:
         if node.target in _REGIONS:
             _region(gm, node, flow)
         elif node.op == "call_function" and node not in flow.root:
-            if node.meta.get(NO_GRAD):
+            if node.meta.get(NO_GRAD) or flow.is_lost_in(node):
                 _detach_operands(gm, node, flow)
             flow.visit(node)
     gm.graph.lint()
@@ -59,7 +58,9 @@ def _region(gm: fx.GraphModule, region: fx.Node, flow: _Gradients) -> None:
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
     for placeholder, operand in zip(placeholders, region.args[index + 1 :], strict=True):
         flow.link(placeholder, operand)
+    flow.regions.append(region)
     _detach(body, flow)
+    flow.regions.pop()
     results = next(n for n in body.graph.nodes if n.op == "output").args[0]
     for get in region.users:
         slot: Any = get.args[1]
@@ -93,6 +94,8 @@ class _Gradients:
         self.aliases: dict[fx.Node, set[fx.Node]] = {}
         self.shown: dict[fx.Node, fx.Node] = {}
         """view → what it was made of"""
+        self.regions: list[fx.Node] = []
+        """those that the next op is in, the outermost first"""
 
     def link(self, node: fx.Node, same: Any) -> None:
         """``node`` is another name of ``same``, across a region's border."""
@@ -105,7 +108,7 @@ class _Gradients:
         """Take in the next op. Raises for a write that autograd does not see."""
         enabled = not node.meta.get(NO_GRAD)
         for operand, argument in _operands(node):
-            if (argument is None or argument.alias_info is not None) and not _is_copy(node, operand):
+            if _is_name(node, operand, argument):
                 self._alias(node, operand)
         written = _written(node)
         for operand in written:
@@ -130,6 +133,30 @@ class _Gradients:
         root = self.root[node] = self.root.get(operand, operand)
         self.aliases.setdefault(root, {root}).add(node)
 
+    def is_lost_in(self, write: fx.Node) -> bool:
+        """Whether it writes into a ``detach()`` that only other writes read later, as an EMA writes into ``buffer.data``.
+
+        Then no reader has the gradient of what was written: who reads the buffer reads values."""
+        found = [x for n in _written(write) for x in self._through(n) if x.target is aten.detach.default]
+        return bool(found) and not any(self._is_read_after(write, detached) for detached in found)
+
+    def _is_read_after(self, write: fx.Node, detached: fx.Node) -> bool:
+        """Whether what follows ``write`` computes of ``detached``, or of a view of it, or gives one of them back."""
+        family = {n for n in self._same_storage(detached) if detached in self._through(n)} | {write}
+        for node in self._after(write):
+            if family.isdisjoint(node.all_input_nodes):
+                continue
+            if not any(o in family and _is_name(node, o, argument) for o, argument in _operands(node)):
+                return True
+            family.add(node)
+        return False
+
+    def _after(self, node: fx.Node) -> Iterable[fx.Node]:
+        """What follows ``node`` in its graph, and then what follows the regions that it is in."""
+        for each in (node, *reversed(self.regions)):
+            nodes = list(each.graph.nodes)
+            yield from nodes[nodes.index(each) + 1 :]
+
     def _attach(self, write: fx.Node, written: fx.Node) -> None:
         """From a write on, ``written`` has a gradient, also where it is a ``detach()`` of what has none: that is a name of it
         then, as a functional graph would detach what was written. Raises where both are read afterwards."""
@@ -137,9 +164,8 @@ class _Gradients:
             if detached.target is not aten.detach.default:
                 continue
             detached.target = aten.alias.default
-            after = itertools.islice(itertools.dropwhile(lambda n: n is not write, write.graph.nodes), 1, None)
             others = {n for n in self._same_storage(written) if detached not in self._through(n)}
-            if any(n.op == "call_function" and not others.isdisjoint(n.all_input_nodes) for n in after):
+            if any(n.op == "call_function" and not others.isdisjoint(n.all_input_nodes) for n in self._after(write)):
                 raise CaptureError(
                     f"{where(write)}: {write.target} writes a value that has a gradient into a detach() of a tensor that is "
                     "read afterwards, too, where it has none. Compute a new tensor instead."
@@ -155,6 +181,11 @@ class _Gradients:
     def _same_storage(self, node: fx.Node) -> set[fx.Node]:
         root = self.root.get(node, node)
         return self.aliases.get(root, set()) | {root}
+
+
+def _is_name(node: fx.Node, operand: fx.Node, argument: Any) -> bool:
+    """Whether ``node`` gives ``operand``, or a view of it."""
+    return (argument is None or argument.alias_info is not None) and not _is_copy(node, operand)
 
 
 def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
