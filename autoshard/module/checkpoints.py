@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from autoshard.module.meetings import collective
 from autoshard.module.programs.simulate import shard_of
 from autoshard.module.staged.pipelined import PipelinedModule
 from autoshard.module.staged.state import own_state, whole_state
+from autoshard.runtime.programs.saved import reading
 
 INDEX = "model.safetensors.index.json"
 """what save_pretrained writes beside several files: ``{"weight_map": {name: file}}``"""
@@ -41,17 +43,35 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
     if missing or unknown:
         raise PlanError(f"the files in {folder} do not fit: missing {missing[:5]}, unknown {unknown[:5]}")
     for name, tensor in whole.items():  # of other stages too: all ranks raise, or none
-        with safe_open(files[names[name]], "pt") as file:  # type: ignore[index]
-            shape = file.get_slice(names[name]).get_shape()
+        with _opened(files[names[name]]) as file:  # type: ignore[index]
+            entry = file.get_slice(names[name])
+            shape, kind = entry.get_shape(), entry.get_dtype()
         if shape != list(tensor.shape):
             raise PlanError(f"entry {name!r} in {folder} has shape {shape}, the model {list(tensor.shape)}")
+        if _is_float(kind) != tensor.is_floating_point() or kind.startswith("C") != tensor.is_complex():
+            raise PlanError(
+                f"entry {name!r} in {folder} holds {kind}, the model {tensor.dtype}: no load makes one of the other. "
+                "Convert the entry before, for example by dequantising it."
+            )
     seen = set()
     with torch.no_grad():
         for name, tensor in own.items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                with safe_open(files[names[name]], "pt") as file:  # type: ignore[index]
-                    _local(tensor).copy_(_part(file, str(names[name]), sharded, tensor))
+                with _opened(files[names[name]]) as file:  # type: ignore[index]
+                    part = _part(file, str(names[name]), sharded, tensor)
+                _local(tensor).copy_(part)
+
+
+def _is_float(kind: str) -> bool:
+    """Whether a dtype is one, as safetensors names it."""
+    return kind.startswith(("F", "BF"))
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    with reading(path, "download or save it again"), safe_open(path, "pt") as file:
+        yield file
 
 
 @collective
@@ -115,12 +135,23 @@ def _part(file: Any, name: str, sharded: Any, tensor: torch.Tensor) -> torch.Ten
 def _files(folder: Path) -> dict[str, Path]:
     """Name of each entry → its file. Raises :class:`PlanError` where there is none."""
     if (folder / INDEX).is_file():
-        weights = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        with reading(folder / INDEX, f'it has to be JSON such as {{"weight_map": {{"weight": "{INDEX[:17]}"}}}}'):
+            weights = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+            outside = [file for file in weights.values() if Path(file).name != file or "\\" in file]
+        if outside:
+            raise PlanError(
+                f"{folder / INDEX} names {outside[0]!r}: a file of an index lies beside it, and has a name alone"
+            )
         return {name: folder / file for name, file in weights.items()}
-    found = {}
+    found: dict[str, Path] = {}
     for path in [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found.update(dict.fromkeys(file.keys(), path))
+        with _opened(path) as file:
+            names = dict.fromkeys(file.keys(), path)
+        if twice := names.keys() & found.keys():
+            raise PlanError(
+                f"{path} and {found[name := min(twice)]} both have an entry {name!r}: name one of the files"
+            )
+        found.update(names)
     if not found:
         raise PlanError(f"{folder} holds no safetensors files")
     return found

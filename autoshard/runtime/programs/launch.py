@@ -21,7 +21,7 @@ from autoshard.runtime.operations.random import synchronised_rng
 from autoshard.runtime.programs.along import Along
 from autoshard.runtime.programs.module import RankModule
 from autoshard.runtime.programs.pipeline import Pipeline, packed
-from autoshard.runtime.programs.saved import Held, SavedStep
+from autoshard.runtime.programs.saved import Held, SavedStep, reading
 from autoshard.runtime.transport.communicator import bind
 from autoshard.runtime.transport.generators import set_states, states
 from autoshard.runtime.transport.in_process import World
@@ -223,10 +223,12 @@ def _name_lines(classes: Sequence[type[RankModule]], file: Path) -> None:
     """Modules in profiles from ``lines.json`` beside ``file``, unless that is gone or ``file`` was edited since."""
     table = file.with_name("lines.json")
     if table.exists():
-        found = json.loads(table.read_text(encoding="utf-8"))
-        if found["sha256"] == sha256(file.read_bytes()).hexdigest():
-            for kind in classes:
-                name_lines(kind, {int(n): module for n, module in found["modules"].items()})
+        with reading(table):
+            found = json.loads(table.read_text(encoding="utf-8"))
+            is_of_file = found["sha256"] == sha256(file.read_bytes()).hexdigest()
+            modules = {int(n): module for n, module in found["modules"].items()}
+        for kind in classes if is_of_file else ():
+            name_lines(kind, modules)
 
 
 def _inputs(step: SavedStep, folder: Path, given: Path | None) -> dict[str, torch.Tensor]:
@@ -235,13 +237,15 @@ def _inputs(step: SavedStep, folder: Path, given: Path | None) -> dict[str, torc
     if given is not None:
         from safetensors.torch import load_file
 
-        found = load_file(str(given))
+        with reading(given, "--inputs takes a safetensors file"):
+            found = load_file(str(given))
         if missing := [n for n in names if n not in found]:
             raise PlanError(f"{given} has no input {missing[0]!r}; it needs {', '.join(names)}")
         return {n: found[n] for n in names}
-    described = json.loads((folder / "inputs.json").read_text())
     generator = torch.Generator("cpu").manual_seed(0)
-    return {n: _synthetic(described[n], generator) for n in names}
+    with reading(path := folder / "inputs.json"):
+        described = json.loads(path.read_text())
+        return {n: _synthetic(described[n], generator) for n in names}
 
 
 def _synthetic(described: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:

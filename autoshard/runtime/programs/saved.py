@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,17 @@ from autoshard.runtime.programs.pipeline import Form, Message
 from autoshard.runtime.transport.communicator import current
 
 Inputs = Mapping[str, torch.Tensor]
+
+
+@contextlib.contextmanager
+def reading(path: Path, remedy: str = "save the module again with sharded.save()") -> Iterator[None]:
+    """Raise :class:`PlanError`, with what to do, where the file read inside is missing, cut short or garbled."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (AttributeError, KeyError, OSError, RecursionError, SafetensorError, TypeError, ValueError) as error:
+        raise PlanError(f"{path} cannot be read ({type(error).__name__}: {str(error)[:200]}): {remedy}") from error
 
 
 @dataclass(frozen=True)
@@ -61,20 +73,21 @@ class SavedStep:
                 ranks *= n
             whole = SavedStage(tuple((name, None) for name in names), 0, tuple(mutated))
             return SavedStep((whole,), (tuple(range(ranks)),), "gpipe", 1, None, True, False, ((),), {})
-        data = json.loads(path.read_text(encoding="utf-8"))
-        stages = tuple(
-            SavedStage(
-                tuple(a if isinstance(a, int) else tuple(a) for a in s["arguments"]), s["sent"], tuple(s["mutated"])
+        with reading(path):
+            data = json.loads(path.read_text(encoding="utf-8"))
+            stages = tuple(
+                SavedStage(
+                    tuple(a if isinstance(a, int) else tuple(a) for a in s["arguments"]), s["sent"], tuple(s["mutated"])
+                )
+                for s in data["stages"]
             )
-            for s in data["stages"]
-        )
-        return SavedStep(
-            **{k: data[k] for k in ("schedule", "count", "loss", "training", "draws")},
-            stages=stages,
-            ranks=tuple(map(tuple, data["ranks"])),
-            messages=tuple(map(tuple, data["messages"])),
-            tied={fqn: tuple(homes) for fqn, homes in data["tied"].items()},
-        )
+            return SavedStep(
+                **{k: data[k] for k in ("schedule", "count", "loss", "training", "draws")},
+                stages=stages,
+                ranks=tuple(map(tuple, data["ranks"])),
+                messages=tuple(map(tuple, data["messages"])),
+                tied={fqn: tuple(homes) for fqn, homes in data["tied"].items()},
+            )
 
     def form(self, place: int) -> Form:
         """Of the rank that has this place among those of its stage."""
@@ -105,7 +118,7 @@ class Held:
         if not path.exists():
             raise PlanError(f"{path} is missing: save the module again with sharded.save({str(folder)!r})")
         self.tensors: dict[str, torch.Tensor] = {}
-        with safe_open(str(path), framework="pt", device=str(device)) as shards:
+        with reading(path), safe_open(str(path), framework="pt", device=str(device)) as shards:
             metadata = shards.metadata() or {}
             trained = set(json.loads(metadata.get("trained", "[]")))
             for name in shards.keys():  # noqa: SIM118  not a mapping
@@ -117,7 +130,8 @@ class Held:
         self.modules = {number: classes[number]() for number in numbers}
         self.trained = {n: t for n, t in self.tensors.items() if n in trained}
         described = folder / "inputs.json"
-        self.inputs = json.loads(described.read_text()) if described.exists() else {}
+        with reading(described):
+            self.inputs = json.loads(described.read_text()) if described.exists() else {}
         self.written: dict[str, torch.Tensor] = {}
         self.fresh = [*self.trained.values()]
         """what has had no gradient yet, of which is not known of what kind it is"""

@@ -1,0 +1,108 @@
+"""Files of weights that are cut short, garbled, of another kind or elsewhere: refused by name, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import autoshard
+from autoshard import PlanError
+from autoshard.module.checkpoints import INDEX
+
+NAME = "model.safetensors"
+
+
+class Net(nn.Module):
+    """A linear layer, and a buffer of ints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 4)
+        self.register_buffer("count", torch.tensor([3, 4]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x).square().mean()  # type: ignore[no-any-return]
+
+
+def cut(folder: Path, length: int) -> None:
+    (folder / NAME).write_bytes((folder / NAME).read_bytes()[:length])
+
+
+def index(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / INDEX).write_text(text) and None
+
+
+def naming(file: object) -> Callable[[Path], None]:
+    return index(json.dumps({"weight_map": dict.fromkeys(("up.weight", "up.bias", "count"), file)}))
+
+
+def of_dtype(name: str, dtype: torch.dtype) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        entries = dict(Net().state_dict())
+        save_file({**entries, name: entries[name].to(dtype)}, folder / NAME)
+
+    return change
+
+
+UNREADABLE = r"cannot be read \("
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "empty": (lambda f: cut(f, 0), UNREADABLE),
+    "half a header": (lambda f: cut(f, 40), UNREADABLE),
+    "cut short": (lambda f: cut(f, (f / NAME).stat().st_size - 1), UNREADABLE),
+    "garbled": (lambda f: (f / NAME).write_bytes(b"\xff" * 300) and None, UNREADABLE),
+    "a deep header": (
+        lambda f: (f / NAME).write_bytes((10**5).to_bytes(8, "little") + b"[" * 10**5) and None,
+        UNREADABLE,
+    ),
+    "no index": (index("{"), UNREADABLE),
+    "a deep index": (index('{"a":' * 10**5), UNREADABLE),
+    "an index of another kind": (index("[]"), UNREADABLE),
+    "a map of another kind": (index('{"weight_map": 3}'), UNREADABLE),
+    "files of another kind": (naming(3), UNREADABLE),
+    "a file elsewhere": (
+        naming("../model.safetensors"),
+        "names '../model.safetensors': a file of an index lies beside it",
+    ),
+    "an absolute file": (naming("/model.safetensors"), "a file of an index lies beside it"),
+    "the folder above": (naming(".."), r"cannot be read|lies beside it"),
+    "a file that is missing": (naming("other.safetensors"), UNREADABLE),
+    "an entry in two files": (
+        lambda f: (f / "model.fp16.safetensors").write_bytes((f / NAME).read_bytes()) and None,
+        r"model.safetensors and .*fp16.safetensors both have an entry 'count': name one",
+    ),
+    "ints for floats": (
+        of_dtype("up.weight", torch.int32),
+        r"entry 'up.weight' in .* holds I32, the model torch.float32",
+    ),
+    "booleans for floats": (of_dtype("up.bias", torch.bool), "holds BOOL"),
+    "floats for ints": (of_dtype("count", torch.float32), r"holds F32, the model torch.int64"),
+}
+
+
+@pytest.fixture(scope="module")
+def sharded() -> autoshard.ShardedModule:
+    return autoshard.compile(Net(), {"tp": 2}, (torch.randn(4, 8),), hints={"up": "colwise"})
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_weights_are_refused_by_name(name: str, sharded: autoshard.ShardedModule, tmp_path: Path) -> None:
+    save_file(dict(Net().state_dict()), tmp_path / NAME)
+    before = sharded.full_state_dict()
+    change, told = BROKEN[name]
+    change(tmp_path)
+    with pytest.raises(PlanError, match=told):
+        autoshard.load_safetensors(sharded, tmp_path)
+    assert all(torch.equal(x, before[n]) for n, x in sharded.full_state_dict().items())
+
+
+def test_other_floats_are_loaded(sharded: autoshard.ShardedModule, tmp_path: Path) -> None:
+    """The control: what the refusals are not about."""
+    of_dtype("up.weight", torch.float64)(tmp_path)
+    naming(NAME)(tmp_path)
+    autoshard.load_safetensors(sharded, tmp_path)
