@@ -23,6 +23,7 @@ from autoshard.errors import CaptureError
 from autoshard.passes.capture.answers import steering
 from autoshard.passes.capture.answers.classes import Classes
 from autoshard.passes.capture.answers.eager import AsInEager, without_grad
+from autoshard.passes.capture.answers.first_call import with_first_call
 from autoshard.passes.capture.answers.loops import Learnt, check_draws
 from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.answers.questions import Exported, indifferent
@@ -51,7 +52,14 @@ from autoshard.passes.capture.refusals.checks import check_dtypes, check_example
 from autoshard.passes.capture.refusals.draws import none_drawn
 from autoshard.passes.capture.refusals.explain import explain
 from autoshard.passes.capture.refusals.outside import reading_outside
-from autoshard.passes.capture.refusals.second_call import as_found, check_made, check_second_call, leave, leaving
+from autoshard.passes.capture.refusals.second_call import (
+    SecondCallError,
+    as_found,
+    check_made,
+    check_second_call,
+    leave,
+    leaving,
+)
 from autoshard.passes.capture.refusals.shared import check_shared, memory_of
 from autoshard.passes.capture.repeats.calls import UnequalError
 from autoshard.passes.capture.repeats.observer import Repeats
@@ -107,7 +115,12 @@ def capture(
     register_types(example)
     if dynamic:
         opened(tensors_of(model, example), dynamic)  # a wrong request is refused before tracing
-    graph = _captured(model, example, training, dynamic, precision)
+    trace = functools.partial(_captured, model, example, training, dynamic, precision)
+    try:
+        graph = trace()
+    except SecondCallError as error:
+        with torch.set_grad_enabled(training or torch.is_grad_enabled()):
+            graph = with_first_call(model, example, trace, error)
     if dynamic is True and (other := longer(graph, example)) is not None:
         with contextlib.suppress(CaptureError):
             return from_one(graph, _captured(model, other, training, dynamic, precision)) or graph

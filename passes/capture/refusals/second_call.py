@@ -163,11 +163,21 @@ def check_second_call(model: nn.Module, graph: Graph, again: Callable[[], Graph]
         except Exception as error:
             same, failed = False, error
     if not same:
-        raise CaptureError(
+        raise SecondCallError(left, graph) from failed
+
+
+class SecondCallError(CaptureError):
+    """The next call of a forward computes something else. ``left``: what the first one leaves, by dotted name."""
+
+    def __init__(self, left: Mapping[str, tuple[dict[str, Any], str, Any, Contents]], graph: Graph) -> None:
+        self.left, self.written = tuple(left), tuple(graph.mutations)
+        self.places = [(attributes, name) for attributes, name, *_ in left.values()]
+        """the attributes of its module, or of none where it is in a class or global, and the name of one"""
+        super().__init__(
             f"the forward leaves {', '.join(map(repr, left))} behind in the model, and its next call computes something else "
             "for it: a program is of one call. Keep what counts in a buffer that is there from the beginning; where the "
             "first call alone fills it, call the model once before compiling."
-        ) from failed
+        )
 
 
 class _StandIns:
