@@ -24,6 +24,7 @@ from autoshard.module.dtensors.chunks import mend_checkpoints
 from autoshard.module.dtensors.draws import DRAWS, drawn
 from autoshard.module.dtensors.files import mend_files
 from autoshard.module.dtensors.made import new_dtensor
+from autoshard.module.dtensors.missing import FACTORIES, lists, mend_missing, of_whole, plain_is_whole
 from autoshard.module.dtensors.owned import is_owned
 from autoshard.module.dtensors.strided import mend_strided
 from autoshard.module.dtensors.views import VIEWS, indexed, set_through, set_whole, whole_on
@@ -84,8 +85,13 @@ def _mend() -> None:
     for op in (aten.set_.source_Tensor, aten.set_.default):
         _handle(op, _set_storage)
     _handle(aten._amp_foreach_non_finite_check_and_unscale_.default, _unscale)
+    for op in FACTORIES:
+        _handle(op, of_whole)
+    for op in lists() - _BEFORE.keys():
+        _handle(op, _each_alone)
     mend_checkpoints()
     mend_strided()
+    mend_missing(lambda x: is_ours(x) and not is_owned(x))
     mend_files(is_ours, _is_whole)
     DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
@@ -101,7 +107,8 @@ def _handle(op: Any, handler: Handler) -> None:
     _BEFORE[op] = handlers.get(op)
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ours = any(any(map(is_ours, x)) if isinstance(x, list | tuple) else is_ours(x) for x in args)
+        given = (*args, *kwargs.values()) if kwargs else args
+        ours = any(any(map(is_ours, x)) if isinstance(x, list | tuple) else is_ours(x) for x in given)
         return (handler if ours else _as_it_was)(op, args, kwargs)
 
     handlers[op] = handle
@@ -182,8 +189,21 @@ def _on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if isinstance(args[0], torch.Tensor) else None
 
 
+def _each_alone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An op that does the same with every tensor of its lists."""
+    with plain_is_whole(args):
+        return _as_it_was(op, args, kwargs)
+
+
 def _with_zeros(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Autograd makes plain zeros for the parts of a ``split`` that were not used: like all that is plain they are whole."""
+    """Autograd makes plain zeros for the parts of a ``split`` that were not used: like all that is plain they are whole.
+
+    Numbers without a gradient, such as norms of sharded and plain layers, become plain ones, which go with both.
+    """
+    numbers = not any(x.ndim or (x.requires_grad and torch.is_grad_enabled()) for x in args[0])
+    if numbers and not all(isinstance(x, DTensor) for x in args[0]):
+        with torch.no_grad():
+            return op([x.full_tensor() if isinstance(x, DTensor) else x for x in args[0]], *args[1:], **kwargs)
     mesh = next(x for x in args[0] if isinstance(x, DTensor)).device_mesh
     given = [x if isinstance(x, DTensor) else whole_on(mesh, x) for x in args[0]]
     return _as_it_was(op, (given, *args[1:]), kwargs)

@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from autoshard.module.dtensors.made import new_dtensor, ones_of
+from autoshard.module.dtensors.missing import GATHERED
 from autoshard.module.dtensors.on_parts import on_parts
 from autoshard.module.dtensors.ops import item
 from autoshard.module.dtensors.strided import cuts
@@ -166,6 +167,7 @@ class Output(DTensor):
             return made
 
 
+GATHERED.append(Output)
 _ALONE: dict[Any, Callable[[Any], Any]] = {
     torch.Tensor.detach: lambda x: new_dtensor(Output, x._local_tensor.detach(), x._spec, requires_grad=False),
     torch.Tensor.item: item,

@@ -93,6 +93,11 @@ def check_call(leaves: Sequence[Any], held: Callable[[], Sequence[torch.Tensor]]
             "a sharded module is called with dual tensors: its programs have no forward-mode derivative. "
             "Use backward(), or torch.autograd.grad."
         )
+    if torch.compiler.is_exporting():
+        raise CaptureError(
+            "a sharded module cannot be exported by torch.export: it is a program of every rank already. Export the model "
+            "before autoshard.compile, with sharded.full_state_dict(); sharded.save(directory) writes the ranks' programs."
+        )
     if torch._C._get_tracing_state() is not None:
         raise CaptureError(
             "a sharded module cannot be traced by torch.jit. sharded.save(directory) writes its program."

@@ -1,0 +1,119 @@
+"""Operations on parameters, gradients and states that DTensor lacks: they run on the whole, which is then cut as it was.
+
+Initialisers and constraints (``init.orthogonal_``, ``renorm``) ask for them, and factories with ``out=`` (``init.eye_``),
+for which DTensor makes the part as large as the whole. In lists for ``torch._foreach_…`` (clipping and averages over
+parameters of sharded and plain layers, and buffers) plain tensors are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from autoshard.aten import aten
+from autoshard.module.dtensors.draws import first_ranks_generator
+from autoshard.module.dtensors.views import whole_on
+
+_NAMES = "arange eye full linspace logspace normal ones rand randint randn randperm zeros".split()
+FACTORIES = tuple(
+    op
+    for packet in (getattr(aten, name) for name in _NAMES)
+    for op in (getattr(packet, name) for name in packet.overloads() if name.endswith("out"))
+    if sum("Tensor" in str(a.type) for a in op._schema.arguments) == 1
+)
+"""what writes new values into ``out``, whatever it held"""
+
+
+GATHERED: list[type[DTensor]] = []
+"""classes of tensors that are gathered for such operations before they come here: outputs"""
+
+
+def mend_missing(is_ours: Callable[[object], bool]) -> None:
+    """Do so for tensors that ``is_ours``."""
+    of: Any = type(DTensor._op_dispatcher)
+    propagate = of._propagate_op_sharding_dispatch_slow_path
+
+    def on_whole(dispatcher: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *more: Any) -> Any:
+        try:
+            return propagate(dispatcher, op, args, kwargs, *more)
+        except NotImplementedError:
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+            shows = any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)
+            if shows or not all(is_ours(x) and not isinstance(x, (*GATHERED,)) for x in given):
+                raise
+            return of_whole(op, args, kwargs)
+
+    of._propagate_op_sharding_dispatch_slow_path = on_whole
+
+
+def lists() -> set[Any]:
+    """The ops that take lists of tensors and do the same with each."""
+    names = (n.removeprefix("aten::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::_foreach_"))
+    named = (n.partition(".")[::2] for n in names if not n.endswith("out"))
+    return {getattr(getattr(aten, name), overload or "default") for name, overload in named}
+
+
+@contextlib.contextmanager
+def plain_is_whole(args: tuple[Any, ...]) -> Iterator[None]:
+    """Inside, plain tensors that stand beside DTensors in a list of ``args`` are replicated ones."""
+    kinds = {isinstance(x, DTensor) for given in args if isinstance(given, list | tuple) for x in given}
+    dispatcher: Any = DTensor._op_dispatcher
+    before = dispatcher._allow_implicit_replication
+    dispatcher._allow_implicit_replication = before or len(kinds) > 1
+    try:
+        yield
+    finally:
+        dispatcher._allow_implicit_replication = before
+
+
+def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``op`` gives of the whole: what it writes to in the layout it had, also where that has other dims then.
+
+    New tensors of the first one's shape are cut as that is; others are whole.
+    """
+    first: DTensor = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor))
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    with torch.no_grad(), first_ranks_generator(first, kwargs.get("generator")) if draws else contextlib.nullcontext():
+        own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor().clone(), (args, kwargs))
+        made = op(*own, **named)
+        schema = op._schema.arguments
+        given = {a.name: (x, new) for a, x, new in zip(schema, args, own, strict=False)}
+        given |= {n: (x, named[n]) for n, x in kwargs.items()}
+        written = [given[a.name] for a in schema if a.is_write and a.name in given]
+        for x, new in written:
+            _become(x, new)
+        if written:
+            return written[0][0]
+        cut = _placements(first)
+        return pytree.tree_map_only(
+            torch.Tensor,
+            lambda x: (
+                distribute_tensor(x, first.device_mesh, cut, src_data_rank=None)
+                if x.shape == first.shape
+                else whole_on(first.device_mesh, x)
+            ),
+            made,
+        )
+
+
+def _become(x: Any, new: torch.Tensor) -> None:
+    """Write the whole ``new`` into ``x``."""
+    if not isinstance(x, DTensor):
+        x.copy_(new)
+        return
+    parts = distribute_tensor(new, x.device_mesh, _placements(x), src_data_rank=None)
+    if parts.shape != x.shape:
+        torch.Tensor.data.__set__(x, parts)  # type: ignore[attr-defined]
+        x._local_tensor, x._spec = parts._local_tensor, parts._spec
+        return
+    x._spec = parts._spec
+    x._local_tensor.copy_(parts._local_tensor)
+
+
+def _placements(x: DTensor) -> list[Any]:
+    return [Replicate() if p.is_partial() else p for p in x.placements]

@@ -1,0 +1,82 @@
+"""Cases of states: what DTensor lacks, on parameters, gradients and buffers, beside those of plain layers."""
+
+from __future__ import annotations
+
+import torch
+from state_harness import Net, both, case, close, full, ids, pair, refused, same_gradients, same_state, steps
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import autoshard
+
+
+@case
+def initialised_again(mesh: autoshard.Mesh) -> None:
+    """By initialisers that decompose, fill or transpose a matrix; what is drawn afterwards is eager's."""
+    model, sharded = pair(mesh, Net, ids())
+
+    def fill(m: nn.Module) -> None:
+        torch.manual_seed(3)
+        for n, p in enumerate(p for p in m.parameters() if p.ndim == 2):
+            (nn.init.orthogonal_, nn.init.eye_, lambda p: nn.init.orthogonal_(p.t()))[n % 3](p)
+        m.after = None if hasattr(m, "plan") else torch.rand(3)
+        if hasattr(m, "plan"):
+            close(torch.rand(3), model.after)
+
+    both(model, sharded, fill)
+    del model.after
+    same_state(sharded, model)
+    steps(model, sharded, ids())
+
+
+@case
+def constrained(mesh: autoshard.Mesh) -> None:
+    """Norms of rows and columns are bounded; factories write into parameters, and what is drawn is the same on all ranks."""
+    model, sharded = pair(mesh, Net, ids())
+
+    @torch.no_grad()
+    def bound(m: nn.Module) -> None:
+        torch.manual_seed(5)
+        for n, p in enumerate(p for p in m.parameters() if p.ndim == 2):
+            p.renorm_(2, n % 2, 0.3)
+            p.mul_(2).copy_(torch.renorm(p, 1, (n + 1) % 2, 0.7))
+            p.data = p.data.renorm(float("inf"), 0, 0.2)
+        last = next(p for p in m.parameters() if p.ndim == 2)
+        other = torch.zeros_like(last)
+        torch.randn(other.shape, out=other)
+        last.add_(other)
+        torch.full(other.shape, 0.5, out=other)
+        last.sub_(other)
+
+    both(model, sharded, bound)
+    same_state(sharded, model)
+    steps(model, sharded, ids())
+
+
+@case
+def clipped_beside_plain_layers(mesh: autoshard.Mesh) -> None:
+    """Gradients of the sharded module and of a layer that every rank has whole, by one norm; averages take buffers along."""
+    model, sharded = pair(mesh, Net, ids())
+    heads = [nn.Linear(4, 4).double() for _ in range(2)]
+    heads[1].load_state_dict(heads[0].state_dict())
+    averages = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True) for m in (model, sharded)]
+    for options in ({}, {"foreach": False}, {"norm_type": 1.0}, {"norm_type": float("inf"), "foreach": True}):
+        norms = []
+        for m, head, average in zip((model, sharded), heads, averages, strict=True):
+            m.zero_grad()
+            head.zero_grad()
+            (full(m(ids())[0]) * head.weight.square().sum()).backward()
+            norms.append(full(nn.utils.clip_grad_norm_([*head.parameters(), *m.parameters()], 0.1, **options)))
+            average.update_parameters(m)
+        close(norms[1], norms[0])
+        close(heads[1].weight.grad, heads[0].weight.grad)
+        same_gradients(sharded, model)
+    same_state(averages[1].module, averages[0].module)
+
+
+@case
+def traced_by_others(mesh: autoshard.Mesh) -> None:
+    _, sharded = pair(mesh, Net, ids())
+    with refused("a sharded module cannot be exported by torch.export"):
+        torch.export.export(sharded, (ids(),), strict=False)
+    sharded(ids())
