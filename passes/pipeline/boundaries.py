@@ -74,22 +74,29 @@ def stages_per_rank(pieces: Pieces, schedule: str, ranks: int, batches: int, bud
 def following(pieces: Pieces, homes: Mapping[str, tuple[int, ...]], count: int) -> tuple[int, ...]:
     """The boundaries that leave every parameter in the stages that ``homes`` says: of another graph of the same model.
 
-    Raises :class:`PlanError` where its operations read them in another order.
+    Raises :class:`PlanError` where its operations read them in another order, and where it writes what several stages hold.
     """
     graph, free = pieces.graph, pieces.free
+    for fqn in graph.mutations:
+        if len(held := homes.get(fqn, ())) > 1:
+            raise PlanError(
+                f"stages: {fqn!r} is written by this call, and the call that the stages were made for left copies in stages "
+                f"{', '.join(map(str, held))}. Compile with an example of the call that writes it, or ask for fewer stages."
+            )
     kept = (i for i in graph.inputs if i.kind in ("parameter", "buffer"))
-    stages = {i.name: {homes[i.fqn][0]} for i in kept if len(homes.get(i.fqn, ())) == 1}
-    found, stage = list[int](), 0
+    stages = {i.name: frozenset(homes[i.fqn]) for i in kept if i.fqn in homes}
+    found, stage, everywhere = list[int](), 0, frozenset(range(count))
     for place, node in enumerate(graph.nodes):
-        known = set[int]().union(*(stages.get(n, ()) for n in node.inputs))
+        known = everywhere.intersection(*(stages.get(n, everywhere) for n in node.inputs))
         if node.name in free:  # it is made where it is read, as the cast of a parameter is
             stages |= dict.fromkeys(node.outputs, known)
             continue
-        least = min(known, default=stage)
-        if least < stage or len(known) > 1:
+        least = min((k for k in known if k >= stage), default=None)
+        if least is None:
+            read = sorted({k for n in node.inputs for k in stages.get(n, ())})
             raise PlanError(
-                f"stages: {node.op} in {node.fqn or '(root)'} at {node.source} reads a parameter of stage {least} after "
-                f"one of stage {max(stage, *known)}, other than in the call that the stages were made for"
+                f"stages: {node.op} in {node.fqn or '(root)'} at {node.source} reads a parameter of stage {read[0]} after "
+                f"one of stage {max(stage, read[-1])}, other than in the call that the stages were made for"
             )
         found += [place] * (least - stage)
         stage = least

@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from training_worker import FOLDER, main
 
 import autoshard
-from autoshard.errors import LayoutError, RuntimeMismatchError
+from autoshard.errors import LayoutError, PlanError, RuntimeMismatchError
 from autoshard.runtime.programs.pipeline import Pipeline
 from autoshard.runtime.programs.schedules import Stage
 
@@ -271,6 +271,46 @@ def tied_in_some_stages() -> None:
         assert [n in names for n in tied] == [r in names for r in tied]
 
 
+class ReadAgain(nn.Module):
+    """A weight and a buffer that the first call reads in two stages, another call in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("seen", torch.ones(4))
+
+    def forward(self, x: torch.Tensor, kind: str = "twice") -> torch.Tensor:
+        x = self.layers[0](x)
+        if kind != "late":
+            x = x @ self.weight + self.seen
+        for layer in self.layers[1:]:
+            x = layer(x.tanh())
+        if kind == "write":
+            self.seen.add_(1)
+        return (x @ self.weight + self.seen if kind != "early" else x).square().mean()
+
+
+def read_in_fewer_stages() -> None:
+    """All copies of a weight are trained alike where a call reads it in one stage; none of a buffer is left behind."""
+    torch.manual_seed(0)
+    model, x = ReadAgain().double(), torch.randn(8, 4, dtype=torch.float64)
+    mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware="ideal_network")
+    sharded = autoshard.compile(copy.deepcopy(model), mesh, (x,), stages="pp", micro_batches=2)
+    assert len(sharded._homes["weight"]) == 2
+    ours, theirs = (torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (sharded, model))
+    for kind in ("early", "twice", "late", "early", "twice"):
+        for m, optimizer in ((model, theirs), (sharded, ours)):
+            m(x, kind).backward()
+            optimizer.step()
+        for n, p in sharded.named_parameters():
+            assert far(p.full_tensor(), model.get_parameter(n)) <= TOLERANCE, (kind, n)
+    with pytest.raises(
+        PlanError, match="'seen' is written by this call, and the call that the stages were made for left"
+    ):
+        sharded(x, "write")
+
+
 def tied_tables() -> None:
     """Sparse gradients of several stages come to a sparse one, of other numbers of rows each; beside a dense one to that."""
     ids = torch.arange(8) % 5
@@ -356,6 +396,7 @@ if __name__ == "__main__":
         "reduced_once": reduced_once,
         "tied_in_some_stages": tied_in_some_stages,
         "tied_tables": tied_tables,
+        "read_in_fewer_stages": read_in_fewer_stages,
         "what_users_do_with_their_own": what_users_do_with_their_own,
     }
     cases |= {f"state {name}": functools.partial(state_sweep.run, "stages", name) for name in state_sweep.IN_PROCESSES}

@@ -25,6 +25,7 @@ FAST = {
     "caches_stay",
     "functional",
     "counted",
+    "read_in_fewer_stages",
     "what_users_do_with_their_own",
 }
 OWN = (
@@ -39,6 +40,7 @@ OWN = (
     "reduced_once",
     "tied_in_some_stages",
     "tied_tables",
+    "read_in_fewer_stages",
     "what_users_do_with_their_own",
     "t5",
     "whisper",

@@ -348,9 +348,15 @@ class PipelinedModule(StageOutputs):
             generators.set_states(unpacked(state, self._device))
 
     def _sum_tied(self, pipeline: ProgramPipeline, pairs: Pairs) -> None:
-        """Add up the gradients of parameters that several stages hold, over the ranks that run these."""
-        leaves = {id(p): leaf for p, leaf in pairs}
-        for fqn, homes in sorted(pipeline.stages.tied.items()):
+        """Add up the gradients of parameters that several stages hold, over the ranks that run these.
+
+        This program may read one in fewer stages than the first did; all of them train their copy of it.
+        """
+        assert self._homes is not None
+        leaves, read = {id(p): leaf for p, leaf in pairs}, pipeline.stages.homes
+        for fqn, homes in sorted(self._homes.items()):
+            if len(homes) == 1 or fqn not in read or fqn not in self._of.parameters:
+                continue
             leaf = leaves.get(id(self._of.tensor(fqn)))
             if leaf is None:
                 continue
