@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -312,3 +313,15 @@ def test_control_flow_as_an_operation() -> None:
 
     with pytest.raises(CaptureError, match=r"control flow as an operation.*`return torch.cond.*Use torch.where"):
         capture(Model(forward), (X,))
+
+
+def test_layers_that_keep_their_weights_in_cpp() -> None:
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("no kernels for quantised layers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)).eval(), {nn.Linear})
+    with pytest.raises(
+        CaptureError, match=r"LinearPackedParams '0._packed_params' keeps an object .* before it is quantised"
+    ):
+        capture(model, (torch.randn(2, 4),))

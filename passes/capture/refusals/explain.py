@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 
+import torch
 from torch import nn
 
 from autoshard import frames
@@ -46,10 +47,22 @@ def explain(model: nn.Module, error: BaseException) -> CaptureError:
         text = (
             f"the forward writes into tensors of the model that share memory, {names}. Keep one of them as a clone()."
         )
+    elif "__obj_flatten__" in str(error) and (held := _in_cpp(model)):
+        text = (
+            f"{held}, which no trace can read (quantised layers keep their packed weights so). Compile the model before it is "
+            "quantised, or put layers in their places whose weights are tensors."
+        )
     else:
         first = str(error).strip().split("\n\n")[0]
         text = f"the model could not be traced. {type(error).__name__}: {first}"
     return CaptureError(prefix + text)
+
+
+def _in_cpp(model: nn.Module) -> str:
+    """The first module that keeps an object of torch's C++ classes, and which."""
+    held = ((path, type(m).__name__, x) for path, m in model.named_modules() for x in vars(m).values())
+    own = next((known for known in held if isinstance(known[2], torch.ScriptObject)), None)
+    return "" if own is None else f"{own[1]} {own[0]!r} keeps an object of C++, {own[2]._type().name()}"
 
 
 def is_data_dependent(error: BaseException) -> bool:
