@@ -16,10 +16,11 @@ import autoshard
 from autoshard import Link, Mesh, PlanError, Shard, runtime
 from autoshard.check.divergence import first_divergence
 from autoshard.hardware import PRESETS
-from autoshard.layout import Layout
+from autoshard.layout import Layout, Owned
 from autoshard.module.ranks import loaded
 from autoshard.module.ranks.loaded import summed_last
 from autoshard.passes.ir.graph import Ref
+from autoshard.passes.ir.merge import merged
 from autoshard.passes.ir.program import Call, Program, Statement
 from autoshard.passes.ir.verify import check_program
 from autoshard.passes.lower import bucket as module
@@ -158,6 +159,12 @@ def test_gathers_along_axes_in_another_order_go_apart() -> None:
 def test_uneven_shards_have_their_lengths() -> None:
     (first, *_) = layers(1, "0", "m", dp=3).statements
     assert first.call.kwargs == {"to": "R", "sizes": (16, 32)}
+    uneven, even = first.members
+    assert even.step is not None
+    src = Layout(Mesh({"dp": 3, "tp": 2}), {"dp": Shard(0), "tp": Owned()})
+    call = replace(even.call, kwargs={"to": "R"})
+    owned = replace(even, call=call, step=replace(even.step, src=src))  # a rank may have no row of it
+    assert merged("gather_parameters", (uneven, owned)).call.kwargs["sizes"] == (16, None)
 
 
 def test_a_full_bucket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,3 +154,21 @@ def test_what_has_entered_over_some_axes_enters_over_others() -> None:
     losses = runtime.World({"dp": 2, "tp": 2}).run(f, [(p,) for p in params])
     torch.autograd.backward(losses)
     assert [p.grad.tolist() for p in params if p.grad is not None] == [[2.0] * 3] * 4
+
+
+def test_a_rank_owns_no_row_beside_a_gather_of_uneven_parts() -> None:
+    """Lengths are given for uneven parts alone: of a matrix that others own, each chunk is empty, and so is its gradient."""
+    uneven, owned = torch.randn(3, 2), torch.randn(4, 2)
+    whole = [(uneven, owned if tp == 1 else owned[:0]) for tp in (0, 1)]
+    leaves = [[rc.cut(x, 0, [2])[dp].clone().requires_grad_() for x in whole[tp]] for dp in (0, 1) for tp in (0, 1)]
+
+    def f(parameters: list[torch.Tensor]) -> Any:
+        return runtime.gather_parameters(parameters, (0, 0), "dp", sizes=(3, None))
+
+    found = runtime.World({"dp": 2, "tp": 2}).run(f, [(x,) for x in leaves])
+    for rank, full in enumerate(found):
+        assert all(torch.equal(x, y) for x, y in zip(full, whole[rank % 2], strict=True))
+    torch.autograd.backward([x.sum() for full in found for x in full])
+    for leaf in (x for of_rank in leaves for x in of_rank):
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, torch.full_like(leaf, 2))

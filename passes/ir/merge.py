@@ -25,7 +25,8 @@ def merged(function: str, members: Sequence[Statement], zero: Mapping[str, int] 
     """Steps of one kind over the same axes as one call of ``function``.
 
     Every argument but the axes stands for each of them: ``all_gather(w, 0, "dp", to="R")`` and the same of ``b`` are
-    ``gather_parameters((w, b), (0, 0), "dp", to="R")``; ``sizes`` has a length for each where one of them has a ``size``.
+    ``gather_parameters((w, b), (0, 0), "dp", to="R")``; ``sizes`` has a length for each where one of them has a ``size``,
+    or None where it is the cut one times the ranks.
     ``zero``: parameters that stay gathered, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; all of a bucket do.
     """
     if function in _MERGES:
@@ -124,9 +125,9 @@ def fused(enter: Statement, gather: Statement) -> Statement:
 
 
 def _length(s: Statement) -> Any:
-    """The length of the gathered dim after the gather."""
+    """The length of the gathered dim after the gather; None where not all ranks know it: some own none of the rows."""
     step = s.step
-    if step is None:
+    if step is None or step.src.owner:
         return None
     left = step.dst.axes_of(step.dims[0])
     return Local(step.shape[step.dims[0]], left) if left else step.shape[step.dims[0]]

@@ -25,7 +25,7 @@ from autoshard.runtime.parameters.bucket import Bucket, Dtypes, Tensors
 from autoshard.runtime.parameters.buckets import carried
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
 from autoshard.runtime.parameters.gradients import Entering, Gradients
-from autoshard.runtime.parameters.together import moved_back
+from autoshard.runtime.parameters.together import lengths_of, moved_back
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
 from autoshard.runtime.transport.in_process import InProcessCommunicator
 from autoshard.runtime.transport.move import Move
@@ -117,7 +117,7 @@ def gather_parameters(
     dims: Sequence[int],
     axes: Axes,
     to: Whole = "R",
-    sizes: Sequence[int] | None = None,
+    sizes: Sequence[int | None] | None = None,
     replicas: Axes = (),
     *,
     zero: int = 3,
@@ -126,7 +126,7 @@ def gather_parameters(
 ) -> Tensors:
     """S → R (or I) for the parameters of a block, as in FSDP. Forward: one all-gather per dtype.
 
-    ``dims``: the cut dim of each tensor; ``sizes``: its length after the gather (default: the cut is even). Backward:
+    ``dims``: the cut dim of each tensor; ``sizes``: its length after the gather (default, None: the cut is even). Backward:
     one reduce-scatter per dtype (``to="I"``: a local slice), asynchronous as in :func:`enter_parameters`.
     ``replicas``: axes that hold equal shards (I → R there, as in HSDP); the reduced shards are all-reduced over them.
     ``zero``: the stage of ZeRO (Rajbhandari et al., arXiv:1910.02054). At 3 the gathered tensors are not kept for the
@@ -140,8 +140,7 @@ def gather_parameters(
         raise LayoutError(f'gather_parameters: to={to!r} is not "I" or "R"')
     if not names or not tensors:
         return enter_parameters(tensors, replicas, dtype=dtype, reduce_dtype=reduce_dtype)
-    n = comm.size_of(names)
-    lengths = sizes if sizes is not None else [t.shape[d] * n for t, d in zip(tensors, dims, strict=True)]
+    lengths = lengths_of(tensors, dims, names, sizes)
     moves = [Move("S", to, names, d, length) for d, length in zip(dims, lengths, strict=True)]
     through, dtypes = functools.partial(_through, zero=zero), Dtypes(dtype, reduce_dtype)
     return carried("gather_parameters", moves, tensors, through, comm.active(replicas), listed=True, dtypes=dtypes)

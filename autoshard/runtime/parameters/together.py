@@ -19,7 +19,7 @@ from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.move import Move
 
-Lengths = Sequence[int] | None
+Lengths = Sequence[int | None] | None
 
 
 def enter_together(xs: Sequence[torch.Tensor], axes: Axes) -> Tensors:
@@ -50,7 +50,7 @@ def all_gather_together(
 ) -> Tensors:
     """S(dim) → I (backward: local slices) or R (backward: one reduce-scatter). ``sizes``: lengths after the gather."""
     names = current().active(axes)
-    full = _lengths(xs, dims, names, sizes)
+    full = lengths_of(xs, dims, names, sizes)
     moves = [Move("S", to, names, d, n) for d, n in zip(dims, full, strict=True)]
     return _together("all_gather_together", moves, xs)
 
@@ -60,15 +60,15 @@ def all_to_all_together(
 ) -> Tensors:
     """S(src) → S(dst). Backward: one all-to-all. ``sizes``: lengths of the dims ``srcs`` once gathered."""
     names = current().active(axes)
-    full = _lengths(xs, srcs, names, sizes)
+    full = lengths_of(xs, srcs, names, sizes)
     moves = [Move("S", "S", names, i, n, j, x.shape[j]) for x, i, j, n in zip(xs, srcs, dsts, full, strict=True)]
     return _together("all_to_all_together", moves, xs)
 
 
-def _lengths(xs: Sequence[torch.Tensor], dims: Sequence[int], axes: tuple[str, ...], sizes: Lengths) -> Sequence[int]:
-    """``sizes``, or what they are if the cut is even."""
-    ranks = current().size_of(axes)
-    return sizes if sizes is not None else [x.shape[d] * ranks for x, d in zip(xs, dims, strict=True)]
+def lengths_of(xs: Sequence[torch.Tensor], dims: Sequence[int], axes: tuple[str, ...], sizes: Lengths) -> list[int]:
+    """``sizes``, and where they are not given what they are if the cut is even: a rank may own no row of a tensor."""
+    ranks, given = current().size_of(axes), sizes if sizes is not None else [None] * len(xs)
+    return [x.shape[d] * ranks if n is None else n for x, d, n in zip(xs, dims, given, strict=True)]
 
 
 def _together(what: str, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> Tensors:
