@@ -60,6 +60,18 @@ def arguments_without_a_repr_of_their_own() -> None:
     compiled(Raised(), Batch(made[-1]))(Batch(made[-1]))
 
 
+def a_hook_of_one_rank() -> None:
+    """On a module inside, after it was compiled: another program there."""
+    sharded = compiled(Net(), X)
+    text = "the ranks disagree on the state of the call: .* forward hooks"
+    hook = sharded.last.register_forward_hook(lambda module, given, made: 2 * made) if RANK else None
+    with pytest.raises(RuntimeMismatchError, match=text):
+        sharded(X)
+    if hook is not None:
+        hook.remove()
+    assert_close({"": sharded(X)}, {"": Net()(X)}, "loss")
+
+
 def other_meetings() -> None:
     """Between calls one rank does something else than the other; they can go on afterwards."""
     sharded = compiled(Net(), X)

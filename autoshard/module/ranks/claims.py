@@ -16,7 +16,7 @@ from autoshard.runtime.transport.peers import Claim, Notes
 _SHAPES = "the shapes and dtypes of the inputs"
 _STATE = (
     "the state of the call: whether gradients are recorded, modules in train or eval mode, requires_grad and dtypes of "
-    "parameters, autocast, or torch's defaults; or no_sync()"
+    "parameters, forward hooks, autocast, or torch's defaults; or no_sync()"
 )
 _PARTS = f"{_SHAPES} (local inputs have one size on all ranks: pad them, or give the loader drop_last=True)"
 _SAME_PARTS = "the parts of the inputs (ranks along a mesh axis that does not cut them bring the same)"
