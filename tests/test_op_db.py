@@ -97,6 +97,7 @@ def test_the_gradient_that_eager_gets_wrong() -> None:
     assert torch.autograd.gradcheck(sharded, (x, y))
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page lists the ops of torch 2.13")
 def test_the_page_of_rules_is_that_of_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the script would write; without the rules that other tests registered."""
     root = Path(__file__).parent.parent

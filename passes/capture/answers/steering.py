@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,10 +58,18 @@ def values_at_hand() -> Iterator[None]:
         (ShapeEnv, "guard_or_defer_runtime_assert", no_silent_answer),
         (fake_utils, "_check_fake_real_tensors", lambda *args, **kwargs: None),  # it asks about offsets
     )
-    if hasattr(meta_utils, _CLONE):  # torch >= 2.14 refuses inputs without values, which are put beside them later
-        patches += ((meta_utils, _CLONE, lambda x: x.untyped_storage().clone()),)
+    if hasattr(meta_utils, _CLONE):  # torch >= 2.14
+        patches += ((meta_utils, _CLONE, partial(_storage_beside, getattr(meta_utils, _CLONE))),)
     with patched(patches), functorch_config.patch(fake_tensor_propagate_real_tensors=True):
         yield
+
+
+def _storage_beside(clone: Any, x: torch.Tensor) -> torch.UntypedStorage:
+    """``clone`` of the storage with the values of ``x``, blank where it has none: those of inputs are put there later."""
+    try:
+        return clone(x)  # type: ignore[no-any-return]
+    except AssertionError:
+        return torch.UntypedStorage(x.untyped_storage().nbytes(), device=x.device)
 
 
 class Steering(Observer):
