@@ -132,6 +132,7 @@ def _captured(
 ) -> Graph:
     """See :func:`capture`."""
     with (
+        _transforms_ended(),
         ALONE,
         untouched(model),
         _quiet(),
@@ -350,6 +351,16 @@ def _compare_gradients(graph: Graph, eager: list[bool]) -> None:
                 "requires_grad on or off for an intermediate tensor, which the graph cannot express. Use detach() and "
                 "torch.no_grad() only, or pass training=False."
             )
+
+
+@contextlib.contextmanager
+def _transforms_ended() -> Iterator[None]:
+    """Afterwards no transform of torch.func is open: of one that fails in a trace, torch's own exit may fail, too."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
 
 @contextlib.contextmanager

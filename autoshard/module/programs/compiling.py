@@ -184,7 +184,8 @@ class Compiling(Fixed):
                 with as_called(call.state.grad, call.state.inference):
                     found = self._build(call, call.key(exactly=False))
             except CaptureError as error:
-                raise beside(error, self.programs, call.leaves) from error
+                said = beside(error, self.programs, call.leaves)
+                raise said from (error.__cause__ if said is error else error)  # nothing is its own cause
             adopted = replace(call, state=self._state(call.leaves, call.state.recorded, call.state.grad))
             if found.structure is not None:
                 found.structure = adopted.key(exactly=False)

@@ -120,6 +120,19 @@ def is_left_out(name: str, buffer: fx.Node) -> bool:
     return bool(layout != torch.strided)
 
 
+def check_observer(node: fx.Node) -> None:
+    """Refuse an observer of rows that has not seen any yet: its kernel resizes buffers, of which a trace does not hear."""
+    if not str(node.target).startswith("aten._fused_moving_avg_obs_fq_helper"):
+        return
+    x, low, scale = (node.args[i].meta["val"] for i in (0, 3, 5))  # type: ignore[union-attr]
+    by_row = len(node.args) > 11 and node.args[11]
+    if by_row and (low.shape != x.shape[node.args[10] :][:1] or scale.shape != low.shape):
+        raise CaptureError(
+            f"{where(node)}: the observer has buffers of shape {list(low.shape)} and {list(scale.shape)}, which its first call "
+            f"resizes to the rows of {list(x.shape)}; a program keeps shapes. Call the model once before compiling it."
+        )
+
+
 def has_no_data(constant: Any) -> bool:
     """Whether what a program took from the model is a tensor without data, or no tensor."""
     return not isinstance(constant, torch.Tensor) or constant.is_meta or isinstance(constant, FakeTensor)
@@ -137,7 +150,8 @@ def constant_of(name: str, tensor: Any) -> torch.Tensor:
 
 
 def check_result(node: fx.Node, value: Any) -> None:
-    """Refuse a result that is neither a dense tensor nor a number that is known at run time."""
+    """Refuse a result that is neither a dense tensor nor a number that is known at run time, or of another shape later."""
+    check_observer(node)
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         raise CaptureError(f"{where(node)}: {node.target} makes a tensor of layout {value.layout}; use dense tensors.")
     if value is not None and not isinstance(value, torch.Tensor) and not is_symbolic(value):

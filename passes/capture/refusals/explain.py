@@ -9,7 +9,7 @@ from torch import nn
 
 from autoshard import frames
 from autoshard.errors import CaptureError
-from autoshard.passes.capture.exported.attributes import TAKEN_AWAY
+from autoshard.passes.capture.exported.attributes import TAKEN_AWAY, held
 from autoshard.passes.capture.refusals.shared import sharing
 
 _DATA_DEPENDENT = (
@@ -24,6 +24,18 @@ DATA_DEPENDENT = (
     "the program depends on the values of a tensor ({what}), but one graph must serve all inputs. "
     "Use torch.where or a mask instead of `if` and of loops over a tensor."
 )
+
+IN_TRANSFORM = (
+    "a transform of torch.func (grad, vjp, jvp, jacrev, ...) in the forward differentiates tensors of the model, which a "
+    "trace cannot follow. Compute the gradient outside, with torch.autograd.grad on the compiled module's outputs."
+)
+_SPARSE = ("Cannot access storage of Sparse", "tensors do not have strides", "layout_impl is only implemented")
+_WITHOUT_DATA = (
+    ".numpy() is not supported for tensor subclasses",
+    "Cannot access data pointer of Tensor",
+    "Can't pickle",
+)
+_IN_TRANSFORM = ("_unwrap_for_grad()", "_wrap_for_grad()")
 
 
 def explain(model: nn.Module, error: BaseException) -> CaptureError:
@@ -47,11 +59,27 @@ def explain(model: nn.Module, error: BaseException) -> CaptureError:
         text = (
             f"the forward writes into tensors of the model that share memory, {names}. Keep one of them as a clone()."
         )
-    elif "__obj_flatten__" in str(error) and (held := _in_cpp(model)):
+    elif "__obj_flatten__" in str(error) and (kept := _in_cpp(model)):
         text = (
-            f"{held}, which no trace can read (quantised layers keep their packed weights so). Compile the model before it is "
+            f"{kept}, which no trace can read (quantised layers keep their packed weights so). Compile the model before it is "
             "quantised, or put layers in their places whose weights are tensors."
         )
+    elif any(part in str(error) for part in _SPARSE):
+        named = ", ".join(map(repr, _sparse(model)))
+        text = (
+            f"the forward reads a sparse tensor{named and f' ({named})'}; autoshard shards plain dense tensors. Convert it "
+            "first (to_dense())."
+        )
+    elif any(part in str(error) for part in _WITHOUT_DATA):
+        text = (
+            f"the forward hands the values of a tensor to NumPy, SciPy, another library or a file (`{code}`), and one graph "
+            "must serve all inputs. Write it with torch ops, or return the tensor and do this outside of the compiled "
+            "module: of a loss with a matching (DETR), compile the model and call the loss on its outputs."
+        )
+    elif any(part in str(error) for part in _IN_TRANSFORM):
+        text = IN_TRANSFORM
+    elif "SymFloat.__format__" in str(error):
+        text = f"the forward writes a number of a tensor as text (`{code}`). Return the tensor, and write it outside."
     else:
         first = str(error).strip().split("\n\n")[0]
         text = f"the model could not be traced. {type(error).__name__}: {first}"
@@ -63,6 +91,12 @@ def _in_cpp(model: nn.Module) -> str:
     held = ((path, type(m).__name__, x) for path, m in model.named_modules() for x in vars(m).values())
     own = next((known for known in held if isinstance(known[2], torch.ScriptObject)), None)
     return "" if own is None else f"{own[1]} {own[0]!r} keeps an object of C++, {own[2]._type().name()}"
+
+
+def _sparse(model: nn.Module) -> list[str]:
+    """Names of buffers and attributes that are sparse."""
+    tensors = [*model.named_buffers(), *((name, x) for name, (x, _) in held(model).items())]
+    return [name for name, x in tensors if x.layout != torch.strided]
 
 
 def is_data_dependent(error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 
 from autoshard.frames import is_ours, stack
 from autoshard.passes.capture.observer import Call, Forward, Observer, Refusals
+from autoshard.passes.capture.refusals.explain import IN_TRANSFORM
 
 _read: ContextVar[dict[int, tuple[torch.Tensor, int]]] = ContextVar("read")
 
@@ -61,6 +62,8 @@ class ReadsOutside(Observer):
         if not self.training or trained is None:
             return result
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(result)):
+            if torch._C._functorch.is_functorch_wrapped_tensor(trained):
+                raise self.refuse(IN_TRANSFORM)
             raise self.refuse(
                 f"the forward reads {_name(trained)} {list(trained.shape)}, which requires a gradient and is no parameter of "
                 "the model: its program would not give it one. Make it an nn.Parameter of the model, or its module a part "

@@ -121,21 +121,23 @@ def as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> An
     if not functions.is_literal(others):
         return "has arguments that are neither tensors nor Python literals"
     before = torch.get_rng_state()
-    single, problem = False, "needs values to say what it returns"
-    with _trial(function, forward), _Drawn() as draws:
+    single, problem = False, ""
+    with _trial(function, forward) as failed, _Drawn() as draws:
         given = [_untraced(t) for t in tensors]
         operands = [g.clone() if g.requires_grad else g for g in given]  # a leaf could not be written to
         versions = [t._version for t in operands]
         results = _apply(function, functions.arguments(operands, others))
         single = isinstance(results, torch.Tensor)
         found = (results,) if single else results
-        problem = ""
         if not isinstance(found, tuple | list) or not all(isinstance(r, torch.Tensor) for r in found):
             problem = "returns something that is no tensor"
         elif draws.any or not torch.equal(before, torch.get_rng_state()):
             problem = "draws random numbers"
         elif versions != [t._version for t in operands]:
             problem = "writes to its arguments"
+    if failed:
+        first = str(failed[0]).strip().split("\n")[0]
+        problem = f"does not run on tensors without values ({_last_line(failed[0])}{type(failed[0]).__name__}: {first})"
     if problem:
         return problem
     with _restored(function, forward):
@@ -161,13 +163,24 @@ class _Drawn(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _trial(function: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, ``function`` runs on numbers, untraced; what it cannot do with them ends the block without an error."""
+def _trial(function: Any, forward: Callable[..., Any]) -> Iterator[list[Exception]]:
+    """Inside, ``function`` runs on numbers, untraced; what it cannot do with them ends the block, and is in the list."""
+    failed: list[Exception] = []
     with (
         unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.enable_grad(),
-        _restored(function, forward), contextlib.suppress(Exception),
+        _restored(function, forward),
     ):  # fmt: skip
-        yield
+        try:
+            yield failed
+        except Exception as error:
+            failed.append(error)
+
+
+def _last_line(error: Exception) -> str:
+    """Where in the user's code it was raised, as the beginning of a text."""
+    lines = [(f.f_code.co_filename, n) for f, n in frames.of_traceback(error.__traceback__)]
+    own = [frames.place(file, n) for file, n in lines if frames.is_users(file)]
+    return f"{own[-1]}: " if own else ""
 
 
 def _restored(function: Any, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:

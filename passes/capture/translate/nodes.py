@@ -397,5 +397,9 @@ class _Translation:
             elif isinstance(arg, SymIntArgument) and is_length(value := self.fx_nodes[arg.name].meta["val"]):
                 outputs.append(self.lengths.of(value))
             else:
-                raise CaptureError(f"output {arg.name}: {DATA_DEPENDENT.format(what='a number in the output')}")
+                made = f"{where(node)}: " if (node := self.fx_nodes.get(arg.name)) is not None else ""
+                raise CaptureError(
+                    f"{made}the forward returns a number that it reads from a tensor (item(), float(), tolist()), and a "
+                    "program returns tensors. Return the tensor, detach()ed, and read the number outside."
+                )
         return tuple(outputs), mutations
