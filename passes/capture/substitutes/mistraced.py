@@ -1,4 +1,4 @@
-"""Functions of torch of which a trace loses something (torch 2.13), written so that it does not.
+"""Functions of torch of which a trace loses something, written so that it does not.
 
 Of recurrent networks the dropout between layers, of an instance norm the new running statistics, of a batch norm a
 momentum that is computed, of a dropout in evaluation that it returns its operand, of one in place what it is, of numbers that
@@ -22,10 +22,14 @@ def _recurrent(function: Stack) -> Stack:
 
     def stack(x: torch.Tensor, hx: Any, params: Any, *options: Any) -> tuple[torch.Tensor, ...]:
         packed = isinstance(params, torch.Tensor)
-        if packed or not (options[2] and options[3] and options[1] > 1):
+        if packed:
             return function(x, hx, params, *options)
         has_biases, num_layers, dropout, train, bidirectional, batch_first = options
         states = (hx,) if isinstance(hx, torch.Tensor) else hx
+        if not (dropout and train and num_layers > 1):
+            out, *last = function(x, hx, params, *options)
+            # The decomposition of torch 2.11 and 2.12 leaves an LSTM's states a dim too many.
+            return out, *(y if y.dim() == s.dim() else y.reshape(s.shape) for y, s in zip(last, states, strict=True))
         x = x.transpose(0, 1) if batch_first else x
         ends, each = [], len(params) // num_layers
         for i in range(num_layers):
@@ -34,7 +38,7 @@ def _recurrent(function: Stack) -> Stack:
                 s.unflatten(0, (num_layers, -1))[i] for s in states
             )  # of [layers · directions, batch, features]
             given = part[0] if isinstance(hx, torch.Tensor) else part
-            x, *end = function(x, given, params[each * i :][:each], has_biases, 1, 0.0, train, bidirectional, False)
+            x, *end = stack(x, given, params[each * i :][:each], has_biases, 1, 0.0, train, bidirectional, False)
             ends.append(end)
         return (x.transpose(0, 1) if batch_first else x, *(torch.cat(of) for of in zip(*ends, strict=True)))
 
