@@ -172,3 +172,16 @@ def test_a_rank_owns_no_row_beside_a_gather_of_uneven_parts() -> None:
     for leaf in (x for of_rank in leaves for x in of_rank):
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, torch.full_like(leaf, 2))
+
+
+@pytest.mark.parametrize("verb", ["partial", "slice", "pad"])
+def test_ranks_keep_alike_what_a_local_move_gives(verb: str) -> None:
+    """No rank's result lies in a gathered parameter: its backward alone would gather that again, and wait for ever."""
+    w = torch.randn(4, 2, requires_grad=True)
+
+    def f() -> bool:
+        full = runtime.gather_parameters((runtime.slice(w, 0, "dp"),), (0,), "dp")[0]
+        made = runtime.partial(full, "dp", of="R") if verb == "partial" else getattr(runtime, verb)(full, 0, "dp")
+        return bool(made.untyped_storage()._cdata != full.untyped_storage()._cdata)
+
+    assert runtime.World({"dp": 2}).run(f) == [True, True]

@@ -193,7 +193,8 @@ class Communicator(ABC):
             case "enter" | "leave":
                 return x
             case "partial":
-                return x if self.index(move.axes) == 0 else torch.zeros_like(x)
+                # A copy on the first rank, too: in the memory of what is made again, its backward alone would make that.
+                return x.clone() if self.index(move.axes) == 0 else torch.zeros_like(x)
             case "slice":
                 # A copy: a view would keep the whole tensor alive.
                 start, length = self.chunk(move.size, move.axes)
