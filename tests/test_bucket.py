@@ -20,7 +20,7 @@ from autoshard.layout import Layout, Owned
 from autoshard.module.ranks import loaded
 from autoshard.module.ranks.loaded import summed_last
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.merge import merged
+from autoshard.passes.ir.merge import fused, merged
 from autoshard.passes.ir.program import Call, Program, Statement
 from autoshard.passes.ir.verify import check_program
 from autoshard.passes.lower import bucket as module
@@ -154,6 +154,16 @@ def test_gathers_along_axes_in_another_order_go_apart() -> None:
     check_program(program)
     gathers = [(s.value, s.call.args[-1]) for s in program.statements if s.members]
     assert gathers == [("up", "a"), ("up", "b"), ("out", "b"), ("out", "a")]
+
+
+def test_a_gather_over_replicas_casts_where_their_sum_does() -> None:
+    """In mixed precision, where the gather sums no gradient, it is the step over the replicas that casts."""
+    (first, *_) = layers(1, "I 0", "m m", r=2, s=2).statements
+    members = [s for s in first.members if s.step is not None]
+    enter, gather = (replace(members[0], members=()), replace(members[-1], members=()))
+    cast = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    enter = replace(enter, call=replace(enter.call, kwargs=cast))
+    assert fused(enter, gather).call.kwargs.items() >= cast.items()
 
 
 def test_uneven_shards_have_their_lengths() -> None:

@@ -116,11 +116,13 @@ _MERGES = {TABLES: _tables, POOLED_TOGETHER: _pooled, GATHERED: _gathered, SCATT
 
 
 def fused(enter: Statement, gather: Statement) -> Statement:
-    """I → R over replicas and then the gather of a shard as one call: its backward reduces the reduced shard."""
+    """I → R over replicas and then the gather of a shard as one call: its backward reduces the reduced shard.
+
+    In mixed precision the first of them may be what casts: where the gather sums no gradient.
+    """
     replicas = enter.step.axes if enter.step is not None else ()
-    call = Call(
-        gather.call.fn, (enter.call.args[0], *gather.call.args[1:]), {**gather.call.kwargs, "replicas": replicas}
-    )
+    kwargs = {**enter.call.kwargs, **gather.call.kwargs, "replicas": replicas}
+    call = Call(gather.call.fn, (enter.call.args[0], *gather.call.args[1:]), kwargs)
     return replace(gather, call=call, members=(enter, gather))
 
 
