@@ -80,9 +80,9 @@ def test_inputs_are_compared_whole_at_first_and_sampled_for_ever() -> None:
     training, evaluation, calls = object(), object(), Comparisons()
     assert calls.due(None, 0) is None
     assert [calls.due(training, 0) for _ in range(FIRST_CALLS)] == [None] * FIRST_CALLS
-    later = [number for number in range(FIRST_CALLS, 5 * APART) if calls.due(training, 0) == SAMPLED]
-    assert later == [8, 16, 32, 64, 128, 192, 256]
-    assert [calls.due(evaluation, 0) for _ in range(FIRST_CALLS + 2)] == [None] * FIRST_CALLS + [SAMPLED, 0]
+    later = [number for number in range(FIRST_CALLS + 1, 5 * APART) if calls.due(training, 0) == SAMPLED]
+    assert later == [16, 32, 64, 128, 192, 256]
+    assert [calls.due(evaluation, 0) for _ in range(FIRST_CALLS + 2)] == [None] * FIRST_CALLS + [0, 0]
     for program in (training, evaluation):  # neither is at a number of its own
         calls.due(program, 0)
         assert [calls.due(program, 0) for _ in range(2)] == [0, 0]

@@ -72,6 +72,9 @@ def test_text(name: str) -> None:
     assert "test_refusal_texts.py:" in str(caught.value)
     assert caught.value.__cause__ is not caught.value
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == 0  # else every later call would be refused
+    assert torch.func.jvp(torch.sin, (X,), (X,))[1].equal(X.cos() * X)  # of a later call nothing is left open, either
+    with torch.autograd.forward_ad.dual_level():
+        pass
 
 
 class Fused(torch.autograd.Function):

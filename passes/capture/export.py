@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
@@ -356,11 +358,17 @@ def _compare_gradients(graph: Graph, eager: list[bool]) -> None:
 @contextlib.contextmanager
 def _transforms_ended() -> Iterator[None]:
     """Afterwards no transform of torch.func is open: of one that fails in a trace, torch's own exit may fail, too."""
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    depth, nesting = torch._C._functorch.get_dynamic_layer_stack_depth(), eager_transforms.JVP_NESTING
+    level = forward_ad._current_level
     try:
         yield
     finally:
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        eager_transforms.JVP_NESTING = nesting
+        if level < 0:  # the trace has entered one and only noted its exit
+            with contextlib.suppress(RuntimeError):
+                torch._C._exit_dual_level(level=0)
+            forward_ad._current_level = level
 
 
 @contextlib.contextmanager

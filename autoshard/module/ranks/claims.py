@@ -54,11 +54,11 @@ class Comparisons:
     def due(self, program: object, failed: int) -> int | None:
         """Of each input, in a call of ``program`` (None: to be compiled) after ``failed`` others failed; None: all."""
         kind = None if program is None else (id(program), failed)
-        number, follows = self._calls.get(kind, 0) if kind else 0, self._last == kind
+        number, follows = self._calls.get(kind, 0) + 1 if kind else 1, self._last == kind
         self._last = kind
         if kind:
-            self._calls[kind] = number + 1
-        if number < FIRST_CALLS:
+            self._calls[kind] = number
+        if number <= FIRST_CALLS:
             return None
         return 0 if follows and number % APART and number & (number - 1) else SAMPLED
 
