@@ -55,7 +55,7 @@ TEXTS: dict[str, tuple[Callable[[nn.Linear, Tensor, Tensor], Any], str]] = {
     "pickle": (lambda _, y, x: y.sum() * len(pickle.dumps(y.detach())), VALUES),
     "save": (lambda _, y, x: saved(y), VALUES),
     "item in a dictionary": (lambda _, y, x: (y.sum(), {"loss": y.sum().item()}), NUMBER),
-    "float": (lambda _, y, x: {"all": y.sum(), "of": [float(y.sum())]}, NUMBER),
+    "float": (lambda _, y, x: {"all": y.sum(), "of": [float(y.sum())]}, f"{NUMBER}|depends on the values"),
     "tolist": (lambda _, y, x: (y.sum(), y.argmax(-1).tolist()), NUMBER),
     "text": (lambda _, y, x: (y.sum(), f"{y.sum().item():.3f}"), "writes a number of a tensor as text"),
     "grad": (lambda up, y, x: y.sum() + torch.func.grad(loss(up, x))(up.weight).sum(), TRANSFORM),
