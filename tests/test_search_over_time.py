@@ -155,8 +155,10 @@ def test_the_time_limit_holds_for_a_large_problem(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(time, "perf_counter", time.process_time)  # whatever else the machine does
     network, memory = problem(2, nodes=3000, limit=40.0, alive=4, never=0.0)
     begin = time.process_time()
+    solve(network, memory=memory, time_limit=0.0)  # what no limit saves: reading the problem
+    middle = time.process_time()
     found = solve(network, memory=memory, time_limit=1.5)
-    assert time.process_time() - begin < 2.5
+    assert time.process_time() - middle < 1.5 + 1.25 * (middle - begin)
     lives = Lives.of(network, memory)
     assert lives.judge(found.choice)[:2] == (0, 0.0)
     assert found.lower_bound <= found.cost == network.cost(found.choice)
