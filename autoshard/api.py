@@ -23,7 +23,7 @@ from autoshard.mesh import Mesh, MeshLike
 from autoshard.module.arguments import check_arguments, own
 from autoshard.module.base import ShardedModule
 from autoshard.module.in_process import InProcessModule
-from autoshard.module.inputs import Inputs, check_inputs, local_layouts, wholes, with_rows
+from autoshard.module.inputs import Inputs, check_inputs, local_layouts, telling_wholes, wholes, with_rows
 from autoshard.module.model.state import requires_grad
 from autoshard.module.programs.compiling import Settings
 from autoshard.module.ranks.distributed import DistributedModule
@@ -332,9 +332,10 @@ def compiled_for(
     wishes = laid_out(model, resolved, *example, wishes, type(model).__name__)
     recorded = _records(model, example, training)
     check_lengths(wishes.micro_batches, bool(recorded and dynamic))
-    return fixed_if_refused(
-        dynamic, lambda lengths: compiled(model, resolved, *example, wishes, training=recorded, dynamic=lengths)
-    )
+    with telling_wholes(model, *example, layouts):
+        return fixed_if_refused(
+            dynamic, lambda lengths: compiled(model, resolved, *example, wishes, training=recorded, dynamic=lengths)
+        )
 
 
 def _records(model: nn.Module, example: tuple[Any, ...], training: bool | None) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import autoshard
-from autoshard.errors import HintError, RuntimeMismatchError
+from autoshard.errors import CaptureError, HintError, RuntimeMismatchError
 
 
 @contextlib.contextmanager
@@ -176,6 +176,11 @@ def local_inputs_that_do_not_fit(mesh: autoshard.Mesh) -> None:
         with refused(r"which axes of the mesh \(a=2, b=2\) cut the batch\? Say so in hints", HintError):
             autoshard.compile(model, {"a": 2, "b": 2}, inputs={"x": "local"})(x, scale, labels)
         return
+    cut = {"x": {mesh.axes[0]: autoshard.Shard(1)}}
+    with refused(
+        rf"could not be traced.* 'x' \[4, {6 * mesh.shape[0]}\] \(S\(1\).*a hint says which dim", CaptureError
+    ):
+        autoshard.compile(model, mesh, (x, scale, labels), hints=cut, inputs={"x": "local"})
     sharded = autoshard.compile(model, mesh, inputs={"x": "local", "labels": "local"})
     rows = 4 - dist.get_rank()
     with refused(
@@ -290,3 +295,7 @@ def plans_for_local_inputs(mesh: autoshard.Mesh) -> None:
     assert str(autoshard.plan(model, {"dp": 4}, (x,)).layouts["ids"]) == "R@dp"
     hinted = autoshard.plan(model, {"a": 4, "b": 2}, (x,), hints={"ids": {"b": autoshard.Shard(0)}}, inputs="local")
     assert plan.shapes["ids"] != hinted.shapes["ids"] == (4, 3)
+    with refused(r"could not be traced.* 'input' \[4, 12\] \(S\(1\)@dp\); a hint says", CaptureError):
+        autoshard.plan(
+            nn.Linear(6, 2), {"dp": 2}, (torch.ones(4, 6),), hints={"input": autoshard.Shard(1)}, inputs="local"
+        )

@@ -6,18 +6,19 @@ in-process mesh are one process: its part is the whole.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from autoshard.errors import HintError
+from autoshard.errors import CaptureError, HintError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.capture.exported.arguments import argument_paths
@@ -156,6 +157,23 @@ def wholes(
             leaves[i] = made.requires_grad_(leaves[i].requires_grad)
     found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
     return found
+
+
+@contextlib.contextmanager
+def telling_wholes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], layouts: Cuts) -> Iterator[None]:
+    """Inside, a model that could not be traced is said to be traced with these wholes of inputs that come in parts."""
+    try:
+        yield
+    except CaptureError as error:
+        example = tuple(args), dict(kwargs)
+        named = zip(argument_paths(model, example), pytree.tree_leaves(example), layouts, strict=False)
+        told = [f"{n!r} {list(x.shape)} ({layout})" for n, x, layout in named if layout and layout.axes_with(Shard)]
+        if not told or "could not be traced" not in str(error):
+            raise
+        text = (
+            f"{error} The wholes of inputs in parts were taken to be {', '.join(told)}; a hint says which dim is cut."
+        )
+        raise CaptureError(text) from error.__cause__
 
 
 _LARGE = 1 << 24

@@ -17,7 +17,7 @@ from autoshard.initialise.computed import recomputed
 from autoshard.initialise.deferred import materialise, recording_of
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.module.inputs import Cuts, Inputs, local_layouts
+from autoshard.module.inputs import Cuts, Inputs, local_layouts, telling_wholes
 from autoshard.module.model.attached import carry, without_data
 from autoshard.module.model.left import leave
 from autoshard.module.model.original import Original, absent_buffers, not_saved
@@ -252,7 +252,8 @@ class Compiling(Fixed):
         args, kwargs = self._whole(args, kwargs)
         with self._of.as_it_is(self._check, self._whole_buffer) as model:
             wishes = laid_out(model, self._running, args, kwargs, wishes, self._title) if first else wishes
-            found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
+            with telling_wholes(model, args, kwargs, inputs):
+                found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
         kept = dict(self._parameter_layouts or found.parameter_layouts)
         if first:
             object.__setattr__(self, "_state_layouts", wishes.states)
