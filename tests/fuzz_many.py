@@ -21,7 +21,8 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "distributed")]
 
 import torch  # noqa: E402
-from fuzz_settings import Case, Found, captured_once, cases, kind_of, ran, shrunk  # noqa: E402
+from fuzz_script import Found, captured_once, compiled_once, kind_of, ran, shrunk  # noqa: E402
+from fuzz_settings import Case, cases  # noqa: E402
 
 FAILED = ("different", "error", "hang")
 
@@ -34,7 +35,7 @@ def _serve(connection: Connection, rank: int, ranks: int, rendezvous: str) -> No
         from world import join
 
         join(rendezvous, rank, ranks)
-    with captured_once() as known:
+    with captured_once() as known, compiled_once():
         while (case := connection.recv()) is not None:
             if len(known) > 40:
                 known.clear()
@@ -92,7 +93,7 @@ class Group:
             told = "; ".join(f"rank {i}: {f.kind} {f.text}" for i, f in answers.items())
             return Found("hang", f"after {self.timeout:.0f} s; {told}")
         found = [answers[i] for i in range(len(self.connections))]
-        if any(f.kind in FAILED for f in found) or self.count % 300 == 0:
+        if any(f.kind in FAILED for f in found) or len({f.kind for f in found}) > 1 or self.count % 300 == 0:
             self.stop()
         for kind in ("error", "different"):
             if told := [f for f in found if f.kind == kind]:
@@ -106,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("first", type=int, nargs="?", default=0)
     parser.add_argument("end", type=int, nargs="?", default=5)
-    parser.add_argument("--settings", type=int, default=12, help="cases of each model")
+    parser.add_argument("--settings", type=int, default=24, help="cases of each model")
     parser.add_argument("--ranks", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=300, help="seconds of a case")
     parser.add_argument("--only", default="", help="SEED:NUMBER")
@@ -126,8 +127,12 @@ def main() -> None:
     seen: Counter[str] = Counter()
     begin = time.time()
     for seed in range(asked.first, asked.end):
+        refused = None
         for number, case in enumerate(cases(seed, asked.settings, asked.ranks)):
+            if refused == case.compiled_as:  # it would be counted again and again
+                continue
             found = group(case)
+            refused = case.compiled_as if found.kind == "refused" and found.text.startswith("compile:") else None
             counts[found.kind] += 1
             kind = kind_of(found)
             if found.kind == "refused":

@@ -270,7 +270,7 @@ def source(seed: int) -> Source:
             draw.choice(table).replace("{p}", str(draw.randrange(2))) for _ in range(draw.randint(least, most))
         )
 
-    width, layers = draw.choice((4, 6, 8)), draw.choice((1, 2, 2))
+    width, layers = draw.choice((4, 6, 8)), draw.choice((1, 1, 2))
     before, block, after = (draw.choice(START), *snippets(0, 1)), snippets(1, 3), snippets(0, 1)
     return Source(
         seed,

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fuzz_settings import Case, Found, Setting, captured_once, cases, kind_of, ran, shrunk
+from fuzz_script import Found, captured_once, kind_of, ran, shrunk
+from fuzz_settings import Case, Setting, cases
 from fuzz_training import Source
 
 import autoshard
