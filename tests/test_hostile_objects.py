@@ -84,9 +84,26 @@ class Takes(nn.Module):
         return self.up(x).square().mean()
 
 
-@pytest.mark.parametrize("method", ["__iter__", "__len__", "__hash__", "__eq__", "__bool__", "values"])
-def test_as_an_argument(method: str) -> None:
-    """It is refused by name."""
-    for base in (object, tuple, list, dict):
-        with pytest.raises(autoshard.AutoshardError, match="Hostile"):
-            autoshard.compile(Takes(), {"tp": 2}, (X, _hostile(base, method, _raises)))
+CLASSES = "__getattribute__", "__dataclass_fields__"
+"""what an argument is asked beside :data:`METHODS`"""
+
+
+@pytest.fixture(scope="module")
+def sharded() -> autoshard.ShardedModule:
+    return autoshard.compile(Takes(), {"tp": 2}, (X, 3))
+
+
+@pytest.mark.parametrize("method", (*METHODS, *CLASSES))
+def test_as_an_argument(method: str, sharded: autoshard.ShardedModule) -> None:
+    """It is refused by name, in compile and in calls, alone and in a list."""
+    refused = 0
+    for base in (object, dict, collections.UserDict):
+        x = None
+        with contextlib.suppress(Exception):  # one that cannot be made
+            x = _hostile(base, method, _raises)
+        uses = (sharded, x), (sharded, [x]), (lambda *args: autoshard.compile(Takes(), {"tp": 2}, args), x)
+        for use, given in () if x is None else uses:
+            with pytest.raises(autoshard.AutoshardError, match="(?i)hostile"):
+                use(X, given)
+            refused += 1
+    assert refused >= 6

@@ -20,7 +20,7 @@ DEPTH = 4
 Contents = list[tuple[Any, Any]]
 """containers and objects, each with what it held: see :func:`held_in`"""
 
-_NOTHING = object()
+NOTHING = object()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _NO_STATE = ("builtins", "functools", "torch")
 """where what can be called is a function"""
@@ -44,12 +44,12 @@ def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
         return (set if kind in kinds[3:] else list)(kind.__iter__(x))
     if callable(x) and type(x).__module__.partition(".")[0] in _NO_STATE:
         return None
-    attributes, slots = _own(x, "__dict__"), _slots(type(x))
+    attributes, slots = own(x, "__dict__"), _slots(type(x))
     if not isinstance(attributes, dict):
         if not slots:
             return None
         attributes = {}
-    return {**{name: y for name in slots if (y := _own(x, name)) is not _NOTHING}, **attributes}
+    return {**{name: y for name in slots if (y := own(x, name)) is not NOTHING}, **attributes}
 
 
 def size(x: Any) -> int:
@@ -64,20 +64,20 @@ def word(x: Any) -> tuple[type, str] | None:
     return None if kind is None else (type(x), kind.__repr__(x))
 
 
-def _own(x: Any, name: str) -> Any:
+def own(x: Any, name: str) -> Any:
     """An attribute of an object itself, not what ``__getattr__`` makes up: proxies raise any error there."""
     try:
         return object.__getattribute__(x, name)
     except Exception:
-        return _NOTHING
+        return NOTHING
 
 
 def _slots(kind: type) -> tuple[str, ...]:
     """The attributes that classes written in Python keep in ``__slots__``."""
     found = _SLOTS.get(kind)
     if found is None:
-        own = [c for c in kind.__mro__ if "__slots__" in vars(c)]
-        names = (name for c in own for name, x in vars(c).items() if isinstance(x, MemberDescriptorType))
+        slotted = [c for c in kind.__mro__ if "__slots__" in vars(c)]
+        names = (name for c in slotted for name, x in vars(c).items() if isinstance(x, MemberDescriptorType))
         found = _SLOTS[kind] = tuple(names)
     return found
 
@@ -142,14 +142,14 @@ def put(contents: Contents) -> None:
             for name in slots:
                 if name in held:
                     object.__setattr__(holder, name, held[name])
-                elif _own(holder, name) is not _NOTHING:
+                elif own(holder, name) is not NOTHING:
                     object.__delattr__(holder, name)
-            own: Any = holder if isinstance(holder, dict) else _own(holder, "__dict__")
-            if not isinstance(own, dict):
+            attributes: Any = holder if isinstance(holder, dict) else own(holder, "__dict__")
+            if not isinstance(attributes, dict):
                 continue
-            kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
-            kind.clear(own)
-            kind.update(own, {name: x for name, x in held.items() if name not in slots})
+            kind: Any = OrderedDict if isinstance(attributes, OrderedDict) else dict
+            kind.clear(attributes)
+            kind.update(attributes, {name: x for name, x in held.items() if name not in slots})
 
 
 def _flat(held: Any) -> Iterator[Any]:

@@ -16,7 +16,8 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autoshard.passes.capture.exported.contents import held_in
+from autoshard.errors import CaptureError
+from autoshard.passes.capture.exported.contents import NOTHING, held_in, own
 
 _OPAQUE = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
@@ -84,10 +85,16 @@ def _flat(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
 
 
 def _is_unknown(leaf: Any) -> bool:
-    """Whether a leaf is an object whose class has to be registered."""
-    if isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN:
-        return False
-    return _is_cache(type(leaf)) or _holds_tensor(leaf, set())
+    """Whether a leaf is an object whose class has to be registered. Refuses one that cannot be looked into."""
+    try:
+        if isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN:
+            return False
+        return _is_cache(type(leaf)) or _holds_tensor(leaf, set())
+    except Exception as error:  # the user's own class may raise anything, as where it is asked for __class__
+        raise CaptureError(
+            f"an object of class {type(leaf).__name__} among the arguments or outputs cannot be looked into: it raises "
+            f"{type(error).__name__} where it is asked what it is or holds. Pass tensors, or an object that answers."
+        ) from error
 
 
 def register_types(tree: Any) -> None:
@@ -105,12 +112,17 @@ def register_types(tree: Any) -> None:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of an object, those of a dataclass with slots, too."""
-    names = _fields(type(value))
-    return {**{n: getattr(value, n) for n in names}, **getattr(value, "__dict__", {})}
+    named = {n: x for n in _fields(type(value)) if (x := own(value, n)) is not NOTHING}
+    attributes = own(value, "__dict__")
+    return {**named, **attributes} if isinstance(attributes, dict) else named
 
 
 def _fields(kind: type) -> tuple[str, ...]:
-    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+    known = next((vars(c)[_FIELDS] for c in kind.__mro__ if _FIELDS in vars(c)), None)
+    return tuple(f.name for f in dataclasses.fields(kind)) if isinstance(known, dict) else ()
+
+
+_FIELDS = "__dataclass_fields__"
 
 
 def _is_cache(kind: type) -> bool:
@@ -146,7 +158,7 @@ def _holds_tensor(value: Any, seen: set[int]) -> bool:
     if isinstance(value, dict | list | tuple | set):
         held = held_in(value) or ()
         inside = held.values() if isinstance(held, dict) else held
-    elif hasattr(value, "__dict__") or dataclasses.is_dataclass(value):
+    else:
         inside = attributes_of(value).values()
     return any(_holds_tensor(item, seen) for item in inside)
 

@@ -15,6 +15,7 @@ from torch.export.graph_signature import OutputKind
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.arguments import Example, argument_paths
 from autoshard.passes.capture.exported.attached import check_class
+from autoshard.passes.capture.exported.contents import NOTHING, own
 from autoshard.passes.capture.exported.provenance import where
 from autoshard.passes.capture.exported.symbolic import is_symbolic
 from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
@@ -63,7 +64,7 @@ def check_example(model: nn.Module, example: Example) -> None:
 
 def _quantizes_by_groups(x: Any) -> bool:
     """Whether it is a layer of a cache as transformers has them for quanto and HQQ."""
-    return hasattr(x, "q_group_size") and hasattr(x, "residual_length")
+    return all(own(x, name) is not NOTHING for name in ("q_group_size", "residual_length"))
 
 
 def check_dense(x: torch.Tensor, name: Callable[[], str]) -> None:
