@@ -52,11 +52,16 @@ def test_trainer_stopped_and_resumed_on_another_mesh(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_trainer_counts_a_shared_batch_once(tmp_path: Path) -> None:
-    """Tokens, FLOPs and the divisor of the loss, which ranks sum; two ranks as transformers' own Trainer on one device."""
+    """Tokens, FLOPs and the divisor of the loss, which ranks sum; as transformers' own Trainer counts on one device."""
     script = str(ROOT / "tests" / "distributed" / "trainer_counts.py")
-    texts = run(*TORCHRUN, script, str(tmp_path / "a")), run(script, str(tmp_path / "b"), "whole")
-    both, whole = (json.loads(text.split("counts:")[1].splitlines()[0]) for text in texts)
-    for found, expected in zip(both, whole, strict=True):
+    texts = (
+        run(*TORCHRUN, script, str(tmp_path / "a")),
+        run(script, str(tmp_path / "b")),
+        run(script, str(tmp_path), "whole"),
+    )
+    both, alone, whole = (json.loads(text.split("counts:")[1].splitlines()[0]) for text in texts)
+    assert len({expected["tokens"] for expected in whole}) == 2
+    for found, expected in zip(both + alone, whole * 2, strict=True):
         assert (found["tokens"], found["flos"]) == (expected["tokens"], expected["flos"])
         assert found["told"] == pytest.approx(expected["told"], rel=1e-5)
         assert found["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-5)

@@ -16,8 +16,8 @@ import autoshard
 from autoshard.hugging_face import Trainer
 
 
-def counted(folder: str, average: bool, tokens: str) -> dict[str, Any]:
-    """After two steps of two batches each, with labels of other lengths."""
+def counted(folder: str, average: bool, tokens: str | bool) -> dict[str, Any]:
+    """After two steps of two batches each, with labels and padding of other lengths."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
@@ -27,6 +27,7 @@ def counted(folder: str, average: bool, tokens: str) -> dict[str, Any]:
     rows = [{"input_ids": x, "attention_mask": torch.ones_like(x), "labels": x.clone()} for x in ids]
     for number, row in enumerate(rows):
         row["labels"][: number % 7] = -100
+        row["attention_mask"][8 - number % 3 :] = 0
     if "whole" not in sys.argv:
         example = {name: torch.stack([row[name] for row in rows[:4]]) for name in rows[0]}
         model = autoshard.compile(model, autoshard.Mesh({"tp": 2}, "ideal_network"), (), example)
@@ -54,7 +55,7 @@ def counted(folder: str, average: bool, tokens: str) -> dict[str, Any]:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-    found = [counted(sys.argv[1], True, "all"), counted(sys.argv[1], False, "non_padding")]
+    found = [counted(sys.argv[1], True, True), counted(sys.argv[1], False, "non_padding")]
     if not dist.is_initialized() or not dist.get_rank():
         print("counts:", json.dumps(found))
     if dist.is_initialized():
