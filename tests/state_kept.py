@@ -223,6 +223,9 @@ class Leaves(nn.Module):
         if self.kind == "unread":
             self.last, self.slots.calls = h, next(self.steps)
             self.mean_of_all = 0.9 * self.mean_of_all + 0.1 * h.detach().mean()  # reads what it left, for itself alone
+        if self.kind == "collects":
+            for kept in (self.seen, self.nested["of"][0], self.recent):
+                kept.append(h)  # type: ignore[attr-defined]
         if self.kind == "counter":
             h = h * self.calls
         if self.kind == "list":
@@ -283,6 +286,14 @@ def what_a_call_leaves_for_the_next(mesh: autoshard.Mesh) -> None:
     model, sharded = pair(mesh, lambda: Leaves("unread"), rows())
     for seed in (1, 2):
         once(model, sharded, rows(seed=seed))
+
+
+@case
+def what_a_call_collects(mesh: autoshard.Mesh) -> None:
+    model = Leaves("collects").double()
+    with refused("the forward adds to 'seen', 'nested', 'recent' in every call"):
+        autoshard.compile(model, mesh, (rows(),))
+    assert (model.seen, model.nested, list(model.recent)) == ([], {"of": ([0],)}, [0])
 
 
 @case

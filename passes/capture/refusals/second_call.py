@@ -1,7 +1,8 @@
 """What a forward leaves behind in attributes of the model, and whether its next call reads that.
 
 A counter, a first call that fills a cache, a list that grows: a program is of the first call and would go on as that. So a
-forward that leaves something is traced again as it left the model. Where both graphs are the same, nobody reads it.
+forward that leaves something is traced again as it left the model. Where both graphs are the same, no forward reads it. What
+grows in both calls is collected for somebody outside (a metric's list of batches), who would find it empty: it is refused.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ Found = list[tuple[str, Any, dict[str, Any], dict[str, Any]]]
 
 _left: ContextVar[dict[str, tuple[dict[str, Any], str, Any, Contents]]] = ContextVar("left")
 """of the last trace: dotted name → the module's attributes, the name of one, and what it is now and holds"""
+_grows: ContextVar[list[str]] = ContextVar("grows")
+"""of the last trace: dotted names of those that hold more than before"""
 
 _LARGE = 256
 """items of a global container, or of one in it, that is not looked into"""
@@ -56,12 +59,13 @@ _HOLDERS = {"parameter": "_parameters", "buffer": "_buffers", "module": "_module
 @contextlib.contextmanager
 def leaving(model: nn.Module) -> Iterator[None]:
     """Traces inside tell what their forward leaves, by :func:`leave`. Tensors of theirs do not stay in globals and classes."""
-    token = _left.set({})
+    token, grows = _left.set({}), _grows.set([])
     before = [(place, dict(vars(place)), [(x, held_in(x)) for x in _containers(place)]) for place in _around(model)]
     try:
         yield
     finally:
         _left.reset(token)
+        _grows.reset(grows)
         for place, names, contents in before:
             put([(x, held) for x, held in contents if _has_fake(x)])
             for name, x in dict(vars(place)).items():
@@ -130,8 +134,9 @@ def check_made(before: Found) -> None:
 
 def leave(model: nn.Module, before: Found) -> None:
     """Note what is otherwise than ``before`` the call that has ended."""
-    found = _left.get()
+    found, grows = _left.get(), _grows.get()
     found.clear()
+    grows.clear()
     for path, module, old, contents in before:
         own = isinstance(module, nn.Module)
         now: Any = vars(module)
@@ -141,15 +146,31 @@ def leave(model: nn.Module, before: Found) -> None:
                 continue
             if isinstance(module, nn.RNNBase) and name in _PARAMETERS_AGAIN:
                 continue
-            if name in old and (_contents(value) if own else inside[name]) == contents.get(name):
+            is_now = _contents(value) if own else inside[name]
+            if name in old and is_now == contents.get(name):
                 continue
+            dotted = f"{path}.{name}" if path else name
             # What is not the model's stays as the call left it.
-            found[f"{path}.{name}" if path else name] = (now if own else {}, name, value, taken([value]) if own else [])
+            found[dotted] = (now if own else {}, name, value, taken([value]) if own else [])
+            if _is_longer(is_now, contents.get(name)):
+                grows.append(dotted)
+
+
+def _is_longer(now: Any, before: Any) -> bool:
+    """Whether :func:`_contents` has more items than before, or new ones for the first: what a call adds is kept for later."""
+    if isinstance(now, frozenset) and isinstance(before, frozenset):
+        return now > before
+    if not (isinstance(now, tuple) and isinstance(before, tuple)) or len(now) < len(before):
+        return False
+    changed = [(x, y) for x, y in zip(now, before, strict=False) if x != y]
+    is_moved = len(now) > 1 and bool(changed) and now[:-1] == before[1:]  # a deque that is full
+    return len(now) > len(before) or is_moved or any(_is_longer(x, y) for x, y in changed)
 
 
 def check_second_call(model: nn.Module, graph: Graph, again: Callable[[], Graph]) -> None:
-    """Refuse a forward of which ``again``, traced as the first call left the model, is another than ``graph``."""
-    left = dict(_left.get())
+    """Refuse a forward of which ``again``, traced as the first call left the model, is another than ``graph``, or which adds to
+    what it keeps in both calls."""
+    left, grows = dict(_left.get()), list(_grows.get())
     if not left:
         return
     with untouched(model), reading_outside():
@@ -162,8 +183,14 @@ def check_second_call(model: nn.Module, graph: Graph, again: Callable[[], Graph]
             same = _calls(again()) == _calls(graph)
         except Exception as error:
             same, failed = False, error
+        grows = [name for name in grows if name in _grows.get()]
     if not same:
         raise SecondCallError(left, graph) from failed
+    if grows:
+        raise CaptureError(
+            f"the forward adds to {', '.join(map(repr, grows))} in every call, which its program does not: what is collected "
+            "there would be lost. Return it from the forward, and collect it (or update the metric) outside."
+        )
 
 
 class SecondCallError(CaptureError):
