@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from autoshard.module.checkpoints import (
     load_safetensors,
 )
 from autoshard.module.ranks.distributed import DistributedModule
+from autoshard.runtime.programs.saved import reading
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 """files of a checkpoint of transformers"""
@@ -108,6 +113,19 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
             return
-        state = torch.load(os.path.join(checkpoint, _OPTIMIZER), map_location="cpu", weights_only=True, mmap=True)
-        load_full_optimizer_state_dict(self.model, self.optimizer, state)
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+        with _loaded(checkpoint, _OPTIMIZER, mmap=True) as state:
+            load_full_optimizer_state_dict(self.model, self.optimizer, state)
+        with _loaded(checkpoint, _SCHEDULER) as state:
+            self.lr_scheduler.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _loaded(checkpoint: str, name: str, mmap: bool = False) -> Iterator[Any]:
+    """What ``torch.save`` wrote. Raises :class:`PlanError` where it cannot be read, or cannot be used inside."""
+    path = Path(checkpoint, name)
+    with reading(path, "resume from another checkpoint, or without this file"):
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(str(error)) from error
+        yield state

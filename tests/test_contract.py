@@ -111,11 +111,11 @@ OTHER_MODELS: dict[str, tuple[Callable[[str], Plan], nn.Module, torch.Tensor, st
         "cuts aten.linear.default in up at .* along n, which these sizes do not",
     ),
     "labels": (lambda t: _changed(t, _labels(["n2"])), Pair(), WIDE, "along n2, which these sizes do not allow"),
-    "no labels": (lambda t: _changed(t, _labels([])), Pair(), WIDE, "which these sizes do not allow"),
+    "no labels": (lambda t: _changed(t, _labels([])), Pair(), WIDE, "a label per axis of the mesh"),
     "outputs": (lambda t: _changed(t, lambda d: d.update(outputs=[])), Pair(), WIDE, "'output' differs"),
-    "zero": (lambda t: _changed(t, lambda d: d.update(zero={"z": 1})), Pair(), WIDE, "'z' differs"),
+    "zero": (lambda t: _changed(t, lambda d: d.update(zero={"z": 1})), Pair(), WIDE, "layouts lacks 'z'"),
     "again": (lambda t: _changed(t, lambda d: d.update(shared_again=["z"])), Pair(), WIDE, "'z' differs"),
-    "layouts": (lambda t: _changed(t, lambda d: d["layouts"].pop("up.bias")), Pair(), WIDE, "'up.bias' differs"),
+    "layouts": (lambda t: _changed(t, lambda d: d["layouts"].pop("up.bias")), Pair(), WIDE, "layouts lacks 'up.bias'"),
 }
 
 

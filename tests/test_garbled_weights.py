@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 
 import autoshard
 from autoshard import PlanError
+from autoshard.hugging_face import Trainer
 from autoshard.module.checkpoints import INDEX
 
 NAME = "model.safetensors"
@@ -106,3 +109,56 @@ def test_other_floats_are_loaded(sharded: autoshard.ShardedModule, tmp_path: Pat
     of_dtype("up.weight", torch.float64)(tmp_path)
     naming(NAME)(tmp_path)
     autoshard.load_safetensors(sharded, tmp_path)
+
+
+def saved(value: Callable[[Any], Any]) -> Callable[[Path], None]:
+    return lambda path: torch.save(value(torch.load(path)), path)
+
+
+def entry(state: Any) -> Any:
+    state["state"][1] = "x"
+    return state
+
+
+STATES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (lambda path: path.write_bytes(b""), UNREADABLE),
+    "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-40]), UNREADABLE),
+    "half": (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), UNREADABLE),
+    "garbled": (lambda path: path.write_bytes(b"\xff" * 300), UNREADABLE),
+    "a class of a user's": (saved(lambda state: SimpleNamespace()), UNREADABLE),
+    "a list": (saved(lambda state: [state]), "cannot be read|no state of an optimizer"),
+    "empty mapping": (saved(lambda state: {}), "cannot be read|no state of an optimizer"),
+}
+OF_OPTIMIZERS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "states in a list": (saved(lambda state: {**state, "state": []}), "no state of an optimizer"),
+    "an entry": (saved(entry), "no state of an optimizer"),
+    "no groups": (saved(lambda state: {**state, "param_groups": 3}), "no state of an optimizer"),
+    "another model": (
+        lambda path: torch.save(torch.optim.Adam(nn.Linear(2, 2, bias=False).parameters()).state_dict(), path),
+        r"is of \[1\] parameters by group, the optimizer of \[2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*STATES, *OF_OPTIMIZERS, "as saved"])
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt"])
+def test_states_of_a_checkpoint(
+    name: str, file: str, sharded: autoshard.ShardedModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the Trainer's checkpoints hold beside the weights."""
+    if file == "scheduler.pt" and name in OF_OPTIMIZERS:
+        return
+    optimizer = torch.optim.Adam(sharded.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    trainer: Any = SimpleNamespace(model=sharded, optimizer=optimizer, lr_scheduler=scheduler)
+    trainer.args = SimpleNamespace(should_save=True)
+    sharded(torch.randn(4, 8)).backward()
+    optimizer.step()
+    Trainer._save_optimizer_and_scheduler(trainer, str(tmp_path))
+    if name == "as saved":
+        Trainer._load_optimizer_and_scheduler(trainer, str(tmp_path))
+        return
+    change, told = {**STATES, **OF_OPTIMIZERS}[name]
+    change(tmp_path / file)
+    with pytest.raises(PlanError, match=told):
+        Trainer._load_optimizer_and_scheduler(trainer, str(tmp_path))

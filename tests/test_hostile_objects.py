@@ -93,7 +93,7 @@ def sharded() -> autoshard.ShardedModule:
     return autoshard.compile(Takes(), {"tp": 2}, (X, 3))
 
 
-@pytest.mark.parametrize("method", (*METHODS, *CLASSES))
+@pytest.mark.parametrize("method", [*METHODS, *CLASSES])
 def test_as_an_argument(method: str, sharded: autoshard.ShardedModule) -> None:
     """It is refused by name, in compile and in calls, alone and in a list."""
     refused = 0
@@ -103,7 +103,7 @@ def test_as_an_argument(method: str, sharded: autoshard.ShardedModule) -> None:
             x = _hostile(base, method, _raises)
         uses = (sharded, x), (sharded, [x]), (lambda *args: autoshard.compile(Takes(), {"tp": 2}, args), x)
         for use, given in () if x is None else uses:
-            with pytest.raises(autoshard.AutoshardError, match="(?i)hostile"):
+            with pytest.raises(autoshard.AutoshardError, match=r"(?i)hostile"):
                 use(X, given)
             refused += 1
     assert refused >= 6

@@ -93,13 +93,23 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Load what :func:`full_optimizer_state_dict`, or the unsharded model's optimizer, gave; every rank keeps its part.
 
-    Raises :class:`PlanError` where a state is neither shaped as its parameter nor a number.
+    Raises :class:`PlanError` for what is no optimizer's state or of other parameters, and where a state is neither shaped as
+    its parameter nor a number.
     """
+    held, groups = (state.get(k) if isinstance(state, Mapping) else None for k in ("state", "param_groups"))
+    if not (_all_mappings(held, Mapping) and _all_mappings(groups, list)):
+        raise PlanError(
+            "this is no state of an optimizer: it has no mappings in 'state' and a list of them in 'param_groups'"
+        )
     if isinstance(sharded, PipelinedModule):
         state = own_state(sharded, optimizer, state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, entry in state["state"].items():
-        parameter = parameters[number]
+    theirs, ours = ([len(g.get("params", ())) for g in gs] for gs in (state["param_groups"], optimizer.param_groups))
+    if theirs != ours:
+        raise PlanError(
+            f"the optimizer state is of {theirs} parameters by group, the optimizer of {ours}: make it of the same"
+        )
+    for parameter, entry in ((p, state["state"].get(number, {})) for number, p in enumerate(parameters)):
         for key, value in entry.items():
             if not (isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and value.ndim):
                 continue
@@ -109,6 +119,12 @@ def load_full_optimizer_state_dict(
                     "ranks share it is not known. Save and load it with torch.distributed.checkpoint."
                 )
     optimizer.load_state_dict(dict(state))
+
+
+def _all_mappings(found: Any, kind: type) -> bool:
+    """Whether it is a container of this kind, of mappings."""
+    values = found.values() if isinstance(found, Mapping) else found
+    return isinstance(found, kind) and all(isinstance(x, Mapping) for x in values)
 
 
 def _rank(sharded: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -307,9 +307,62 @@ def _decoded(cls: type[Kind], data: Any, path: str = "") -> Kind:
         Mesh: lambda x, p: Mesh(read(Mapping[str, int], x, p), hardware),
         Layout: lambda x, p: _layout_from(mesh, read(_LayoutForm, x, p)),
         Record: lambda x, p: _decoded(cls, x, p),
+        float: _finite,
     }
     cost = {"lower_bound": form.lower_bound, **data["cost"]} if isinstance(data.get("cost"), dict) else None
-    return cls(**fields_from(cls, {"given": data.get("pinned", ()), **data, "cost": cost}, path, readers))
+    made = cls(**fields_from(cls, {"given": data.get("pinned", ()), **data, "cost": cost}, path, readers))
+    _check(made)
+    return made
+
+
+_LARGEST = 1e100
+"""of the numbers in a plan: so that sums of them are finite"""
+
+
+def _finite(data: Any, path: str) -> float:
+    found: float = read(float, data, path)
+    if abs(found) >= _LARGEST:
+        raise SchemaError(f"{path} is a number below {_LARGEST:g}, got {found}")
+    return found
+
+
+def _check(plan: Record) -> None:
+    """Raise :class:`SchemaError` where one part of a plan names what another lacks, or is not as long as that."""
+    choices, collectives = plan.choices.values(), plan.collectives
+    for part in ("shapes", "dtypes", "kinds"):
+        _known(getattr(plan, part), part, plan.layouts.keys() - plan.ties.keys())
+    read_or_made = {name for c in choices for name in (*c.inputs, *c.outputs)}
+    _known(plan.layouts, "layouts", {*plan.ties, *plan.ties.values(), *plan.shared, *plan.zero, *read_or_made})
+    _known(plan.layouts, "layouts", {c.value for c in collectives} - {""})
+    _known(plan.choices, "choices", {c.op for c in collectives} - {""})
+    _known(plan.mesh.axes, "mesh", {axis for c in collectives for axis in c.axes})
+    _known(_DTYPES, "dtypes of torch", set(plan.dtypes.values()))
+    for name, layout in (*plan.layouts.items(), *plan.shared.items()):
+        layout.max_local_shape(plan.shapes[plan.ties.get(name, name)])
+    for name, choice in plan.choices.items():
+        uses, labels = len(choice.uses), {len(x) for x in (choice.labels, *(x for x, _ in choice.alternatives))}
+        if uses != len(choice.inputs) or labels != {len(plan.mesh.axes)} or not choice.outputs:
+            raise SchemaError(f"choices[{name!r}] has a use per input, a label per axis of the mesh, and outputs")
+    if (staged := plan.staged) is not None:
+        _known(plan.mesh.axes, "mesh", {staged.axis})
+        lengths = [len(x) + more for x, more in ((staged.boundaries, 1), (staged.messages, 1), (staged.sent, 1))]
+        size, count = plan.mesh.size_of((staged.axis,)), len(staged.plans)
+        if (
+            {count} != {*lengths}
+            or count % size
+            or staged.schedule not in _SCHEDULES
+            or not len(staged.flying) == count
+        ):
+            raise SchemaError(f"staged is of {size} stages or a multiple, by a schedule of {', '.join(_SCHEDULES)}")
+
+
+def _known(names: Container[str], where: str, asked: Iterable[str]) -> None:
+    if lacking := sorted(name for name in asked if name not in names):
+        raise SchemaError(f"{where} lacks {lacking[0]!r}")
+
+
+_DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
+_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 @dataclass(frozen=True)
