@@ -314,6 +314,45 @@ def test_a_librarys_other_backward_runs_as_an_op(
     assert any(choice.op == "autoshard.function.default" for choice in report.plan.choices.values())
 
 
+class FusedHead(torch.autograd.Function):
+    """A head and its loss in chunks of rows, whose gradients the forward takes itself and keeps, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        of_x, of_weight, loss = torch.empty_like(x), torch.zeros_like(weight), x.new_zeros(())
+        count = (labels != -100).sum()
+        for rows in torch.arange(len(x)).split(3):
+            with torch.enable_grad():
+                h, w = x[rows].detach().requires_grad_(), weight.detach().requires_grad_()
+                part = F.cross_entropy(F.linear(h, w), labels[rows], reduction="sum") / count
+                of_x[rows], step = torch.autograd.grad(part, (h, w))
+            of_weight += step
+            loss += part.detach()
+        ctx.save_for_backward(of_x, of_weight)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return *(grad * x for x in ctx.saved_tensors), None
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 12), nn.Linear(12, 7, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return 2 * FusedHead.apply(self.up(x).relu(), self.head.weight, labels)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_forward_that_takes_gradients_itself(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: library)
+    labels = torch.tensor([0, 3, -100, 6, 1, -100, 2, 2])
+    report = assert_equal_training(Headed(), {"dp": 2, "tp": 2}, (torch.randn(8, 8), labels))
+    assert any(choice.op == "autoshard.function.default" for choice in report.plan.choices.values())
+
+
 @pytest.mark.parametrize("library", [True, False])
 def test_any_other_backward_is_refused(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     function = Noise

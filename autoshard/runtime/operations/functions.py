@@ -37,7 +37,7 @@ def function(name: str, tensors: Sequence[torch.Tensor], others: str, autocast: 
     ``others``: its arguments as a Python literal, with None where the next of ``tensors`` stands in a pair
     ``(True, None)``; an argument that is no tensor is ``(False, value)``. ``autocast``: as :func:`casting` says.
     """
-    with _casting_as(autocast):
+    with _casting_as(autocast), above_autograd():
         return [result.clone() for result in _results(find(name).apply(*arguments(tensors, others)))]
 
 
@@ -45,7 +45,7 @@ def function(name: str, tensors: Sequence[torch.Tensor], others: str, autocast: 
 def _(name: str, tensors: Sequence[torch.Tensor], others: str, autocast: str) -> list[torch.Tensor]:
     args = arguments(tensors, others)
     kind = find(name)
-    with _casting_as(autocast):
+    with _casting_as(autocast), above_autograd():
         results = kind.forward(*args) if is_split(kind) else kind.forward(Context(args), *args)
     return [torch.empty_like(r) for r in _results(results)]
 
@@ -99,6 +99,26 @@ def arguments(tensors: Sequence[torch.Tensor], others: str) -> list[Any]:
 def casting() -> str:
     """The autocast of this moment, as the op takes it: device types and dtypes."""
     return " ".join(f"{kind}={str(dtype).removeprefix('torch.')}" for kind, dtype, _ in autocast_state())
+
+
+_AUTOGRAD = [
+    getattr(torch._C.DispatchKey, name) for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
+]
+
+
+@contextlib.contextmanager
+def above_autograd() -> Iterator[None]:
+    """Inside an op's kernel, as outside of one: a forward may switch gradients on and take some itself.
+
+    Without the dispatcher of a trace, too, which keeps ops such as cross_entropy whole, with no derivative.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        excluded = excluded.remove(key)
+    with torch._C._DisablePythonDispatcher():
+        included = torch._C._dispatch_tls_local_include_set()
+        with torch._C._ForceDispatchKeyGuard(included, excluded), torch.no_grad():
+            yield
 
 
 @contextlib.contextmanager

@@ -167,8 +167,8 @@ def _trial(function: Any, forward: Callable[..., Any]) -> Iterator[list[Exceptio
     """Inside, ``function`` runs on numbers, untraced; what it cannot do with them ends the block, and is in the list."""
     failed: list[Exception] = []
     with (
-        unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.enable_grad(),
-        _restored(function, forward),
+        unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), functions.above_autograd(),
+        torch.enable_grad(), _restored(function, forward),
     ):  # fmt: skip
         try:
             yield failed
