@@ -128,7 +128,8 @@ def test_tensor_hook_on_a_parameter() -> None:
 def test_data_dependent_control_flow() -> None:
     assert message(WithBranch(), compiled(), autoshard.CaptureError) == (
         f"the model ({line_of('if y.sum() > 0:')}): the program depends on the values of a tensor (`if y.sum() > 0:`), "
-        "but one graph must serve all inputs. Use torch.where or a mask instead of `if` and of loops over a tensor."
+        "but one graph must serve all inputs. Use torch.where, clamp() or a mask instead of `if`, Python's max() and min(), "
+        "and loops over a tensor."
     )
 
 

@@ -261,6 +261,35 @@ def test_a_module_that_is_never_called_is_one() -> None:
         assert str(caught.value).startswith(error)
 
 
+class Experts(nn.Module):
+    """A loop over experts, which becomes one operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 2)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16, bias=False), nn.SiLU(), nn.Linear(16, 8, bias=False)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(1, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, slots = torch.where(chosen == number)
+            out[rows] += weights[rows, slots, None] * expert(x[rows])
+        return out
+
+
+def test_experts_that_became_one_operation() -> None:
+    """Their weights are hinted one by one; an output of their own they have none, and it is said why."""
+    found = capture(Experts(), (torch.zeros(4, 8),), {}, training=True)
+    resolve({"experts.0.0.weight": Shard(1), "experts.1.0": "colwise"}, found, autoshard.Mesh(TP))
+    for pattern in ("experts.0.0", "experts.1", "experts"):
+        told = rf"module '{pattern}' became part of one operation \(experts in the model at test_hints.py:\d+\).*Hint its param"
+        with pytest.raises(autoshard.HintError, match=told):
+            resolve({pattern: Shard(0)}, found, autoshard.Mesh(TP))
+
+
 def test_a_module_without_parameters_has_no_style() -> None:
     found = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.zeros(2, 4),), {}, training=True)
     with pytest.raises(autoshard.HintError) as caught:

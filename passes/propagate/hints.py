@@ -232,8 +232,8 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
         if not isinstance(hint, str):
             if module not in running:
                 raise HintError(
-                    f"hint {pattern!r}: module {module!r} is never called, so it has no output that could lie as {hint!r}. "
-                    "Hint its parameters, or modules in it"
+                    f"hint {pattern!r}: module {module!r} {_why_no_output(graph, module)}, so it has no output that could "
+                    f"lie as {hint!r}. Hint its parameters, or modules in it"
                 )
             found.append((module, "module", hint))
             continue
@@ -283,6 +283,18 @@ def _holders(graph: Graph) -> list[str]:
     """The paths of all modules that hold parameters, buffers or modules that run, such as an ``nn.ModuleList``."""
     held = (n for i in graph.inputs if i.kind in ("parameter", "buffer") for n in (i.fqn, *i.aliases))
     return holders([*held, *modules_of(graph)])
+
+
+def _why_no_output(graph: Graph, module: str) -> str:
+    """Why a module has no operations: nobody calls it, or they became one with those of others, as experts' do."""
+    inside = f"{module}."
+    own = {i.name for i in graph.inputs if any(n.startswith(inside) for n in (i.fqn, *i.aliases))}
+    read = next((n for n in graph.nodes if own.intersection(n.inputs) and not n.fqn.startswith(inside)), None)
+    if read is None:
+        return "is never called"
+    after = {read.name, *read.outputs}
+    of = next((n for n in graph.nodes if after.intersection(n.inputs) and n.op._opname == "experts"), read)
+    return f"became part of one operation ({of.op._opname} in {of.fqn or 'the model'} at {of.source})"
 
 
 def _input_named(graph: Graph, fqn: str) -> str:

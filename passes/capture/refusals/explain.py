@@ -22,7 +22,7 @@ _DATA_DEPENDENT = (
 
 DATA_DEPENDENT = (
     "the program depends on the values of a tensor ({what}), but one graph must serve all inputs. "
-    "Use torch.where or a mask instead of `if` and of loops over a tensor."
+    "Use torch.where, clamp() or a mask instead of `if`, Python's max() and min(), and loops over a tensor."
 )
 
 IN_TRANSFORM = (
