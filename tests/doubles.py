@@ -29,11 +29,22 @@ IN_ONE_PROCESS = """
     an_encoder_called_before_the_whole an_optimizer_made_before attention_kernels_and_matmul_precision
     autocast_around_the_call buffers_replaced_by_assignment compiled_by_torch converted_to_another_dtype functional_calls
     inference_mode_first integers_of_every_width looked_at states_before_it_is_compiled wrapped_forward
+    attributes_that_a_forward_reads parameters_that_compute_otherwise_are_refused options_that_are_changed_after_compile
+    a_penalty_on_weights parameters_that_are_added a_gradient_that_is_given_and_used_again copied_inside_no_sync
+    copied_with_handles_of_hooks wrapped_to_be_made_again wrapped_as_a_whole a_loss_outside_of_the_model outputs_read
+    hooks_on_outputs_that_others_are_computed_from a_buffer_that_decides_and_is_set a_count_that_decides
+    a_number_read_from_a_buffer_that_counts a_state_written_before_a_buffer_decides windows_beside_padding
+    a_buffer_that_is_read_before_it_is_written frozen_but_for_the_head_and_unfrozen frozen_from_the_beginning
+    a_parameter_written_before_the_backward a_checkpointed_output_in_parts what_a_call_collects traced_by_others
+    tensors_of_others_are_written a_cache_of_ones_own a_written_buffer_that_is_to_be_cut a_cache_handed_in_and_out
+    models_that_share_parameters hooks_that_were_there_are_removed noise_by_a_hook hooks_that_observe_are_refused
+    hooks_of_the_whole_and_of_tensors hooks_of_parameters_without_a_gradient
 """.split()
 """states that the fast run tries in one process: what torch and the model do, which is looked at before ranks matter"""
 
 AGAIN = """
     a_cache_that_users_change a_cache_whose_old_value_is_read a_static_cache_that_has_no_tensors_yet autocast_in_evaluation
+    flex_attention_as_it_is_and_compiled a_cache_that_the_caller_keeps integers_of_every_width
 """.split()
 """states that only ``--run-slow`` tries: caches and casts like those of the states that are left"""
 
@@ -109,4 +120,47 @@ DOUBLES = (
     "test_profile.py::test_other_models[[]vit]",
     "test_steering.py::test_the_integers_of_the_example_decide[[]masked-axes[12]]",
     "test_dynamic_shapes.py::test_one_program_serves_all_sizes[[]hf_bert]",
+    # in one process others say the same
+    "test_precision_gloo.py::*",
+    "test_again_gloo.py::*",
+    "test_microbatches_gloo.py::*",
+    "test_groups_gloo.py::test_shared[[]4 ranks-*",
+    "test_runtime_gloo.py::test_gloo[[]4 ranks-*",
+    "test_training_gloo.py::test_training[[]4-train_llama]",
+    "test_pipeline_gloo.py::*read_in_fewer_stages*",
+    "test_least.py::test_above_the_least_all_budgets_are_met_and_plans_get_quicker",
+    "test_feasible.py::test_what_fits_block_by_block_is_found_where_the_search_may_choose",
+    "test_feasible.py::test_a_mesh_of_two_axes_is_no_dearer_than_one_of_as_many_ranks*",
+    "test_loops.py::test_training_equals_eager[[]Listed-dp2tp2]",
+    "test_loops.py::test_training_equals_eager[[]Numbers-dp2tp2]",
+    "test_loops.py::test_one_program_serves_batches_that_hit_other_experts[[]Names]",
+    "test_loops.py::test_one_program_serves_batches_that_hit_other_experts[[]Tensors]",
+    "test_recompute.py::test_what_the_head_keeps_does_not_count_while_attention_works",
+    "test_hints_beside_like.py::test_a_hint_on_one_of_several_experts_is_refused_by_name[[]rowwise]",
+    "test_hints_beside_like.py::test_a_hint_on_one_of_several_experts_is_refused_by_name[[]{'ep': Replicate()}]",
+    "test_search_over_time.py::test_messages_and_windows_come_near_the_best_of_a_large_network",
+    "test_like_notes.py::test_too_few_positions_or_heads[[]*-lengths[0-589]*-told*",
+    "test_like.py::test_the_free_plan_is_never_above_an_expert[[]dlrm]",
+    "test_like.py::test_megatron_cuts_the_heads_of_attention_beside_experts[[]GptOss]",
+    "test_folded_order.py::test_where_it_is_not_carried",
+    "test_tables_together.py::test_plans_within_memory_that_do_the_same_along_all_axes[[]0.99]",
+    "test_tables_together.py::test_what_a_table_costs_elsewhere_is_the_difference_of_totals*True]",
+    "test_cli.py::test_verify[[]hf:mixtral]",
+    "test_cli.py::test_show_a_program_for_all_lengths",
+    "test_memory.py::test_the_peak_is_the_tracked_one[[]llama-none]",
+    "test_memory.py::test_the_peak_is_the_tracked_one[[]gpt-none]",
+    "test_memory.py::test_the_peak_is_the_tracked_one[[]gpt-blocks]",
+    "test_memory.py::test_kept_bytes_are_those_that_autograd_keeps*-selective]",
+    "test_stage_prices.py::test_where_memory_is_short_a_search_is_no_worse_than_an_expert",
+    "test_stage_prices.py::test_more_micro_batches_take_as_long_each*",
+    "test_within_budget.py::test_no_expert_is_cheaper_within_the_budget[[][28]]",
+    "test_within_budget.py::test_no_plan_that_fits_is_below_the_bound[[][28]-*",
+    "test_every_rule.py::test_pairs_of_strategies[[]autoshard.experts.default]",
+    "test_experts.py::test_routing_as_users_write_it[[]masked_modules]",
+    "test_experts.py::test_routing_as_users_write_it[[]half_turned]",
+    "test_experts.py::test_what_is_no_mixture_stays[[]wider_modules]",
+    "test_experts.py::test_what_is_no_mixture_stays[[]masked_otherwise_modules]",
+    "test_stages_per_rank.py::test_as_many_as_make_the_step_shortest[[]1000000000000000.0-4]",
+    "test_contest.py::test_a_row_of_copies_is_solved_nearly_as_well_as_one",
+    "test_masks.py::test_models_of_transformers[[]mistral-{'cp': 2, 'tp': 2}]",
 )
