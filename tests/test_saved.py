@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import nn
 
@@ -91,3 +92,37 @@ def test_integers_that_are_made_up_are_of_the_whole_range(ascending: bool) -> No
 def test_ascending_integers_begin_at_the_least() -> None:
     described = {"dtype": "int64", "shape": [3], "low": 2, "high": 900, "ascending": True}
     assert launch._synthetic(described, torch.Generator().manual_seed(0))[0] == 2
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_states_by_accelerate(safe: bool, tmp_path: Path) -> None:
+    """In one process it writes all that was prepared, and training goes on as it did; dropout, too."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 8)).double()
+    sharded = autoshard.compile(model, {"tp": 2}, (torch.zeros(4, 8).double(),), hints={"0": "colwise"})
+    accelerator, optimizer = Accelerator(cpu=True), torch.optim.AdamW(sharded.parameters(), lr=0.1)
+    prepared, optimizer, scheduler = accelerator.prepare(
+        sharded, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    )
+
+    def trained() -> list[float]:
+        losses = []
+        for seed in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            loss = prepared(x).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    first = trained()
+    accelerator.save_state(str(tmp_path), safe_serialization=safe)
+    second = trained()
+    accelerator.load_state(str(tmp_path))
+    assert trained() == pytest.approx(second, rel=1e-9)
+    assert second != pytest.approx(first, rel=1e-3)
+    after = sharded.full_state_dict()
+    accelerator.load_state(str(tmp_path))
+    assert not torch.equal(sharded.full_state_dict()["0.weight"], after["0.weight"])
