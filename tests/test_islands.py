@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -349,8 +350,13 @@ class Headed(nn.Module):
 def test_a_forward_that_takes_gradients_itself(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: library)
     labels = torch.tensor([0, 3, -100, 6, 1, -100, 2, 2])
-    report = assert_equal_training(Headed(), {"dp": 2, "tp": 2}, (torch.randn(8, 8), labels))
+    x = torch.randn(8, 8)
+    report = assert_equal_training(Headed(), {"dp": 2, "tp": 2}, (x, labels))
     assert any(choice.op == "autoshard.function.default" for choice in report.plan.choices.values())
+    model = Headed()
+    with torch.no_grad():
+        found = autoshard.compile(copy.deepcopy(model), {"tp": 2}, (x, labels))(x, labels)
+        torch.testing.assert_close(found, model(x, labels))
 
 
 @pytest.mark.parametrize("library", [True, False])

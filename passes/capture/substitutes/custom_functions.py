@@ -36,8 +36,10 @@ class CustomFunctions(Observer):
         self.training, self.refuse = training, refuse
 
     def patches(self) -> Iterable[Patch]:
-        for function in _subclasses(torch.autograd.Function) if self.training else ():
-            if _is_foreign(function):
+        for function in _subclasses(torch.autograd.Function):
+            if _is_foreign(function) and not self.training:
+                yield function, "apply", staticmethod(_traced_or_op(function))
+            elif _is_foreign(function):
                 instead = self._instead(function)
                 yield function, "apply", staticmethod(instead)
                 yield function, "forward", staticmethod(_as_forward(function, instead))
@@ -59,6 +61,31 @@ class CustomFunctions(Observer):
             return made
 
         return apply
+
+
+def _traced_or_op(function: Any) -> Callable[..., Any]:
+    """What stands for ``function.apply`` without gradients: its trace; an op where the forward takes gradients itself."""
+    forward = function.forward
+
+    def apply(*args: Any) -> Any:
+        if _takes_gradients(function, forward, args) and not isinstance(made := as_op(function, forward, args), str):
+            return made
+        return _apply(function, args)
+
+    return apply
+
+
+def _takes_gradients(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether the forward calls ``torch.autograd.grad``, which no trace without gradients can."""
+    taken, grad = [], torch.autograd.grad
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        taken.append(True)
+        return grad(*args, **kwargs)
+
+    with _trial(function, forward), patched([(torch.autograd, "grad", noted)]):
+        _apply(function, [_untraced(a) if isinstance(a, torch.Tensor) else a for a in args])
+    return bool(taken)
 
 
 def _as_forward(function: Any, instead: Callable[..., Any]) -> Callable[..., Any]:
