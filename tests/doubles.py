@@ -45,6 +45,7 @@ IN_ONE_PROCESS = """
 AGAIN = """
     a_cache_that_users_change a_cache_whose_old_value_is_read a_static_cache_that_has_no_tensors_yet autocast_in_evaluation
     flex_attention_as_it_is_and_compiled a_cache_that_the_caller_keeps integers_of_every_width
+    a_cache_handed_in_and_out autocast_on_whole_tensors_is_eagers_bit_for_bit
 """.split()
 """states that only ``--run-slow`` tries: caches and casts like those of the states that are left"""
 
