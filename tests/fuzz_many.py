@@ -146,7 +146,7 @@ def main() -> None:
                     print(
                         *(shrunk(case, found, group) if found.kind != "hang" else (case, found)), sep="\n", flush=True
                     )
-        if (seed + 1 - asked.first) % 5 == 0 or seed + 1 == asked.end:
+        if (seed + 1 - asked.first) % 2 == 0 or seed + 1 == asked.end:
             print(f"seed {seed}, {time.time() - begin:.0f} s: {dict(counts)}", flush=True)
     for kind, count in refusals.most_common():
         print(f"{count:5} {kind}")

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard import AutoshardError, HintError, Plan, Replicate, Shard, compiler
 from autoshard.check.coverage import SPLIT_ALL
+from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.propagate import planner
 from autoshard.passes.propagate.network import Built, Network
 
@@ -415,6 +416,8 @@ def ran(case: Case) -> Found:
         run.run()
         Script.last = run if Script.keeps else None
         return Found("equal")
+    except RuntimeMismatchError as error:  # all of them bring the same
+        return Found("different", f"{run.now}: {error}")
     except AutoshardError as error:
         return Found("refused", f"{getattr(run, 'now', 'compile')}: {type(error).__name__}: {error}")
     except DifferentError as error:

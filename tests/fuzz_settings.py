@@ -75,7 +75,7 @@ class Setting:
 def setting(draw: random.Random, whole: bool, ranks: int = 0) -> Setting:
     """``whole``: of a model that needs the whole batch at once; ``ranks``: as many processes, or 0: all in this one."""
     seed = draw.randrange(1 << 16)
-    micro = 1 if whole else draw.choice((1, 1, 2, 2, 4))
+    micro = 1 if whole else draw.choice((1, 1, 1, 2, 2, 2, 4))
     staged = draw.random() < 0.25
     schedule, per_rank = "", None
     if staged:
@@ -121,7 +121,7 @@ def script(draw: random.Random, other: Event, frozen: str) -> tuple[Event, ...]:
     )  # fmt: skip
     if frozen:
         changes += (("freeze", frozen), ("thaw",))
-    for _ in range(draw.randint(1, 3)):
+    for _ in range(draw.choice((1, 1, 2, 3))):
         found += [draw.choice(changes) for _ in range(draw.randint(1, 3))]
         found.append(other if draw.random() < 0.12 else ("call", "train", 0))
     return (*found, ("step",), ("call", "train", 0))
@@ -159,7 +159,7 @@ class Case:
             yield replace(self, setting=y)
 
 
-SCRIPTS = 3
+SCRIPTS = 4
 """cases, one after the other, of one model in one setting: it is compiled once for them, see :func:`compiled_once`"""
 
 
