@@ -210,6 +210,42 @@ def test_draws_in_place_take_the_numbers_of_eager(drop: str) -> None:
     assert_equal_training(model, {"tp": 2}, (x,), share=1)
 
 
+LAID: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch norm in evaluation": lambda x: F.batch_norm(x, x.new_zeros(4), x.new_ones(4)),
+    "logsigmoid": lambda x: nn.LogSigmoid()(x),
+    "rrelu": lambda x: F.rrelu(x),
+    "one-hot": lambda x: F.one_hot((x[0] > 0).long(), 2) * x.sum(),
+    "rolled": lambda x: torch.roll(x, 1, 1),
+    "rolled by its method": lambda x: x.roll(1, 1),
+    "shuffled": lambda x: F.channel_shuffle(x, 2),
+}
+LYING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "turned": lambda x: x.transpose(2, 3),
+}
+
+
+class Laid(nn.Module):
+    """Draws like the result of a function, whose memory order is its own."""
+
+    def __init__(self, laid: str, lying: str) -> None:
+        super().__init__()
+        self.linear, self.laid, self.lying = nn.Linear(6, 6), laid, lying
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = LAID[self.laid](LYING[self.lying](self.linear(x)))
+        return F.dropout(y, 0.4) * torch.rand_like(y)
+
+
+@pytest.mark.parametrize("lying", LYING)
+@pytest.mark.parametrize("laid", LAID)
+def test_draws_follow_the_memory_order_of_eager_results(laid: str, lying: str) -> None:
+    model, x = Laid(laid, lying).double(), f(4, 4, 6, 6)
+    sharded = autoshard.compile(copy.deepcopy(model), ideal({"tp": 2}), (x,))
+    assert torch.allclose(seeded(lambda: sharded(x)), seeded(lambda: model(x)), rtol=1e-12, atol=1e-12)
+
+
 def test_dropout_in_place_is_dropout() -> None:
     """A byte is kept for each element, and its mask can be drawn again."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.4, inplace=True), nn.Linear(6, 4))

@@ -2,7 +2,8 @@
 
 Of recurrent networks the dropout between layers, of an instance norm the new running statistics, of a batch norm a
 momentum that is computed, of a dropout in evaluation that it returns its operand, of one in place what it is, of numbers that
-are drawn in place the order in memory, of a reduction that it computes in the dtype of ``out``.
+are drawn in place the order in memory, of a reduction that it computes in the dtype of ``out``, of those in ``_ROW_MAJOR`` and
+``_CHANNELS_LAST`` how dims of the result lie in memory: what is drawn like it later is drawn in that order.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import Any
 
 import torch
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm as order_in_memory
+from torch._prims_common import suggest_memory_format
 
 Stack = Callable[..., tuple[torch.Tensor, ...]]
 _INSTANCE_NORM, _BATCH_NORM, _ALPHA_DROPOUT = torch.instance_norm, torch.batch_norm, torch.alpha_dropout
+_ROW_MAJOR = torch._C._nn.log_sigmoid, torch._C._nn.one_hot
+_CHANNELS_LAST = torch.roll, torch.Tensor.roll, torch.channel_shuffle
+"""and row-major where those of the operand are not last"""
 
 
 def _recurrent(function: Stack) -> Stack:
@@ -68,7 +73,8 @@ def _batch_norm(
     x: torch.Tensor, weight: Vector, bias: Vector, running_mean: Vector, running_var: Vector, training: bool,
     momentum: Any, *options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """``torch.batch_norm``, whose op takes no momentum that the program computes."""
+    """``torch.batch_norm``, whose op takes no momentum that the program computes, and its operand as it lays its result."""
+    x = x.contiguous(memory_format=suggest_memory_format(x))
     if not (training and isinstance(momentum, torch.SymFloat)):
         return _BATCH_NORM(x, weight, bias, running_mean, running_var, training, momentum, *options)
     new_mean, new_var = (None if r is None else r.clone() for r in (running_mean, running_var))
@@ -78,6 +84,16 @@ def _batch_norm(
         if running is not None and new is not None:
             running.mul_(1 - part).add_(new * part)
     return out
+
+
+def _laid(function: Callable[..., torch.Tensor], channels_last: bool) -> Callable[..., torch.Tensor]:
+    """One whose result a trace would lay as its operand, and eager row-major, or else with the channels last."""
+
+    def laid(input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # noqa: A002
+        form = suggest_memory_format(input) if channels_last else torch.contiguous_format
+        return function(input, *args, **options).contiguous(memory_format=form)
+
+    return laid
 
 
 def _dropout(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -188,6 +204,8 @@ _STANDING_IN = {
 MISTRACED: dict[Any, Callable[..., Any]] = {
     **{f: _recurrent(f) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
     **{getattr(torch, name): f for name, f in _STANDING_IN.items()},
+    **{f: _laid(f, False) for f in _ROW_MAJOR},
+    **{f: _laid(f, True) for f in _CHANNELS_LAST},
     torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.copy_: _copy_,
     torch.Tensor.random_: _random_,
@@ -198,6 +216,7 @@ MISTRACED: dict[Any, Callable[..., Any]] = {
 PATCHES = (
     (torch, "instance_norm", _instance_norm),
     (torch, "batch_norm", _batch_norm),
+    (torch, "rrelu", _laid(torch.rrelu, False)),
     *((torch._VF, name, f) for name, f in _STANDING_IN.items()),
     (torch.distributions.gamma.Gamma, "rsample", _gamma_sample),
     (torch.distributions.dirichlet, "_Dirichlet", _Dirichlet),
