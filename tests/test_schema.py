@@ -150,3 +150,11 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     assert Hardware.load(tmp_path / "h.json") == made
     assert math.isclose(made.flops, 2.0)
     assert autoshard.Mesh({"tp": np.int64(2)}) == autoshard.Mesh({"tp": 2})  # type: ignore[dict-item]
+
+
+def test_a_plan_whose_batch_norm_is_cut_is_read_back() -> None:
+    """Its collectives are inside an operation with several results."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6))
+    text = autoshard.plan(model, {"a": 2}, (torch.randn(8, 6),), like="fsdp").to_json()
+    assert "_native_batch_norm_legit_functional" in {c["value"] for c in json.loads(text)["collectives"]}
+    assert Plan.from_json(text).to_json() == text

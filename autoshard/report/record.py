@@ -333,7 +333,8 @@ def _check(plan: Record) -> None:
         _known(getattr(plan, part), part, plan.layouts.keys() - plan.ties.keys())
     read_or_made = {name for c in choices for name in (*c.inputs, *c.outputs)}
     _known(plan.layouts, "layouts", {*plan.ties, *plan.ties.values(), *plan.shared, *plan.zero, *read_or_made})
-    _known(plan.layouts, "layouts", {c.value for c in collectives} - {""})
+    inside = plan.choices.keys()  # of an op with several results the op itself
+    _known({*plan.layouts, *inside}, "layouts", {c.value for c in collectives} - {""})
     _known(plan.choices, "choices", {c.op for c in collectives} - {""})
     _known(plan.mesh.axes, "mesh", {axis for c in collectives for axis in c.axes})
     _known(_DTYPES, "dtypes of torch", set(plan.dtypes.values()))
