@@ -158,3 +158,17 @@ def test_a_plan_whose_batch_norm_is_cut_is_read_back() -> None:
     text = autoshard.plan(model, {"a": 2}, (torch.randn(8, 6),), like="fsdp").to_json()
     assert "_native_batch_norm_legit_functional" in {c["value"] for c in json.loads(text)["collectives"]}
     assert Plan.from_json(text).to_json() == text
+
+
+class Asserts(nn.Module):
+    """An operation without a result."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x < 9).all(), "large")
+        return x.relu()
+
+
+def test_a_plan_with_an_assertion_is_read_back() -> None:
+    text = autoshard.plan(Asserts(), {"a": 2}, (torch.randn(8, 6),)).to_json()
+    assert not json.loads(text)["choices"]["_assert_async"]["outputs"]
+    assert Plan.from_json(text).to_json() == text

@@ -342,8 +342,10 @@ def _check(plan: Record) -> None:
         layout.max_local_shape(plan.shapes[plan.ties.get(name, name)])
     for name, choice in plan.choices.items():
         uses, labels = len(choice.uses), {len(x) for x in (choice.labels, *(x for x, _ in choice.alternatives))}
-        if uses != len(choice.inputs) or labels != {len(plan.mesh.axes)} or not choice.outputs:
-            raise SchemaError(f"choices[{name!r}] has a use per input, a label per axis of the mesh, and outputs")
+        if uses != len(choice.inputs) or labels != {len(plan.mesh.axes)} or (choice.flops and not choice.outputs):
+            raise SchemaError(
+                f"choices[{name!r}] has a use per input, a label per axis of the mesh, and outputs of its flops"
+            )
     if (staged := plan.staged) is not None:
         _known(plan.mesh.axes, "mesh", {staged.axis})
         lengths = [len(x) + more for x, more in ((staged.boundaries, 1), (staged.messages, 1), (staged.sent, 1))]
