@@ -76,7 +76,7 @@ ANYWHERE = (
     "h = h * torch.empty_like(h[:, :1, :1]).bernoulli_(0.7)",
     "self.count += 1\nh = h * (1 + 0.01 * self.count)",
     "h = h * (1 + self.count)\nself.count.mul_(0.5).add_(0.1)",
-    "i = h.sum(-1).topk(2, 1).indices\n"
+    "i = h[..., 0].topk(2, 1).indices\n"  # of a normalised h the sum is rounding
     "h = h + h.gather(1, i[..., None].expand(-1, -1, h.shape[-1])).sum(1, keepdim=True)",
     "h = h + h.sort(1).values",
     "h = h + checkpoint(lambda t: self.down{p}(F.gelu(self.up{p}(t))), h, use_reentrant=False)",

@@ -14,8 +14,8 @@ from fuzz_training import Source
 import autoshard
 
 REFUSED = (
-    "stages: stage N would have no operation of its own",
     "hint '…' asks for",
+    "Ask for fewer stages",
 )
 """what may be refused: parts of what :func:`kind_of` says"""
 
