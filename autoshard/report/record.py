@@ -17,6 +17,7 @@ from autoshard.hardware.schema import fields as fields_from
 from autoshard.layout import Grouped, Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory, Recomputed
+from autoshard.passes.pipeline.timeline import SCHEDULES
 from autoshard.report.serving import Serving
 
 Kind = TypeVar("Kind", bound="Record")
@@ -348,15 +349,11 @@ def _check(plan: Record) -> None:
             )
     if (staged := plan.staged) is not None:
         _known(plan.mesh.axes, "mesh", {staged.axis})
-        lengths = [len(x) + more for x, more in ((staged.boundaries, 1), (staged.messages, 1), (staged.sent, 1))]
+        _known(SCHEDULES, "schedules", {staged.schedule})
         size, count = plan.mesh.size_of((staged.axis,)), len(staged.plans)
-        if (
-            {count} != {*lengths}
-            or count % size
-            or staged.schedule not in _SCHEDULES
-            or not len(staged.flying) == count
-        ):
-            raise SchemaError(f"staged is of {size} stages or a multiple, by a schedule of {', '.join(_SCHEDULES)}")
+        between = {len(x) for x in (staged.boundaries, staged.messages, staged.sent)}
+        if between != {count - 1} or len(staged.flying) != count or count % size:
+            raise SchemaError(f"staged is of {size} stages or a multiple, with one boundary less")
 
 
 def _known(names: Container[str], where: str, asked: Iterable[str]) -> None:
@@ -365,7 +362,6 @@ def _known(names: Container[str], where: str, asked: Iterable[str]) -> None:
 
 
 _DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
-_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 @dataclass(frozen=True)
