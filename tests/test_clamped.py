@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import assert_equal_training, ideal
 from torch import nn
+from transformers_models import GEMMA3N
 
 import autoshard
 from autoshard.errors import CaptureError, PlanError
@@ -77,12 +78,7 @@ def test_a_step_that_clamps_is_not_saved(tmp_path: Path) -> None:
 def test_gemma3n(axes: dict[str, int]) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.Gemma3nTextConfig(
-        vocab_size=128, vocab_size_per_layer_input=128, hidden_size=32, hidden_size_per_layer_input=8, intermediate_size=64,
-        num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
-        sliding_window=8, altup_coef_clip=0.01, laurel_rank=8, num_kv_shared_layers=0, use_cache=False,
-        layer_types=["sliding_attention"] * 4 + ["full_attention"], activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0, 0.0],
-    )  # fmt: skip
+    config = transformers.Gemma3nTextConfig(**GEMMA3N)
     model = transformers.Gemma3nForCausalLM(config).double().train()
     ids = torch.randint(2, 128, (4, 16), generator=torch.Generator().manual_seed(1))
     mesh = autoshard.Mesh(axes, "ideal_network")

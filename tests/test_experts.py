@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from harness import assert_equal_training, collectives, ideal
 from state_experts import EVEN, Routed, batch
 from torch import nn
+from transformers_models import EXPERTS
 
 import autoshard
 import autoshard.models
@@ -21,75 +22,10 @@ from autoshard.runtime.transport import in_process
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 
-COMMON = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "use_cache": False}
-GROUPED = {**COMMON, "num_key_value_heads": 1, "intermediate_size": 24}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
-    "deepseek-v3": (
-        "DeepseekV3ForCausalLM",
-        {**COMMON, "num_key_value_heads": 2, "intermediate_size": 24, "q_lora_rank": 8, "kv_lora_rank": 8,
-         "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
-         "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8, "first_k_dense_replace": 1},
-    ),
-    "qwen3": (
-        "Qwen3MoeForCausalLM",
-        {**GROUPED, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
-         "decoder_sparse_step": 1, "output_router_logits": True},
-    ),
-    "llama4": (
-        "Llama4ForCausalLM",
-        {**GROUPED, "intermediate_size_mlp": 24, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
-         "interleave_moe_layer_step": 1, "attention_chunk_size": 32},
-    ),
-    "olmoe": ("OlmoeForCausalLM", {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2}),
-    "gpt-oss": (
-        "GptOssForCausalLM",
-        {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
-    ),
-    "qwen2": (
-        "Qwen2MoeForCausalLM",
-        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1,
-         "shared_expert_intermediate_size": 12},
-    ),
-    "lfm2": (
-        "Lfm2MoeForCausalLM",
-        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_dense_layers": 1,
-         "layer_types": ["full_attention", "conv"]},
-    ),
-    "dbrx": (
-        "DbrxForCausalLM",
-        {"vocab_size": 32, "d_model": 16, "n_heads": 2, "max_seq_len": 32, "use_cache": False, "tie_word_embeddings": False,
-         "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 1e4},
-         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 16}},
-    ),
-    "switch": (
-        "SwitchTransformersForConditionalGeneration",
-        {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_decoder_layers": 2, "use_cache": False,
-         "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4, "expert_capacity": 2,
-         "dropout_rate": 0.0, "router_jitter_noise": 0.0, "decoder_start_token_id": 0},
-    ),
-    "longcat": (
-        "LongcatFlashForCausalLM",
-        {**COMMON, "num_layers": 1, "ffn_hidden_size": 24, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
-         "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 8, "moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2,
-         "expert_ffn_hidden_size": 12, "max_position_embeddings": 32},
-    ),
-    "jetmoe": (
-        "JetMoeForCausalLM",
-        {**COMMON, "num_key_value_heads": 2, "kv_channels": 4, "intermediate_size": 24, "num_local_experts": 4,
-         "num_experts_per_tok": 2, "max_position_embeddings": 32},
-    ),
-    "minimax": (
-        "MiniMaxForCausalLM",
-        {**GROUPED, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 4,
-         "layer_types": ["linear_attention", "full_attention"]},
-    ),
-}  # fmt: skip
-
 
 def model_of(name: str, form: str = "eager", layers: int = 2, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    kind, sizes = MODELS[name]
+    kind, sizes = EXPERTS[name]
     model_class = getattr(transformers, kind)
     config = model_class.config_class(**sizes | {"num_hidden_layers": layers} | changes)
     config._experts_implementation = None if name == "llama4" else form
@@ -137,7 +73,7 @@ def test_rows_travel_and_all_is_equal(name: str, axes: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODELS][:6])
+@pytest.mark.parametrize("name", [*EXPERTS][:6])
 @pytest.mark.parametrize("axes", [{"ep": 2, "tp": 2}, {"dp": 2, "ep": 2}, {"cp": 2, "tp": 2}], ids=str)
 def test_with_dropout_on(name: str, axes: dict[str, int]) -> None:
     """What attention drops is what it drops on one device, also where keys and values go round."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from harness import assert_equal_training, captured_once, collectives, ideal
 from torch import nn
+from transformers_models import WINDOWS
 
 import autoshard
 from autoshard.passes.capture.export import capture
@@ -313,18 +314,9 @@ def test_no_mask_of_a_long_sequence() -> None:
     assert [c.bytes for c in permutes if "attention" in c.reason] == [4095 * 2 * 2 * 4 * 4]
 
 
-HF = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
-GROUPED = {**HF, "num_key_value_heads": 2, "intermediate_size": 24}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", GROUPED),
-    "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 5}),
-    "gemma3": ("Gemma3ForCausalLM", {**GROUPED, "sliding_window": 3, "head_dim": 4,
-                                     "layer_types": ["sliding_attention", "full_attention"]}),
-    "gpt2": ("GPT2LMHeadModel", {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "use_cache": False}),
-}  # fmt: skip
 CASES = [("mistral", {"cp": 2, "tp": 2})]
 MORE = [
-    (name, axes) for name in MODELS for axes in ({"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}) if (name, axes) not in CASES
+    (name, axes) for name in WINDOWS for axes in ({"cp": 2}, {"cp": 4}, {"cp": 2, "tp": 2}) if (name, axes) not in CASES
 ]
 
 
@@ -333,8 +325,8 @@ def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
     """Padded samples, with whatever mask the library builds; the sequence is cut from end to end."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    kind = getattr(transformers, MODELS[name][0])
-    model = kind(kind.config_class(**MODELS[name][1])).train()
+    kind = getattr(transformers, WINDOWS[name][0])
+    model = kind(kind.config_class(**WINDOWS[name][1])).train()
     tokens = torch.randint(0, 32, (2, S))
     kwargs = {"input_ids": tokens, "labels": tokens}
     if name != "gpt2":

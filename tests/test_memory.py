@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from memory_truth import kept_bytes, peak_bytes, tracked_peak
-from test_real_models import CASES
-from test_real_models import build as build_real
 from torch import nn
+from transformers_models import CASES
+from transformers_models import build as build_real
 
 import autoshard
 from autoshard import models

@@ -9,7 +9,7 @@ import pytest
 import torch
 from harness import double, ideal
 from pipeline_steps import compare
-from test_real_models import CASES, build
+from transformers_models import CASES, build
 
 import autoshard
 from autoshard.models import Gpt, GptConfig

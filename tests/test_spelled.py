@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from harness import assert_equal_training, collectives
 from torch import nn
+from transformers_models import ALIBI
 
 import autoshard
 from autoshard.check.closeness import difference, scale
@@ -264,12 +265,6 @@ def test_second_derivatives() -> None:
     sharded = autoshard.compile(model, mesh, (x.detach(),))
     with pytest.raises(RuntimeMismatchError, match="create_graph=True: attention"):
         torch.autograd.grad(sharded(x.detach()), list(sharded.parameters()), create_graph=True)
-
-
-ALIBI = {
-    "BloomForCausalLM": {"vocab_size": 32, "hidden_size": 16, "n_layer": 2, "n_head": 4},
-    "MptForCausalLM": {"vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 4, "max_seq_len": 32},
-}
 
 
 @pytest.mark.parametrize("name", [*list(ALIBI)[:1], pytest.param("MptForCausalLM", marks=pytest.mark.slow)])

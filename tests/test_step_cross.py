@@ -11,8 +11,8 @@ import pytest
 import torch
 from harness import double, ideal
 from microbatch_cases import steps_alike
-from test_real_models import CASES, build
 from torch import nn
+from transformers_models import CASES, build
 
 import autoshard
 from autoshard.errors import AutoshardError

@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from stage_caches import caches_stay
 from state_generate import same_tokens
 from test_later import Counted
-from test_real_models import build
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from training_worker import FOLDER, main
+from transformers_models import build
 
 import autoshard
 from autoshard.errors import LayoutError, PlanError, RuntimeMismatchError
