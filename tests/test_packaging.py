@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +68,37 @@ def test_every_folder_with_modules_is_in_the_list_of_packages() -> None:
 def test_every_package_has_an_init_file() -> None:
     shipped = _shipped()
     assert [p for p in _setuptools()["packages"] if f"{p.replace('.', '/')}/__init__.py" not in shipped] == []
+
+
+def _imported(source: str) -> set[str]:
+    """Top-level packages of others that ``source`` imports, wherever the import stands."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"autoshard"}
+
+
+def _declared(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Each package that the library imports is a dependency or an extra, and the other way round."""
+    files = [path for folder in FOLDERS.values() for path in (ROOT / folder).rglob("*.py")]
+    imported = set[str]().union(*(_imported(path.read_text(encoding="utf-8")) for path in files))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extra = _declared(project["optional-dependencies"]["hugging_face"])
+    assert imported - extra == _declared(project["dependencies"])
+    assert extra <= imported
+
+
+def test_imports_of_others_are_seen() -> None:
+    source = "import os.path, torch.nn\ndef f():\n    from sympy.core import Expr\nfrom autoshard import mesh\n"
+    assert _imported(source) == {"torch", "sympy"}
+    assert _declared(["torch>=2.11,<2.16", "a-b[c]==1", "plain"]) == {"torch", "a-b", "plain"}
 
 
 def test_the_symlinks_are_there_and_relative() -> None:
