@@ -64,6 +64,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if "slow" not in item.keywords]
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Counts of the library beside their limits, from whichever process counted them."""
+    reports = (report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome))
+    for text in (text for report in reports for name, text in report.user_properties if name == "house"):
+        terminalreporter.write_sep("-", "the house: counts of the library and their limits")
+        terminalreporter.write_line(text)
+
+
 @pytest.fixture(autouse=True)
 def _deterministic(pytestconfig: pytest.Config) -> Iterator[None]:
     """Every test starts from the same seeds and leaves no default dtype or device behind."""
