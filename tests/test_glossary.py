@@ -53,3 +53,15 @@ def test_a_wrong_row_is_seen() -> None:
     assert faults(("zigzagged", "zigzag", "All of it.", "`autoshard/layout.py`"))
     assert faults(("whole", "replicated", "word " * 26, "`autoshard/layout.py`"))
     assert faults(("whole", "replicated", "All of it."))
+
+
+def test_contributing_names_what_there_is() -> None:
+    """Folders and files of CONTRIBUTING.md, which is one page."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[\w.]+/)+[\w.]*|[\w/]+\.py)`", text)
+    targets = re.findall(r"\]\(([^)#]+)", text)
+    assert len(named) > 15
+    assert [
+        path for path in (*named, *targets) if not ((ROOT / path).exists() or list(ROOT.glob(f"passes/*/{path}")))
+    ] == []
+    assert len(text.splitlines()) <= 90
