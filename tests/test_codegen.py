@@ -243,6 +243,7 @@ def test_a_bucket_stands_after_the_slices_it_is_made_from() -> None:
     assert autoshard.verify(model.double(), mesh, (x.double(),), hints=hints).ok
 
 
+@pytest.mark.slow
 def test_a_saved_module_of_bags_runs_with_offsets_of_its_own(tmp_path: Path) -> None:
     """Those that it makes up begin at 0 and ascend, as the example's do."""
 

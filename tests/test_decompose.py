@@ -101,7 +101,7 @@ ODD: dict[str, Callable[..., object]] = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ODD)
 def test_what_is_functional_is_not_traced_again(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph is that of another trace; where it is written as others, there is one."""

@@ -214,6 +214,7 @@ def test_every_op_on_a_cut_symbolic_dim(captures: Captures) -> None:
 # --- the source ---
 
 
+@pytest.mark.slow
 def test_the_source_computes_with_lengths_of_the_inputs(golden: Callable[[str, str], None]) -> None:
     reference = models.get("gpt")
     args, kwargs = reference.inputs(batch=4)

@@ -45,6 +45,7 @@ def experts(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if n.op is experts_op._opoverload]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixes", [False, True])
 def test_what_works_row_by_row_keeps_the_dims_of_rows(mixes: bool) -> None:
     """What does not, such as sums over rows, a loss and what is returned, reads them flattened."""

@@ -202,6 +202,7 @@ def test_shapes() -> None:
     assert list(shapes(1)) == [(1,)]
 
 
+@pytest.mark.slow
 def test_the_order_of_two_axes_counts_inside_a_node() -> None:
     """A batch that both cut is gathered along the inner one alone, for which the other order has no layout."""
     with torch.device("meta"):

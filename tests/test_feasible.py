@@ -40,6 +40,7 @@ def planner(graph: Graph, **axes: int) -> Planner:
     return Planner(graph, Mesh(axes, "h100"), {}, recompute="auto")
 
 
+@pytest.mark.slow
 def test_a_tight_budget_of_one_axis_is_kept_on_two(graph: Graph) -> None:
     flat = planner(graph, x=8)
     budget = tried(flat.least()[0], "adamw")[1].peak
@@ -116,6 +117,7 @@ def test_a_mesh_of_two_axes_is_no_dearer_than_one_of_as_many_ranks(graph: Graph,
     assert two.lower_bound <= two.cost
 
 
+@pytest.mark.slow
 def test_between_budgets_that_are_met_all_are() -> None:
     """What attention writes down is held by no sum that the search knows: a limit follows it from plan to plan."""
     with torch.device("meta"):

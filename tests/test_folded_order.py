@@ -147,7 +147,7 @@ def test_the_cut_is_the_least_of_all(width: int, after: str, between: str, ranks
     assert all(some <= chosen for some, size in costs.items() if size == costs[chosen])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("form", [{}, {"shift": True}, {"mixed": True}, {"wide": 40}], ids=str)
 def test_the_cut_is_the_least(form: dict[str, Any], ranks: int) -> None:
     """Of a whole model: no one or two operations are better on the other side, and no set that is drawn is better."""
@@ -323,6 +323,7 @@ def test_where_it_is_not_carried() -> None:
     assert report.plan.folded == 0
 
 
+@pytest.mark.slow
 def test_the_cheaper_order_is_taken() -> None:
     """Of two nodes of one device, over which halves of queries would go before and after each attention."""
     hardware = replace(PRESETS["h100"], devices_per_node=1)

@@ -271,7 +271,7 @@ def test_sinks_caps_and_dropout(axes: dict[str, int], like: Any) -> None:
 
 
 @pytest.mark.usefixtures("asked", "plain_order")
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("causal", [True, False])
 def test_planned_bytes_are_sent(causal: bool, ranks: int) -> None:
     """Also of a sequence that does not divide; under a causal mask halves of queries and of results change places."""

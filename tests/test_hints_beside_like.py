@@ -33,7 +33,7 @@ def tables_of(plan: autoshard.Plan) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("mesh", [X, BOTH], ids=str)
+@pytest.mark.parametrize("mesh", [X, pytest.param(BOTH, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     ("hint", "lies"),
     [
@@ -113,6 +113,7 @@ def test_what_an_error_advises_for_a_table_works() -> None:
         torch.testing.assert_close(sharded(*given), model(*given), rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 def test_what_an_error_advises_for_experts_works() -> None:
     x, model = torch.randn(8, 6, routing_models.WIDTH), Averaged("modules", True)
     sharded = autoshard.compile(copy.deepcopy(model), ideal({"ep": 2}), (x,), like="expert")
@@ -126,6 +127,7 @@ def test_what_an_error_advises_for_experts_works() -> None:
         torch.testing.assert_close(sharded.train(training)(x), model.train(training)(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hint", ["replicate", "rowwise", {"ep": Replicate()}], ids=str)
 def test_a_hint_on_one_of_several_experts_is_refused_by_name(hint: Any) -> None:
     """They are computed together: the error names the hint, the parameter and what to do, and that works."""

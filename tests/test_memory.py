@@ -48,7 +48,9 @@ def graph_of(family: str) -> Graph:
 
 
 @pytest.mark.parametrize("recompute", ["auto", "selective", "blocks"])
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "axes", [pytest.param(a, marks=[pytest.mark.slow] * (len(a) == 2 or "tp" in a)) for a in MESHES], ids=str
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kept_bytes_are_those_that_autograd_keeps(family: str, axes: dict[str, int], recompute: str) -> None:
     compiled = build(graph_of(family), autoshard.Mesh(axes, CPU), Wishes(recompute=recompute))
@@ -66,12 +68,13 @@ def memory_is_as_simulated(graph: Graph, recompute: str, watched: float = 0.0) -
     assert sum(memory.at_peak.values()) == pytest.approx(memory.peak)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "blocks"])
+@pytest.mark.parametrize("recompute", ["none", "selective", pytest.param("blocks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_peak_is_the_tracked_one(family: str, recompute: str) -> None:
     memory_is_as_simulated(graph_of(family), recompute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "gemma2")) for n in CASES])
 def test_memory_of_real_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every kind of recomputation."""

@@ -32,8 +32,8 @@ SMALL = "tensordot linalg.solve".split()
 WHOLE = "linalg.ldl_solve histogram".split()
 
 
-def outcomes(name: str, count: int = 2) -> list[Outcome]:
-    """On three ranks, which divide few sizes; ``test_every_op`` has two as well."""
+def outcomes(name: str, count: int = 1) -> list[Outcome]:
+    """On three ranks, which divide few sizes; ``test_every_op`` has two as well, and more samples."""
     ranks = (2,) if name in SMALL else (3,)
     return [o for info in infos(name)[:2] for o in run_op(info, count, ranks)]
 

@@ -34,7 +34,9 @@ X, LENGTHS = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0)), t
 @pytest.mark.parametrize(
     ("layer", "total"),
     [
-        (lambda: nn.GRU(6, 8, num_layers=2, bidirectional=True, batch_first=True), 7),
+        pytest.param(
+            lambda: nn.GRU(6, 8, num_layers=2, bidirectional=True, batch_first=True), 7, marks=pytest.mark.slow
+        ),
         (lambda: nn.RNN(6, 8, bias=False), None),
         (lambda: nn.LSTM(6, 8, num_layers=2, bidirectional=True, batch_first=True), 7),
         (lambda: nn.LSTM(6, 8, bias=False, proj_size=4, batch_first=True), None),

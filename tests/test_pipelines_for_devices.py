@@ -88,6 +88,7 @@ def test_an_estimate_is_close_to_the_plan_in_full(graph: Graph, setup: Setup) ->
     assert found.bubble_s == pytest.approx(plan.cost.bubble_s, rel=0.25, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_stages_are_chosen_where_all_else_is_dear() -> None:
     plan = planned(SLOW)
     assert plan.staged is not None
@@ -150,6 +151,7 @@ def check_against_all(graph: Graph, hardware: Hardware, devices: int, least: int
     assert again.to_json() == plan.to_json()
 
 
+@pytest.mark.slow
 def test_no_plan_of_all_is_better_and_none_below_its_floor() -> None:
     model, tokens = gpt(3, 256)
     graph = captured(model, (tokens,), {"labels": tokens}, training=True)

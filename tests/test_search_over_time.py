@@ -151,6 +151,7 @@ def test_what_is_left_at_prices_is_what_the_whole_network_costs() -> None:
             assert at.cost(choice) - prices @ lives.room == pytest.approx(core.dual.bound + core.gaps(choice).sum())
 
 
+@pytest.mark.slow
 def test_the_time_limit_holds_for_a_large_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "perf_counter", time.process_time)  # whatever else the machine does
     network, memory = problem(2, nodes=3000, limit=40.0, alive=4, never=0.0)

@@ -237,6 +237,7 @@ def test_what_a_tp_plan_cannot_say() -> None:
         plan.to_tp_plan("pp")
 
 
+@pytest.mark.slow
 def test_a_sliding_window_compiles_no_program_for_each_length() -> None:
     """Its count, a Python number, is an open length: a prompt, one program below the window, and one where it is full."""
     caches = pytest.importorskip("transformers.cache_utils")

@@ -135,6 +135,7 @@ def test_a_number_of_devices_that_is_none() -> None:
         )
 
 
+@pytest.mark.slow
 def test_compiled_for_a_profile() -> None:
     """The weights lie as in the plan for both, and tokens are those of the unsharded model."""
     model, asked = llama(layers=1), {"profile": {"prefill": 1, "decode": 20}, "objective": "latency"}

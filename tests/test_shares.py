@@ -53,8 +53,8 @@ def seconds(graph: Graph, mesh: Mesh, name: str, source: object, target: object,
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("width", [16, 256, 4096])
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("width", [16, pytest.param(256, marks=pytest.mark.slow), 4096])
 def test_a_vector_that_is_cut_never_pays_less_than_one_that_is_whole(machine: str, ranks: int, width: int) -> None:
     """Else a search would cut vectors for messages that the matrices of their block do not send."""
     graph, mesh = captured(width), Mesh({"dp": ranks}, hardware=MACHINES[machine])

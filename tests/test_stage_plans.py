@@ -69,6 +69,7 @@ def staged_in(plan: Plan) -> Staged:
     return plan.staged
 
 
+@pytest.mark.slow
 def test_stages_are_whole_layers(plans: dict[str, Plan]) -> None:
     for schedule in ("gpipe", "1f1b", "zero_bubble"):
         stages = staged_in(plans[schedule]).plans
@@ -236,6 +237,7 @@ def test_equal_stages_are_searched_once(graph: Graph, plans: dict[str, Plan], mo
     assert len(searched) == LAYERS + 1  # the last also as it were without the first, with which it shares a weight
 
 
+@pytest.mark.slow
 def test_a_weight_of_several_stages_is_cut_only_where_all_gain() -> None:
     """Within this memory the first stage alone would have the embedding cut, which costs the head more than that gains."""
     with torch.device("meta"):

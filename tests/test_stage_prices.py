@@ -50,6 +50,7 @@ def times(plan: Plan) -> list[StageTimes]:
     return [stage_times(dataclasses.replace(one, training=False)) for one in staged_in(plan).plans]
 
 
+@pytest.mark.slow
 def test_a_search_is_no_worse_than_an_expert() -> None:
     """To sum gradients once a step takes less than to exchange activations in every micro-batch."""
     found = planned().cost.total_s

@@ -250,6 +250,7 @@ def test_a_look_up_pays_for_the_kernels_of_its_form(cpu: bool) -> None:
         assert launches[label] == pytest.approx((kernels, kernels)), label
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0.99, 0.4])
 def test_plans_within_memory_that_do_the_same_along_all_axes(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where few fit: the way that look-ups go is what they do."""

@@ -312,6 +312,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, done.stderr
 
 
+@pytest.mark.slow
 def test_dump_writes_every_stage(dumped: tuple[Path, str]) -> None:
     folder, _ = dumped
     assert {p.name for p in folder.iterdir()} >= {*STAGES, "plan.json", "plan.html", "plan.dot", "plan.trace.json"}

@@ -65,7 +65,12 @@ def planned(like: Any, waits: float, **more: Any) -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("like", "least", "most"), [("megatron", 12, 20), ("fsdp", 1, 4), ("ddp", 1, 4), ("zero2", 1, 4)]
+    ("like", "least", "most"),
+    [
+        ("megatron", 12, 20),
+        ("fsdp", 1, 4),
+        *(pytest.param(like, 1, 4, marks=pytest.mark.slow) for like in ("ddp", "zero2")),
+    ],
 )
 def test_only_messages_that_are_waited_for_pay(like: str, least: int, most: int) -> None:
     """Tensor parallelism has two of them per layer and direction; gathers of parameters and sums of gradients none."""
@@ -76,6 +81,7 @@ def test_only_messages_that_are_waited_for_pay(like: str, least: int, most: int)
     assert [c.kind for c in waits.collectives] == [c.kind for c in without.collectives]
 
 
+@pytest.mark.slow
 def test_what_is_made_again_waits_again() -> None:
     once, again = (planned("megatron-sp", 1e-3, recompute=x).cost.total_s for x in ("none", "blocks"))
     free_once, free_again = (planned("megatron-sp", 0.0, recompute=x).cost.total_s for x in ("none", "blocks"))

@@ -185,7 +185,8 @@ def test_open_lengths_without_a_backward() -> None:
 @pytest.mark.parametrize(
     ("mesh", "like"),
     [
-        *((ideal({"tp": 2}), like) for like in (None, "ddp", "megatron")),
+        (ideal({"tp": 2}), "megatron"),
+        *(pytest.param(ideal({"tp": 2}), like, marks=pytest.mark.slow) for like in (None, "ddp")),
         (Mesh({"dp": 2}), None),  # whole, and of what is whole the gradient decides where it is summed
     ],
 )

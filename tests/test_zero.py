@@ -160,6 +160,7 @@ def test_one_gradient_of_two_parameters_is_summed_for_each() -> None:
         torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("like", ["zero1", "zero2"])
 def test_micro_batches_in_flight_share_what_is_gathered(like: str) -> None:
     """In a stage of a pipeline: activations are there once for each, gathered parameters once for all."""
