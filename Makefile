@@ -51,7 +51,7 @@ endif
 lint: setup
 	@$(PY) -m ruff format --check --quiet .
 	@$(PY) -m ruff check --quiet .
-	@$(PY) -m mypy
+	@$(PY) .ci/check_types.py
 
 bench: setup
 	@for b in benchmarks/*.py; do echo "== $$b"; $(PY) $$b || exit 1; done

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from typing import TYPE_CHECKING, Any
 
 from autoshard.errors import (
@@ -40,6 +44,25 @@ if TYPE_CHECKING:
     from autoshard.viz.layout_picture import visualize_layout
 
 __version__ = "0.1.0"
+
+_HOME = os.path.dirname(os.path.abspath(__file__))
+_ROOT = os.path.dirname(_HOME)
+_ROOMS = ("passes", "models")
+_BESIDE = {f"autoshard.{room}": os.path.join(_ROOT, room, "__init__.py") for room in _ROOMS}
+
+
+class _InCheckout:
+    """Finds ``passes`` and ``models``, which a checkout has beside this folder, and a wheel in it."""
+
+    @staticmethod
+    def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
+        here = name in _BESIDE and path == __path__  # another autoshard of this process has its own
+        return spec_from_file_location(name, _BESIDE[name]) if here else None
+
+
+# First: the finder of an editable install would answer with folders of the checkout it is of.
+if not os.path.isdir(os.path.join(_HOME, "passes")):
+    sys.meta_path.insert(0, _InCheckout)
 
 # Loaded on first use, so that generated code that imports the runtime alone starts fast.
 _LAZY = {

@@ -7,6 +7,7 @@ The models in ``autoshard.models`` count as a user's.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import linecache
 import operator
 import os
@@ -20,14 +21,21 @@ import torch
 
 
 def _folder(*parts: str) -> tuple[str, ...]:
-    """The folder with a separator at its end, as it is named and as it really is: checkouts hold links."""
+    """The folder with a separator at its end, as it is named and as it is without links."""
     path = os.path.join(*parts)
     return tuple(dict.fromkeys(p + os.sep for p in (path, os.path.realpath(path))))
 
 
-_HOME = os.path.dirname(os.path.abspath(__file__))
-_MODELS = _folder(_HOME, "models")
-_OURS = (*_folder(_HOME), *_folder(_HOME, "passes"))
+def _package(name: str) -> tuple[str, ...]:
+    """The folder of a package, which is not imported: in a checkout not all lie in one."""
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    return _folder(os.path.dirname(spec.origin))
+
+
+_MODELS = _package("autoshard.models")
+_OURS = (*_package("autoshard"), *_package("autoshard.passes"))
 _TORCHS = _folder(os.path.dirname(torch.__file__))
 _PYTHONS = _folder(os.path.dirname(os.__file__))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')

@@ -25,6 +25,9 @@ from autoshard.models.moe import Moe, MoeConfig
 from autoshard.models.output import Output
 from autoshard.models.vit import Vit, VitConfig
 
+if __name__ != "autoshard.models":  # what it defines would exist twice
+    raise ImportError(f"{__file__} is autoshard.models: import it by this name")
+
 __all__ = [
     "Dlrm", "DlrmConfig", "Gpt", "GptConfig", "Llama", "LlamaConfig", "Mlp", "MlpConfig", "Moe", "MoeConfig", "Output",
     "Reference", "Vit", "VitConfig", "get", "names",

@@ -64,8 +64,8 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 73856,
-    "tokens": 648623,
+    "lines": 73893,
+    "tokens": 648831,
     "lines over 100 columns": 7332,
     "files": 521,
     "files under 60 lines": 96,
@@ -85,8 +85,6 @@ def _files() -> dict[str, Path]:
     for package, folder in PACKAGES.items():
         for path in folder.rglob("*.py"):
             parts = path.relative_to(folder).with_suffix("").parts
-            if package == "autoshard" and parts[0] in ("passes", "models"):  # the links
-                continue
             found[".".join((package, *parts)).removesuffix(".__init__")] = path
     return found
 

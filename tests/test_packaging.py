@@ -1,17 +1,27 @@
-"""What is shipped: the package list against the folders, and the wheel as a user installs it."""
+"""What is shipped and where it is found: in a checkout, installed from one, and from the wheel."""
 
 from __future__ import annotations
 
 import ast
+import bdb
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import venv
 import zipfile
+from collections import Counter
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import FrameType
 
 import pytest
+
+import autoshard.models.by_name
+import autoshard.passes.ir.sizes
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,23 +32,17 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = {"autoshard": "autoshard", "autoshard.passes": "passes", "autoshard.models": "models"}
 
 
-def _setuptools() -> dict[str, object]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+def _files(package: str, folder: str) -> list[Path]:
+    found = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    return [Path(package.replace(".", "/")) / path.relative_to(ROOT / folder) for path in found]
 
 
-def _shipped() -> set[str]:
+def _shipped() -> Counter[str]:
     """Every source and data file that belongs into the wheel, under its installed name."""
-    files = set()
-    for package, folder in FOLDERS.items():
-        for directory, _, names in os.walk(ROOT / folder):  # os.walk does not enter symlinked folders
-            if Path(directory).name == "__pycache__":
-                continue
-            relative = Path(directory).relative_to(ROOT / folder)
-            files |= {(Path(package.replace(".", "/")) / relative / name).as_posix() for name in names}
-    return files
+    return Counter(path.as_posix() for package, folder in FOLDERS.items() for path in _files(package, folder))
 
 
-def _run(*command: str, cwd: Path, **env: str) -> str:
+def _run(*command: str | Path, cwd: Path, **env: str) -> str:
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(command, cwd=cwd, env={**clean, **env}, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
@@ -46,28 +50,138 @@ def _run(*command: str, cwd: Path, **env: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from an sdist, so that both are proven complete. It leaves nothing in the checkout."""
-    folder = tmp_path_factory.mktemp("dist")
-    copy = folder / "source"
-    ignored = shutil.ignore_patterns(*"__pycache__ .git .venv build dist out *.egg-info .*_cache .hypothesis".split())
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, so that builds leave nothing in this one. Links would be copied as such."""
+    copy = tmp_path_factory.mktemp("checkout") / "source"
+    ignored = shutil.ignore_patterns(*"__pycache__ .git .venv* build dist out *.egg-info .*_cache .hypothesis".split())
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ignored)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path) -> Path:
+    folder = checkout.parent
     build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
-    sdist = _run(sys.executable, "-c", build, cwd=copy).split()[-1]
-    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder))
-    _run(*pip, str(folder / sdist), cwd=folder)
-    (path,) = folder.glob("*.whl")
+    return folder / _run(sys.executable, "-c", build, cwd=checkout).split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """Built from the sdist, so that both are proven complete."""
+    pip = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", sdist.parent)
+    _run(*pip, sdist, cwd=sdist.parent)
+    (path,) = sdist.parent.glob("*.whl")
     return path
 
 
-def test_every_folder_with_modules_is_in_the_list_of_packages() -> None:
-    found = {path.rpartition("/")[0].replace("/", ".") for path in _shipped() if path.endswith(".py")}
-    assert set(_setuptools()["packages"]) == found
+def _environment(folder: Path, *install: str | Path) -> Path:
+    """The Python of a new environment with autoshard alone in it; of this one it sees packages, but no finders."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
+    (site / "borrowed.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index")
+    _run(*pip, "--ignore-installed", "--no-build-isolation", *install, cwd=folder)
+    return python
 
 
-def test_every_package_has_an_init_file() -> None:
-    shipped = _shipped()
-    assert [p for p in _setuptools()["packages"] if f"{p.replace('.', '/')}/__init__.py" not in shipped] == []
+# --- a checkout ---
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    files = {Path(name) for name in _shipped() if name.endswith(".py")}
+    assert {path.parent / "__init__.py" for path in files} <= files
+
+
+def test_there_are_no_links(checkout: Path) -> None:
+    assert [path for path in checkout.rglob("*") if path.is_symlink()] == []
+    assert (checkout / "passes" / "__init__.py").is_file()
+
+
+def test_a_breakpoint_in_a_top_level_folder_is_hit() -> None:
+    stops = []
+
+    class Debugger(bdb.Bdb):
+        def user_line(self, frame: FrameType) -> None:
+            stops.append(frame.f_code.co_name)
+            self.set_continue()
+
+    gcd = autoshard.passes.ir.sizes.gcd
+    debugger = Debugger()
+    assert debugger.set_break(str(ROOT / "passes" / "ir" / "sizes.py"), gcd.__code__.co_firstlineno + 3) is None
+    debugger.runcall(lambda: gcd(4, 6))  # it stops at the first line of all, too
+    debugger.clear_all_breaks()
+    assert stops == ["<lambda>", "gcd"]
+    assert Path(autoshard.models.by_name.__file__) == ROOT / "models" / "by_name.py"
+
+
+@pytest.mark.parametrize("name", ["passes", "passes.ir.graph", "models", "models.gpt"])
+def test_nothing_is_imported_twice_under_another_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
+    before = set(sys.modules)
+    with pytest.raises(
+        ImportError, match=rf"__init__.py is autoshard\.{name.partition('.')[0]}: import it by this name"
+    ):
+        __import__(name)
+    assert {m for m in set(sys.modules) - before if not m.startswith("autoshard.")} == set()
+
+
+@pytest.mark.parametrize("name", ["autoshard.tests", "autoshard.benchmarks", "autoshard.docs", "autoshard.autoshard"])
+def test_of_the_checkout_only_two_folders_belong_to_the_package(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError):
+        __import__(name)
+
+
+USED_ELSEWHERE = """
+import multiprocessing, pickle
+from autoshard.models import mlp
+from autoshard.passes.ir import graph
+import autoshard
+if __name__ == "__main__":
+    value = mlp.MlpConfig(3), graph.Ref("x"), graph.Graph
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        there = pool.apply(pickle.dumps, (value,))
+    assert pickle.loads(there) == value
+    print(autoshard.__file__, graph.__file__, graph.Ref.__str__.__code__.co_filename, mlp.__file__)
+"""
+
+
+def test_a_checkout_is_used_without_being_installed(checkout: Path, tmp_path: Path) -> None:
+    """By PYTHONPATH, whatever is installed beside it; and by processes that it starts."""
+    script = tmp_path / "script.py"
+    script.write_text(USED_ELSEWHERE, encoding="utf-8")
+    output = _run(sys.executable, script, cwd=tmp_path, PYTHONPATH=str(checkout))
+    names = ("autoshard/__init__.py", "passes/ir/graph.py", "passes/ir/graph.py", "models/mlp.py")
+    assert output.split() == [str(checkout / name) for name in names]
+
+
+WHERE = "import autoshard.passes.ir, autoshard.models as m; print(autoshard.__file__, autoshard.passes.ir.__file__, m.__file__)"
+
+
+@pytest.mark.parametrize("room", ["passes", "models"])
+def test_the_finder_of_another_editable_install_is_not_asked(room: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Editable:  # as setuptools' does
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec:
+            return ModuleSpec(name, None, origin="elsewhere")
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Editable])
+    specs = (finder.find_spec(f"autoshard.{room}", autoshard.__path__) for finder in sys.meta_path)
+    assert next(filter(None, specs)).origin == str(ROOT / room / "__init__.py")
+    assert autoshard._InCheckout.find_spec(f"autoshard.{room}", ["elsewhere"]) is None  # of another autoshard
+
+
+@pytest.mark.slow
+def test_an_editable_install_serves_its_checkout_and_yields_to_another(checkout: Path, tmp_path: Path) -> None:
+    python = _environment(tmp_path / "env", "-e", checkout)
+    relative = f"import sys; sys.path.insert(0, {ROOT.name!r}); {WHERE}"
+    ways = [(checkout, WHERE, tmp_path, {}), (ROOT, WHERE, tmp_path, {"PYTHONPATH": str(ROOT)})]
+    for root, code, cwd, env in [*ways, (ROOT, relative, ROOT.parent, {})]:
+        found = [cwd / path for path in _run(python, "-c", code, cwd=cwd, **env).split()]
+        assert found == [root / name / "__init__.py" for name in ("autoshard", "passes/ir", "models")]
+
+
+# --- what is shipped ---
 
 
 def _imported(source: str) -> set[str]:
@@ -101,15 +215,18 @@ def test_imports_of_others_are_seen() -> None:
     assert _declared(["torch>=2.11,<2.16", "a-b[c]==1", "plain"]) == {"torch", "a-b", "plain"}
 
 
-def test_the_symlinks_are_there_and_relative() -> None:
-    assert os.readlink(ROOT / "autoshard" / "passes") == "../passes"
-    assert os.readlink(ROOT / "autoshard" / "models") == "../models"
+def test_the_sdist_holds_every_file_once(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = Counter(name.partition("/")[2] for name in archive.getnames())
+    files = [path for folder in FOLDERS.values() for path in _files(folder, folder)]
+    assert {name: names[name] for name in map(Path.as_posix, files)} == {path.as_posix(): 1 for path in files}
+    assert [name for name in names if name.startswith(("autoshard/passes", "autoshard/models"))] == []
 
 
-def test_the_wheel_holds_every_file_and_nothing_else(wheel: Path) -> None:
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+def test_the_wheel_holds_every_file_once_and_nothing_else(wheel: Path) -> None:
+    names = Counter(name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name)
     assert names == _shipped()
-    assert {"autoshard/passes/ir/graph.py", "autoshard/models/gpt.py", "autoshard/py.typed"} <= names
+    assert {"autoshard/passes/ir/graph.py", "autoshard/models/gpt.py", "autoshard/py.typed"} <= set(names)
 
 
 def test_the_wheel_carries_licence_and_console_script(wheel: Path) -> None:
@@ -121,20 +238,16 @@ def test_the_wheel_carries_licence_and_console_script(wheel: Path) -> None:
 
 
 def test_the_installed_wheel_imports_from_anywhere(wheel: Path, tmp_path: Path) -> None:
-    """Installed beside nothing else: the checkout is not on the path; torch comes from this environment."""
-    target = tmp_path / "site"
-    pip = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(target))
-    _run(*pip, str(wheel), cwd=tmp_path)
-    assert {p.name for p in target.iterdir() if ".dist-info" not in p.name} <= {"autoshard", "bin"}
+    python = _environment(tmp_path / "env", wheel)
     script = """
-import autoshard, autoshard.models, autoshard.passes.ir, autoshard.passes.rules.base, importlib.util
+import autoshard, autoshard.models, autoshard.passes.ir, autoshard.passes.rules.base, importlib.util, sys
 import torch
 reference = autoshard.models.get("mlp")
 args, kwargs = reference.inputs(batch=2, seq=3)
 assert reference.model()(*args, **kwargs).shape == (2, 3, 16)
 assert importlib.util.find_spec("passes") is None and importlib.util.find_spec("models") is None
-print(autoshard.__file__, autoshard.passes.ir.__file__, autoshard.models.__file__)
+assert autoshard._InCheckout not in sys.meta_path
 """
-    # PYTHONPATH comes before site-packages, so that an editable install of the checkout does not win.
-    output = _run(sys.executable, "-c", script, cwd=Path("/"), PYTHONPATH=str(target))
-    assert [Path(p).is_relative_to(target) for p in output.split()] == [True, True, True]
+    found = _run(python, "-c", script + WHERE, cwd=Path("/")).split()
+    assert [Path(p).is_relative_to(tmp_path / "env") for p in found] == [True, True, True]
+    assert found[1].endswith("autoshard/passes/ir/__init__.py")
