@@ -64,9 +64,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 73893,
-    "tokens": 648831,
-    "lines over 100 columns": 7332,
+    "lines": 73985,
+    "tokens": 649722,
+    "lines over 100 columns": 7335,
     "files": 521,
     "files under 60 lines": 96,
     "names at module level in 3 or more files": 278,

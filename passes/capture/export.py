@@ -43,6 +43,7 @@ from autoshard.passes.capture.exported.attributes import (
     untouched,
     write_back,
 )
+from autoshard.passes.capture.exported.contents import stand_in_for
 from autoshard.passes.capture.exported.growing import from_one, longer
 from autoshard.passes.capture.exported.handed import CHANGED, RETURNED, Handed, Returned, of_dicts
 from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
@@ -297,10 +298,12 @@ class _Trace:
 
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
+            own: dict[int, torch.Tensor] = {}
             try:
+                own = stand_for(model, tensors, self.attached)
+                stand_in_for(model, own)
                 attributes, before = held(model), as_found(model)
                 assigned = [(module, dict(module._buffers), shapes_of(module)) for module in model.modules()]
-                own = stand_for(model, tensors, self.attached)
                 with none_drawn(model), watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
                     watch.begin(Forward(self.given, list(model.parameters()), state, trained, own))
@@ -317,6 +320,8 @@ class _Trace:
             except Exception as error:
                 self.error = error
                 raise _StoppedError from None
+            finally:
+                stand_in_for(model, {id(own[id(x)]): x for x in tensors.values() if id(x) in own})
 
         if keywords:
             traced.__signature__ = with_keywords(inspect.signature(forward), keywords)  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,19 +34,10 @@ def carry(tensors: Mapping[str, torch.Tensor], new: Mapping[int, torch.Tensor], 
                     f"attribute {attribute!r} of {name!r} is a view of the model's tensors, which the sharded module does not "
                     "keep in that memory. Delete it, and set it on the sharded module's parameter."
                 )
-            made, target = _standing(value, {**memo, **new}), new[id(old)]
+            made, target = copied(value, {**memo, **new}), new[id(old)]
             if isinstance(target, DTensor) and type(made) in _WHOLE and made.shape == old.shape:
                 made = part_of(made, target)
             setattr(target, attribute, made)
-
-
-def _standing(value: Any, memo: Mapping[int, Any]) -> Any:
-    """``value`` with what stands for parts of the model in their places; itself where it holds none of these."""
-    leaves, spec = pytree.tree_flatten(value)
-    now = [copied(x, memo, {}) for x in leaves]
-    if all(a is b for a, b in zip(leaves, now, strict=True)):
-        return value
-    return pytree.tree_unflatten(now, spec)
 
 
 def without_data(p: nn.Parameter) -> nn.Parameter:

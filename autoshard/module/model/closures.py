@@ -1,49 +1,128 @@
-"""Functions that a model keeps in attributes, and what they hold of it: ``copy.deepcopy`` leaves them as they are."""
+"""Copies of what holds a model's modules and tensors, so that they hold those of a copy of the model.
+
+``copy.deepcopy`` leaves functions, weak references and caches of calls as they are: a lambda over ``self`` in a copy would run
+the original, with the weights and modes that it had.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from autoshard.passes.capture.exported.contents import DEPTH, held_in
+from autoshard.passes.capture.observer import patched
 
-def rebind(model: nn.Module, memo: Mapping[int, Any]) -> None:
-    """Let the functions in attributes of ``model``, a copy, hold its modules and tensors instead of the original's.
-
-    ``memo``: that of the copy, id of an original → its copy. A lambda over ``self`` would read the original's parameters.
-    """
-    for module in model.modules():
-        _rebind_in(vars(module), memo, {})
+Memo = dict[int, Any]
 
 
-def _rebind_in(holder: Any, memo: Mapping[int, Any], seen: dict[int, Any]) -> None:
-    for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
-        if isinstance(value, FunctionType):
-            if (made := _rebound(value, memo, seen)) is not value:
-                holder[key] = made
-        elif type(value) in (dict, list) or (isinstance(value, dict) and str(key).endswith("_hooks")):
-            _rebind_in(value, memo, seen)
+@contextlib.contextmanager
+def in_copies(own: Collection[int]) -> Iterator[None]:
+    """Inside, ``copy.deepcopy`` copies functions and weak references, too, that reach what is in ``own``, by its id."""
+
+    def function(x: FunctionType, memo: Memo) -> FunctionType:
+        if not _reaches(x, own):
+            return x
+        cells = tuple(CellType() for _ in x.__closure__ or ())
+        made = memo[id(x)] = FunctionType(x.__code__, x.__globals__, x.__name__, None, cells or None)
+        for new, old in zip(cells, x.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                new.cell_contents = part(old.cell_contents, memo)
+        made.__defaults__, made.__kwdefaults__ = part(x.__defaults__, memo), part(x.__kwdefaults__, memo)
+        made.__dict__.update({name: part(value, memo) for name, value in vars(x).items()})
+        return made
+
+    def part(x: Any, memo: Memo) -> Any:
+        return copy.deepcopy(x, memo) if _reaches(x, own) else x
+
+    def bound(x: MethodType, memo: Memo) -> MethodType:
+        return MethodType(part(x.__func__, memo), copy.deepcopy(x.__self__, memo))
+
+    def reference(x: Any, memo: Memo) -> Any:
+        target = x()
+        return weakref.ref(copy.deepcopy(target, memo)) if id(target) in own else x
+
+    def method(x: Any, memo: Memo) -> Any:
+        target = x()
+        return x if target is None else weakref.WeakMethod(copy.deepcopy(target, memo))
+
+    def collection(x: Any, memo: Memo) -> Any:
+        items = x.items() if hasattr(x, "items") else x
+        return type(x)([copy.deepcopy(item, memo) for item in items])
+
+    def cache(x: Any, memo: Memo) -> Any:
+        again = part(x.__wrapped__, memo)
+        return x if again is x.__wrapped__ else functools.lru_cache(**x.cache_parameters())(again)
+
+    kinds: dict[Any, Any] = {
+        FunctionType: function,
+        MethodType: bound,
+        weakref.ref: reference,
+        weakref.WeakMethod: method,
+        **dict.fromkeys((weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary), collection),
+        type(functools.lru_cache(print)): cache,
+    }
+    table = {**copy._deepcopy_dispatch, **kinds}  # type: ignore[attr-defined]
+    patches = [(copy, "_deepcopy_dispatch", table)]
+    if atomic := getattr(copy, "_atomic_types", None):  # as of Python 3.14, asked before the table
+        patches.append((copy, "_atomic_types", atomic - kinds.keys()))
+    with patched(patches):
+        yield
 
 
-def _rebound(function: FunctionType, memo: Mapping[int, Any], seen: dict[int, Any]) -> FunctionType:
-    """The function over copies; itself where it holds nothing that was copied."""
-    if id(function) in seen:
-        return seen[id(function)]  # type: ignore[no-any-return]
-    seen[id(function)] = function
-    cells = function.__closure__ or ()
-    held = (*map(_content, cells), *(function.__defaults__ or ()))
-    now = [copied(x, memo, seen) for x in held]
-    if all(a is b for a, b in zip(now, held, strict=True)):
-        return function
-    closure = tuple(cell if new is old else CellType(new) for cell, old, new in zip(cells, held, now, strict=False))
-    made = FunctionType(function.__code__, function.__globals__, function.__name__, tuple(now[len(cells) :]), closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    seen[id(function)] = made
-    return made
+def tensors_stay() -> contextlib.AbstractContextManager[None]:
+    """Inside, ``copy.deepcopy`` gives tensors themselves, but for those that its memo has."""
+    return patched((kind, "__deepcopy__", lambda x, memo: x) for kind in (torch.Tensor, nn.Parameter))
+
+
+def of_model(model: nn.Module) -> set[int]:
+    """The ids of its modules, parameters and buffers."""
+    return {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
+
+
+def copied(x: Any, memo: Mapping[int, Any]) -> Any:
+    """``x`` with what ``memo`` gives for parts of it, by their ids; itself where it holds none of these."""
+    foreign: dict[int, nn.Module] = {}
+    if not _reaches(x, memo.keys(), foreign):
+        return x
+    with in_copies(memo.keys()), tensors_stay():
+        return copy.deepcopy(x, {**foreign, **memo})
+
+
+def _reaches(x: Any, own: Collection[int], foreign: dict[int, nn.Module] | None = None) -> bool:
+    """Whether ``x`` is or holds one of these. ``foreign`` takes other modules that it holds."""
+    found, seen, level = False, set[int](), [x]
+    for _ in range(2 * DEPTH):
+        level = [y for y in level if not (id(y) in seen or seen.add(id(y)))]  # type: ignore[func-returns-value]
+        found = found or any(id(y) in own for y in level)
+        if found and foreign is None:
+            return True
+        if foreign is not None:
+            foreign.update((id(y), y) for y in level if isinstance(y, nn.Module))
+        level = [z for y in level if id(y) not in own for z in _held_by(y)]
+    return found
+
+
+def _held_by(x: Any) -> Iterable[Any]:
+    if isinstance(x, FunctionType):
+        return [*map(_content, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
+    if isinstance(x, MethodType):
+        return [x.__self__, x.__func__]
+    if isinstance(x, functools.partial):
+        return [x.func, x.args, x.keywords]
+    if isinstance(x, weakref.ref):
+        return [x()]
+    if hasattr(type(x), "cache_parameters"):
+        return [x.__wrapped__]
+    held = held_in(x)
+    return () if held is None else [*held, *held.values()] if isinstance(held, dict) else held
 
 
 def _content(cell: CellType) -> Any:
@@ -51,12 +130,3 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # nothing is in it yet
         return None
-
-
-def copied(x: Any, memo: Mapping[int, Any], seen: dict[int, Any]) -> Any:
-    """What a function holds, or the copy of it."""
-    if isinstance(x, nn.Module | torch.Tensor):
-        return memo.get(id(x), x)
-    if isinstance(x, MethodType):
-        return MethodType(x.__func__, memo[id(x.__self__)]) if id(x.__self__) in memo else x
-    return _rebound(x, memo, seen) if isinstance(x, FunctionType) else x

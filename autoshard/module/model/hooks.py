@@ -94,7 +94,7 @@ def called(model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[in
             for kind in HOOKS:
                 had, now = own[kind], vars(part)[kind].items()
                 own[kind] = OrderedDict(
-                    (n, had[n] if n in had else _checked(path, copied(f, memo, {}), kind == FORWARD[1])) for n, f in now
+                    (n, had[n] if n in had else _checked(path, copied(f, memo), kind == FORWARD[1])) for n, f in now
                 )
             own.update({kind: vars(part)[kind] for kind in FLAGS})
             if own[FORWARD[0]] or own[FORWARD[1]]:

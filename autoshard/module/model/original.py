@@ -16,13 +16,13 @@ from torch.distributed.tensor import DTensor
 from autoshard.errors import CaptureError
 from autoshard.initialise.deferred import recording_of
 from autoshard.module.model.attached import carry, without_data
-from autoshard.module.model.closures import rebind
+from autoshard.module.model.closures import in_copies, of_model, tensors_stay
 from autoshard.module.model.hooks import FORWARD, Hook, adopt, called, present
 from autoshard.module.model.parts import Part, parts_of
 from autoshard.module.model.state import State, defaults
 from autoshard.passes.capture.exported.attached import with_class
 from autoshard.passes.capture.exported.attributes import LEFT, SMALL, VALUES, as_buffers, attribute, parameters_of
-from autoshard.passes.capture.observer import patched
+from autoshard.passes.capture.exported.contents import stand_in_for
 from autoshard.passes.capture.refusals.shared import memory_of
 from autoshard.runtime.autocast import autocast_state
 
@@ -228,8 +228,8 @@ class Original:
         self.check_present(())
         self._seen = self._places = None
         made = memo[id(self)] = object.__new__(Original)
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        rebind(made.model, memo)
+        with in_copies(of_model(self.model)):
+            made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         made._without_values(self.absent)  # versions count from another number
         return made
 
@@ -372,14 +372,14 @@ def skeleton(model: nn.Module) -> nn.Module:
     for t in computed(model):
         memo[id(t)] = t.detach().to("meta")
         setattr(memo[id(t)], LEFT, True)
-    with patched((kind, "__deepcopy__", lambda x, memo: x) for kind in (torch.Tensor, nn.Parameter)):
+    with in_copies(of_model(model)), tensors_stay():
         try:
             made = copy.deepcopy(model, memo)
         except TypeError as error:  # Python's own, of generators, locks and open files
             raise CaptureError(
                 f"the model cannot be copied: {error}. Keep what cannot out of it, or give its class a __deepcopy__."
             ) from error
-    rebind(made, memo)
+    stand_in_for(made, {i: memo[i] for i in of_model(model)})
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,6 +24,8 @@ NOTHING = object()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _NO_STATE = ("builtins", "functools", "torch")
 """where what can be called is a function"""
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+"""of a module, where a trace itself puts what stands for its tensors"""
 OF_PYTHON = ("builtins", "itertools", "_collections")
 """where Python's own functions, generators and iterators are"""
 
@@ -150,6 +152,31 @@ def put(contents: Contents) -> None:
             kind: Any = OrderedDict if isinstance(attributes, OrderedDict) else dict
             kind.clear(attributes)
             kind.update(attributes, {name: x for name, x in held.items() if name not in slots})
+
+
+def stand_in_for(model: nn.Module, by: Mapping[int, Any]) -> None:
+    """In the attributes of its modules, put what stands for a tensor or module in its place; in keys also the id of it.
+
+    ``by``: what stands for it, by its id. What a forward looks up by identity is found so.
+    """
+
+    def now(x: Any) -> Any:
+        if type(x) in (tuple, frozenset):
+            made = [now(y) for y in x]
+            return x if all(a is b for a, b in zip(made, x, strict=True)) else type(x)(made)
+        return by.get(id(x), x)
+
+    def key(x: Any) -> Any:
+        return id(by[x]) if type(x) is int and x in by else now(x)
+
+    each = [(vars(m), n, x) for m in model.modules() for n, x in vars(m).items() if n not in _REGISTERED]
+    for attributes, name, x in each:
+        attributes[name] = now(x)
+    for holder, held in taken(x for _, _, x in each):
+        if isinstance(held, dict):
+            put([(holder, {key(x): now(y) for x, y in held.items()})])
+        else:
+            put([(holder, type(held)(map(key if isinstance(held, set) else now, held)))])
 
 
 def _flat(held: Any) -> Iterator[Any]:
