@@ -95,4 +95,5 @@ def table(found: dict[str, int], limits: dict[str, int]) -> Iterable[str]:
     """A line per count: what there is, the limit, and the difference to it."""
     for what, limit in limits.items():
         left = limit - found[what]
-        yield f"{what:<45} {found[what]:>7}  limit {limit:>7}  {f'{left} below' if left else 'at the limit'}"
+        side = "below" if left > 0 else "over"
+        yield f"{what:<45} {found[what]:>7}  limit {limit:>7}  {f'{abs(left)} {side}' if left else 'at the limit'}"

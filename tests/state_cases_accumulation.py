@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -172,6 +172,43 @@ def a_penalty_on_weights(mesh: autoshard.Mesh) -> None:
             weight = module.up.weight
             (module(ids())[0] + weight.square().sum()).backward()
             (weight.abs().sum() * module(ids(seed=1))[0]).backward()
+        same_gradients(sharded, model)
+
+
+def _into(loss: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
+    total = loss * 2
+    total += penalty
+    return total
+
+
+MEETINGS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": lambda loss, penalty: loss.mean() + 0.1 * penalty,
+    "product": lambda loss, penalty: penalty * loss.mean(),
+    "written": lambda loss, penalty: _into(loss.mean(), penalty),
+    "written to": lambda loss, penalty: _into(penalty, loss.mean()),
+    "stacked": lambda loss, penalty: torch.stack([loss.mean(), penalty]).square().sum(),
+    "joined": lambda loss, penalty: torch.cat([loss.mean()[None], penalty[None]]).square().sum(),
+    "bounded": lambda loss, penalty: torch.maximum(loss.mean(), penalty) + torch.minimum(loss.mean(), penalty),
+}
+
+
+@case
+def losses_outside_with_penalties(mesh: autoshard.Mesh) -> None:
+    """What the outputs and a plain target make is plain, and meets numbers made of weights; a plain number is trained, too."""
+    temperature = torch.tensor(1.5, dtype=torch.float64)
+    target = torch.randn(4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    losses = (lambda y: (y - target).square(), lambda y: torch.where(target > 0, y, target).abs())
+    for meet in MEETINGS.values():
+        model, sharded = pair(real(mesh), Shifted, rows(), hints={"by": autoshard.Shard(1)})
+        found = []
+        for module in (model, sharded):
+            scale = temperature.clone().requires_grad_()
+            for loss in losses:
+                made = meet(loss(module(rows())) * scale, module.by.square().sum() * scale)
+                full(made).backward() if isinstance(made, DTensor) else made.backward()
+            assert type(scale.grad) is torch.Tensor
+            found.append(scale.grad)
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
         same_gradients(sharded, model)
 
 

@@ -18,14 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from state_harness import Block, Net, both, case, close, full, ids, pair, same_gradients, same_state, steps
+from state_harness import Block, Net, both, case, close, full, ids, pair, refused, same_gradients, same_state, steps
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoshard
@@ -90,6 +90,17 @@ def averaged(mesh: autoshard.Mesh) -> None:
             average.eval()
         with torch.no_grad():
             close(given(ids(seed=9))[1], expected(ids(seed=9))[1])
+
+
+@case
+def statistics_computed_anew(mesh: autoshard.Mesh) -> None:
+    """``update_bn`` sets ``momentum`` of batch norms, which programs have read."""
+    x = torch.randn(4, 8, dtype=torch.float64)
+    _, sharded = pair(mesh, lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), x)
+    average = AveragedModel(sharded)
+    average.update_parameters(sharded)
+    with refused("'momentum' of a BatchNorm1d is set"):
+        update_bn([x], average)
 
 
 @case

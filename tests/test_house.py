@@ -64,10 +64,10 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 73985,
-    "tokens": 649722,
-    "lines over 100 columns": 7335,
-    "files": 521,
+    "lines": 74066,
+    "tokens": 650274,
+    "lines over 100 columns": 7343,
+    "files": 522,
     "files under 60 lines": 96,
     "names at module level in 3 or more files": 278,
     "numeric constants at module level": 223,
@@ -252,6 +252,7 @@ def test_what_grows_is_counted(tmp_path: Path) -> None:
     }  # fmt: skip
     assert grown["tokens"] > 60
     assert list(table({"a": 3}, {"a": 5})) == [f"{'a':<45} {3:>7}  limit {5:>7}  2 below"]
+    assert list(table({"a": 7}, {"a": 5})) == [f"{'a':<45} {7:>7}  limit {5:>7}  2 over"]
 
 
 # --- docs/design.md ---

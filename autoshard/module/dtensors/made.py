@@ -71,7 +71,7 @@ def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     """This rank's part of the gradient of a tensor that lies as ``spec`` says; of a sum every summand has the whole."""
     wanted = tuple([_WHOLE if p.is_partial() else p for p in spec.placements])
     if not isinstance(gradient, DTensor):  # zeros that autograd made
-        gradient = whole_of(gradient, spec_of(spec.mesh, (_WHOLE,) * len(wanted), gradient.shape, gradient.dtype))
+        gradient = replicated(spec.mesh, gradient)
     if gradient._spec.placements != wanted:
         gradient = gradient.redistribute(spec.mesh, wanted)
     if torch.is_grad_enabled():
@@ -88,15 +88,9 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def of_plain_gradient(x: torch.Tensor) -> torch.Tensor:
-    """``x``, a number. Where it meets a DTensor, as in a sum with a penalty on weights, its gradient comes as one."""
-    if x.grad_fn is not None:
-        x.grad_fn.register_prehook(_plain)  # not of the tensor, whose hooks are the user's
-    return x
-
-
-def _plain(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple([plain(g) for g in gradients])
+def replicated(mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
+    """``x``, which is the same on all ranks, as a DTensor that is whole on each."""
+    return whole_of(x, spec_of(mesh, (_WHOLE,) * mesh.ndim, x.shape, x.dtype))
 
 
 def ones_of(x: DTensor) -> DTensor:

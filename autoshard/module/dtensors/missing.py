@@ -53,9 +53,20 @@ def mend_missing(is_ours: Callable[[object], bool]) -> None:
 
 def lists() -> set[Any]:
     """The ops that take lists of tensors and do the same with each."""
-    names = (n.removeprefix("aten::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::_foreach_"))
-    named = (n.partition(".")[::2] for n in names if not n.endswith("out"))
-    return {getattr(getattr(aten, name), overload or "default") for name, overload in named}
+    return {op for op in _ops() if op.name().startswith("aten::_foreach_")}
+
+
+def of_elements() -> set[Any]:
+    """The ops on several tensors that compute each element by itself, and write to none."""
+    pointwise = (op for op in _ops() if torch.Tag.pointwise in op.tags and not op._schema.is_mutable)
+    return {op for op in pointwise if sum(str(a.type) == "Tensor" for a in op._schema.arguments) > 1}
+
+
+def _ops() -> Iterator[Any]:
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and not name.endswith("out"):
+            yield getattr(getattr(aten, packet), overload or "default")
 
 
 @contextlib.contextmanager

@@ -24,7 +24,8 @@ from autoshard.module.dtensors.chunks import mend_checkpoints
 from autoshard.module.dtensors.draws import DRAWS, drawn
 from autoshard.module.dtensors.files import mend_files
 from autoshard.module.dtensors.made import new_dtensor
-from autoshard.module.dtensors.missing import FACTORIES, lists, mend_missing, of_whole, plain_is_whole
+from autoshard.module.dtensors.missing import FACTORIES, lists, mend_missing, of_elements, of_whole, plain_is_whole
+from autoshard.module.dtensors.mixed import Handler, mend_mixed, take_plain_gradient
 from autoshard.module.dtensors.owned import is_owned
 from autoshard.module.dtensors.strided import mend_strided
 from autoshard.module.dtensors.views import VIEWS, indexed, set_through, set_whole, whole_on
@@ -32,8 +33,6 @@ from autoshard.runtime.transport.work import all_reduce_sum
 
 _FUSED = (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
 
-
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _MESHES: set[DeviceMesh] = set()
 """those that sharded modules run on: DTensors on others are left to torch"""
@@ -92,6 +91,7 @@ def _mend() -> None:
     mend_checkpoints()
     mend_strided()
     mend_missing(lambda x: is_ours(x) and not is_owned(x))
+    mend_mixed(of_elements(), _handle, _as_it_was)
     mend_files(is_ours, _is_whole)
     DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]
@@ -205,7 +205,7 @@ def _with_zeros(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.no_grad():
             return op([x.full_tensor() if isinstance(x, DTensor) else x for x in args[0]], *args[1:], **kwargs)
     mesh = next(x for x in args[0] if isinstance(x, DTensor)).device_mesh
-    given = [x if isinstance(x, DTensor) else whole_on(mesh, x) for x in args[0]]
+    given = [x if isinstance(x, DTensor) else whole_on(mesh, take_plain_gradient(x)) for x in args[0]]
     return _as_it_was(op, (given, *args[1:]), kwargs)
 
 

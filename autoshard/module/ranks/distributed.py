@@ -22,7 +22,7 @@ from autoshard.compiler import build, captured
 from autoshard.errors import CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.module.dtensors.made import of_plain_gradient
+from autoshard.module.dtensors.mixed import take_plain_gradient
 from autoshard.module.dtensors.of_stage import OfStage
 from autoshard.module.dtensors.ops import mend
 from autoshard.module.dtensors.outputs import Output
@@ -338,7 +338,7 @@ class DistributedModule(OnRank):
         if kept and (cut or (shape and not state)):
             return Output.of(self._dtensor(local, layout, shape))
         if not cut:
-            return local if shape else of_plain_gradient(local)
+            return local if shape else take_plain_gradient(local)
         mesh = self._running
         whole = Layout(mesh, [I if local.requires_grad else R] * mesh.ndim)
         return execute(_way(layout, whole, tuple(shape), mesh, local.dtype, local.requires_grad), local)
