@@ -7,12 +7,15 @@ import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import find_batch_size, recursively_apply
+from torch.utils.data import IterableDataset
 
 from autoshard.module.base import ShardedModule
 from autoshard.module.checkpoints import (
@@ -48,21 +51,46 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             object.__setattr__(self.model, "_tp_size", self._sharing)
             self.args.average_tokens_across_devices = True  # else one rank's count is divided by all, too
             self.accelerator.prepare_data_loader = self._whole_batches
-            self.gather_function = lambda data, **_: data
+            self.accelerator.gather_for_metrics = self.gather_function = self._gather_for_metrics
+
+    def _gather_for_metrics(self, data: Any, **_: Any) -> Any:
+        """As accelerate in one process: of the last batch its rows, since the loss is repeated for those of a full one."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder < 1:
+            return data
+        try:
+            return recursively_apply(lambda tensor: tensor[: state.remainder], data)
+        except IndexError:  # where one has no rows, accelerate leaves all
+            return data
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As in one process: else the sampler of a rank, and the seeds of its workers, give it batches of its own."""
+        if self._sharing == 1:
+            return super()._get_dataloader(*args, **kwargs)
+        ranks = self.args.distributed_state
+        self.args.distributed_state = SimpleNamespace(num_processes=1, process_index=0, local_process_index=0)
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.args.distributed_state = ranks
 
     def _whole_batches(self, loader: Any, **_: Any) -> Any:
         """The batches of ``loader``, all of them for every rank, on its device."""
         made = self.accelerator
-        return prepare_data_loader(
+        prepared = prepare_data_loader(
             loader,
             self.args.device,
             num_processes=1,
             process_index=0,
             put_on_device=True,
+            dispatch_batches=False,  # else rank 0 reads an iterable dataset, and each rank has a part of the batch
             rng_types=made.rng_types.copy(),
             use_seedable_sampler=made.use_seedable_sampler,
             data_seed=made.dataloader_config.data_seed,
         )
+        if isinstance(loader.dataset, IterableDataset):
+            _count_last_batch(prepared)
+        return prepared
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
@@ -117,6 +145,21 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             load_full_optimizer_state_dict(self.model, self.optimizer, state)
         with _loaded(checkpoint, _SCHEDULER) as state:
             self.lr_scheduler.load_state_dict(state)
+
+
+def _count_last_batch(loader: Any) -> None:
+    """Let ``loader`` know the rows of its last batch, which accelerate computes from the length of a dataset only."""
+    base = loader.base_dataloader
+    batches = base.__iter__
+
+    def counted() -> Iterator[Any]:
+        rows = None
+        for batch in batches():
+            rows = find_batch_size(batch)
+            yield batch
+        loader.remainder = rows or -1  # accelerate reads one batch ahead: before it gives the last one
+
+    base.__iter__ = counted
 
 
 @contextlib.contextmanager

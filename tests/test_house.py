@@ -64,9 +64,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 74066,
-    "tokens": 650274,
-    "lines over 100 columns": 7343,
+    "lines": 74109,
+    "tokens": 650531,
+    "lines over 100 columns": 7349,
     "files": 522,
     "files under 60 lines": 96,
     "names at module level in 3 or more files": 278,

@@ -1,0 +1,48 @@
+"""Hugging Face's Trainer on two gloo ranks, with datasets that its batches do not divide."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import world
+from trainer_worker import CASES, outcome
+
+FAST = {"metrics", "stream"}
+
+
+@pytest.fixture(scope="session")
+def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """What a case came to in a world of two ranks that runs all chosen ones."""
+    chosen = [i.callspec.params["name"] for i in request.session.items if i.function is test_as_one_device]
+
+    @functools.cache
+    def results() -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("trainer")
+        found: dict[str, Any] = json.loads(world.start("trainer_worker.py", 2, folder, ",".join(chosen), timeout=280))
+        return found
+
+    return lambda name: results()[name]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
+def test_as_one_device(sharded: Callable[[str], Any], tmp_path: Path, name: str) -> None:
+    """Losses, metrics, rows and weights are those of transformers' own Trainer with the whole model."""
+    expected = json.loads(json.dumps(outcome(name, str(tmp_path), whole=True)))
+    assert [len(expected["metrics"]), bool(expected["told"])] == [3, "steps" in CASES[name]]
+    assert differences(sharded(name), expected) == []
+
+
+def differences(found: Any, expected: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(expected, dict) and found.keys() == expected.keys():
+        return [d for key in expected for d in differences(found[key], expected[key], f"{path}/{key}")]
+    if isinstance(expected, list) and len(found) == len(expected):
+        return [
+            d for i, pair in enumerate(zip(found, expected, strict=True)) for d in differences(*pair, f"{path}/{i}")
+        ]
+    same = not isinstance(expected, dict | list) and found == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    return [] if same else [(path, found, expected)]
