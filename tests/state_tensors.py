@@ -10,6 +10,7 @@ import torch
 from state_harness import Block, Net, Of, both, case, close, full, ids, pair, refused, rows, same_gradients, steps
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 import autoshard
 
@@ -167,6 +168,21 @@ def what_is_built_otherwise_is_refused(mesh: autoshard.Mesh) -> None:
     del sharded.layers[0].down._parameters["bias"]  # behind its back
     with refused("'layers.0.down.bias' is no longer among the sharded module's tensors"):
         sharded(ids())
+    for put, remove in REPARAMETRIZED:
+        sharded: Any = autoshard.compile(
+            nn.Sequential(put(nn.Linear(6, 12).double())), mesh, (rows(width=6),), micro_batches=1, stages=None
+        )
+        before = {n: full(p).clone() for n, p in sharded.named_parameters()}
+        with refused("is removed from a Linear, after it was compiled"):
+            remove(sharded[0])
+        assert all(torch.equal(full(p), before[n]) for n, p in sharded.named_parameters())
+
+
+REPARAMETRIZED: Any = (
+    (lambda m: prune.l1_unstructured(m, "weight", 0.3), lambda m: prune.remove(m, "weight")),
+    (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+    (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+)
 
 
 @case

@@ -230,6 +230,33 @@ def transforms_are_refused(mesh: autoshard.Mesh) -> None:
 
 
 @case
+def backwards_under_vmap_are_refused(mesh: autoshard.Mesh) -> None:
+    """Before anything is sent: what comes one gradient at a time, or twice through the graph, is right afterwards."""
+    by = torch.autograd.functional
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    layers = nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6)
+    model, sharded = pair(mesh, lambda: nn.Sequential(*layers), x, micro_batches=1, stages=None)
+    own = x.clone().requires_grad_()
+    y, several = sharded(own), torch.stack([torch.ones_like(x), x])
+    for ask in (
+        lambda: by.jacobian(sharded, x, vectorize=True),
+        lambda: by.jacobian(lambda x: full(sharded(x)), x, vectorize=True),
+        lambda: by.hessian(lambda x: full(sharded(x)).sum(), x, vectorize=True),
+        lambda: torch.autograd.grad(y, own, several, is_grads_batched=True, retain_graph=True),
+        lambda: torch.func.vmap(lambda g: torch.autograd.grad(y, own, g, retain_graph=True))(several),
+    ):
+        with refused("runs under vmap .*Leave vectorize out"):
+            ask()
+    for ask in (
+        lambda m: by.jacobian(m, x),
+        lambda m: by.jvp(m, x, x)[1],
+        lambda m: by.hessian(lambda x: full(m(x)).square().sum(), x),
+        lambda m: torch.autograd.grad(m(x), [*m.parameters()], several[1])[0],
+    ):
+        close(full(ask(sharded)), ask(model))
+
+
+@case
 def another_default_device_around_the_first_call(mesh: autoshard.Mesh) -> None:
     torch.manual_seed(0)
     model = Net().double()

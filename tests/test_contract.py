@@ -184,6 +184,45 @@ def compiled(**asked: Any) -> Any:
     return autoshard.compile(Net(), {"tp": 2}, (X,), **asked)
 
 
+def inside(part: nn.Module) -> nn.Module:
+    return nn.Sequential(part, nn.Tanh())
+
+
+class Quiet:
+    def __repr__(self) -> str:
+        raise ValueError
+
+
+MADE: dict[str, tuple[Callable[[], Any], str]] = {
+    "scripted": (lambda: torch.jit.script(nn.Linear(8, 8)), "the model: a ScriptModule cannot be traced; give"),
+    "traced": (
+        lambda: torch.jit.trace(nn.Linear(16, 8), X.float()),
+        "the model: a ScriptModule cannot be traced; give",
+    ),
+    "frozen": (lambda: torch.jit.freeze(torch.jit.script(nn.Linear(8, 8).eval())), "the model: a ScriptModule cannot"),
+    "one inside": (lambda: inside(torch.jit.script(nn.Linear(8, 8))), "0: a ScriptModule cannot be traced"),
+    "exported": (
+        lambda: torch.export.export(nn.Linear(16, 8), (X.float(),)),
+        r"got an ExportedProgram: give .*\.module\(\)",
+    ),
+    "a class": (lambda: nn.Linear, r"got the class Linear: make one, Linear\("),
+    "what has no repr": (Quiet, "the model is an nn.Module, got <.*Quiet object at"),
+    "a list": (lambda: nn.ModuleList([nn.Linear(8, 8)]), "the model: ModuleList has no forward; give the module"),
+    "not initialised": (lambda: inside(nn.Linear.__new__(nn.Linear)), "0: Linear was not initialised"),
+    "in parallel": (lambda: inside(nn.DataParallel(nn.Linear(8, 8))), "0: DataParallel distributes already; give its"),
+}
+"""what is given as a model, and how it is refused"""
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("what", MADE)
+def test_what_cannot_be_compiled_is_refused_before_it_is_asked(what: str) -> None:
+    make, text = MADE[what]
+    for ask in (autoshard.compile, autoshard.plan):
+        with pytest.raises(autoshard.CaptureError, match=text):
+            ask(make(), {"tp": 2}, (X,))
+
+
 NOT_TAKEN: dict[str, tuple[Callable[[], Any], str]] = {
     "a function": (lambda: autoshard.compile(lambda x: x, {"tp": 2}, (X,)), "the model is an nn.Module, got <function"),  # type: ignore[arg-type]
     "no model": (lambda: autoshard.plan(None, {"tp": 2}, (X,)), "the model is an nn.Module, got None"),  # type: ignore[arg-type]

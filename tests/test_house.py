@@ -64,15 +64,15 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 74109,
-    "tokens": 650531,
-    "lines over 100 columns": 7349,
+    "lines": 74190,
+    "tokens": 651027,
+    "lines over 100 columns": 7362,
     "files": 522,
     "files under 60 lines": 96,
     "names at module level in 3 or more files": 278,
     "numeric constants at module level": 223,
-    "private paths of torch": 113,
-    "files that name a private path of torch": 91,
+    "private paths of torch": 114,
+    "files that name a private path of torch": 92,
     "functions with more than 10 parameters": 13,
     "parameters of the longest list": 23,
 }

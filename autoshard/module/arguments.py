@@ -4,6 +4,7 @@ as something, such as a word as True."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from autoshard.errors import AutoshardError, CaptureError, HintError, PlanError
 from autoshard.mesh import Mesh
 from autoshard.module.base import ShardedModule
+from autoshard.passes.capture.refusals.checks import check_kinds
 from autoshard.plans.plan import Plan
 
 T = TypeVar("T")
@@ -33,12 +35,8 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
     ``args``, ``kwargs``: the example's; ``given``: arguments of :func:`autoshard.compile` by name, all in the table above.
     """
     if not isinstance(model, nn.Module):
-        what = (
-            f"the class {model.__name__}: make one, {model.__name__}(…)"
-            if isinstance(model, type)
-            else f"{model!r:.60}"
-        )
-        raise CaptureError(f"the model is an nn.Module, got {what}")
+        raise CaptureError(f"the model is an nn.Module, got {_described(model)}")
+    check_kinds(model)
     for name, part in model.named_modules():
         if isinstance(part, ShardedModule):
             what = f"its module {name!r}" if name else "the model"
@@ -58,6 +56,15 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
         kinds, meant, error = _KINDS[name]
         if not isinstance(value, kinds):
             raise error(f"{name}={value!r:.60}: give {meant}")
+
+
+def _described(x: Any) -> str:
+    """What somebody gave as a model, whatever its own methods answer."""
+    if isinstance(x, type):
+        return f"the class {x.__name__}: make one, {x.__name__}(…)"
+    if isinstance(x, torch.export.ExportedProgram):
+        return "an ExportedProgram: give the module that was exported, or its .module()"
+    return f"{x!r:.60}" if x is None or type(x) in (str, int, float, FunctionType) else object.__repr__(x)
 
 
 def _is_mesh(x: Any) -> bool:

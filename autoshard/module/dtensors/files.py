@@ -24,7 +24,7 @@ _MEMORY = "storage share_memory_".split()
 def mend_files(is_ours: Callable[[object], bool], is_whole: Callable[[DTensor], bool]) -> None:
     """Have DTensors of sharded modules leave as plain tensors where ``is_whole``, and not at all elsewhere."""
     of: Any = DTensor
-    reduced, at = of.__reduce_ex__, of.data_ptr
+    reduced, at, shared = of.__reduce_ex__, of.data_ptr, of.share_memory_
 
     def plain(x: DTensor, allowed: bool) -> torch.Tensor:
         if not allowed:
@@ -50,6 +50,12 @@ def mend_files(is_ours: Callable[[object], bool], is_whole: Callable[[DTensor], 
     def reading(read: Callable[..., Any], of_whole: bool) -> Callable[..., Any]:
         def wrapped(x: DTensor, *args: Any, **kwargs: Any) -> Any:
             ours = type(x) in (DTensor, Copied) and is_ours(x)  # outputs gather
+            if ours and read is shared:
+                raise LayoutError(
+                    f"share_memory() of a tensor of shape {list(x.shape)} of a sharded module, of which rank {dist.get_rank()} "
+                    f"holds {list(x._local_tensor.shape)} ({x.placements}): other processes could not use it. Share the "
+                    "tensors of sharded.full_state_dict(); a module of its own in this process is copy.deepcopy(sharded)."
+                )
             return read(plain(x, of_whole and is_whole(x)) if ours else x, *args, **kwargs)
 
         return wrapped

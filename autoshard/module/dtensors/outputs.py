@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from autoshard.module.dtensors.views import (
     whole_on,
     writes,
 )
+from autoshard.runtime.transport.handed_on import refuse_batched
 
 log = logging.getLogger("autoshard")
 
@@ -92,6 +94,18 @@ def _backward(
     torch.autograd.graph._engine_run_backward(
         (x,), (ones_of(x),), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """``torch.autograd.grad`` and ``backward`` of what is gathered; ``inputs`` are those that the graph knows."""
+    given = inspect.signature(func).bind(*args, **kwargs).arguments
+    inputs = given.pop("inputs", None)
+    for x in pytree.tree_leaves(given):
+        if isinstance(x, torch.Tensor):
+            refuse_batched(x, given.get("is_grads_batched", False))
+    with torch.enable_grad():
+        whole = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
+    return func(**whole, inputs=inputs)
 
 
 class Output(DTensor):
@@ -157,8 +171,9 @@ class Output(DTensor):
                         made = pytree.tree_map_only(DTensor, Output.of, made)
                         _follow(func, *given, made)
                     return made
-            with torch.set_grad_enabled(torch.is_grad_enabled() or func in _BACKWARD):
-                own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
+            if func in _BACKWARD:
+                return _differentiated(func, *given)
+            own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
             with drawing_alike(func, next(x for x in leaves if isinstance(x, DTensor)), kwargs):
                 made = func(*own, **named)
             if is_view(func) and isinstance(args[0], DTensor) and shows(args[0], func, args[1:], kwargs):

@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, ActivationWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from autoshard.errors import AutoshardError, CaptureError
@@ -99,6 +102,12 @@ class Fixed(nn.Module):
         made.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
         return made
 
+    def __copy__(self) -> NoReturn:
+        raise AutoshardError(
+            "copy.copy of a sharded module would write to the same tensors and programs as the module does. "
+            "Take copy.deepcopy(sharded), which has tensors of its own."
+        )
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise AutoshardError(
             "a sharded module cannot be pickled: its programs belong to the mesh of this process. Save its weights "
@@ -135,6 +144,22 @@ class Fixed(nn.Module):
         if name in self._known or name in self._parameters or name in self._buffers or hasattr(self._original, name):
             _refuse(f"{name!r} of a {self._original.__name__} is deleted")
         super().__delattr__(name)
+
+
+def _for_models(remove: Callable[..., None]) -> Callable[..., None]:
+    """``remove`` of a reparametrization by a hook, refused on modules of ours before it computes or changes anything."""
+
+    @functools.wraps(remove)
+    def removed(self: Any, module: nn.Module) -> None:
+        if isinstance(module, Fixed):
+            _refuse(f"{type(self).__name__} is removed from a {module._original.__name__}")
+        remove(self, module)
+
+    return removed
+
+
+for _kind in (BasePruningMethod, SpectralNorm, WeightNorm):
+    _kind.remove = _for_models(_kind.remove)  # type: ignore[method-assign]
 
 
 def _refused(register: Callable[..., Any]) -> Any:

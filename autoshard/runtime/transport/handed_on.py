@@ -11,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
+from autoshard.errors import CaptureError
 from autoshard.runtime.transport.node import Node
 
 
@@ -36,10 +38,20 @@ def handing_on(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def handed_on(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
+            refuse_batched(gradient)
             return backward(ctx, gradient)
         return tuple([None] * len(n) if isinstance(n, list | tuple) else None for n in ctx.needs_input_grad)
 
     return handed_on
+
+
+def refuse_batched(gradient: torch.Tensor, batched: bool = False) -> None:
+    """Raise :class:`CaptureError` where ``gradient`` is many of them under vmap: a program's collectives move one."""
+    if batched or is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient):
+        raise CaptureError(
+            "a backward through a sharded module runs under vmap (vectorize=True, is_grads_batched=True, torch.func.vmap), and "
+            "its programs take one gradient at a time. Leave vectorize out, or call torch.autograd.grad once for each."
+        )
 
 
 def register(op: Any, backward: Callable[..., Any], save: Callable[..., None]) -> None:

@@ -28,13 +28,29 @@ _ONE_DTYPE = frozenset(
 """products whose kernels take operands of one dtype"""
 
 
+def check_kinds(model: nn.Module) -> None:
+    """Refuse modules that no trace goes through, by their classes alone: these may answer nothing that is asked of them."""
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{path or 'the model'}: a ScriptModule cannot be traced; give the Python module that torch.jit made it of"
+            )
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise CaptureError(f"{path or 'the model'}: {kind} distributes already; give its .module")
+        if "_modules" not in vars(module):
+            raise CaptureError(
+                f"{path or 'the model'}: {kind} was not initialised; its __init__ calls super().__init__()"
+            )
+    forward = vars(model).get("forward", type(model).forward)
+    if forward is None or forward is nn.Module.forward:
+        raise CaptureError(f"the model: {type(model).__name__} has no forward; give the module that is called")
+
+
 def check_model(model: nn.Module, training: bool) -> None:
     """Refuse what can be seen on the model before it runs: wrappers, exotic parameters, hooks of the backward."""
+    check_kinds(model)
     for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(f"{path or 'the model'}: a ScriptModule cannot be traced; give the Python module")
-        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            raise CaptureError(f"{path or 'the model'}: {type(module).__name__} distributes already; give its .module")
         if training and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError(
                 f"{path or 'the model'}: it has a module backward hook, which the compiled module would not call. "
