@@ -36,8 +36,7 @@ demo: setup
 QUICK := tests/test_every_rule.py tests/test_aten.py tests/test_again.py tests/test_capture.py tests/test_trust.py
 
 # glibc fills fresh memory with large numbers, so that a read of what nobody wrote shows in every run.
-# Neighbours share captured models, so a worker takes a third of the tests and, when it is through, of what is left. There are
-# three for two cores, as tests wait for processes that they start.
+# Neighbours share captured models, so a worker takes a half of the tests and, when it is through, of what is left.
 # Lint goes beside them: mypy uses one core.
 ifneq ($(TORCH),$(MAIN_TORCH))
 test: setup
@@ -45,7 +44,7 @@ test: setup
 else
 test: setup
 	@$(MAKE) --no-print-directory lint & lint=$$!; \
-	PATH="$(ENV)/bin:$$PATH" MALLOC_PERTURB_=128 $(PY) -m pytest -n 3 --dist worksteal -m "not slow" -q -rs; tests=$$?; \
+	PATH="$(ENV)/bin:$$PATH" MALLOC_PERTURB_=128 $(PY) -m pytest -n 2 --dist worksteal -m "not slow" -q -rs; tests=$$?; \
 	wait $$lint || { echo "make lint failed: see above" >&2; exit 1; }; exit $$tests
 endif
 

@@ -178,9 +178,15 @@ def what_is_built_otherwise_is_refused(mesh: autoshard.Mesh) -> None:
         assert all(torch.equal(full(p), before[n]) for n, p in sharded.named_parameters())
 
 
+def _weight_norm(m: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():  # worlds of processes end without any
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(m)
+
+
 REPARAMETRIZED: Any = (
     (lambda m: prune.l1_unstructured(m, "weight", 0.3), lambda m: prune.remove(m, "weight")),
-    (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+    (_weight_norm, nn.utils.remove_weight_norm),
     (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
 )
 
