@@ -74,7 +74,8 @@ def shards_are_written_to_no_file(mesh: autoshard.Mesh) -> None:
     for made in (copy.copy(p), copy.deepcopy(p)):
         assert (type(made), made.requires_grad) == (type(p), True)
         assert torch.equal(full(made), full(p))
-    assert torch.equal(full(copy.deepcopy(p).grad), full(p.grad))
+    if dist.is_initialized():  # torch copies plain parameters without their gradient
+        assert torch.equal(full(copy.deepcopy(p).grad), full(p.grad))
 
 
 @case
