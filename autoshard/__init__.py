@@ -47,8 +47,7 @@ __version__ = "0.1.0"
 
 _HOME = os.path.dirname(os.path.abspath(__file__))
 _ROOT = os.path.dirname(_HOME)
-_ROOMS = ("passes", "models")
-_BESIDE = {f"autoshard.{room}": os.path.join(_ROOT, room, "__init__.py") for room in _ROOMS}
+_BESIDE = {f"autoshard.{room}": os.path.join(_ROOT, room, "__init__.py") for room in ("passes", "models")}
 
 
 class _InCheckout:

@@ -64,11 +64,11 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 74190,
-    "tokens": 651027,
-    "lines over 100 columns": 7362,
+    "lines": 74201,
+    "tokens": 651059,
+    "lines over 100 columns": 7361,
     "files": 522,
-    "files under 60 lines": 96,
+    "files under 60 lines": 95,
     "names at module level in 3 or more files": 278,
     "numeric constants at module level": 223,
     "private paths of torch": 114,

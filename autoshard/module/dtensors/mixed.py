@@ -20,8 +20,16 @@ _TAKES_PLAIN = "_autoshard_takes_plain"
 """marks a plain number that is trained, and has the hook"""
 
 
-def mend_mixed(ops: Iterable[Any], handle: Callable[[Any, Handler], None], as_it_was: Handler) -> None:
-    """Have each side of ``ops`` get gradients of its own kind. ``handle`` sets a handler; ``as_it_was`` is DTensor's own."""
+def mend_mixed(
+    ops: Iterable[Any],
+    is_ours: Callable[[object], bool],
+    handle: Callable[[Any, Handler], None],
+    as_it_was: Handler,
+) -> None:
+    """Have each side of ``ops`` on DTensors that ``is_ours`` get gradients of its own kind.
+
+    ``handle`` sets a handler of an op for these; ``as_it_was`` is DTensor's own.
+    """
 
     def beside_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _take_own_gradients(args, result_is_plain=False)

@@ -91,7 +91,7 @@ def _mend() -> None:
     mend_checkpoints()
     mend_strided()
     mend_missing(lambda x: is_ours(x) and not is_owned(x))
-    mend_mixed(of_elements(), _handle, _as_it_was)
+    mend_mixed(of_elements(), is_ours, _handle, _as_it_was)
     mend_files(is_ours, _is_whole)
     DTensor.__format__ = _format  # type: ignore[assignment, method-assign]
     DTensor.data = property(torch.Tensor.data.__get__, _set_data)  # type: ignore[assignment, attr-defined]

@@ -32,7 +32,7 @@ from autoshard.module.dtensors.views import (
     whole_on,
     writes,
 )
-from autoshard.runtime.transport.handed_on import refuse_batched
+from autoshard.runtime.transport.handed_on import is_batched, refuse_batched
 
 log = logging.getLogger("autoshard")
 
@@ -100,9 +100,8 @@ def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """``torch.autograd.grad`` and ``backward`` of what is gathered; ``inputs`` are those that the graph knows."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     inputs = given.pop("inputs", None)
-    for x in pytree.tree_leaves(given):
-        if isinstance(x, torch.Tensor):
-            refuse_batched(x, given.get("is_grads_batched", False))
+    tensors = (x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor))
+    refuse_batched(given.get("is_grads_batched", False) or any(map(is_batched, tensors)))
     with torch.enable_grad():
         whole = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
     return func(**whole, inputs=inputs)

@@ -38,16 +38,21 @@ def handing_on(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def handed_on(ctx: Any, gradient: torch.Tensor | None) -> Any:
         if gradient is not None:
-            refuse_batched(gradient)
+            refuse_batched(is_batched(gradient))
             return backward(ctx, gradient)
         return tuple([None] * len(n) if isinstance(n, list | tuple) else None for n in ctx.needs_input_grad)
 
     return handed_on
 
 
-def refuse_batched(gradient: torch.Tensor, batched: bool = False) -> None:
-    """Raise :class:`CaptureError` where ``gradient`` is many of them under vmap: a program's collectives move one."""
-    if batched or is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient):
+def is_batched(gradient: torch.Tensor) -> bool:
+    """Whether ``gradient`` is many of them, under vmap."""
+    return is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
+
+
+def refuse_batched(batched: bool) -> None:
+    """Raise :class:`CaptureError` where gradients come ``batched``: a program's collectives move one."""
+    if batched:
         raise CaptureError(
             "a backward through a sharded module runs under vmap (vectorize=True, is_grads_batched=True, torch.func.vmap), and "
             "its programs take one gradient at a time. Leave vectorize out, or call torch.autograd.grad once for each."
