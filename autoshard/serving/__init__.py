@@ -1,4 +1,4 @@
-"""Plans for serving: one layout of the weights for all calls that a model serves, weighed by how often they come."""
+"""Serving plans: one layout of the weights for all calls, weighted by how often they come."""
 
 from autoshard.serving.calls import Call, check_asked
 from autoshard.serving.search import Found, calls_for, is_asked, laid_out, served, together

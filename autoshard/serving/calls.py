@@ -1,4 +1,4 @@
-"""The calls that a profile speaks of: the prompt that is given, and a token after it, with the caches that the prompt left."""
+"""Calls of a serving profile: prefill (the prompt) and decode (a token with the KV cache)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger("autoshard.plan")
 OBJECTIVES = ("step", "latency", "throughput")
 PREFILL, DECODE = "prefill", "decode"
 DEFAULT: Mapping[str, Any] = {DECODE: 1}
-"""the profile of an objective that has none"""
+"""the profile of an objective without one"""
 
 Profile = Mapping[str, Any] | None
 """name of a call → how often it comes, or (how often, args, kwargs)"""
@@ -31,7 +31,7 @@ Capture = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Graph]
 
 @dataclass(frozen=True)
 class Call:
-    """One kind of call, captured on tensors without data."""
+    """One kind of call, captured on meta tensors."""
 
     name: str
     times: float
@@ -39,13 +39,13 @@ class Call:
     requests: int
     tokens: int
     carried: tuple[tuple[str, int], ...] = ()
-    """of a token's call: (input, output of the prompt's call that it is)"""
+    """of decode: (input, output of prefill that it takes), the KV cache"""
 
 
 def check_asked(objective: str, profile: Profile, training: bool, others: Mapping[str, Any]) -> None:
-    """Raise :class:`PlanError` for an objective or profile that is none, or with what serving does not know.
+    """Raise :class:`PlanError` for an invalid objective or profile, or options not for serving.
 
-    ``others``: what else was asked, by name; only what is false may stand beside them.
+    ``others``: other options by name, which must be false.
     """
     if objective not in OBJECTIVES:
         raise PlanError(f"objective={objective!r} is none: {', '.join(map(repr, OBJECTIVES))}")
@@ -82,10 +82,10 @@ def _is_call(args: Any = (), kwargs: Any = None, *more: Any) -> bool:
 def calls_of(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], objective: str, profile: Profile, capture: Capture
 ) -> tuple[Call, ...]:
-    """The calls of a profile, captured; those that never come are left out. ``objective`` latency: of one request.
+    """Captured calls of a profile, without those that never come. Latency: of one request.
 
-    A token is read with the cache at its longest: after the prompt and all tokens but one. Raises :class:`CaptureError`
-    where its arguments are not known.
+    Decode is captured with the KV cache at its longest: prompt and all tokens but one. Raises
+    :class:`CaptureError` if its arguments are unknown.
     """
     skeleton, given = without_data(model), _bound(model, args, kwargs)
     if "use_cache" in inspect.signature(model.forward).parameters:
@@ -114,7 +114,7 @@ def calls_of(
 
 
 class _UnknownError(CaptureError):
-    """A model of which it is not known how a token is asked for."""
+    """A model whose decode arguments are unknown."""
 
 
 def without_data(model: nn.Module) -> nn.Module:
@@ -129,7 +129,6 @@ def without_data(model: nn.Module) -> nn.Module:
 
 
 def _bound(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments by name."""
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -144,7 +143,7 @@ def _bound(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _alone(given: dict[str, Any]) -> dict[str, Any]:
-    """The same of the first request."""
+    """The arguments of the first request."""
     leaves, spec = flattened(given)
     requests, _ = _size(given)
     one = [x[:1] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == requests else x for x in leaves]
@@ -160,13 +159,13 @@ def _meta(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _size(given: Mapping[str, Any]) -> tuple[int, int]:
-    """(requests, tokens of each) of a call."""
+    """(requests, tokens per request) of a call."""
     shape = next((x.shape for x in given.values() if isinstance(x, torch.Tensor) and x.ndim), (1,))
     return int(shape[0]), int(shape[1]) if len(shape) > 1 else 1
 
 
 def _token(skeleton: nn.Module, prompt: dict[str, Any], times: float, capture: Capture) -> Call:
-    """The call for a token with the cache at its longest, from the shapes of what a prompt of that length gives back."""
+    """The decode call with the longest KV cache, from output shapes of a prompt of that length."""
     requests, tokens = _size(prompt)
     name = next((n for n, x in prompt.items() if isinstance(x, torch.Tensor) and x.ndim), "")
     ids, length = prompt.get(name), tokens + max(0, round(times) - 1)
@@ -196,7 +195,7 @@ def _token(skeleton: nn.Module, prompt: dict[str, Any], times: float, capture: C
 
 
 def _given_back(skeleton: nn.Module, given: dict[str, Any], capture: Capture) -> Any:
-    """The outputs of a call, without data: of Python that runs on the meta device, else of a capture."""
+    """Outputs on the meta device: of the model's Python, else of a capture."""
     try:
         with torch.no_grad():
             return skeleton(**given)

@@ -1,4 +1,4 @@
-"""One layout of the weights for all calls of a profile, and what each call takes with it."""
+"""Serving search: one layout of the weights for all calls of a profile, and phases of a plan."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ log = logging.getLogger("autoshard.plan")
 
 @dataclass(frozen=True)
 class Found:
-    """One choice for all calls."""
+    """One joint choice for all calls."""
 
     calls: tuple[Call, ...]
-    """the one first whose memory was searched"""
+    """memory was searched for the first"""
     programs: tuple[Program, ...]
-    """per call; all have one layout of the weights"""
+    """per call, with equal layouts of the weights"""
     memories: tuple[Memory, ...]
     lower_bound: float
-    """seconds of all calls, as often as they come, that no choice is below"""
+    """lower bound in seconds of all calls, weighted by how often they come"""
 
     @property
     def states(self) -> dict[str, Layout]:
-        """The layout of every cache, by the name of the argument that takes it."""
+        """KV caches: argument name → layout."""
         found: dict[str, Layout] = {}
         for call, program in zip(self.calls, self.programs, strict=True):
             taken, layouts = {name for name, _ in call.carried}, program.assignment.layouts
@@ -61,7 +61,7 @@ class Found:
 
     @property
     def weights(self) -> dict[str, Layout]:
-        """The layout of every parameter, by name."""
+        """Parameter name → layout."""
         graph, layouts = self.programs[0].graph, self.programs[0].assignment.layouts
         return {i.fqn: layouts[i.name] for i in graph.inputs if i.kind == "parameter"}
 
@@ -73,15 +73,14 @@ class Found:
 
 
 def is_asked(wishes: Wishes) -> bool:
-    """Whether the weights are to be laid out for more than the call that comes first."""
+    """Whether weights are laid out for more than the first call."""
     return wishes.objective != "step" or wishes.profile is not None
 
 
 def laid_out(
     model: nn.Module, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, title: str
 ) -> Wishes:
-    """``wishes`` for the first program, with the weights laid out for all calls of the profile, or as in a plan that was
-    made for several."""
+    """``wishes`` with weights laid out for all calls of the profile, or as in a serving plan."""
     plan = wishes.plan
     if plan is not None and plan.serving is not None:
         layouts = {n: plan.layouts[n] for n, kind in plan.kinds.items() if kind == "parameter"}
@@ -96,7 +95,7 @@ def laid_out(
 
 
 def served(calls: Sequence[Call], found: Found, wishes: Wishes, title: str) -> Plan:
-    """The plan of the call that makes tokens, with ``serving``, by what :func:`together` found for all ``calls``."""
+    """The decode plan with ``serving``, from the result of :func:`together`."""
     mesh = found.programs[0].assignment.mesh
     plans: dict[str, Plan] = {}
     for call, program, memory in zip(found.calls, found.programs, found.memories, strict=True):
@@ -115,7 +114,7 @@ def _text(wishes: Wishes) -> str:
 
 
 def calls_for(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes) -> tuple[Call, ...]:
-    """The calls of the profile, captured without data."""
+    """The calls of the profile, captured on meta tensors."""
 
     def capture(skeleton: nn.Module, own: Sequence[Any], named: Mapping[str, Any]) -> Graph:
         return captured(skeleton, own, named, training=False, precision=wishes.mixed_precision)
@@ -125,10 +124,10 @@ def calls_for(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 @without_autocast()  # its casts are in the graph
 def together(calls: Sequence[Call], mesh: Mesh, wishes: Wishes) -> Found:
-    """The cheapest choice for all calls with one layout of the weights.
+    """The cheapest joint choice for all calls with one layout of the weights.
 
-    Memory is searched for one call, the one that comes most; where others do not fit beside it, for these.
-    Raises :class:`PlanError`.
+    Memory is searched for the most frequent call; if others do not fit, for the next. Raises
+    :class:`PlanError`.
     """
     errors: list[PlanError] = []
     for main in sorted(calls, key=lambda c: -c.times):
@@ -159,7 +158,7 @@ def _planner(call: Call, mesh: Mesh, wishes: Wishes) -> Planner:
 
 
 def _within(found: tuple[Program, Memory], mesh: Mesh, wishes: Wishes) -> tuple[Program, Memory]:
-    """``found``; raises :class:`PlanError` where it does not fit."""
+    """``found``; raises :class:`PlanError` if it exceeds the memory budget."""
     peak, budget = found[1].peak, _budget(mesh, wishes)
     if peak > budget:
         raise PlanError(
@@ -175,7 +174,7 @@ def _budget(mesh: Mesh, wishes: Wishes) -> float:
 
 
 def _same(calls: Sequence[Call]) -> list[tuple[Place, Place]]:
-    """What has to agree: weights and buffers of all calls, and a cache wherever it is taken and given back."""
+    """Pairs of variables to tie: weights and buffers of all calls, KV caches given and taken."""
     found: list[tuple[Place, Place]] = []
     first: dict[str, Place] = {}
     for number, call in enumerate(calls):
@@ -192,15 +191,15 @@ def _same(calls: Sequence[Call]) -> list[tuple[Place, Place]]:
 
 
 def _gives(graph: Graph, out: int, taker: Graph, name: str) -> bool:
-    """Whether output ``out`` is a tensor of as many dims as what ``taker`` takes under ``name``: calls of one model give
-    back the same."""
+    """Whether output ``out`` is the tensor that ``taker`` takes as ``name``: equal number of
+    dims."""
     if out >= len(graph.outputs) or not isinstance(graph.outputs[out], Ref):
         return False
     return len(graph.types[graph.outputs[out].name].shape) == len(taker.types[name].shape)
 
 
 def _phase(call: Call, plan: Plan) -> Phase:
-    """What a call takes by its plan."""
+    """Seconds, bytes and lower bound of a call by its plan."""
     graph, hardware = call.graph, plan.mesh.hardware
     tables = {n for n in graph.parameters if all(u.op in LOOK_UPS for u in graph.uses[n]) and graph.uses[n]}
     rows = {node.inputs[0]: node.outputs[0] for node in graph.nodes if node.op in LOOK_UPS}
@@ -226,7 +225,7 @@ def _phase(call: Call, plan: Plan) -> Phase:
 
 
 def _room(plan: Plan, decode: Phase, wishes: Wishes) -> float:
-    """Requests whose caches would fit beside these."""
+    """More requests whose KV caches would fit."""
     if not decode.caches:
         return math.nan
     budget = _budget(plan.mesh, wishes)

@@ -1,4 +1,4 @@
-"""The choice of a layout for every definition and every use: a cost network, and what it costs."""
+"""The search for a layout of every definition and every use: a cost network and its prices."""
 
 from autoshard.passes.propagate.planner import propagate
 

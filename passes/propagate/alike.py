@@ -1,4 +1,4 @@
-"""Which variables of the cost network stand in the same place of repeated modules: the search lets them choose alike."""
+"""Labels of variables in the same place of repeated modules: the search may tie their choices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _kind(block: str) -> str:
 
 
 def alike(graph: Graph, variables: Iterable[str]) -> tuple[Hashable | None, ...]:
-    """Per variable its place in its block, without the block's number; None: it is in none.
+    """Per variable its place in its block, without the block's number; None: outside all blocks.
 
-    An operation's place is how many of its block come before it, a parameter's its name there. Whether the blocks are equal
-    is for the search to see: by the tables.
+    Place of an operation: how many precede it in its block; of a parameter: its name there. Blocks
+    of equal labels may differ; the search compares their tables.
     """
     places: dict[str, Hashable] = {}
     counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""What every operation could have done instead, and what one such change alone would cost: for reports and pictures."""
+"""Runner-up strategies per operation and the seconds that each would add (sensitivity)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Alternative = tuple[tuple[str, ...], float]
 
 
 class Later(Sequence[Alternative]):
-    """Alternatives that are found when somebody asks: they take as long as the search, and most plans are never read."""
+    """Lazy alternatives: finding them takes as long as the search, and most are never read."""
 
     def __init__(self, find: Callable[[], Sequence[Alternative]]) -> None:
         self._find = find
@@ -63,11 +63,11 @@ class Later(Sequence[Alternative]):
 
 
 def alternatives(assignment: Assignment, limit: int = 3, optimizer: str = "adamw") -> dict[str, Later]:
-    """Node name → its ``limit`` cheapest other strategies, and the cheapest one that divides each unused mesh axis.
+    """Node → ``limit`` cheapest other strategies, and the cheapest that shards each idle axis.
 
-    Seconds are the difference in the objective of changing this one operation and the conversions around it, all else
-    as it is (but for a table that one rank owns, which then lies as it is read): an upper bound of what the change costs,
-    because a search might adapt the neighbours too. Never negative in a plan that is optimal.
+    Seconds: change of the objective if this operation and redistributions around it change, all
+    else fixed (an owned table follows its reader). An upper bound, as a search could adapt
+    neighbours. Never negative in an optimal plan.
     """
     one = _Alternatives(assignment, limit, optimizer)
     return {node.name: Later(partial(one.of, node)) for node in assignment.graph.nodes}
@@ -105,7 +105,7 @@ class _Alternatives:
 
     @cached_property
     def joined(self) -> Mapping[str, list[tuple[Node, tuple[str, ...]]]]:
-        """Operations that read results of look-ups which may go together, or make them → who reads them, and which."""
+        """Readers and producers of coalesced look-up results → (reader, values)."""
         found: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
         for reader, values in joins(self.graph, self.mesh):
             for name in dict.fromkeys((reader.name, *(self.graph.producers[n].name for n in values))):
@@ -114,7 +114,7 @@ class _Alternatives:
 
     @cached_property
     def calls(self) -> Mapping[str, Exchanges]:
-        """Look-ups that may go in one call with others → what all of these do."""
+        """Look-up → pricing of the group that shares its all-to-all."""
         found = exchanges(self.graph, self.mesh, self.optimizer)
         return {node.name: together for together in found for node in together.nodes}
 
@@ -151,7 +151,7 @@ class _Alternatives:
         return self.known[key]
 
     def _together(self, node: Node, space: OpSpace) -> np.ndarray:
-        """Seconds that results of look-ups save which go together, per choice of an operation that makes or reads some."""
+        """Seconds saved by coalesced look-up results, per choice of a producer or reader."""
         found = np.zeros(len(space.choices))
         for reader, values in self.joined.get(node.name, ()):
             places = [(i, name) for i, name in enumerate(reader.inputs) if name in values]
@@ -168,7 +168,7 @@ class _Alternatives:
         return found
 
     def _on_top(self, node: Node, space: OpSpace) -> Parts:
-        """Seconds that look-ups which go in one call with ``node`` pay on top of their prices, per choice of it."""
+        """Seconds on top of look-up prices in the group of ``node``, per choice of ``node``."""
         found = self.calls[node.name]
         each, at = found.chosen(self.assignment), found.nodes.index(node)
         own = (found.on_top([*each[:at], x, *each[at + 1 :]]) for x in found.of_choices(node, space))
@@ -181,13 +181,13 @@ class _Alternatives:
     def _parts(
         self, name: str, sources: Sequence[Placements], targets: Sequence[Placements], first: bool = True
     ) -> Parts:
-        """``first``: whether the sources are those of its definition, not of its shared layout."""
+        """``first``: whether sources are layouts of the definition, not of the shared layout."""
         stage, movable, share, products = self._terms(name)
         terms = stage, movable, share, products if first else NONE, self.graph.passes
         return conversion_parts(self.graph.types[name], self.mesh, sources, targets, *terms)
 
     def _read(self, name: str, placed: Sequence[Placements]) -> Parts:
-        """Conversions of an operand to each of these layouts, from where it lies; or as if it lay so."""
+        """Seconds to convert an operand to each layout; an owned table is stored as read."""
         if not self._follows(name):
             source = self.assignment.source(name).placements
             return self._parts(name, [source], placed, name not in self.assignment.shared)[0]
@@ -199,12 +199,12 @@ class _Alternatives:
         return Parts(*(x.diagonal() if x.ndim else x for x in read)) + Parts(once=np.array(update))
 
     def _follows(self, name: str) -> bool:
-        """Whether it would lie as it is read: what some ranks own, from which no conversion leads, and one operation reads."""
+        """Whether it is stored as read: an owned table with one reader has no conversions."""
         owned = any(isinstance(p, Owned) for p in self.assignment.source(name).placements)
         return owned and name not in self.assignment.shared
 
     def _terms(self, name: str) -> tuple[int | None, bool, Shares, Beside]:
-        """The stage of ZeRO, whether conversions can move in time, the share of their latency, and what they go beside."""
+        """(ZeRO stage, whether movable, latency shares, products of a collective matmul)."""
         products = self.products.get(name, NONE)
         return self.stages.get(name), name in self.movable, self.shares[name], products
 
@@ -222,7 +222,7 @@ def _labels(choice: Sequence[Any]) -> tuple[str, ...]:
 
 
 def cheapest_use(found: Mapping[str, Sequence[Alternative]], axis: int) -> tuple[str, float] | None:
-    """The node that could be divided along mesh axis number ``axis`` for the least, and the seconds more it costs."""
+    """(node that mesh axis ``axis`` could shard at the least extra cost, extra seconds)."""
     candidates = (
         (seconds, name) for name, others in found.items() for labels, seconds in others if divides(labels[axis])
     )
@@ -231,5 +231,5 @@ def cheapest_use(found: Mapping[str, Sequence[Alternative]], axis: int) -> tuple
 
 
 def divides(label: str) -> bool:
-    """Whether a strategy with this label cuts a factor: it is not I, R or P(…)."""
+    """Whether a strategy with this label shards a factor: it is not I, R or P(…)."""
     return label not in ("I", "R") and not label.startswith("P(")

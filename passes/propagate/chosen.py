@@ -1,4 +1,4 @@
-"""What a solution of a network means: the assignment that it chose, and the states that stand for one."""
+"""Decodes a solution of the cost network to an assignment, and encodes an assignment as states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.passes.search import Solution
 
 
 def assigned(network: Network, solution: Solution) -> Assignment:
-    """The layouts, strategies and states that ``solution`` chose."""
+    """The layouts, strategies and recompute states that ``solution`` chose."""
     chosen: dict[str, Any] = {}
     tags: dict[str, int] = {}
     places: dict[str, int] = {}
@@ -27,7 +27,7 @@ def assigned(network: Network, solution: Solution) -> Assignment:
     layouts = {i.name: laid_out(network.mesh, chosen[i.name]) for i in network.graph.inputs}
     choices: dict[str, tuple[Strategy, ...]] = {}
     again: dict[str, int] = {}
-    made: dict[tuple[int, int, int], Layout] = {}  # equal layers have one space
+    made: dict[tuple[int, int, int], Layout] = {}  # equal layers share one op space
     for node in network.graph.nodes:
         at = f"node:{node.name}"
         choices[node.name] = chosen[at]
@@ -52,7 +52,7 @@ def assigned(network: Network, solution: Solution) -> Assignment:
 
 
 def states_of(network: Network, name: str, variable: Variable, assignment: Assignment) -> list[int]:
-    """The states of a variable that stand for what ``assignment`` chose, and make nothing again."""
+    """The states of a variable that encode ``assignment`` without recomputation."""
     kind, _, rest = name.rpartition(":")
     if kind == "way":
         return list(range(variable.size))
@@ -70,7 +70,7 @@ def states_of(network: Network, name: str, variable: Variable, assignment: Assig
         network.known[key] = place_of(chosen, variable.choices)
     place, count = network.known[key], len(variable.choices)
     most = NEEDED if kind == "shared" or (kind == "node" and rest in network.views) else 0
-    if kind == "shared" and NEEDED not in variable.tags:  # its copies are made again whatever is chosen
+    if kind == "shared" and NEEDED not in variable.tags:  # its copies are converted again in any case
         most = AGAIN
     stages = variable.stages or (None,) * len(variable.tags)
     wanted = assignment.zero.get(rest, 0) if variable.stages else None

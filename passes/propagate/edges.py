@@ -1,4 +1,4 @@
-"""What a conversion costs: the one price that the search, the alternatives and the report ask for, as tables."""
+"""Tables of redistribution cost on the edges of the cost network, for search and report."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ def conversion_parts(
     products: Beside = NONE,
     passes: int = 1,
 ) -> Parts:
-    """What it takes per pass to bring a value from each source (row) to each target (column): forward and backward.
+    """Seconds per pass to redistribute a value from each source (row) to each target (column).
 
-    ``stage``: None of what is no parameter. What is gathered of a parameter is gathered once more in the backward (0,
-    FSDP) where that reads it, or once a step and kept: gradients are reduced once (1, ZeRO-1), or scattered in each of the
-    step's ``passes`` (2).
-    Sums over replicas are taken once in any case. ``movable``: see
-    :func:`~autoshard.passes.propagate.prices.step_time.movable_values`; ``share``: of the latency of messages that it shares
-    with others (:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`); ``products``: beside which it may go
-    (:mod:`~autoshard.passes.propagate.prices.travelling`).
+    ``stage``: ZeRO stage of a parameter, None for other values. 0 (FSDP): gathered again in the
+    backward. 1, 2: gathered once per step; gradients are reduced once per step (1) or in each of
+    ``passes`` (2). Sums over replicas happen once per step. ``movable``: see
+    :func:`~autoshard.passes.propagate.prices.step_time.movable_values`. ``share``: of message
+    latency (:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`). ``products``: for
+    collective matmul (:mod:`~autoshard.passes.propagate.prices.travelling`).
     """
     a = [Layout(mesh, p) for p in sources]
     b = a if targets is sources else [Layout(mesh, p) for p in targets]
@@ -67,7 +66,7 @@ def conversion_parts(
     if passes == 1 or stage is None:
         return with_journeys(as_parts(found, movable), type_, products, a, b)
     apart = _sums(type_, a, b, share) if type_.grad else [np.zeros_like(x) for x in found]
-    if stage:  # of what is gathered: the rest, such as what a rank pads, comes in every pass
+    if stage:  # the rest of what is gathered, such as padding, moves in every pass
         gather, *links = forward_matrices(type_, a, b, share)
         kept = found if stage == 1 else [x + y for x, y in zip(apart, (gather + ahead, *links), strict=True)]
         apart = [np.where(gathered, x, y) for x, y in zip(kept, apart, strict=True)]
@@ -80,8 +79,8 @@ def conversion_parts(
 def _waited_for(
     found: Sequence[np.ndarray], gather: Sequence[np.ndarray], beside: float, mesh: Mesh, comes: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """``found`` with what of a ``gather`` lasts longer than the compute ``beside`` it as time that nothing hides. ``comes``:
-    whether in every pass, and again in the backward, whose compute is twice as long."""
+    """``found`` with gathers that outlast ``beside`` seconds of compute as exposed. ``comes``:
+    masks of gathers in every pass, and of those repeated in the backward (twice the compute)."""
     held_up, *links = found
     for i, (all_, ahead, speed) in enumerate(
         zip(links, gather[1:], (mesh.overlap.node, mesh.overlap.network), strict=True)
@@ -89,13 +88,13 @@ def _waited_for(
         finite = np.where(np.isfinite(all_) & np.isfinite(ahead), ahead, 0.0)
         each = (where * np.maximum(0.0, speed * finite - n * beside) for n, where in enumerate(comes, 1))
         late = sum(each, np.zeros_like(finite))
-        late = np.minimum(late / (speed or 1.0), all_)  # of what is no gather the way back may take less
+        late = np.minimum(late / (speed or 1.0), all_)  # without a gather the backward may take less
         links[i], held_up = all_ - late, held_up + late
     return [held_up, *links]
 
 
 def goes_round(graph: Graph, value: str, products: Beside, src: Layout, dst: Layout) -> bool:
-    """Whether an activation's conversion is priced as what goes beside these products."""
+    """Whether this redistribution is priced as a collective matmul with ``products``."""
     shares = latency_shares(graph, src.mesh)
     terms = None, value in movable_values(graph), shares[value], products, graph.passes
     found = conversion_parts(graph.types[value], src.mesh, (src.placements,), (dst.placements,), *terms)
@@ -103,7 +102,7 @@ def goes_round(graph: Graph, value: str, products: Beside, src: Layout, dst: Lay
 
 
 def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], share: Shares) -> list[np.ndarray]:
-    """The part of :func:`link_matrices` that is sums of gradients over replicas: I → R on the way."""
+    """The share of :func:`link_matrices` that sums gradients over replicas (I → R)."""
     reads = [frozenset(a for a in x.axes_with(Replicate)) for x in targets]
     found = [np.zeros((len(sources), len(targets))) for _ in range(3)]
     for axes in set(reads):
@@ -118,16 +117,15 @@ def _sums(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout
 
 
 def as_parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
-    """Seconds of conversions (launches and copies, links inside a node, links between nodes) as blocking or movable
-    communication.
+    """Seconds (launches and copies, links in a node, links between nodes) as blocking or movable.
 
-    Launches and copies cannot hide.
+    Launches and copies never overlap with compute.
     """
     launches, node, network = links
     total = launches + node + network
     if not movable:
         return Parts(blocking=total)
-    never = np.isinf(total)  # what is impossible costs all, however much compute could hide
+    never = np.isinf(total)  # an impossible conversion is infinite whatever overlaps
     finite = (np.where(never, 0.0, x) for x in (node, network))
     return Parts(np.zeros(()), np.zeros(()), np.where(never, np.inf, launches), *finite)
 
@@ -135,7 +133,7 @@ def as_parts(links: Sequence[np.ndarray], movable: bool) -> Parts:
 def made_again(
     type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], movable: bool, others: Shares
 ) -> Parts:
-    """What conversions of the value take once more, in the backward; ``others``: what those pay that are waited for."""
+    """Seconds of redistributions repeated in the backward; ``others``: blocking values' shares."""
     launches, *links = forward_matrices(type_, sources, targets)
     return as_parts([launches if movable else with_waits(launches, sources[0].mesh, others.waits), *links], movable)
 
@@ -143,26 +141,26 @@ def made_again(
 def forward_matrices(
     type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], share: Shares = ALONE
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Seconds, of launches, inside a node and between nodes, of the conversions of the value alone, without its gradient's."""
+    """(launches, links in a node, links between nodes): seconds of the forward alone."""
     a = [layout.without_gradient() for layout in sources]
     b = a if targets is sources else [layout.without_gradient() for layout in targets]
     return link_matrices(a, b, type_.shape, type_.dtype, False, type_.unknown, share)
 
 
 def forward_seconds(type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-    """:func:`forward_matrices` added up."""
+    """The sum of :func:`forward_matrices`."""
     found: np.ndarray = np.add.reduce(forward_matrices(type_, sources, targets))
     return found
 
 
 @known_of_graph
 def seconds_on_the_way(graph: Graph, type_: TensorType, src: Layout, dst: Layout) -> float:
-    """:func:`forward_seconds` from one layout to another, as ``graph`` has it often: in equal layers."""
+    """:func:`forward_seconds` of one pair, cached per graph for equal layers."""
     return float(forward_seconds(type_, (src,), (dst,))[0, 0])
 
 
 def _gathers(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray:
-    """Whether an axis that cuts the source (row) leaves the target (column) whole."""
+    """Mask: some axis shards the source (row) and not the target (column)."""
     cut = np.array([[isinstance(p, Shard) for p in x.placements] for x in sources])
     whole = np.array([[isinstance(p, Replicate | Invariant) for p in x.placements] for x in targets])
     found: np.ndarray = cut @ whole.T
@@ -171,24 +169,24 @@ def _gathers(sources: Sequence[Layout], targets: Sequence[Layout]) -> np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """What a link takes, of the states of the source (row) and of the reader (column) that it can tell apart, and its bytes."""
+    """Seconds and bytes of a link, over distinct states of source (row) and reader (column)."""
 
     parts: Parts
     held: Folded | None
-    """None where all are 0"""
+    """None if all are 0"""
     rows: np.ndarray
-    """per state of the source its row"""
+    """state of the source → row"""
     columns: np.ndarray
-    """per state of the reader its column"""
+    """state of the reader → column"""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of its parts."""
+        """Rows and columns of the parts."""
         return int(self.rows.max()) + 1, int(self.columns.max()) + 1
 
 
 class EdgeTables:
-    """The tables of many links, of one network or of several: one matrix per tensor type, cut per link."""
+    """Tables of links of networks: one matrix per tensor type, sliced per link."""
 
     def __init__(self, graph: Graph, mesh: Mesh) -> None:
         self.graph, self.mesh = graph, mesh
@@ -205,7 +203,7 @@ class EdgeTables:
         self.copies: dict[Any, Copies] = {}
 
     def collect(self, links: Sequence[Link]) -> None:
-        """To be told of all links of a network before the table of any is asked for."""
+        """Register all links of a network; call it before :meth:`of`."""
         for link in links:
             self._collect(link.value, link.given.placed)
             self._collect(link.value, link.asked.placed)
@@ -222,21 +220,21 @@ class EdgeTables:
         self.alive.append(placed)
 
     def key(self, link: Link) -> Hashable:
-        """Equal where :meth:`of` is."""
+        """Equal keys have equal tables."""
         at = None if link.ways is None else link.ways.at
         marks = (None if mark is None else mark.tobytes() for mark in (link.mask, link.spared, at))
         return self._kind(link.value), self._beside(link), link.given.key, link.asked.key, *marks
 
     def _kind(self, value: str) -> int:
-        """Equal for values whose conversions take as long."""
+        """Equal for values whose redistributions cost the same."""
         if value not in self.kinds:
             terms = self.graph.types[value], value in self.movable, self.shares[value]
             self.kinds[value] = self._terms.setdefault(terms, len(self._terms))
         return self.kinds[value]
 
     def of(self, link: Link, held: bool, flying: int = 1) -> Table:
-        """What a link takes, and where they are ``held`` its bytes; ``flying``: micro-batches that hold them at once, of
-        parameters one."""
+        """The table of a link, with bytes if ``held``. ``flying``: micro-batches in flight, which
+        multiply bytes of activations."""
         (given, _, above, rows), (asked, first, beside, columns) = self._sides(link)
         mask, spared = (None if mark is None else mark[first] for mark in (link.mask, link.spared))
         link = link._replace(given=given, asked=asked, mask=mask, spared=spared)
@@ -253,8 +251,8 @@ class EdgeTables:
         return Table(parts, None if amounts is None else Folded(amounts * count, rows, columns), rows, columns)
 
     def _sides(self, link: Link) -> Iterator[tuple[Side, np.ndarray, np.ndarray, np.ndarray]]:
-        """Each side with one of all choices that the link cannot tell apart; which these are, their codes, and per state
-        which of them it is."""
+        """Per side: the side reduced to distinguishable choices, their first index, layout codes,
+        and state → choice."""
         at = None if link.ways is None else link.ways.at
         for side, marks in ((link.given, (link.given.holds,)), (link.asked, (link.asked.saves, link.mask, at))):
             codes = self.codes[self.graph.types[link.value], id(side.placed)]
@@ -265,7 +263,7 @@ class EdgeTables:
             yield replace(side, placed=placed, saves=saves, holds=holds), first, codes[first], states
 
     def _seconds(self, link: Link, cut: tuple[np.ndarray, ...]) -> Parts:
-        """What the conversions take, for all tags of the two sides."""
+        """Seconds of the redistributions, for all tags of both sides."""
         at = stages(link.given, link.asked)
         products = self._beside(link)
         found = {stage: self._conversions(link.value, stage, products)[cut] for stage in {s for row in at for s in row}}
@@ -282,17 +280,17 @@ class EdgeTables:
         return Parts(*blocks)
 
     def _together(self, link: Link, ways: Ways) -> np.ndarray:
-        """Seconds that the conversion from each source (row) for each choice of the reader (column) saves with others."""
+        """Seconds saved by coalescing, from each source (row) for each choice of the reader."""
         type_, given, asked = self.graph.types[link.value], link.given.placed, link.asked.placed
         goes = np.array([[n > 0 and ways.layouts[n - 1] == source for n in ways.at] for source in given])
         return np.where(goes, latencies(type_, self.mesh, given, asked, self.shares.others.waits), 0.0)
 
     def _beside(self, link: Link) -> Beside:
-        """The products that a link's conversion may go beside: of the first of a value, whose later ones are of copies."""
+        """Products for a collective matmul: only of a value's first conversion, not of copies."""
         return NONE if link.source.startswith("shared:") else self.products.get(link.value, NONE)
 
     def _conversions(self, value: str, stage: int | None, products: Beside) -> Parts:
-        """What bringing a value from every known layout to every other takes."""
+        """Matrix between all known layouts of a value's type."""
         type_, terms = self.graph.types[value], (stage, value in self.movable, self.shares[value], products)
         known = tuple(self.known[type_])
         if (key := (type_, len(known), *terms)) not in self.matrices:
@@ -316,8 +314,8 @@ class EdgeTables:
         return paid(parts, mask), held if held.any() else None
 
     def _again(self, value: str, waits: bool) -> Parts:
-        """What the conversions of the forward take in the backward, whose source may be there long before they are needed;
-        but ``waits``: for an operation that is computed again."""
+        """Seconds of forward redistributions repeated in the backward. ``waits``: for a recomputed
+        operation, which blocks; else the source is ready early."""
         type_, movable = self.graph.types[value], value in self.movable or not waits
         known = self.known[type_]
         if (key := ("again", type_, len(known), movable)) not in self.matrices:
@@ -338,7 +336,7 @@ class EdgeTables:
             copies = Copies(np.where(shares, 0.0, own[None, :]), shares, own)
             if stage == 0:  # not kept: conversion_parts counts a second gather
                 copies = replace(copies, made=np.where(gathered, 0.0, copies.made))
-            elif stage and self.graph.passes > 1:  # there for all passes, and at stage 1 so is the sum of its gradients
+            elif stage and self.graph.passes > 1:  # held for all passes; at stage 1 so is the gradient sum
                 whole = own[None, :] + (np.maximum(own[None, :] - own[:, None], 0.0) if stage == 1 else 0.0)
                 anyway = np.where(gathered, whole, 0.0)
                 copies = replace(copies, made=np.where(gathered, 0.0, copies.made), anyway=anyway)

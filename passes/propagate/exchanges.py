@@ -1,11 +1,10 @@
-"""What look-ups in tables of one owner each pay together: latency of the message that brings what all find, and the update.
+"""Grouped look-ups: what look-ups in owned tables pay for a shared all-to-all, and the update.
 
-Inside its local form each pays a share of the latency, as if all that may go in one call did. Where only some of the tables lie
-so, or not all along the same axes, fewer share. Of the optimizer's update a step takes what the rank with most to update does:
-that of the largest table, or more where all are dealt out. What look-ups pay on top of their prices, or less, is found of each
-group of them. The search has a variable for each group: the way that most of it go, and the largest table among these. Where
-several go a second way together as well, that is more than they will take; where only some of the smaller tables have an owner,
-each pays what it does beside all of them.
+A look-up's price has its share of the latency as if all look-ups of its group went together. If
+some tables are placed otherwise, fewer share. The optimizer's update takes as long as that of the
+rank with the largest load. A variable per group corrects both: its choice is the way (mesh axes)
+that most look-ups go, and the largest table among them. The correction is an upper bound where a
+second subset also shares a message, or only some smaller tables have an owner.
 """
 
 from __future__ import annotations
@@ -29,54 +28,53 @@ from autoshard.passes.propagate.prices.waiting import update_seconds, waiting
 from autoshard.passes.rules.families.embedding import TABLE, in_one_call
 
 Way = tuple[bool, ...]
-"""per mesh axis, whether what is looked up goes along it"""
+"""per mesh axis, whether looked-up rows travel along it"""
 
 
 class Exchange(NamedTuple):
-    """What one look-up has in the messages and the update of its group."""
+    """One look-up's part in the message and the update of its group."""
 
     way: Way
     latency: float
-    """seconds, with what ranks wait for one another before the message, forward and backward"""
+    """seconds, with synchronization skew, forward and backward"""
     shared: float
-    """the part of it that its price has"""
+    """the part in the look-up's price"""
     update: float
-    """seconds of the update of its table as its price has them"""
+    """seconds of its table's update in the look-up's price"""
 
 
 class Most(NamedTuple):
-    """What most of a group do."""
+    """A choice of the group variable."""
 
     way: Way
     latency: float
     largest: int
-    """of the tables that go this way, by its look-up's number"""
+    """look-up of the largest table that goes this way"""
 
 
 class Group(NamedTuple):
-    """What most look-ups of a group do, as a variable of the search."""
+    """The variable of a group of look-ups."""
 
     ways: tuple[Way, ...]
-    """per choice; along no axis: no table has one owner"""
+    """per choice; no axis: no table has an owner"""
     seconds: np.ndarray
-    """per choice: of the message"""
+    """per choice: latency of the message"""
     more: tuple[Parts, ...]
-    """per look-up, by choice (row) and by its own (column): what it pays on top of its price"""
+    """per look-up: seconds on top of its price, by group choice (row) and own choice (column)"""
 
 
 @known_of_graph
 def groups(graph: Graph, mesh: Mesh) -> tuple[tuple[Node, ...], ...]:
-    """The look-ups that go in one call, where all of their tables have one owner each."""
+    """Groups of look-ups that can share an all-to-all if their tables have owners."""
     return () if mesh.size == 1 else tuple(tuple(nodes) for nodes in in_one_call(graph).values() if len(nodes) > 1)
 
 
 def exchanges(graph: Graph, mesh: Mesh, optimizer: str) -> list[Exchanges]:
-    """Of all groups."""
     return [Exchanges(graph, mesh, nodes, optimizer) for nodes in groups(graph, mesh)]
 
 
 class Exchanges:
-    """Of the look-ups of one group, with an optimizer."""
+    """Pricing of one group of look-ups for an optimizer."""
 
     def __init__(self, graph: Graph, mesh: Mesh, nodes: Sequence[Node], optimizer: str) -> None:
         self.graph, self.mesh, self.nodes, self.optimizer = graph, mesh, nodes, optimizer
@@ -86,7 +84,7 @@ class Exchanges:
         self._known: dict[tuple[Way, int], dict[int, float]] = {}
 
     def group(self, spaces: Sequence[OpSpace]) -> Group | None:
-        """As a variable; None where none of the choices has a message. ``spaces``: of the look-ups."""
+        """The group's variable; None if no choice sends a message. ``spaces``: of the look-ups."""
         found = [self.of_choices(node, space) for node, space in zip(self.nodes, spaces, strict=True)]
         ways = sorted({(x.way, x.latency) for each in found for x in each if x is not None})
         if not ways:
@@ -97,14 +95,14 @@ class Exchanges:
         return Group(tuple(way for way, _ in said), np.array([seconds for _, seconds in said]), tuple(more))
 
     def of_choices(self, node: Node, space: OpSpace) -> list[Exchange | None]:
-        """Of every choice of a look-up; None: it goes in no such message."""
+        """Per choice of a look-up; None: it sends no such message."""
         sides = zip(zip(*space.inputs, strict=True), zip(*space.outputs, strict=True), strict=True)
         return [
             self.exchange(node, choice, (*ins, *outs)) for choice, (ins, outs) in zip(space.choices, sides, strict=True)
         ]
 
     def exchange(self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Exchange | None:
-        """Of ``node`` under ``choice``; ``placed``: of every operand, then every result."""
+        """The exchange under ``choice``; ``placed``: of every operand, then every result."""
         way = tuple(s.label == TABLE and n > 1 for s, n in zip(choice, self.mesh.shape, strict=True))
         if not any(way):
             return None
@@ -118,11 +116,11 @@ class Exchanges:
         return Exchange(way, latency, shared, update)
 
     def chosen(self, assignment: Assignment) -> list[Exchange | None]:
-        """Of all look-ups as they were chosen."""
+        """Exchanges of all look-ups in ``assignment``."""
         return [self.exchange(node, assignment.choices[node.name], assignment.placed(node)) for node in self.nodes]
 
     def on_top(self, found: Sequence[Exchange | None]) -> tuple[float, float]:
-        """Seconds that the look-ups pay on top of their prices: of latency, and of the update. As the search has it."""
+        """(seconds of latency, of the update) on top of the look-ups' prices, as in the search."""
         return min((self._by(most, found) for most in self._most(found)), key=sum, default=(0.0, 0.0))
 
     def _most(self, found: Sequence[Exchange | None]) -> Iterator[Most]:
@@ -140,7 +138,7 @@ class Exchanges:
         return Parts(blocking=each[:, :, 0], once=each[:, :, 1])
 
     def _more(self, most: Most | None, number: int, found: Exchange | None) -> tuple[float, float]:
-        """What a look-up pays on top of its share of latency, and of its update, where most do so."""
+        """(latency, update) seconds of a look-up on top of its price, given the group's choice."""
         if most is None:
             return (0.0 if found is None else math.inf), 0.0
         goes = found is not None and found.way == most.way
@@ -153,12 +151,11 @@ class Exchanges:
         return max(0.0, found.latency - most.latency) - found.shared, (counts[number] - 1.0) * found.update
 
     def _order(self, number: int) -> tuple[int, int]:
-        """The largest table first."""
         return -self.tables[number].updates.nbytes, number
 
     def _counts(self, way: Way, largest: int) -> dict[int, float]:
-        """Look-up → what the update of its table counts, as a part of its price, where that of ``largest`` is the largest with
-        one owner; larger ones are left out. All together: what the busiest rank takes if they all have one."""
+        """Look-up → weight of its update's price, if ``largest`` is the largest owned table. Larger
+        ones are left out. In sum: the busiest rank's update if all others are owned."""
         if (way, largest) not in self._known:
             self._known[way, largest] = dict(self._counted(way, largest))
         return self._known[way, largest]

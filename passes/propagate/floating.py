@@ -1,4 +1,4 @@
-"""What may be computed anywhere: of inputs alone, without gradient, at next to no cost. Masks, positions, rotary tables."""
+"""Cheap operations on inputs alone, to repeat on any rank or stage: masks, positions, rotary."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import has_effect
 
 CHEAP = 64.0
-"""FLOPs per element of its result up to which an operation is made again instead of being sent: an outer product is"""
+"""FLOPs per result element below which repeating beats sending; an outer product is below"""
 
 
 def floating(graph: Graph, at_most: float = CHEAP) -> frozenset[str]:
-    """Operations that may be made anywhere: without gradient, of inputs and unwritten buffers alone, and cheap.
+    """Operations that may be duplicated: cheap, without gradient, from inputs and constant buffers.
 
     ``at_most``: FLOPs per element of the result.
     """
@@ -23,7 +23,7 @@ def floating(graph: Graph, at_most: float = CHEAP) -> frozenset[str]:
         if (
             node.outputs
             and not has_effect(node)
-            and (node.op.namespace == "aten" or rule_for(node.op) is not None)  # others' may draw, or write
+            and (node.op.namespace == "aten" or rule_for(node.op) is not None)  # custom operations may draw or write
             and not any(name in fixed for name in node.inputs)
             and not any(graph.types[o].grad for o in node.outputs)
             and node_flops(node, graph, rule_for(node.op)) <= at_most * results

@@ -1,9 +1,9 @@
-"""The folded order of a sequence, carried through a graph instead of entered and left in every attention.
+"""Zigzag (load-balanced) order of a sequence, carried through a graph: even causal ring attention.
 
-A causal ring is even where each rank holds an early and a late part of the sequence. What works position by position does so
-in any order: of a tensor in folded order a chunk is such a pair of parts, and its rule cuts it like any other. So the order is
-a matter of the graph: causal attention is told, and what leads there from elsewhere, and away, is brought from one order into
-the other. Where that costs least is a minimum cut: on one side is what runs in folded order, on the other what does not.
+Causal ring attention is balanced if each rank holds one early and one late block of the sequence.
+Position-wise operations run in any order, so a chunk of a tensor in zigzag order is such a pair of
+blocks. The graph switches order only at the ends: a minimum cut chooses which operations run in
+zigzag order so that reordering sends the fewest bytes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from autoshard.runtime.operations.experts import experts_op
 from autoshard.runtime.operations.loss import cross_entropy_op
 
 PLAIN, IN_ORDER = "", "*"
-"""the ends of the cut: what is in the order of the sequence; the folded order"""
+"""the ends of the cut: sequence order, and zigzag order"""
 EVEN = (ring.FOLDED, ring.HELPED, ring.FOLDED_ROWS, ring.FOLDED_PIECES)
-"""strategies of attention that make a causal mask's work even"""
+"""attention strategies that balance the work of a causal mask"""
 
 ADDING = frozenset(
     (
@@ -57,21 +57,20 @@ CARRYING = ADDING.union(
     ),
     (experts_op._opoverload,),
 )
-"""operations whose local form is another than they are, and that do the same to every position all the same, if it is not
-their own dim; ADDING: of these, those that may add positions up, or have no dim of their own"""
+"""order-free operations whose local form differs from the global one; ADDING: the part of them that
+may reduce over positions"""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How an operation goes along the sequence: the dim of every operand and result that has it; None: it is not cut there."""
+    """The sequence dim of each operand and result of an operation; None: not sharded there."""
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
 
 
 def ranks_of(assignment: Assignment) -> int:
-    """Of how many ranks the rings are that make the work of causal attention even in ``assignment``; 0 where there are none, or
-    of several numbers."""
+    """Size of the rings that balance causal attention; 0 without any, or with several sizes."""
     mesh, found = assignment.mesh, set[int]()
     for node in assignment.graph.nodes:
         if node.op in ring.ATTENTION:
@@ -81,24 +80,24 @@ def ranks_of(assignment: Assignment) -> int:
 
 
 def in_folded_order(graph: Graph, ranks: int) -> Graph | None:
-    """``graph`` with what is cheaper there in the folded order of so many ranks; None where nothing is."""
+    """``graph`` with operations rewritten to zigzag order where that is cheaper; None: nowhere."""
     found = links(graph, ranks)
     return _rewritten(graph, ranks, found, chosen) if (chosen := cheapest(graph, ranks, found)) else None
 
 
 def is_even(node: Node, graph: Graph, ranks: int) -> bool:
-    """Whether ``node`` is causal attention that may read and make the folded order of so many ranks."""
+    """Whether ``node`` is causal attention that supports zigzag order over ``ranks``."""
     if node.op not in ring.ATTENTION or node.argument("dropout_p", 0.0) or ring.order_of(node):
         return False
     length = graph.shape(node.argument("query"))[-2]
     return length % ranks == 0 and any(s.label == ring.FOLDED for s in axis_strategies(node, graph))
 
 
-# --- what goes along the sequence ---
+# --- operations along the sequence ---
 
 
 def links(graph: Graph, ranks: int) -> dict[str, Link]:
-    """Operation → how it goes along the sequence: all that is connected with even attention by what carries any order."""
+    """Operation → sequence dims, for operations connected to even attention in any order."""
     blocked = frozenset[str]()
     candidates: dict[Any, list[Link]] = {}
     while True:
@@ -111,7 +110,7 @@ def links(graph: Graph, ranks: int) -> dict[str, Link]:
 def _spread(
     graph: Graph, ranks: int, blocked: Collection[str], candidates: dict[Any, list[Link]]
 ) -> tuple[dict[str, Link], set[str]]:
-    """(:func:`links`, those of them that meet a value along another dim than others do); without ``blocked``."""
+    """(:func:`links`, operations that meet a value along two different dims); skips ``blocked``."""
     found: dict[str, Link] = {}
     dims: dict[str, int] = {}
     clashing = set[str]()
@@ -160,9 +159,9 @@ def _of_attention(node: Node, graph: Graph) -> Link:
 
 
 def carried(node: Node, graph: Graph) -> Iterator[Link]:
-    """The dims along which ``node`` does the same to every position, or adds them up, in whatever order they are.
+    """Dims along which ``node`` is position-wise or reduces, so that order does not matter.
 
-    So does an operation that each rank runs as it is on its chunk, whatever the chunks: they may be one position long.
+    So are operations that run unchanged on any chunk: chunks may have one position.
     """
     rule = rule_for(node.op)
     if rule is None or (rule.local is not None and node.op not in CARRYING):
@@ -179,8 +178,8 @@ def carried(node: Node, graph: Graph) -> Iterator[Link]:
 
 
 def _any_order(strategy: Strategy) -> bool:
-    """Whether a strategy cuts one dim anywhere, and ranks need nothing of each other's chunks but sums."""
-    if strategy.joins == "none" or strategy.label == "vocab":  # rows travel, and numbers name parts
+    """Whether a strategy shards one dim anywhere, and ranks exchange nothing but sums."""
+    if strategy.joins == "none" or strategy.label == "vocab":  # tokens are dispatched, and numbers name parts
         return False
     reads = all(type(p) in (Shard, Replicate) for p in strategy.inputs)
     return reads and all(type(p) in (Shard, Partial) for p in strategy.outputs)
@@ -190,12 +189,12 @@ def _dim(placement: Any) -> int | None:
     return placement.dim if type(placement) is Shard else None
 
 
-# --- what of it is in folded order ---
+# --- the minimum cut ---
 
 
 def cheapest(graph: Graph, ranks: int, found: Mapping[str, Link]) -> frozenset[str]:
-    """The operations that run in folded order where the fewest bytes change places: at the ends of these, and in attention
-    that is not among them. Of equals, that with the fewest ends; of these, all that is so in one: what repeats stays alike."""
+    """Operations to run in zigzag order: a minimum cut over bytes reordered at the ends. Ties:
+    fewest ends, then the largest set, so that equal layers stay equal."""
     network = nx.DiGraph()
     network.add_nodes_from([PLAIN, IN_ORDER])
     many = 2 * len(graph.types)
@@ -216,8 +215,7 @@ def cheapest(graph: Graph, ranks: int, found: Mapping[str, Link]) -> frozenset[s
 
 
 def ends(graph: Graph, found: Mapping[str, Link]) -> dict[str, tuple[str, set[str]]]:
-    """Value that has the sequence → the operation that makes it along that, and those that read it so; PLAIN stands for all
-    others."""
+    """Value with the sequence → (its producer, its readers along it); others count as PLAIN."""
     made: dict[str, tuple[str, set[str]]] = {}
     for node in graph.nodes:
         if node.name in found:
@@ -241,22 +239,22 @@ def _dims(link: Link) -> tuple[int | None, ...]:
 
 
 def moved(graph: Graph, value: str) -> int:
-    """Bytes that change places where a value goes from one order into the other, forward and backward."""
+    """Bytes reordered between sequence and zigzag order, forward and backward."""
     type_ = graph.types[value]
     return type_.nbytes * (1 + (type_.grad and graph.training))
 
 
 def swapped(node: Node, graph: Graph, ranks: int) -> int:
-    """The same of attention that enters and leaves the folded order by itself: of two ranks keys stay."""
+    """Bytes that attention reorders by itself; with two ranks, keys and values stay."""
     names = ("query", "key", "value") if ranks > 2 else ("query",)
     return sum(moved(graph, value) for value in (*(node.argument(n).name for n in names), *node.outputs))
 
 
-# --- the graph ---
+# --- rewriting the graph ---
 
 
 def _rewritten(graph: Graph, ranks: int, found: Mapping[str, Link], chosen: Collection[str]) -> Graph:
-    """``graph`` with ``chosen`` operations in folded order, and what brings values there and back."""
+    """``graph`` with ``chosen`` operations in zigzag order, and reorderings around them."""
     new = _Rewriting(graph, ranks, {name: found[name] for name in chosen})
     nodes = list(map(new.node, graph.nodes))
     outputs = map_refs(graph.outputs, lambda ref: Ref(new.read(ref.name, None, None)))
@@ -266,33 +264,33 @@ def _rewritten(graph: Graph, ranks: int, found: Mapping[str, Link], chosen: Coll
 
 
 class _Rewriting:
-    """A graph on its way into folded order; ``along``: what is to run in it."""
+    """Rewrites a graph to zigzag order; ``along``: the operations to run in it."""
 
     def __init__(self, graph: Graph, ranks: int, along: Mapping[str, Link]) -> None:
         self.graph, self.ranks, self.along = graph, ranks, along
         self.types = dict(graph.types)
         self.places = {node.name: i for i, node in enumerate(graph.nodes)}
         self.made: dict[int, list[Node]] = {}
-        """what brings a value into the other order, by the position that it stands before"""
+        """position → reorderings to insert before it"""
         self._brought: dict[tuple[str, bool], str] = {}
         self._taken = {*graph.types, *self.places}
         self._folded: dict[str, int] = {}
-        """value that is made in folded order → its dim"""
+        """value made in zigzag order → its sequence dim"""
         for node in graph.nodes:
             if node.name in along:
                 dims = zip(node.outputs, along[node.name].outputs, strict=True)
                 self._folded |= {value: dim for value, dim in dims if dim is not None}
 
     def node(self, node: Node) -> Node:
-        """It, with its operands in the order in which it reads them."""
+        """The node with its operands in the order that it reads."""
         dims = iter(self.along[node.name].inputs if node.name in self.along else (None,) * len(node.inputs))
         read = map_refs((node.args, dict(node.kwargs)), lambda ref: Ref(self.read(ref.name, next(dims), node)))
         node = replace(node, args=read[0], kwargs=read[1])
         return _in_order(node, self.ranks) if node.name in self.along and node.op in ring.ATTENTION else node
 
     def read(self, value: str, dim: int | None, reader: Node | None) -> str:
-        """The name of ``value`` in folded order along ``dim``; None: in the order of the sequence. ``reader``: None for the
-        model's outputs."""
+        """Name of ``value`` in zigzag order along ``dim`` (None: sequence order). ``reader``: None
+        for outputs."""
         made = self._folded.get(value)
         folded = dim is not None
         if folded is (made is not None):
@@ -315,9 +313,9 @@ class _Rewriting:
         return found
 
     def _place(self, value: str, reader: Node | None) -> tuple[int, tuple[tuple[str, str], ...], int]:
-        """Where ``value`` is brought into the other order: the position, the module stack, and the checkpoint.
+        """(position, module stack, checkpoint) of the reordering of ``value``.
 
-        In the module that its maker and its first reader have in common, as soon as it is there: what repeats stays alike.
+        In the innermost module of producer and reader, early: equal layers stay equal.
         """
         maker = self.graph.producers.get(value)
         if maker is None:
@@ -336,7 +334,7 @@ class _Rewriting:
 
 
 def _in_order(node: Node, ranks: int) -> Node:
-    """Attention that reads and makes the folded order of so many ranks."""
+    """Attention rewritten to read and make zigzag order."""
     if node.op is banded_op._opoverload:
         args, kwargs = node.with_arguments(folded=ranks)
         return replace(node, args=args, kwargs=kwargs)

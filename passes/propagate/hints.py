@@ -20,15 +20,15 @@ from autoshard.passes.ir.paths import holders
 from autoshard.passes.rules.families.embedding import LOOK_UPS
 
 OWNER = -1
-"""in place of a dim: not cut, but on one rank"""
+"""in place of a dim: owned by one rank instead of sharded"""
 STYLES = ("colwise", "rowwise", "replicate")
 MICRO_BATCH = "micro_batch"
-"""the mesh axis in time, along which micro-batches take their parts of the inputs"""
+"""name of the mesh axis in time, along which micro-batches divide inputs"""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What a hint asks of one value: a placement on given axes, or ``anywhere``: on at least one axis."""
+    """A hint on one value: placements on named axes, or ``anywhere``: on at least one axis."""
 
     pattern: str
     name: str
@@ -38,19 +38,19 @@ class Constraint:
     def allowed(
         self, states: Iterable[tuple[Placement, ...]], type_: TensorType, mesh: Mesh, whole: Placement | None = None
     ) -> tuple[tuple[Placement, ...], ...]:
-        """The ``states`` that meet the hint; a state the hint spells out in full is added where it is missing.
+        """The ``states`` that meet the hint, or the state that the hint spells out.
 
-        ``whole``: what a replicated axis is for this value (None: whichever of R and I).
-        Raises :class:`HintError` if nothing is left.
+        ``whole``: the replicated placement of this value (None: R or I). Raises :class:`HintError`
+        if nothing is left.
         """
         result = dict.fromkeys(s for s in states if self.meets(s, mesh))
-        if not result:  # shards too small to be chosen freely are still what the user asked for
+        if not result:  # shards too small for the search are still what the user asked for
             asked: dict[str, Placement | None] = {**dict(self.axes)} or {mesh.axes[-1]: self.anywhere}
             result = {tuple(_as(asked.get(a), type_, whole) for a in mesh.axes): None}
         return tuple(result)
 
     def meets(self, state: tuple[Placement, ...], mesh: Mesh) -> bool:
-        """Whether a value that lies so is as the hint says."""
+        """Whether placements satisfy the hint."""
         if self.anywhere is not None:
             if not isinstance(self.anywhere, Shard):
                 return all(_same(self.anywhere, p) for p in state)
@@ -59,7 +59,7 @@ class Constraint:
         return all(_same(p, state[mesh.index(axis)]) for axis, p in self.axes)
 
     def check(self, type_: TensorType, kind: str, anew: bool = False) -> None:
-        """Raise :class:`HintError` if the hint cannot be met by a tensor of this type. ``anew``: whether every call sets it."""
+        """Raise :class:`HintError` for an impossible hint. ``anew``: every call sets the buffer."""
         for axis, p in self.axes or ((None, self.anywhere),):
             where = f" on axis {axis!r}" if axis else ""
             if isinstance(p, Shard) and p.dim < 0:
@@ -85,10 +85,9 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What an expert's plan asks of a parameter: per mesh axis the dims it is cut along (:data:`OWNER`: one rank has it);
-    none: whole; None: free.
+    """A named strategy's limit on a parameter: dims to shard per mesh axis (:data:`OWNER`: owned).
 
-    Where the sizes do not allow a cut, the parameter stays whole along that axis.
+    Empty: replicated; None: free. If sizes do not allow a dim, it is replicated along that axis.
     """
 
     dims: tuple[frozenset[int] | None, ...]
@@ -96,9 +95,9 @@ class Limit:
     def allowed(
         self, states: Iterable[tuple[Placement, ...]], type_: TensorType, mesh: Mesh, whole: Placement | None = None
     ) -> tuple[tuple[Placement, ...], ...]:
-        """The ``states`` that meet it: those that are cut along the most of the axes that ask for a cut.
+        """The ``states`` that meet the limit on the most axes that ask for a shard.
 
-        Of a vector also those with every part of its dim cut: no other axis can cut it beside.
+        Of a vector also grouped placements: no other axis can shard it then.
         """
         found: dict[int, list[tuple[Placement, ...]]] = {}
         beside: list[tuple[Placement, ...]] = []
@@ -113,7 +112,7 @@ class Limit:
 
 
 def _same(asked: Placement, given: Placement) -> bool:
-    """Replicate asks for the whole value; what its gradient looks like is the compiler's business."""
+    """Replicate asks for the full value and leaves the form of its gradient open."""
     if isinstance(asked, Replicate):
         return isinstance(given, Replicate | Invariant)
     return asked == given
@@ -128,11 +127,11 @@ def _as(asked: Placement | None, type_: TensorType, whole: Placement | None) -> 
 def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known: bool = False) -> dict[str, Constraint]:
     """Value name → constraint. A later hint on the same value replaces an earlier one.
 
-    ``known``: an earlier program has met them; this one may run a part of the model, and they may match nothing.
+    ``known``: checked with an earlier program; patterns may match nothing here.
 
-    A pattern is tried on parameters and buffers, then on inputs, then on modules. On a module, a style ("colwise",
-    "rowwise", "replicate") is meant for its parameters, a placement for its output.
-    Raises :class:`HintError`: the pattern matches nothing, the hint is no hint, or it cannot be met.
+    A pattern is matched with parameters and buffers, then inputs, then modules. On a module, a
+    style ("colwise", "rowwise", "replicate") is for its parameters, a placement for its output.
+    Raises :class:`HintError` if a pattern matches nothing, or a hint is invalid or impossible.
     """
     constraints: dict[str, Constraint] = {}
     for pattern, given in in_space(hints, mesh).items():
@@ -155,10 +154,10 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known:
 def in_time(
     hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh | None = None, *, known: bool = False
 ) -> dict[str, Placement]:
-    """Name of an input → what a micro-batch takes of it, where hints say so for the axis ``"micro_batch"``.
+    """Input name → the dim that micro-batches divide, from hints on axis ``"micro_batch"``.
 
-    ``known``: as of :func:`resolve`. Raises :class:`HintError`: as that does, for a pattern that names no input, and where
-    ``mesh`` has an axis of that name, too.
+    ``known``: see :func:`resolve`. Raises :class:`HintError` like it, for a pattern that names no
+    input, and if ``mesh`` has an axis of that name.
     """
     given = {pattern: hint for pattern, hint in (hints or {}).items() if isinstance(hint, Mapping)}
     given = {pattern: {MICRO_BATCH: hint[MICRO_BATCH]} for pattern, hint in given.items() if MICRO_BATCH in hint}
@@ -178,7 +177,7 @@ def in_time(
 
 
 def in_space(hints: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any]:
-    """``hints`` without what they say of the axis ``"micro_batch"``."""
+    """``hints`` without their entries for axis ``"micro_batch"``."""
     found = {}
     for pattern, hint in (hints or {}).items():
         if MICRO_BATCH in mesh.axes or not isinstance(hint, Mapping) or MICRO_BATCH not in hint:
@@ -214,7 +213,7 @@ def _check_hint(pattern: str, hint: Any, mesh: Mesh) -> None:
 
 
 def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]] | None:
-    """(name, kind, placement or {axis: placement}) for everything the pattern means; None where it matches nothing."""
+    """(name, kind, placement or {axis: placement}) of matches; None if nothing matches."""
     found: list[tuple[str, str, Any]] = []
     for kinds in (("parameter", "buffer"), ("input",)):
         for value in graph.inputs:
@@ -247,7 +246,7 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
 
 
 def _styled(hint: Any, value: Input, graph: Graph, module: str) -> Any:
-    """A style as a placement of this parameter of ``module``: column-parallel cuts the output features."""
+    """A style as a placement of this parameter: column-parallel shards output features."""
     if not isinstance(hint, str):
         return hint
     ndim = len(graph.types[value.name].shape)
@@ -259,9 +258,9 @@ def _styled(hint: Any, value: Input, graph: Graph, module: str) -> Any:
 
 
 def _is_table(name: str, graph: Graph, module: str) -> bool:
-    """Whether rows of it are looked up: as it is, or what is made of it alone in its shape, such as scaled.
+    """Whether rows of it, or of a value of its shape made from it alone, are looked up.
 
-    One that is tied is what ``module`` reads it as.
+    A tied table is what ``module`` reads it as.
     """
     made, shape = {name}, graph.types[name].shape
     if own := [node.op in LOOK_UPS and node.inputs[0] == name for node in graph.uses[name] if node.fqn == module]:
@@ -275,18 +274,18 @@ def _is_table(name: str, graph: Graph, module: str) -> bool:
 
 
 def modules_of(graph: Graph) -> list[str]:
-    """The paths of all modules that run."""
+    """Paths of all modules that run."""
     return list(dict.fromkeys(path for n in graph.nodes for path, _ in n.module_types if path))
 
 
 def _holders(graph: Graph) -> list[str]:
-    """The paths of all modules that hold parameters, buffers or modules that run, such as an ``nn.ModuleList``."""
+    """Paths of modules with parameters, buffers or running modules, as of ``nn.ModuleList``."""
     held = (n for i in graph.inputs if i.kind in ("parameter", "buffer") for n in (i.fqn, *i.aliases))
     return holders([*held, *modules_of(graph)])
 
 
 def _why_no_output(graph: Graph, module: str) -> str:
-    """Why a module has no operations: nobody calls it, or they became one with those of others, as experts' do."""
+    """Why a module has no operations: never called, or fused with others (experts)."""
     inside = f"{module}."
     own = {i.name for i in graph.inputs if any(n.startswith(inside) for n in (i.fqn, *i.aliases))}
     read = next((n for n in graph.nodes if own.intersection(n.inputs) and not n.fqn.startswith(inside)), None)
@@ -302,7 +301,7 @@ def _input_named(graph: Graph, fqn: str) -> str:
 
 
 def module_output(graph: Graph, module: str) -> str:
-    """The value the module returns: the last it defines that is read outside, or the last at all."""
+    """The value a module returns: its last one read outside, else its last."""
     inside = [n for n in graph.nodes if n.fqn == module or n.fqn.startswith(module + ".")]
     names = {n.name for n in inside}
     returned = {o.name for o in graph.outputs if hasattr(o, "name")}
@@ -324,9 +323,9 @@ def _unknown(pattern: str, graph: Graph) -> str:
 
 
 def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
-    """Constraints that keep parameters (by fqn) in the layouts that an earlier compilation gave them.
+    """Constraints that keep parameters (by fqn) in the layouts of an earlier compilation.
 
-    Raises :class:`PlanError`: one rank has a parameter, or every part of a dim is cut, and it is read in no way that can be so.
+    Raises :class:`PlanError` if an owned or grouped parameter is read in a way that cannot use it.
     """
     found = {}
     for value in graph.inputs:
@@ -350,9 +349,9 @@ def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constrain
 
 
 def comes_in(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout]:
-    """The layouts in which inputs come, by name. ``layouts``: per leaf of the arguments; None, or nothing: whole.
+    """Layouts of arriving inputs by name. ``layouts``: per leaf of arguments; None: replicated.
 
-    An input that an open length is read off is whole along that dim, whatever it comes in.
+    A dim whose length is read (dynamic) is replicated whatever its layout.
     """
     given = {n: x for n, x in zip(graph.flat_inputs, layouts, strict=False) if n is not None and x is not None}
     read = {(s.value, axis) for s in graph.symbols.read if s.value in given for axis in given[s.value].axes_of(s.dim)}
@@ -365,8 +364,8 @@ def comes_in(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout
 
 
 def goes_out(states: Mapping[str, Layout], graph: Graph) -> dict[str, Layout]:
-    """The layouts that outputs shall have, by "out:i": those of ``states``, by the name of the argument that the next call
-    takes them under; of a stage, whose outputs have no such names, by "out:i" too."""
+    """Layouts wanted of outputs, by "out:i", from ``states`` by the next call's argument names.
+    Outputs of pipeline stages are named "out:i" in ``states``, too."""
     if not states or graph.out_spec is None or graph.out_spec.num_leaves > len(graph.outputs):
         return {name: layout for name, layout in states.items() if name.startswith("out:")}
     blank = pytree.tree_unflatten(
@@ -378,6 +377,6 @@ def goes_out(states: Mapping[str, Layout], graph: Graph) -> dict[str, Layout]:
 
 
 def held(tensors: Mapping[str, Layout] | None, graph: Graph) -> dict[str, Layout]:
-    """The layouts in which buffers are kept since an earlier compilation, by name."""
+    """Layouts of buffers kept since an earlier compilation, by name."""
     known = tensors or {}
     return {i.name: known[i.fqn] for i in graph.inputs if i.kind == "buffer" and i.fqn in known}

@@ -1,15 +1,14 @@
-"""What autograd keeps, as tables of the cost network: bytes beside the seconds, and what may be made again instead.
+"""Activation memory in the cost network: saved tensors, and what to recompute instead.
 
-Every variable has *tags* beside its layouts. An operation's tag is its state ``again``: 0, nothing is made again; 1, the
-conversions of its operands are made again in the backward; 2, it is computed again. A view holds no memory: its tags, and
-those of a value's shared layout, say whether the backward needs the value (``NEEDED``, ``AGAIN``) or not (``ABSENT``).
+Every variable has *tags* beside its layouts. An operation's tag is its recompute state: 0, nothing
+is recomputed; 1, its operands are converted again in the backward; 2, it is recomputed. Views hold
+no memory: their tags, and those of shared layouts, say whether the backward needs the value
+(``NEEDED``, ``AGAIN``) or not (``ABSENT``).
 
-On an edge from the definition of a value to a reader, where the reader needs the value (autograd keeps that operand, or
-the reader is computed again):
-
-- read as it is defined, it must be there in the backward: its bytes, unless its definition is made again or holds it anyway;
-- read in another layout, that copy is kept: its bytes; or the conversion is made again: its seconds once more, and the
-  value must be there as it is defined.
+An edge costs memory if the backward needs its value (a saved tensor, or recompute). Read in the
+layout of its definition, the value is held, unless the definition is recomputed or holds it
+already. Read in another layout, the copy is held; or the conversion is repeated, which costs
+seconds and needs the value in the layout of its definition.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ from autoshard.passes.rules.rehearsal import Form, rehearsal_on
 from autoshard.passes.rules.rigid import is_rigid
 
 ABSENT, NEEDED, AGAIN = 0, 1, 2
-"""tags of views and of shared layouts: the backward does not need the value; it does, and a converted copy is kept; it
-does, and the conversion is made again"""
+"""tags of views and shared layouts: the backward does not need the value; it needs it and keeps the
+converted copy; it needs it and converts again"""
 
 
 @dataclass(frozen=True, eq=False)
 class Keeps:
-    """What autograd keeps of one operation, per choice of its op space."""
+    """Saved tensors of one operation, per choice of its op space."""
 
     operands: tuple[np.ndarray, ...]
     """per operand: bool [choices]"""
     results: tuple[np.ndarray, ...]
     """per result: bool [choices]"""
     private: np.ndarray
-    """bytes of what is neither [choices]"""
+    """bytes of other saved tensors [choices]"""
     work: np.ndarray
-    """most bytes beside these while it runs, or its backward: gradients of results and of operands [choices]"""
+    """workspace bytes while it or its backward runs, with gradients of its operands and results"""
 
     def saves(self, node: Node, position: int, space: OpSpace) -> np.ndarray:
-        """Per choice whether autograd keeps the operand, as it is read here or at a later place in the same layout."""
+        """Per choice: whether an operand is saved, here or later in the same layout."""
         result: np.ndarray = self.operands[position].copy()
         for other in range(position + 1, len(node.inputs)):
             if node.inputs[other] == node.inputs[position] and self.operands[other].any():
@@ -63,7 +62,7 @@ class Keeps:
 
 
 class KeepTables:
-    """:class:`Keeps` of operations; those of one op space share them."""
+    """:class:`Keeps` per op space."""
 
     def __init__(self, graph: Graph, mesh: Mesh) -> None:
         self.graph, self.mesh = graph, mesh
@@ -71,13 +70,12 @@ class KeepTables:
         self.known: dict[int, Keeps] = {}
 
     def of(self, node: Node, space: OpSpace) -> Keeps:
-        """What autograd keeps of ``node``."""
         if id(space) not in self.known:
             self.known[id(space)] = self._of(node, space)
         return self.known[id(space)]
 
     def chosen(self, node: Node, assignment: Assignment) -> frozenset[int]:
-        """Positions of the operands that autograd keeps under the strategy that was chosen."""
+        """Positions of the operands that autograd saves under the chosen strategy."""
         ins = [assignment.use(node, i) for i in range(len(node.inputs))]
         outs = [assignment.made(node, i) for i in range(len(node.outputs))]
         return self._kept(node, assignment.choices[node.name], (*ins, *outs))[0]
@@ -100,7 +98,7 @@ class KeepTables:
     def _kept(
         self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]
     ) -> tuple[frozenset[int], frozenset[int], float, float]:
-        """Positions of operands and of results, bytes beside them, and bytes of work."""
+        """(saved operands, saved results, bytes of other saved tensors, workspace bytes)."""
         types = self.graph.types
         pairs = list(zip((*node.inputs, *node.outputs), placed, strict=True))
         results = sum(self._bytes(n, p) for n, p in pairs[len(node.inputs) :] if types[n].grad)
@@ -131,7 +129,7 @@ class KeepTables:
         return float(costs.local_numel(type_, placed, self.mesh) * type_.dtype.itemsize)
 
     def _local_form(self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Call | None:
-        """What runs on one rank, where that is not the same op on local tensors."""
+        """The local form, if it is not the same operation on local tensors."""
         rule = rule_for(node.op)
         if rule is None or rule.local is None or is_rigid(node, self.graph.types, rule):
             return None
@@ -148,66 +146,66 @@ class KeepTables:
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One end of an edge: how a value lies under each choice, and what each tag means for it."""
+    """One end of an edge: layouts per choice, and the meaning of each tag."""
 
     placed: Sequence[Placements]
     tags: tuple[int, ...] = (0,)
     passive: bool = False
-    """whether it is no operation that computes: a view, or a shared layout"""
+    """whether it computes nothing: a view, or a shared layout"""
     saves: np.ndarray | None = None
-    """of a reader: whether autograd keeps the operand [choices]; None: never"""
+    """of a reader: whether autograd saves the operand [choices]; None: never"""
     holds: np.ndarray | None = None
-    """of a definition: whether it holds the value anyway [choices]; None: never"""
+    """of a definition: whether it holds the value already [choices]; None: never"""
     fixed: bool = False
-    """whether the definition is there all the time: an input of the graph"""
+    """whether the definition always exists: an input of the graph"""
     stages: tuple[int, ...] = ()
-    """of a parameter, at the side that its readers read: the stage of ZeRO that each tag stands for"""
+    """of a parameter, at its readers' side: ZeRO stage of each tag"""
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Equal for sides whose tables are equal, as long as both live."""
+        """Equal for sides with equal tables, while both are alive."""
         arrays = (None if a is None else a.tobytes() for a in (self.saves, self.holds))
         return (id(self.placed), self.tags, self.passive, *arrays, self.fixed, self.stages)
 
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """What conversions mean for memory, from each layout of a definition (row) to each of a reader (column)."""
+    """Memory of conversions from each layout of a definition (row) to each of a reader (column)."""
 
     made: np.ndarray
-    """bytes of the copy that it makes; 0 where it shares the memory, or where nothing keeps the copy"""
+    """bytes of the copy; 0 if it shares memory or is not kept"""
     shares: np.ndarray
-    """whether both are one memory"""
+    """whether both share memory"""
     own: np.ndarray
-    """bytes of the value in each layout of the definition [rows]"""
+    """bytes of the value per layout of the definition [rows]"""
     anyway: np.ndarray | float = 0.0
-    """bytes that are there whoever needs the copy: of a parameter that is gathered once for several micro-batches"""
+    """bytes held in any case: of a parameter gathered once for several micro-batches"""
 
     def __getitem__(self, cut: tuple[np.ndarray, ...]) -> Copies:
-        """Of some layouts of the definition (rows) and of the reader (columns)."""
+        """Select layouts of the definition (rows) and of the reader (columns)."""
         anyway = self.anyway[cut] if isinstance(self.anyway, np.ndarray) else self.anyway
         return Copies(self.made[cut], self.shares[cut], self.own[cut[0][:, 0]], anyway)
 
 
 class Kept(NamedTuple):
-    """Tables of one edge; a state's number is its tag's place times choices plus its choice."""
+    """Memory tables of one edge; state number = place of tag × choices + choice."""
 
     again: np.ndarray
-    """whether the conversion is made again in the backward"""
+    """whether the backward repeats the conversion"""
     forbidden: np.ndarray
-    """whether the reader needs what is not there in the backward"""
+    """whether the reader needs a value that the backward does not have"""
     held: np.ndarray
     """bytes"""
 
 
 def stages(source: Side, reader: Side) -> list[list[int | None]]:
-    """The stage of ZeRO that each tag of the source (row) and of the reader (column) stand for; None: no parameter's."""
+    """ZeRO stage for each tag of the source (row) and the reader (column); None: no parameter."""
     rows, columns = source.stages or (None,) * len(source.tags), reader.stages or (None,) * len(reader.tags)
     return [[b if a is None else a for b in columns] for a in rows]
 
 
 def kept(source: Side, reader: Side, copies: Mapping[int | None, Copies]) -> Kept:
-    """What an edge holds, for all tags of its two sides. ``copies``: by stage of ZeRO."""
+    """Memory of an edge for all tags of both sides. ``copies``: by ZeRO stage."""
     rows = []
     for tag, at in zip(source.tags, stages(source, reader), strict=True):
         pairs = zip(reader.tags, at, strict=True)
@@ -217,7 +215,7 @@ def kept(source: Side, reader: Side, copies: Mapping[int | None, Copies]) -> Kep
 
 
 def _block(source: Side, source_tag: int, reader: Side, tag: int, copies: Copies, converts: bool) -> Kept:
-    """Of two tags. ``converts``: whether the conversion can be made again; of a parameter its stage of ZeRO says that."""
+    """Memory for two tags. ``converts``: whether conversions may repeat (not parameters')."""
     count = len(reader.placed)
     if reader.passive:
         needs, again = np.full(count, tag != ABSENT), converts and tag == AGAIN
@@ -237,16 +235,16 @@ def _block(source: Side, source_tag: int, reader: Side, tag: int, copies: Copies
 
 
 def is_passive(node: Node) -> bool:
-    """Whether ``node`` only shows memory of its operand."""
+    """Whether ``node`` is a view of its operand's memory."""
     return is_view(node.op)
 
 
 def passive_tags(needed: bool, again: bool, keeps: bool = True) -> tuple[int, ...]:
-    """Tags of a view or a shared layout. ``again``, ``keeps``: whether a converted copy may be made again, and be kept."""
+    """Tags of a view or shared layout; a converted copy may be repeated (``again``) or kept."""
     return (ABSENT, *([NEEDED] if keeps else []), *([AGAIN] if again else [])) if needed else (ABSENT,)
 
 
 def tail_of(graph: Graph) -> frozenset[str]:
-    """Operations after the last repeated module. They work when most is kept, so that their work counts with it."""
+    """Operations after the last repeated module: memory peaks there, so their workspace counts."""
     last = max((i for i, node in enumerate(graph.nodes) if block_path(node.fqn)), default=len(graph.nodes))
     return frozenset(node.name for node in graph.nodes[last + 1 :])

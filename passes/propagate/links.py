@@ -1,4 +1,4 @@
-"""Who reads a value, and how: the edges of the cost network, before they have tables."""
+"""Edges of the cost network before they have tables: who reads a value, in which layouts."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Reading(NamedTuple):
     position: int
     name: str
     placed: Sequence[Placements]
-    """how it is read under each choice"""
+    """layout per choice"""
     mask: np.ndarray | None
-    """where that is to be paid; None: everywhere"""
+    """choices under which it is paid; None: all"""
     spared: np.ndarray | None
-    """seconds under each choice of what the operation asks other ranks unless the operand was whole; None: nothing"""
+    """seconds per choice of collectives that a replicated operand makes unnecessary"""
     ways: Ways | None = None
-    """in which it may go with others"""
+    """groups of conversions that share a message"""
 
 
 def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
-    """Every operand of ``node``; a value read several times pays once per layout."""
+    """Operands of ``node``; a value that is read several times pays once per layout."""
     earlier: dict[str, list[Sequence[Placements]]] = {}
     for position, (name, placed) in enumerate(zip(node.inputs, space.inputs, strict=True)):
         before = earlier.setdefault(name, [])
@@ -44,17 +44,17 @@ def readings(node: Node, space: OpSpace) -> Iterator[Reading]:
 
 
 def paid(parts: Parts, mask: np.ndarray | None) -> Parts:
-    """``parts`` with 0 in the columns where ``mask`` says that nothing is to be paid."""
+    """``parts`` with 0 in the columns that ``mask`` excludes."""
     return parts if mask is None else Parts(*(np.where(mask, x, 0.0) if x.ndim else x for x in parts))
 
 
 def unspared(spared: np.ndarray, sources: Sequence[Placements]) -> np.ndarray:
-    """Seconds per source (row) and choice of the reader (column) of what whole operands spare it: see :class:`Reading`."""
+    """Seconds per source (row) and choice (column); 0 if the source is replicated."""
     return np.where([[is_whole(p)] for p in sources], 0.0, spared)
 
 
 class Link(NamedTuple):
-    """An edge of the network: from the definition of a value, or its shared layout, to a reader."""
+    """An edge: from the definition of a value, or its shared layout, to a reader."""
 
     source: str
     """variable"""
@@ -64,7 +64,7 @@ class Link(NamedTuple):
     asked: Side
     value: str
     mask: np.ndarray | None = None
-    """the reader's choices under which it is to be paid; None: all"""
+    """the reader's choices under which it is paid; None: all"""
     spared: np.ndarray | None = None
     """see :class:`Reading`"""
     ways: Ways | None = None

@@ -1,10 +1,10 @@
-"""What a step holds while an operation runs, as a sum over the choices of the cost network.
+"""Liveness: live memory at each moment of a step, as a linear sum over choices of the network.
 
-While operation t runs, forward or backward, there are: parameters, what the optimizer keeps of them, and the gradients of
-those that are read later; what autograd keeps of what comes up to t; values made before t and read later, or their gradients;
-what is made again together with t; what t works on, conversions of its operands included; and what is returned. That is near
-what a simulation finds, which knows of every storage. The most that is held is the largest of these sums; a mean of them is
-a sum again, and no more than that.
+While operation t runs, forward or backward, live bytes are: parameters, optimizer state and the
+gradients of parameters read later; saved tensors of operations up to t; values (or gradients) made
+before t and read later; values recomputed together with t; workspace of t with conversions of its
+operands; outputs. This approximates the simulation, which knows every storage. Peak memory is the
+largest of these sums; a weighted mean of them is again linear, and no larger.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from autoshard.passes.search.folded import Classes, Folded, Matrix, Values, stor
 
 
 class _Variable(NamedTuple):
-    """Weights of what a variable holds."""
+    """Weights of the bytes of a variable."""
 
     work: float = 0.0
-    """what an operation works on"""
+    """workspace of an operation"""
     kept: float = 0.0
-    """what autograd keeps of its own; of other variables what is always there"""
+    """its own saved tensors; of other variables, what always lives"""
     again: float = 0.0
-    """the same and its results where they are made again"""
+    """saved tensors and results of a recomputed operation"""
     gradients: float = 0.0
     crossing: tuple[float, ...] = ()
-    """each result while others run"""
+    """each result while other operations run"""
 
 
 class _Edge(NamedTuple):
-    """Weights of what an edge holds."""
+    """Weights of the bytes of an edge."""
 
     moved: float
-    """what its conversion works on"""
+    """workspace of its conversion"""
     kept: float
-    """what autograd keeps for its reader"""
+    """tensor saved for its reader"""
     again: float
-    """a value that is made again for what is made again in another block: there as long as if it were kept"""
+    """a value recomputed for recomputation in another block lives as long as a saved one"""
 
 
 class Moments:
-    """Of one network with its bytes."""
+    """Weighted memory rows of one network."""
 
     def __init__(self, network: Network, built: Built) -> None:
         self.graph, self.network, self.built = network.graph, network, built
@@ -64,12 +64,12 @@ class Moments:
         """block → the first operation after it"""
         self.begins = {block: i for i, block in reversed(list(enumerate(self.blocks))) if block}
         self.labels = [x or name for name, x in zip(self.names, built.alike, strict=True)]
-        """equal for variables that are to choose alike"""
+        """equal for variables whose choices are tied"""
         self.known: dict[Hashable, Any] = {}
 
     def weights(self, powers: Values) -> Values:
-        """Weights of the moments [operations + 1], of the optimizer's step the last: e to these powers, as parts of 1; those of
-        equal layers are one."""
+        """Weights exp(``powers``), normalized, of moments [operations + 1], optimizer's step last.
+        Equal layers share one weight."""
         operations = {self.at[i]: label for i, label in enumerate(self.labels) if self.names[i].startswith("node:")}
         sizes = Counter(operations.values())
         many = [sizes[operations[at]] for at in range(len(self.place))]
@@ -78,7 +78,7 @@ class Moments:
         return found
 
     def row(self, weights: Values) -> Row:
-        """The mean of what is held at all moments by these weights; variables that are to choose alike share theirs."""
+        """The weighted mean of live bytes as a row; tied variables share coefficients."""
         count, network = _Counts(weights), self.built.network
         pairs = [(i, j) for i, j, _ in network.edges]
         ends = [(self.labels[i], self.labels[j]) for i, j in pairs]
@@ -98,7 +98,7 @@ class Moments:
 
     @cached_property
     def at(self) -> list[int]:
-        """Per variable the operation that it belongs to, by number; -1 of what comes in, and their count of what goes out."""
+        """Operation number per variable; -1 for inputs, the number of operations for outputs."""
         return [self._at(*name.rpartition(":")[::2]) for name in self.names]
 
     def _at(self, kind: str, rest: str) -> int:
@@ -119,7 +119,7 @@ class Moments:
             after = count.between(0, self._last(rest, 0)) + count.step if rest in self.graph.parameters else 0.0
             return _Variable(kept=count.all, gradients=after)
         lasts = [self._last(o, at) for o in self.graph.nodes[at].outputs]
-        block = self.blocks[max(lasts, default=at)]  # at the latest its backward makes it again
+        block = self.blocks[max(lasts, default=at)]  # at the latest its backward recomputes it
         again = count.between(at, self.ends.get(block, len(self.place)))
         crossing = tuple(count.between(at + 1, last) for last in lasts)
         return _Variable(count.of(at), count.since(at), again, 0.0, crossing)
@@ -146,7 +146,7 @@ class Moments:
         return np.concatenate([rest + (again if tag == 2 else weights.kept * keeps) for tag in tags])
 
     def _sizes(self, node: Node) -> tuple[Values, Values, list[Values]]:
-        """Bytes per choice of what it works on, of what autograd keeps of its own, and of its results."""
+        """Bytes per choice: workspace, own saved tensors, each result."""
         space = self.network.spaces[node]
         if (key := ("sizes", id(space))) not in self.known:
             keeps = self.network.keeps.of(node, space)
@@ -186,14 +186,14 @@ class Moments:
 
     @cached_property
     def _links(self) -> dict[frozenset[str], list[Link]]:
-        """Between two variables."""
+        """Links by their pair of variables."""
         found: dict[frozenset[str], list[Link]] = {}
         for link in self.network.links:
             found.setdefault(frozenset((link.source, link.reader)), []).append(link)
         return found
 
     def _moved(self, i: int, j: int, table: Matrix) -> tuple[Values, Values]:
-        """Bytes that conversions work on, and of values that are made again for what is, too: as stored in ``table``."""
+        """Workspace of conversions, and bytes recomputed for recomputation, as in ``table``."""
         links = self._links[frozenset((self.names[i], self.names[j]))]
         key = "moved", id(table), tuple((x.source == self.names[i], x.given.key, x.asked.key) for x in links)
         if key not in self.known:
@@ -209,7 +209,7 @@ class Moments:
         return moved
 
     def _of_link(self, link: Link, given: Classes, asked: Classes) -> Values:
-        """:meth:`_moved` of one link, for these states of its ends: float64 [2, states, states]."""
+        """:meth:`_moved` of one link for some states of its ends: float64 [2, states, states]."""
         type_ = self.graph.types[link.value]
         (a, made), (b, needs) = self._states(link.given, given), self._states(link.asked, asked)
         moved = on_the_way(a, b, type_.shape, type_.dtype, type_.moves, type_.unknown) * type_.dtype.itemsize
@@ -219,7 +219,7 @@ class Moments:
         return np.stack([moved, np.where(made[:, None] & needs, size[:, None], 0.0)])
 
     def _states(self, side: Side, states: Classes) -> tuple[list[Layout], np.ndarray]:
-        """Of some states: how the value lies, and whether it is made again there, or may be for something that is."""
+        """(layouts of some states, whether the value is recomputed or read by recomputation)."""
         tags, places = np.divmod(states, len(side.placed))
         layouts = [Layout(self.network.mesh, side.placed[place]) for place in places.tolist()]
         each = np.array(side.tags)[tags]
@@ -227,7 +227,7 @@ class Moments:
 
 
 class _Counts:
-    """Sums of weights of moments."""
+    """Sums of moment weights over ranges of operations."""
 
     def __init__(self, weights: Values) -> None:
         self.each, self.step = weights[:-1], float(weights[-1])
@@ -249,7 +249,7 @@ def _flat(of: _Variable) -> list[float]:
 
 
 def _means(labels: Sequence[Hashable], values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Per entry the mean of those with its label."""
+    """Per entry the mean over entries with its label."""
     of: dict[Hashable, list[Sequence[float]]] = {}
     for label, value in zip(labels, values, strict=True):
         of.setdefault(label, []).append(value)
@@ -258,7 +258,7 @@ def _means(labels: Sequence[Hashable], values: Sequence[Sequence[float]]) -> lis
 
 
 def _representatives(table: Matrix, axis: int) -> Classes:
-    """A state for each stored row, or column."""
+    """One state per stored row or column."""
     where = (table.rows, table.columns)[axis] if isinstance(table, Folded) else np.arange(table.shape[axis])
     found: Classes = np.unique(where, return_index=True)[1]
     return found

@@ -1,11 +1,11 @@
-"""The cost network of a graph: its variables, and the tables between them (what a solution means: :mod:`.chosen`).
+"""The cost network of a graph: one variable per choice, tables of seconds between them.
 
-Variables: an op's strategy (one per mesh axis, combined), an input's layout, and for every value with several readers its
-*shared* layout, which all readers convert from. So one redistribution serves all readers that want the same layout, and
-the network stays pairwise. Costs are seconds: compute of an op on its local shapes, forward and backward, and the
-redistribution between the layouts at the two ends of an edge; conversions of parameters hide behind compute
-(:mod:`~autoshard.passes.propagate.prices.step_time`). Where memory counts every variable has tags beside its
-layouts (:mod:`~autoshard.passes.propagate.keep`), and every table of seconds one of bytes.
+Variables: an operation's strategy (one per mesh axis, combined), an input's layout, and the
+*shared* layout from which several readers of a value convert. So one redistribution serves readers
+of equal layout, and the network stays pairwise. Costs are seconds: an operation's compute on local
+shapes, forward and backward, and the redistribution along an edge. Redistributions of parameters
+overlap with compute (:mod:`.prices.step_time`). With a memory limit variables have tags
+(:mod:`.keep`), and tables of bytes stand beside those of seconds.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from autoshard.passes.search import CostNetwork, Row
 from autoshard.passes.search.folded import Folded
 
 Offer = Callable[[Node], tuple[int, ...]]
-"""the states ``again`` that an operation may have"""
+"""the recompute states that an operation may have"""
 
 
 ZERO = Parts()
 
 
 class _Reader(NamedTuple):
-    """Who reads a value, and how; see :class:`~autoshard.passes.propagate.links.Reading`."""
+    """A reader of a value; see :class:`~autoshard.passes.propagate.links.Reading`."""
 
     variable: str
     side: Side
@@ -58,41 +58,41 @@ class _Reader(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Variable:
-    """A choice of the network; the number of a state is its tag's place times choices plus its choice."""
+    """A choice of the network. State number = place of its tag × number of choices + choice."""
 
     choices: tuple[Any, ...]
-    """strategies of an op, or placements of a value"""
+    """strategies of an operation, or placements of a value"""
     tags: tuple[int, ...] = (0,)
     parts: Parts = ZERO
     """seconds, per state"""
     kept: np.ndarray | None = None
-    """bytes that it holds at the end of the forward, per state"""
+    """bytes held at the end of the forward, per state"""
     stays: np.ndarray | None = None
-    """bytes that it holds at the end of the backward, per state"""
+    """bytes held at the end of the backward, per state"""
     stages: tuple[int, ...] = ()
-    """of a parameter, or of its shared layout where it has one: the stage of ZeRO of each tag"""
+    """ZeRO stage of each tag; only of parameters, or of their shared layout if there is one"""
 
     @property
     def size(self) -> int:
-        """How many states it has."""
+        """Number of states."""
         return len(self.choices) * len(self.tags)
 
 
 @dataclass(frozen=True)
 class Built:
-    """A network, what hides behind compute, and its rows of bytes where memory counts."""
+    """A network with its overlap rows, and its memory rows if memory is limited."""
 
     network: CostNetwork
     hiding: tuple[Row, ...]
     kept: tuple[Row, ...] = ()
-    """bytes at the end of the forward, and of the backward; their limit is still to be set"""
+    """bytes at the end of the forward, and of the backward; callers set the limits"""
     alike: tuple[Hashable | None, ...] = ()
-    """per variable: equal for those in the same place of equal modules; None: alone"""
+    """per variable: label shared by the same place of equal modules; None: unique"""
 
 
 @dataclass
 class Network:
-    """The network of ``graph``. ``offer``: what may be made again; None where memory does not count."""
+    """Builder of the cost network. ``offer``: recompute states; None: no memory rows."""
 
     graph: Graph
     mesh: Mesh
@@ -102,28 +102,28 @@ class Network:
     offer: Offer | None = None
     optimizer: str = "adamw"
     given: Mapping[str, Layout] = field(default_factory=dict)
-    """layouts of the inputs that come in parts, and that outputs shall have where they can, by "out:i" """
+    """layouts of inputs that arrive sharded, and layouts wanted of outputs, as "out:i" """
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """of parameters: the stages of ZeRO that each may have; (0,) where it is absent"""
+    """parameter → ZeRO stages on offer; default (0,)"""
     flying: int = 1
-    """micro-batches that keep something for the backward at once"""
-    carried: frozenset[str] = frozenset()  # inputs whose layout is to be chosen, as a parameter's is
+    """micro-batches in flight: each keeps its activations"""
+    carried: frozenset[str] = frozenset()  # inputs whose layout the search chooses, like a parameter's
     variables: dict[str, Variable] = field(default_factory=dict)
     """by name: a value, "node:…", "shared:…", "out:i", "way:i" """
     links: list[Link] = field(default_factory=list)
     calls: list[tuple[str, str, Parts]] = field(default_factory=list)
-    """of look-ups that go in one call: the variable of their way, that of one, and seconds between their states"""
+    """of grouped look-ups: (variable of the group, variable of a look-up, seconds)"""
     known: dict[Any, Any] = field(default_factory=dict)
-    """one object for what is equal, so that equal layers give identical tables"""
+    """interned objects: equal layers share identical tables"""
 
     def __post_init__(self) -> None:
         self.views = frozenset(n.name for n in self.graph.nodes if is_passive(n))
         self.tail = tail_of(self.graph) if self.offer is not None else frozenset()
         self.free = free_states(self.graph, self.given, self.constraints) | self.carried
-        """buffers whose layout is to be chosen, as a parameter's is"""
+        """buffers whose layout the search chooses, like a parameter's"""
 
     def build(self, tables: EdgeTables) -> Built:
-        """Variables and links, then their tables."""
+        """Create variables and edges, then their tables."""
         self._variables()
         tables.collect(self.links)
         hides = self.mesh.overlap, self.graph.passes
@@ -134,7 +134,7 @@ class Network:
                 own[id(v.parts), v.size] = stepped(v.parts, (v.size,), *hides)
         keys = [tables.key(link) for link in self.links]
         for link, key in zip(self.links, keys, strict=True):
-            if key not in made:  # its parts, several times as large, are not kept
+            if key not in made:  # unfolded parts are several times as large: not kept
                 found = tables.of(link, self.offer is not None, self.flying)
                 made[key] = stepped(found.parts, found.shape, *hides, (found.rows, found.columns)), found.held
         between = [made[key] for key in keys]
@@ -190,7 +190,7 @@ class Network:
         self._in_order()
 
     def _ways(self) -> None:
-        """Variables of the ways in which look-ups go in one call."""
+        """Variables of grouped look-ups: the way that most look-ups of a group go."""
         for i, of in enumerate(exchanges(self.graph, self.mesh, self.optimizer)):
             found = of.group([self.spaces[node] for node in of.nodes])
             if found is None:
@@ -202,7 +202,7 @@ class Network:
                 self.calls.append((f"way:{i}", look_up, Parts(*(np.tile(x, tags) if x.ndim else x for x in parts))))
 
     def _in_order(self) -> None:
-        """Every variable next to the operations that it is joined to: the search goes through them one after another."""
+        """Sort variables next to their neighbours in program order, for the search to eliminate."""
         place = {f"node:{node.name}": float(i) for i, node in enumerate(self.graph.nodes)}
         for link in self.links:
             if link.source in place:
@@ -220,7 +220,7 @@ class Network:
     # --- operations ---
 
     def _needed(self) -> frozenset[str]:
-        """Values that the backward may need: what some choice keeps, or would be made again from."""
+        """Values that the backward may need: saved by some choice, or read by recomputation."""
         if self.offer is None:
             return frozenset()
         found: set[str] = set()
@@ -258,7 +258,7 @@ class Network:
 
     def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Iterator[tuple[str, _Reader]]:
         key = ("reads", id(space), tags, self.offer is None)
-        if key not in self.known:  # equal nodes read alike
+        if key not in self.known:  # equal nodes have equal readers
             found = list(readings(node, space))
             keeps = [self.keeps.of(node, space).saves(node, x.position, space) if self.offer else None for x in found]
             sides = [Side(x.placed, tags, node.name in self.views, k) for x, k in zip(found, keeps, strict=True)]
@@ -287,7 +287,7 @@ class Network:
         readers: list[_Reader],
         needed: frozenset[str],
     ) -> None:
-        """Edges from a definition to its readers, through a shared-layout variable where there are several."""
+        """Edges from a definition to its readers; several readers share a layout variable."""
         constraint = self.constraints.get(value)
         by_hint = isinstance(constraint, Constraint) and value not in self.graph.parameters
         if len(readers) > 1 or by_hint:
@@ -332,7 +332,7 @@ class Network:
         return stated(name, self.graph, self.mesh, self.given)
 
     def _stages(self, value: str) -> tuple[int, ...]:
-        """The stages of ZeRO that a parameter may have; none of what is no parameter."""
+        """ZeRO stages on offer for a parameter; () for other values."""
         return self.stages.get(value, (0,)) if value in self.graph.parameters else ()
 
     def _input(self, name: str, states: tuple[Placements, ...], stages: tuple[int, ...]) -> Variable:
@@ -355,13 +355,13 @@ class Network:
             size, state, left = size * skew, state * skew, left * skew
             parts = Parts(once=np.tile(seconds, count)) if type_.grad else ZERO
             stays = size + state + (left if trained else 0.0)
-            held = stays if self.graph.passes > 1 else size + state  # gradients of the passes before the last are there
+            held = stays if self.graph.passes > 1 else size + state  # gradients of earlier passes are held, too
             self.known[key] = parts, np.tile(held, count), np.tile(stays, count)
         parts, kept, stays = self.known[key]
         return Variable(states, (0,) * count, parts, kept, stays, stages)
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
-        """An input is given whole on every rank, or as it says; a parameter, and a state, may be kept in shards."""
+        """Layouts of an input: as given (default replicated); parameters, states: maybe sharded."""
         whole = I if (type_ := self.graph.types[name]).grad else R
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
@@ -374,7 +374,7 @@ class Network:
         return states
 
     def _output_states(self, name: str, asked: Layout | None) -> tuple[Placements, ...]:
-        """Scalars come back whole; other outputs keep a layout that can be put together again: the one ``asked`` for."""
+        """Layouts of an output, ``asked`` if possible. Scalars are replicated; no partial sums."""
         type_ = self.graph.types[name]
         states = placeable(type_, self.mesh, replicated=I if type_.grad else R)
         if self.spaces.asked and name in self.graph.producers:
@@ -385,13 +385,13 @@ class Network:
         return self._once(("output", states), states)
 
     def _made(self, name: str) -> tuple[frozenset[Placement], ...]:
-        """Per mesh axis how the operation that makes a value may make it."""
+        """Per mesh axis the placements in which the producer can make a value."""
         node = self.graph.producers[name]
         states = self.spaces[node].outputs[node.outputs.index(name)]
         return tuple(frozenset(s[axis] for s in states) for axis in range(self.mesh.ndim))
 
     def _once(self, key: Any, states: tuple[Placements, ...]) -> tuple[Placements, ...]:
-        """The same tuple object for the same key."""
+        """One tuple object per key."""
         found: tuple[Placements, ...] = self.known.setdefault(key, states)
         return found
 

@@ -1,4 +1,4 @@
-"""What an assignment costs: the sum that the search minimises, evaluated on one choice."""
+"""The objective: predicted seconds of a step for one assignment, as the search minimizes it."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from autoshard.passes.rules.facts import can_redraw
 
 @dataclass(frozen=True)
 class Objective:
-    """What one step takes on the busiest rank."""
+    """Predicted seconds of one step on the busiest rank."""
 
     operations: Mapping[str, OpSeconds]
     """per node"""
     conversions: Parts
-    """between the layouts of definitions and uses"""
+    """redistributions between definitions and uses"""
     optimizer: float
     overlap: Overlap
-    """how fast compute runs beside movable communication"""
+    """speed of compute beside movable communication"""
     passes: int = 1
-    """of which the step consists: micro-batches"""
+    """micro-batches per step"""
     again: Mapping[str, Parts] = field(default_factory=dict)
-    """what is made again in the backward: per node that is computed again, and per value that is converted again"""
+    """repeated in the backward: per recomputed node, and per value that is converted again"""
 
     @cached_property
     def parts(self) -> Parts:
-        """All of it, but for the optimizer."""
+        """Everything but the optimizer."""
         found = [op.parts for op in self.operations.values()]
         return summed((*found, self.conversions, *self.again.values()))
 
@@ -61,7 +61,7 @@ class Objective:
 
     @property
     def exposed_s(self) -> float:
-        """The communication that compute does not hide."""
+        """Exposed communication: what compute does not hide."""
         return float(self.parts.exposed(self.overlap, self.passes))
 
     @property
@@ -71,14 +71,14 @@ class Objective:
 
 @dataclass(frozen=True)
 class OpSeconds:
-    """Of one operation: its compute, and the collectives inside its local form."""
+    """Seconds of one operation: compute, and collectives inside its local form."""
 
     compute: costs.Seconds
     inside: costs.Inside
 
     @property
     def again(self) -> Parts:
-        """Computed once more."""
+        """Seconds to recompute it in the backward."""
         launch = self.compute.launches[0]
         hides, waits, hidden = self.compute.forward - launch, self.inside.again, self.inside.hidden[0]
         return Parts(np.array(hides), np.array(launch), np.array(waits), hidden=np.array(hidden))
@@ -91,7 +91,7 @@ class OpSeconds:
 
 
 def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
-    """The objective of the search on ``assignment``, whether it was searched for or given."""
+    """The objective of ``assignment``, whether searched or given."""
     graph, mesh = assignment.graph, assignment.mesh
     known: dict[object, OpSeconds] = {}
     touched, waits = traffic_on(graph, mesh), waiting(graph, mesh)
@@ -132,7 +132,7 @@ def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
 
 
 def _saved_together(assignment: Assignment) -> Iterator[float]:
-    """Seconds that results of look-ups save which go together before one operation."""
+    """Seconds saved by looked-up operands that share one message, per reading operation."""
     for node, values in joins(assignment.graph, assignment.mesh):
         read = [(i, name) for i, name in enumerate(node.inputs) if name in values]
         moves = ((n, assignment.source(n).placements, assignment.use(node, i)) for i, n in read)
@@ -140,7 +140,7 @@ def _saved_together(assignment: Assignment) -> Iterator[float]:
 
 
 def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable: frozenset[str]) -> dict[str, Parts]:
-    """The forward of operations that are computed again, and of conversions that the backward needs again."""
+    """Seconds of recomputed operations and of redistributions repeated in the backward."""
     graph, mesh = assignment.graph, assignment.mesh
     found: dict[str, Parts] = {}
     prices: dict[object, Parts] = {}
@@ -177,7 +177,7 @@ def _again(assignment: Assignment, operations: Mapping[str, OpSeconds], movable:
 
 
 def _conversions(assignment: Assignment) -> Iterator[tuple[str, Placements, Placements, bool]]:
-    """(value, from, to, whether from its definition): definition → shared layout, and from there to each reader."""
+    """(value, from, to, is first): definition → shared layout → each reader."""
     for value, found in wanted(assignment).items():
         if value in assignment.shared:
             yield value, assignment.layouts[value].placements, assignment.shared[value].placements, True
@@ -186,7 +186,7 @@ def _conversions(assignment: Assignment) -> Iterator[tuple[str, Placements, Plac
 
 
 def wanted(assignment: Assignment) -> dict[str, list[Placements]]:
-    """Value → the layouts asked of it: one per reading operation and layout, per output, per value written back."""
+    """Value → layouts read: one per reading operation and layout, output, and write-back."""
     graph = assignment.graph
     found: dict[str, list[Placements]] = {name: [] for name in graph.types}
     for node in graph.nodes:

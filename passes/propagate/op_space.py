@@ -1,4 +1,4 @@
-"""The strategies of one op: per mesh axis from its rule, and combined over all axes with what they cost."""
+"""Strategies of one operation: per mesh axis from its rule, combined over all axes and priced."""
 
 from __future__ import annotations
 
@@ -33,59 +33,59 @@ from autoshard.passes.rules.rigid import is_rigid, leaves_whole
 
 @dataclass(frozen=True, eq=False)
 class OpSpace:
-    """The combined strategies of one op; shared by all nodes with the same signature."""
+    """The combined strategies of one op; nodes with the same signature share it."""
 
     choices: tuple[tuple[Strategy, ...], ...]
     compute: np.ndarray
-    """float64 [2, choices]: seconds of the forward and of the backward"""
+    """float64 [2, choices]: seconds of forward and backward"""
     launches: np.ndarray
-    """float64 [2, choices]: the part of them that hides nothing"""
+    """float64 [2, choices]: launches, the part that overlaps with nothing"""
     inside: np.ndarray
-    """float64 [2, choices]: the same of the collectives inside the local form"""
+    """float64 [2, choices]: seconds of collectives inside the local form"""
     inside_again: np.ndarray
-    """float64 [choices]: of the forward's, those that run once more where the op is computed again"""
+    """float64 [choices]: of the forward's collectives, those repeated when recomputed"""
     spared: Mapping[int, np.ndarray]
-    """operand → float64 [choices]: the same of those of the forward that run unless the operand was whole before"""
+    """operand → float64 [choices]: seconds of collectives skipped if it was replicated"""
     inputs: tuple[tuple[Placements, ...], ...]
     """per operand, per choice"""
     outputs: tuple[tuple[Placements, ...], ...]
     ways: Ways | None = None
-    """of what goes together before the operation; None: nothing does"""
+    """conversions of operands that share a message; None: none do"""
 
     @cached_property
     def parts(self) -> Parts:
-        """What every choice takes."""
+        """Seconds of every choice."""
         launches = self.launches.sum(axis=0)
         return Parts(self.compute.sum(axis=0) - launches, launches, self.inside.sum(axis=0))
 
     @cached_property
     def again(self) -> Parts:
-        """What it takes to compute every choice once more."""
+        """Seconds to recompute every choice."""
         return Parts(self.compute[0] - self.launches[0], self.launches[0], self.inside_again)
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """float64 [choices]: all of it, forward and backward."""
+        """float64 [choices]: forward plus backward."""
         return self.parts.compute + self.parts.other + self.parts.blocking
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What an expert's plan asks of one operation along one mesh axis: to be cut along one of these factors, or whole.
+    """What a named strategy asks of an operation on one mesh axis: factors to shard, or none.
 
-    Where the sizes do not allow a cut, the operation runs whole.
+    If sizes do not allow it, the operation runs unsharded.
     """
 
     cuts: frozenset[str]
     """factors of strategies"""
     optional: bool = False
-    """whether it may run whole as well"""
+    """whether it may run unsharded, too"""
     sums: bool = True
-    """whether it may work on summands of its operands"""
+    """whether operands may be partial sums"""
     invariant: bool = True
-    """whether it may work on whole values whose gradients are whole, too (I), where it works on whole values"""
+    """whether unsharded work may have replicated gradients (I), not only partial ones"""
     instead: frozenset[str] = frozenset()
-    """factors along which it is cut where it cannot be along these"""
+    """factors to shard if ``cuts`` is impossible"""
 
     def allows(self, strategy: Strategy) -> bool:
         if strategy.divides:
@@ -96,7 +96,7 @@ class Asked:
 
 
 AskedOf = tuple[Asked | None, ...]
-"""per mesh axis; None: the search is free"""
+"""per mesh axis; None: free"""
 
 
 class _Priced(NamedTuple):
@@ -115,9 +115,9 @@ class _Priced(NamedTuple):
 def op_space(
     node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = (), traffic: Traffic | None = None, waits: Waits = NOBODY
 ) -> OpSpace:
-    """All combinations of per-axis strategies that the sizes allow; of equals in layout only the cheapest stays.
+    """Feasible combinations of per-axis strategies; of equal layouts only the cheapest.
 
-    ``asked``: what they are restricted to; ``traffic``: see :func:`costs.node_seconds`; ``waits``: see :func:`waiting`.
+    ``asked``: restrictions; ``traffic``: :func:`costs.node_seconds`; ``waits``: :func:`waiting`.
     """
     best: dict[Any, _Priced] = {}
     for choices in _as_asked(_combined(node, graph, mesh, asked), asked or (None,) * mesh.ndim):
@@ -150,10 +150,10 @@ def _combined(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf) -> list[tupl
 
 
 def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterator[list[tuple[Strategy, ...]]]:
-    """Those that cut along the most axes that ask for it, and most of these as asked; then those that cut one less, and so on.
+    """Tiers of choices: first those sharded along most axes that ask for it, then one axis less.
 
-    All at once where several axes ask for the same cut and those that cut the most need a layout of their own (whole parts on
-    every rank): nothing leads to it from the cut along all these axes that a neighbour has.
+    One tier if several axes ask for the same factor and the best choices need a layout of their own
+    (fused parts on every rank), which no layout of a neighbour converts to.
     """
     found: dict[tuple[int, int], list[tuple[Strategy, ...]]] = {}
     for choice in choices:
@@ -175,7 +175,7 @@ def _priced(
     traffic: Traffic | None,
     waits: Waits,
 ) -> dict[Any, _Priced]:
-    """Layouts of operands and results, by numbers → the cheapest choice with them."""
+    """Layouts of operands and results (as numbers) → the cheapest choice with them."""
     types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
     flops = costs.node_flops(node, graph, rule_for(node.op))
     asks, seconds = _asks_others(node), costs.by_shapes(node, graph, mesh, flops, traffic)
@@ -197,8 +197,8 @@ def _priced(
 def _lying(
     choices: Sequence[tuple[Strategy, ...]], types: Sequence[TensorType], mesh: Mesh
 ) -> Iterator[tuple[tuple[Strategy, ...], Any, tuple[Placements, ...], tuple[tuple[int, ...], ...]]]:
-    """Every choice with its layouts of operands and results, as numbers (equal ones have the same), as placements and as
-    local shapes: placements of a strategy, and those of a value along all axes, are few."""
+    """Each choice with its layouts as numbers, placements and local shapes. Cached per value: few
+    distinct placements occur."""
     each: dict[int, tuple[int, ...]] = {}
     numbers: list[dict[Placement, int]] = [{} for _ in types]
     for strategy in {id(s): s for choice in choices for s in choice}.values():
@@ -218,9 +218,9 @@ def _lying(
 
 
 class OpSpaces:
-    """The op space of every node of a graph; nodes with the same signature share one, here and in what asks after the search.
+    """Op spaces by node; nodes with the same signature share one, also after the search.
 
-    ``asked``: node name → what an expert's plan restricts it to.
+    ``asked``: node name → restrictions of a named strategy.
     """
 
     def __init__(self, graph: Graph, mesh: Mesh, asked: Mapping[str, AskedOf] | None = None) -> None:
@@ -228,7 +228,7 @@ class OpSpaces:
         self.asked = asked or {}
         self._of: dict[str, OpSpace] = {}
         found: dict[Any, OpSpace] = {}
-        # Where lengths are open, to make a space also notes what it decides about them: every search does.
+        # With dynamic lengths, making a space records decisions about them; every search must.
         self._known = found if graph.symbols.read else graph.known.setdefault(("op spaces", mesh), found)
 
     def __getitem__(self, node: Node) -> OpSpace:
@@ -242,7 +242,7 @@ class OpSpaces:
 
 
 def traffic_on(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
-    """What every node reads and writes; empty where the hardware runs every operation by itself: all of it."""
+    """Memory traffic per node under kernel fusion; empty if the hardware fuses nothing."""
     if not mesh.hardware.fuses:
         return {}
     if "traffic" not in graph.known:
@@ -252,9 +252,9 @@ def traffic_on(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
 
 
 def axis_strategies(node: Node, graph: Graph, exactly: bool = True) -> tuple[Strategy, ...]:
-    """The strategies of ``node`` along one axis; an op without a rule, or of unknown size, runs on full tensors.
+    """Strategies of ``node`` along one axis; without a rule or a known size it runs replicated.
 
-    ``exactly``: only those that leave the last bits of a float32 island in a float64 model as they are.
+    ``exactly``: only those that keep the last bits of a float32 island in a float64 model.
     """
     rule = rule_for(node.op)
     found: tuple[Strategy, ...] = ()
@@ -270,14 +270,14 @@ def axis_strategies(node: Node, graph: Graph, exactly: bool = True) -> tuple[Str
 
 
 def _fitting(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:
-    if ranks == 1:  # nothing to divide: one strategy is enough, and it costs no conversion of I and R
+    if ranks == 1:  # nothing to divide: one strategy is enough, without I/R conversions
         return [s for s in strategies if s.label == "I"] or list(strategies[:1])
     return [s for s in strategies if s.allows((ranks,)) and (s.work is None or s.work[1] >= ranks)]
 
 
 def fits(choice: Sequence[Strategy], mesh: Mesh, free: bool = False) -> bool:
-    """Whether all axes on one factor together still leave a chunk for every rank, and none excludes another's strategy;
-    ``free``: it is known that none does."""
+    """Whether every rank gets a chunk of each factor, and no strategy excludes another. ``free``:
+    no strategy excludes others."""
     if not free and not together(choice):
         return False
     used: dict[str, list[int]] = {}
@@ -295,13 +295,13 @@ def fits(choice: Sequence[Strategy], mesh: Mesh, free: bool = False) -> bool:
 
 
 def site_of(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Site:
-    """``node`` with its layouts; ``placed``: placements of every operand, then of every result."""
+    """The site of ``node``; ``placed``: placements of every operand, then of every result."""
     layouts = tuple(laid_out(mesh, p) for p in placed)
     return Site(node, graph, mesh, layouts[: len(node.inputs)], layouts[len(node.inputs) :], choice)
 
 
 def _asks_others(node: Node) -> bool:
-    """Whether there may be collectives inside its local form."""
+    """Whether its local form may contain collectives."""
     rule = rule_for(node.op)
     return rule is not None and rule.collectives is not None
 
@@ -309,7 +309,7 @@ def _asks_others(node: Node) -> bool:
 def internal_collectives(
     node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]
 ) -> tuple[Internal, ...]:
-    """The collectives inside ``node``'s local form; ``placed``: placements of every operand, then of every result."""
+    """Collectives inside the local form; ``placed``: of every operand, then of every result."""
     rule = rule_for(node.op)
     if rule is None or rule.collectives is None or not any(s.divides for s in choice):
         return ()

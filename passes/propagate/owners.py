@@ -1,4 +1,4 @@
-"""Which rank owns which table, of those that lie whole on one rank: the search knows that they do, and not where."""
+"""Table-wise placement: assigns tables that have an owner rank to ranks, balanced by load."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Axes = tuple[str, ...]
 
 
 def place_of(chosen: Any, choices: Sequence[Any]) -> int:
-    """Where a choice stands among those that the search knows, which are the same whoever owns a tensor."""
+    """Index of a choice in the search, which does not distinguish owner ranks."""
     if chosen not in choices:
         chosen = tuple(Owned() if isinstance(p, Owned) else p for p in chosen)
     return choices.index(chosen)
 
 
 def with_owners(assignment: Assignment, constraints: Mapping[str, Constraint | Limit]) -> Assignment:
-    """``assignment`` with tables dealt out to ranks: the largest first, each where bytes and look-ups leave most room.
+    """``assignment`` with owned tables balanced over ranks, largest first.
 
-    Rank 0 owns most bytes, so that its memory is that of the busiest rank; not where some of the tables are ``fixed``, by
-    a hint or an earlier compilation: those keep their owners.
+    Rank 0 owns most bytes, so that its memory is the peak; not if hints or an earlier compilation
+    fix owners.
     """
     fixed = {name for name, c in constraints.items() if isinstance(c, Constraint)}
     layouts, types, mesh = assignment.layouts, assignment.graph.types, assignment.mesh
@@ -42,7 +42,7 @@ def with_owners(assignment: Assignment, constraints: Mapping[str, Constraint | L
 
 
 def _in_order(assignment: Assignment) -> dict[str, Layout]:
-    """Matrices of experts → their layouts: each on the rank that has this chunk of all experts."""
+    """Matrices of experts → layouts: each on the rank with this chunk of all experts."""
     found: dict[str, Layout] = {}
     mesh, layouts = assignment.mesh, assignment.layouts
     for node in assignment.graph.nodes:
@@ -59,7 +59,7 @@ def _in_order(assignment: Assignment) -> dict[str, Layout]:
 
 
 def _shared(assignment: Assignment, found: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Shared layouts by the same owners."""
+    """Shared layouts with the same owners."""
     pairs = ((n, assignment.shared[n], x) for n, x in found.items() if n in assignment.shared)
     return {n: shared.replace({a: x[a] for a in shared.owner}) for n, shared, x in pairs}
 
@@ -79,15 +79,15 @@ def _dealt(
 
 
 def load(table: TensorType) -> tuple[float, float]:
-    """Of its owner: bytes, and elements that are looked up."""
+    """(bytes, looked-up elements) of a table on its owner."""
     return float(table.nbytes), float(table.looked_up * table.shape[1])
 
 
 def balanced(
     loads: Mapping[str, tuple[float, ...]], ranks: int, fixed: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Name → rank, so that no kind of load is much larger on one rank than on others: largest first, each where the worst
-    of its kinds stays least (Graham's rule, in several dimensions). ``fixed``: those that have a rank."""
+    """Name → rank, greedy (Graham's rule in several dimensions), keeping ``fixed`` ranks. Largest
+    load first, to the rank whose worst kind of load stays smallest."""
     totals = [sum(kind) or 1.0 for kind in zip(*loads.values(), strict=True)]
     shares = {name: [x / total for x, total in zip(load, totals, strict=True)] for name, load in loads.items()}
     held = [[0.0] * len(totals) for _ in range(ranks)]
@@ -102,7 +102,7 @@ def balanced(
 
 
 def _number(layout: Layout, axes: Axes, mesh: Mesh) -> int:
-    """The owner's number in the group of the flattened ``axes``."""
+    """The owner's index in the group of the flattened ``axes``."""
     number = 0
     for axis in axes:
         number = number * mesh.size_of(axis) + layout.owner[axis]
@@ -110,7 +110,7 @@ def _number(layout: Layout, axes: Axes, mesh: Mesh) -> int:
 
 
 def _along(rank: int, axes: Axes, mesh: Mesh) -> dict[str, Shard]:
-    """The coordinates of rank number ``rank`` of the flattened ``axes``."""
+    """Coordinates of index ``rank`` of the flattened ``axes``."""
     found: dict[str, Shard] = {}
     for axis in reversed(axes):
         rank, coordinate = divmod(rank, mesh.size_of(axis))

@@ -1,4 +1,4 @@
-"""The cheapest assignment of a graph, with and without a limit on what its choices hold."""
+"""The search for the cheapest assignment of a graph, with and without a memory limit."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from autoshard.passes.search.network import FULL, Effort
 log = logging.getLogger("autoshard.plan")
 
 Prepare = Callable[[Network, CostNetwork, tuple[Row, ...], Sequence[Hashable | None] | None], Prepared]
-"""what makes of a network, with its costs, rows and labels, what is to be solved"""
+"""prepares a search: (network, costs, rows, labels of equal variables) → solver"""
 
 LITTLE = 1e-3
-"""bytes that a second is worth where as few as possible are to be held"""
+"""bytes that a second is worth in :meth:`Planner.least`: breaks ties between equal memory"""
 LIMITED = 0.1
-"""what searches under a limit may take, as a part of what proofs take"""
+"""effort of a search under a limit, as a share of the effort of a proof"""
 
 
 def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | Limit]) -> Assignment:
-    """The cheapest assignment of ``graph`` on ``mesh`` that satisfies ``constraints``, whatever memory it takes.
+    """The cheapest assignment of ``graph`` on ``mesh`` under ``constraints``, without memory limit.
 
     Raises :class:`~autoshard.errors.HintError` from constraints.
     """
@@ -51,7 +51,7 @@ def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | L
 
 
 def _asked_too_much(constraints: Mapping[str, Constraint | Limit], mesh: Mesh) -> str:
-    """What to tell where an expert's plan leaves no plan beside the hints."""
+    """Error text: a named strategy leaves some operation no layouts, with or without hints."""
     hints = sorted({f"{c.pattern!r} (on {c.name})" for c in constraints.values() if isinstance(c, Constraint)})
     what = "like= and hints= ask for cannot be met together" if hints else "like= asks for cannot be met"
     told = f" Hints: {', '.join(hints[:3])}{f' and {len(hints) - 3} more' if len(hints) > 3 else ''}." if hints else ""
@@ -64,7 +64,7 @@ def _asked_too_much(constraints: Mapping[str, Constraint | Limit], mesh: Mesh) -
 
 
 class Planner:
-    """Searches of one graph on one mesh; what they have in common is made once."""
+    """Searches of one graph on one mesh. Op spaces, tables and networks are built once for all."""
 
     def __init__(
         self,
@@ -82,11 +82,11 @@ class Planner:
         effort: Effort = FULL,
         carried: frozenset[str] = frozenset(),
     ) -> None:
-        """``asked``: node name → what its strategies are restricted to, by an expert's plan; ``regather``: see
-        :func:`~autoshard.passes.propagate.recompute.offer`; ``given``: layouts of the inputs that come in parts;
-        ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; ``flying``: of a stage of a pipeline, the
-        micro-batches that it keeps something for at once; ``stays``: whether parameters may stay gathered; ``effort``: of
-        the search; ``carried``: inputs that an earlier call gave back, such as caches, whose layouts are to be chosen."""
+        """``asked``: node → what a named strategy allows. ``regather``: see
+        :func:`~autoshard.passes.propagate.recompute.offer`. ``given``: layouts of inputs that
+        arrive sharded. ``zero``: parameter → ZeRO stage. ``flying``: micro-batches in flight in a
+        pipeline stage. ``stays``: parameters may stay gathered. ``carried``: inputs returned by an
+        earlier call (KV caches), whose layouts the search chooses."""
         self.flying, self.stays, self.effort, self.carried = flying, stays, effort, carried
         self.prepare: Prepare = _alone
         self.given, self.zero = given or {}, zero or {}
@@ -95,34 +95,34 @@ class Planner:
         recompute = hinted(graph, recompute)
         self.offer = offer(graph, recompute, regather)
         self.decides = graph.training and recompute == "auto"
-        """whether the search decides of every operation whether it is computed again"""
+        """whether the search chooses per operation what is recomputed"""
         self.plain = not graph.training or (recompute in ("auto", "none") and not regather)
-        """whether nothing has to be made again"""
+        """whether nothing has to be recomputed"""
         self.prices: tuple[float, ...] = ()
-        """of the rows, in the last search: where the next one begins"""
+        """multipliers of the rows in the last search: the start of the next"""
         self._known: dict[Any, Any] = {}
         """see :attr:`Network.known`"""
         self._tables: EdgeTables | None = None
-        """of the network without a limit: most are those of the limited one, too"""
+        """of the unlimited network; most serve the limited network, too"""
         self._free: Network | None = None
-        """in which the cheapest was searched for"""
+        """the network of the last :meth:`cheapest`"""
         self._limited: tuple[Network, Built] | None = None
         self._wide: tuple[Network, Built] | None = None
-        """the limited one, before it was narrowed"""
+        """the limited network before a restriction"""
         self._moments: Moments | None = None
-        """of the limited one"""
+        """of the limited network"""
         self._narrow = ""
-        """to what: "even", "blocks", or the operation of :meth:`at`; "": to nothing"""
+        """the restriction: "even", "blocks", or the operation of :meth:`at`; "": none"""
         self._moment = ""
         """the operation of :meth:`at`"""
         self._prepared: dict[str, Prepared] = {}
-        """to what it is narrowed → the network with its bytes"""
+        """restriction → the network with its memory rows"""
         self._loosest = 0.0
-        """of the limits that were tried: sums may count more than is there at the peak"""
+        """loosest memory limit searched, in bytes: linear sums may exceed the simulated peak"""
 
     def cheapest(self, rough: bool = False) -> Assignment:
-        """The fewest seconds, whatever memory it takes; the bound is to be found (:func:`proven`). ``rough``: near that, see
-        :meth:`searched_on`."""
+        """The fastest assignment without a memory limit; :func:`proven` adds its lower bound.
+        ``rough``: stop near the optimum; :meth:`searched_on` continues."""
         network, built = self.network(limited=not self.plain)
         effort = replace(self.effort, rough=rough)
         try:
@@ -135,7 +135,7 @@ class Planner:
         return assigned(network, found)
 
     def searched_on(self, rough: Assignment) -> Assignment:
-        """What :meth:`cheapest` finds where it is not rough; ``rough`` itself where it is that already."""
+        """``rough`` searched to the optimum; ``rough`` itself if it is optimal already."""
         search_on = rough.solution.search_on
         if search_on is None or self._free is None:
             return rough
@@ -146,11 +146,11 @@ class Planner:
         return assigned(self._free, found)
 
     def within(self, limit: float, budget: float | None = None, then: float = math.inf) -> tuple[Assignment, float]:
-        """The fewest seconds where what the choices hold at the end of the forward is at most ``limit`` bytes per rank, and
-        at the end of the backward at most ``budget`` (None: ``limit``); and what they hold at the end of the forward.
-        ``then``: the limit of what they hold at the moment of :meth:`at`.
+        """The fastest assignment under memory limits, and its bytes at the end of the forward.
 
-        It has no bound. Raises :class:`~autoshard.errors.PlanError` where nothing is that small.
+        ``limit``: bytes per rank at the end of the forward; ``budget``: at the end of the backward
+        (None: ``limit``); ``then``: during the operation of :meth:`at`. The result has no lower
+        bound. Raises :class:`~autoshard.errors.PlanError` if nothing fits.
         """
         moment = (then,) if self._moment else ()
         self._loosest = max(self._loosest, limit)
@@ -159,8 +159,8 @@ class Planner:
         return assigned(network, replace(found, prove=None, lower_bound=0.0)), _used(built, found)
 
     def bound(self, budget: float) -> float:
-        """A bound of what all assignments cost whose choices hold at most ``budget`` bytes per rank, or as much as a search was
-        given, at the end of the forward, and ``budget`` at that of the backward; 0 where none holds so little."""
+        """Lower bound in seconds of assignments within ``budget`` bytes per rank; 0: none exist.
+        The limit at the end of the forward is the loosest limit searched, if that is larger."""
         if self._narrow != self._moment:
             self.freely()
         most = max(budget, self._loosest)
@@ -171,8 +171,8 @@ class Planner:
             return 0.0
 
     def _under(self, *limits: float, rough: bool = False) -> Solution:
-        """The fewest seconds under these limits of what is held; its bound may be still to be found. ``rough``: near that,
-        which is enough for a bound."""
+        """The fastest solution under limits in bytes; its lower bound may be unproven. ``rough``:
+        near the optimum, enough for a bound."""
         self._free = None
         prepared = self._with_bytes(*self.network(limited=True))
         _, built = self.network(limited=True)
@@ -184,26 +184,25 @@ class Planner:
         return found
 
     def at(self, moment: str) -> None:
-        """From now on every choice is free again, and what is held while this operation runs has a limit of its own."""
+        """Lift all restrictions, and limit the memory while operation ``moment`` runs."""
         if moment != self._moment:
             self.freely()
             self._prepared.clear()
             self._narrow, self._moment = moment, moment
 
     def freely(self) -> None:
-        """From now on every choice is free again."""
+        """Lift all restrictions except the limit of :meth:`at`."""
         self._limited, self._wide = self._wide or self._limited, None
         self.prices, self._narrow = (), self._moment
 
     def held_at(self, assignment: Assignment, moment: str) -> tuple[float, float]:
-        """Bytes that the choices of ``assignment``, which was found under a limit, hold while this operation runs, and at the
-        end of the forward."""
+        """Bytes of a limited search's result during an operation, and at the end of the forward."""
         network, built = self.network(limited=True)
         then = self._until(moment, network, built)
         return then.used(built.network, assignment.solution.choice), _used(built, assignment.solution)
 
     def _until(self, moment: str, network: Network, built: Built) -> Row:
-        """What is held while an operation runs, forward or backward: for what comes up to it, and of inputs."""
+        """Row of the bytes held during an operation: of all variables before it, and of inputs."""
         row, names = built.kept[0], list(network.variables)
         last, inputs = names.index(f"node:{moment}"), {value.name for value in self.graph.inputs}
         nodes = (
@@ -221,7 +220,7 @@ class Planner:
                 if "" in self._prepared
                 else self.prepare(network, built.network, (*built.hiding, *moment, *kept), built.alike)
             )
-            if self.prepare is _alone:  # its tables are many times larger than all else: they are there once
+            if self.prepare is _alone:  # the folded tables take most memory: keep one copy
                 prepared = prepared.lean()
                 hiding, bytes_ = prepared.rows[: len(built.hiding)], prepared.rows[-len(kept) :]
                 self._limited = network, replace(built, network=prepared.network, hiding=hiding, kept=bytes_)
@@ -229,10 +228,10 @@ class Planner:
         return self._prepared[self._narrow]
 
     def least(self, excess: np.ndarray | None = None, price: float = LITTLE) -> tuple[Assignment, float]:
-        """What holds least in the mean of all moments of the step; and how much it holds at the end of the forward.
+        """The assignment with least mean memory, and its bytes at the end of the forward.
 
-        ``excess`` [operations + 1]: by how much the moment of each counts, and of the optimizer's step, as powers of e.
-        ``price``: bytes that a second is worth; little, so that of equals the quicker is taken. What hides counts as nothing.
+        ``excess`` [operations + 1]: log-weight per moment, optimizer's step last. ``price``: bytes
+        per second; small, so it breaks ties only. Overlap is ignored.
         """
         network, built = self.network(limited=True)
         moments = self._moments_of(network, built)
@@ -252,11 +251,11 @@ class Planner:
         return self._moments
 
     def evenly(self) -> None:
-        """From now on every choice does the same along all axes, as if the mesh had one."""
+        """Restrict every choice to the same strategy along all axes, as on a mesh of one axis."""
         self._narrowed("even", lambda _, v: np.tile([len(set(choice)) == 1 for choice in v.choices], len(v.tags)))
 
     def by_blocks(self) -> None:
-        """From now on repeated modules are computed again as wholes: what is made again at once is never more than one."""
+        """Restrict to recomputing whole repeated modules, so that only one is live at a time."""
         blocks = offer(self.graph, "blocks")
         again = {f"node:{n.name}": blocks(n) == (2,) for n in self.graph.nodes if not is_passive(n)}
         self._narrowed(
@@ -265,7 +264,7 @@ class Planner:
         )
 
     def _narrowed(self, to: str, allowed: Callable[[str, Variable], np.ndarray]) -> None:
-        """``allowed``: of the name of a variable and the variable, per state."""
+        """``allowed``: (name, variable) → mask over its states."""
         self._wide = network, built = self._wide or self.network(limited=True)
         pairs = zip(network.variables.items(), built.network.nodes, strict=True)
         nodes = tuple(np.where(allowed(name, v), seconds, np.inf) for (name, v), seconds in pairs)
@@ -273,7 +272,7 @@ class Planner:
         self._limited = network, replace(built, network=replace(built.network, nodes=nodes))
 
     def held(self, assignment: Assignment) -> float:
-        """Bytes that the choices of ``assignment``, which is that of :meth:`cheapest`, hold at the end of the forward."""
+        """Bytes of ``assignment``, a result of :meth:`cheapest`, at the end of the forward."""
         network, built = self.network(limited=True)
         if not self.plain:  # it was found in this network
             return _used(built, assignment.solution)
@@ -292,7 +291,7 @@ class Planner:
         return _used(built, replace(found, choice=choice))
 
     def network(self, limited: bool) -> tuple[Network, Built]:
-        """The network; ``limited``: with bytes, and with what may be made again. That one is kept."""
+        """The network; ``limited`` (then cached): with memory rows and recompute states."""
         if limited and self._limited is not None:
             return self._limited
         what = self.graph, self.mesh, self.constraints, self.spaces, self.keeps
@@ -302,7 +301,7 @@ class Planner:
         network = Network(*what, self.offer if limited else None, *more, known=self._known)
         tables = self._tables or EdgeTables(self.graph, self.mesh)
         built = network.build(tables)
-        self._tables = None if limited else tables  # after the limited one no other follows
+        self._tables = None if limited else tables  # no other network follows the limited one
         states, (nodes, edges) = sum(map(len, built.network.nodes)), (built.network.nodes, built.network.edges)
         log.info("cost network: %d variables, %d states, %d edges", len(nodes), states, len(edges))
         if limited:
@@ -311,7 +310,7 @@ class Planner:
 
 
 def proven(assignment: Assignment) -> Assignment:
-    """With the bound of its solution."""
+    """``assignment`` with the proven lower bound of its solution."""
     return replace(assignment, solution=assignment.solution.proven())
 
 
@@ -326,5 +325,5 @@ def _used(built: Built, found: Solution) -> float:
 
 
 def _priced(price: float, seconds: np.ndarray, held: np.ndarray | None) -> np.ndarray:
-    """Bytes, and what seconds are worth; what is forbidden stays so."""
+    """Bytes plus seconds times ``price``; infinite seconds stay infinite."""
     return seconds * price + (0.0 if held is None else held)

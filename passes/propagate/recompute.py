@@ -1,10 +1,10 @@
-"""What the backward may make again instead of having it kept: the states that each operation is offered.
+"""Recompute (rematerialize, activation checkpointing): the states offered to each operation.
 
-"none": nothing. "blocks": every repeated module (``layers.3``) keeps what comes in, and is computed again. "selective":
-attention matrices are computed again (Korthikanti et al., arXiv:2205.05198); where a fused kernel keeps none, the results of
-elementwise operations and norms are, those of products are kept (as torchtitan's selective checkpointing).
-``{pattern of modules: True | False}``: modules whose path matches are computed again as blocks are, or are kept. "auto": what
-the model computes in ``torch.utils.checkpoint`` is, as blocks are; in a model without, the search decides for every operation.
+"none": nothing is recomputed. "blocks": every repeated module (``layers.3``) keeps its inputs and
+is recomputed. "selective": attention matrices are recomputed (Korthikanti et al.,
+arXiv:2205.05198); with a fused kernel, elementwise operations and norms are, products are kept
+(like torchtitan). ``{module pattern: True | False}``: recomputed like blocks, or kept. "auto":
+modules in ``torch.utils.checkpoint`` are recomputed like blocks; without any, the search decides.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ SETTINGS = ("auto", "none", "blocks", "selective")
 
 
 def offer(graph: Graph, recompute: Recompute, regather: bool = False) -> Offer:
-    """The states ``again`` that each operation may have. Raises :class:`PlanError` for an unknown setting.
+    """The recompute states of each operation. Raises :class:`PlanError` for an unknown setting.
 
-    ``regather``: whether products have their operands converted again in any case (Megatron's sequence parallelism).
+    ``regather``: products convert operands again in any case (Megatron sequence parallelism).
     """
     found = _offer(graph, recompute)
     if not regather or not graph.training:
@@ -63,7 +63,7 @@ def _offer(graph: Graph, recompute: Recompute) -> Offer:
 
 
 def hinted(graph: Graph, recompute: Recompute) -> Recompute:
-    """``recompute``, or "checkpoints" where that is left open and the model has some."""
+    """``recompute``; "checkpoints" instead of "auto" if the model uses checkpointing."""
     return "checkpoints" if recompute == "auto" and any(node.checkpoint for node in graph.nodes) else recompute
 
 
@@ -72,14 +72,14 @@ def _fixed(states: Mapping[str, int]) -> Offer:
 
 
 def _free(graph: Graph) -> Offer:
-    """Products may have their operands converted again, and dropout may draw again, without being computed again."""
+    """State 1 (convert operands again, or redraw) exists only for products and dropout."""
     return lambda node: (0, 1, 2) if _is_product(node) or can_redraw(node) else (0, 2)
 
 
 def _matched(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
-    """Node → the module that is computed again with it: of the last pattern that matches one around it, the outermost.
+    """Node → the outermost module that the last matching pattern recomputes with it.
 
-    Outermost, as the ``*`` of ``layers.*`` matches all inside of a layer, too.
+    Outermost, since the ``*`` of ``layers.*`` matches everything inside a layer, too.
     """
     if wrong := [f"{pattern!r}: {what!r}" for pattern, what in patterns.items() if not isinstance(what, bool)]:
         raise HintError(f"recompute: {wrong[0]} is neither True (computed again) nor False (kept)")
@@ -101,9 +101,9 @@ def _matched(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
 
 
 def _within(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
-    """States that keep what comes into each module ("": into none) from outside, and make all inside again.
+    """Recompute states of modules: keep the inputs of each ("": no module), recompute inside.
 
-    What is not needed inside is not computed again: in the end of a module the last product and sum, for example.
+    Results not needed inside are not recomputed, such as a module's last product and sum.
     """
     states: dict[str, int] = {}
     needed: set[str] = set()
@@ -114,7 +114,7 @@ def _within(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
             continue
         read = any(module.get(user.name) != at for o in node.outputs for user in graph.uses[o])
         leaves = read or not left.isdisjoint(node.outputs)
-        if leaves and is_view(node.op):  # what it is a view of is kept with it
+        if leaves and is_view(node.op):  # the tensor behind a view is kept with it
             left.update(node.inputs[:1])
         keeps = saved(node, graph.types)
         inside = bool(keeps.intermediates) and not can_redraw(node)
@@ -128,7 +128,7 @@ def _within(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
 
 
 def _selective(graph: Graph) -> dict[str, int]:
-    """Attention matrices and what they are made from, up to the products; without any, elementwise operations."""
+    """Attention matrices and what leads to them from products; else elementwise operations."""
     found = {node.name: 2 for node in graph.nodes if _keeps_matrix(node, graph)}
     products = {n.name for n in graph.nodes if _multiplies(n, graph)}
     for node in graph.nodes:  # from a product of activations to the next one
@@ -140,7 +140,7 @@ def _selective(graph: Graph) -> dict[str, int]:
 
 
 def _keeps_matrix(node: Node, graph: Graph) -> bool:
-    """Whether an op of attention keeps more beside its operands and results than both have."""
+    """Whether an attention operation saves more bytes than its operands and results have."""
     if not _is_product(node):
         return False
     inside = sum(t.nbytes for t in saved(node, graph.types).intermediates)
@@ -153,7 +153,7 @@ def _multiplies(node: Node, graph: Graph) -> bool:
 
 
 def _until_product(node: Node, graph: Graph, products: set[str]) -> list[str]:
-    """Operations from ``node``'s result to a product of activations, where nothing else reads on the way."""
+    """Operations between ``node`` and products of activations; none if others read on the way."""
     found: list[str] = []
     values = set(node.outputs)
     open_ = list(graph.uses[node.outputs[0]])

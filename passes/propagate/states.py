@@ -1,4 +1,4 @@
-"""What is kept between calls, parameters and states: which layouts it may have, and which of it may choose."""
+"""Candidate layouts of tensors kept between calls: parameters, and states such as KV caches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autoshard.passes.ir.graph import Graph, TensorType
 
 
 def free_states(graph: Graph, given: Collection[str], constraints: Collection[str]) -> frozenset[str]:
-    """Buffers that the forward keeps between calls, such as keys and values, whose layout is to be chosen; none of ``given``.
+    """Buffers kept between calls (KV cache) whose layout the search chooses; none of ``given``.
 
-    In training, where they are running statistics, only those that a hint asks for.
+    In training, where they are running statistics, only hinted ones.
     """
     buffers = {i.fqn for i in graph.inputs if i.kind == "buffer"}
     states = {old for fqn, old in graph.states.items() if fqn in buffers and old not in given}
@@ -23,7 +23,7 @@ def free_states(graph: Graph, given: Collection[str], constraints: Collection[st
 
 
 def placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = None) -> tuple[Placements, ...]:
-    """Every assignment of shards that leaves each rank a chunk; whole axes are ``replicated`` (None: R and I)."""
+    """All sharded placements with chunks for all ranks; else ``replicated`` (None: R or I)."""
     whole: tuple[Placement, ...] = (replicated,) if replicated is not None else (R, I) if type_.grad else (R,)
     per_axis = [
         (*whole, *(Shard(d) for d, n in enumerate(type_.shape) if ranks > 1 and int(n) >= ranks and not type_.unknown))
@@ -33,14 +33,14 @@ def placeable(type_: TensorType, mesh: Mesh, replicated: Placement | None = None
 
 
 def fixed_states(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
-    """Further layouts of a parameter, which no conversion leads to or from: on one rank, or with every part of a dim cut."""
+    """Placements of a parameter that no conversion reaches: owned by one rank, or grouped."""
     return _owned(type_, mesh) + _grouped(type_, mesh)
 
 
 def _owned(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
-    """Those in which one rank along some axes has all of a table, or of a matrix of one expert; the others leave it whole.
+    """Table-wise placements: a table or an expert's matrix is owned along some axes.
 
-    A matrix they may cut, in chunks of one length: a rank that holds none of its rows knows them from the shape alone.
+    Other axes replicate it, or shard a matrix evenly: ranks without rows derive shapes from that.
     """
     if not type_.tables:
         return ()
@@ -56,7 +56,7 @@ def _owned(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
 
 
 def _grouped(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
-    """Those in which axes cut every part of a dim, and others do not cut that dim."""
+    """Placements that shard every part of a fused dim along some axes, and no others shard it."""
     if type_.parts is None:
         return ()
     (dim, parts), whole = type_.parts, I if type_.grad else R
@@ -77,6 +77,6 @@ def _leaves_chunks(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -
 
 
 def _cuts(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> list[int]:
-    """Per dim the number of chunks."""
+    """Chunks per dim."""
     pairs = list(zip(placements, mesh.shape, strict=True))
     return [math.prod(ranks for p, ranks in pairs if p == Shard(d)) for d in range(len(shape))]

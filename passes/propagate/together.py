@@ -1,8 +1,8 @@
-"""One search over several graphs that share tensors, such as the two of serving: a prompt, and a token after it.
+"""Joint search over several graphs that share tensors, such as prefill and decode of serving.
 
-Their cost networks lie side by side, the seconds of each times how often it runs, and an edge that allows equal layouts
-alone joins what has to agree: a parameter in all graphs, a cache where it is given back and where it is taken. So the
-solver that proves the plan of one graph proves that of all, and nothing is assumed about which of them matters.
+Their cost networks lie side by side, seconds weighted by how often each graph runs. Edges that
+allow only equal layouts tie a parameter in all graphs, and a KV cache where it is returned and
+taken. So the solver proves the plan of all graphs at once.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from autoshard.passes.search.folded import Matrix, mapped
 from autoshard.passes.search.network import FULL, Array, Effort
 
 BESIDE = "beside"
-"""among a solution's stats: the choices of the other networks"""
+"""key in a solution's stats: choices of the other networks"""
 
 Place = tuple[int, str]
-"""a graph, 0 for the main one, and a variable of its network"""
+"""(graph number, 0 for the main one; variable of its network)"""
 
 
 @dataclass(frozen=True, eq=False)
 class Joined(Prepared):
-    """The network of a main graph, its nodes and rows first, with those of others. What is given and found of choices,
-    limits and prices is that of the main one; cost and bound are of all."""
+    """Networks of several graphs, the main graph's nodes and rows first. Choices, limits and prices
+    are of the main graph; cost and bound of all."""
 
     starts: tuple[int, ...] = ()
     """the first node of each graph, and the number of all"""
     own: int = 0
     """rows of the main graph"""
     large: ClassVar[int] = 100_000
-    """sooner than of one graph: calls are joined in every layer, so this is no chain, which is eliminated quickly"""
+    """lower than for one graph: calls are tied in every layer, so elimination is slower"""
 
     def restricted(self, nodes: tuple[Array, ...]) -> Prepared:
         """See :meth:`Prepared.restricted`."""
@@ -66,18 +66,18 @@ class Joined(Prepared):
 
 @dataclass
 class Together:
-    """Has a planner search its graph with those of ``others``: to be its ``prepare``."""
+    """A planner's ``prepare`` that adds the networks of ``others`` to its search."""
 
     others: Sequence[tuple[float, Planner]]
-    """each with how often it runs for each run of the main graph"""
+    """(runs per run of the main graph, planner)"""
     same: Sequence[tuple[Place, Place]]
-    """variables that have to agree; those that a network does not have are left out"""
+    """variables to tie; missing ones are skipped"""
     tables: dict[Any, np.ndarray] = field(default_factory=dict)
-    """of the edges that join variables, equal ones once"""
+    """equality tables, interned"""
 
     @cached_property
     def built(self) -> list[tuple[Network, Built]]:
-        """The networks of the others; memory is not searched for them."""
+        """Networks of the other graphs; memory is not searched for them."""
         return [planner.network(limited=False) for _, planner in self.others]
 
     def __call__(
@@ -87,7 +87,7 @@ class Together:
         rows: tuple[Row, ...],
         alike: Sequence[Hashable | None] | None,
     ) -> Prepared:
-        """The main graph's ``network`` with these costs and rows, and the others."""
+        """The joint network: the main ``network`` with its costs and rows, and the others."""
         nodes, edges, starts = list(costs.nodes), list(costs.edges), [0]
         labels: list[Hashable | None] = list(alike or [None] * len(nodes))
         more: list[Row] = []
@@ -104,7 +104,7 @@ class Together:
         return Joined(joined, padded, labels, starts=(*starts, len(nodes)), own=len(rows))
 
     def beside(self, found: Solution) -> list[Assignment]:
-        """What a solution of this search chose for the other graphs."""
+        """The assignments of the other graphs in a solution of this search."""
         sides = zip(self.built, found.stats[BESIDE], strict=True)
         return [assigned(network, replace(found, choice=own)) for (network, _), own in sides]
 
@@ -124,13 +124,13 @@ class Together:
 
 
 def _equal(a: Variable, b: Variable, rows: int, columns: int) -> np.ndarray:
-    """0 where both choose the same; a state's number is its tag's place times choices plus its choice."""
+    """0 where choices are equal, else inf; state number = place of tag × choices + choice."""
     equal = np.array([[x == y for y in b.choices] for x in a.choices])
     return np.where(np.tile(equal, (rows // len(a.choices), columns // len(b.choices))), 0.0, np.inf)
 
 
 def _scaled(network: CostNetwork, times: float) -> CostNetwork:
-    """With costs so many times as large; what shares a table still does."""
+    """``network`` with costs times ``times``; shared tables stay shared."""
     made: dict[int, Matrix] = {}
 
     def scaled(table: Matrix) -> Matrix:
@@ -144,7 +144,7 @@ def _scaled(network: CostNetwork, times: float) -> CostNetwork:
 
 
 def _moved(row: Row, nodes: int, edges: int, times: float) -> Row:
-    """``row`` of a network that has so many nodes and edges before it."""
+    """``row`` padded in front by ``nodes`` and ``edges`` of earlier networks."""
     return Row((None,) * nodes + row.nodes, (None,) * edges + row.edges, row.limit, times * row.price)
 
 

@@ -1,4 +1,4 @@
-"""Strategies of operations that read results of look-ups, with the way that most of these go (:mod:`.prices.joined`)."""
+"""Op spaces of operations whose looked-up operands share one message (:mod:`.prices.joined`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.passes.propagate.prices.joined import Ways, joins, latencies, way
 
 
 class SpacesWithWays(OpSpaces):
-    """Every strategy of an operation that reads several results of look-ups once for each way that these can go together."""
+    """Adds a copy of a strategy per layout from which looked-up operands can share a message."""
 
     def __getitem__(self, node: Node) -> OpSpace:
         space = super().__getitem__(node)

@@ -1,4 +1,4 @@
-"""Redistribution: from one layout to another with the fewest bytes, or in the least time."""
+"""Redistribution (resharding) between layouts, with the fewest bytes or in the least time."""
 
 from autoshard.passes.ir.program import Step
 from autoshard.passes.redistribute.query import redistribution

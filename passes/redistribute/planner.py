@@ -1,4 +1,4 @@
-"""The cheapest sequence of steps between two layouts: an exact shortest path in the graph of layouts."""
+"""The cheapest sequence of steps between two layouts: an exact shortest path."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def plan(
 
 
 def no_way(ends: str, peak_limit: int | None) -> LayoutError:
-    """The error of a search that found nothing; ``ends``: from where, to where."""
+    """The error of a search that found nothing; ``ends``: text of both layouts."""
     limit = f" with local tensors of at most {peak_limit} elements" if peak_limit is not None else ""
     return LayoutError(f"no sequence of steps leads from {ends}{limit}")
 
 
 def check(src: tuple[Layout, tuple[int, ...]], dst: tuple[Layout, tuple[int, ...]], mesh: Mesh, minimize: str) -> None:
-    """Raise :class:`LayoutError` where a layout does not fit its shape or the mesh."""
+    """Raise :class:`LayoutError` if a layout does not fit its shape or the mesh."""
     for layout, shape in (src, dst):
         layout.check(shape)
         if layout.mesh != mesh:
@@ -84,7 +84,7 @@ def check(src: tuple[Layout, tuple[int, ...]], dst: tuple[Layout, tuple[int, ...
 
 
 def kinds_of(layouts: Sequence[Layout], grad: bool) -> tuple[str, ...]:
-    """The unsharded placements that can occur on the way between ``layouts``."""
+    """Unsharded placements that can occur between ``layouts``."""
     ops = {p.op for x in layouts for p in x.placements if isinstance(p, Partial)}
     extreme = tuple(op for op in ("max", "min") if op in ops)
     if extreme and grad:
@@ -112,17 +112,17 @@ def _step(prices: Prices, index: int, mesh: Mesh, shape: tuple[int, ...], grad: 
 
 
 def _scaled_bytes(prices: Prices, index: int) -> tuple[int, int]:
-    """Ring bytes of a move, forward and backward, times the number of ranks: integers, so that sums are exact."""
+    """(forward, backward) ring bytes of a move times ranks: integers with exact sums."""
     return int(prices.bytes[index] - prices.back[index]), int(prices.back[index])
 
 
 def _divide(a: int, b: int) -> float:
-    """a / b, an int where it is one."""
+    """a / b, an int if exact."""
     return a // b if a % b == 0 else a / b
 
 
 def _path(prices: Prices, start: int, goal: int, peak_limit: int | None, minimize: str) -> list[int] | None:
-    """The best sequence of moves, None where there is none."""
+    """The best sequence of moves, None if none exists."""
     if start == goal:
         return []
     first, second = costs(prices, peak_limit, minimize)
@@ -135,7 +135,7 @@ def _path(prices: Prices, start: int, goal: int, peak_limit: int | None, minimiz
     slack = 0 if minimize == "bytes" else 1e-12 * distance[start]
     tight = first + distance[graph.dst] <= distance[graph.src] + slack
     ends = max(int(prices.numel[start]), int(prices.numel[goal]))
-    # The smallest bound on local tensors, from that of the ends upwards, that some cheapest sequence keeps.
+    # The smallest bound on local tensors, from the ends upwards, that some cheapest sequence keeps.
     for bound in (ends, *np.unique(prices.numel[prices.numel > ends]).tolist()):
         path = _tie_break(prices, start, goal, tight, second, bound)
         if path is not None:
@@ -144,7 +144,7 @@ def _path(prices: Prices, start: int, goal: int, peak_limit: int | None, minimiz
 
 
 def costs(prices: Prices, peak_limit: int | None, minimize: str) -> tuple[Ints | Floats, Ints | Floats]:
-    """What each move costs first and second; a move into a state above ``peak_limit`` is forbidden."""
+    """(primary, secondary) cost per move; moves into states above ``peak_limit`` are forbidden."""
     if minimize == "bytes":
         first: Ints | Floats = prices.bytes
         second: Ints | Floats = prices.seconds
@@ -157,14 +157,14 @@ def costs(prices: Prices, peak_limit: int | None, minimize: str) -> tuple[Ints |
 
 
 def distances(prices: Prices, cost: Any, goal: int) -> Any:
-    """The least cost from every state to ``goal``."""
+    """Least cost from every state to ``goal``."""
     distance = np.full(len(prices.space.states), FORBIDDEN, cost.dtype)
     distance[goal] = 0
     return relaxed(prices, cost, distance)
 
 
 def relaxed(prices: Prices, cost: Any, distance: Any) -> Any:
-    """``distance`` per state, lowered by all moves: Bellman-Ford, all moves at once; paths have few steps."""
+    """``distance`` lowered by all moves at once until stable (Bellman-Ford; paths are short)."""
     graph = prices.space
     while True:
         best = np.minimum.reduceat(cost + distance[graph.dst], graph.begins)
@@ -174,7 +174,7 @@ def relaxed(prices: Prices, cost: Any, distance: Any) -> Any:
 
 
 def _tie_break(prices: Prices, start: int, goal: int, tight: Any, cost: Any, bound: int) -> list[int] | None:
-    """Among the ``tight`` moves, within ``bound`` elements: least ``cost``, then fewest steps, then least peak."""
+    """Among ``tight`` moves within ``bound`` elements: least cost, then steps, then peak."""
     graph, numel = prices.space, prices.numel
     queue: list[tuple[float, int, int, int, int | None]] = [(0, 0, int(numel[start]), start, None)]
     parent: dict[int, int | None] = {}

@@ -1,4 +1,4 @@
-"""What every move costs for one mesh, shape and dtype, as arrays over the moves of a :class:`Space`."""
+"""Prices of all moves of a :class:`Space` for one mesh, shape and dtype, as arrays."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from autoshard.passes.redistribute.space import Floats, Ints, Space, State, spac
 from autoshard.runtime.transport.move import COLLECTIVES
 
 NUMBER = 8
-"""bytes of the number of a row"""
+"""bytes of a row number"""
 MESSAGES = 3
-"""collectives in which a sparse gradient travels: how many rows there are, their numbers, and the rows"""
+"""collectives of a sparse gradient: row counts, row numbers, rows"""
 
 IN_BUCKETS = ("all_gather", "enter")
-"""moves that several parameters make in one call: from shards, and into what replicas read, their gradients summed"""
+"""moves that parameters coalesce: gathers of shards, and gradient sums of replicas"""
 
 
 TOGETHER = frozenset({"enter", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
-"""moves that several activations make in one call (:mod:`autoshard.passes.lower.together`)"""
+"""moves that activations coalesce (:mod:`autoshard.passes.lower.together`)"""
 
 SMALL_BYTES = 1 << 20
-"""a collective of more bytes per rank gains nothing from company: its time is bandwidth, and flattening copies"""
+"""collectives of more bytes per rank gain nothing from coalescing: bandwidth-bound, and copied"""
 
 
 class Shares(NamedTuple):
-    """What a tensor pays of the latency of messages that several make together: of each kind in :data:`IN_BUCKETS`, and of
-    small ones in :data:`TOGETHER`; and what it may hide behind."""
+    """A tensor's shares of the latency of coalesced messages, and its overlap. Kinds of messages:
+    :data:`IN_BUCKETS` and :data:`TOGETHER`."""
 
     gathers: float = 1.0
     sums: float = 1.0
     again: bool = True
-    """whether the backward reads it, or what is gathered with it: then it gathers again what was not kept"""
+    """whether the backward reads it or its bucket: then it is gathered again unless kept"""
     joined: float = 1.0
     beside: float = math.inf
-    """seconds of the forward's compute that a gather of it can run beside, at most"""
+    """forward seconds of compute that can hide its gather, at most"""
     waits: float = 0.0
-    """seconds that ranks wait for one another before each of its messages, beyond latency; 0 where no operation waits for it"""
+    """seconds of synchronization skew before each of its messages; 0 if nothing waits for it"""
 
 
 Bools = npt.NDArray[np.bool_]
 
 ALONE = Shares()
-"""goes in messages of its own"""
+"""pays full latency"""
 
 FORBIDDEN = 1 << 60
-"""bytes of a move that the shape does not allow; more than any real one, and sums of a few stay below 2**63"""
+"""bytes of an impossible move: more than any real one, and sums of a few stay below 2**63"""
 
 
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """``bytes`` per move is exact: ring bytes per rank times the number of ranks. ``numel`` per state is local."""
+    """``bytes`` per move: ring bytes per rank times ranks (exact). ``numel`` per state: local."""
 
     bytes: Ints
     back: Ints
-    """per move: of ``bytes`` those of the backward"""
+    """per move: bytes of the backward"""
     seconds: Floats
     numel: Ints
     space: Space
@@ -74,13 +74,13 @@ class Prices:
     itemsize: int
     grad: bool
     scalar: bool
-    """whether the tensor is a single number"""
+    """whether the tensor has one element"""
 
     @cached_property
     def shares(self) -> Floats:
-        """[11, moves]: of ``seconds`` those of launches, those of links between nodes, and what several tensors that move
-        together pay once, for each kind in :data:`IN_BUCKETS`, and for small ones in :data:`TOGETHER`: launches, latency of
-        links inside a node, of links between nodes."""
+        """[11, moves]: parts of ``seconds``: launches, links between nodes; then for each kind in
+        :data:`IN_BUCKETS` and for small :data:`TOGETHER` the part paid once per message: launches,
+        latency of links in a node, latency of links between nodes."""
         graph = self.space
         crossing, launches, latency, kinds = _messages(self.mesh, graph.kinds, graph.base, self.grad, self.scalar)
         small = np.maximum(self.numel[graph.src], self.numel[graph.dst]) * self.itemsize <= SMALL_BYTES
@@ -95,8 +95,8 @@ class Prices:
 
     @cached_property
     def alike(self) -> list[tuple[int, Ints | None]]:
-        """Per state another one that is one swap nearer to the first of all that are alike, and that swap (itself, None): with
-        two dims or axes in each other's place nothing costs otherwise."""
+        """Per state: (symmetric state one swap nearer to the first of its class, the swap or None).
+        Swapping two dims or axes changes no price."""
         same = [
             states
             for states, moves in self.space.swaps
@@ -115,14 +115,14 @@ class Prices:
 
 
 def width(dtype: torch.dtype, grad: Moves) -> int:
-    """Bytes of an element of the gradient; 0: there is none."""
+    """Bytes of a gradient element; 0: no gradient."""
     if isinstance(grad, OfRows):
         return grad.dtype.itemsize
     return grad.itemsize if isinstance(grad, torch.dtype) else dtype.itemsize * grad
 
 
 def rows_in(grad: Moves) -> int:
-    """How many rows a sparse gradient has at most; 0 of a dense one."""
+    """Most rows of a sparse gradient; 0: dense."""
     return grad.looked_up if isinstance(grad, OfRows) else 0
 
 
@@ -139,16 +139,15 @@ def price(
 ) -> Prices:
     """Prices of all moves of ``space(mesh.shape, kinds, base)`` for a tensor of global ``shape``.
 
-    Forward plus backward, whose gradients have ``back`` bytes per element; 0: there is none. No move may cut a dim in
-    ``closed``.
+    Forward plus backward; gradients have ``back`` bytes per element (0: none). No move may shard a
+    dim in ``closed``.
 
-    Uneven dims count by their largest chunk, so that a finer cut is never dearer: all-gather and reduce-scatter put
-    (n-1)·C on the wire per rank, C the elements of the largest chunk (that is (n-1)/n·B where sizes divide),
+    Uneven dims count by their largest chunk, so that a finer shard is never dearer. Per rank, with
+    C elements of the largest chunk ((n-1)/n·B if even): all-gather and reduce-scatter send (n-1)·C,
     all-reduce 2(n-1)/n·B, all-to-all (n-1) pieces, a permute one chunk.
 
-    ``looked_up``: of a sparse gradient the rows that all ranks have of it, at most. Whatever the move, each of n ranks gets
-    the rows that the others have, and their numbers: (n-1) · k · (bytes of a row + 8), where k is a rank's share of these rows
-    where gradients are summed, and no more than there are.
+    ``looked_up``: most rows of a sparse gradient over all ranks. Each of n ranks receives the
+    others' rows and numbers: (n-1) · k · (bytes of a row + 8), with k rows per rank.
     """
     graph = space(mesh.shape, kinds, base)
     sizes = np.array(shape, np.int64)
@@ -170,7 +169,7 @@ def price(
 
 
 def _of_rows(graph: Space, sizes: Ints, back: int, looked_up: int) -> Ints:
-    """Bytes of the backward of every move, where the gradient is sparse."""
+    """Backward bytes of every move of a sparse gradient."""
     found = np.zeros(len(graph.moves), np.int64)
     for i, move in enumerate(graph.moves):
         if graph.backward[i]:
@@ -183,7 +182,7 @@ def _of_rows(graph: Space, sizes: Ints, back: int, looked_up: int) -> Ints:
 
 
 def _rows_seconds(mesh: Mesh, graph: Space, gradients: Ints) -> Floats:
-    """Seconds of the gathers that these take: the host waits for the sizes first."""
+    """Seconds of gathers of a sparse gradient; the host waits for sizes first."""
     found = np.zeros(len(graph.moves))
     for i in np.flatnonzero(gradients):
         latency, per_byte = mesh.link([mesh.axes[a] for a in graph.moves[i].group]).rate("all_gather")
@@ -195,8 +194,8 @@ def _rows_seconds(mesh: Mesh, graph: Space, gradients: Ints) -> Floats:
 def _messages(
     mesh: Mesh, kinds: tuple[str, ...], base: State, grad: bool, scalar: bool
 ) -> tuple[Bools, Floats, Floats, tuple[Bools, ...]]:
-    """Per move: whether it leaves a node, seconds of its launches, and with the latency of its links where it may go with
-    others; and per kind in :data:`IN_BUCKETS`, and for all in :data:`TOGETHER`, whether it is one."""
+    """Per move: whether it leaves a node, launch seconds, latency if it can coalesce; and masks per
+    kind in :data:`IN_BUCKETS`, and of :data:`TOGETHER`."""
     graph = space(mesh.shape, kinds, base)
     crosses = cache(lambda group: mesh.crosses([mesh.axes[a] for a in group]))
     crossing = np.array([crosses(m.group) for m in graph.moves], np.bool_)
@@ -213,7 +212,7 @@ def _messages(
 
 
 def message_latency(mesh: Mesh, axes: tuple[str, ...], forward: str, backward: str | None, scalar: bool) -> float:
-    """Seconds of the collectives of a move, forward and backward, that do not depend on bytes; ``scalar``: of one number."""
+    """Seconds of a move's collectives at 0 bytes, forward and backward; ``scalar``: one element."""
     found = [mesh.link(axes).rate(kind)[0] for kind in (_sent(forward, scalar), backward) if kind in _RATED]
     return math.fsum(found)
 
@@ -222,15 +221,15 @@ _RATED = {*COLLECTIVES, FEW}
 
 
 def _sent(forward: str, scalar: bool) -> str:
-    """The kind whose rate a forward collective has; gradients are summed in company (:attr:`Shares.sums`).
+    """The kind that rates a forward collective; gradient sums are shared (:attr:`Shares.sums`).
 
-    Of few numbers only where it is one: else parameters would come as sums of padded parts, which go in no bucket.
+    FEW only for one element: else padded partial sums, which join no bucket, would win.
     """
     return FEW if scalar and forward == "all_reduce" else forward
 
 
 def _uneven(shape: tuple[int, ...], graph: Space) -> Bools:
-    """Per state and dim: whether chunks may differ in length; of a symbolic length that is not known to divide, yes."""
+    """Per state and dim: whether chunks may differ in length (dynamic: unless they divide)."""
     found: npt.NDArray[np.bool_] = np.array(shape, np.int64) % graph.cuts != 0
     for dim, n in enumerate(shape):
         if isinstance(n, Size):
@@ -241,7 +240,7 @@ def _uneven(shape: tuple[int, ...], graph: Space) -> Bools:
 
 @lru_cache(maxsize=64)
 def _rates(mesh: Mesh, kinds: tuple[str, ...], back: float, base: State, scalar: bool) -> tuple[Floats, Floats]:
-    """Per move: fixed seconds, and seconds per byte of the smaller chunk. ``back``: of gradients, bytes per such byte."""
+    """Per move: fixed seconds, seconds per byte of the smaller chunk (``back``: gradient bytes)."""
     graph = space(mesh.shape, kinds, base)
     rate = cache(partial(_rate, mesh, graph, scalar))
     launch = mesh.hardware.kernel_latency
@@ -262,7 +261,7 @@ def _rate(
     order: tuple[int, ...],
     back: float,
 ) -> tuple[float, float]:
-    """(seconds, seconds per byte) of one move: α-β for each collective, memory traffic for a local copy."""
+    """(seconds, seconds per byte) of one move: α-β per collective, traffic per local copy."""
     link = mesh.link([mesh.axes[a] for a in group])
     fixed, rate = local_step(mesh.hardware), 0.0
     for kind, width, sent in ((forward, 1.0, _sent(forward, scalar)), (backward, back, backward)):
@@ -277,9 +276,9 @@ def _rate(
 
 _KERNELS = {"slice": 1, "partial": 1, "pad": 2}
 _KERNELS_BACK = {"slice": 2, "partial": 1, "pad": 1, "leave": 1, "all_gather": 1}
-"""kernels that local steps launch, and those whose backward is local: a copy, or zeros and a copy into them
+"""kernels launched by local steps, and by their local backward (copies, zero fills)
 
-Without them a gather of a small tensor would become an all-reduce of padded parts, which takes less time on the wire.
+Without them a small gather would lose to an all-reduce of padded shards, faster on the wire.
 """
 
 
@@ -288,12 +287,12 @@ def _launched(forward: str, backward: str | None, grad: bool) -> int:
 
 
 def local_step(hardware: Hardware) -> float:
-    """Seconds charged to any step, so that none is free: a thousandth of a kernel launch, or next to nothing."""
+    """Seconds charged to any step, so that none is free: 1/1000 of a launch, or next to nothing."""
     return 1e-3 * hardware.kernel_latency + 1e-24
 
 
 def _copy_bandwidth(hardware: Hardware) -> float:
-    """Bytes per second of a local copy; a network without latency is an ideal one, beside which copies are free."""
+    """Bytes per second of a local copy; copies are free beside an ideal network (latency 0)."""
     if hardware.node.latency:
         return 1.0 / hardware.memory_seconds(1.0)
     return 1e9 * max(hardware.memory_bandwidth, hardware.node.bandwidth, hardware.network.bandwidth)

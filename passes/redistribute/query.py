@@ -1,4 +1,4 @@
-"""The question that a redistribution answers: any way to give layouts and shapes, and the planner it goes to."""
+"""The entry :func:`redistribution`: layouts and shapes in any form, cached by value."""
 
 from __future__ import annotations
 
@@ -31,24 +31,21 @@ def redistribution(
     minimize: str = "bytes",
     closed: Sequence[int] = (),
 ) -> Redistribution:
-    """The cheapest way to bring a tensor of global ``shape`` from ``src`` to ``dst``.
+    """The cheapest sequence of steps that converts a tensor from ``src`` to ``dst``.
 
-    ``dst_shape``: the tensor is reshaped to it on the way, and ``dst`` is the layout afterwards; see
-    :mod:`autoshard.passes.redistribute.reshape`. An axis whose chunks are not chunks of the other shape is moved or
-    gathered before the reshape, and :attr:`Redistribution.gathered` names it.
+    ``src``, ``dst``: layouts of global ``shape``, or arguments of :class:`Layout`. ``dst_shape``:
+    reshape on the way; ``dst`` is a layout of it (:mod:`autoshard.passes.redistribute.reshape`).
+    Axes without common chunks are moved or gathered first; :attr:`Redistribution.gathered` names
+    them. ``grad``: price the backward, too, and use only conversions with a gradient; a dtype is
+    that of the gradient. Without ``grad``, Invariant equals Replicate. ``minimize="bytes"``: fewest
+    ring bytes per rank, then no local tensor above both ends, then least time, then fewest steps.
+    ``"seconds"``: least time, perhaps more bytes over a faster axis. ``peak_limit``: most elements
+    of a local tensor. ``closed``: dims not to shard, as their length depends on data. If more than
+    five mesh axes change, the search goes through intermediate layouts, each leg is optimal, and
+    :attr:`Redistribution.minimal` is False.
 
-    ``src`` and ``dst`` are layouts, or what :class:`Layout` takes. With ``grad`` the backward is priced too, and only
-    conversions with a defined gradient are used; without it Invariant and Replicate are one. A dtype: the gradient's, where
-    it is another. ``minimize="bytes"``:
-    fewest ring bytes per rank; among those a sequence without a local tensor larger than both ends, then least time,
-    then fewest steps. ``"seconds"``: least time on the mesh's links first, which may move more bytes over a faster
-    axis. Where more than five mesh axes change at once, the way leads through layouts in between; each part of it is
-    the cheapest, and :attr:`Redistribution.minimal` is False. ``peak_limit``: no local tensor of more elements on the
-    way. ``closed``: dims that are not cut on the way,
-    because their length depends on the data.
-
-    Raises :class:`LayoutError` where a layout does not fit its shape, for a conversion that does not exist (into
-    Partial max/min), for shapes of different sizes, and where no sequence keeps ``peak_limit``.
+    Raises :class:`LayoutError` if a layout does not fit its shape, for conversions into Partial
+    max/min, for shapes of different sizes, and if no sequence keeps ``peak_limit``.
     """
     keys = (x if isinstance(x, Layout) else _key(x) for x in (src, dst))
     on = _key(mesh) if isinstance(mesh, Mapping) else Mesh.of(mesh)
@@ -66,7 +63,7 @@ def redistribution(
 
 
 def _key(given: Any) -> tuple[Any, ...]:
-    """Something to look up by; a mapping becomes its items, and what names no axis stands for the only one."""
+    """A hashable key; a mapping becomes its items."""
     if not isinstance(given, Iterable):
         return (given,)
     return tuple(given.items() if isinstance(given, Mapping) else given)
@@ -91,8 +88,8 @@ def _resolve(
 
 
 def in_chunks(layout: Layout) -> Layout:
-    """``layout`` with a chunk on every rank where one owns the whole, or every rank holds chunks of all parts: what
-    conversions along other axes take on average. What a rank owns is cut by other axes, so that owners come first."""
+    """``layout`` with shards in place of owned and grouped placements, outermost in owners' order.
+    Conversions along other axes cost as much on average."""
     if not layout.fixed:
         return layout
     owners = tuple(layout.owner)
@@ -101,7 +98,7 @@ def in_chunks(layout: Layout) -> Layout:
 
 
 def _of_fixed(src: Layout, found: Redistribution) -> Redistribution:
-    """Steps along other axes than those of placements that stay."""
+    """``found`` with the owned or grouped placements of ``src`` put back."""
     steps = tuple(replace(s, src=s.src.replace(src.fixed), dst=s.dst.replace(src.fixed)) for s in found.steps)
     return replace(found, src=src, dst=found.dst.replace(src.fixed), steps=steps)
 

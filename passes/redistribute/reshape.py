@@ -1,9 +1,9 @@
-"""Redistribution through a reshape: planned on the common refinement of both shapes, after MindSpore's unification.
+"""Redistribution through a reshape, by common refinement of both shapes (MindSpore's unification).
 
-``[b, s, h·d]`` and ``[b, s, h, d]`` have the factors ``[b, s, h, d]`` in common: a layout of either shape is one of the
-factors wherever chunks are whole factors. So the plan is a shortest path through three graphs of layouts, joined where
-a layout exists in both: that of the source shape, of the factors, and of the target shape. What no factors express
-(a cut of 12 into 2 where the target has 3·4) is moved or gathered before the reshape.
+``[b, s, h·d]`` and ``[b, s, h, d]`` share the factors ``[b, s, h, d]``: a layout of either shape is
+a layout of the factors wherever chunks are whole factors. The plan is a shortest path through three
+layout graphs (source shape, factors, target shape), joined where a layout exists in both. What no
+factors express (a dim of 12 sharded in 2 where the target has 3·4) is moved or gathered first.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Parts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Refinement:
-    """The factors two shapes of one tensor have in common, in row-major order."""
+    """Factors that two shapes of one tensor share, in row-major order."""
 
     shape: Shape
     src: Parts
-    """per dim of the source shape: the factors, outermost first, whose chunks are chunks of the dim"""
+    """per source dim: factors, outermost first, whose chunks are chunks of the dim"""
     dst: Parts
-    """the same per dim of the target shape"""
+    """the same per target dim"""
 
 
 def refine(src: Sequence[int], dst: Sequence[int]) -> Refinement:
@@ -129,13 +129,13 @@ def plan_reshaped(
 
 
 def _reshape(src: Layout, dst: Layout, shape: Shape, to_shape: Shape) -> tuple[Step, ...]:
-    """The local step; none where the factors are the shape itself."""
+    """The local reshape step; none if the shapes are equal."""
     return (Step("reshape", (), src, dst, shape, to_shape=to_shape),) if shape != to_shape else ()
 
 
 @lru_cache(maxsize=64)
 def _joined(outer: Prices, inner: Prices, shape: Shape, parts: Parts, factors: Shape) -> Ints:
-    """Per state of ``outer``, the graph of one shape: the same chunks as a state of the factors, -1 where none are."""
+    """State of ``outer`` → the state of the factors with the same chunks, or -1."""
     found = (_expressed(s, outer.space.sizes, shape, parts, factors) for s in outer.space.states)
     return np.array([-1 if s is None else inner.space.index[s] for s in found], np.int64)
 
@@ -143,8 +143,8 @@ def _joined(outer: Prices, inner: Prices, shape: Shape, parts: Parts, factors: S
 def _expressed(state: State, sizes: Shape, shape: Shape, parts: Parts, factors: Shape) -> State | None:
     """``state`` of a tensor of ``shape`` as a state of the factors.
 
-    A dim that is one factor is cut anyhow. Else the outer axes must divide the first factor, and the next one may be
-    cut once the first is used up: only then a contiguous part of the dim is a part of each factor.
+    A dim with one factor may be sharded in any way. Otherwise outer axes must use up the first
+    factor before the next is sharded: only then a chunk of the dim is a chunk of each.
     """
     nests: list[tuple[int, ...]] = [()] * len(factors)
     for nest, n, mine in zip(state.nests, shape, parts, strict=True):
@@ -167,9 +167,9 @@ def _expressed(state: State, sizes: Shape, shape: Shape, parts: Parts, factors: 
 def _cheapest(
     layers: Sequence[Prices], joins: tuple[Ints, Ints], start: int, goal: int, peak_limit: int | None, minimize: str
 ) -> tuple[int, int] | None:
-    """The states of the source and of the target shape between which the tensor is reshaped, None where there are none.
+    """(source state, target state) between which the tensor is reshaped; None if impossible.
 
-    Found backwards from the goal: the least first cost, then the least second cost among the moves that keep it.
+    Backwards from the goal: least primary cost, then least secondary cost among tight moves.
     """
     numel = max(layers[0].numel[start], layers[2].numel[goal])
     if peak_limit is not None and numel > peak_limit:
@@ -195,14 +195,14 @@ def _cheapest(
 
 @dataclass(frozen=True)
 class _Way:
-    """In one graph: per move its cost, per state what it costs to the goal, and to it if the graph is left at once."""
+    """One layout graph: cost per move; per state cost to the goal, and if it leaves here."""
 
     cost: Any
     distance: Any
     leave: Any
 
     def walk(self, prices: Prices, state: int) -> int:
-        """The state in which the graph is left, on a cheapest way from ``state``."""
+        """The state in which a cheapest path from ``state`` leaves the graph."""
         graph = prices.space
         while self.distance[state] < self.leave[state]:
             low, high = graph.first[state], graph.first[state + 1]
@@ -211,7 +211,7 @@ class _Way:
 
 
 def _ways(layers: Sequence[Prices], cost: Sequence[Any], joins: tuple[Ints, Ints], goal: int) -> list[_Way]:
-    """From the target backwards through the factors to the source."""
+    """Distances backwards from the goal: target shape, factors, source shape."""
     target = distances(layers[2], cost[2], goal)
     at_factors = np.full(len(layers[1].space.states), FORBIDDEN, target.dtype)
     joined = joins[1] >= 0

@@ -1,10 +1,10 @@
-"""The graph of layouts: every state one tensor can be in on a mesh, and every step between two states.
+"""The layout graph: states of a tensor on a mesh, and the steps between them.
 
-A state is a placement per mesh axis plus the nesting of the axes that cut one tensor dim. A step is one runtime call
-on one group of axes (several axes: the flattened group). Only the ends of a nest can be touched: a group is gathered,
-padded or moved from the inner end, and slicing or scattering adds at the inner end, so that every intermediate is
-again a nested ``torch.chunk`` layout, also where sizes do not divide. The graph depends on the axis sizes and the
-number of tensor dims only, not on the shape: it is built once and priced per shape with array arithmetic.
+A state is a placement per mesh axis, and per tensor dim the nesting order of its axes. A step is
+one runtime call on a group of axes (flattened). Steps touch inner ends of nests only: gather, pad
+and move remove there, slice and scatter add there. So every intermediate is a nested
+``torch.chunk`` layout, also with uneven sizes. The graph depends on axis sizes and the number of
+dims alone: it is built once, and priced per shape with array arithmetic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 Slots = tuple[tuple[int, ...], ...]
 
 FREE = "*"
-"""in a frame: an axis that may be placed anyhow"""
+"""in a frame: an axis with any placement"""
 EXACT_AXES, MOST_AXES = 4, 5
 
 UNSHARDED: dict[str, Placement] = {"R": R, "I": I, "P": P, "max": Partial("max"), "min": Partial("min")}
@@ -35,13 +35,15 @@ _LETTER = {placement: letter for letter, placement in UNSHARDED.items()}
 
 
 class State(NamedTuple):
-    """``kinds``: per axis "S" or a key of ``UNSHARDED``. ``nests``: per dim the axes that cut it, outer first."""
+    """``kinds``: per axis "S" or a key of ``UNSHARDED``. ``nests``: per dim its axes, outer
+    first."""
 
     kinds: tuple[str, ...]
     nests: tuple[tuple[int, ...], ...]
 
     def convert(self, group: tuple[int, ...], to: str, leave: int | None = None, join: int | None = None) -> State:
-        """The axes of ``group`` become ``to``, leaving the inner end of dim ``leave``, joining that of dim ``join``."""
+        """Make axes of ``group`` ``to``: leave the inner end of dim ``leave``, join dim
+        ``join``."""
         kinds = tuple(to if a in group else k for a, k in enumerate(self.kinds))
         nests = list(self.nests)
         if leave is not None:
@@ -52,14 +54,14 @@ class State(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One step between two states (by number) on the flattened ``group``, and the kind its backward is."""
+    """One step between two states (numbers) on the flattened ``group``, and its backward's kind."""
 
     kind: str
     group: tuple[int, ...]
     src: int
     dst: int
     dims: tuple[int, ...] = ()
-    """the tensor dim, or (from, to) for an all-to-all"""
+    """the tensor dim, or (from, to) of an all-to-all"""
     order: tuple[int, ...] = ()
     """of a permute"""
     backward: str | None = None
@@ -69,11 +71,11 @@ _STEPS: dict[tuple[str, str], tuple[str, str | None]] = {
     ends: (kind, back if (back := CONVERSIONS[dual(*ends)]) in COLLECTIVES else None)
     for ends, kind in CONVERSIONS.items()
 } | {(op, "R"): ("all_reduce", None) for op in ("max", "min")}
-"""(from, to) → (runtime function, the collective of its backward); "S" stands for any dim"""
+"""(from, to) → (runtime function, backward's collective); "S" stands for any dim"""
 
 
 def state_of(layout: Layout, ndim: int, *, grad: bool) -> State:
-    """The state of ``layout``; without a gradient Invariant is Replicate."""
+    """The state of ``layout``; without gradient Invariant equals Replicate."""
     kinds = tuple("S" if isinstance(p, Shard) else _LETTER[p] for p in layout.placements)
     if not grad:
         kinds = tuple("R" if k == "I" else k for k in kinds)
@@ -94,10 +96,10 @@ def layout_of(state: State, mesh: Mesh) -> Layout:
 
 
 class Space:
-    """All states and moves for meshes of ``sizes`` and tensors of ``ndim`` dims, as arrays over moves.
+    """All states and moves for mesh ``sizes`` and tensors of ``ndim`` dims, as arrays over moves.
 
-    ``kinds`` are the unsharded placements that may occur. Axes that ``base`` does not mark as FREE stay as they are
-    there. Moves are sorted by source; those of state ``s`` are ``first[s]:first[s+1]``.
+    ``kinds``: unsharded placements that may occur. Axes not FREE in ``base`` keep its placement.
+    Moves are sorted by source; those of state ``s`` are ``first[s]:first[s+1]``.
     """
 
     def __init__(self, sizes: tuple[int, ...], ndim: int, kinds: tuple[str, ...], base: State) -> None:
@@ -118,8 +120,8 @@ class Space:
         self.dst = np.array([m.dst for m in self.moves], np.intp)
         self.first = np.searchsorted(self.src, np.arange(len(self.states) + 1))
         self.leaving, self.begins, self.many = np.unique(self.src, return_index=True, return_counts=True)
-        """states that moves lead from, the first of their moves, and how many they have"""
-        # What one rank exchanges with another is the common part of both chunks: the finer cut of every dim.
+        """states with moves, the first of their moves, and how many"""
+        # Two ranks exchange the common part of their chunks: the finer shard of every dim.
         finer = np.maximum(self.cuts[self.src], self.cuts[self.dst])
         self.pieces, piece = np.unique(finer, axis=0, return_inverse=True)
         self.piece = piece.reshape(-1)
@@ -133,7 +135,7 @@ class Space:
 
     @cached_property
     def swaps(self) -> tuple[tuple[Ints, Ints], ...]:
-        """Two dims, or two free axes of one size, in each other's place: what every state becomes, and every move."""
+        """Symmetries: swaps of two dims or two free axes of equal size, as (states, moves)."""
         kinds = np.unique([m.kind for m in self.moves], return_inverse=True)[1]
         order, found = np.lexsort((kinds, self.dst, self.src)), []
         for dims, axes in self._pairs():
@@ -144,7 +146,7 @@ class Space:
         return tuple(found)
 
     def _pairs(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Dims, or axes, that :attr:`swaps` swaps: those that no axis which stays as it is tells apart."""
+        """Swaps of dims or axes that no fixed axis distinguishes."""
         dims, axes = [list(range(n)) for n in (self.ndim, len(self.sizes))]
         for d, e in itertools.combinations(dims, 2):
             if not self.base.nests[d] and not self.base.nests[e]:
@@ -158,7 +160,7 @@ class Space:
         return math.prod(self.sizes[a] for a in group)
 
     def volume(self, kind: str | None, group: tuple[int, ...], order: tuple[int, ...]) -> int:
-        """Ring volume per rank, in elements of the smaller of both chunks times the number of ranks (an integer)."""
+        """Ring volume per rank in elements of the smaller chunk, times ranks (an integer)."""
         if kind is None:
             return 0
         if kind == "permute":
@@ -187,11 +189,11 @@ class Space:
                 yield from (move(nest[start:], "S", "S", leave=d, join=e) for e in range(self.ndim) if e != d)
 
     def _slots(self, s: State) -> Slots:
-        """Where each axis is: per tensor dim its nest, per unsharded kind its axes in mesh order."""
+        """Places of axes: per dim its nest, per unsharded kind its axes in mesh order."""
         return s.nests + tuple(tuple(a for a, k in enumerate(s.kinds) if k == kind) for kind in self.kinds)
 
     def _permutable(self, slots: list[Slots]) -> dict[int, list[int]]:
-        """Per state those with as many ranks in every slot: a permutation of the ranks leads from one to another."""
+        """Per state those with equal ranks per slot: permutations of ranks lead to them."""
         classes: dict[tuple[int, ...], list[int]] = {}
         count = cache(self.count)
         for i, nests in enumerate(slots):
@@ -206,9 +208,9 @@ class Space:
                 yield Move("permute", group, i, j, (), order, "permute")
 
     def _needs_even(self, move: Move) -> list[bool]:
-        """Per dim: whether its size must divide, because a permute gives a rank the chunk of another cut of the dim.
+        """Per dim: whether a permute needs an even size, as a rank gets a chunk of another nest.
 
-        Reordering one dim's nest is fine where the cuts have the same sizes one after another.
+        Reordering one dim's nest needs none if the sizes of its axes keep their order.
         """
         src, dst = self.states[move.src], self.states[move.dst]
         changed = [move.kind == "permute" and a != b for a, b in zip(src.nests, dst.nests, strict=True)]
@@ -217,17 +219,17 @@ class Space:
         return changed
 
     def _effective(self, group: tuple[int, ...]) -> list[int]:
-        """The sizes of a nest's cuts; an axis of size 1 cuts nothing."""
+        """Sizes of a nest's axes above 1."""
         return [self.sizes[a] for a in group if self.sizes[a] > 1]
 
 
 def _swapped(s: State, dims: tuple[int, ...], axes: tuple[int, ...]) -> State:
-    """The state in which dim and axis number i are those numbers there."""
+    """The state with dims and axes renumbered."""
     return State(tuple(s.kinds[a] for a in axes), tuple(tuple(axes[a] for a in s.nests[d]) for d in dims))
 
 
 def _states(base: State, kinds: tuple[str, ...]) -> Iterator[State]:
-    """Every assignment of kinds and dims to the free axes of ``base``, in every nesting order inside the fixed axes."""
+    """All kinds and dims for the free axes of ``base``, in all nesting orders inside fixed axes."""
     free = [a for a, k in enumerate(base.kinds) if k == FREE]
     for choice in itertools.product((*kinds, *range(len(base.nests))), repeat=len(free)):
         chosen = dict(zip(free, choice, strict=True))
@@ -245,9 +247,9 @@ def everything(axes: int, ndim: int) -> State:
 
 
 def frame(src: State, dst: State) -> State:
-    """What two states have in common, all else FREE. Up to ``EXACT_AXES`` axes everything is.
+    """What two states have in common, else FREE. Up to ``EXACT_AXES`` axes all are FREE.
 
-    On a larger mesh an axis that both use alike, and that no axis to be changed encloses, stays out of the search.
+    On larger meshes an axis that both use alike, with no changing axis around it, stays fixed.
     """
     axes = len(src.kinds)
     if axes <= EXACT_AXES:
@@ -264,10 +266,10 @@ def frame(src: State, dst: State) -> State:
 
 
 def halfway(src: State, dst: State, common: State) -> State:
-    """On the way between states that differ in too many axes for one graph: ``common`` is their frame.
+    """An intermediate state if too many axes change; ``common`` is the frame of both ends.
 
-    Up to ``EXACT_AXES`` inner axes of the source that are to change are made whole, or summed; once it has none, those of
-    the target are left for later. Between whole values some axes change first.
+    Up to ``EXACT_AXES`` changing inner axes of the source are gathered or reduced; without any,
+    those of the target are deferred. Between replicated states some axes change first.
     """
     free = [a for a, k in enumerate(common.kinds) if k == FREE]
     if all(x.kinds[a] in "RI" for x in (src, dst) for a in free):
@@ -286,5 +288,5 @@ def halfway(src: State, dst: State, common: State) -> State:
 
 @lru_cache(maxsize=64)
 def space(sizes: tuple[int, ...], kinds: tuple[str, ...], base: State) -> Space:
-    """The graph for these axis sizes, built once; ``base`` leaves at most ``MOST_AXES`` free."""
+    """The cached layout graph; ``base`` has at most ``MOST_AXES`` free axes."""
     return Space(sizes, len(base.nests), kinds, base)

@@ -1,4 +1,4 @@
-"""What the planner answers: a redistribution and its steps, and the runtime call of each step."""
+"""A redistribution with its steps, and the runtime call of each step."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Redistribution:
     forward_bytes: float
     backward_bytes: float
     seconds: float
-    """predicted time of all steps, with the backward if ``grad``"""
+    """predicted seconds of all steps, with the backward if ``grad``"""
     peak_numel: int
-    """elements of the largest local tensor on the way, both ends included"""
+    """elements of the largest local tensor, both ends included"""
     dst_shape: tuple[int, ...] | None = None
-    """the global shape at the end, if it is reshaped on the way"""
+    """the global shape at the end, if reshaped"""
     minimal: bool = True
-    """whether no cheaper sequence exists; not known where more than five mesh axes change at once"""
+    """whether no cheaper sequence exists; unknown if more than five mesh axes change"""
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Axes that both ends cut by, but that no reshape on the way can keep: gather, reshape, slice."""
+        """Axes sharded at both ends that no reshape can keep: gather, reshape, slice."""
         cut = [s.src for s in self.steps if s.kind == "reshape"]
         ends = [a for a in self.src.mesh.axes if isinstance(self.src[a], Shard) and isinstance(self.dst[a], Shard)]
         return tuple(a for a in ends if any(not isinstance(layout[a], Shard) for layout in cut))
@@ -64,7 +64,7 @@ class Redistribution:
 
 
 def after_each_other(legs: Sequence[Redistribution], steps: tuple[Step, ...]) -> Redistribution:
-    """What these do together, by these steps."""
+    """Legs joined to one redistribution with these steps."""
     return replace(
         legs[0],
         dst=legs[-1].dst,
@@ -77,10 +77,10 @@ def after_each_other(legs: Sequence[Redistribution], steps: tuple[Step, ...]) ->
 
 
 def emit(step: Step) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
-    """The runtime call of ``step``: ``(function name, positional arguments after the tensor, keyword arguments)``.
+    """(function name, positional arguments after the tensor, keyword arguments) of a runtime call.
 
-    Several axes are a tuple, one is its name. ``size`` is given where the cut is uneven: an int where no axis is left
-    on the dim, else a :class:`Local`.
+    Several axes are a tuple, one is its name. ``size`` is given for uneven shards: an int if no
+    axis is left on the dim, else a :class:`Local`.
     """
     if step.kind == "reshape":
         cuts = [(n, step.dst.axes_of(d)) for d, n in enumerate(step.to_shape)]
@@ -89,7 +89,7 @@ def emit(step: Step) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
     if step.kind in ("enter", "leave"):
         return step.kind, (axes,), {}
     if step.kind == "permute":
-        # Chunks of several lengths: only one dim is renumbered then, by the whole of its nest.
+        # Uneven chunks: only one dim is renumbered, with its full nest.
         dims = [d for d in range(len(step.shape)) if step.src.axes_of(d) == step.axes]
         uneven = dims and step.shape[dims[0]] % step.src.mesh.size_of(step.axes)
         return step.kind, (axes, step.order), {"dim": dims[0], "size": step.shape[dims[0]]} if uneven else {}

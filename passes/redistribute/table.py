@@ -1,4 +1,4 @@
-"""All redistribution times between two sets of layouts at once, for the search over plans."""
+"""Cost matrices: seconds of redistributions between two sets of layouts, for the plan search."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autoshard.passes.redistribute.space import EXACT_AXES, Floats, Ints, everyt
 from autoshard.passes.search.broadcast import added
 
 SMALL = 500
-"""states up to which all pairs are computed together"""
+"""most states for which all pairs are computed at once"""
 
 
 def cost_matrix(
@@ -42,8 +42,7 @@ def cost_matrix(
     grad: Moves,
     closed: tuple[int, ...] = (),
 ) -> Floats:
-    """Seconds of the fastest redistribution from each source (row) to each target (column): float64; see
-    :func:`link_matrices`."""
+    """float64 seconds from each source (row) to each target (column); see :func:`link_matrices`."""
     launches, node, network = link_matrices(sources, targets, shape, dtype, grad, closed)
     return launches + node + network
 
@@ -57,12 +56,11 @@ def link_matrices(
     closed: tuple[int, ...] = (),
     share: Shares = ALONE,
 ) -> tuple[Floats, Floats, Floats]:
-    """Seconds of the fastest redistribution from each source (row) to each target (column): of the launches of its
-    collectives, of links inside a node, and of links between nodes: float64.
+    """(launches, links in a node, links between nodes) seconds from each source to each target.
 
-    Forward plus, if ``grad``, backward; inf where none exists. Equals the ``seconds`` of
-    ``redistribution(..., minimize="seconds")``. ``closed``: dims that are not cut on the way. ``share``: of the latency of
-    collectives that go with others (:class:`~autoshard.passes.redistribute.pricing.Shares`), what this tensor pays.
+    float64 [sources, targets] of the fastest redistribution, ``minimize="seconds"``, forward and,
+    if ``grad``, backward; inf if none exists. ``closed``: dims not to shard on the way. ``share``:
+    latency shares of coalesced messages (:class:`~autoshard.passes.redistribute.pricing.Shares`).
     """
     if not sources or not targets:
         none = np.zeros((len(sources), len(targets)))
@@ -91,13 +89,13 @@ def link_matrices(
 
 
 def _needed(share: Shares) -> tuple[int, ...]:
-    """Which shares :func:`_apart` looks at: of what goes with no others only launches and links between nodes."""
+    """Numbers of the shares that :func:`_apart` reads; uncoalesced: only the first two."""
     parts = enumerate((share.gathers, share.sums, share.joined))
     return (0, 1, *(2 + 3 * i + j for i, part in parts if part != 1.0 for j in range(3)))
 
 
 def _apart(seconds: Floats, shares: Sequence[Floats] | Floats, share: Shares) -> tuple[Floats, Floats, Floats]:
-    """Launches, links inside a node and links between nodes, without what others pay of each; ``shares``: see
+    """Launches, links in a node and between nodes, less what others pay. ``shares``: see
     :attr:`~autoshard.passes.redistribute.pricing.Prices.shares`."""
     launches, between, *together = shares
     parts = (share.gathers, share.sums, share.joined)
@@ -109,7 +107,7 @@ def _apart(seconds: Floats, shares: Sequence[Floats] | Floats, share: Shares) ->
 
 
 def _of_fixed(sources: Sequence[Layout], targets: Sequence[Layout], *what: Any) -> tuple[Floats, Floats, Floats]:
-    """Nothing leads to other placements of those that stay (whichever rank owns the whole); each rank does its share."""
+    """Owned and grouped placements never change (whichever rank owns); other axes convert."""
     axes = [
         [frozenset((a, p if isinstance(p, Grouped) else Owned()) for a, p in x.fixed.items()) for x in side]
         for side in (sources, targets)
@@ -133,7 +131,7 @@ def _one_by_one(
     closed: tuple[int, ...],
     share: Shares,
 ) -> tuple[Floats, Floats, Floats]:
-    """On a mesh too large for one graph, every pair has its own."""
+    """Meshes too large for one graph: one search per pair."""
 
     def seconds(src: Layout, dst: Layout) -> tuple[float, ...]:
         plan = redistribution(src, dst, shape, src.mesh, dtype, grad, minimize="seconds", closed=closed)
@@ -157,7 +155,7 @@ def _one_by_one(
 
 
 def _to_one(prices: Prices, goal: int, rows: Sequence[int]) -> tuple[Floats, Floats]:
-    """From some states to one: seconds [rows], and the shares of them [11, rows]; searched for once of goals that are alike."""
+    """(seconds [rows], shares [11, rows]) from some states to one, cached by symmetry."""
     at, (before, swap) = np.array(rows), prices.alike[goal]
     while swap is not None:
         at, goal = swap[at], before
@@ -168,23 +166,22 @@ def _to_one(prices: Prices, goal: int, rows: Sequence[int]) -> tuple[Floats, Flo
 
 @lru_cache(maxsize=1024)
 def _all_to_one(prices: Prices, goal: int) -> tuple[Floats, Floats]:
-    """From every state to one: seconds [states], and the shares of them [11, states]."""
+    """(seconds [states], shares [11, states]) from every state to one."""
     found = distances(prices, prices.seconds, goal)
     leads, moves = _ways(prices, found, goal)
     shares = np.zeros((len(prices.shares), len(found)))  # of the next move
     shares[:, prices.space.src[moves]] = prices.shares[:, moves]
-    while not np.array_equal(leads, leads[leads]):  # twice as many moves each time
+    while not np.array_equal(leads, leads[leads]):  # doubles the moves each time
         shares, leads = shares + shares[:, leads], leads[leads]
     return np.where(found < FORBIDDEN, found, np.inf), shares
 
 
 def _ways(prices: Prices, seconds: Floats, goal: int) -> tuple[Ints, Ints]:
-    """The fastest ways to a goal, which take so many ``seconds`` from every state: the next state on each, itself at their
-    ends, and the numbers of the moves there."""
+    """(next state, itself at the end; move numbers) on the fastest paths to a goal."""
     graph = prices.space
     through = prices.seconds + seconds[graph.dst]
     least = np.minimum.reduceat(through, graph.begins)
-    moves = np.flatnonzero(through == np.repeat(least, graph.many))  # of each state's moves one at least
+    moves = np.flatnonzero(through == np.repeat(least, graph.many))  # at least one per state
     moves = moves[np.flatnonzero(np.diff(graph.src[moves], prepend=-1))]
     states = graph.src[moves]
     moves = moves[(seconds[states] < FORBIDDEN) & (states != goal)]
@@ -195,8 +192,8 @@ def _ways(prices: Prices, seconds: Floats, goal: int) -> tuple[Ints, Ints]:
 
 @lru_cache(maxsize=64)
 def _all_pairs(prices: Prices) -> tuple[Floats, Ints, Ints]:
-    """Floyd-Warshall over all states: seconds [states, states]; by pair the move of those that one leads between, else how
-    many moves there are; and the last state in the middle, or -1."""
+    """Floyd-Warshall over states: seconds, direct move (or number of moves), last middle (or
+    -1)."""
     graph, count = prices.space, len(prices.space.states)
     distance, move = np.full((count, count), np.inf), np.full((count, count), len(graph.moves))
     cheapest_last = np.argsort(-prices.seconds, kind="stable")
@@ -207,7 +204,7 @@ def _all_pairs(prices: Prices) -> tuple[Floats, Ints, Ints]:
     through, middle = np.empty_like(distance), np.full(count * count, -1)
     for k in range(count):
         added(distance[:, k, None], distance[k], out=through)
-        # few: most pairs are as near as they get after some states
+        # few: most pairs reach their minimum after some states
         closer = np.flatnonzero(through < distance)
         distance.reshape(-1)[closer], middle[closer] = through.reshape(-1)[closer], k
     return distance, move.reshape(-1), middle
@@ -215,10 +212,10 @@ def _all_pairs(prices: Prices) -> tuple[Floats, Ints, Ints]:
 
 @lru_cache(maxsize=64)
 def _summed(prices: Prices, numbers: tuple[int, ...]) -> Floats:
-    """Of :func:`_all_pairs` these shares [numbers, states, states]: all of them take longer than the ways did."""
+    """Shares [numbers, states, states] along the paths of :func:`_all_pairs`."""
     (distance, move, middle), each = _all_pairs(prices), prices.shares[list(numbers)]
     count = len(distance)
-    # A pair's halves have middles before its own, so that each pair is added up once, when they are known.
+    # Both halves of a pair have earlier middles, so each pair is summed once they are known.
     shares = np.append(each, np.zeros((len(each), 1)), axis=1).T[move]
     order = np.argsort(middle, kind="stable")
     for k, pairs in enumerate(np.split(order, np.searchsorted(middle[order], np.arange(count)))[1:]):
@@ -235,8 +232,8 @@ def on_the_way(
     grad: Moves,
     closed: tuple[int, ...] = (),
 ) -> Floats:
-    """Elements per rank that the fastest redistribution from each source (row) to each target (column) has at once: before and
-    after its largest step; 0 where there is none to take."""
+    """Peak elements per rank on the fastest redistribution: before plus after its largest step.
+    Float64 from each source (row) to each target (column); 0 without steps."""
     found = np.zeros((len(sources), len(targets)))
     if not sources or not targets:
         return found
@@ -257,7 +254,7 @@ def on_the_way(
 
 @lru_cache(maxsize=4096)
 def _largest(prices: Prices, goal: int) -> Floats:
-    """Of the moves from every state to one: elements at once [states]."""
+    """Elements of the largest move from every state to one [states]."""
     few = len(prices.space.states) <= SMALL
     seconds = _all_pairs(prices)[0][:, goal] if few else distances(prices, prices.seconds, goal)
     graph, (leads, moves) = prices.space, _ways(prices, seconds, goal)

@@ -1,4 +1,4 @@
-"""Plans that experts write: what a name such as ``"fsdp"`` asks of every operation and parameter of a graph."""
+"""Named strategies: requests of a name (``"fsdp"``) to operations and parameters of a graph."""
 
 from autoshard.passes.propagate.experts.beside import beside
 from autoshard.passes.propagate.experts.experts import NAMES, AskedTooMuchError, Expert, asked_by, like_of, met

@@ -1,4 +1,4 @@
-"""What an expert's plan still asks for beside hints: a hint on a parameter wins over what the plan says of it."""
+"""Named strategies beside hints: a hint on a parameter wins over the named strategy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from autoshard.passes.rules.families.embedding import LOOK_UPS, OF_TABLES
 from autoshard.passes.rules.families.stacked import STACKED
 
 Place = tuple[str, int, bool]
-"""a parameter, the number of a mesh axis, and whether it lies with an owner there"""
+"""(parameter, number of the mesh axis, whether the strategy wants an owner rank there)"""
 
 
 def beside(expert: Expert, hinted: Mapping[str, Constraint], graph: Graph, mesh: Mesh) -> Expert:
-    """``expert`` where look-ups in tables that hints lay otherwise are free along that axis.
+    """``expert`` without requests to look-ups in tables that hints place otherwise.
 
-    Raises :class:`AskedTooMuchError` where a hint takes some experts of a list away from their owners, and leaves others.
+    Raises :class:`AskedTooMuchError` if hints move only some experts off their owners.
     """
     found = tuple(_against(expert, hinted, graph, mesh))
     if not found:
@@ -38,7 +38,7 @@ def beside(expert: Expert, hinted: Mapping[str, Constraint], graph: Graph, mesh:
 
 
 def _against(expert: Expert, hinted: Mapping[str, Constraint], graph: Graph, mesh: Mesh) -> Iterator[Place]:
-    """Where the plan asks for a cut of a parameter that its hint does not allow."""
+    """Places where the strategy shards a parameter and its hint does not allow that."""
     for name, hint in hinted.items():
         limit = expert.limits.get(name)
         for axis, dims in enumerate(limit.dims if isinstance(limit, Limit) else ()):
@@ -47,8 +47,8 @@ def _against(expert: Expert, hinted: Mapping[str, Constraint], graph: Graph, mes
 
 
 def _allows(hint: Constraint, name: str, axis: int, dims: frozenset[int], graph: Graph, mesh: Mesh) -> bool:
-    """Whether a layout that meets the hint is cut along one of ``dims`` there."""
-    if isinstance(dict(hint.axes).get(mesh.axes[axis]), Owned):  # as an earlier program has it
+    """Whether some layout that meets the hint is sharded along one of ``dims`` there."""
+    if isinstance(dict(hint.axes).get(mesh.axes[axis]), Owned):  # fixed by an earlier program
         return OWNER in dims
     states = placeable(graph.types[name], mesh) + fixed_states(graph.types[name], mesh)
     placed = (state[axis] for state in states if hint.meets(state, mesh))
@@ -73,6 +73,6 @@ def _check_lists(
 
 
 def _of_all(names: list[str]) -> str:
-    """A pattern for names that differ in some of their parts."""
+    """A pattern that matches names which differ in some parts."""
     parts = zip(*(name.split(".") for name in names), strict=False)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)

@@ -1,4 +1,4 @@
-"""Data parallel plans: the batch is found through the rules, and nothing else is cut."""
+"""Data parallelism: finds the batch through sharding rules; parameters are not sharded by it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from autoshard.passes.propagate.experts.families import Families, Family
 
 
 def batch_of(families: Families) -> frozenset[Family]:
-    """The families of the batch: a dim of the inputs along which most of the work is independent, and no parameter lies.
+    """Families of the batch: the input dim along which most work is independent, on no parameter.
 
-    Dim 0 of the first input where dims are alike. Empty where there is none.
+    Ties: dim 0 of the first input. Empty if there is none.
     """
     graph = families.graph
     inputs = [i.name for i in graph.inputs if i.kind == "input"]
@@ -29,18 +29,18 @@ def batch_of(families: Families) -> frozenset[Family]:
 
 
 def _independent(families: Families, found: frozenset[Family]) -> dict[Family, tuple[float, float]]:
-    """Family → (FLOPs, elements) of the operations that it cuts into independent parts."""
+    """Family → (FLOPs, elements) of operations that it divides into independent parts."""
     from_rules = dict.fromkeys(found, (0.0, 0.0))
     for node in families.graph.nodes:
         made = sum(families.graph.types[o].numel for o in node.outputs)
         cuts = [families.cut(node, s) for s in families.strategies(node) if not families.loose(node, s)]
-        for family in found.intersection(cuts):  # counted once, in however many ways attention cuts it
+        for family in found.intersection(cuts):  # counted once, whatever the number of attention strategies
             flops, elements = from_rules[family]
             from_rules[family] = (flops + families.flops(node), elements + made)
     return from_rules
 
 
 def _is_batch_too(family: Family, families: Families, inputs: list[str], batch: Family) -> bool:
-    """Whether a dim of the same length is the batch of inputs that have none yet: towers that never meet."""
+    """Whether it is the batch of inputs without one: two towers that never meet."""
     having = [v for v in inputs if family in families.of_all([v])]
     return not any(batch in families.of_all([v]) for v in having)

@@ -1,4 +1,4 @@
-"""``like=``: an expert's plan by name, as what it asks of operations and parameters; the search chooses what is left."""
+"""``like=``: named strategies as requests to operations and parameters; the rest is searched."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ WHOLE: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class Expert:
-    """What is asked of a graph on a mesh."""
+    """Requests of a named strategy on a graph and mesh."""
 
     asked: Mapping[str, AskedOf] = field(default_factory=dict)
-    """node name → what its strategies are restricted to"""
+    """node name → allowed strategies"""
     limits: Mapping[str, Constraint | Limit] = field(default_factory=dict)
-    """value → what its layout is restricted to"""
+    """value → allowed layouts"""
     regathers: bool = False
-    """whether products have their operands converted again in the backward, as in Megatron's sequence parallelism"""
+    """whether products convert operands again in the backward (Megatron sequence parallelism)"""
     zero: Mapping[str, int] = field(default_factory=dict)
     """see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`"""
     notes: tuple[str, ...] = ()
-    """what of the expert's plan this graph, or the run time, does not have"""
+    """parts of the strategy that the graph or the runtime lacks"""
     text: str = ""
-    """the expert's plan as it was asked for"""
+    """the strategy as the user named it"""
 
 
 @dataclass(frozen=True)
 class OnAxis:
-    """What is asked along one mesh axis. What is not named is free."""
+    """Requests along one mesh axis; what is absent is free."""
 
     asked: Mapping[str, Asked]
     dims: Mapping[str, frozenset[int]]
-    """parameter → the dims it may be cut along; none: it stays whole"""
+    """parameter → dims that may be sharded; empty: replicated"""
     outputs: Mapping[str, Constraint] = field(default_factory=dict)
     """value → the layout that its readers convert from"""
     note: str = ""
@@ -58,7 +58,7 @@ class OnAxis:
 
 @dataclass
 class Context:
-    """What experts ask about a graph; each answer is found once."""
+    """Facts about a graph that strategies ask for, computed once."""
 
     graph: Graph
 
@@ -75,15 +75,15 @@ class Context:
         return products(self.families)
 
     def along(self, wanted: frozenset[Family]) -> dict[str, Asked]:
-        """Every operation cut along ``wanted`` where its rule can, whole elsewhere."""
+        """Every operation sharded along ``wanted`` where its rule allows, unsharded elsewhere."""
         families = self.families
         return {n.name: families.asked(n, families.labels(n, wanted)) for n in self.graph.nodes}
 
     def by_batch(self) -> dict[str, Asked]:
-        """Every operation cut along the batch where it can.
+        """Every operation sharded along the batch where its rule allows.
 
-        What no input goes into (positions looked up) is whole, its gradient a summand on every rank: so the sum
-        over the ranks is that of the parameters' gradients, which go together, and no message on the way.
+        Values without inputs (looked-up positions) are replicated with partial gradients: these are
+        reduced with the parameters' gradients, without a message of their own.
         """
         families, found = self.families, self.along(self.batch)
         for node in self.graph.nodes:
@@ -104,14 +104,14 @@ def _ddp(context: Context, ranks: int) -> OnAxis:
 
 
 def _fsdp(context: Context, ranks: int) -> OnAxis:
-    """Parameters are stored in shards and read whole; for how long they stay whole says :data:`ZERO`."""
+    """Parameters are stored sharded and read gathered; :data:`ZERO` says for how long."""
     types = context.graph.types
     dims = {p: frozenset(range(len(types[p].shape))) for p in context.graph.parameters}
     return OnAxis(context.by_batch(), dims, note=_without_batch(context, ranks))
 
 
 def _can_be_summed(node: Node, graph: Graph) -> bool:
-    """Whether a gradient of ``node`` may be a summand on every rank."""
+    """Whether a gradient of ``node`` may be a partial sum."""
     trained = any(graph.types[o].grad for o in node.outputs)
     return trained and any(s.label == "R" for s in axis_strategies(node, graph))
 
@@ -166,7 +166,7 @@ def _along_sequence(context: Context, ranks: int, around: bool) -> OnAxis:
 
 
 def _expert(context: Context, ranks: int) -> OnAxis:
-    """Weights of experts lie by expert; the search chooses where all others are kept."""
+    """Experts' weights are sharded by expert; the search places other parameters."""
     asked, dims = by_expert(context.families, context.batch)
     if not dims:
         why = "no operation runs experts, so that it is planned as fsdp (docs/experts.md: how a routing is written)"
@@ -179,7 +179,7 @@ def _expert(context: Context, ranks: int) -> OnAxis:
 
 
 def _tables(label: str, dims: frozenset[int], context: Context, ranks: int) -> OnAxis:
-    """Tables that only look-ups read lie so; the batch is cut, all else as in data parallelism."""
+    """Tables that only look-ups read are placed as asked; all else is data parallel."""
     asked, found, left = by_table(context.graph, label, dims, ranks)
     notes, batch = told(left, context.graph), _without_batch(context, ranks)
     if not found:
@@ -216,15 +216,15 @@ EXPERTS: dict[str, Callable[[Context, int], OnAxis]] = {
     "column-wise": partial(_tables, "embed", frozenset({1})),
 }
 ZERO = {"zero1": 1, "zero2": 2, "fsdp": 3}
-"""stages of ZeRO: what is cut beside the optimizer's state (1) are gradients (2), and parameters while they are not used (3)"""
+"""ZeRO stages: sharded are optimizer state (1), also gradients (2), also parameters (3)"""
 NAMES = (*EXPERTS, "hsdp")
 
 
 def asked_by(like: Any, graph: Graph, mesh: Mesh, *, known: bool = False) -> Expert:
-    """What ``like`` asks of ``graph`` on ``mesh``: a name or styles by module, for all axes or per axis.
+    """The requests of ``like`` (a name, or styles by module; for all axes or per axis).
 
-    ``known``: an earlier program has met the styles; this one may run a part of the model, and they may match nothing.
-    Raises :class:`~autoshard.errors.PlanError` for what is no expert's plan.
+    ``known``: styles were checked with an earlier program; they may match nothing here. Raises
+    :class:`~autoshard.errors.PlanError` for an unknown strategy.
     """
     if like is None:
         return Expert()
@@ -253,16 +253,16 @@ def asked_by(like: Any, graph: Graph, mesh: Mesh, *, known: bool = False) -> Exp
 
 
 class AskedTooMuchError(PlanError):
-    """An expert's plan leaves an operation without layouts."""
+    """A named strategy leaves an operation without layouts."""
 
 
 Found = TypeVar("Found")
 
 
 def met(expert: Expert, known: bool, search: Callable[[Expert], Found]) -> tuple[Expert, Found]:
-    """What ``search`` finds for ``expert``, and what was asked of it.
+    """(strategy used, result of ``search``): search with fallback to a free search.
 
-    ``known``: parameters lie as an earlier program has them. Where that leaves no room for the expert's plan, all is searched.
+    The fallback needs ``known``: parameters have layouts of an earlier program.
     """
     try:
         return expert, search(expert)
@@ -275,7 +275,7 @@ def met(expert: Expert, known: bool, search: Callable[[Expert], Found]) -> tuple
 
 
 def _per_axis(like: Any, mesh: Mesh) -> dict[str, Any]:
-    """Mesh axis → name, or styles by module. Styles alone are for the axis tp, else for the last."""
+    """Mesh axis → name, or styles by module. Styles alone apply to axis tp, else the last axis."""
     if isinstance(like, str):
         named: dict[str, Any] = dict.fromkeys(mesh.axes, like)
     elif not isinstance(like, Mapping) or not like:
@@ -296,7 +296,7 @@ def _per_axis(like: Any, mesh: Mesh) -> dict[str, Any]:
 
 
 def like_of(model: object, like: Any) -> Any:
-    """``like`` with "tp_plan" as the plan that the model brings, as those of transformers do."""
+    """``like`` with "tp_plan" replaced by the model's own plan (transformers)."""
     if like == "tp_plan":
         found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
         if not found:

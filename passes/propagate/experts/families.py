@@ -1,7 +1,8 @@
-"""Families: the dims of values that are cut together, because the rules of the operations between them say so.
+"""Families: dims of values that are sharded together, by the rules of operations between them.
 
-A transformer's families are its batch, its sequence, its residual stream, its vocabulary, and per layer the heads and
-the hidden features. What an expert means by "the batch" or "the heads" is one of them, whatever the model calls it.
+A transformer has families of batch, sequence, residual stream, vocabulary, and per layer heads and
+hidden features. A named strategy means one of them by "the batch" or "the heads", whatever the
+model calls it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from autoshard.passes.rules.facts import is_view
 from autoshard.passes.rules.families import ring
 
 Family = tuple[str, int]
-"""a representative (value, dim) of dims that are cut together"""
+"""a representative (value, dim) of dims that are sharded together"""
 
 
 @dataclass
 class Families:
-    """The families of a graph."""
+    """The families of a graph (union-find over sharding rules)."""
 
     graph: Graph
     _strategies: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict)
@@ -43,7 +44,7 @@ class Families:
                     self._union.union(*found)
 
     def strategies(self, node: Node) -> tuple[Strategy, ...]:
-        """The strategies of ``node`` that divide it."""
+        """Strategies of ``node`` that shard it."""
         if node.name not in self._by_node:
             key = signature(node, self.graph.types)
             if key not in self._strategies:
@@ -52,32 +53,31 @@ class Families:
         return self._by_node[node.name]
 
     def of(self, value: str, dim: int) -> Family:
-        """The family of a dim; a dim that no operation cuts is alone in its own."""
+        """The family of a dim; a dim that no operation shards is alone in its own."""
         found: Family = self._union[value, dim]
         return found
 
     def length(self, family: Family) -> int:
-        """The length of the dims in it."""
         value, dim = family
         return int(self.graph.types[value].shape[dim])
 
     def of_all(self, values: Iterable[str]) -> frozenset[Family]:
-        """The families of all dims of these values."""
+        """Families of all dims of ``values``."""
         return frozenset(self.of(v, d) for v in values for d in range(len(self.graph.types[v].shape)))
 
     def cut(self, node: Node, strategy: Strategy) -> Family | None:
-        """The family that a strategy of ``node`` cuts; None for one that cuts no dim."""
+        """The family that ``strategy`` shards; None if it shards no dim."""
         found = cut_dims(node, strategy)
         return self.of(*found[0]) if found else None
 
     def labels(self, node: Node, families: Iterable[Family]) -> frozenset[str]:
-        """The factors of the strategies of ``node`` that cut one of ``families``."""
+        """Factors of strategies of ``node`` that shard one of ``families``."""
         wanted = set(families)
         return frozenset(s.factor for s in self.strategies(node) if self.cut(node, s) in wanted)
 
     @cached_property
     def of_parameters(self) -> frozenset[Family]:
-        """Families that parameters have dims in."""
+        """Families with a dim of a parameter."""
         return self.of_all(self.graph.parameters)
 
     @cached_property
@@ -91,7 +91,7 @@ class Families:
 
     @cached_property
     def activations(self) -> frozenset[str]:
-        """Values that a parameter or an input of floating point numbers goes into: not masks nor positions."""
+        """Values made from parameters and floating-point inputs: no masks, no positions."""
         types = self.graph.types
         carried = {
             i.name
@@ -105,7 +105,7 @@ class Families:
 
     @cached_property
     def attended(self) -> frozenset[Family]:
-        """Families that attention can cut in rings: sequences."""
+        """Families that ring attention can shard: sequences."""
         found = ((self.cut(n, s), s.label) for n in self.graph.nodes for s in self.strategies(n))
         return frozenset(family for family, label in found if family is not None and label in ring.ALONG)
 
@@ -119,7 +119,7 @@ class Families:
         return frozenset(found)
 
     def origins(self, weight: str) -> frozenset[str]:
-        """The parameters that a value of :attr:`weights` is made from."""
+        """Parameters behind a value of :attr:`weights`."""
         if weight in self.graph.parameters:
             return frozenset({weight})
         producer = self.graph.producers.get(weight)
@@ -133,14 +133,15 @@ class Families:
         return not self.activations.isdisjoint(node.outputs)
 
     def asked(self, node: Node, cuts: frozenset[str], optional: bool = False) -> Asked:
-        """To cut ``node`` so; masks and positions, which cost little, may be whole. Weights are never read in summands."""
+        """A request to shard ``node``. Masks and positions may be replicated, weights not
+        partial."""
         reads_weights = not self.weights.isdisjoint(node.inputs)
         return Asked(cuts, optional or not self.is_activation(node), sums=not reads_weights)
 
     def loose(self, node: Node, strategy: Strategy) -> bool:
-        """Whether ``strategy`` leaves an operand or result whole that has a dim of the family it cuts, or communicates.
+        """Whether ``strategy`` communicates, or leaves a dim of its family unsharded.
 
-        Such a strategy is no independent part of the operation: something else has to bring its parts together.
+        Then it does not divide the operation into independent parts.
         """
         if strategy.label in ring.ALONG:
             return True
@@ -150,7 +151,7 @@ class Families:
 
 
 def cut_dims(node: Node, strategy: Strategy) -> list[tuple[str, int]]:
-    """(value, dim) of every operand and result of ``node`` that a strategy cuts, as far as they are one dim."""
+    """(value, dim) pairs that a strategy shards, as far as they belong to one family."""
     if strategy.joins == "none":
         return []
     names, placed = (*node.inputs, *node.outputs), (*strategy.inputs, *strategy.outputs)
@@ -161,21 +162,21 @@ def cut_dims(node: Node, strategy: Strategy) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Product:
-    """An operation that multiplies an activation with a weight, or looks rows of one up."""
+    """A product of an activation and a weight, or a look-up in a weight."""
 
     node: Node
     weight: str
     work: float
-    """what it costs to leave it whole, in arbitrary units"""
+    """cost of leaving it unsharded, in arbitrary units"""
     sums: Family | None
-    """the family it sums over: the weight's input features. Cut: row-parallel"""
+    """the weight's input features, which it sums over; sharded: row-parallel"""
     makes: Family | None
-    """the family it makes: the weight's output features. Cut: column-parallel"""
+    """the weight's output features, which it makes; sharded: column-parallel"""
     is_lookup: bool = False
 
 
 def products(families: Families) -> tuple[Product, ...]:
-    """Every product of an activation and a weight; look-ups with the model's inputs count as products, too."""
+    """All products of an activation and a weight, and vocabulary look-ups."""
     found = []
     for node in families.graph.nodes:
         rule = rule_for(node.op)
@@ -193,14 +194,14 @@ def products(families: Families) -> tuple[Product, ...]:
 
 
 def _is_lookup(node: Node, families: Families) -> bool:
-    """Whether rows of a table are picked by what the user gives, as of a vocabulary; positions are not."""
+    """Whether the user's input selects rows of a table (vocabulary); positions do not count."""
     if "embedding" not in str(node.op):
         return False
     return any(v in families.from_inputs for v in node.inputs if v not in families.weights)
 
 
 def _sides(node: Node, weight: str, families: Families) -> tuple[Family | None, Family | None]:
-    """(the family it sums over, the family it makes) with this weight."""
+    """(family summed over, family made) of a product with ``weight``."""
     sums = makes = None
     others = [v for v in node.inputs if v != weight and v not in families.weights]
     for strategy in families.strategies(node):

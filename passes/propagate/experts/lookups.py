@@ -1,4 +1,4 @@
-"""Plans of recommenders: embedding tables by table, by row or by column, and the batch cut (Naumov et al. 2019, DLRM)."""
+"""Embedding tables by table, row or column, with a sharded batch (DLRM, Naumov et al. 2019)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from autoshard.passes.propagate.op_space import Asked, axis_strategies
 from autoshard.passes.rules.families.embedding import LOOK_UPS, TABLE, TABLE_SUMS
 
 NAMED = 8
-"""tables that a note names"""
+"""tables that a note names at most"""
 
 
 def by_table(
     graph: Graph, label: str, dims: frozenset[int], ranks: int
 ) -> tuple[dict[str, Asked], dict[str, frozenset[int]], dict[str, str]]:
-    """(what is asked of look-ups, the dims along which tables lie): those that can be cut by the strategy ``label``; and
-    why others cannot."""
-    # As summands the same takes as many times the bytes as there are ranks; that latencies merge the prices do not see.
+    """(requests to look-ups, dims of tables, table → why not) for strategies named ``label``."""
+    # Partial sums would send ranks times the bytes; prices do not see that latencies merge.
     how = Asked(frozenset({label}), instead=frozenset({TABLE_SUMS} if label == TABLE else ()))
     asked: dict[str, Asked] = {}
     found: dict[str, frozenset[int]] = {}
@@ -41,7 +40,7 @@ def _looks_up(node: Node, table: str) -> bool:
 
 
 def _why_not(name: str, nodes: Sequence[Node], label: str, tables: int) -> str:
-    """Why no look-up in a table can be cut by ``label``, or not all that reads it."""
+    """Why ``label`` cannot shard the look-ups in a table, or all that reads it."""
     for node in nodes:
         if not _looks_up(node, name):
             return f"{node.op} in {node.fqn or '(root)'} reads it, too, which is no look-up"
@@ -58,7 +57,7 @@ def _why_not(name: str, nodes: Sequence[Node], label: str, tables: int) -> str:
 
 
 def told(left: dict[str, str], graph: Graph) -> str:
-    """What a note says of tables that cannot lie as is asked."""
+    """Note text about tables that cannot be placed as asked."""
     names = {i.name: i.fqn for i in graph.inputs}
     parts = []
     for why in dict.fromkeys(left.values()):

@@ -1,4 +1,4 @@
-"""Expert parallel plans: rows and experts cut along one axis, and rows exchanged (Lepikhin et al. 2020)."""
+"""Expert parallelism, all-to-all dispatch: tokens and experts sharded (Lepikhin et al. 2020)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from autoshard.runtime.operations.experts import experts_op
 
 
 def mixtures(families: Families) -> tuple[Node, ...]:
-    """The operations that run experts."""
+    """Mixture-of-experts operations."""
     return tuple(n for n in families.graph.nodes if n.op is experts_op._opoverload)
 
 
 def in_buffers(families: Families) -> dict[Family, frozenset[str]]:
-    """Experts whose rows lie in buffers of a capacity: the family of their dim, which matrices, rows and results have, and
-    the parameters with these matrices."""
+    """Experts with capacity buffers: family of the expert dim → parameters with expert matrices."""
     found: dict[Family, frozenset[str]] = {}
     for product in products(families):
         for strategy in families.strategies(product.node):
@@ -29,21 +28,21 @@ def in_buffers(families: Families) -> dict[Family, frozenset[str]]:
 
 
 def by_expert(families: Families, batch: frozenset[Family]) -> tuple[dict[str, Asked], dict[str, frozenset[int]]]:
-    """(what is asked of operations, the dims along which experts' weights lie): the batch is cut, and whole experts.
+    """(requests to operations, dims of experts' weights): shard the batch, and experts.
 
-    Where no operation runs experts, but products go expert by expert, all that has this dim may be cut along it instead.
+    With capacity buffers instead of an experts operation, both families may be sharded.
     """
     found = mixtures(families)
     buffers = {} if found else in_buffers(families)
     free = {
         n.name for n in families.graph.nodes if not families.weights.isdisjoint(n.outputs)
-    }  # as the experts want it
+    }  # the experts' requests decide
     either = batch | buffers.keys()
     asked = {n.name: families.asked(n, families.labels(n, either)) for n in families.graph.nodes if n.name not in free}
     for node in families.graph.nodes if buffers else ():
         if families.weights.intersection(node.inputs) and (cuts := families.labels(node, buffers)):
             asked[node.name] = families.asked(node, cuts)
-    for node in found:  # where experts are fewer than ranks, rows stay where they are
+    for node in found:  # with fewer experts than ranks tokens stay where they are
         asked[node.name] = Asked(
             frozenset(s.label for s in families.strategies(node) if exchanges(s)), instead=families.labels(node, batch)
         )

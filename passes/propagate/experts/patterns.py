@@ -1,4 +1,4 @@
-"""Styles by module: ``{"model.layers.*.mlp.up_proj": "colwise"}``, as parallelize_module and transformers' tp_plan say it."""
+"""Styles by module, ``{"model.layers.*.mlp.up_proj": "colwise"}``: parallelize_module, tp_plan."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ log = logging.getLogger("autoshard.plan")
 
 @dataclass(frozen=True)
 class Style:
-    """What a style asks of the products of a module and of its output."""
+    """What a style asks of a module's products and output."""
 
     cuts: str = ""
-    """"makes": the output features of its products, "sums": their input features, "": nothing, "free": what the search says"""
+    """"makes": shard products' output features, "sums": input features, "": none, "free": any"""
     output: Placement | None = None
-    """how the module's output lies; None: as it comes"""
+    """placement of the module's output; None: free"""
     sequence: bool = False
-    """whether the module works on a part of the sequence, dim 1 of its output"""
+    """whether the module works on a sharded sequence, dim 1 of its output"""
 
 
 COLUMN, ROW, WHOLE, FREE = Style("makes"), Style("sums"), Style(), Style("free")
@@ -41,11 +41,11 @@ STYLES: dict[str, Style] = {
     "sequence_parallel": Style(sequence=True),
     **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"), WHOLE),
     **dict.fromkeys(("gather", "all_reduce"), Style("free", Replicate())),
-    # Fused weights in interleaved pieces, which no layout here has, and modules that run what others cut.
+    # Interleaved fused weights, which no layout here has, and modules that run sharded values.
     **dict.fromkeys(("packed_colwise", "packed_rowwise", "local_packed_rowwise", "local", "local_params"), FREE),
     **dict.fromkeys(("moe_tp_experts", "moe_identity_expert"), FREE),
 }
-"""the names of transformers' ``tp_plan``, of which older releases have ``…_rep`` and ``local…``"""
+"""names of transformers' ``tp_plan``; older releases have ``…_rep`` and ``local…``"""
 
 EXPERT_STYLES = ("grouped_gemm", "ep_router", "ep_dispatch_experts")
 _OF_TORCH = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise", "SequenceParallel": "sequence_parallel"}
@@ -53,7 +53,7 @@ _OF_TORCH = {"ColwiseParallel": "colwise", "RowwiseParallel": "rowwise", "Sequen
 
 @dataclass(frozen=True)
 class Styled:
-    """What patterns ask of a graph along one mesh axis."""
+    """Requests of patterns along one mesh axis."""
 
     asked: Mapping[str, Asked]
     dims: Mapping[str, frozenset[int]]
@@ -63,9 +63,9 @@ class Styled:
 def styled(
     patterns: Mapping[str, Any], axis: str, families: Families, found: tuple[Product, ...], known: bool = False
 ) -> Styled:
-    """What ``patterns`` ask along ``axis``. A pattern is an fnmatch pattern of a module's or parameter's name, or its end.
+    """Requests of ``patterns`` (fnmatch, of module or parameter names or ends) along ``axis``.
 
-    Raises :class:`PlanError` for a style that is not known, or where no pattern matches, unless they are ``known``.
+    Raises :class:`PlanError` for an unknown style, or if no pattern matches, unless ``known``.
     """
     graph = families.graph
     asked: dict[str, Asked] = {}
@@ -93,7 +93,7 @@ def styled(
 
 
 def style_of(pattern: str, given: Any) -> Style:
-    """A style by its name, or a ``ParallelStyle`` of torch. Raises :class:`PlanError` for anything else."""
+    """A style by name, or a ``ParallelStyle`` of torch. Raises :class:`PlanError` otherwise."""
     name = _OF_TORCH.get(type(given).__name__)
     if name is not None:
         placed = getattr(given, "output_layouts", None)
@@ -119,7 +119,7 @@ def _products(
     asked: dict[str, Asked],
     dims: dict[str, frozenset[int]],
 ) -> None:
-    """Ask for the cut of the products that belong to the modules, or that read a parameter that is meant itself."""
+    """Request sharding of products in the modules, or that read a parameter matched itself."""
     graph = families.graph
     for p in found:
         parameters = families.origins(p.weight)
@@ -142,17 +142,17 @@ def _along_sequence(module: str, output: str, families: Families, asked: dict[st
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Plans of base models leave the beginning of a name out."""
+    """Plans of base models omit the beginning of names."""
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"*.{pattern}")
 
 
 def _owned(fqn: str, aliases: tuple[str, ...], pattern: str, modules: list[str]) -> bool:
-    """Whether a parameter is meant: itself, or because it is a module's own."""
+    """Whether a parameter matches, itself or as a direct parameter of a module."""
     return any(_matches(n, pattern) or n.rpartition(".")[0] in modules for n in (fqn, *aliases))
 
 
 def _tell(missed: list[str], patterns: Mapping[str, Any], graph: Graph) -> None:
-    """A plan for a family of models may name modules that this one lacks; one that names nothing is a mistake."""
+    """Warn about patterns without match; raise :class:`PlanError` if no pattern matches."""
     if not missed:
         return
     known = [*modules_of(graph), *(i.fqn for i in graph.inputs if i.kind == "parameter")]

@@ -1,4 +1,4 @@
-"""What the axes of a mesh are used for in a plan."""
+"""Names mesh axes by their use in a plan: dp, fsdp, tp, cp, ep."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from autoshard.passes.propagate.experts.tensor import tokens
 def named_by_role(graph: Graph, assignment: Assignment) -> dict[str, int]:
     """Axis name → size, in the order of the assignment's mesh.
 
-    By what most of the work of its products is cut along: the batch (``dp``; ``fsdp`` where most of the parameters lie
-    in shards), the sequence (``cp``), features (``tp``), independent weights (``ep``); ``idle`` where nothing is.
+    Named by the factor that most work of products is sharded along: batch (``dp``; ``fsdp`` if most
+    parameter bytes are), sequence (``cp``), features (``tp``), weights (``ep``), or ``idle``.
     """
     mesh, (families, found, batch, sequence) = assignment.mesh, _used(graph)
     names: dict[str, int] = {}
@@ -39,14 +39,14 @@ def named_by_role(graph: Graph, assignment: Assignment) -> dict[str, int]:
 
 @known_of_graph
 def _used(graph: Graph) -> tuple[Families, tuple[Product, ...], frozenset[Family], frozenset[Family]]:
-    """The families of ``graph``, its products, and which families are the batch and the sequence: of every mesh the same."""
+    """(families, products, batch, sequence) of ``graph``, independent of the mesh."""
     families = Families(graph)
     found, batch = products(families), batch_of(families)
     return families, found, batch, tokens(families, found, batch)
 
 
 def _in_shards(graph: Graph, assignment: Assignment, number: int) -> bool:
-    """Whether most bytes of the parameters lie in shards along a mesh axis."""
+    """Whether most parameter bytes are sharded along a mesh axis."""
     cut = whole = 0
     for name in graph.parameters:
         is_cut = isinstance(assignment.layouts[name].placements[number], Shard)

@@ -1,4 +1,4 @@
-"""Sequence parallel plans that cut no weight: Ulysses (Jacobs et al. 2023) and ring attention (Liu et al. 2023)."""
+"""Sequence parallelism: Ulysses (Jacobs et al. 2023), ring attention (Liu et al. 2023)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autoshard.passes.rules.families.fold import ORDERS
 def along_sequence(
     families: Families, found: tuple[Product, ...], batch: frozenset[Family], around: bool
 ) -> Iterator[tuple[str, Asked | None]]:
-    """Every operation with what is asked of it: the sequence cut, but the heads in attention, or there too, in a ring.
+    """Requests: shard the sequence, and in attention the heads (Ulysses) or the sequence (ring).
 
-    Between a product and attention (rotary positions, say) either may be cut. What no rule can cut along the sequence,
-    such as what compares flattened rows, is free, from the product in front of it on. So are experts: rows may travel to them.
-    And so is what brings the sequence into another order: of what is whole anyway nothing has to be sent.
+    Between products and attention (rotary positions) either may be sharded. Free are: operations
+    that no rule shards along the sequence, back to the product before them; experts, as tokens are
+    dispatched; and zigzag reorderings, which replicated operands make free of messages.
     """
     sequence = tokens(families, found, batch)
     core = {n.name: n for n in families.graph.nodes if _mixes(n, sequence, families)}
@@ -38,20 +38,20 @@ def along_sequence(
             yield node.name, None
         else:
             if cuts and families.weights.isdisjoint(node.inputs):
-                apart = in_parts(node, families)  # to which no product leads that is whole
+                apart = in_parts(node, families)  # no product leads there from a replicated value
                 cuts |= families.labels(node, heads) - apart
             yield node.name, families.asked(node, cuts)
 
 
 def in_parts(node: Node, families: Families) -> frozenset[str]:
-    """The factors of the strategies that cut every part of a dim, such as that of queries, keys and values."""
+    """Factors that shard every part of a fused dim, such as queries, keys and values."""
     return frozenset(s.factor for s in families.strategies(node) if s.in_parts)
 
 
 def without_room(
     families: Families, found: tuple[Product, ...], batch: frozenset[Family], around: bool, ranks: int
 ) -> Iterator[str]:
-    """What :func:`along_sequence` asks for and ``ranks`` leave no room for: positions, or heads, of which there are fewer."""
+    """Notes where positions or heads are fewer than ``ranks``, so that they are not sharded."""
     sequence = tokens(families, found, batch)
     core = [n for n in families.graph.nodes if _mixes(n, sequence, families)]
     mixed = {f for n in core for s in families.strategies(n) if (f := families.cut(n, s)) in sequence and f is not None}
@@ -69,7 +69,7 @@ def without_room(
 
 
 def _mixes(node: Node, sequence: frozenset[Family], families: Families) -> bool:
-    """Whether ``node`` brings positions of the sequence together: no cut of it leaves independent parts."""
+    """Whether ``node`` mixes positions: sharding the sequence leaves no independent parts."""
     reads_weights = node.op not in ring.ATTENTION and not families.weights.isdisjoint(node.inputs)  # sinks aside
     if not families.is_activation(node) or reads_weights:
         return False
@@ -78,12 +78,12 @@ def _mixes(node: Node, sequence: frozenset[Family], families: Families) -> bool:
 
 
 def rings_of(node: Node, families: Families) -> frozenset[str]:
-    """The strategies of ``node`` that cut the sequence of all that it reads, and send keys round."""
+    """Ring attention strategies of ``node``."""
     return frozenset(s.label for s in families.strategies(node) if s.label in ring.LABELS)
 
 
 def _by_head(node: Node, others: frozenset[Family], families: Families) -> frozenset[Family]:
-    """The families that cut all activations ``node`` reads and makes, and are neither the sequence nor the batch."""
+    """Families other than sequence and batch that shard all activations of ``node``: heads."""
     found = set()
     activations = {v for v in (*node.inputs, *node.outputs) if v in families.activations}
     for strategy in families.strategies(node):
@@ -96,14 +96,14 @@ def _by_head(node: Node, others: frozenset[Family], families: Families) -> froze
 def _tail(
     families: Families, sequence: frozenset[Family], found: tuple[Product, ...], core: dict[str, Node]
 ) -> frozenset[str]:
-    """The operations around a result that leaves the sequence: behind it all, before it back to the last product."""
+    """Operations after a result without the sequence, and before it back to the last product."""
     graph, made_by = families.graph, {p.node.name for p in found}
     leaving = [n for n in graph.nodes if n.name not in core and _leaves(n, sequence, families)]
     free = {n.name for n in leaving}
     for node in graph.nodes:
         if any((p := graph.producers.get(v)) is not None and p.name in free for v in node.inputs):
             free.add(node.name)
-    if not free.isdisjoint(core):  # what it makes flows back into the sequence
+    if not free.isdisjoint(core):  # its result flows back into the sequence
         return frozenset()
     pending = list(leaving)
     while pending:
@@ -119,6 +119,6 @@ def _tail(
 
 
 def _leaves(node: Node, sequence: frozenset[Family], families: Families) -> bool:
-    """Whether ``node`` reads activations that have the sequence, and cannot be cut along it."""
+    """Whether ``node`` reads activations with the sequence, and cannot be sharded along it."""
     read = [v for v in node.inputs if v in families.activations]
     return bool(sequence & families.of_all(read)) and not families.labels(node, sequence)

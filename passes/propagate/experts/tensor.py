@@ -1,4 +1,4 @@
-"""Tensor parallel plans: pairs of column- and row-parallel products, found by the graph (Shoeybi et al. 2019)."""
+"""Tensor parallelism: pairs of column- and row-parallel products (Megatron, Shoeybi 2019)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from autoshard.passes.propagate.op_space import Asked
 from autoshard.passes.search import CostNetwork, solve
 
 WHOLE_PRODUCT = 1e6
-"""the price of leaving all products whole, where all that can be sent costs 1: first all work is divided, then bytes count"""
+"""price of leaving all products unsharded; sending everything costs 1: work first, then bytes"""
 
 
 def paired(families: Families, found: tuple[Product, ...], ranks: int) -> frozenset[Family]:
-    """The families to cut so that each product is cut once: along its output features, or along its input features.
+    """Families to shard so that each product is sharded once, by output or by input features.
 
-    A product of which both are cut would need its operand gathered, one of which none is cut is not divided, nor is what
-    stands between them and does work, such as attention. Of the choices that divide the most work the one that sends the
-    fewest bytes: heads and hidden features are cut, the residual stream is not; the vocabulary is.
+    A product sharded by both would gather its operand; one sharded by neither is not divided, nor
+    is work between products such as attention. The choice divides most work, then sends fewest
+    bytes: heads, hidden features and vocabulary are sharded, the residual stream is not.
     """
     usable = [f for f in dict.fromkeys(f for p in found for f in (p.sums, p.makes)) if f and _fits(f, families, ranks)]
     index = {f: i for i, f in enumerate(usable)}
@@ -44,9 +44,9 @@ def paired(families: Families, found: tuple[Product, ...], ranks: int) -> frozen
 
 
 def _between(usable: Collection[Family], found: tuple[Product, ...], families: Families) -> dict[Family, float]:
-    """The work of operations that neither sum over a family nor make one, by the one of ``usable`` that divides it.
+    """Work of operations that no product family divides, by the one of ``usable`` that does.
 
-    Of attention that is the heads, also where it has a parameter of its own.
+    Of attention these are the heads, also if it has a parameter.
     """
     products, between = {p.node.name for p in found if p.sums or p.makes}, defaultdict[Family, float](float)
     for node in families.graph.nodes:
@@ -57,17 +57,17 @@ def _between(usable: Collection[Family], found: tuple[Product, ...], families: F
 
 
 def _fits(family: Family, families: Families, ranks: int) -> bool:
-    """Whether every parameter that has a dim in the family is long enough there."""
+    """Whether every parameter has ``ranks`` elements along its dims of the family."""
     types = families.graph.types
     dims = ((p, d) for p in families.graph.parameters for d in range(len(types[p].shape)))
     return all(types[p].shape[d] >= ranks for p, d in dims if families.of(p, d) == family)
 
 
 def _sent(usable: list[Family], found: tuple[Product, ...], families: Families) -> list[float]:
-    """Bytes that cutting each family sends, of all that could be sent.
+    """Bytes that sharding each family sends, as shares of the total.
 
-    A row-parallel product's result is reduced in the forward; the gradient of what column-parallel ones read, once for
-    all of them, in the backward.
+    Row-parallel: all-reduce of the result in the forward. Column-parallel: of the operand's
+    gradient in the backward, once for all products that read the operand.
     """
     types = families.graph.types
     sent: Counter[Family] = Counter()
@@ -91,9 +91,9 @@ def _sent(usable: list[Family], found: tuple[Product, ...], families: Families) 
 def with_sequence(
     families: Families, chosen: frozenset[Family], found: tuple[Product, ...], batch: frozenset[Family]
 ) -> Iterator[tuple[str, Asked]]:
-    """Products cut along ``chosen``, and the sequence between the pairs (Korthikanti et al. 2022).
+    """Products sharded along ``chosen``, and the sequence between pairs (Korthikanti et al. 2022).
 
-    Between the pairs is what works on the stream: what column-parallel products read, and row-parallel ones add to.
+    Between pairs are operations on the stream: read by column-, written by row-parallel products.
     """
     pairs = [p for p in found if p.sums in chosen or p.makes in chosen]
     stream = {f for p in pairs for f in (p.sums, p.makes) if f is not None and f not in chosen}
@@ -107,9 +107,9 @@ def with_sequence(
 
 
 def tokens(families: Families, found: tuple[Product, ...], batch: frozenset[Family]) -> frozenset[Family]:
-    """The families of the sequence: of what products read and make, the dim before the features that is not the batch."""
+    """Families of the sequence: the dim before features of what products read and make."""
     types = families.graph.types
-    batch = batch - families.attended  # of a single sample, most of the work is independent along the sequence
+    batch = batch - families.attended  # with one sample most work is independent along the sequence
     sequence: set[Family] = set()
     for p in found:
         for value in (*p.node.inputs, *p.node.outputs):

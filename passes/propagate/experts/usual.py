@@ -1,4 +1,4 @@
-"""Experts' plans that a search is compared with where memory binds and its bound leaves room for them."""
+"""Baseline strategies: searched too if memory binds and the bound leaves room for them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.experts.experts import NAMES, Expert, asked_by
 
 DATA, TENSOR = ("ddp", "fsdp"), ("megatron", "megatron-sp", "ulysses")
-"""along all axes but the last, and along that"""
+"""along all axes but the last; along the last"""
 
 
 def usual(graph: Graph, mesh: Mesh, asked: Expert) -> Iterator[Expert]:
-    """Every name for all axes, and data with tensor or sequence parallelism inside, of what this graph has; none where an
-    expert's plan is ``asked`` for."""
+    """Baselines: every name on all axes, and data with tensor or sequence parallelism inside. None
+    if a strategy was ``asked`` for, or the graph lacks what a strategy needs."""
     if asked.text:
         return
     each: list[Any] = [name for name in NAMES if name != "hsdp" or mesh.ndim > 1]
@@ -28,5 +28,5 @@ def usual(graph: Graph, mesh: Mesh, asked: Expert) -> Iterator[Expert]:
             expert = asked_by(like, graph, mesh)
         except PlanError:
             continue
-        if not expert.notes:  # else it is another's plan, under this name
+        if not expert.notes:  # else it is another strategy under this name
             yield expert

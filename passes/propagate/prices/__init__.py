@@ -1,1 +1,1 @@
-"""What operations cost, and the time of a step from that."""
+"""Cost model: seconds of operations, of overheads of collectives, and of a step."""

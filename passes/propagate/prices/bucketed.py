@@ -1,15 +1,15 @@
-"""What a parameter pays of the latency of a message that brings several of a block: its share by bytes.
+"""Latency shares in gradient and gather buckets: what one tensor pays of a coalesced message.
 
-:mod:`~autoshard.passes.lower.bucket` moves the parameters of a block together, so a price per message for each of them would
-count latency as often as there are parameters. Which of them move is what the search finds out, and a price of one must not
-depend on others: so the share is that in a bucket of all parameters of the block that are alike, matrices or vectors. Where
-they all move the same way, that is what the buckets take; where only some do, less. Vectors, such as biases, mostly go with
-the matrices of their block: of gathers these pay what they would of a sum over replicas, one message for those of all blocks.
-So a vector that is cut pays less than a message, and yet never less than one that is whole.
+:mod:`~autoshard.passes.lower.bucket` communicates a block's parameters in one message, so a price
+per message and parameter would count latency too often. The search chooses which parameters move,
+and prices must not depend on each other: a share is that in a bucket of all matrices, or all
+vectors, of the block. If all move alike, shares sum to the true latency, else to less. Vectors
+(biases) mostly join matrices: for gathers they pay as for a sum over replicas, one message over all
+blocks. So a sharded vector pays less than a message, and never less than a replicated one.
 
-Results of look-ups that one operation reads, as the features of a recommender, and queries, keys and values of an attention
-are brought to it together (:mod:`~autoshard.passes.lower.together`) where they are small: each pays as if all of them went the
-same way; but results of look-ups of one type, whose ways are told apart (:mod:`.joined`).
+Small looked-up operands of one operation, and queries, keys and values of attention, share a
+message, too (:mod:`~autoshard.passes.lower.together`): each pays as if all went together. Look-up
+results of one type are exempt (:mod:`.joined`).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from autoshard.passes.rules.facts import is_view, saves_operand
 from autoshard.passes.rules.families.ring import ATTENTION
 
 BUCKET_BYTES = 25 * 2**20
-"""a bucket is closed when it holds this many bytes per rank, on links without latency (DistributedDataParallel's default),
-and never before where nothing is gathered: its gradients are there anyway"""
+"""bytes per rank of a bucket on links without latency (DistributedDataParallel's default); least
+size of buckets that only sum, as gradients exist anyway"""
 LEAST, MOST = 2**20, 256 * 2**20
-"""bounds of what follows from a link"""
+"""bounds of bucket sizes derived from a link"""
 LATENCY = 0.1
-"""of the time of a bucket's gather: smaller buckets overlap better, larger ones take more memory"""
+"""latency's share of a bucket's gather: smaller buckets overlap better, larger take memory"""
 
 
 def bucket_bytes(mesh: Mesh, axes: str | Sequence[str]) -> float:
-    """Bytes of a gathered bucket in whose gather along ``axes`` latency takes its share."""
+    """Bytes of a gathered bucket so that latency has its share of the gather along ``axes``."""
     route = mesh.link(axes)
     latency, per_byte = route.rate("all_gather")
     if not latency:
@@ -54,12 +54,12 @@ def bucket_bytes(mesh: Mesh, axes: str | Sequence[str]) -> float:
 
 
 def goes_in_buckets(type_: TensorType) -> bool:
-    """Whether a parameter of this type moves together with others: a sparse gradient is no part of a flat buffer."""
+    """Whether a parameter goes into buckets: a sparse gradient has no flat buffer."""
     return bool(type_.grad) and not type_.sparse
 
 
 class EachShares(dict[str, Shares]):
-    """By value; ``others``: of those that are not in it."""
+    """Shares by value; ``others``: of values not in it."""
 
     def __init__(self, found: Mapping[str, Shares], others: Shares) -> None:
         super().__init__(found)
@@ -71,12 +71,12 @@ class EachShares(dict[str, Shares]):
 
 @known_of_graph
 def latency_shares(graph: Graph, mesh: Mesh) -> EachShares:
-    """Value → what it pays of the latency of messages that move it, above 0 and at most 1: parameters, and what is looked up
-    beside others; other values pay all, and what ranks wait for one another.
+    """Value → its shares (0 to 1) of message latency: parameters, and coalesced operands.
 
-    Parameters are gathered in front of the block that reads them first. Sums of gradients over replicas go together across
-    blocks (:mod:`autoshard.runtime.parameters.gradients`): the first alone, so that sums begin early, then one for each full
-    bucket; those of matrices and of vectors need not go over the same axes, and count apart.
+    Other values pay full latency and synchronization skew. Parameters are gathered before the block
+    that reads them first. Gradient sums cross blocks
+    (:mod:`autoshard.runtime.parameters.gradients`): the first bucket alone, to start early, then
+    full buckets; matrices and vectors count apart, as their axes may differ.
     """
     full = min((bucket_bytes(mesh, axis) for axis in mesh.axes if mesh.size_of(axis) > 1), default=BUCKET_BYTES)
     blocks, beside, waits = _blocks(graph), _beside_block(graph, mesh), waiting(graph, mesh).message
@@ -100,10 +100,10 @@ def latency_shares(graph: Graph, mesh: Mesh) -> EachShares:
 
 
 def _beside_block(graph: Graph, mesh: Mesh) -> dict[str, float]:
-    """Parameter → seconds of the products of the numbered module that reads it first, in the forward, shared out to all ranks.
+    """Parameter → forward seconds of products in the block that reads it first, per rank.
 
-    Parameters are gathered while the module before runs (:func:`~autoshard.passes.lower.bucket.prefetched`), which is taken to
-    be like it: what lasts longer is waited for, however much there is to compute elsewhere.
+    Gathers are prefetched (:func:`~autoshard.passes.lower.bucket.prefetched`) during the block
+    before, assumed equal: what lasts longer is exposed.
     """
     found: dict[str, float] = {}
     products: dict[Hashable, float] = {}  # equal layers have equal ones
@@ -124,14 +124,13 @@ def _beside_block(graph: Graph, mesh: Mesh) -> dict[str, float]:
 
 
 def _products(node: Node, graph: Graph, mesh: Mesh, rule: Rule) -> float:
-    """Seconds of a node's products in the forward, on one device."""
+    """Forward seconds of a node's products on one device."""
     forward = node_flops(node, graph, rule) / (1.0 + backward_factor(node, graph))
     return forward / (mesh.hardware.peak(graph.types[node.outputs[0]].dtype) * mesh.hardware.efficiency)
 
 
 def _beside_others(graph: Graph, waits: float) -> dict[str, Shares]:
-    """Results of look-ups, and operands of attention, that are converted before one operation, where their first reader stands:
-    their shares."""
+    """Shares of look-up results and attention operands, at their first reader."""
     found: dict[str, Shares] = {}
     tables = looked_up(graph)
     for node in graph.nodes:
@@ -150,7 +149,7 @@ def _beside_others(graph: Graph, waits: float) -> dict[str, Shares]:
 
 
 def _along(group: Mapping[str, float], full: float, graph: Graph) -> set[str]:
-    """The vectors of a block that go in a bucket with a matrix, where all parameters move the same way."""
+    """Vectors of a block that share a bucket with a matrix, if all move alike."""
     buckets: list[list[str]] = []
     filled = full
     for name, size in group.items():
@@ -164,7 +163,7 @@ def _along(group: Mapping[str, float], full: float, graph: Graph) -> set[str]:
 
 
 def _blocks(graph: Graph) -> list[dict[str, float]]:
-    """Of every block and dtype the bytes of the parameters that it reads first and that go in buckets."""
+    """Per block and dtype: bytes of bucketed parameters that it reads first."""
     parameters, seen = frozenset(graph.parameters), set[str]()
     found: dict[tuple[int, torch.dtype], dict[str, float]] = defaultdict(dict)
     for number, (_, nodes) in enumerate(groupby(graph.nodes, key=lambda node: block_path(node.fqn))):
@@ -186,7 +185,7 @@ def _alike(name: str, graph: Graph) -> Hashable:
 
 
 def _saved(name: str, graph: Graph) -> bool:
-    """Whether autograd keeps a value, or a view of it, for the backward."""
+    """Whether autograd saves a value, or a view of it, for the backward."""
     for reader in graph.uses[name]:
         if is_view(reader.op):
             if any(_saved(out, graph) for out in reader.outputs):

@@ -1,9 +1,9 @@
-"""What the runtime copies before and after a collective, on the stream of the operations: nothing hides it.
+"""Packing and unpacking: copies around collectives on the compute stream, which nothing hides.
 
-Parameters travel in flat buffers: shards are copied in, what is gathered is copied out, and so are gradients into the buffer
-that is reduced (:mod:`autoshard.runtime.parameters.flat_bucket`). What was reduced needs no copy: gradients are views of the
-buffer. Nor does a matrix that fills a bucket by itself, is cut along its rows, and travels in its own dtype. Of other values
-what is summed over ranks is copied first, because the sum overwrites it.
+Shards of parameters are packed into flat buffers, gathered values are unpacked, and gradients
+packed for reduction (:mod:`autoshard.runtime.parameters.flat_bucket`). Reduced gradients are views
+of the buffer. A matrix alone in its bucket, sharded by rows, in its own dtype, is not copied. Other
+values are copied before a sum, which overwrites them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Bools = npt.NDArray[np.bool_]
 def copied_seconds(
     type_: TensorType, sources: Sequence[Layout], targets: Sequence[Layout], parameter: bool, share: Shares = ALONE
 ) -> tuple[Array, Array]:
-    """Seconds, forward and backward, of the copies for bringing a value from each source (row) to each target (column).
+    """(forward, backward) seconds of copies from each source (row) to each target (column).
 
-    ``parameter``: whether it goes in buckets, of whose latency it pays ``share``. Beside an ideal network copies are free, and
-    sparse gradients travel as they are.
+    ``parameter``: whether it goes in buckets at ``share`` of latency. On an ideal network copies
+    are free; sparse gradients are not packed.
     """
     if not sources or not targets or type_.sparse or ideal(sources[0].mesh):
         none = np.zeros((len(sources), len(targets)))
@@ -60,13 +60,13 @@ def copied_seconds(
 def copied_on_the_way(
     graph: Graph, type_: TensorType, src: Layout, dst: Layout, parameter: bool, share: Shares
 ) -> tuple[float, float]:
-    """:func:`copied_seconds` from one layout to another, as ``graph`` has it often: in equal layers."""
+    """:func:`copied_seconds` of one pair, cached per graph for equal layers."""
     ahead, back = copied_seconds(type_, (src,), (dst,), parameter, share)
     return float(ahead[0, 0]), float(back[0, 0])
 
 
 def _on_an_axis(sources: Sequence[Layout], given: object, targets: Sequence[Layout], asked: object) -> Bools:
-    """Whether there is an axis on which the source (row) is ``given`` and the target (column) ``asked``."""
+    """Whether on some axis the source (row) is ``given`` and the target (column) ``asked``."""
     has, wants = (
         np.array([[isinstance(p, kind) for p in x.placements] for x in side])  # type: ignore[arg-type]
         for side, kind in ((sources, given), (targets, asked))

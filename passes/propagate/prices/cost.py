@@ -1,4 +1,4 @@
-"""What a choice costs: roofline compute of one op on local shapes, and memory per rank. Communication: redistribute."""
+"""Roofline: seconds of one operation on local shapes, and optimizer updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autoshard.runtime.transport.move import is_few
 
 CONVOLVES = frozenset(rule.op for rule in CONVOLUTIONS)
 LINE = 64
-"""bytes that memory gives at least"""
+"""least bytes per memory access"""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -42,12 +42,12 @@ def local_shape(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh:
 
 
 def local_numel(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> int:
-    """Elements the fullest rank holds."""
+    """Elements on the fullest rank."""
     return math.prod(local_shape(type_.shape, placements, mesh))
 
 
 def divided(choice: Sequence[Strategy], mesh: Mesh) -> float:
-    """The share of an op's work that the fullest rank does under ``choice`` (one strategy per mesh axis)."""
+    """Share of an operation's work on the fullest rank (one strategy per mesh axis)."""
     lengths: dict[str, tuple[int, int]] = {}
     share = 1.0
     for strategy, ranks in zip(choice, mesh.shape, strict=True):
@@ -65,7 +65,7 @@ def divided(choice: Sequence[Strategy], mesh: Mesh) -> float:
 
 
 def backward_factor(node: Node, graph: Graph) -> float:
-    """Backward FLOPs per forward FLOP of a matmul-like op: one more product per operand that wants a gradient."""
+    """Backward FLOPs per forward FLOP: one product per operand with a gradient."""
     if not any(graph.types[o].grad for o in node.outputs):
         return 0.0
     stated = facts_of(node.op).backward
@@ -73,8 +73,7 @@ def backward_factor(node: Node, graph: Graph) -> float:
 
 
 def _multiplied(node: Node, graph: Graph) -> list[int]:
-    """The operands, by position, that want a gradient, each by a product in the backward: two at most, and not what is
-    added to the product."""
+    """Positions of operands whose gradient takes a product; at most two, without the addend."""
     added = _added(node)
     wanting = (i for i, n in enumerate(node.inputs) if graph.types[n].grad and Ref(n) != added)
     return [*itertools.islice(wanting, 2)]
@@ -86,7 +85,7 @@ def _added(node: Node) -> object:
 
 
 def _summed(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Bytes of the result's gradient that a bias sums for its own, in a kernel that does nothing else; 0: there is none."""
+    """Bytes that a bias gradient sums in a kernel of its own; 0: none."""
     added, result, dtype = _added(node), math.prod(shapes[-1]), graph.types[node.outputs[-1]].dtype
     operands = zip(node.inputs, shapes, strict=False)
     of_bias = (graph.types[n].grad and Ref(n) == added and math.prod(x) < result for n, x in operands)
@@ -94,8 +93,8 @@ def _summed(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> floa
 
 
 def internal_cost(collective: Internal, mesh: Mesh, waits: float = 0.0) -> tuple[float, float]:
-    """(ring bytes per rank, seconds) of a collective inside an op's local form, at its share of the latency; ``waits``: what
-    ranks wait for one another before it, beyond that."""
+    """(ring bytes per rank, seconds) of a collective in a local form, at its latency share.
+    ``waits``: synchronization skew before it."""
     ranks, link = mesh.size_of(collective.axes), mesh.link(collective.axes)
     if collective.kind == "permute":  # every rank sends one message
         return collective.bytes, link.seconds(collective.bytes, "permute") + waits
@@ -106,7 +105,7 @@ def internal_cost(collective: Internal, mesh: Mesh, waits: float = 0.0) -> tuple
 
 
 def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:
-    """Forward plus backward FLOPs of ``node`` on one device (matmul-like ops; others count 0)."""
+    """Forward plus backward FLOPs of ``node`` on one device (matmul-like; others count 0)."""
     if rule is None or rule.flops is None:
         return 0.0
     return float(rule.flops(node, graph.example)) * (1.0 + backward_factor(node, graph))
@@ -118,15 +117,15 @@ class Seconds(NamedTuple):
     forward: float
     backward: float = 0.0
     launches: tuple[float, float] = (0.0, 0.0)
-    """the parts of both in which nothing runs yet"""
+    """launch seconds in each phase"""
 
     @property
     def step(self) -> float:
-        """Both."""
+        """Forward plus backward."""
         return self.forward + self.backward
 
     def longer(self, share: float) -> Seconds:
-        """With so much more of all of it."""
+        """All seconds increased by ``share``."""
         if not share:
             return self
         ahead, back = self.launches
@@ -143,10 +142,10 @@ def node_seconds(
     placements: Sequence[tuple[Placement, ...]],
     traffic: Traffic | None = None,
 ) -> Seconds:
-    """Time of ``node`` under ``choice``: of its products or of its traffic to memory, whichever is longer, and of launches.
+    """Seconds of ``node``: the larger of FLOPs and memory traffic, plus launches.
 
-    ``flops``: :func:`node_flops`; ``placements``: of every operand, then every result; ``traffic``: what of them is read
-    and written, None: all of it. The backward moves twice the bytes of the forward: it reads the gradients, too.
+    ``flops``: :func:`node_flops`; ``placements``: of operands, then results; ``traffic``: which are
+    read and written (None: all). The backward moves twice the bytes: gradients, too.
     """
     pairs = zip((*node.inputs, *node.outputs), placements, strict=True)
     shapes = tuple(local_shape(graph.types[n].shape, p, mesh) for n, p in pairs)
@@ -156,7 +155,7 @@ def node_seconds(
 def by_shapes(
     node: Node, graph: Graph, mesh: Mesh, flops: float, traffic: Traffic | None = None
 ) -> Callable[[Sequence[Strategy], tuple[tuple[int, ...], ...]], Seconds]:
-    """:func:`node_seconds` for many choices: of a choice and the local shapes of every operand, then every result."""
+    """:func:`node_seconds` as a function of (choice, local shapes of operands, then results)."""
     names = (*node.inputs, *node.outputs)
     if is_view(node.op) or not names:
         return lambda choice, shapes: Seconds(0.0)
@@ -180,9 +179,9 @@ def by_shapes(
 def _by_shapes(
     node: Node, types: Mapping[str, TensorType]
 ) -> dict[tuple[int, Traffic | None], tuple[Hardware, dict[Any, Seconds]]]:
-    """By hardware (kept, so that its id stays its own) and traffic: FLOPs, what of them is a rank's, local shapes → seconds.
+    """Cache by hardware (kept alive for its id) and traffic: (FLOPs, share, shapes) → seconds.
 
-    Choices and meshes by which an operation is cut alike take as long: most differ in layouts alone.
+    Many choices and meshes differ in layouts alone.
     """
     return {}
 
@@ -208,13 +207,13 @@ def _seconds(
         moved -= max(0, sizes[0] - sizes[len(node.inputs)])
     kernels = facts_of(node.op).kernels
     launch = kernels * device.kernel_latency * (traffic is None or traffic.launches)
-    if node.op in LOOK_UPS and traffic is None:  # else what is pointwise is part of others
+    if node.op in LOOK_UPS and traffic is None:  # else it is fused with others
         table = graph.types[names[0]]
         launch *= look_ups(node, choice, mesh.shape, table.together if device.cpu and not table.sparse else 1)
     wanting = [shapes[i] for i in _multiplied(node, graph)]
     trained = any(graph.types[o].grad for o in node.outputs)
     between = 0.0
-    if kernels > 1:  # each reads what another wrote, beside the products
+    if kernels > 1:  # each kernel reads what the one before wrote
         between = device.traffic_seconds(2 * _made_inside(node, graph, shapes))
     elif trained and facts_of(node.op).function:
         moved += _made_inside(node, graph, shapes)
@@ -229,7 +228,7 @@ def _seconds(
         moved += tiling.passes * math.prod(shapes[0][:-1]) * tiling.matrix * dtype.itemsize
         between = device.traffic_seconds(2 * ring.reordered(node, choice, shapes) * dtype.itemsize)
         launch *= tiling.pieces
-        if tiling.tiles > 1:  # each gives a result of its own, which is merged
+        if tiling.tiles > 1:  # each tile has a result of its own, to be merged
             launch *= tiling.tiles + ring.MERGE_KERNELS * (tiling.tiles - 1)
             moved += 3 * (tiling.tiles - 1) * math.prod(shapes[-1]) * max(4, dtype.itemsize)
     else:
@@ -256,7 +255,7 @@ def _seconds(
 def _product(
     node: Node, graph: Graph, device: Hardware, forward: float, shapes: Sequence[tuple[int, ...]]
 ) -> Callable[[float, tuple[int, ...]], float]:
-    """(FLOPs, local shape of the result) → seconds, of the products of ``node``: of ``forward`` FLOPs, and of its gradients."""
+    """(FLOPs, local result shape) → seconds, for the products of ``node`` and of its gradients."""
     dtype = graph.types[node.outputs[-1]].dtype
     if node.op not in CONVOLVES:
         aligned = device.is_aligned(forward, shapes[-1], dtype)
@@ -267,7 +266,7 @@ def _product(
 
 
 def _made_inside(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) -> float:
-    """Bytes that an operation such as a cross entropy keeps for its backward, which are neither operands nor results."""
+    """Bytes saved for the backward that are neither operands nor results (cross entropy)."""
     facts = facts_of(node.op)
     if facts.intermediates is None:
         return 0.0
@@ -277,7 +276,7 @@ def _made_inside(node: Node, graph: Graph, shapes: Sequence[tuple[int, ...]]) ->
 
 
 def _filled(node: Node, graph: Graph, table: tuple[int, ...]) -> float:
-    """Bytes of zeros that the backward of a look-up writes first: the whole gradient of what is looked up in."""
+    """Bytes of zeros that the backward of a look-up writes: the dense gradient of the table."""
     type_ = graph.types[node.inputs[0]]
     if not type_.grad or type_.sparse or not (facts_of(node.op).looks_up or node.op in LOOK_UPS):
         return 0.0
@@ -292,8 +291,8 @@ def _looked_up(
     shapes: Sequence[tuple[int, ...]],
     sizes: Sequence[float],
 ) -> list[float]:
-    """``sizes`` with what a look-up reads of its table: rows, of which memory gives no less than a line, and as many as
-    it has indices. Where tables lie whole on one rank each, a rank works on its own ones only."""
+    """``sizes`` with the rows that a look-up reads from its table, at least a memory line each.
+    With owned tables a rank reads its own tables only."""
     place = node.positions["indices"]
     share = math.prod(n for s, n in zip(choice, mesh.shape, strict=True) if s.label in (TABLE, TABLE_SUMS))
     row = max(LINE, shapes[0][1] * graph.types[node.inputs[0]].dtype.itemsize)
@@ -306,23 +305,23 @@ def _looked_up(
 
 
 class Inside(NamedTuple):
-    """Seconds of the collectives inside one operation that hold it up, forward and backward."""
+    """Exposed seconds of collectives inside one operation, forward and backward."""
 
     forward: float
     backward: float = 0.0
     hidden: tuple[float, float] = (0.0, 0.0)
-    """of others, which run beside the operation's own compute"""
+    """seconds hidden by the operation's own compute"""
     again: float = 0.0
-    """those of the forward that run once more where the operation is computed again"""
+    """of the forward, repeated if the operation is recomputed"""
 
     @property
     def step(self) -> float:
-        """Both."""
+        """Forward plus backward."""
         return self.forward + self.backward
 
 
 def inside_seconds(found: Sequence[Internal], mesh: Mesh, compute: Seconds, waits: float = 0.0) -> Inside:
-    """Time of the collectives inside an op's local form; ``compute``: of the op; ``waits``: before each of them."""
+    """Seconds of collectives in a local form with ``compute``; ``waits``: skew before each."""
     if not found:
         return Inside(0.0)
     spent, hidden = {"forward": 0.0, "backward": 0.0}, {"forward": 0.0, "backward": 0.0}
@@ -337,7 +336,7 @@ def inside_seconds(found: Sequence[Internal], mesh: Mesh, compute: Seconds, wait
 
 
 def hidden_seconds(c: Internal, mesh: Mesh, compute: Seconds) -> float:
-    """What of a collective inside an op runs beside the op's ``compute``, which it slows down: see ``step_time``."""
+    """Seconds of a collective that overlap with the operation's compute; see ``step_time``."""
     if not c.beside or not mesh.hardware.overlap:
         return 0.0
     wire = mesh.link(c.axes).rate(c.kind)[1] * c.bytes
@@ -348,16 +347,16 @@ def hidden_seconds(c: Internal, mesh: Mesh, compute: Seconds) -> float:
 
 
 def row_bytes(type_: TensorType, states: Sequence[tuple[Placement, ...]], mesh: Mesh) -> np.ndarray:
-    """Bytes of a sparse gradient per layout of its table: of rows that are looked up, and of their numbers."""
+    """Bytes of a sparse gradient (rows and their numbers) per layout of its table."""
     shapes = [local_shape(type_.updates.shape, placed, mesh) for placed in states]
     return np.array([rows * (math.prod(rest) * type_.kept.dtype.itemsize + 8.0) for rows, *rest in shapes])
 
 
 def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
-    """Time of the optimizer's update of a parameter stored with ``placements``: it is bound by memory traffic.
+    """Seconds of the optimizer's update of a parameter, bound by memory traffic.
 
-    Read: the value, its gradient and the state; written: the value and the state. One fused kernel updates many
-    parameters, so a single one pays no launch.
+    Read: value, gradient, state; written: value, state. A fused kernel updates many parameters, so
+    one pays no launch.
     """
     if not type_.grad or optimizer == "none" or ideal(mesh):
         return 0.0
@@ -369,11 +368,11 @@ def optimizer_seconds(optimizer: str, type_: TensorType, placements: tuple[Place
 
 
 def ideal(mesh: Mesh) -> bool:
-    """Whether only operations count, and bytes on the wire."""
+    """Whether the network is ideal: latency 0, so that operations and bytes count alone."""
     return not mesh.hardware.node.latency
 
 
 def skew(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh) -> float:
-    """How much more of tables like this one the busiest rank has than all on average: of 6 on 4 ranks some have 2, not 1.5."""
+    """Tables on the busiest rank over the mean: of 6 on 4 ranks some have 2, not 1.5."""
     owners = math.prod(n for p, n in zip(placements, mesh.shape, strict=True) if isinstance(p, Owned))
     return owners * math.ceil(type_.tables / owners) / type_.tables if owners > 1 and type_.tables else 1.0

@@ -1,8 +1,8 @@
-"""What an operation reads from and writes to memory where chains of elementwise operations run as one kernel.
+"""Kernel fusion: memory traffic where chains of elementwise operations run as one kernel.
 
-As torch.compile does it: an elementwise operation, a norm, a softmax, a reduction or a loss is computed where its operands are
-made and where its results are read, if these are such operations, too. What stays in such a chain is neither written nor read,
-and only an operation that writes something launches a kernel. Conversions between layouts do not end a chain.
+As in torch.compile, elementwise operations, norms, softmax, reductions and losses fuse with
+producers and readers of the kind. Values inside a chain are neither written nor read; only an
+operation that writes launches a kernel. Redistributions do not end a chain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.passes.rules.facts import facts_of, is_view, saved
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Per operand whether it is read from memory, per result whether it is written there."""
+    """Which operands are read from memory, and which results are written."""
 
     reads: tuple[bool, ...]
     writes: tuple[bool, ...]
@@ -31,7 +31,7 @@ class Traffic:
 
 
 def is_chained(node: Node) -> bool:
-    """Whether ``node`` runs in one kernel with its neighbours of the kind."""
+    """Whether ``node`` fuses with neighbours of the kind."""
     return _chains(node.op)
 
 
@@ -64,8 +64,8 @@ def traffic(graph: Graph) -> Mapping[str, Traffic]:
 
 
 def _kernels(graph: Graph) -> dict[str, tuple[int, str]]:
-    """Node or input of the graph → the kernel it is computed in: the operations before it that end chains, and for an
-    operation that is in no chain its name. So a value that is read again after such an operation has gone to memory."""
+    """Node or input → its kernel: (unfusible operations before it, own name if unfusible). A value
+    that is read again after such an operation has gone to memory."""
     found = {i.name: (0, i.name) for i in graph.inputs}
     for node in graph.nodes:
         ends = not is_chained(node) and not is_view(node.op)
@@ -77,7 +77,7 @@ def _kernels(graph: Graph) -> dict[str, tuple[int, str]]:
 
 
 def _bases(graph: Graph) -> dict[str, str]:
-    """Value → what it is a view of, or itself."""
+    """Value → the base of the view, or itself."""
     base = {name: name for name in graph.types}
     for node in graph.nodes:
         if is_view(node.op) and node.inputs:

@@ -1,7 +1,7 @@
-"""What hides behind compute, in the search: per link class a row, the excess of movable communication over the compute.
+"""Overlap rows: per link class the excess of movable communication over compute.
 
-A cost network with these rows costs what the step takes: max(0, η·M − C) is what η·M − C exceeds 0 by. Of a step in several
-passes there are rows for the last one and rows, at their number, for the others.
+A cost network with these rows costs the step's time: a row is priced by its excess η·M − C over 0.
+With several passes there are rows for the last pass and rows, weighted, for the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoshard.passes.search.network import Array
 
 @dataclass(frozen=True, eq=False)
 class Stepped:
-    """What one table adds to the time of the step: to the cost, and to every row (None: nothing)."""
+    """What one table adds to the step's time: to the cost, and to every row (None: nothing)."""
 
     cost: Matrix
     over: tuple[Matrix | None, ...]
@@ -29,8 +29,8 @@ class Stepped:
 def stepped(
     parts: Parts, shape: tuple[int, ...], overlap: Overlap, passes: int = 1, fold: tuple[Classes, Classes] | None = None
 ) -> Stepped:
-    """``parts``, of this shape, as tables of the network. ``fold``: of an edge, which of its rows and which of its columns
-    each state has (None: each its own)."""
+    """``parts`` of this shape as tables of the network. ``fold``: of an edge, its row and column
+    per state (None: one each)."""
 
     def table(values: Array) -> Matrix:
         full = values if values.shape == shape else np.broadcast_to(values, shape).copy()
@@ -44,7 +44,7 @@ def stepped(
 def stepping(
     nodes: Sequence[Stepped], edges: Sequence[tuple[int, int, Stepped]], overlap: Overlap, passes: int = 1
 ) -> tuple[CostNetwork, tuple[Row, ...]]:
-    """The network whose cost, plus what its rows exceed 0 by, is the time of the step. Equal tables are to be one object."""
+    """(network, rows): cost plus excess of rows is the step's time. Equal tables: one object."""
     vectors = [node.cost for node in nodes]
     network = CostNetwork(tuple(vectors), tuple((i, j, edge.cost) for i, j, edge in edges))  # type: ignore[arg-type]
     prices = [times for _, times in _kinds(overlap, passes) for _ in ("node", "network")]
@@ -56,5 +56,5 @@ def stepping(
 
 
 def _kinds(overlap: Overlap, passes: int) -> list[tuple[bool, float]]:
-    """Of the rows: whether they are for the pass with the sums that come once, and for how many passes they stand."""
+    """Per pair of rows: (whether for the pass with gradient sums, number of passes)."""
     return [(True, 1.0), *([(False, passes - 1.0)] if passes > 1 else [])] if overlap.node else []

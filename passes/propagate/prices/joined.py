@@ -1,9 +1,9 @@
-"""What results of look-ups pay of the latency of messages that bring several of them to one operation.
+"""Message coalescing of look-up results: latency that several pay once at one reader.
 
-Features of a recommender, where small, are brought to the operation that puts them side by side by one message of all that go
-the same way (:mod:`~autoshard.passes.lower.together`). Which way that is, is a choice of that operation: who goes it pays no
-latency, others pay their own (:class:`~autoshard.passes.propagate.ways.SpacesWithWays`), as do those of another type. Where
-several go a second way together as well, that is more than they will take.
+Small features of a recommender are redistributed to their reader by one message for all of equal
+source layout (:mod:`~autoshard.passes.lower.together`). The reader's strategy chooses the layout
+whose values pay no latency (:class:`~autoshard.passes.propagate.ways.SpacesWithWays`); others pay
+their own. Where a second group shares a message, too, the price is an upper bound.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from autoshard.passes.redistribute.space import Floats
 from autoshard.passes.rules.families.embedding import LOOK_UPS
 
 AXES = 2
-"""axes of a mesh, at most, on which ways are told apart: there are as many as layouts"""
+"""most mesh axes for which the search distinguishes source layouts: their number grows fast"""
 
 
 class Ways(NamedTuple):
-    """Of an operation, the way that most of what it reads together goes under each choice."""
+    """Of a reader: the source layout whose values share a message, under each choice."""
 
     values: tuple[str, ...]
-    """what may go together"""
+    """operands that may share a message"""
     layouts: tuple[Placements, ...]
-    """from which they go"""
+    """source layouts"""
     at: np.ndarray
-    """per choice: 0 where each goes by itself, n where those that go from ``layouts[n - 1]`` go together"""
+    """per choice: 0: nothing is shared; n: values from ``layouts[n - 1]`` share a message"""
 
 
 @known_of_graph
 def joins(graph: Graph, mesh: Mesh) -> tuple[tuple[Node, tuple[str, ...]], ...]:
-    """Operations that read several results of look-ups of one type, each with the largest such group."""
+    """(reader, its largest group of look-up results of one type)."""
     found: list[tuple[Node, tuple[str, ...]]] = []
     made = looked_up(graph) if sum(n > 1 for n in mesh.shape) <= AXES else {}
     readers = {node.name: node for name in made for node in graph.uses[name]}
@@ -58,12 +58,12 @@ def joins(graph: Graph, mesh: Mesh) -> tuple[tuple[Node, tuple[str, ...]], ...]:
 
 @known_of_graph
 def looked_up(graph: Graph) -> Mapping[str, Node]:
-    """The results of look-ups → which these are."""
+    """Result of a look-up → the look-up."""
     return {name: node for node in graph.nodes if node.op in LOOK_UPS for name in node.outputs}
 
 
 def ways(type_: TensorType, mesh: Mesh) -> Iterable[Placements]:
-    """All layouts from which values of this type may go together."""
+    """All layouts from which values of this type may share a message."""
     every: tuple[Placement, ...] = (R, I, P, *map(Shard, range(len(type_.shape))))
     return itertools.product(*(every if n > 1 else (R, I) for n in mesh.shape))
 
@@ -71,9 +71,9 @@ def ways(type_: TensorType, mesh: Mesh) -> Iterable[Placements]:
 def latencies(
     type_: TensorType, mesh: Mesh, sources: Sequence[Placements], targets: Sequence[Placements], waits: float
 ) -> Floats:
-    """Seconds of the conversion from each source (row) to each target (column) that those which go together pay once.
+    """Seconds per source (row) and target (column) that a group pays once.
 
-    ``waits``: what ranks wait for one another before each message.
+    ``waits``: synchronization skew before each message.
     """
     a, b = ([Layout(mesh, p) for p in side] for side in (sources, targets))
     what = type_.shape, type_.dtype, type_.moves, type_.unknown
@@ -87,8 +87,8 @@ def latencies(
 
 
 def saved(graph: Graph, mesh: Mesh, moves: Iterable[tuple[str, Placements, Placements]]) -> float:
-    """Seconds that values of one type save which are converted before one operation, each as (name, from, to): those that go
-    the way on which most is saved pay latency once."""
+    """Seconds saved by coalescing conversions (name, from, to) of one type at one reader. The
+    source layout that saves most pays latency once."""
     going: dict[Placements, list[float]] = {}
     for name, src, dst in dict.fromkeys(moves):
         if not Layout(mesh, src).fixed:

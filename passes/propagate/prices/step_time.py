@@ -1,18 +1,18 @@
-"""The time of a step from its parts: what computes, what the next operation waits for, and what hides behind compute.
+"""Overlap of communication and computation: the time of a step from its parts.
 
     T = C + O + B + Σ over link classes max(M, C + (1 − η)·M) − C
 
-C compute, O what hides nothing (the optimizer, launches of kernels), B *blocking* communication (activations: the next
-operation waits for them), M *movable* communication on one link class, inside a node or between nodes: conversions of
-parameters, whose source is there from the start (a gather can be prefetched) or whose result nobody awaits before the
-optimizer (a reduction of gradients). While it runs, compute runs at the speed η of what it has alone, which differs between
-the two (:attr:`~autoshard.mesh.Mesh.overlap`): hidden communication costs (1 − η)·M, and more than C / η of it cannot
-hide. What can hide behind nothing counts as blocking: the launch of every collective, the first gather and the last
-reduction (see :func:`movable_values`), and what of a gather lasts longer than the compute of a block (see
-:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`).
+C: compute. O: work that overlaps with nothing (optimizer, kernel launches). B: *blocking*
+communication, of activations, which the next operation waits for. M: *movable* communication on a
+link class (in a node, between nodes), of parameters: a gather can be prefetched, and nothing before
+the optimizer waits for a gradient reduction. Beside it compute runs at speed η
+(:attr:`~autoshard.mesh.Mesh.overlap`): hidden communication costs (1 − η)·M, and at most C / η is
+hidden. Blocking, too, are launches of collectives, the first gather and last reduction
+(:func:`movable_values`), and gathers longer than the compute of a block
+(:func:`~autoshard.passes.propagate.prices.bucketed.latency_shares`).
 
-A step of several micro-batches is as many *passes*, each as above; sums of gradients over replicas, and the optimizer, come
-once, the sums beside the last pass.
+A step of several micro-batches has as many *passes*. Gradient sums over replicas and the optimizer
+come once per step, the sums beside the last pass.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ def _zero() -> Array:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Seconds per pass on the busiest rank, for one choice or for an array of them; parts of several things add up."""
+    """Seconds per pass on the busiest rank, for one choice or an array of choices; additive."""
 
     compute: Array = field(default_factory=_zero)
     other: Array = field(default_factory=_zero)
-    """computing that hides nothing: launches"""
+    """compute that overlaps with nothing: launches"""
     blocking: Array = field(default_factory=_zero)
     node: Array = field(default_factory=_zero)
-    """movable, on the link inside a node"""
+    """movable, links inside a node"""
     network: Array = field(default_factory=_zero)
-    """movable, on the link between nodes"""
+    """movable, links between nodes"""
     hidden: Array = field(default_factory=_zero)
-    """communication inside an operation, behind its own compute"""
+    """communication inside an operation, hidden by its compute"""
     once: Array = field(default_factory=_zero)
-    """once a step, and blocking: the optimizer, the last sum over replicas, launches of others"""
+    """once per step, blocking: optimizer, last sum over replicas, launches of others"""
     node_once: Array = field(default_factory=_zero)
-    """once a step and movable, on the link inside a node: sums over replicas"""
+    """once per step, movable, in a node: sums over replicas"""
     network_once: Array = field(default_factory=_zero)
-    """the same, on the link between nodes"""
+    """the same between nodes"""
 
     def __iter__(self) -> Iterator[Array]:
-        return iter(vars(self).values())  # in the order in which they are declared
+        return iter(vars(self).values())  # in declaration order
 
     def __add__(self, other: Parts) -> Parts:
         return Parts(*(x + y for x, y in zip(self, other, strict=True)))
@@ -65,7 +65,7 @@ class Parts:
         return Parts(*(x - y for x, y in zip(self, other, strict=True)))
 
     def __getitem__(self, index: Any) -> Parts:
-        """Of some of the choices; a part that is the same for all, 0, stays one number."""
+        """Parts of some choices; a part that is 0 for all stays a scalar."""
         return Parts(*(x[index] if x.ndim else x for x in self))
 
     def communication(self, passes: int = 1) -> Array:
@@ -78,7 +78,7 @@ class Parts:
         )
 
     def exposed(self, overlap: Overlap, passes: int = 1) -> Array:
-        """Communication of a step that compute does not hide."""
+        """Exposed communication of a step."""
         exposed = passes * self.blocking + self.once + self.slowing(overlap, passes)
         for excess in self.excess(overlap, last=True):
             exposed = exposed + np.maximum(0.0, excess)
@@ -88,33 +88,33 @@ class Parts:
         return exposed
 
     def slowing(self, overlap: Overlap, passes: int = 1) -> Array:
-        """What movable communication costs in any case: compute runs slower beside it."""
+        """Slowdown of compute beside movable communication, hidden or not."""
         near, far = passes * self.node + self.node_once, passes * self.network + self.network_once
         return np.multiply(1.0 - overlap.node, near) + np.multiply(1.0 - overlap.network, far)
 
     def excess(self, overlap: Overlap, last: bool) -> tuple[Array, Array]:
-        """Per link class: the movable communication of a pass that more compute would hide; below 0 where there is more
-        compute. ``last``: of the pass with the sums that come once."""
+        """Per link class: movable communication of a pass that compute does not hide (may be < 0).
+        ``last``: of the pass with gradient sums."""
         node = self.node + self.node_once if last else self.node
         network = self.network + self.network_once if last else self.network
         return overlap.node * node - self.compute, overlap.network * network - self.compute
 
     def step(self, overlap: Overlap, passes: int = 1) -> Array:
-        """The time of the step."""
+        """Seconds of the step."""
         return passes * (self.compute + self.other) + self.exposed(overlap, passes)
 
 
 def summed(parts: Iterable[Parts]) -> Parts:
-    """The sum of parts that are one number each."""
+    """The sum of scalar parts."""
     return Parts(*(np.array(math.fsum(map(float, column))) for column in zip(*parts, strict=True)))
 
 
 @known_of_graph
 def movable_values(graph: Graph) -> frozenset[str]:
-    """Values whose conversions can move in time: parameters, and what is computed from them alone, such as their casts.
+    """Values whose redistributions overlap: parameters, and values from them alone (casts).
 
-    Not those of the first weight (of two dims or more) and of the parameters read before it: before it is gathered
-    nothing can be computed, and after its gradient nothing is left that could hide the reduction.
+    Not the first weight (of two dims or more), nor parameters read before it: nothing can be
+    computed before its gather, and nothing is left after its gradient to hide the reduction.
     """
     made_of = {name: frozenset((name,)) for name in graph.parameters}
     first: set[str] = set()

@@ -1,13 +1,13 @@
-"""What a conversion takes where products hide it: what they multiply, or their sums, go round while they are computed.
+"""Collective matmul (asynchronous tensor parallelism): ring transfers hidden by products.
 
-An activation that products alone read may be gathered along an axis (S → R) part by part, each multiplied while the next one
-comes; and a product's summands may be summed and cut (P → S) so. The gradient goes the other way, beside the gradient's
-products. The run time is :mod:`autoshard.runtime.operations.products`. Per hop max(M, C + (1 - η) M) - C counts, with M the
-message and C the products of a part; launches hide nothing. So do n products of a part take longer than one: more launches,
-more tiles that are not full; and summands are added up at the end.
+An activation that only products read may be gathered (S → R) shard by shard around a ring, each
+multiplied while the next arrives; partial sums of a product may be reduced and scattered (P → S)
+likewise. The gradient goes the reverse way. Runtime: :mod:`autoshard.runtime.operations.products`.
+A hop costs max(M, C + (1 - η) M) - C, with message M and products C of one shard; launches hide
+nothing. Slower products of shards and the added partial sums count, too.
 
-Of a gather C is what the products take that read the value, with their columns cut by all axes along which it is whole:
-what they take at least. So the price of a conversion is one of its ends.
+C of a gather is a lower bound: columns are sharded by all axes that replicate the operand. So the
+price depends on the two layouts of the conversion alone.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ PRODUCTS = frozenset({aten.linear.default})
 
 
 class Beside(NamedTuple):
-    """The products that a value's first conversion may go beside."""
+    """Products that can hide the first conversion of a value."""
 
     read: tuple[int, ...] = ()
-    """the columns of each product that reads it, where no one else does"""
+    """columns of each product that reads it, if only products do"""
     summed: int = 0
-    """what the product that makes it sums over; 0: no product makes it"""
+    """length that its producer sums over; 0: its producer is no product"""
 
 
 NONE = Beside()
 
 
 class Journey(NamedTuple):
-    """What goes round, in one phase: seconds and bytes of all messages."""
+    """One phase of a ring transfer: messages, seconds, and overlap."""
 
     hops: int
     bytes: float
     seconds: float
-    """with what the products take longer than they would whole"""
+    """with the extra time of products on shards"""
     hidden: float
     """of :attr:`seconds`"""
     free: float
-    """of the products, what nothing of this hides behind"""
+    """seconds of products beside which nothing is hidden"""
 
 
 @known_of_graph
 def beside(graph: Graph, mesh: Mesh) -> Mapping[str, Beside]:
-    """Value → the products beside which it may be converted, where the hardware can do so."""
+    """Value → products that can hide its conversion, if the hardware overlaps."""
     if not mesh.hardware.overlap or not mesh.hardware.part_by_part or ideal(mesh):
         return {}
     found, stored = {}, _of_parameters(graph)
@@ -78,12 +78,12 @@ def beside(graph: Graph, mesh: Mesh) -> Mapping[str, Beside]:
 
 
 def _multiplies(node: Node, stored: set[str]) -> bool:
-    """Whether it is the product of a value with a parameter, or what is made of parameters."""
+    """Whether it is the product of a value and parameters, or values made from them."""
     return node.op in PRODUCTS and stored.issuperset(node.inputs[1:]) and node.inputs[0] not in stored
 
 
 def _of_parameters(graph: Graph) -> set[str]:
-    """Parameters, and values that are computed from them alone: they are there before the products of a block."""
+    """Parameters, and values made from them alone, which exist before a block's products."""
     found = set(graph.parameters)
     for node in graph.nodes:
         if node.inputs and found.issuperset(node.inputs):
@@ -92,7 +92,7 @@ def _of_parameters(graph: Graph) -> set[str]:
 
 
 def axis_of(src: Layout, dst: Layout) -> str | None:
-    """The axis along which a value is gathered or scattered in one step, where all else stays; None: this is another way."""
+    """The one axis of a gather (S → R) or reduce-scatter (P → S); None: another conversion."""
     mesh = src.mesh
     changed = [a for a, p, q in zip(mesh.axes, src.placements, dst.placements, strict=True) if p != q]
     if len(changed) != 1 or mesh.size_of(changed[0]) == 1 or src.order != dst.order:
@@ -108,7 +108,7 @@ def axis_of(src: Layout, dst: Layout) -> str | None:
 
 
 def journeys(type_: TensorType, products: Beside, src: Layout, dst: Layout) -> tuple[Journey, Journey | None] | None:
-    """What the conversion takes as a journey, forward and backward (None: no gradient); None where it can be none."""
+    """(forward, backward or None) of the conversion as a ring transfer; None: impossible."""
     axis = axis_of(src, dst)
     gathers = axis is not None and isinstance(dst[axis], Replicate)
     if axis is None or not (products.read if gathers else products.summed):
@@ -139,8 +139,8 @@ def _round(
     features: Sequence[tuple[int, int]],
     gathers: bool,
 ) -> Journey:
-    """Messages of ``size`` bytes beside products of ``part`` of the rows of ``full`` with matrices of ``features``: others,
-    and those of the value. ``gathers``: parts of the value travel, and products have the others; or sums, of its own."""
+    """A ring of messages of ``size`` bytes beside products on ``part``, one shard of ``full``.
+    ``features``: (other, own) columns. ``gathers``: shards travel, not partial sums."""
     device, hops = mesh.hardware, mesh.size_of(axis) - 1
 
     def products(shape: tuple[int, ...]) -> float:
@@ -171,8 +171,7 @@ def with_journeys(
     sources: Sequence[Layout],
     targets: Sequence[Layout],
 ) -> Parts:
-    """``parts``, of conversions of an activation from each source (row) to each target (column), where what goes round takes
-    less than waiting."""
+    """``parts`` of conversions (row to column) with collective matmul where that is faster."""
     if products == NONE:
         return parts
     blocking, hidden = parts.blocking.copy(), np.zeros_like(parts.blocking)
@@ -184,7 +183,7 @@ def with_journeys(
 
 
 def _pairs(sources: Sequence[Placements], targets: Sequence[Placements]) -> Iterator[tuple[int, int]]:
-    """Places of layouts that differ along one axis, where the source is cut and the target whole, or a summand and cut."""
+    """Index pairs of layouts that differ on one axis, S → R or P → S."""
     places: dict[Placements, list[int]] = {}
     for j, target in enumerate(targets):
         places.setdefault(target, []).append(j)

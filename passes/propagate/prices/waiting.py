@@ -1,11 +1,10 @@
-"""What ranks wait for one another: before messages that an operation waits for, and at the end of the step.
+"""Synchronization skew: ranks wait for stragglers before blocking messages and at the step's end.
 
-Ranks do not compute equally fast: after more compute they come at moments that differ more. Calibration measures how much
-(:attr:`~autoshard.hardware.Hardware.waiting`). How much compute lies between two messages depends on the plan; but as what they
-wait grows about as a line, all that they wait in a step does not: it is so much before each message, and a share of all that is
-computed. The line is that from the compute of two products (a transformer's layer under tensor parallelism has two messages in
-each direction for eight) to that of the whole step.
-Messages that are not waited for meet in the course of the step, and pay nothing of this.
+Ranks differ in speed: after more compute, arrival times differ more. Calibration measures the wait
+as a function of compute (:attr:`~autoshard.hardware.Hardware.waiting`). Compute between messages
+depends on the plan; the search needs a linear price: a constant per message plus a share of all
+compute. The line goes through the compute of two products (tensor parallelism: two messages per
+direction for eight) and that of the step. Movable messages pay nothing: they meet during the step.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.factors import whole
 
 PRODUCTS = 2.0
-"""products, each with those of its gradients, between two messages"""
+"""products (with gradients) between two messages"""
 
 
 class Waits(NamedTuple):
-    """Of ranks for one another."""
+    """Linear model of synchronization skew."""
 
     message: float = 0.0
-    """seconds before each message that an operation waits for, beyond its latency"""
+    """seconds before each blocking message, beyond latency"""
     share: float = 0.0
     """seconds per second of compute"""
 
@@ -41,10 +40,10 @@ NOBODY = Waits()
 
 @known_of_graph
 def waiting(graph: Graph, mesh: Mesh) -> Waits:
-    """The line of ``graph``; 0 where none was measured."""
+    """The line for ``graph``; 0 if nothing was measured."""
     if not mesh.hardware.waiting:
         return NOBODY
-    graph, seconds = graph.example, dict[object, float]()  # what it is for the example's lengths binds no program
+    graph, seconds = graph.example, dict[object, float]()  # a price for example lengths does not specialize the program
     total, products = 0.0, 0
     for node in graph.nodes:
         flops = node_flops(node, graph, rule_for(node.op))
@@ -65,10 +64,10 @@ def waiting(graph: Graph, mesh: Mesh) -> Waits:
 
 
 def update_seconds(optimizer: str, type_: TensorType, placements: Placements, graph: Graph, mesh: Mesh) -> float:
-    """:func:`~autoshard.passes.propagate.prices.cost.optimizer_seconds` with what ranks wait for one another after it."""
+    """:func:`~autoshard.passes.propagate.prices.cost.optimizer_seconds` with skew after it."""
     return (1.0 + waiting(graph, mesh).share) * optimizer_seconds(optimizer, type_, placements, mesh)
 
 
 def with_waits(launches: np.ndarray, mesh: Mesh, waits: float) -> np.ndarray:
-    """Seconds of launches, and what ranks wait for one another (``waits``) before each collective that they launch."""
+    """Seconds of launches plus ``waits`` seconds of skew per launched collective."""
     return launches * (1.0 + waits / mesh.hardware.kernel_latency) if waits else launches

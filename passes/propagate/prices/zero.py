@@ -1,7 +1,7 @@
-"""How long a gathered parameter stays: its stage of ZeRO (Rajbhandari et al., arXiv:1910.02054), a state of each parameter.
+"""ZeRO stages as states of parameters: how long a gathered parameter stays (arXiv:1910.02054).
 
-0: until the forward has used it, and the backward gathers it again (stage 3, FSDP). 2: until the backward has used it. 1, in
-a step of several micro-batches: the same, and its gradient is reduced once, where 2 reduces it in every one.
+0: until the forward has used it; the backward gathers it again (stage 3, FSDP). 2: until the
+backward has used it. 1: the same, but its gradient is reduced once per step.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from autoshard.passes.ir.graph import Graph
 def offered(
     graph: Graph, mesh: Mesh, pinned: Mapping[str, int], asked: Collection[str], limited: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Parameter → the stages that it may have. ``limited``: whether memory counts; else only the quickest.
+    """Parameter → ZeRO stages on offer. ``limited``: memory counts; else only the fastest.
 
-    ``pinned``: those whose stage an expert's plan says; ``asked``: those whose layout is, and so is gathered again. On an
-    ideal network, where bytes only break ties and parameters are cut for what they compute alone, nothing is kept.
+    ``pinned``: stages of a named strategy; ``asked``: parameters with a given layout, which are
+    gathered again. On an ideal network, where bytes only break ties, nothing is kept.
     """
     quickest = 1 if graph.passes > 1 else 2
     free = (0, *range(2, quickest - 1, -1)) if limited else (quickest,)
@@ -30,5 +30,5 @@ def offered(
 
 
 def stages_of(graph: Graph, zero: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every parameter; ``zero``: of those that are kept."""
+    """The stage of every parameter; ``zero``: of those kept gathered."""
     return {name: zero.get(name, 0) for name in graph.parameters}
