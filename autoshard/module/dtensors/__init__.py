@@ -1,1 +1,1 @@
-"""Local tensors as torch's DTensors: parameters, outputs, and what torch's DTensor has to be helped with."""
+"""Local shards as DTensors: parameters and outputs; patches of torch's DTensor."""

@@ -1,4 +1,4 @@
-"""DTensors of which a rank holds several chunks, for torch.distributed.checkpoint: it takes what a rank holds for one."""
+"""Checkpoint chunks of segment-wise sharded DTensors (fused q, k, v): several per rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autoshard.module.dtensors.owned import is_owned, part_of_owned
 
 
 class Chunk(NamedTuple):
-    """A block of the whole tensor, and of this rank's."""
+    """A block of the global tensor, and the view of this rank's shard that holds it."""
 
     metadata: ChunkStorageMetadata
     local: torch.Tensor
 
 
 def chunks(x: DTensor) -> list[Chunk]:
-    """What this rank holds of ``x``, as blocks of the whole: views."""
+    """The chunks of ``x`` on this rank, as views of its local shard."""
     mesh = Mesh.of(x.device_mesh)
     rank = mesh.rank(list(x.device_mesh.get_coordinate() or ()))
     layout, whole = Layout.from_torch(mesh, x.placements), x.to_local()
@@ -39,14 +39,14 @@ def chunks(x: DTensor) -> list[Chunk]:
 
 
 def _spans(layout: Layout, dim: int, size: int, rank: int) -> list[tuple[int, int, int]]:
-    """Of every chunk of a dim: where it begins, where in what the rank holds, its length."""
+    """(global offset, local offset, length) of each chunk of a dim on ``rank``."""
     parts = layout.chunks_of(dim, size, rank)
     begin = itertools.accumulate((n for _, n in parts), initial=0)
     return [(start, held, n) for (start, n), held in zip(parts, begin, strict=False)]
 
 
 def in_order(gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """What ranks held one after another, as the whole tensor: chunks of the parts of a dim come together."""
+    """The full tensor from concatenated shards: chunks are grouped by segment."""
     for placed in set(layout.grouped.values()):
         ranks, dim, parts = layout.mesh.size_of(layout.cutting(placed.dim)), placed.dim, placed.parts
         unit = gathered.shape[dim] // sum(parts) // ranks
@@ -56,7 +56,7 @@ def in_order(gathered: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def mend_checkpoints() -> None:
-    """Have checkpoints read and write every chunk of DTensors of which a rank holds several; others are as they were."""
+    """Have torch.distributed.checkpoint handle each chunk of segment-wise sharded DTensors."""
     of: Any = DTensor
     written, listed, shard = of.__create_write_items__, of.__create_chunk_list__, of.__get_tensor_shard__
 
@@ -79,10 +79,10 @@ def mend_checkpoints() -> None:
     distribute = utils._distribute_tensors
 
     def distribute_tensors(states: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:
-        """Of whole tensors, as of ``broadcast_from_rank0``: states are pairs (DTensor, whole tensor)."""
+        """Also for ``broadcast_from_rank0``: states are pairs (DTensor, full tensor)."""
         for key in keys:
             pair = states.get(key)
-            if isinstance(pair, tuple) and is_owned(pair[0]):  # a rank that holds none of it takes no part
+            if isinstance(pair, tuple) and is_owned(pair[0]):  # locally: ranks without a shard take no part
                 states[key] = part_of_owned(pair[1], pair[0])
             elif isinstance(pair, tuple) and holds_several(pair[0]):
                 states[key] = _filled(*pair)
@@ -92,13 +92,13 @@ def mend_checkpoints() -> None:
 
 
 def holds_several(x: Any) -> bool:
-    """Whether a rank holds several chunks of ``x`` by one placement, and no other axis cuts that dim."""
+    """Whether one placement gives a rank several chunks of a dim that no other axis shards."""
     cut = {p.dim for p in x.placements if hasattr(p, "split_factor")}
     return bool(cut) and not any(p.is_shard() and p.dim in cut for p in x.placements)
 
 
 def _filled(x: DTensor, whole: torch.Tensor) -> DTensor:
-    """``x``, or for one on the meta device another like it, with its parts of ``whole``."""
+    """``x`` filled with its shard of ``whole``; a new DTensor if ``x`` is on the meta device."""
     if x.is_meta:
         local = torch.empty_like(x.to_local(), device=whole.device)
         x = DTensor.from_local(local, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())

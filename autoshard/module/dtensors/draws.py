@@ -1,7 +1,7 @@
-"""Draws in DTensors: noise on weights and gradients, weights made anew, dropout of an output.
+"""Random operations on DTensors: noise on weights and gradients, re-initialisation, dropout.
 
-DTensor draws on CPUs for every part by itself: replicas get other numbers where the ranks' generators differ, and parts
-the same ones where they do not. Here the whole is drawn, as one device does, from the state of the first rank.
+On CPUs DTensor draws per shard: replicas may differ, and shards may repeat. Here the full tensor is
+drawn, as on one device, with the generator state of the first rank.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autoshard.aten import aten
 
 _ALSO = (aten.exponential_, aten.geometric_, aten.log_normal_)
 DRAWS = (*DTensor._op_dispatcher._random_ops, *(packet.default for packet in _ALSO))
-"""the ops that torch takes for draws, and those that it takes for functions of each element"""
+"""ops that torch classifies as random, and three that it classifies as pointwise"""
 
 
 def drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``op`` gives of the whole, in the layout of its first operand."""
+    """Run a random ``op`` on full tensors; results have the layout of the first operand."""
     like: DTensor = args[0]
     writes = op._schema.name.endswith("_")
     own, named = pytree.tree_map_only(
@@ -46,9 +46,9 @@ def drawn(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def first_ranks_generator(x: DTensor, generator: torch.Generator | None) -> Iterator[None]:
-    """Inside, the generator, or the default one where ``x`` lies, has the state of its mesh's first rank. Collective.
+    """Inside, the generator has the state of the first rank of the mesh of ``x``. Collective.
 
-    A rank that was seeded otherwise goes on with its own numbers afterwards.
+    A rank with another seed resumes its own state afterwards.
     """
     generator = generator or _default(x.device_mesh.device_type)
     before = generator.get_state()
@@ -68,7 +68,7 @@ def _whole(x: DTensor) -> torch.Tensor:
 
 
 def _blank(x: DTensor) -> torch.Tensor:
-    """In memory as the whole would be: that is the order of the draws."""
+    """An uninitialised full tensor; strides matter, as they decide the order of draws."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.to_local().device)
 
 
@@ -77,7 +77,7 @@ def _default(kind: str) -> torch.Generator:
 
 
 def _of_first(state: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The state of the mesh's first rank. Collective."""
+    """The generator state of the first rank of the mesh. Collective."""
     found = state.clone().to(mesh.device_type)
     for axis in reversed(range(mesh.ndim)):
         dist.broadcast(found, group=mesh.get_group(axis), group_src=0)

@@ -1,6 +1,6 @@
-"""DTensors that leave this process, in files and messages: pickle, ``torch.save``, safetensors, NumPy.
+"""Serialization of DTensors: pickle, ``torch.save``, safetensors, NumPy.
 
-A replicated one leaves as a plain tensor, for any number of ranks. A shard is refused: alone, or on another rank, it is wrong.
+Replicated ones become plain tensors. A shard is refused: on another rank it would be wrong.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from autoshard.module.dtensors.views import Copied
 
 _VALUES = "numpy tolist __array__ __dlpack__".split()
 _MEMORY = "storage share_memory_".split()
-"""methods that ask for memory, which a DTensor has none of; safetensors and accelerate come by ``storage``"""
+"""methods that read a storage, which DTensors lack; safetensors calls ``storage``"""
 
 
 def mend_files(is_ours: Callable[[object], bool], is_whole: Callable[[DTensor], bool]) -> None:
-    """Have DTensors of sharded modules leave as plain tensors where ``is_whole``, and not at all elsewhere."""
+    """Serialize DTensors of sharded modules as plain tensors if ``is_whole``; refuse others."""
     of: Any = DTensor
     reduced, at, shared = of.__reduce_ex__, of.data_ptr, of.share_memory_
 
@@ -43,7 +43,7 @@ def mend_files(is_ours: Callable[[object], bool], is_whole: Callable[[DTensor], 
         return (nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole).__reduce_ex__(protocol)
 
     def copied(x: DTensor) -> Any:
-        """``copy.copy``, within this process."""
+        """``copy.copy`` within this process."""
         rebuild, args = reduced(x, 4)
         return rebuild(*args)
 
@@ -61,6 +61,6 @@ def mend_files(is_ours: Callable[[object], bool], is_whole: Callable[[DTensor], 
         return wrapped
 
     of.__reduce_ex__, of.__copy__ = reduce_ex, copied
-    of.data_ptr = lambda x: 0 if is_ours(x) else at(x)  # torch adds the offset of the local tensor to 0
+    of.data_ptr = lambda x: 0 if is_ours(x) else at(x)  # torch adds the local tensor's offset to 0
     for name in (*_VALUES, *_MEMORY):
         setattr(of, name, reading(getattr(of, name), name in _VALUES))

@@ -1,6 +1,6 @@
-"""Full state dicts of torch.distributed.checkpoint (``full_state_dict=True``) with DTensors that some ranks own.
+"""Full state dicts (``full_state_dict=True``) of DTensors in table-wise placement.
 
-torch makes DTensors whole, and cuts what is whole, among the ranks of each one's mesh: others would have nothing, or wait.
+torch gathers and scatters each DTensor on its own mesh: ranks outside would get nothing, or hang.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def mend_full_states(
     part_of: Callable[[torch.Tensor, Any], DTensor],
     placed: Callable[[DTensor], DTensor],
 ) -> None:
-    """Have all ranks give and get the whole of what ``is_owned`` knows; ``part_of``: what a rank holds of a whole, lying as
-    another does; ``placed``: the same, on its owners' kind of device on all ranks. Others are as they were."""
-    states: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")  # which few programs need
+    """Include every rank in gathers and scatters of DTensors with ``is_owned``.
+    ``part_of(full, like)``: this rank's shard; ``placed(x)``: on the owners' device type."""
+    states: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")  # few programs need it
     inner, of_optimizer = states._gather_state_dict, states._get_optim_state_dict
 
     def owned(change: Callable[[Any], torch.Tensor], tree: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Operations of optimizers on lists of DTensors (``foreach=True``) of which some belong to a part of the ranks.
+"""``foreach`` ops of optimizers on lists of DTensors with table-wise placement.
 
-torch takes the mesh of the first for that of all: a rank that holds none of that one would leave out all the others.
+torch takes the mesh of the first DTensor for all: ranks outside that mesh would skip the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ELEMENTWISE = (
 
 @functools.cache
 def mend_lists(is_owned: Callable[[Any], bool], local_of: Callable[[Any], torch.Tensor]) -> None:
-    """Have every rank do its own parts of lists in which ``is_owned`` knows one; others are as they were."""
+    """Run ``foreach`` ops on local shards if a tensor of a list ``is_owned``; else as before."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
 
     def by_parts(before: Any) -> Any:
@@ -47,7 +47,7 @@ def mend_lists(is_owned: Callable[[Any], bool], local_of: Callable[[Any], torch.
 
 
 def _as(given: Sequence[Any], made: Sequence[torch.Tensor] | None) -> list[Any] | None:
-    """What was made of ``given``, which lies as that does; None of what writes in place."""
+    """Results as DTensors placed as ``given``; None for in-place ops."""
     if not made:
         return None
     pairs = zip(given, made, strict=True)

@@ -1,4 +1,4 @@
-"""DTensors of parts that a rank has."""
+"""DTensors from local shards and back, differentiable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.runtime.transport.handed_on import HandingOn
 
 
 def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
-    """This rank's part of a tensor of global ``shape`` as a DTensor; differentiable."""
+    """This rank's shard of a tensor of global ``shape`` as a DTensor; differentiable."""
     spec = spec_of(mesh, tuple(layout.to_torch()), torch.Size(shape), local.dtype)
     if local.requires_grad and not (
         torch.is_grad_enabled() and all(p.is_shard() or p.is_replicate() for p in spec.placements)
@@ -30,16 +30,16 @@ def dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequen
 
 
 def whole_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """The tensor of which ``local`` is this rank's part, or summand; differentiable."""
+    """The DTensor with local shard (or partial sum) ``local``; differentiable."""
     if local.requires_grad and torch.is_grad_enabled():
         found: DTensor = _Whole.apply(local, spec)
-    else:  # there is nothing for autograd to record
+    else:  # nothing for autograd to record
         found = new_dtensor(DTensor, local.view_as(local), spec, requires_grad=False)
     return found
 
 
 def part_of(x: DTensor) -> torch.Tensor:
-    """This rank's part of a tensor in chunks, for what every rank does with its own; differentiable."""
+    """This rank's shard of a DTensor without partial sums; differentiable."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x._local_tensor
     part: torch.Tensor = _Part.apply(x)
@@ -47,11 +47,11 @@ def part_of(x: DTensor) -> torch.Tensor:
 
 
 GIVEN = "_autoshard_given"
-"""marks the part of a gradient that came from outside, which stays its owner's: autograd's count of references to it is 1"""
+"""marks a local gradient that its owner keeps although autograd counts one reference to it"""
 
 
 class _Whole(HandingOn):
-    """``DTensor.from_local`` of a part whose whole is known, without what it finds out and checks in every call."""
+    """``DTensor.from_local`` for a known global shape, without its checks in every call."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -68,9 +68,9 @@ class _Whole(HandingOn):
 
 
 def local_gradient(gradient: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """This rank's part of the gradient of a tensor that lies as ``spec`` says; of a sum every summand has the whole."""
+    """The local gradient for a tensor of this ``spec``; for partial sums the full gradient."""
     wanted = tuple([_WHOLE if p.is_partial() else p for p in spec.placements])
-    if not isinstance(gradient, DTensor):  # zeros that autograd made
+    if not isinstance(gradient, DTensor):  # zeros made by autograd
         gradient = replicated(spec.mesh, gradient)
     if gradient._spec.placements != wanted:
         gradient = gradient.redistribute(spec.mesh, wanted)
@@ -84,24 +84,24 @@ _WHOLE = Replicate()
 
 
 def plain(x: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor; other tensors as they are."""
+    """The full tensor of a DTensor; other tensors unchanged. Collective."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def replicated(mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
-    """``x``, which is the same on all ranks, as a DTensor that is whole on each."""
+    """``x``, equal on all ranks, as a replicated DTensor."""
     return whole_of(x, spec_of(mesh, (_WHOLE,) * mesh.ndim, x.shape, x.dtype))
 
 
 def ones_of(x: DTensor) -> DTensor:
-    """What the backward of a number begins with: a one that is whole on every rank."""
+    """The initial gradient of a scalar's backward: a replicated one."""
     spec = spec_of(x._spec.mesh, (_WHOLE,) * len(x._spec.placements), torch.Size(()), x.dtype)
     found: DTensor = new_dtensor(DTensor, torch.ones_like(x._local_tensor), spec, requires_grad=False)
     return found
 
 
 class _Part(HandingOn):
-    """The inverse of :class:`_Whole`, for placements that are chunks or whole."""
+    """Inverse of :class:`_Whole`, for sharded and replicated placements."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:
@@ -114,13 +114,13 @@ class _Part(HandingOn):
 
 
 new_dtensor: Any = inspect.unwrap(DTensor.__new__)
-"""without what keeps torch.compile out of it, at several Python calls for each tensor and step"""
+"""``__new__`` without the torch.compile guard, which costs several Python calls per tensor"""
 
 
 @forgotten
 @functools.lru_cache(maxsize=1 << 8)
 def spec_of(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-    """Of a tensor whose dims lie in memory as they are numbered. Those of the layers of a cache are one."""
+    """The spec of a contiguous tensor. Cached: equal layers share it."""
     steps = itertools.accumulate(reversed(shape), lambda n, length: n * max(length, 1), initial=1)
     stride = [*steps][len(shape) - 1 :: -1] if shape else ()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, tuple(stride), dtype))

@@ -1,8 +1,8 @@
-"""Operations on parameters, gradients and states that DTensor lacks: they run on the whole, which is then cut as it was.
+"""Operations that DTensor lacks: they run on full tensors, and results are resharded.
 
-Initialisers and constraints (``init.orthogonal_``, ``renorm``) ask for them, and factories with ``out=`` (``init.eye_``),
-for which DTensor makes the part as large as the whole. In lists for ``torch._foreach_…`` (clipping and averages over
-parameters of sharded and plain layers, and buffers) plain tensors are whole on every rank.
+Used by initialisers and constraints (``init.orthogonal_``, ``renorm``), and factories with ``out=``
+(``init.eye_``), where DTensor would make the shard as large as the full tensor. In lists of
+``torch._foreach_…`` (clipping, averaging) plain tensors count as replicated.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ FACTORIES = tuple(
     for op in (getattr(packet, name) for name in packet.overloads() if name.endswith("out"))
     if sum("Tensor" in str(a.type) for a in op._schema.arguments) == 1
 )
-"""what writes new values into ``out``, whatever it held"""
+"""ops that overwrite ``out``"""
 
 
 GATHERED: list[type[DTensor]] = []
-"""classes of tensors that are gathered for such operations before they come here: outputs"""
+"""DTensor subclasses that gather before such ops: outputs"""
 
 
 def mend_missing(is_ours: Callable[[object], bool]) -> None:
-    """Do so for tensors that ``is_ours``."""
+    """Patch DTensor's op dispatch for tensors with ``is_ours``."""
     of: Any = type(DTensor._op_dispatcher)
     propagate = of._propagate_op_sharding_dispatch_slow_path
 
@@ -52,12 +52,12 @@ def mend_missing(is_ours: Callable[[object], bool]) -> None:
 
 
 def lists() -> set[Any]:
-    """The ops that take lists of tensors and do the same with each."""
+    """The ``foreach`` ops: the same on each tensor of a list."""
     return {op for op in _ops() if op.name().startswith("aten::_foreach_")}
 
 
 def of_elements() -> set[Any]:
-    """The ops on several tensors that compute each element by itself, and write to none."""
+    """Out-of-place pointwise ops on several tensors."""
     pointwise = (op for op in _ops() if torch.Tag.pointwise in op.tags and not op._schema.is_mutable)
     return {op for op in pointwise if sum(str(a.type) == "Tensor" for a in op._schema.arguments) > 1}
 
@@ -71,7 +71,7 @@ def _ops() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def plain_is_whole(args: tuple[Any, ...]) -> Iterator[None]:
-    """Inside, plain tensors that stand beside DTensors in a list of ``args`` are replicated ones."""
+    """Inside, plain tensors in a list with DTensors count as replicated."""
     kinds = {isinstance(x, DTensor) for given in args if isinstance(given, list | tuple) for x in given}
     dispatcher: Any = DTensor._op_dispatcher
     before = dispatcher._allow_implicit_replication
@@ -83,9 +83,9 @@ def plain_is_whole(args: tuple[Any, ...]) -> Iterator[None]:
 
 
 def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``op`` gives of the whole: what it writes to in the layout it had, also where that has other dims then.
+    """Run ``op`` on full tensors; written operands keep their layout, even if their shape changes.
 
-    New tensors of the first one's shape are cut as that is; others are whole.
+    New tensors with the shape of the first operand are sharded like it; others are replicated.
     """
     first: DTensor = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor))
     draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -113,7 +113,7 @@ def of_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _become(x: Any, new: torch.Tensor) -> None:
-    """Write the whole ``new`` into ``x``."""
+    """Write the full tensor ``new`` into ``x``."""
     if not isinstance(x, DTensor):
         x.copy_(new)
         return

@@ -1,7 +1,7 @@
-"""Plain numbers that meet DTensors: a loss of outputs and a plain target, plus a penalty on weights.
+"""Scalars between plain tensors and DTensors, such as a loss plus a penalty on weights.
 
-torch takes such a number as replicated. Autograd then hands what made the number a gradient that is a DTensor, which ops on
-plain tensors refuse; and the other way round where a DTensor is added into a plain number.
+torch treats a plain scalar as replicated. Autograd then passes DTensor gradients to plain ops,
+which refuse them, and plain ones to DTensor ops after in-place addition.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoshard.module.dtensors.made import plain, replicated
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _TAKES_PLAIN = "_autoshard_takes_plain"
-"""marks a plain number that is trained, and has the hook"""
+"""marks a trained plain scalar that has the hook"""
 
 
 def mend_mixed(
@@ -26,9 +26,9 @@ def mend_mixed(
     handle: Callable[[Any, Handler], None],
     as_it_was: Handler,
 ) -> None:
-    """Have each side of ``ops`` on DTensors that ``is_ours`` get gradients of its own kind.
+    """Convert gradients of ``ops`` to the kind of each operand, for DTensors with ``is_ours``.
 
-    ``handle`` sets a handler of an op for these; ``as_it_was`` is DTensor's own.
+    ``handle`` installs an op handler; ``as_it_was`` is DTensor's own.
     """
 
     def beside_plain(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,7 +38,7 @@ def mend_mixed(
     for op in ops:
         handle(op, beside_plain)
     of: Any = type(DTensor._op_dispatcher)
-    tail = of._dispatch_fast_path_python_tail  # of what is written in place, among others
+    tail = of._dispatch_fast_path_python_tail  # in-place ops, among others
 
     def written(dispatcher: Any, op: Any, args: tuple[Any, ...], *more: Any) -> Any:
         into_plain = bool(args) and type(args[0]) is torch.Tensor and op._schema.is_mutable
@@ -46,7 +46,7 @@ def mend_mixed(
             _take_own_gradients(args, into_plain)
         return (
             args[0] if into_plain else tail(dispatcher, op, args, *more)
-        )  # a number's part is all of it, and is written
+        )  # a scalar's shard is the scalar, and is already written
 
     of._dispatch_fast_path_python_tail = written
 
@@ -61,9 +61,9 @@ def _take_own_gradients(args: tuple[Any, ...], result_is_plain: bool) -> None:
 
 
 def take_plain_gradient(x: torch.Tensor) -> torch.Tensor:
-    """``x``, a plain number. Where it meets a DTensor its gradient comes as one, and is made plain."""
+    """``x``, a plain scalar, such that DTensor gradients of it become plain."""
     if x.grad_fn is not None:
-        x.grad_fn.register_prehook(_made_plain)  # not of the tensor, whose hooks are the user's
+        x.grad_fn.register_prehook(_made_plain)  # not a tensor hook: those are the user's
     elif x.requires_grad and not hasattr(x, _TAKES_PLAIN):
         x.register_hook(plain)
         setattr(x, _TAKES_PLAIN, True)
@@ -75,7 +75,7 @@ def _made_plain(gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]
 
 
 def _take_whole_gradient(x: DTensor) -> None:
-    """Where ``x`` is written into a plain number its gradient comes plain, and is made a DTensor."""
+    """``x`` is written into a plain scalar: its gradient arrives plain and becomes a DTensor."""
 
     def whole(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         return tuple([g if g is None or isinstance(g, DTensor) else replicated(x._spec.mesh, g) for g in gradients])

@@ -1,7 +1,7 @@
-"""Outputs that the ranks of one pipeline stage keep for the next call, such as the keys and values of its layers.
+"""Outputs that stay on one pipeline stage for the next call, such as KV caches of its layers.
 
-On all other ranks their part has a shape and no data: it lies on the meta device. So the next call takes them from
-where they were made, and nothing is sent for them.
+On other ranks the shard has a shape and no data (meta device). The next call reads it where it was
+made; nothing is sent.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from autoshard.module.dtensors.views import in_order, is_view, writes
 from autoshard.runtime.programs.along import Along
 
 _STAYS = frozenset("clone contiguous cat to __deepcopy__ zero_ fill_ narrow index_select repeat_interleave".split())
-"""names of functions that do the same with every part; beside views"""
+"""functions, besides views, that act on each shard alike"""
 
 _WHERE: dict[Any, Callable[[Any], Any]] = {
     torch.Tensor.device.__get__: lambda x: torch.device(x.device_mesh.device_type),
     torch.Tensor.is_meta.__get__: lambda x: False,  # type: ignore[attr-defined]
     torch.Tensor.is_cuda.__get__: lambda x: x.device_mesh.device_type == "cuda",  # type: ignore[attr-defined]
 }
-"""what is asked about a tensor and would be another answer on a rank without data"""
+"""getters whose answer would differ on a rank without data"""
 
 
 @dataclass(frozen=True)
 class Home:
-    """The rank along the axis of stages that holds the data."""
+    """The rank along the pipeline axis that holds the data."""
 
     along: Along
     rank: int
 
     @property
     def is_mine(self) -> bool:
-        """Whether it is this one."""
+        """Whether this rank holds the data."""
         return self.along.rank == self.rank
 
 
 class OfStage(Output):
-    """An output whose parts lie on the ranks of one stage; anything but its program and what moves rows sees the whole.
+    """An output with shards on the ranks of one stage; most operations gather it first.
 
-    Then it is sent to the ranks of all stages, and all have to ask. What is written into it reaches the parts.
+    Gathering is collective over the ranks of all stages. In-place writes reach the shards.
     """
 
     __slots__ = ()
@@ -54,7 +54,7 @@ class OfStage(Output):
 
     @staticmethod
     def at(x: DTensor, home: Home) -> OfStage:
-        """``x``, whose part has data on the ranks of ``home`` alone, as such an output."""
+        """``x``, whose shard has data on the ranks of ``home`` only, as such an output."""
         x.__class__ = OfStage
         x.__dict__["home"] = home
         return x  # type: ignore[return-value]
@@ -64,7 +64,7 @@ class OfStage(Output):
         return OfStage.at(made, self.home)
 
     def everywhere(self) -> Output:
-        """The same in the same layout, with data on the ranks of all stages. Collective."""
+        """The same tensor and layout, with data on the ranks of all stages. Collective."""
         local, spec = self._local_tensor.detach().contiguous(), self._spec
         if not self.home.is_mine:
             local = torch.empty(local.shape, dtype=local.dtype, device=spec.mesh.device_type)
@@ -74,7 +74,7 @@ class OfStage(Output):
         return Output.of(made)  # type: ignore[return-value]
 
     def full_tensor(self, **kwargs: Any) -> torch.Tensor:
-        """The whole, on every rank. Collective."""
+        """The full tensor on every rank. Collective."""
         whole: torch.Tensor = self.everywhere().full_tensor(**kwargs)
         return whole
 
@@ -94,7 +94,7 @@ class OfStage(Output):
                 func, args = torch.Tensor.clone, args[:1]
             if first.home.is_mine or chosen_dim(func, args, kwargs) is None:
                 own = args, kwargs
-            else:  # which rows they are does not matter where there are no data
+            else:  # without data the row numbers do not matter
                 own = pytree.tree_map_only(torch.Tensor, _without_data, (tuple(args), dict(kwargs)))
             made = super().__torch_function__(func, types, *own)
             return pytree.tree_map_only(DTensor, first.like, made)
@@ -111,13 +111,13 @@ class OfStage(Output):
 def _stays(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor], first: OfStage
 ) -> bool:
-    """Whether every rank can do it with its part: what is decided is the same on all ranks, with data or without."""
+    """Whether ``func`` can run per shard. The answer is the same on ranks with and without data."""
     dim = chosen_dim(func, args, kwargs)
     if dim is not None:
         return not any(p.is_partial() or cuts(p, dim) for p in first.placements)
     ours = all(isinstance(x, OfStage) and x.home == first.home for x in given)
     name, rest = getattr(func, "__name__", ""), (*args[1:], *kwargs.values())
-    if name == "to" and not all(isinstance(x, torch.dtype | bool) for x in rest):  # elsewhere
+    if name == "to" and not all(isinstance(x, torch.dtype | bool) for x in rest):  # another device
         return False
     return ours and (is_view(func) or name in _STAYS)
 

@@ -1,7 +1,7 @@
-"""Losses of outputs in parts: functions of each element, sums and means of all, by autograd on this rank's part.
+"""Losses on sharded outputs: pointwise functions, sums and means by autograd on the local shard.
 
-DTensor gives the same. There every operation of the backward is another DTensor's, and a mean's gradient, which is whole,
-is cut on the way, at several times the cost.
+DTensor gives the same values, but runs each backward op as a DTensor op and reshards the replicated
+gradient of a mean: several times the host time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _KNOWN = _EACH | _SUMS | _MEANS
 
 
 def on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor | None:
-    """``func(*args, **kwargs)`` where that is one of those above of a DTensor in chunks alone; None: it is not.
+    """``func`` on local shards; None if unsupported or if the argument has partial sums.
 
-    A sum of all is Partial over the axes that cut.
+    A total is Partial over the sharding axes.
     """
     if func not in _KNOWN or len(args) != 1 or kwargs:
         return None
@@ -44,12 +44,12 @@ def on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTens
 
 
 class _Total(HandingOn):
-    """The sum of all elements, over ``count``: in one node what part, mean and whole would be."""
+    """The sum of all elements divided by ``count``, as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, count: int) -> DTensor:
         part, spec = x._local_tensor, x._spec
-        mean = count > 1 and part.numel()  # that of nothing is no number
+        mean = count > 1 and part.numel()  # the mean of an empty shard is NaN
         made = part.mean() * (part.numel() / count) if mean else part.sum()
         placements = tuple([_SUMMAND if type(p) is Shard else p for p in spec.placements])
         ctx.spec, ctx.shape, ctx.count = spec, part.shape, count

@@ -1,7 +1,8 @@
-"""What torch's DTensor computes wrongly, refuses or is slow at, and scripts and optimizers ask of parameters and outputs.
+"""Patches of torch's DTensor: ops that it computes wrongly, refuses, or is slow at.
 
-DTensors on meshes that no sharded module runs on are left as they are. Those of others on an equal mesh cannot be told from
-ours, as DTensor gives results of one the mesh of the other: what is mended is what torch refuses, or computes of a part alone.
+DTensors on meshes without a sharded module are not affected. Users' DTensors on an equal mesh
+cannot be distinguished: results may have either mesh. So only what torch refuses or computes
+wrongly is patched.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ _FUSED = (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_a
 
 
 _MESHES: set[DeviceMesh] = set()
-"""those that sharded modules run on: DTensors on others are left to torch"""
+"""meshes of sharded modules: torch handles DTensors on other meshes"""
 
 
 _OF_STAGES: set[DeviceMesh] = set()
-"""those of them that have the ranks of one pipeline stage alone"""
+"""the subset that has the ranks of one pipeline stage"""
 
 
 def mend(mesh: DeviceMesh, of_stage: bool = False) -> None:
-    """Mend them for DTensors on ``mesh``; ``of_stage``: other ranks hold other tensors of the same module."""
+    """Install the patches for DTensors on ``mesh``; ``of_stage``: it has one stage's ranks only."""
     _MESHES.add(mesh)
     if of_stage:
         _OF_STAGES.add(mesh)
@@ -56,14 +57,14 @@ def is_ours(x: object) -> TypeGuard[DTensor]:
 
 
 def _is_whole(x: DTensor) -> bool:
-    """Whether every rank of the module has the whole of ``x``, which is one of ours."""
+    """Whether every rank of the module holds the full ``x``, a DTensor of ours."""
     whole = all(p.is_replicate() for p in x.placements)
     return whole and not is_owned(x) and x._spec.mesh not in _OF_STAGES
 
 
 @functools.cache
 def _mend() -> None:
-    for op in (aten._local_scalar_dense.default, aten._is_any_true.default):  # the latter: of anomaly mode
+    for op in (aten._local_scalar_dense.default, aten._is_any_true.default):  # the latter: anomaly mode
         _handle(op, _number)
     _handle(aten.detach.default, _detach)
     for op in (aten.pow_.Scalar, aten._foreach_mul_.List):  # Adafactor
@@ -99,7 +100,7 @@ def _mend() -> None:
 
 
 _BEFORE: dict[Any, Handler | None] = {}
-"""torch's own handlers of ops"""
+"""torch's own op handlers"""
 
 
 def _handle(op: Any, handler: Handler) -> None:
@@ -115,7 +116,7 @@ def _handle(op: Any, handler: Handler) -> None:
 
 
 def _as_it_was(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As DTensor has it without our handler."""
+    """Run ``op`` by DTensor's own handler."""
     before, handlers = _BEFORE[op], DTensor._op_dispatcher._custom_op_handlers
     if before is not None:
         return before(op, args, kwargs)
@@ -127,7 +128,7 @@ def _as_it_was(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _format(x: DTensor, spec: str) -> str:
-    """``f"{loss:.3f}"`` of one number: Tensor's own takes a plain one alone. One rank may do so: nothing is sent."""
+    """``f"{loss:.3f}"`` of a scalar DTensor, which Tensor's own refuses. No communication."""
     if not spec or x.ndim or not is_ours(x):
         return object.__format__(x, spec)
     if any(p.is_partial() for p in x.placements):
@@ -138,7 +139,7 @@ def _format(x: DTensor, spec: str) -> str:
 
 
 def _set_data(x: DTensor, new: torch.Tensor) -> None:
-    """``x.data = new``: DTensor's own is lost, since it sets the data of the outer tensor alone."""
+    """``x.data = new``: torch sets the data of the outer tensor only, and the write is lost."""
     if not is_ours(x):
         torch.Tensor.data.__set__(x, new)  # type: ignore[attr-defined]
         return
@@ -149,7 +150,7 @@ def _set_data(x: DTensor, new: torch.Tensor) -> None:
 
 
 def _set_storage(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.set_(y)`` is ``x.data = y``."""
+    """``x.set_(y)`` as ``x.data = y``."""
     if len(args) < 2:
         raise LayoutError("set_() without a tensor would leave a parameter of a sharded module without data")
     _set_data(args[0], args[1])
@@ -157,7 +158,7 @@ def _set_storage(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _whole_matrix(orthogonal: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Muon's iteration on whole matrices. On parts it would round in bfloat16 in another order, and more than once."""
+    """Run Muon's iteration on full matrices: on shards bfloat16 would round differently."""
 
     def wrapped(gradient: torch.Tensor, *args: Any) -> torch.Tensor:
         if not is_ours(gradient):
@@ -169,7 +170,7 @@ def _whole_matrix(orthogonal: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 def _on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op that writes element by element, on this rank's parts where those that go together come in one layout."""
+    """A pointwise in-place op on local shards, if operands that belong together have one layout."""
     first, *others = ([x] if isinstance(x, torch.Tensor) else x for x in args[:3] if not isinstance(x, bool))
     layouts = [(x.placements, x.shape) if isinstance(x, DTensor) else None for x in first]
     together = not any(p.is_partial() for x in layouts if x is not None for p in x[0])
@@ -190,15 +191,15 @@ def _on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _each_alone(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op that does the same with every tensor of its lists."""
+    """A ``foreach`` op; plain tensors in its lists count as replicated."""
     with plain_is_whole(args):
         return _as_it_was(op, args, kwargs)
 
 
 def _with_zeros(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Autograd makes plain zeros for the parts of a ``split`` that were not used: like all that is plain they are whole.
+    """``cat`` and ``stack`` with plain tensors, which count as replicated.
 
-    Numbers without a gradient, such as norms of sharded and plain layers, become plain ones, which go with both.
+    Autograd makes plain zeros for unused results of ``split``. Scalars without gradient turn plain.
     """
     numbers = not any(x.ndim or (x.requires_grad and torch.is_grad_enabled()) for x in args[0])
     if numbers and not all(isinstance(x, DTensor) for x in args[0]):
@@ -218,11 +219,11 @@ def _draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[…] = y``: after the view of ``x`` was taken."""
+    """``x[…] = y``, after the view of ``x`` was taken."""
     x = args[0]
     if set_through(op, args, kwargs):
         return x
-    if not isinstance(args[1], DTensor) and args[1].ndim:  # a plain tensor: the whole
+    if not isinstance(args[1], DTensor) and args[1].ndim:  # plain: the full tensor
         with torch.no_grad():
             set_whole(op, args, kwargs)
         return x
@@ -233,12 +234,12 @@ def _set(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def item(x: DTensor) -> Any:
-    """``x.item()`` of a tensor on the mesh of a sharded module."""
+    """``x.item()`` of a DTensor of a sharded module."""
     return x.item() if x.ndim else _number(aten._local_scalar_dense.default, (x,), {})
 
 
 def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x.item()``: DTensor's own gives this rank's summand. Sums are taken at once, without a redistribution of it."""
+    """``x.item()``, all-reduced: DTensor's own returns the local partial sum."""
     x = args[0]
     spec = x._spec
     summed = [(i, p) for i, p in enumerate(spec.placements) if p.is_partial()]
@@ -255,13 +256,13 @@ def _number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _detach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of every gradient, as autograd takes it: its own way has nothing to find out."""
+    """``detach`` without DTensor's sharding propagation: autograd calls it for every gradient."""
     x = args[0]
     return new_dtensor(DTensor, x._local_tensor.detach(), x._spec, requires_grad=False)
 
 
 def _on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An op in place, after what it writes to was summed in place. DTensor refuses it on summands (norms of parts)."""
+    """An in-place op on partial sums, all-reduced first: DTensor refuses them (norms of shards)."""
     for x in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
         if any(p.is_partial() for p in x.placements):
             whole = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
@@ -270,16 +271,15 @@ def _on_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _step_on_parts(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The step of a fused optimizer, element by element: where a parameter, its gradient and its states have one layout every
-    rank steps on its parts. DTensor would make, and compare, a layout of each of them in each step.
-    """
+    """A fused optimizer step on local shards, if gradients and states have the parameter layouts.
+    DTensor would build and compare a layout for each of them in every step."""
     specs = [_each(x, _SPEC, _NDIM) for x in args if isinstance(x, list | tuple) and x]
     if specs != _STEPPED.get(op):
         if not _alike(*specs):
             return _as_it_was(op, args, kwargs)
         _STEPPED[op] = specs
     parts = [_each(x, _LOCAL, None) if isinstance(x, list | tuple) else x for x in args]
-    binding = getattr(torch, op.overloadpacket.__name__)  # which takes lists of tensors faster than ``op``
+    binding = getattr(torch, op.overloadpacket.__name__)  # takes lists faster than ``op``
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         return binding(*parts, **kwargs)
 
@@ -288,7 +288,7 @@ _SPEC, _LOCAL, _NDIM = map(operator.attrgetter, ("_spec", "_local_tensor", "ndim
 
 
 def _each(xs: Sequence[Any], of_dtensor: Callable[[Any], Any], of_plain: Callable[[Any], Any] | None) -> list[Any]:
-    """What these give of every tensor (None: itself), by no call of Python for each where all are DTensors, or none is."""
+    """Map every tensor (None: identity); without a Python call each if all or none are DTensors."""
     kinds = {issubclass(kind, DTensor) for kind in {*map(type, xs)}}
     if len(kinds) > 1:
         return [_each([x], of_dtensor, of_plain)[0] for x in xs]
@@ -297,13 +297,13 @@ def _each(xs: Sequence[Any], of_dtensor: Callable[[Any], Any], of_plain: Callabl
 
 
 _STEPPED: dict[Any, Sequence[Sequence[Any]]] = {}
-"""how everything lay in the last step of a fused optimizer: it seldom changes, and lists of the same objects compare fast"""
+"""specs in the last fused step; they seldom change, and lists of the same objects compare fast"""
 
 
 def _alike(first: Sequence[Any], *others: Sequence[Any]) -> bool:
-    """Whether what belongs to parameters of these specs is cut as they are; numbers, such as the count of steps, are whole.
+    """Whether gradients and states are sharded as the parameters; scalars (step counts) replicated.
 
-    Of what is no DTensor there is the number of dims.
+    Plain tensors are represented by their number of dims.
     """
     if any(isinstance(spec, int) or any(p.is_partial() for p in spec.placements) for spec in first):
         return False
@@ -315,7 +315,7 @@ def _alike(first: Sequence[Any], *others: Sequence[Any]) -> bool:
 
 
 def _unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """On this rank's parts; what all ranks found is put together by :func:`~autoshard.module.gradients.one_verdict`."""
+    """Unscale shards; :func:`~autoshard.module.gradients.one_verdict` combines findings."""
     given, found, inverse = args
-    parts = [g.to_local() if isinstance(g, DTensor) else g for g in given]  # of sparse ones the scaler gives the values
+    parts = [g.to_local() if isinstance(g, DTensor) else g for g in given]  # sparse ones: values
     op([x._values() if x.is_sparse else x for x in parts], found, inverse, **kwargs)

@@ -1,4 +1,4 @@
-"""Outputs that stay in their layout: DTensors that also work with plain tensors, as labels are."""
+"""Outputs that stay sharded: DTensors that also work with plain tensors, such as labels."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ ABOUT = frozenset(
     *(torch.Tensor.is_complex, torch.Tensor.element_size, torch.Tensor.__len__, torch.Tensor.is_inference),
     *(torch.Tensor.stride, torch.Tensor.is_contiguous, torch.is_floating_point, torch.is_complex, torch.numel),
 }
-"""what is known without the data"""
+"""functions that need no data"""
 
 
 def form_of(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-    """The global shape and the dtype of a tensor; of ours without the way through ``__torch_function__``."""
+    """Global shape and dtype of a tensor, without ``__torch_function__`` of our subclasses."""
     if type(x) is torch.Tensor:
         return x.shape, x.dtype
     if isinstance(x, DTensor):
@@ -69,22 +69,22 @@ def form_of(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 _ON_WHOLE = (
-    *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__),  # what leaves torch
-    torch.Tensor.__setitem__,  # DTensor's own writes into a copy where the dim is cut
+    *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__),  # leave torch
+    torch.Tensor.__setitem__,  # DTensor's own writes into a copy if the dim is sharded
 )
 _BACKWARD = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
-"""they go through what is gathered also where gradients are off, as in the backward of a checkpoint that is reentrant"""
+"""they record gathers also in no-grad mode, as in the backward of a reentrant checkpoint"""
 
 
 _IN_PLACE_OR_VIEW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-"""what has autograd know of views: it would make their history anew by operations that DTensor does not have"""
+"""dispatch key that makes autograd replay views, by operations that DTensor lacks"""
 
 
 def _backward(
     x: DTensor, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
 ) -> None:
-    """``x.backward()``. Of a number it begins with a one that DTensor need not make."""
-    if type(gradient) is torch.Tensor:  # of the whole: every rank takes its part of it
+    """``x.backward()``; the initial gradient of a scalar is made without DTensor dispatch."""
+    if type(gradient) is torch.Tensor:  # the full gradient: every rank takes its shard
         with torch.enable_grad():
             x = x.full_tensor()  # type: ignore[assignment]
     if gradient is not None or inputs is not None or x.ndim or not x.is_floating_point() or not x.requires_grad:
@@ -97,7 +97,7 @@ def _backward(
 
 
 def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``torch.autograd.grad`` and ``backward`` of what is gathered; ``inputs`` are those that the graph knows."""
+    """``torch.autograd.grad`` and ``backward`` of gathered outputs; ``inputs`` stay as they are."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     inputs = given.pop("inputs", None)
     tensors = (x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor))
@@ -108,34 +108,34 @@ def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 class Output(DTensor):
-    """A DTensor that becomes whole where it meets a plain tensor.
+    """A DTensor that is gathered where it meets a plain tensor.
 
-    Ops on it alone are DTensor's, where that has one. Others, and those that also take a plain tensor (labels, a mask,
-    another model's logits), run on the whole values, which are gathered for them, and give plain tensors: the same on
-    every rank, as with an unsharded model. In the backward every rank takes its part of that gradient: nothing is
-    summed twice.
+    Ops on outputs alone run as DTensor ops where DTensor has them. Other ops, and ops that also
+    read a plain tensor (labels, a mask, another model's logits), run on gathered values and return
+    plain tensors, equal on every rank. In the backward every rank takes its shard of that gradient:
+    nothing is summed twice.
     """
 
     __slots__ = ()
 
     @staticmethod
     def of(x: DTensor) -> DTensor:
-        """The same DTensor, of this class; other subclasses, such as parameters, stay what they are."""
+        """The same DTensor as an output; other subclasses, such as parameters, keep their class."""
         if type(x) is DTensor:
             x.__class__ = Output
         return x
 
     def like(self, made: DTensor) -> DTensor:
-        """``made`` of this one's parts, as an output that lies on the same ranks."""
+        """``made``, computed from the shards of ``self``, as an output on the same ranks."""
         return Output.of(made)
 
     def to_local(self, **kwargs: Any) -> torch.Tensor:
-        """This rank's part."""
+        """This rank's shard."""
         up_to_date([self])
         return super().to_local(**kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """The same in other placements; ``full_tensor()`` asks for it, too."""
+        """As :meth:`DTensor.redistribute`, after pending writes; ``full_tensor()`` calls it."""
         up_to_date([self])
         return super().redistribute(*args, **kwargs)
 
@@ -187,13 +187,13 @@ _ALONE: dict[Any, Callable[[Any], Any]] = {
     torch.Tensor.item: item,
     torch.Tensor.__float__: lambda x: float(item(x)),
 }
-"""what scripts ask of a loss, without the way through torch's dispatcher"""
+"""common operations on a loss, without torch's dispatcher"""
 
 
 def chosen_dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """The dim along which ``func`` chooses slices of a tensor that is not plain (beams, requests of a cache), if it does.
+    """The dim from which ``func`` selects slices of a non-plain tensor (cached requests).
 
-    Where that dim is whole the same is done with every part.
+    None for other functions. If that dim is unsharded, the selection runs per shard.
     """
     place = _CHOOSES.get(func)
     if place is None or not args or sum(isinstance(x, torch.Tensor) and type(x) is not torch.Tensor for x in args) != 1:
@@ -206,7 +206,7 @@ _CHOOSES = {
     **dict.fromkeys((torch.Tensor.index_select, torch.index_select), 1),
     **dict.fromkeys((torch.Tensor.repeat_interleave, torch.repeat_interleave), 2),
 }
-"""where their argument ``dim`` stands"""
+"""position of their argument ``dim``"""
 
 
 def _of_part(func: Any, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
@@ -219,7 +219,7 @@ def _of_part(func: Any, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """What is in the arguments of a call: they themselves where none is a container, as in most."""
+    """The leaves of the arguments of a call; most calls contain no containers."""
     given = [*args, *kwargs.values()]
     return given if _NO_CONTAINERS.issuperset(map(type, given)) else pytree.tree_leaves(given)
 
@@ -228,12 +228,12 @@ _NO_CONTAINERS = frozenset((Output, DTensor, torch.Tensor, torch.dtype, bool, in
 
 
 def _is_plain(x: Any) -> bool:
-    """Numbers go with DTensors, but for those that want a gradient: it would be a DTensor."""
+    """Whether ``x`` forces a gather: not a scalar, unless its gradient would become a DTensor."""
     return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and (x.ndim > 0 or x.requires_grad)
 
 
 def _follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
-    """Note of views what they show: here they may be copies, and have a history of their own."""
+    """Record the sources of views: DTensor may copy, with an autograd history of its own."""
     source = args[0] if args else None
     if not isinstance(source, DTensor) or not is_view(func) or made is source:
         return
@@ -242,9 +242,9 @@ def _follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
 
 
 def _write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``func`` writes into an output: every rank into its part where DTensor can, else what the whole becomes is cut.
+    """An in-place op on an output: per shard if DTensor has it, else on the full tensor.
 
-    Where gradients are recorded, what is written into a view becomes part of the history of what it shows, and of both.
+    With gradients, a write into a view joins the autograd history of view and source.
     """
     x, leaves = args[0], _leaves(args, kwargs)
     recorded = is_recorded(leaves)
@@ -258,12 +258,12 @@ def _write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def is_dtensors(func: Any, leaves: Sequence[Any]) -> bool:
-    """Whether ``func`` of what these are among is left to DTensor, where that has it."""
+    """Whether ``func`` with these argument leaves may run as a DTensor op."""
     return not (func in _ON_WHOLE or any(map(_is_plain, leaves)) or (is_recorded(leaves) and lacks_gradient(func)))
 
 
 def _of_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-    """Whether DTensor has ``func`` of these, and what it gives."""
+    """(whether DTensor has ``func`` for these arguments, its result)"""
     try:
         return True, func(*args, **kwargs)
     except torch.OutOfMemoryError:
@@ -274,5 +274,5 @@ def _of_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 
 
 def is_recorded(leaves: Sequence[Any]) -> bool:
-    """Whether autograd records an operation of these."""
+    """Whether autograd records an operation on these leaves."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)

@@ -1,8 +1,8 @@
-"""Tensors that one rank along an axis owns, as DTensors: on the mesh of the ranks that hold them, since no placement says so.
+"""Table-wise placement: tensors that one rank along an axis owns, as DTensors on the owners' mesh.
 
-That mesh is the part of the module's where the owners' coordinates are, of as many axes; along the others the ranks hold what
-is whole or cut, and communicate by the module's own process groups. Optimizers, state dicts and torch.distributed.checkpoint
-know such DTensors: other ranks take no part. ``full_tensor()`` is asked by all ranks, and tells all.
+No placement says that one rank owns a tensor. So the mesh is the part of the module's mesh at the
+owners' coordinates, with its process groups. Optimizers, state dicts and
+torch.distributed.checkpoint skip other ranks. ``full_tensor()`` is collective over all ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.move import Move
 
 _OF_OWNERS = " of owners"
-"""ends the names of the axes of such a mesh"""
+"""suffix of the axis names of an owners' mesh"""
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
-    """This rank's part of a tensor of global ``shape``; ``local`` has no rows where other ranks own it."""
+    """This rank's shard of a tensor of global ``shape``; non-owners pass zero rows."""
     if not layout.owner:
         return dtensor(local, mesh, layout, shape)
     held = _held(mesh, layout.mesh, tuple(layout.owner.items()))
@@ -46,7 +46,7 @@ def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Seq
 @forgotten
 @functools.lru_cache(maxsize=1 << 10)
 def _held(mesh: DeviceMesh, axes: Mesh, owner: tuple[tuple[str, int], ...]) -> DeviceMesh:
-    """The ranks with these coordinates: along the axes that they name there is one."""
+    """The mesh of the ranks with these coordinates; axes that ``owner`` names have size 1."""
     ranks = mesh.mesh
     for axis, number in owner:
         ranks = ranks.narrow(axes.index(axis), number, 1)
@@ -62,7 +62,7 @@ def _held(mesh: DeviceMesh, axes: Mesh, owner: tuple[tuple[str, int], ...]) -> D
 
 @functools.cache
 def _mend_full_tensor() -> None:
-    """Have every rank get the whole of what others own, which torch leaves empty there."""
+    """Broadcast ``full_tensor()`` from the owners: torch returns an empty tensor elsewhere."""
     of_holders = DTensor.full_tensor
 
     @functools.wraps(of_holders)
@@ -74,7 +74,7 @@ def _mend_full_tensor() -> None:
 
 
 class _Told(HandingOn):
-    """What the ranks of the mesh ``held`` have, of this shape, on all ranks of the mesh that it is a part of."""
+    """Broadcast from the owners' mesh ``held`` to the mesh that it is part of."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, held: Any) -> torch.Tensor:
@@ -93,12 +93,12 @@ class _Told(HandingOn):
 
 
 def _placements(layout: Layout) -> tuple[Any, ...]:
-    """On the mesh of the owners."""
+    """Placements on the owners' mesh."""
     return tuple(layout.replace(dict.fromkeys(layout.owner, R)).to_torch())
 
 
 def side_by_side(tensors: Iterable[torch.Tensor]) -> None:
-    """Have tables of one width that this rank owns lie one after another in memory, so that one look-up serves them all."""
+    """Make this rank's tables of equal width contiguous in memory, for one grouped look-up."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for x in tensors:
         if is_owned(x) and (local := local_of(x)).ndim == 2 and len(local):  # type: ignore[arg-type]
@@ -111,17 +111,17 @@ def side_by_side(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def is_owned(x: torch.Tensor) -> bool:
-    """Whether ``x`` is a DTensor as :func:`as_dtensor` makes them of what some ranks own."""
+    """Whether ``x`` is a DTensor on an owners' mesh, from :func:`as_dtensor`."""
     return isinstance(x, DTensor) and (x.device_mesh.mesh_dim_names or ("",))[0].endswith(_OF_OWNERS)
 
 
 def device_type(x: torch.Tensor) -> str:
-    """Where its owners hold ``x``: on other ranks torch makes it of nothing, on the CPU."""
+    """Device type of the owners' data; torch puts the empty tensors of other ranks on the CPU."""
     return str(x.device_mesh.device_type) if isinstance(x, DTensor) and is_owned(x) else x.device.type
 
 
 def layout_on(mesh: Mesh, device_mesh: DeviceMesh, x: DTensor) -> Layout:
-    """The layout of a DTensor on ``device_mesh``, or on that of its owners."""
+    """The layout of a DTensor on ``device_mesh``, or on an owners' mesh within it."""
     if not is_owned(x):
         return Layout.from_torch(mesh, x.placements)
     first = device_mesh.mesh.flatten().tolist().index(int(x.device_mesh.mesh.flatten()[0]))
@@ -139,13 +139,13 @@ def lies_in(layout: Layout, mesh: DeviceMesh, x: torch.Tensor) -> bool:
 
 
 def local_of(x: DTensor) -> torch.Tensor:
-    """What this rank holds; of what others own, no rows: torch's own operations leave it without dims."""
+    """This rank's shard; if others own it, zero rows, with the dims that torch's ops drop."""
     local: torch.Tensor = x._local_tensor
     return local if local.ndim == x.ndim else _no_rows(local, x)
 
 
 def _no_rows(data: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """What a rank holds of ``like`` that does not own it. Ranks that do hold chunks of one length."""
+    """The empty shard of a rank that does not own ``like``; owners' shards have equal lengths."""
     mesh, placed = like.device_mesh, enumerate(like.placements)
     cut = [(p.dim, mesh.size(i)) for i, p in placed if isinstance(p, Shard)]
     rest = [n // math.prod(ranks for d, ranks in cut if d == dim) for dim, n in enumerate(like.shape)]
@@ -153,14 +153,14 @@ def _no_rows(data: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 
 def _placed(x: DTensor) -> DTensor:
-    """The same; a rank that does not own it has no rows where its owners' lie."""
+    """The same DTensor; an empty shard gets its rank and the device type of the owners."""
     local = x._local_tensor
     lies = local.ndim == x.ndim and local.device.type == x.device_mesh.device_type
     return x if lies else DTensor(_no_rows(local, x), x._spec, requires_grad=False)
 
 
 def part_of_owned(full: torch.Tensor, like: DTensor) -> DTensor:
-    """A whole tensor in the layout of ``like``, which some ranks own."""
+    """A full tensor in the table-wise layout of ``like``."""
     if like.device_mesh.get_coordinate() is None:
         return DTensor(_no_rows(full, like), like._spec, requires_grad=False)
     cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
@@ -168,7 +168,7 @@ def part_of_owned(full: torch.Tensor, like: DTensor) -> DTensor:
 
 
 def whole(local: torch.Tensor, shape: Sequence[int], owner: Sequence[str], comm: Communicator) -> torch.Tensor:
-    """What one rank along the axes ``owner`` has as ``local``, of this shape, on every rank. Collective."""
+    """The full tensor of ``shape`` from its owner along the axes ``owner``. Collective."""
     move = Move("P", "I", comm.active(tuple(owner)))
     with torch.no_grad(), bind(comm):
         if local.is_sparse:

@@ -1,7 +1,7 @@
-"""Sparse gradients under torch.distributed: DTensors whose local part is a list of rows, and what optimizers do with them.
+"""Sparse gradients: DTensors whose local shard is a COO tensor, and what optimizers do with them.
 
-torch's optimizers take the numbers of the rows, compute with the rows, and add a sparse tensor to the parameter and to
-their states. All of that is local: a rank has the rows of its part, numbered from where the part begins.
+torch's optimizers read row numbers, compute with the rows, and add a sparse tensor to parameter and
+states. All of that is local: row numbers count from the start of the rank's shard.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from autoshard.module.parameter_hooks import unheard
 
 
 class SparseGradient(DTensor):
-    """The gradient of a DTensor parameter, its local part a COO tensor. Optimizers see the rows of this rank."""
+    """The gradient of a DTensor parameter with a COO local shard; optimizers see local rows."""
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's rows, a COO tensor."""
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole gradient, dense. Collective."""
+        """The full dense gradient. Collective."""
         dense: torch.Tensor = DTensor(self._local_tensor.to_dense(), self._spec, requires_grad=False).full_tensor()
         return dense
 
@@ -44,9 +44,9 @@ class SparseGradient(DTensor):
 
 
 def accumulate(p: Any, local: torch.Tensor, spec: Any) -> None:
-    """Add a sparse gradient to ``p.grad``: autograd, in C++, would take a DTensor apart. Hooks of ``p`` run as it runs them."""
+    """Add a sparse gradient to ``p.grad`` and run hooks of ``p``, instead of the engine."""
     unheard(p)
-    gradient = _made(local.to(p.device), spec)  # a rank that has none of it holds nothing, on the CPU
+    gradient = _made(local.to(p.device), spec)  # ranks without rows: an empty CPU tensor
     for hook in tuple((p._backward_hooks or {}).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -67,7 +67,7 @@ def _like(x: SparseGradient, local: torch.Tensor) -> SparseGradient:
 
 
 def _new(x: SparseGradient, numbers: torch.Tensor, rows: torch.Tensor, size: Any) -> SparseGradient:
-    """Other rows with these numbers, as optimizers make them; ``size`` is that of the whole."""
+    """Other rows at these row numbers, as optimizers make them; ``size``: the global size."""
     return _like(x, torch.sparse_coo_tensor(numbers, rows, x._local_tensor.shape, check_invariants=False))
 
 
@@ -100,7 +100,7 @@ _plain: Any = adagrad._make_sparse
 
 
 def _make_sparse(gradient: Any, numbers: torch.Tensor, rows: torch.Tensor) -> Any:
-    """What :class:`torch.optim.Adagrad` adds to its state, made as :class:`torch.optim.SparseAdam` makes it."""
+    """What Adagrad adds to its state, made as :class:`torch.optim.SparseAdam` makes it."""
     if isinstance(gradient, SparseGradient):
         return _new(gradient, numbers, rows, gradient.size())
     return _plain(gradient, numbers, rows)

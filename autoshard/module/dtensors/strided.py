@@ -1,7 +1,7 @@
-"""DTensors of whose dim every part is cut: torch's strided shards know equal parts on one axis alone.
+"""Dims sharded segment by segment (fused q, k, v) as torch's strided shards.
 
-Others are strided shards whose split factor says a ratio (:func:`autoshard.layout.parts_of`). Torch's operations carry it;
-what cuts and gathers by it is here.
+torch's own know equal segments on one axis. Ours encode a ratio of segments in a negative split
+factor (:func:`autoshard.layout.parts_of`). Splitting, gathering and printing are patched here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.layout import parts_of
 
 
 def mend_strided() -> None:
-    """Have torch cut and gather by ratios, and print them."""
+    """Have torch split, gather and print strided shards by ratio."""
     of: Any = _StridedShard
     planner: Any = DTensorRedistributePlanner
     cut, shown, named, steps = of._split_tensor, of.__str__, of.__repr__, planner.generate_greedy_transform_infos
@@ -33,7 +33,7 @@ def mend_strided() -> None:
         return [torch.cat(mine, p.dim) for mine in zip(*chunks, strict=True)], [0] * ranks if with_padding else []
 
     def gathered_first(planner: Any, src: DTensorSpec, dst: DTensorSpec) -> Any:
-        """Inner axes before outer ones: of several on a dim torch takes each for the only one."""
+        """Gather inner axes before outer ones: torch handles one axis per dim only."""
         pairs = zip(src.placements, dst.placements, strict=True)
         changed = {p.dim for p, q in pairs if isinstance(p, _StridedShard) and says_ratio(p) and p != q}
         placements, found = list(src.placements), []
@@ -52,15 +52,15 @@ def mend_strided() -> None:
 
 
 def cuts(placement: Any, dim: int) -> bool:
-    """Whether tensor dim ``dim``, counted from the front, is cut: torch's strided shards say no to ``is_shard()``."""
+    """Whether ``dim`` (non-negative) is sharded; ``is_shard()`` is False for strided shards."""
     return bool(placement.is_shard(dim)) or (isinstance(placement, _StridedShard) and placement.dim == dim)
 
 
 def says_ratio(placement: _StridedShard) -> bool:
-    """Whether its split factor is no number of equal parts."""
+    """Whether the split factor encodes a ratio of segments."""
     return int(placement.split_factor) < 0
 
 
 def text(placement: _StridedShard) -> str:
-    """``_S(0, 4:1:1)``."""
+    """Text such as ``_S(0, 4:1:1)``."""
     return f"_S({placement.dim}, {':'.join(map(str, parts_of(int(placement.split_factor))))})"

@@ -1,7 +1,7 @@
-"""Functions of which DTensor's gradient is that of the whole: each is tried by a test.
+"""Functions whose DTensor gradient equals the unsharded one; a test tries each.
 
-Of others it lacks the backward of what it has the forward of (``hardtanh``), mixes parts and plain tensors in it
-(``cumprod``), or gives another gradient (``mse_loss`` of a target that is trained, too).
+For others DTensor lacks the backward (``hardtanh``), mixes shards and plain tensors in it
+(``cumprod``), or computes another gradient (``mse_loss`` with a trained target).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ TRUSTED = frozenset(
     "tensor_split tile topk transpose tril triu true_divide trunc type_as unbind unflatten unsqueeze var vstack "
     "binary_cross_entropy_with_logits where".split()
 )
-"""their names; ``add_``, ``inplace=True`` and methods count as they do"""
+"""function names; ``add_``, ``inplace=True`` and methods count as the function"""
 
 _WITHOUT = re.compile(
     r"arg\w+|is\w+|logical_\w+|bitwise_\w+|\w+_like|all|allclose|any|count_nonzero|detach|eq|equal|ge|greater\w*|gt|le|"
     r"less\w*|lt|ne|not_equal|numel|result_type|zero|fill"
 )
-"""names of functions whose results have no gradient of what they are given"""
+"""names of functions without a gradient for their arguments"""
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def lacks_gradient(func: Any) -> bool:
-    """Whether ``func`` computes what a gradient goes through, and is none of :data:`TRUSTED`."""
+    """Whether ``func`` is differentiable and not in :data:`TRUSTED`."""
     name = getattr(func, "__name__", "")
     name = name if name.startswith("__") else name.rstrip("_")
     if name in TRUSTED or _WITHOUT.fullmatch(name):

@@ -1,7 +1,7 @@
-"""Parts of parameters and gradients that scripts write to: ``p.grad[pad] = 0``, ``weight.data[pad].zero_()``.
+"""Writes through views of DTensors: ``p.grad[pad] = 0``, ``weight.data[pad].zero_()``.
 
-DTensor gives a copy where the dim that is indexed is cut, and what is written there is lost without a word. Here it
-reaches the parts.
+DTensor returns a copy if the indexed dim is sharded, and silently loses the write. Here it reaches
+the shards.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ VIEWS = {
     aten.split_with_sizes.default: 2,
     aten.diagonal.default: None,
 }
-"""what indexing, ``split``, ``chunk`` and ``diagonal`` take → where its dim stands, 0 if not given; None: it has several"""
+"""view op → position of its argument ``dim`` (0 by default); None: several dims"""
 
 _WRITING = re.compile(
     r"(?!requires_grad_|detach_|share_memory_)\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
-"""names of functions that write into their first argument"""
+"""names of in-place functions"""
 _DRAWS = re.compile(
     "normal|uniform|bernoulli|random|rand_|randn_|randint|exponential|cauchy|geometric|dropout|orthogonal|sparse|rrelu|"
     "dirac|multinomial|poisson|binomial|gumbel"
 )
-"""in names of functions that may draw"""
+"""substrings of names of functions that may draw random numbers"""
 _VIEWS = frozenset(
     "__getitem__ select narrow unbind chunk split split_with_sizes tensor_split hsplit vsplit dsplit view view_as reshape "
     "reshape_as transpose t permute movedim moveaxis swapaxes swapdims adjoint squeeze unsqueeze flatten unflatten ravel "
     "expand expand_as broadcast_to diagonal unfold contiguous detach".split()
 )
-"""names of functions whose results may be views in eager torch"""
+"""functions that may return a view in eager"""
 _GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH"))
-"""attributes that are"""
+"""attributes that return a view"""
 
 
 class Copied(DTensor):
-    """What eager has as a view of a parameter or gradient, and is a copy here: what is written goes to the source, too."""
+    """A copy that is a view in eager, of a parameter or gradient; writes reach its source."""
 
     __slots__ = ()
 
@@ -69,14 +69,14 @@ class Copied(DTensor):
 
 
 def in_order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments of a call with the first one by place: ``torch.nn.init`` gives all by name."""
+    """Arguments with the first one positional: ``torch.nn.init`` passes all by name."""
     if args or "tensor" not in kwargs:
         return args, kwargs
     return (kwargs["tensor"],), {name: x for name, x in kwargs.items() if name != "tensor"}
 
 
 def seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any], named: Mapping[str, Any] | None = None) -> Any:
-    """``made``, by ``view`` of ``x``, noted as what shows ``x``, or what that shows: the source, and how to come from there."""
+    """Record on ``made`` the source of this view of ``x`` and the steps from there."""
     source, steps, _ = x.__dict__.get("_of", (x, (), None))
     for i, each in enumerate(made if isinstance(made, list | tuple) else (made,)):
         if type(each) is DTensor:
@@ -86,7 +86,7 @@ def seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any], named: Mapp
 
 
 def _followed(whole: torch.Tensor, steps: Sequence[Any]) -> torch.Tensor:
-    """The view of ``whole`` to which these steps lead."""
+    """Replay recorded views on the full tensor."""
     for step, rest, named, i in steps:
         made = step(whole, *rest, **named)
         whole = made[i] if isinstance(made, list | tuple) else made
@@ -94,7 +94,7 @@ def _followed(whole: torch.Tensor, steps: Sequence[Any]) -> torch.Tensor:
 
 
 def shows(x: DTensor, view: Any, rest: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether what ``view`` gives of ``x`` is a view in eager: not of an index that is a tensor, nor where it has to copy."""
+    """Whether ``view`` of ``x`` is a view in eager: not with tensor indices or copies."""
     source, steps, _ = x.__dict__.get("_of", (x, (), None))
     whole = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
     try:
@@ -106,19 +106,19 @@ def shows(x: DTensor, view: Any, rest: Sequence[Any], named: Mapping[str, Any]) 
 
 
 def _version(source: DTensor) -> tuple[int, int]:
-    """Another one after every write into ``source``."""
+    """Changes with every write into ``source``."""
     return source.__dict__.get("_written", 0), 0 if source.is_inference() else source._version
 
 
 def is_alias(x: DTensor) -> bool:
-    """Whether what is written into this rank's part of a view reaches its source."""
+    """Whether writes into the local shard of a view reach its source."""
     source, _, _ = x.__dict__["_of"]
     same: bool = x._local_tensor.untyped_storage()._cdata == source._local_tensor.untyped_storage()._cdata
     return same
 
 
 def was_written(x: DTensor) -> None:
-    """Count a write into ``x``, for what else shows its source, and for autograd: DTensor writes where that does not see it."""
+    """Count a write into ``x``, for views of its source and for autograd, which does not see it."""
     source, steps, _ = x.__dict__.get("_of", (x, (), None))
     source.__dict__["_written"] = source.__dict__.get("_written", 0) + 1
     for each in {id(x): x, id(source): source}.values():
@@ -129,7 +129,7 @@ def was_written(x: DTensor) -> None:
 
 
 def up_to_date(given: Sequence[Any]) -> None:
-    """Have views among these show what was written into their sources since they were taken. Collective."""
+    """Refresh views whose sources were written since. Collective."""
     for x in given:
         if isinstance(x, DTensor) and "_of" in x.__dict__:
             source, steps, version = x.__dict__["_of"]
@@ -141,20 +141,20 @@ def up_to_date(given: Sequence[Any]) -> None:
 
 
 def _become(x: DTensor, whole: torch.Tensor) -> None:
-    """``x`` has the values and, where gradients are recorded, the history of ``whole``."""
-    if any(p.is_partial() for p in x.placements):  # a summand has no values of its own
+    """Give ``x`` the values and, if gradients are recorded, the history of ``whole``."""
+    if any(p.is_partial() for p in x.placements):  # a partial sum has no values of its own
         placements = [Replicate() if p.is_partial() else p for p in x.placements]
         with torch.no_grad():
             summed = x.redistribute(placements=placements)
         x._local_tensor, x._spec = summed._local_tensor, summed._spec
-    noted = x.__dict__.pop("_of", None)  # the write below is into this one alone
+    noted = x.__dict__.pop("_of", None)  # the write below is into ``x`` alone
     x.copy_(_part(whole, x))
     if noted is not None:
         x.__dict__["_of"] = noted
 
 
 def is_view(func: Any) -> bool:
-    """Whether what ``func`` gives may be a view of its first argument in eager."""
+    """Whether the result of ``func`` may be a view of its first argument in eager."""
     return getattr(func, "__name__", "") in _VIEWS or func in _GETTERS
 
 
@@ -169,17 +169,17 @@ def _is_writing(name: str) -> bool:
 
 
 def draws(func: Any) -> bool:
-    """Whether ``func`` may draw."""
+    """Whether ``func`` may draw random numbers."""
     return bool(_DRAWS.search(getattr(func, "__name__", "")))
 
 
 def drawing_alike(func: Any, x: DTensor, named: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Inside, ``func`` of the whole draws the same on all ranks where it draws."""
+    """Inside, ``func`` on the full tensor draws the same numbers on all ranks."""
     return first_ranks_generator(x, named.get("generator")) if draws(func) else nullcontext()
 
 
 def indexed(x: Any, made: Any, op: Any, rest: tuple[Any, ...]) -> Any:
-    """``made``, by one of :data:`VIEWS`, of ``x``: noted where it is a copy of a parameter or gradient."""
+    """Record ``made``, a result of :data:`VIEWS`, if it is a copy of a parameter or gradient."""
     at = VIEWS[op]
     dims = range(x.ndim) if at is None else (rest[at - 1] % max(x.ndim, 1) if len(rest) >= at else 0,)
     cut = any(cuts(p, dim) for p in x.placements for dim in dims)
@@ -188,7 +188,7 @@ def indexed(x: Any, made: Any, op: Any, rest: tuple[Any, ...]) -> Any:
 
 
 def set_through(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether ``write`` is into what :func:`seen_from` noted; then it was done to what that is a copy of, and to the copy."""
+    """If the first argument is a recorded view, apply ``write`` to source and copy."""
     copied = args[0] if args else None
     if not isinstance(copied, DTensor) or "_of" not in copied.__dict__:
         return False
@@ -198,7 +198,7 @@ def set_through(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 
 
 def set_whole(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Do ``write`` to the whole of the first argument, or of what it shows; every rank takes its part, with its history."""
+    """Apply ``write`` to the full source of the first argument and reshard it, with its history."""
     x = args[0]
     source, steps, _ = x.__dict__.get("_of", (x, (), None))
     own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (tuple(args[1:]), dict(kwargs)))
@@ -218,13 +218,13 @@ def set_whole(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
 
 
 def alongside(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor whose part on this rank is ``local``, and which lies as ``like`` does; gradients flow."""
+    """A DTensor with local shard ``local`` and the placements of ``like``; differentiable."""
     shape, stride = like.shape, like.stride()
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole_on(mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
-    """A plain tensor, which is the same on all ranks, as a DTensor that is whole on each; gradients flow."""
+    """A plain tensor, equal on all ranks, as a replicated DTensor; differentiable."""
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
