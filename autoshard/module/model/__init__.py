@@ -1,1 +1,1 @@
-"""The user's model behind the sharded one: its parts, its state, how it looks from outside."""
+"""The model behind a sharded module: submodules, state, and what users see of them."""

@@ -1,4 +1,4 @@
-"""What users attached to the parameters and buffers of their model, on those of the sharded module."""
+"""User attributes of parameters and buffers, carried over to the sharded module's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _WHOLE = (torch.Tensor, nn.Parameter)
 
 
 def carry(tensors: Mapping[str, torch.Tensor], new: Mapping[int, torch.Tensor], memo: Mapping[int, Any]) -> None:
-    """Give every new tensor the attributes that users set on the old one.
+    """Copy the attributes that users set on the ``tensors`` to their successors.
 
-    ``tensors``: the old ones by name. ``new``: those that stand for them, by the id of the old one. ``memo``: the same of
-    modules. Functions and containers hold these, too. A whole tensor of the parameter's shape, such as a mask, is sharded as
-    the parameter is.
+    ``tensors``: the old ones by name. ``new``: successors by id of the old tensor; ``memo``: of
+    modules. Functions and containers are copied with successors inside. A tensor of the parameter's
+    shape, such as a mask, is sharded like the parameter.
     """
     memory = memory_of(tensors.values())
     for name, old in tensors.items():
@@ -41,7 +41,7 @@ def carry(tensors: Mapping[str, torch.Tensor], new: Mapping[int, torch.Tensor], 
 
 
 def without_data(p: nn.Parameter) -> nn.Parameter:
-    """What stands for a parameter where it has no data: of its class, with its hooks, which captures with a backward refuse."""
+    """A meta stand-in of a parameter, with its class and its hooks, which capture refuses."""
     made = with_class(nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad), p)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         setattr(made, hooks, getattr(p, hooks))
@@ -49,7 +49,7 @@ def without_data(p: nn.Parameter) -> nn.Parameter:
 
 
 def duplicate(x: DTensor) -> torch.Tensor:
-    """A copy without a gradient, as ``copy.deepcopy`` makes it of a plain tensor: a parameter has its class alone."""
+    """A copy without gradient, as ``copy.deepcopy`` makes; plain Parameters lose attributes."""
     is_parameter, kind = isinstance(x, nn.Parameter), class_of(x)
     made: torch.Tensor = x.detach().clone()
     if is_parameter:

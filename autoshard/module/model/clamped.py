@@ -1,4 +1,4 @@
-"""Parameters that a forward clamps in place before it reads them: every rank clamps what it holds."""
+"""In-place clamps of parameters by the forward: every rank clamps its shard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.passes.capture.substitutes.clamps import Bounds
 
 
 def clamp(parameters: Iterable[tuple[Any, Bounds]]) -> None:
-    """Bring parameters, or parts of them, between their bounds; as for ``.data``, autograd does not see it."""
+    """Clamp parameters or shards to their bounds; as for ``.data``, autograd does not see it."""
     for parameter, (low, high) in parameters:
         held = parameter.detach()
         own: torch.Tensor = held.to_local() if isinstance(held, DTensor) else held

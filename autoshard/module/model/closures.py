@@ -1,7 +1,7 @@
-"""Copies of what holds a model's modules and tensors, so that they hold those of a copy of the model.
+"""Deep copies of functions, closures and weak references that hold a model's modules and tensors.
 
-``copy.deepcopy`` leaves functions, weak references and caches of calls as they are: a lambda over ``self`` in a copy would run
-the original, with the weights and modes that it had.
+``copy.deepcopy`` keeps functions, weak references and lru_caches: a lambda over ``self`` in a copy
+would run the original.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Memo = dict[int, Any]
 
 @contextlib.contextmanager
 def in_copies(own: Collection[int]) -> Iterator[None]:
-    """Inside, ``copy.deepcopy`` copies functions and weak references, too, that reach what is in ``own``, by its id."""
+    """Inside, ``copy.deepcopy`` also copies functions and weakrefs that reach ids in ``own``."""
 
     def function(x: FunctionType, memo: Memo) -> FunctionType:
         if not _reaches(x, own):
@@ -33,7 +33,7 @@ def in_copies(own: Collection[int]) -> Iterator[None]:
         cells = tuple(CellType() for _ in x.__closure__ or ())
         made = memo[id(x)] = FunctionType(x.__code__, x.__globals__, x.__name__, None, cells or None)
         for new, old in zip(cells, x.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # nothing is in it yet
+            with contextlib.suppress(ValueError):  # an empty cell
                 new.cell_contents = part(old.cell_contents, memo)
         made.__defaults__, made.__kwdefaults__ = part(x.__defaults__, memo), part(x.__kwdefaults__, memo)
         made.__dict__.update({name: part(value, memo) for name, value in vars(x).items()})
@@ -71,24 +71,24 @@ def in_copies(own: Collection[int]) -> Iterator[None]:
     }
     table = {**copy._deepcopy_dispatch, **kinds}  # type: ignore[attr-defined]
     patches = [(copy, "_deepcopy_dispatch", table)]
-    if atomic := getattr(copy, "_atomic_types", None):  # as of Python 3.14, asked before the table
+    if atomic := getattr(copy, "_atomic_types", None):  # Python 3.14 asks it before the table
         patches.append((copy, "_atomic_types", atomic - kinds.keys()))
     with patched(patches):
         yield
 
 
 def tensors_stay() -> contextlib.AbstractContextManager[None]:
-    """Inside, ``copy.deepcopy`` gives tensors themselves, but for those that its memo has."""
+    """Inside, ``copy.deepcopy`` returns tensors themselves unless its memo has them."""
     return patched((kind, "__deepcopy__", lambda x, memo: x) for kind in (torch.Tensor, nn.Parameter))
 
 
 def of_model(model: nn.Module) -> set[int]:
-    """The ids of its modules, parameters and buffers."""
+    """The ids of the model's modules, parameters and buffers."""
     return {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
 
 
 def copied(x: Any, memo: Mapping[int, Any]) -> Any:
-    """``x`` with what ``memo`` gives for parts of it, by their ids; itself where it holds none of these."""
+    """``x`` with the objects of ``memo`` (by id) replaced; ``x`` itself if it holds none."""
     foreign: dict[int, nn.Module] = {}
     if not _reaches(x, memo.keys(), foreign):
         return x
@@ -97,7 +97,7 @@ def copied(x: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def _reaches(x: Any, own: Collection[int], foreign: dict[int, nn.Module] | None = None) -> bool:
-    """Whether ``x`` is or holds one of these. ``foreign`` takes other modules that it holds."""
+    """Whether ``x`` is or holds an object of ``own`` (ids). ``foreign`` collects other modules."""
     found, seen, level = False, set[int](), [x]
     for _ in range(2 * DEPTH):
         level = [y for y in level if not (id(y) in seen or seen.add(id(y)))]  # type: ignore[func-returns-value]
@@ -128,5 +128,5 @@ def _held_by(x: Any) -> Iterable[Any]:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing is in it yet
+    except ValueError:  # an empty cell
         return None

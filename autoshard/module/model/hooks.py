@@ -1,4 +1,4 @@
-"""Forward hooks of modules inside a sharded module: programs compute what those that are there in a call return."""
+"""Forward hooks of submodules: programs compute what the hooks present at a call return."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ FORWARD = "_forward_pre_hooks", "_forward_hooks"
 HOOKS = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
 FLAGS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
 GIVEN = "_given_hooks"
-"""of a part: by kind the dict of the user's module, from which his handles remove, and the hooks that were in it"""
+"""key in a submodule's dict: kind → (the user's hook dict, the hooks it had at adoption)"""
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
 @dataclass(frozen=True)
 class Hook:
-    """One that is called, or an attribute that it finds on its module."""
+    """A registered forward hook, or a plain attribute that a hook may read from its module."""
 
     place: str
     name: str
     number: int = field(repr=False, default=0)
-    """of its handle: no other hook of this process has it, and other processes count otherwise"""
+    """hook id, unique in this process; other processes number differently"""
     value: Any = None
 
 
 def share(part: nn.Module, module: nn.Module) -> None:
-    """Let ``part`` have the hooks of the user's module, until it is adopted: then :func:`adopt` gives it its own."""
+    """Share the hook dicts of the user's module until :func:`adopt` separates them."""
     part.__dict__.update({kind: vars(module)[kind] for kind in (*HOOKS, *FLAGS) if kind in vars(module)})
 
 
 def adopt(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-    """Part the hooks of ``parts`` from those of the user's ``model``: what he removes there is removed, nothing is added."""
+    """Separate hooks of ``parts`` from ``model``: removals there still apply, additions do not."""
     for path, module in model.named_modules():
         own = vars(parts[path])
         for kind in (*HOOKS, *FLAGS):
@@ -56,7 +56,7 @@ def adopt(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
 
 
 def present(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]:
-    """The forward hooks of these modules, and the plain attributes that users set there after the module was compiled."""
+    """The forward hooks of these modules, and plain attributes that users set after compilation."""
     found: list[Hook] = []
     for path, part in parts:
         _removed(part)
@@ -67,7 +67,7 @@ def present(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]:
 
 
 def new_attributes(part: nn.Module) -> dict[str, Any]:
-    """Plain attributes that the user's module did not have."""
+    """Plain attributes that the user's module lacked."""
     known = {*vars(nn.Module()), "_original", "_known", GIVEN, *vars(part)["_known"]}
     return {n: x for n, x in vars(part).items() if n not in known and isinstance(x, _PLAIN)}
 
@@ -80,7 +80,7 @@ def _removed(part: nn.Module) -> None:
 
 @contextlib.contextmanager
 def called(model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Inside, the modules of ``model`` have the hooks of their parts. ``tensors``: its own, by the ids of the parts'."""
+    """Inside, modules of ``model`` have their parts' hooks. ``tensors``: its own, by part id."""
     modules = dict(model.named_modules())
     memo = {**{id(parts[path]): m for path, m in modules.items()}, **tensors}
     before = {path: {kind: vars(m)[kind] for kind in (*HOOKS, *FLAGS)} for path, m in modules.items()}
@@ -109,7 +109,7 @@ def called(model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[in
 
 
 def _checked(path: str, hook: Callable[..., Any], sees_output: bool) -> Callable[..., Any]:
-    """The hook; refused where it is one that observes, which would see a trace, once."""
+    """``hook``, refused if it only observes values: it would see one trace, not each call."""
 
     @functools.wraps(hook)
     def called(module: nn.Module, *given: Any) -> Any:
@@ -120,7 +120,7 @@ def _checked(path: str, hook: Callable[..., Any], sees_output: bool) -> Callable
             found = hook(module, *given)
         if not (found is None or (sees_output and found is given[-1])) or before != [x._version for x in tensors]:
             return found
-        found, code = None, _code(hook)  # it is counted below what holds a tensor
+        found, code = None, _code(hook)  # frees the result: references are counted below
         if uses.any or held != sum(map(sys.getrefcount, tensors)) or code is None or "training" not in code.co_names:
             at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
             raise CaptureError(
@@ -134,7 +134,7 @@ def _checked(path: str, hook: Callable[..., Any], sees_output: bool) -> Callable
 
 
 class _Uses(TorchFunctionMode):
-    """Whether anything is computed, or asked, of tensors."""
+    """Records whether the hook computes or asks anything of tensors."""
 
     any = False
 

@@ -1,7 +1,6 @@
-"""A model's own parameters, which a sharded module has taken over since.
+"""Moved-from parameters: the originals, after a sharded module has taken them over.
 
-The step of an optimizer that was made of them would train nothing. Another model that shares them has its own when it is
-compiled, too.
+An optimizer made of them would train nothing. Another compiled model that shares them gets its own.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from autoshard.errors import AutoshardError
 log = logging.getLogger("autoshard")
 
 _MARK = "_autoshard_left"
-"""of a parameter that was left, the number of the sharded module that took it over last"""
+"""attribute of a moved-from parameter: number of the sharded module that took it last"""
 _NUMBERS = itertools.count()
 _TAKEN: weakref.WeakKeyDictionary[nn.Module, tuple[int, weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
-"""sharded module → its number, and the model that it is of"""
+"""sharded module → (its number, its model)"""
 
 
 def leave(model: nn.Module, inside: Collection[str], sharded: nn.Module) -> None:
-    """Know that the parameters of the user's model have successors in a sharded module, and tell of those that the sharded
-    module of another model has, too. ``inside``: those that it shares with modules inside of it."""
+    """Mark parameters as moved; warn of those shared with another compiled model.
+    ``inside``: names shared with its own submodules."""
     _watch()
     number, others = next(_NUMBERS), {n for n, of in _TAKEN.values() if of() is not model}
     _TAKEN[sharded] = number, weakref.ref(model)
@@ -52,8 +51,8 @@ def _watch() -> None:
 
 
 def _check(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a step of which no parameter has a gradient, where some were left; the user may well train his own model."""
-    if len(args) > 1 or kwargs.get("closure") is not None:  # it makes the gradients
+    """Refuse a step on moved-from parameters without any gradient."""
+    if len(args) > 1 or kwargs.get("closure") is not None:  # the closure computes gradients
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if all(p.grad is None for p in parameters) and any(hasattr(p, _MARK) for p in parameters):

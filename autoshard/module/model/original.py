@@ -1,4 +1,4 @@
-"""The model that a sharded module stands for: the user's own until it is adopted, then a skeleton on the meta device."""
+"""The model behind a sharded module: the user's own until adoption, then a meta-device skeleton."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from autoshard.runtime.autocast import autocast_state
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """The tensors of a call, how they looked, and what that makes of :class:`State`."""
+    """A snapshot of the adopted tensors, and the fields of :class:`State` that follow from it."""
 
     looks: list[tuple[dict[str, Any], str, torch.Tensor, bool, Any]]
-    """where it is held, the tensor, requires_grad, and what else counts: see :func:`_form_of`"""
+    """(holder dict, key, tensor, requires_grad, :func:`_form_of` or spec) of each tensor"""
     trained: tuple[bool, ...]
     forms: tuple[Any, ...]
 
     def lasts(self) -> bool:
-        """Whether they are there, and look so."""
+        """Whether the same tensors are still in place, unchanged."""
         for holder, leaf, tensor, trained, form in self.looks:
             if holder.get(leaf) is not tensor or tensor.requires_grad is not trained:
                 return False
@@ -54,10 +54,10 @@ def _form_of(tensor: torch.Tensor) -> Any:
 
 
 class Original:
-    """``model``, and what stands for its modules and tensors in the sharded module.
+    """``model``, and the modules and tensors that represent it in the sharded module.
 
-    Programs are captured from ``model`` with the modes of ``parts`` and, once it is a skeleton, with the types and
-    requires_grad flags of the tensors in ``slots``, so that both may change between calls.
+    Programs are captured from ``model`` with the modes of ``parts``. Once it is a skeleton, capture
+    takes types and requires_grad from the tensors in ``slots``. So both may change between calls.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,25 +65,25 @@ class Original:
         self.adopted = False
         self.parts = parts_of(model)
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}
-        """original name → the dict and the key under which the parts hold the tensor"""
+        """original name → (dict, key) that holds the tensor in ``parts``"""
         self.parameters: list[str] = []
         self.absent: dict[str, tuple[torch.Tensor, int]] = {}
-        """buffers without values, that no checkpoint will bring: name → what is held for it, and its version"""
+        """non-persistent buffers without values: name → (placeholder, its version)"""
         self.origins: dict[str, tuple[int, int]] = {}
-        """which of the user's tensors were taken over, by id, and their versions then"""
+        """name → (id, version) of the user's tensor when it was taken over"""
         self.elsewhere: dict[str, torch.Tensor] = {}
-        """what other processes hold, without data: original name → shape, dtype and requires_grad"""
+        """tensors of other processes: original name → meta tensor (shape, dtype, requires_grad)"""
         self.ties: dict[str, str] = {}
-        """further names of a tensor → its first"""
+        """further names of a tied tensor → its first name"""
         self._seen: Seen | None = None
-        """the tensors of the last call"""
+        """snapshot of the last call"""
         self._places: list[dict[Any, Any]] | None = None
-        """where the parts hold forward hooks"""
+        """the forward-hook dicts of all parts"""
         self._states: deque[tuple[Any, State]] = deque(maxlen=4)
-        """those of the last calls, each with its fields: tuples are compared without a call of Python"""
+        """of the last calls, with their fields: comparing tuples needs no Python call"""
 
     def renewed(self) -> bool:
-        """Take in modules that the user gave his model before it was adopted; whether there are any."""
+        """Adopt modules added to the model before its first call; whether there were any."""
         if self.adopted:
             return False
         now = {path: type(m) for path, m in self.model.named_modules(remove_duplicate=False)}
@@ -96,7 +96,7 @@ class Original:
 
     @property
     def root(self) -> Part:
-        """What stands for the model itself."""
+        """The part of the model itself."""
         return self.parts[""]
 
     @property
@@ -112,13 +112,13 @@ class Original:
         return present(self.parts.items()) if any(self._places) else ()
 
     def by_original(self) -> dict[int, Part]:
-        """The parts by the id of the user's module."""
+        """Parts by id of the user's module."""
         return {id(m): self.parts[path] for path, m in self.model.named_modules(remove_duplicate=False)}
 
     # --- tensors ---
 
     def put(self, name: str, tensor: torch.Tensor, parameter: bool, persistent: bool = True) -> None:
-        """Hold ``tensor`` under its original name from now on."""
+        """Hold ``tensor`` under its original name."""
         path, _, leaf = name.rpartition(".")
         part = self.parts[path]
         holder: dict[str, Any] = part._parameters if parameter else part._buffers
@@ -130,7 +130,7 @@ class Original:
             part._non_persistent_buffers_set.add(leaf)
 
     def put_elsewhere(self, name: str, tensor: torch.Tensor, parameter: bool) -> None:
-        """Know that another process holds the tensor of this name; here its module has none."""
+        """Record a tensor that another process holds; here its module has None."""
         path, _, leaf = name.rpartition(".")
         part = self.parts[path]
         (part._parameters if parameter else part._buffers)[leaf] = None
@@ -139,7 +139,7 @@ class Original:
             self.parameters.append(name)
 
     def tensor(self, name: str) -> Any:
-        """The parameter or buffer of this original name, whatever the user has put there."""
+        """The current parameter or buffer of this original name."""
         if name in self.elsewhere:
             return self.elsewhere[name]
         holder, leaf = self.slots[name]
@@ -152,7 +152,7 @@ class Original:
         return found
 
     def each(self, names: Sequence[str]) -> list[Any]:
-        """:meth:`tensor` of each of these names, in few calls: every step asks."""
+        """:meth:`tensor` of each name, in few Python calls: it runs in every step."""
         if self.elsewhere:
             return [self.tensor(name) for name in names]
         found = [holder.get(leaf) for holder, leaf in [self.slots[name] for name in names]]
@@ -160,7 +160,7 @@ class Original:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Inside, leaves with the same data stand in for parameters that are trained: pairs of these, each once."""
+        """Inside, leaves replace trained parameters; yields pairs (parameter, leaf)."""
         before = {name: self.tensor(name) for name in self.parameters if name in self.slots}
         leaves = {id(p): (p, p.detach().requires_grad_()) for p in before.values() if p.requires_grad}
         try:
@@ -174,9 +174,9 @@ class Original:
                 holder[leaf] = p
 
     def held(self) -> dict[str, torch.Tensor]:
-        """Every parameter and buffer under each of its names: those in the parts, or the user's own before adoption."""
+        """All parameters and buffers by each of their names; before adoption the user's own."""
         if self.adopted:
-            others = sorted({*self.slots, *self.elsewhere} - {*self.parameters})  # the same order in every process
+            others = sorted({*self.slots, *self.elsewhere} - {*self.parameters})  # same order on all ranks
             found = {name: self.tensor(name) for name in (*self.parameters, *others)}
             for name, tied in self.ties.items():
                 if found[name] is not found[tied]:
@@ -190,30 +190,30 @@ class Original:
         return {**parameters_of(model), **buffers}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Every parameter and buffer, without a look at what they were when the module was compiled."""
+        """All parameters and buffers, without checks for removed or untied tensors."""
         if self.adopted:
             own = [t for holder, leaf in self.slots.values() if (t := holder.get(leaf)) is not None]
             return [*own, *self.elsewhere.values()]
         return [*self.model.parameters(), *self.model.buffers()]
 
     def state(self, recorded: bool, grad: bool, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> State:
-        """The state of a call. ``form``: what programs depend on of a tensor. Raises as :meth:`seen`."""
+        """The state of a call. ``form``: guards of a tensor. Raises as :meth:`seen`."""
         inference = torch.is_inference_mode_enabled()
-        if not self.adopted:  # its weights may be elsewhere, or nowhere
+        if not self.adopted:  # weights may be on another device, or missing
             return State(recorded, grad, inference, self.modes, (), (), autocast_state(), defaults(), self.hooks)
         seen = self.seen(form)
         modes, casts = self.modes, autocast_state()
         now = recorded, grad, inference, modes, seen.trained, seen.forms, casts, defaults(), self.hooks
         for known, state in self._states:
             if known == now:
-                return state  # the same object as before: its number is known
+                return state  # the same object keeps its cached number
         self._states.appendleft((now, State(*now)))
         return self._states[0][1]
 
     def seen(self, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> Seen:
-        """What the adopted tensors are now: the same object as before where nothing changed, as in most calls.
+        """The snapshot of the tensors; in most calls the previous object, unchanged.
 
-        Raises :class:`CaptureError` where tensors were taken away or untied.
+        Raises :class:`CaptureError` for removed or untied tensors.
         """
         known = self._seen
         if known is None or len(known.looks) != len(self.slots) + len(self.elsewhere) or not known.lasts():
@@ -230,11 +230,11 @@ class Original:
         made = memo[id(self)] = object.__new__(Original)
         with in_copies(of_model(self.model)):
             made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        made._without_values(self.absent)  # versions count from another number
+        made._without_values(self.absent)  # versions of copies differ
         return made
 
     def adopt(self, absent: Iterable[str] = ()) -> None:
-        """Keep only a skeleton of the model for later captures; the parts hold its tensors, ``absent`` without values."""
+        """Keep a meta skeleton for captures; ``parts`` hold tensors, ``absent`` ones empty."""
         self._without_values(absent)
         first: dict[int, str] = {}
         for name in self.slots:
@@ -248,14 +248,14 @@ class Original:
         self.absent = {name: (tensor := self.tensor(name), tensor._version) for name in absent}
 
     def note_origins(self) -> None:
-        """Remember the user's tensors as they are taken over."""
+        """Record identity and version of the user's tensors as they are taken over."""
         model = self.model
         tensors = (*parameters_of(model).items(), *model.named_buffers(remove_duplicate=False))
         self.origins = {name: _look(t) for name, t in tensors}
 
     def check_unchanged(self, name: str, now: torch.Tensor, shown: str) -> None:
-        """Raise :class:`CaptureError` where the user has written to a tensor of his, ``now``, since it was taken over: then
-        one part of his model would compute with the old values and another one with the new."""
+        """Raise :class:`CaptureError` if the user wrote to ``now`` after a submodule took it:
+        else that submodule would compute with the old values."""
         if self.origins.get(name) != _look(now) and _memory(self.tensor(name)) != _memory(now):
             raise CaptureError(
                 f"{shown!r} was changed after a module with it was called and before the whole was: compile the model again, "
@@ -263,7 +263,7 @@ class Original:
             )
 
     def check_present(self, names: Iterable[str]) -> None:
-        """Raise :class:`CaptureError` for buffers among ``names`` that came without values and were given none since."""
+        """Raise :class:`CaptureError` for buffers among ``names`` that never got values."""
         for name, (empty, version) in list(self.absent.items()):
             now = self.tensor(name)
             if now is not empty or now._version != version:
@@ -276,12 +276,12 @@ class Original:
             )
 
     def replace(self, name: str, tensor: torch.Tensor) -> None:
-        """Put another tensor in the place of a buffer, as a forward does that sets it anew."""
+        """Replace a buffer, as a forward does that assigns it."""
         holder, leaf = self.slots[name]
         holder[leaf] = tensor
 
     def released(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The tensors in these plain attributes of the skeleton, in which they are buffers from now on."""
+        """Turn these plain attributes of the skeleton into buffers; returns their tensors."""
         found = {name: attribute(self.model, name) for name in names}
         as_buffers(self.model, found)
         for name, tensor in found.items():
@@ -295,15 +295,15 @@ class Original:
     def as_it_is(
         self, check: Callable[[str, torch.Tensor], None], whole: Callable[[str], torch.Tensor]
     ) -> Iterator[nn.Module]:
-        """The model in the modes and, once adopted, with the types, flags and small buffers that the module has now.
+        """The model for capture with present modes; once adopted, with present types and flags.
 
-        ``check``: raises for a parameter or buffer, by name, that programs cannot take. ``whole``: gives a buffer.
+        ``check(name, tensor)`` raises if unusable; ``whole(name)``: values of small buffers.
         """
         if self.adopted:
             self._follow(check)
         buffers = dict(self.model.named_buffers()) if self.adopted else {}
         for name, b in buffers.items():
-            if b.numel() <= SMALL:  # it may decide which way the forward goes
+            if b.numel() <= SMALL:  # its values may decide control flow
                 setattr(b, VALUES, whole(name))
         modules = dict(self.model.named_modules())
         before = {path: module.training for path, module in modules.items()}
@@ -319,7 +319,7 @@ class Original:
                 b.__dict__.pop(VALUES, None)
 
     def _standing_for(self) -> dict[int, torch.Tensor]:
-        """The model's tensors by the ids of the parts'."""
+        """The model's tensors by id of the tensors in ``parts``."""
         model = self.model
         named = {**parameters_of(model), **dict(model.named_buffers(remove_duplicate=False))}
         return {id(self.tensor(name)): own for name, own in named.items()} if self.adopted else {}
@@ -348,21 +348,21 @@ class Original:
 
 
 def absent_buffers(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Those among ``names`` of buffers that are on the meta device."""
+    """Buffers among ``names`` that are on the meta device."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return [name for name in buffers if name in names and buffers[name].is_meta]
 
 
 def not_saved(model: nn.Module) -> set[str]:
-    """The names of buffers that no state dict holds."""
+    """The names of non-persistent buffers."""
     modules = model.named_modules()
     return {f"{path}.{name}" if path else name for path, m in modules for name in m._non_persistent_buffers_set}
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with its parameters and buffers on the meta device; ties are kept, no memory is taken.
+    """A copy of ``model`` with meta parameters and buffers; ties are kept.
 
-    Other tensors that it holds are the same: what is written there is seen in later captures.
+    Other tensors are shared: later captures see writes to them.
     """
     memo: dict[int, Any] = {id(recording_of(model)): None}
     for p in model.parameters():
@@ -375,7 +375,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     with in_copies(of_model(model)), tensors_stay():
         try:
             made = copy.deepcopy(model, memo)
-        except TypeError as error:  # Python's own, of generators, locks and open files
+        except TypeError as error:  # Python's own: generators, locks, open files
             raise CaptureError(
                 f"the model cannot be copied: {error}. Keep what cannot out of it, or give its class a __deepcopy__."
             ) from error
@@ -384,7 +384,7 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 def computed(model: nn.Module) -> list[torch.Tensor]:
-    """Attributes computed from parameters, such as the weights of old weight norms, or in the memory of one.
+    """Tensor attributes that are no leaves (old weight norm) or share a parameter's memory.
 
     ``copy.deepcopy`` refuses the former.
     """

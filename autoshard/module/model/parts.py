@@ -1,4 +1,4 @@
-"""The modules of the original model as users see them on a sharded one: their classes, modes, parameters and buffers."""
+"""Submodules as users see them on a sharded module: classes, modes, parameters, buffers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HOLDERS = (torch.Tensor, nn.Module, RemovableHandle, tuple, list, dict, set)
 
 
 class Children(dict[str, "nn.Module | None"]):
-    """The modules inside a module, fixed: compiled programs run the ones that were there. ``new``: others may be added."""
+    """Child modules, which programs have fixed. ``new``: others may be added."""
 
     def __init__(self, entries: Iterable[tuple[str, nn.Module | None]] = (), new: bool = False) -> None:
         super().__init__(entries)
@@ -56,7 +56,7 @@ class Children(dict[str, "nn.Module | None"]):
 
 
 class Fixed(nn.Module):
-    """A module whose plain attributes are constants of compiled programs; parameters, buffers and modes may change."""
+    """A module with plain attributes as program constants; tensors and modes may change."""
 
     _original: type[nn.Module]
     _known: frozenset[str]
@@ -79,7 +79,7 @@ class Fixed(nn.Module):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        """As the model's own; of what is not kept it says why."""
+        """As the model's own; the error for an attribute that is not kept says why."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -91,10 +91,10 @@ class Fixed(nn.Module):
             ) from error
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """As torch's; where a parameter or buffer is a DTensor, every rank takes its part of a full tensor."""
+        """As torch's; a DTensor parameter or buffer takes its shard of a full tensor."""
         own: dict[str, Any] = {prefix + name: p for name, p in (*self._parameters.items(), *self._buffers.items())}
         parts = {n: part_of(state_dict[n], p) for n, p in own.items() if isinstance(p, DTensor) and n in state_dict}
-        state_dict.update(parts)  # in place, as an ActivationWrapper names entries for what it wraps
+        state_dict.update(parts)  # in place: ActivationWrapper renames entries of this dict
         nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -116,16 +116,16 @@ class Fixed(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """DistributedDataParallel asks for it before anything else."""
+        """The first attribute that DistributedDataParallel reads."""
         raise AutoshardError(
             "a sharded module must not be wrapped in DistributedDataParallel: it sums gradients over its mesh itself. "
             "Use it as it is; with accelerate, prepare the optimizer alone, and save full_state_dict(): save_state saves no "
             "model then."
         )
 
-    # What classes of their own do about tensors is for modules that run.
+    # Overrides in the user's classes are for modules that run.
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """As torch's, which loses attributes, classes and hooks of DTensors: another tensor is swapped into these."""
+        """As torch's, which swaps DTensors and loses their attributes, classes and hooks."""
         before: list[Any] = [(p, type(p), dict(vars(p))) for p in self._parameters.values() if isinstance(p, DTensor)]
         made = nn.Module._apply(self, fn, recurse)
         for p, kind, attributes in before:
@@ -147,7 +147,7 @@ class Fixed(nn.Module):
 
 
 def _for_models(remove: Callable[..., None]) -> Callable[..., None]:
-    """``remove`` of a reparametrization by a hook, refused on modules of ours before it computes or changes anything."""
+    """``remove`` of a hook-based reparametrization, refused on our modules before any change."""
 
     @functools.wraps(remove)
     def removed(self: Any, module: nn.Module) -> None:
@@ -175,10 +175,10 @@ def _refused(register: Callable[..., Any]) -> Any:
 
 
 class Part(Fixed):
-    """A module of the original model, of its class: it has a mode and holds tensors; only the whole runs."""
+    """A submodule of the model, of its class, with modes and tensors; only the full model runs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: programs are of the whole model."""
+        """Refused: programs compute the full model."""
         raise CaptureError(
             f"a {self._original.__name__} inside a sharded module cannot be called alone: programs are of the whole model. "
             "Call the sharded module, or compile this module by itself."
@@ -190,7 +190,7 @@ class Part(Fixed):
 
 
 def part_of(full: Any, like: DTensor) -> Any:
-    """A full tensor in the layout of ``like``; anything else, or of another shape, as it is."""
+    """This rank's shard of ``full`` in the layout of ``like``; unchanged if shapes differ."""
     if not isinstance(full, torch.Tensor) or isinstance(full, DTensor) or full.shape != like.shape:
         return full
     if is_owned(like):
@@ -201,7 +201,7 @@ def part_of(full: Any, like: DTensor) -> Any:
 
 
 def same(old: Any, new: Any) -> bool:
-    """Whether setting ``new`` in place of ``old`` changes nothing."""
+    """Whether assigning ``new`` to ``old`` changes nothing."""
     return old is new or (isinstance(new, _PLAIN) and constant(old) == constant(new))
 
 
@@ -212,7 +212,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Module path → a part for every module of ``model``, put together as they are; a module of two paths is one part.
+    """Module path → part; a module with two paths has one part.
 
     Parts have the modes and attributes of the originals, and no tensors yet.
     """
@@ -247,14 +247,14 @@ def _part(module: nn.Module, classes: dict[type, type[Part]]) -> Part:
 
 
 def name_as_wrapped(ours: nn.Module, module: nn.Module) -> None:
-    """Where ``module`` is a wrapper of torch's, state dicts of ``ours`` have the names of what is wrapped, too."""
+    """If ``module`` is a torch wrapper, state dicts of ``ours`` use the wrapped names, too."""
     if isinstance(module, ActivationWrapper):
         ours._register_state_dict_hook(module._post_state_dict_hook)
         ours.register_load_state_dict_pre_hook(module._pre_load_state_dict_hook)
 
 
 def entries(model: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
-    """Name in state dicts → name in ``model`` and tensor, of all that state dicts of its parts hold."""
+    """State-dict key → (name in ``model``, tensor), for all entries."""
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, x in (*module._parameters.items(), *module._buffers.items()):
@@ -265,24 +265,24 @@ def entries(model: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
 
 
 def derived(base: type[Made], kind: type[nn.Module], names: Mapping[str, Any] | None = None) -> type[Made]:
-    """A class that is a ``base`` and a ``kind``, with the name of the latter; ``base`` where ``kind`` does not allow it."""
+    """A subclass of both, named as ``kind``; ``base`` if ``kind`` forbids subclassing."""
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **(names or {})}
     try:
         return new_class(kind.__name__, (base, kind), {}, lambda space: space.update(own))
-    except Exception:  # a class that is not to be derived from
+    except Exception:  # a final class
         return base
 
 
 def attributes(module: nn.Module) -> dict[str, Any]:
-    """What a module's own methods find on it beside modules and tensors: plain attributes, configurations.
+    """Plain attributes and configurations that the module's own methods read.
 
-    Nothing that may hold the model's weights: they would stay where they were.
+    Nothing that may hold weights: those would be stale.
     """
     return {n: x for n, x in vars(module).items() if n not in _INTERNAL and _is_shown(x)}
 
 
 def _is_shown(value: Any) -> bool:
-    """Of containers those with plain values and configurations; an empty one is for what a forward will put there."""
+    """Whether an attribute is kept: not weights, nor empty containers for the forward."""
     if isinstance(value, dict | list | tuple) and (held := held_in(value)) and not _is_plain(value):
         return all(map(_is_shown, held.values() if isinstance(held, dict) else held))
     return _is_plain(value) or not (isinstance(value, _HOLDERS) or callable(value))

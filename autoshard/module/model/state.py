@@ -1,4 +1,4 @@
-"""What, beside the arguments, decides what a model computes: torch's modes in a call, and the state of the module."""
+"""Guards of a call other than its arguments: torch's global modes, and the module's state."""
 
 from __future__ import annotations
 
@@ -19,39 +19,38 @@ from autoshard.passes.capture.answers.eager import autograd_modes
 
 @dataclass(frozen=True)
 class State:
-    """What a program is compiled for beside the arguments. Equal states compute alike."""
+    """What a program is specialized for beside the arguments; equal states compute alike."""
 
     recorded: bool
     """gradients are recorded: the program has a backward"""
     grad: bool
-    """grad mode is on: a forward may ask, also where nothing requires a gradient"""
+    """grad mode, which a forward may query even if nothing requires a gradient"""
     inference: bool
-    """inference mode is on: a forward may ask"""
+    """inference mode, which a forward may query"""
     modes: tuple[bool, ...]
     """train or eval, of every module"""
     trained: tuple[bool, ...]
-    """requires_grad of every parameter: a forward may ask, also where nothing is recorded"""
+    """requires_grad of each parameter, which a forward may query even if nothing is recorded"""
     tensors: tuple[Any, ...]
     """shape, dtype, device and placements of every parameter and buffer"""
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
-    """of the device types with autocast on: dtype, and whether casts of parameters are kept"""
+    """per device type under autocast: (device type, dtype, cache enabled)"""
     defaults: tuple[Any, ...]
-    """the default dtype, the default device, whether algorithms have to be deterministic, and modes of autograd that a
-    forward may ask for"""
+    """default dtype and device, determinism, autograd modes that a forward may query"""
     hooks: tuple[Hook, ...] = ()
-    """forward hooks of modules inside"""
+    """forward hooks of submodules"""
 
     def __hash__(self) -> int:
         return self.number
 
     @cached_property
     def number(self) -> int:
-        """32 bits, the same in every process."""
+        """32-bit hash, equal in every process."""
         return crc32(repr(self).encode())
 
 
 def default_device() -> torch.device:
-    """:func:`torch.get_default_device`, which looks for modules and modes in every call, where a mode may have set one."""
+    """:func:`torch.get_default_device` without its per-call search, unless a mode is active."""
     return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
 
 
@@ -60,18 +59,18 @@ _CPU = torch.device("cpu")
 
 
 def defaults() -> tuple[Any, ...]:
-    """``State.defaults`` of this moment."""
+    """The present ``State.defaults``."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return torch.get_default_dtype(), str(default_device()), deterministic, *autograd_modes()
 
 
 def requires_grad(*tensors: Iterable[Any]) -> bool:
-    """Whether any of them is a tensor that requires a gradient."""
+    """Whether any of these is a tensor that requires a gradient."""
     return any(isinstance(x, torch.Tensor) and x.requires_grad for group in tensors for x in group)
 
 
 def is_usual() -> bool:
-    """Whether there is nothing around a call that :func:`check_call` would look into."""
+    """Whether the context of a call has nothing that :func:`check_call` would inspect."""
     hooks = any(vars(torch_module)[name] for name in _GLOBAL)
     inside = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
     return not (inside or hooks or forward_ad._current_level >= 0 or torch.compiler.is_compiling())
@@ -82,7 +81,7 @@ def _is_dual(x: Any) -> bool:
 
 
 def check_call(leaves: Sequence[Any], held: Callable[[], Sequence[torch.Tensor]]) -> None:
-    """Refuse a call inside what a compiled program cannot follow. ``held``: gives parameters and buffers."""
+    """Refuse contexts that programs cannot follow. ``held()``: parameters and buffers."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise CaptureError(
             "a sharded module is called inside a torch.func transform (vmap, grad, jvp, functionalize), which its programs "

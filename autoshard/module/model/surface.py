@@ -1,4 +1,4 @@
-"""What a sharded module looks like from outside: an instance of the model's class; to torch.compile the generated code."""
+"""The class of a sharded module: derived from the model's; torch.compile sees generated code."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from autoshard.module.model.parts import derived
 
 
 def class_of(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[Any]:
-    """A class that is a ``base`` and a ``kind``, of whose forward it has the signature; ``base`` where that cannot be.
+    """A subclass of ``base`` and ``kind`` with the forward signature of ``kind``, or ``base``.
 
-    ``root``: the class of ours that all of them derive from.
+    ``root``: our base class. ``base`` is returned if attribute names clash.
     """
     ours = [c for c in base.__mro__ if issubclass(c, root)]
     if any(hasattr(kind, name) for c in ours for name in vars(c).get("__annotations__", ())):
-        return base  # attributes of ours mean something else to it
+        return base  # attributes of ours have another meaning there
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return base.forward(self, *args, **kwargs)
@@ -31,7 +31,7 @@ def class_of(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[An
     with contextlib.suppress(TypeError, ValueError):
         forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
     names: dict[str, Any] = {"forward": forward}
-    if isinstance(getattr(kind, "device", None), property):  # it asks parameters, of which there are none before a call
+    if isinstance(getattr(kind, "device", None), property):  # reads parameters, absent at first
         names["device"] = property(lambda self: self._of.tensors()[0].device)
     if isinstance(getattr(kind, "dtype", None), property):
         names["dtype"] = property(lambda self: next(t.dtype for t in self._of.tensors() if t.is_floating_point()))
@@ -39,7 +39,7 @@ def class_of(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[An
 
 
 def _of_saving(kind: Any) -> dict[str, Any]:
-    """``save_pretrained`` as Hugging Face has it: the whole weights, by rank 0. All ranks call it, unless they are given."""
+    """Hugging Face's ``save_pretrained`` with full weights, on rank 0. Collective."""
     own: Any = getattr(kind, "save_pretrained", None)
     known = inspect.signature(own).parameters if callable(own) else {}
     if "is_main_process" not in known or not any(
@@ -57,14 +57,14 @@ def _of_saving(kind: Any) -> dict[str, Any]:
         if "is_main_process" not in given and comm is not None:
             kwargs["is_main_process"] = comm.rank == 0
         made = own(self, *args, **kwargs)
-        with self.meeting("save_pretrained()"):  # it is written when it returns, on every rank
+        with self.meeting("save_pretrained()"):  # when it returns, the files exist for every rank
             return made
 
     return {"save_pretrained": save_pretrained}
 
 
 def _of_generation(kind: Any) -> dict[str, Any]:
-    """What generation by transformers asks beside the forward: the encoder, called alone."""
+    """Methods that generation of transformers needs: ``get_encoder`` and ``generate``."""
     if not callable(getattr(kind, "get_encoder", None)) or not callable(getattr(kind, "generate", None)):
         return {}
 
@@ -81,7 +81,7 @@ def _of_generation(kind: Any) -> dict[str, Any]:
             return kind.generate(self, *args, **kwargs)
         object.__setattr__(self, "_generating", True)
         try:
-            with comm.notes, self.drawing_alike():  # what the caller adds may fail between calls
+            with comm.notes, self.drawing_alike():  # user code between calls may fail
                 return plain(kind.generate(self, *args, **kwargs))
         finally:
             object.__setattr__(self, "_generating", False)
@@ -91,6 +91,6 @@ def _of_generation(kind: Any) -> dict[str, Any]:
 
 @functools.cache
 def leave_to_torch_compile() -> None:
-    """Have torch.compile look at the generated code alone, and break its graphs at collectives."""
+    """Have torch.compile trace generated code only, with graph breaks at collectives."""
     for package in ("autoshard.module", "autoshard.runtime"):
         torch._dynamo.trace_rules.add(package)

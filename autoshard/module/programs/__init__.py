@@ -1,1 +1,1 @@
-"""The programs of a module: compiled when a call needs them, and kept."""
+"""The program cache of a module: programs are compiled on demand and kept."""

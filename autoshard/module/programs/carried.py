@@ -1,4 +1,4 @@
-"""Outputs that are made to be handed in again, such as keys and values: which they are, and how one process holds them."""
+"""State passed between calls, such as KV caches: which outputs, and their shards in one process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from autoshard.passes.ir.graph import Graph
 
 
 def carried(graph: Graph, parameters: Collection[str]) -> tuple[bool, ...]:
-    """Per output whether it is part of a state that the next call takes. ``parameters``: the forward's, by name.
+    """Per output whether it is state for the next call. ``parameters``: names of the forward's.
 
-    Fields that are called as an argument, objects of the model's own classes (caches), tuples inside a tuple, and what is
-    put into a dict among the arguments are states; other fields, such as logits and hidden states, are results.
+    State: fields named as an argument, objects of the model's classes (caches), nested tuples,
+    tensors put into dict arguments. Other fields (logits, hidden states) are results.
     """
     own = _of_output(graph.out_spec, parameters)
     return (*own, *[True] * (len(graph.outputs) - len(own)))
@@ -37,7 +37,7 @@ def _of_output(spec: Any, parameters: Collection[str]) -> tuple[bool, ...]:
 
 
 def _keys(spec: Any) -> Sequence[str | None]:
-    """The names of the fields of a container; None where they have none."""
+    """Field names of a container; None if it has none."""
     count, context = len(spec.children()), spec.context
     names = getattr(context, "names", None) or getattr(context, "_fields", context)
     fields = isinstance(names, list | tuple) and len(names) == count and all(isinstance(n, str) for n in names)
@@ -45,14 +45,14 @@ def _keys(spec: Any) -> Sequence[str | None]:
 
 
 def is_left(x: Any) -> bool:
-    """Whether an argument is what an earlier call left in its layout, wherever it was made."""
+    """Whether an argument is state that an earlier call left in its layout."""
     return isinstance(x, Carried | OfStage)
 
 
 class Carried(torch.Tensor):
-    """A tensor of which every simulated rank has its part. A program takes the parts; anything else sees the whole.
+    """A tensor held as shards by simulated ranks; programs read shards, others the full tensor.
 
-    The whole is put together when it is first asked for. From then on the parts are views of it.
+    The full tensor is joined on first use; then the shards are views of it.
     """
 
     placements: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Carried(torch.Tensor):
 
     @staticmethod
     def of(parts: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor of this shape whose parts, by rank, these are."""
+        """The tensor of this shape with these shards by rank."""
         made = torch.Tensor._make_wrapper_subclass(Carried, tuple(shape), dtype=parts[0].dtype, device=parts[0].device)
         made._layout, made._parts, made._whole = layout, tuple(x.detach() for x in parts), None
         made.placements = layout.placements
@@ -70,21 +70,21 @@ class Carried(torch.Tensor):
 
     @property
     def carried_in(self) -> Layout:
-        """The layout of the parts."""
+        """The layout of the shards."""
         return self._layout
 
     def lies_on(self, mesh: Mesh) -> bool:
-        """Whether the ranks of ``mesh`` are those that have the parts."""
+        """Whether ``mesh`` has the ranks of the shards."""
         return mesh.shape == self._layout.mesh.shape
 
     def parts_in(self, layout: Layout) -> tuple[torch.Tensor, ...]:
-        """What every rank has of it in a layout."""
+        """Shards by rank in ``layout``."""
         if not self.lies_on(layout.mesh) or layout.placements != self._layout.placements:
             return cut(self.whole(), layout, "an input")
         return self._parts if self._whole is None else views(self._whole, layout)
 
     def whole(self) -> torch.Tensor:
-        """The plain tensor; raises :class:`RuntimeMismatchError` where ranks that should hold the same data do not."""
+        """The plain tensor; raises :class:`RuntimeMismatchError` if replicas differ."""
         if self._whole is None:
             with torch.no_grad():
                 self._whole = join(self._parts, self._layout, self.shape, "a state")

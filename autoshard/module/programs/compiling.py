@@ -1,4 +1,4 @@
-"""What compiles a model's programs and keeps them, with the tensors that they share."""
+"""Compilation on demand: the programs of a module, and the tensors that they share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ log_of_programs = logging.getLogger("autoshard.programs")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked of :func:`autoshard.compile`."""
+    """Options of :func:`autoshard.compile`."""
 
     wishes: Wishes = field(default_factory=Wishes)
     training: bool | None = None
@@ -58,7 +58,7 @@ class Settings:
 
 
 class Compiling(Fixed):
-    """A module with programs: for each kind of call it is compiled once, and adopts the model's tensors the first time."""
+    """A module that compiles a program per kind of call; the first adopts the model's tensors."""
 
     mesh: Mesh
     _settings: Settings
@@ -68,18 +68,18 @@ class Compiling(Fixed):
     _executables: dict[Any, Executable]
     _latest: Executable | None
     _running: Mesh
-    """what programs run on: ``mesh``, or without the axis of stages what is left of it"""
+    """the mesh that programs run on: ``mesh`` without the pipeline axis"""
     _parameter_layouts: dict[str, Layout] | None
     _state_layouts: Mapping[str, Layout] | None
-    """of caches that one search for prompts and tokens laid out"""
+    """layouts of KV caches from a joint search over prompt and token calls"""
     _homes: Mapping[str, tuple[int, ...]] | None
-    """the stages that hold each parameter and buffer"""
+    """pipeline stages that hold each parameter and buffer"""
     _last: tuple[Any, Call] | None
-    """what the last call found, and it without its data"""
+    """guards of the last call, and that call without data"""
     _inner: dict[str, Any]
-    """modules inside that were called alone, by path"""
+    """submodules that were called alone, by path"""
     _layout_of: dict[str, Layout]
-    """by each name of a parameter, and of a buffer that is kept in parts"""
+    """by each name of a parameter, and of a sharded buffer"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__()
@@ -104,23 +104,23 @@ class Compiling(Fixed):
         self._show()
 
     def _show(self) -> None:
-        """Have the modules and tensors of the root part, and its mode."""
+        """Take over modules, tensors and mode of the root part."""
         tensors = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
         for name in (*tensors, "_original", "_known", "training"):
             self.__dict__[name] = self._of.root.__dict__[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy with tensors of its own; programs are shared."""
+        """A copy with its own tensors; programs are shared."""
         memo |= {id(x): x for x in self._shared()}
         memo[id(self._executables)] = dict(self._executables)
         memo |= {id(self._inner): {}, id(self._last): None}
         return super().__deepcopy__(memo)
 
     def _alone(self) -> None:
-        """Forget what was loaded of programs: it becomes a module inside another."""
+        """Forget loaded programs: this becomes a submodule called alone."""
 
     def _shared(self) -> list[Any]:
-        """What a copy has in common with this module."""
+        """What copies share with this module."""
         return [self.mesh, self._running, self._settings, self._latest, self._layout_of if self._of.adopted else None]
 
     # --- calls and their programs ---
@@ -130,8 +130,8 @@ class Compiling(Fixed):
     ) -> Executable:
         """Compile for these arguments and the present :class:`State`, unless a program serves them.
 
-        ``number``: of the programs for these that were tried and are for other integers in tensors. ``recorded``:
-        whether gradients are recorded (default: as the ``training`` of :func:`autoshard.compile` says).
+        ``number``: count of programs for these arguments that were for other integers in tensors.
+        ``recorded``: record gradients; default: ``training`` of :func:`autoshard.compile`.
         """
         with self._turns:
             args, kwargs = tuple(args), in_order(self._of.model.forward, dict(kwargs))
@@ -143,19 +143,19 @@ class Compiling(Fixed):
             return self._serving(self._call(leaves, spec, recorded, wanted), number)
 
     def _call(self, leaves: Sequence[Any], spec: Any, recorded: bool, grad: bool) -> Call:
-        """A call with arguments of these leaves in the present state, but for grad mode. See :class:`State`."""
+        """The call with these leaves in the present :class:`State`; ``grad``: its grad mode."""
         leaves, cuts = self._arrived(leaves, spec)
         self._renew()
         return Call(leaves, spec, self._state(leaves, recorded, grad), cuts)
 
     def _renew(self) -> None:
-        """Take in modules that the user gave his model before it was adopted."""
+        """Adopt modules that the user added to the model before its first call."""
         if self._of.renewed():
             self._inner.clear()
             self._show()
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
-        """Whether a call with these arguments records gradients; only then its program has a backward."""
+        """Whether a call records gradients; only then its program has a backward."""
         return self._wanted and requires_grad(leaves, self._of.tensors())
 
     @property
@@ -170,41 +170,39 @@ class Compiling(Fixed):
         return original.state(recorded, grad, self._form)
 
     def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        """What programs depend on of a parameter or buffer."""
+        """The guards of a parameter or buffer."""
         return tuple(tensor.shape), tensor.dtype, tensor.device.type
 
     def _serving(self, call: Call, number: int) -> Executable:
-        """The program for this call, compiled if there is none."""
+        """The program for this call, compiled if missing."""
         found = self._program_for(call, number)
         if found is None:
             if known := [key for key in self._executables if isinstance(key[-2], State)]:
                 log_of_programs.info("another is compiled, for other %s", difference(call.key(number), known[-1]))
             try:
-                # What is made here outlives the call.
+                # Tensors made here outlive the call.
                 with as_called(call.state.grad, call.state.inference):
                     found = self._build(call, call.key(exactly=False))
             except CaptureError as error:
                 said = beside(error, self.programs, call.leaves)
-                raise said from (error.__cause__ if said is error else error)  # nothing is its own cause
+                raise said from (error.__cause__ if said is error else error)  # never its own cause
             adopted = replace(call, state=self._state(call.leaves, call.state.recorded, call.state.grad))
             if found.structure is not None:
                 found.structure = adopted.key(exactly=False)
             key = adopted.key(number)
-            if key in self._executables:  # it is outdated; what was loaded of it is known by its identity
+            if key in self._executables:  # outdated; kept, as its loaded state is keyed by id
                 self._executables[key, len(self._executables)] = self._executables.pop(key)
             self._executables[key] = found
         object.__setattr__(self, "_latest", found)
         return found
 
     def _enables(self, call: Call, executable: Executable) -> bool:
-        """Whether gradients are recorded though the call has them off: its forward turns them on itself, as in eager."""
+        """Whether the forward itself enables gradients in a no-grad call, as in eager."""
         off = call.state.recorded or call.state.inference or self._settings.training is False
         return executable.graph.enables and not off and requires_grad(call.leaves, self._of.tensors())
 
     def _program_for(self, call: Call, number: int) -> Executable | None:
-        """The program for this call, if there is one: first of those with symbolic lengths, which serve most calls.
-
-        One that :meth:`_is_outdated` serves no call."""
+        """The current program for this call, or None; those with symbolic lengths come first."""
         if number in call.programs and not self._is_outdated(call.programs[number]):
             return call.programs[number]
         for program in self._executables.values() if not number else ():
@@ -218,17 +216,17 @@ class Compiling(Fixed):
         return None if found is None or self._is_outdated(found) else found
 
     def _is_outdated(self, program: Executable) -> bool:
-        """Whether what it read outside was written since, or an attribute of a parameter that it read."""
+        """Whether outside tensors or parameter attributes that it read have changed since."""
         return program.graph.is_outdated or are_other(program.attached, self.tensor)
 
     @property
     def programs(self) -> list[Executable]:
-        """Every program compiled so far, in order."""
+        """All programs, in order of compilation."""
         return list({id(x): x for x in self._executables.values()}.values())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
     def _build(self, call: Call, structure: Any) -> Executable:
-        """Compile with symbolic lengths where asked to; if that is refused, for the shapes of these arguments."""
+        """Compile with symbolic lengths if asked to; if refused, for the shapes of this call."""
         if call.state.recorded:
             check_lengths(self._settings.wishes.micro_batches, bool(self._settings.dynamic))
         return fixed_if_refused(
@@ -239,7 +237,7 @@ class Compiling(Fixed):
         settings, first = self._settings, self._parameter_layouts is None
         dynamic = settings.dynamic if structure is not None else False
         stages, parts = settings.wishes.stages is not None, settings.wishes.micro_batches != 1
-        # Micro-batches are rows of the whole; so are inputs of stages in training.
+        # Micro-batches slice the global batch; so do stages in training.
         of_whole = (parts and stages) or (call.state.recorded and (parts or stages))
         args, kwargs = call.arguments
         inputs = self._input_layouts(args, kwargs)
@@ -271,7 +269,7 @@ class Compiling(Fixed):
         return executable
 
     def _keeps(self, executable: Executable, number: int) -> bool:
-        """Whether an output stays in its layout: unless the user says otherwise, in inference a state for the next call."""
+        """Whether an output stays sharded: ``gather_outputs``, else state in inference."""
         asked, training = self._settings.gather_outputs, executable.graph.training
         if asked is not None or training:
             return not asked
@@ -280,26 +278,26 @@ class Compiling(Fixed):
     def _compiled(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
     ) -> Compiled:
-        """All stages for these arguments. ``options``: see :func:`capture`."""
+        """Compile for these arguments. ``options``: see :func:`capture`."""
         return noted(self._executables, compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options))
 
     def _whole_buffer(self, name: str) -> torch.Tensor:
-        """The whole of a buffer, of its original name, now. Collective where ranks have parts of it."""
+        """The full buffer of this original name. Collective if it is sharded."""
         raise NotImplementedError
 
     # --- inputs ---
 
     def _arrived(self, leaves: Sequence[Any], spec: Any, cuts: Cuts | None = None) -> tuple[Sequence[Any], Cuts]:
-        """The leaves of the arguments as programs know them (of global shape, those in parts as DTensors), and their cuts."""
+        """(argument leaves with global shapes, local ones as DTensors; their layouts)."""
         return leaves, ()
 
     def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cuts:
-        """Per leaf of the arguments the layout it comes in; None, or nothing: whole."""
+        """Per argument leaf the layout it comes in; None, or an empty tuple: global."""
         s = self._settings
         return local_layouts(self._of.model, self._running, args, kwargs, s.inputs, s.wishes.hints)
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as plain tensors, for captures."""
+        """The arguments as plain tensors, for capture."""
         return tuple(args), dict(kwargs)
 
     # --- tensors ---
@@ -308,7 +306,7 @@ class Compiling(Fixed):
         """Raise :class:`CaptureError` for a parameter or buffer that programs cannot take."""
 
     def _adopt(self, model: nn.Module, graph: Graph, layouts: Mapping[str, Layout]) -> None:
-        """Take the model's tensors over under their names, then keep only a meta skeleton for later captures."""
+        """Take over the model's tensors by name; only a meta skeleton stays for captures."""
         taken: dict[int, torch.Tensor] = {}
         inside = {name: held for name, (held, _) in self._inside().items()}
         buffers = {i.fqn for i in graph.inputs if i.kind == "buffer"}
@@ -344,7 +342,7 @@ class Compiling(Fixed):
         self._of.adopt([name for name in absent if name not in initial and self._holds(names.get(name, name))])
 
     def _inside(self) -> dict[str, tuple[torch.Tensor, Layout]]:
-        """What modules inside hold that were compiled before the whole: by every name of it here, with its layout."""
+        """Tensors and layouts of submodules that were compiled first, by each name here."""
         model = self._of.model
         named = {**parameters_of(model), **dict(model.named_buffers(remove_duplicate=False))}
         held = {}
@@ -356,7 +354,7 @@ class Compiling(Fixed):
         return {name: held[id(t)] for name, t in named.items() if id(t) in held}
 
     def _adopt_attributes(self, graph: Graph, layouts: Mapping[str, Layout]) -> None:
-        """Take over what the forward writes of plain attributes; programs that knew them as constants serve no call more."""
+        """Adopt plain attributes that the forward writes; they are no constants any more."""
         buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
         found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots and fqn not in self._of.elsewhere)
         for name, tensor in self._agreed(found).items():
@@ -369,11 +367,11 @@ class Compiling(Fixed):
             self._of.put(name, self._buffer(tensor, self._layout_of.get(name), None), parameter=False, persistent=False)
 
     def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same on every rank."""
+        """The tensors of rank 0 on every rank."""
         return tensors
 
     def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
-        """Initial values (this rank's shards of parameters) of a model from ``deferred_init``; else nothing."""
+        """Initial values of a ``deferred_init`` model (local shards of parameters); else none."""
         if recording_of(model) is None:
             if any(p.is_meta for p in model.parameters()):
                 log.warning("%s is on the meta device: its weights are zeros until they are loaded", self._title)
@@ -385,24 +383,24 @@ class Compiling(Fixed):
         return materialise(model, self._seed(), kept)
 
     def _holds(self, name: str) -> bool:
-        """Whether this process has the parameter or buffer of this original name: not those of other stages."""
+        """Whether this process holds this parameter or buffer: not those of other stages."""
         return True
 
     def _seed(self) -> int:
-        """The seed of the default generator, the same on every rank."""
+        """The seed of the default generator, equal on every rank."""
         return torch.initial_seed()
 
     def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-        """What this process keeps of a full initial value; ``layout`` is None for buffers that are whole."""
+        """This process's part of an initial value; ``layout`` is None for replicated buffers."""
         return full
 
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
         raise NotImplementedError
 
     def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
-        """``layout``: of one that is kept in parts."""
+        """``layout``: of a sharded buffer."""
         raise NotImplementedError
 
     def tensor(self, fqn: str) -> Any:
-        """The parameter or buffer of this original name, also where an attribute of this class has that name."""
+        """The parameter or buffer of this name, even if the class has such an attribute."""
         return self._of.tensor(fqn)

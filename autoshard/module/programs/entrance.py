@@ -1,4 +1,4 @@
-"""What a call brings: refused in a sentence where programs cannot take it, before anything runs."""
+"""Checks of a call's inputs: refused in a sentence before anything runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from autoshard.passes.capture.refusals.checks import check_dense
 
 
 def check_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device: str | None) -> None:
-    """Raise :class:`CaptureError` for a call without data, or with data on another device type than ``device``, or whose
-    tensors are not dense.
+    """Raise :class:`CaptureError` for inputs without data, on another device, or not dense.
 
-    ``leaves``, ``spec``: of the arguments. ``device``: that of the parameters and buffers; None where inputs are moved.
+    ``leaves``, ``spec``: of the arguments. ``device``: type of the module's; None if inputs are
+    moved.
     """
     if default_device().type == "meta":
         raise CaptureError(
@@ -48,9 +48,9 @@ def check_leaves(model: nn.Module, leaves: Sequence[Any], spec: Any, device: str
 
 
 def check_trained(outside: Iterable[torch.Tensor]) -> None:
-    """Raise :class:`CaptureError` where one of what a program reads ``outside`` of the model is to get a gradient.
+    """Raise :class:`CaptureError` if a tensor read ``outside`` of the model requires a gradient.
 
-    For calls that record none but where gradients are on: eager would.
+    For calls that record none although grad mode is on: eager would record it.
     """
     for x in outside:
         if x.requires_grad:
@@ -62,7 +62,7 @@ def check_trained(outside: Iterable[torch.Tensor]) -> None:
 
 
 def beside(error: CaptureError, programs: Sequence[Executable], leaves: Sequence[Any]) -> CaptureError:
-    """``error`` of compiling for ``leaves``, with the inputs of other dtypes than those it was compiled for before."""
+    """``error``, extended by inputs whose dtype differs from earlier compilations."""
     if not programs or len(programs[0].graph.flat_inputs) != len(leaves):
         return error
     graph, before = programs[0].graph, programs[0].inputs

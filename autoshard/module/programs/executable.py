@@ -1,4 +1,4 @@
-"""One compiled program: the compiler's stages, the class that every rank runs, and the calls it serves."""
+"""A compiled program: the compiler's results, the rank module's class, and the calls it serves."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ _FOR_INFERENCE = (
 
 @dataclass(frozen=True)
 class Call:
-    """The tensors and constants in the arguments of a call, and the state in which it is made."""
+    """The argument leaves of a call, and the state in which it is made."""
 
     leaves: Sequence[Any]
     spec: Any
-    """the structure of (args, kwargs)"""
+    """pytree structure of (args, kwargs)"""
     state: State
     cuts: Cuts = ()
-    """per leaf, of one that this process brings its part of: how it is cut"""
+    """layouts of local inputs, by leaf"""
 
     keys: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """those that were asked for"""
+    """cached guards, by ``exactly``"""
     programs: dict[int, Executable] = field(default_factory=dict, compare=False, repr=False)
-    """by number, those that served it, the latest last"""
+    """number → program that served this call, latest last"""
 
     def again(self, leaves: Sequence[Any]) -> Call:
-        """A call that differs from this one in the data of its ``leaves`` alone."""
+        """This call with other ``leaves`` that differ in data only."""
         return Call(leaves, self.spec, self.state, self.cuts, self.keys, self.programs)
 
     def key(self, number: int = 0, exactly: bool | Callable[[Any], bool] = True) -> Any:
-        """What a program is compiled for; the ranks compare it. ``exactly``: see :func:`signature_of`, of all or by leaf."""
+        """The guards; ranks compare them. ``exactly``: see :func:`signature_of`, or per leaf."""
         if exactly not in self.keys:
             one_by_one = exactly if callable(exactly) else None
             found = (signature_of(x, bool(exactly if one_by_one is None else one_by_one(x))) for x in self.leaves)
@@ -77,7 +77,7 @@ class Call:
 
 
 def difference(key: Any, other: Any) -> str:
-    """In which parts two keys of calls differ, in words for a log."""
+    """What differs between two keys of calls, as text for the log."""
     *arguments, state, number = key
     *others, before, tried = other
     parts = ["shapes, dtypes or constants of the arguments"] * (arguments != others)
@@ -87,24 +87,24 @@ def difference(key: Any, other: Any) -> str:
 
 @dataclass
 class Executable:
-    """One compiled input signature: the compiler's stages and the class of the rank module."""
+    """A compiled program with its rank module class."""
 
     compiled: Compiled
     rank_module: type[Any]
     inputs: Mapping[str, Any] = field(default_factory=dict)
-    """shape, dtype and value range of every input it was compiled for"""
+    """shape, dtype and value range of each input it was compiled for"""
 
     carried: Sequence[bool] = ()
-    """per output whether it is part of a state that the next call takes"""
+    """per output whether it is state for the next call"""
 
     structure: Any = None
-    """what calls that it may serve have in common, apart from lengths; None where it serves one signature"""
+    """guards of calls with any lengths; None if it serves one signature only"""
 
     parts: tuple[Executable, ...] = ()
-    """per stage, where the graph is cut into stages; ``rank_module`` is that of the first"""
+    """one per pipeline stage; ``rank_module`` is that of the first"""
 
     attached: tuple[Read, ...] = ()
-    """attributes of parameters and buffers that the forward read, and what they were"""
+    """attributes of tensors that the forward read, with their values"""
 
     @staticmethod
     def of(compiled: Compiled, inputs: Mapping[str, Any], carried: Sequence[bool], structure: Any) -> Executable:
@@ -130,29 +130,29 @@ class Executable:
 
     @cached_property
     def feeding(self) -> Feeding:
-        """Which outputs are computed from which."""
+        """Which outputs feed which others."""
         return feeding(self.graph)
 
     @cached_property
     def _stops(self) -> bool:
-        """Whether a run may end with the finding that it is for other integers or buffers than there are."""
+        """Whether a run may find that the program is for other integers or buffers."""
         text = str(self.graph)
         return says_other_values(text) or str(EXACTLY) in text
 
     def tried(
         self, tensor: Callable[[str], torch.Tensor], inputs: Mapping[str, torch.Tensor]
     ) -> AbstractContextManager[None]:
-        """Around a run: where the program turns out to be for other values, nothing was drawn or written.
+        """Context of a run: if the program is for other values, draws and writes are undone.
 
-        ``tensor``, ``inputs``: buffers, and the inputs that are written. One program checks before it writes in place, but
-        a stage writes before the next one checks.
+        ``tensor``, ``inputs``: buffers, and written inputs. One program checks before it writes,
+        but a stage writes before later stages check.
         """
         if not self._stops:
             return contextlib.nullcontext()
         return _undone([inputs[n] if n in inputs else tensor(n) for n in self.compiled.in_place if self.parts])
 
     def refuses(self, structure: Any, leaves: Sequence[Any]) -> str:
-        """Why it does not serve a call of this structure with these leaves; "" where it does."""
+        """Why it cannot serve a call of this structure with these leaves; "" if it can."""
         if self.structure is None or self.structure != structure:
             return "the arguments differ in more than lengths"
         named = {
@@ -168,9 +168,9 @@ class Executable:
         return check(self.graph.types, self.compiled.symbols, names)
 
     def apart(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
-        """The arguments with copies of the tensors that the forward writes to, and these tensors by their fqn.
+        """(leaves with written inputs cloned, written inputs by fqn).
 
-        The program's values must not see what is written back, unless it writes in place.
+        The values of the program must not see what is written back, unless it writes in place.
         """
         written = self._written
         if not written:
@@ -189,46 +189,46 @@ class Executable:
 
     @cached_property
     def _written(self) -> Mapping[str, str]:
-        """Name → fqn of the arguments that the forward writes to."""
+        """Name → fqn of inputs that the forward mutates."""
         return {i.name: i.fqn for i in self.graph.inputs if i.kind == "input" and i.fqn in self.graph.mutations}
 
     def named(self, leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """The tensors among the arguments by the names of the graph's inputs."""
+        """Tensor arguments by input name of the graph."""
         return {n: leaf for n, leaf in zip(self.graph.flat_inputs, leaves, strict=True) if n is not None}
 
     def as_typed(self, leaves: Sequence[Any]) -> list[Any]:
-        """The outputs without the gradients that no value of the graph has: what goes together shares one autograd node."""
+        """Outputs, detached if the graph gives them no gradient: they share an autograd node."""
         found = list(leaves)
         for i in self._without_gradient:
             x = found[i]
-            with torch._C.DisableTorchFunctionSubclass():  # the question alone would go through that of an output
+            with torch._C.DisableTorchFunctionSubclass():  # an output's own getter is slow
                 is_free = isinstance(x, torch.Tensor) and x.requires_grad
             found[i] = x.detach() if is_free else x
         return found
 
     @cached_property
     def _without_gradient(self) -> Sequence[int]:
-        """Numbers of the outputs that have none."""
+        """Numbers of the outputs without gradient."""
         values = enumerate(self.graph.outputs)
         return [i for i, x in values if isinstance(x, Ref) and not self.graph.types[x.name].grad]
 
     def shapes(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[int, ...] | None]:
-        """The global shapes of the outputs, then of what is written, in a call with these ``inputs``.
+        """Global shapes of outputs, then of mutated states, for a call with these ``inputs``.
 
-        None for what is no tensor, and where a length depends on the data: then the whole is on every rank.
+        None for non-tensors and data-dependent lengths, where every rank has the full tensor.
         """
         found: Sequence[tuple[int, ...] | None] = self._shapes([form_of(x)[0] for x in inputs])
         return found
 
     def lengths(self, inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        """What turns shapes of the program's values, and of its stages', into those of a call with these ``inputs``."""
+        """A function from symbolic shapes to the shapes of a call with these ``inputs``."""
         shapes = {name: x.shape for name, x in zip(self.compiled.source.inputs, inputs, strict=True)}
         values = bind(self.compiled.symbols, shapes)
         return lambda shape: tuple(evaluate(n, values) for n in shape)
 
     @cached_property
     def global_shapes(self) -> Sequence[tuple[int, ...] | None]:
-        """:meth:`shapes` over the program's symbols."""
+        """:meth:`shapes` in the program's symbols."""
         program = self.compiled.program
         names = [*(x.name if isinstance(x, Ref) else None for x in program.outputs), *program.mutations.values()]
         types = [None if name is None else program.types[name] for name in names]
@@ -241,8 +241,8 @@ class Executable:
 
 @contextlib.contextmanager
 def _undone(written: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, generators advance and ``written`` change unless the program turns out to be for other values."""
-    # Inside the capture of a CUDA graph the device's state cannot be read.
+    """Inside, restore generators and ``written`` if the program is for other values."""
+    # During CUDA graph capture the device's generator state cannot be read.
     before = generators.states(cuda=torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing())
     values = [x.detach().clone() for x in written]
     try:
@@ -257,7 +257,7 @@ def _undone(written: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have an element of memory in common."""
+    """Whether two tensors share an element in memory."""
     a, b = (x.to_local() if isinstance(x, DTensor) else x for x in (a, b))
     if a.is_meta or b.is_meta:
         return False
@@ -274,9 +274,9 @@ _loaded = itertools.count()
 
 
 def load_classes(text: str, modules: Mapping[int, str] | None, names: Sequence[str]) -> tuple[type[Any], ...]:
-    """The classes of these ``names`` in generated source. ``modules``: of its lines, see :class:`Source`.
+    """Classes ``names`` of generated source. ``modules``: of its lines, see :class:`Source`.
 
-    Its module can be imported as long as the first of them lives: torch.compile looks there for the names that a forward reads.
+    Its module stays importable while the first class lives: torch.compile looks up globals there.
     """
     module = types.ModuleType(f"autoshard_rank_module_{next(_loaded)}")
     exec(compile(text, "<autoshard rank_module.py>", "exec"), module.__dict__)
@@ -294,8 +294,7 @@ def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any
 
 
 def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Input name → shape, dtype and, for integers, the range of values, and whether they ascend as offsets do, for synthetic
-    inputs later."""
+    """Input name → shape, dtype, value range, whether it ascends: for synthetic inputs."""
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     found = {}
     for name, x in zip(graph.flat_inputs, leaves, strict=True):
@@ -319,7 +318,7 @@ def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
 
 
 def _range(x: torch.Tensor) -> tuple[int, int]:
-    """The least and the largest element of an integer tensor; wide unsigned types have no such kernel in torch."""
+    """Minimum and maximum of an integer tensor; torch lacks the kernel for wide unsigned types."""
     if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
         numbers = x.detach().cpu().numpy()
         return int(numbers.min()), int(numbers.max())
@@ -327,7 +326,7 @@ def _range(x: torch.Tensor) -> tuple[int, int]:
 
 
 def noted(earlier: Mapping[Any, Executable], made: Compiled) -> Compiled:
-    """``made`` after ``earlier`` programs, whose layouts it has: its plan says where these were chosen for inference."""
+    """``made``, with a note if its layouts come from ``earlier`` programs for inference."""
     for_training = (e for e in earlier.values() if e.graph.training)
     if not earlier or not made.graph.training or any(_FOR_INFERENCE not in e.compiled.plan.notes for e in for_training):
         return made
@@ -335,7 +334,7 @@ def noted(earlier: Mapping[Any, Executable], made: Compiled) -> Compiled:
 
 
 def signature_of(leaf: Any, exactly: bool = True) -> Any:
-    """What a program depends on of a leaf; unless ``exactly``, a tensor's lengths do not count."""
+    """Guard of an argument leaf; without ``exactly`` a tensor's lengths are ignored."""
     if isinstance(leaf, torch.Tensor):
         shape, dtype = form_of(leaf)
         return (
@@ -346,7 +345,7 @@ def signature_of(leaf: Any, exactly: bool = True) -> Any:
         )
     try:
         hash(leaf)
-    except Exception:  # of the class's own __hash__, too
+    except Exception:  # also from a user's __hash__
         raise CaptureError(
             f"argument of type {type(leaf).__name__} is neither a tensor nor a hashable constant; "
             "pass tensors in tuples, lists or dicts"
@@ -355,7 +354,7 @@ def signature_of(leaf: Any, exactly: bool = True) -> Any:
 
 
 _PROGRAMS = 16
-"""programs for one signature, of inputs whose integers decide otherwise; more would hide that every call compiles one"""
+"""most programs per signature, for inputs whose integers differ: else every call may compile"""
 
 Served = TypeVar("Served")
 
@@ -368,9 +367,9 @@ _OF_BUFFERS = (
 
 
 def first_that_serves(serve: Callable[[int], Served], served: Iterable[int] = ()) -> Served:
-    """``serve(number)`` of the first number whose program is for the integers in the inputs, and for the buffers.
+    """``serve(number)`` of the first program that fits the integers of inputs and buffers.
 
-    ``served``: numbers that did in earlier calls, the latest last; they come first.
+    ``served``: numbers that fitted earlier calls, latest last; tried first.
     """
     latest = list(served)[::-1]
     numbers = (*latest, *(n for n in range(_PROGRAMS) if n not in latest))

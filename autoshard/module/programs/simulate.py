@@ -1,4 +1,4 @@
-"""Full tensors ↔ the shards of all simulated ranks, differentiably, with a check that replicas agree."""
+"""Full tensors ↔ shards of all simulated ranks, differentiable; replicas are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.runtime.transport.node import Node
 
 
 def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """The rank's part of ``full``. Of a Partial value the first rank along the axis holds all, the others zeros."""
+    """The rank's shard of ``full``; of Partial axes the first rank holds all, others zeros."""
     local = full
     for dim, size in enumerate(full.shape):
         (start, length), *others = layout.chunks_of(dim, size, rank)
@@ -29,7 +29,7 @@ def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 
 
 def views(full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
-    """``full``'s part on every rank, to be written in place: views of it, and copies for ranks that hold what another does."""
+    """Shards of ``full`` for in-place writes: views, and copies for further replicas."""
     whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
     found = []
     for rank in range(layout.mesh.size):
@@ -39,16 +39,16 @@ def views(full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
 
 
 def _first(layout: Layout, rank: int, whole: Collection[int]) -> int:
-    """The first rank with the coordinates of ``rank`` along all axes but these."""
+    """The first rank with the coordinates of ``rank`` on axes outside ``whole``."""
     coordinates = enumerate(layout.mesh.coordinates(rank))
     return layout.mesh.rank([0 if i in whole else n for i, n in coordinates])
 
 
 def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | None, what: str) -> torch.Tensor:
-    """The full tensor of which ``shards`` (by rank) are the parts. ``what`` names it in an error.
+    """The full tensor from ``shards`` by rank. ``what`` names it in errors.
 
-    ``shape``: the global shape; None where it depends on the data, and every rank has all of it.
-    Raises :class:`RuntimeMismatchError` where ranks that should hold the same data do not.
+    ``shape``: global; None if data-dependent, where every rank has the full tensor. Raises
+    :class:`RuntimeMismatchError` if replicas differ.
     """
     shape = shards[0].shape if shape is None else shape
     full = shards[0].new_zeros(tuple(shape))
@@ -71,7 +71,7 @@ def join(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | 
 def _blocks(
     full: torch.Tensor, shard: torch.Tensor, layout: Layout, rank: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The chunks of ``full`` that the rank holds, each with what it is in ``shard``."""
+    """Pairs (block of ``full``, its data in ``shard``) on this rank."""
     blocks = [(full, shard)]
     for dim, size in enumerate(full.shape):
         chunks = layout.chunks_of(dim, size, rank)
@@ -85,7 +85,7 @@ def _blocks(
 
 
 def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout: Layout) -> None:
-    """What cancels out, as the gradient of a bias before a batch norm, is rounding alone, which ranks do otherwise."""
+    """Compare replicas with a tolerance: gradients that cancel out are rounding only."""
     if a.shape != b.shape:
         same = False
     elif a.dtype.is_floating_point or a.dtype.is_complex:
@@ -99,13 +99,13 @@ def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout:
 
 
 def cut(full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
-    """``full``'s part on every rank; the backward puts the ranks' gradients together."""
+    """Shards of ``full`` by rank; the backward joins their gradients."""
     parts: tuple[torch.Tensor, ...] = _Cut.apply(full, layout, name)
     return parts
 
 
 def joined(shards: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...] | None, name: str) -> torch.Tensor:
-    """:func:`join`, differentiable: the backward cuts the gradient."""
+    """:func:`join`, differentiable: the backward shards the gradient."""
     full: torch.Tensor = _Join.apply(layout, shape, name, *shards)
     return full
 
@@ -124,10 +124,10 @@ class _Cut(Node):
             return None, None, None
         if any(g.is_sparse for g in given):
             return _joined_sparse(gradients, ctx.layout, ctx.shape, ctx.name), None, None
-        if len(given) < len(gradients):  # a rank whose part is empty may be left out of the graph
+        if len(given) < len(gradients):  # ranks with empty shards may be outside the graph
             shapes = [ctx.layout.local_shape(ctx.shape, r) for r in range(len(gradients))]
             given = [given[0].new_zeros(s) if g is None else g for g, s in zip(gradients, shapes, strict=True)]
-        # As a node of the graph again: it has the derivative of its own that a gradient penalty asks for.
+        # Differentiable again, for a gradient penalty.
         joined = _Join.apply(ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}", *given)
         return joined, None, None
 
@@ -135,7 +135,7 @@ class _Cut(Node):
 def _joined_sparse(
     parts: Sequence[torch.Tensor | None], layout: Layout, shape: Sequence[int], name: str
 ) -> torch.Tensor:
-    """:func:`join` of sparse gradients. A rank that holds no rows has none."""
+    """:func:`join` of sparse gradients; ranks without rows have None."""
     whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
     found = []
     for rank, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""One call at a time, of all modules of one process, whatever threads call them; and none while one is traced."""
+"""One call at a time in a process, over all threads and modules; none during a trace."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from autoshard.runtime.transport.groups import once
 
 
 class Turns:
-    """A context in which one thread is at a time; it may enter again. ``waits``: others wait, else they are refused.
+    """A reentrant lock. ``waits``: other threads wait, also for other modules and traces.
 
-    Those that wait do so for calls of other modules, too: a trace sees what other threads run.
-
-    Ranks that are processes would see the calls of two threads in different orders, so there they are refused.
+    Ranks that are processes refuse instead: they would see two threads' calls in different orders.
     """
 
     def __init__(self, waits: bool = True) -> None:
