@@ -1,1 +1,1 @@
-"""A module under torch.distributed: what ranks agree on, hold, and take in."""
+"""The module under torch.distributed: agreement of ranks, parameters, inputs."""

@@ -1,8 +1,8 @@
-"""What the ranks of a module agree on, on a process group for this alone: gloo on the CPU, so that no device waits for it.
+"""Agreement of ranks on a gloo group of its own on the CPU, so that no device waits.
 
-The numbers of an agreement are gathered in the background while a call begins; before its first collective all ranks
-must have come with the same numbers, as a backend may hang or abort the process where they begin different ones. Where
-ranks cannot go on together every one of them raises.
+Numbers are gathered in the background while a call begins. Before its first collective all ranks
+must have the same: a backend may hang or abort on different collectives. If ranks cannot go on
+together, every rank raises.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autoshard.runtime.transport.work import all_gather_single
 
 T = TypeVar("T")
 _WIDTH = 6
-"""numbers in an agreement: of what, and up to five claims"""
+"""numbers in an agreement: a kind and up to five claims"""
 
 _POSITIVE = (1 << 62) - 1
 
@@ -38,12 +38,12 @@ CHECKS = ("inputs", "replicas")
 
 
 def _cpu(numbers: object) -> torch.Tensor:
-    """On the CPU whatever the default device is."""
+    """A tensor on the CPU, whatever the default device."""
     return torch.tensor(numbers, device="cpu")
 
 
 class Agreement:
-    """The agreements of one module. Every rank makes it, and asks it the same, in the same order."""
+    """The agreements of one module; every rank creates it and calls it in the same order."""
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
@@ -56,14 +56,14 @@ class Agreement:
     # --- numbers ---
 
     def begin(self, *claims: Claim) -> None:
-        """Begin to compare; :meth:`finish` has the result."""
+        """Begin the comparison; :meth:`finish` has the result."""
         self.finish()
         kind = zlib.crc32(repr((self.notes.number, self.notes.at, [what for what, *_ in claims])).encode())
         numbers = [kind, *(n & _POSITIVE for _, n, *_ in claims)]
         self._open = (*self._numbers(_cpu(numbers + [0] * (_WIDTH - len(numbers)))), claims)
 
     def finish(self) -> None:
-        """Raise :class:`RuntimeMismatchError` on every rank if the ranks do not all have the same numbers."""
+        """Raise :class:`RuntimeMismatchError` on every rank unless all have equal numbers."""
         if self._open is None:
             return
         (work, found, claims), self._open = self._open, None
@@ -74,7 +74,7 @@ class Agreement:
                 why = self.notes.look()
                 first = peers[0][others[0]] if peers else 0
                 said = f"the ranks disagree on {what}"
-                more = f"; {why}" if why and said not in why else ""  # another rank says the same
+                more = f"; {why}" if why and said not in why else ""  # else said twice
                 raise RuntimeMismatchError(f"{said}: {listed(others)} from rank {first}{more}")
 
     def agree(self, *claims: Claim) -> None:
@@ -83,12 +83,12 @@ class Agreement:
         self.finish()
 
     def numbers_of(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-        """For every rank the checksums of its ``tensors``; -1 for those on the meta device."""
+        """Checksums of ``tensors`` by rank; -1 on the meta device."""
         numbers = [-1 if x.is_meta else int(checksum(x)) & _POSITIVE for x in tensors]
         return self._rows(numbers, "the comparison of tensors")
 
     def known(self, mine: Sequence[int]) -> list[int]:
-        """Of bytes that some ranks know, and that are 0 on others, what the first one knows."""
+        """Merge bytes that some ranks know (others pass 0): the first known value of each."""
         self.finish()
         self.notes.claims = tuple  # not known yet
         words = [int.from_bytes(mine[at : at + 7], "little") for at in range(0, len(mine), 7)]
@@ -113,7 +113,7 @@ class Agreement:
     # --- results and failures ---
 
     def everywhere(self, do: Callable[[], T]) -> T:
-        """``do()`` on every rank. If it fails on some, every rank raises: its own error or that of the first."""
+        """``do()`` on every rank; if it fails on some, every rank raises its or the first error."""
         result, error = _tried(do)
         told = self._texts("" if error is None else _told(error))
         if error is not None:
@@ -123,7 +123,7 @@ class Agreement:
         return result  # type: ignore[return-value]
 
     def from_first(self, do: Callable[[], str]) -> str:
-        """``do()`` of rank 0, on every rank; an error of it is raised on every rank."""
+        """``do()`` of rank 0, on every rank; its error is raised on every rank."""
         result, error = _tried(do) if self.rank == 0 else (None, None)
         sent = "" if self.rank else json.dumps([result, "" if error is None else _told(error)])
         text, told = json.loads(self._text_of_first(sent))
@@ -134,7 +134,7 @@ class Agreement:
         return str(text)
 
     def tensor_of_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's ``x`` on the CPU; the others come with one of its shape and dtype, on whatever device."""
+        """Rank 0's ``x`` on the CPU; other ranks pass a tensor of its shape and dtype."""
         full = (
             x.detach().cpu().contiguous().clone()
             if self.rank == 0
@@ -187,7 +187,7 @@ class Agreement:
 
 
 def differing(rows: Sequence[Sequence[int]], i: int, peers: Sequence[int] | None = None) -> list[int]:
-    """The ranks whose number ``i`` is not that of the rank in ``peers``, by default rank 0."""
+    """Ranks whose number ``i`` differs from that of their rank in ``peers`` (default: rank 0)."""
     return [rank for rank, row in enumerate(rows) if row[i] != rows[peers[rank] if peers else 0][i]]
 
 
@@ -200,9 +200,9 @@ def listed(ranks: Sequence[int], most: int = 8) -> str:
 
 
 def asked_checks() -> dict[str, int]:
-    """What AUTOSHARD_CHECK asks for: name → every how many calls. ``inputs,replicas=100``.
+    """Parse AUTOSHARD_CHECK (``inputs,replicas=100``): name → check every n-th call.
 
-    Raises :class:`PlanError` for a name that does not exist.
+    Raises :class:`PlanError` for an unknown name.
     """
     found = {}
     for part in filter(None, (p.strip() for p in os.environ.get("AUTOSHARD_CHECK", "").split(","))):
@@ -214,7 +214,7 @@ def asked_checks() -> dict[str, int]:
 
 
 def _group() -> Any:
-    """A group of all ranks on gloo."""
+    """A gloo group of all ranks."""
     return once("agreement", lambda: dist.new_group(backend="gloo"))
 
 
@@ -230,7 +230,7 @@ def _told(error: Exception) -> str:
 
 
 def _error(told: str) -> Exception:
-    """The error that another rank raised: of the same class where that is one of ours or Python's own."""
+    """The error of another rank, of the same class if that is ours or a builtin."""
     name, text = json.loads(told)
     kind = getattr(errors, name, None) or getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):

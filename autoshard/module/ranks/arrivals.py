@@ -1,4 +1,4 @@
-"""Inputs under torch.distributed: local ones become DTensors, which know their whole; programs get this rank's part."""
+"""Inputs on a rank: local ones become DTensors of global shape; programs get local shards."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from autoshard.module.ranks.checksum import checksum
 
 
 def from_part(part: torch.Tensor, mesh: DeviceMesh, layout: Layout) -> DTensor:
-    """A local input: this rank's part of one whose parts are all of one size."""
+    """A local input as a DTensor; all ranks have shards of one size."""
     return dtensor(part, mesh, layout, whole_shape(part.shape, layout))
 
 
 def stating(x: DTensor, mesh: DeviceMesh) -> torch.Tensor:
-    """An input as a DTensor whose placements are chunks or whole: what else there is, is made whole. Plain if all is.
+    """A DTensor input with sharded and replicated placements only; plain if replicated.
 
-    Raises :class:`CaptureError` for one that lies on another mesh.
+    Other placements are gathered. Raises :class:`CaptureError` for a DTensor on another mesh.
     """
     if x.device_mesh is not mesh and x.device_mesh.mesh.tolist() != mesh.mesh.tolist():
         raise CaptureError(
             f"an input of shape {list(x.shape)} is a DTensor on another mesh ({x.device_mesh}) than the module's "
             f"({mesh}). Give one on sharded.device_mesh, or its full_tensor()."
         )
-    own = isinstance(x, OfStage)  # no rank can have the whole of it
+    own = isinstance(x, OfStage)  # no rank may have all of it
     if (own or any(type(p) is Shard for p in x.placements)) and all(
         type(p) in (Shard, Replicate) for p in x.placements
     ):
@@ -51,7 +51,7 @@ def stating(x: DTensor, mesh: DeviceMesh) -> torch.Tensor:
 def arrived(
     leaves: Sequence[Any], layouts: Sequence[Layout | None], mesh: DeviceMesh, device: torch.device
 ) -> list[Any]:
-    """The leaves of a call as programs know them. ``layouts``: of those that are local, by leaf; or nothing."""
+    """The argument leaves as programs know them. ``layouts``: of local ones, by leaf; or empty."""
     found = list(leaves)
     for i, x in enumerate(leaves):
         if isinstance(x, DTensor):
@@ -63,12 +63,12 @@ def arrived(
 
 
 def layout_of(x: Any, mesh: Mesh) -> Layout | None:
-    """The layout that an input states; None: it is whole."""
+    """The layout of a DTensor input; None: global."""
     return Layout.from_torch(mesh, x.placements) if isinstance(x, DTensor) else None
 
 
 def part_for(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
-    """This rank's part of an input on ``device``, in the ``layout`` that a program takes it in."""
+    """This rank's shard of an input on ``device``, in the ``layout`` of the program."""
     if not isinstance(x, DTensor):
         return x.to(device)
     try:
@@ -83,7 +83,7 @@ def part_for(x: torch.Tensor, layout: Layout, mesh: DeviceMesh, device: torch.de
 
 
 def joined(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those in parts made whole; each rank's gradient is, and goes back to the parts. What a stage keeps stays. Collective."""
+    """Gather sharded inputs but those of one stage; gradients return to the shards. Collective."""
     found = dict(inputs)
     for name, x in inputs.items():
         if isinstance(x, DTensor) and not isinstance(x, OfStage):
@@ -93,10 +93,10 @@ def joined(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def checksums(leaves: Sequence[Any], most: int | None) -> tuple[int, int]:
-    """Numbers that differ where the data do: of the whole inputs, and of this rank's parts of those that are cut.
+    """Two checksums of the inputs: of global ones, and of this rank's local shards.
 
-    ``most``: the elements of each that are looked at; None: all.
-    What one stage keeps is not among them: other stages have nothing to compare it with.
+    ``most``: sampled elements per input; None: all. Skips state on one stage: others cannot
+    compare.
     """
     numbers = [0, 0]
     for x in leaves:
@@ -107,7 +107,7 @@ def checksums(leaves: Sequence[Any], most: int | None) -> tuple[int, int]:
 
 
 def peers(leaves: Sequence[Any], mesh: Mesh) -> tuple[int, ...]:
-    """For every rank the first that brings the same parts: it differs only along axes that cut none of the inputs."""
+    """Per rank the first rank with the same shards: other coordinates on unsharded axes only."""
     layouts = [x for x in (layout_of(leaf, mesh) for leaf in leaves) if x is not None]
     cut = {mesh.index(a) for layout in layouts for a in layout.axes_with(Cut)}
     rows = (mesh.coordinates(rank) for rank in range(mesh.size))

@@ -1,4 +1,4 @@
-"""What a call is to the ranks: what they compare before it, in words and numbers."""
+"""Claims that ranks compare before a call: descriptions with numbers."""
 
 from __future__ import annotations
 
@@ -27,32 +27,31 @@ _VALUES = (
 _FAILED = "whether an earlier call failed (their collectives are out of step: start all processes again)"
 
 FIRST_CALLS = 8
-"""calls of a program in which all numbers of the inputs are compared; AUTOSHARD_CHECK=inputs: in all calls"""
+"""calls of a program that compare all elements of inputs; AUTOSHARD_CHECK=inputs: all calls"""
 
 SAMPLED = 4096
-"""numbers of each input that later calls compare: 0.1 ms on a CPU, and as long for the message"""
+"""elements of each input that later calls compare: 0.1 ms on a CPU, and as long for the message"""
 
 APART = 64
-"""calls of a program from one such comparison to the next; at first powers of two. One that follows another program's
-is compared, too: the ranks exchange a message there anyway"""
+"""calls between comparisons (powers of two at first); a change of program is compared, too"""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""in the ``repr`` of an argument without one of its own: other on every rank"""
+"""in a default ``repr``; differs between ranks"""
 
 
 class Comparisons:
-    """How many numbers of its inputs the ranks compare in a call. Ranks that make the same calls come to the same."""
+    """How many input elements the ranks compare in a call; equal on ranks with equal calls."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[int, int], int] = {}
         self._last: object = None
 
     def __deepcopy__(self, memo: object) -> Comparisons:
-        """A copy of a module starts anew."""
+        """A copied module starts anew."""
         return Comparisons()
 
     def due(self, program: object, failed: int) -> int | None:
-        """Of each input, in a call of ``program`` (None: to be compiled) after ``failed`` others failed; None: all."""
+        """Elements to compare per input (None: all). ``program``: None if compiled by this call."""
         kind = None if program is None else (id(program), failed)
         number, follows = self._calls.get(kind, 0) + 1 if kind else 1, self._last == kind
         self._last = kind
@@ -64,7 +63,7 @@ class Comparisons:
 
 
 def of_call(notes: Notes, call: Call, number: int, inputs: Inputs, deferred: bool) -> tuple[Claim, ...]:
-    """What every call is. ``number``: see :meth:`Call.key`; ``deferred``: whether it is inside no_sync()."""
+    """Claims of every call. ``number``: see :meth:`Call.key`; ``deferred``: inside no_sync()."""
     *shapes, state, number = call.key(number)
     text = _ADDRESS.sub("", repr((*shapes, number)))
     return (
@@ -75,16 +74,16 @@ def of_call(notes: Notes, call: Call, number: int, inputs: Inputs, deferred: boo
 
 
 def of_meeting(notes: Notes, what: str) -> tuple[Claim, ...]:
-    """What the ranks compare before they do ``what`` together, beside calls."""
+    """Claims before the ranks do ``what`` outside of calls."""
     return (("what they do", zlib.crc32(what.encode())), (_FAILED, 2 * notes.failed + notes.broken))
 
 
 def of_values(
     leaves: Sequence[Any], mesh: Mesh, places: Sequence[Sequence[int]], most: int | None
 ) -> tuple[Claim, ...]:
-    """The data of the inputs. ``most``: how many numbers of each, see :meth:`Comparisons.due`.
+    """Claims on the data of inputs. ``most``: see :meth:`Comparisons.due`.
 
-    ``mesh``: what programs run on; ``places``: per stage the ranks that run it, in the order of ``mesh``.
+    ``mesh``: of programs; ``places``: per stage its ranks, in the order of ``mesh``.
     """
     whole, parts = (0, 0) if most == 0 else checksums(leaves, most)
     first = peers(leaves, mesh) if parts else range(mesh.size)

@@ -1,4 +1,4 @@
-"""This rank's module under torch.distributed: parameters are DTensors, the rank module runs on their local shards."""
+"""This rank's module under torch.distributed: DTensor parameters, programs on local shards."""
 
 from __future__ import annotations
 
@@ -51,21 +51,21 @@ from autoshard.runtime.programs.module import RankModule
 from autoshard.runtime.transport.groups import mesh_of
 
 _way = torch.compiler.disable(redistribution)
-"""as it is to compiled code: a search that torch.compile would trace, with warnings"""
+"""a search, which torch.compile would trace with warnings"""
 
 
 class DistributedModule(OnRank):
-    """A sharded module of one process; every rank of the mesh has one."""
+    """The sharded module of one process; every rank of the mesh has one."""
 
     _home: torch.device
     _loaded: dict[int, Loaded]
     _checks: dict[str, int]
     _comparisons: claims.Comparisons
     _compared: Any
-    """the last call that was compared: its repetitions are not"""
+    """the last compared call: repetitions are not compared"""
     _on_gloo: bool
     _generating: bool = False
-    """whether logits go to a loop that chooses tokens"""
+    """whether logits go to a generation loop"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
         super().__init__(model, mesh, settings)
@@ -96,10 +96,10 @@ class DistributedModule(OnRank):
         return [*super()._shared(), self.device_mesh, self._comm, self._agreement, self._compared]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """See :meth:`ShardedModule.__deepcopy__`. The rank modules that tensors are bound to are its own."""
+        """See :meth:`ShardedModule.__deepcopy__`. Loaded programs are not copied."""
         memo[id(self._loaded)] = {}
         for p in self._of.tensors():
-            if isinstance(p, DTensor):  # a copy of a DTensor would have a gradient, that of a plain parameter has none
+            if isinstance(p, DTensor):  # deepcopy of a DTensor would keep its gradient
                 memo[id(p)] = duplicate(p)
         return super().__deepcopy__(memo)
 
@@ -123,9 +123,9 @@ class DistributedModule(OnRank):
         return tuple(layout_of(x, self._running) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See :meth:`Compiling._whole`: on the device that the model came on, where captures run.
+        """See :meth:`Compiling._whole`: plain tensors on the device where the model is captured.
 
-        Collective where an input came in parts; large ones are without data.
+        Collective for local inputs; large ones have no data.
         """
 
         def whole(x: torch.Tensor) -> torch.Tensor:
@@ -148,19 +148,19 @@ class DistributedModule(OnRank):
     # --- running ---
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """See :class:`torch.nn.Module`: the hooks of this module around its forward. The others are told of one that fails."""
+        """Run module hooks and forward; other ranks are notified of a failure."""
         notes = self._comm.notes
         before = notes.call
         with notes:
             try:
                 return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
             except Exception:
-                if notes.call == before:  # a hook before the forward: for the other ranks this call has begun
+                if notes.call == before:  # in a pre-forward hook: others have begun the call
                     notes.begin()
                 raise
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`ShardedModule.forward`. Where it fails on this rank alone, the others are told."""
+        """See :meth:`ShardedModule.forward`. Other ranks are notified of a failure."""
         with self._comm.notes, self._turns:
             self._comm.notes.begin()
             return self._called(args, kwargs)
@@ -180,20 +180,20 @@ class DistributedModule(OnRank):
     def specialise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
     ) -> Executable:
-        """See :meth:`Compiling.specialise`; every rank must come with the same inputs, in the same state."""
+        """See :meth:`Compiling.specialise`; ranks pass the same inputs in the same state."""
         with self._comm.notes, self._turns:
             return super().specialise(args, kwargs, number, recorded)
 
     def _serving(self, call: Call, number: int) -> Executable:
-        """See :meth:`Compiling._serving`.
+        """See :meth:`Compiling._serving`. Ranks compare the guards while the program runs.
 
-        What the program is compiled for is compared while it runs: where this rank does not repeat its last call, or has
-        called another module since. The values of the inputs are before, see :class:`Comparisons`. A rank that waits for
-        others compares again, see :class:`Notes`.
+        Not if this rank repeats its last call and called no other module since. Input values are
+        compared before, see :class:`Comparisons`. A waiting rank compares again, see
+        :class:`Notes`.
         """
         notes, agreement = self._comm.notes, self._agreement
         executable, again = self._program_for(call, number), notes.calls_again()
-        # Of a state that grows the ranks know the length.
+        # Lengths of a growing KV cache are known to all ranks.
         in_parts = [x for x in call.leaves if isinstance(x, DTensor)]
         present = call.key(number, exactly=_is_plain if in_parts else True), self._deferred, notes.failed, notes.broken
         most = self._comparisons.due(executable, notes.failed)
@@ -214,14 +214,14 @@ class DistributedModule(OnRank):
 
     @property
     def _places(self) -> Sequence[Sequence[int]]:
-        """Per stage the ranks that run it."""
+        """The ranks of each stage."""
         return (range(self.mesh.size),)
 
     def _repeats(self, executable: Executable) -> bool:
-        """Whether ranks need not compare calls that repeat the one before: they notice others in a collective.
+        """Whether ranks need not compare repeated calls: a collective would notice a difference.
 
-        Inside no_sync() the backward may have none. Other backends than gloo may hang or abort the process where ranks
-        begin different ones.
+        Inside no_sync() the backward may have no collective. Backends other than gloo may hang or
+        abort on different collectives.
         """
         collectives = executable.compiled.plan.collectives
         return self._on_gloo and any(c.phase == "forward" or not self._deferred for c in collectives)
@@ -229,7 +229,7 @@ class DistributedModule(OnRank):
     def _compiled(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
     ) -> Compiled:
-        """Rank 0 plans, the others follow its plan; an error of one rank is raised on all."""
+        """Rank 0 plans, others follow its plan; an error of one rank is raised on all."""
         agreement = self._agreement
         agreement.finish()
         graph = agreement.everywhere(lambda: captured(model, args, kwargs, precision=wishes.mixed_precision, **options))
@@ -266,9 +266,9 @@ class DistributedModule(OnRank):
     def _new_values(
         self, program: Program, results: Sequence[Any], shapes: Sequence[Sequence[int] | None]
     ) -> dict[str, torch.Tensor]:
-        """What the rank module gives of states, by original name: a DTensor where they are kept in parts.
+        """Mutated states from the rank module, by original name: DTensors if sharded.
 
-        ``shapes``: the global ones, of outputs and states.
+        ``shapes``: global, of outputs and states.
         """
         found, first = {}, len(program.outputs)
         for (fqn, name), new, shape in zip(program.mutations.items(), results[first:], shapes[first:], strict=True):
@@ -277,7 +277,7 @@ class DistributedModule(OnRank):
         return found
 
     def _results(self, executable: Executable, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """What the rank module gives: outputs and what is written back, local."""
+        """Local outputs and mutated states of the rank module."""
         program, loaded = executable.compiled.program, self._load_program(executable)
         module = loaded.module
         self._comm.deferred = self._deferred
@@ -295,7 +295,7 @@ class DistributedModule(OnRank):
         return results
 
     def _leaf(self, executable: Executable, number: int, local: Any, shape: Sequence[int] | None) -> Any:
-        """Output ``number``, of global ``shape``, as the user gets it, from what the rank module gave."""
+        """Output ``number``, of global ``shape``, for the user; ``local``: the rank module's."""
         program = executable.compiled.program
         out = program.outputs[number]
         if not isinstance(out, Ref):
@@ -308,7 +308,7 @@ class DistributedModule(OnRank):
 
     @contextlib.contextmanager
     def drawing_alike(self) -> Iterator[None]:
-        """Inside, all ranks draw what rank 0 would: with seeds of their own they would sample other tokens. Collective."""
+        """Inside, all ranks draw as rank 0: other seeds would sample other tokens. Collective."""
         with runtime.synchronised_rng(self._comm):
             self._comm.random_states()
             yield
@@ -321,19 +321,19 @@ class DistributedModule(OnRank):
         return [loaded.module for loaded in self._loaded.values()]
 
     def _load_program(self, executable: Executable) -> Loaded:
-        """The program on this rank, made once."""
+        """The program on this rank, loaded once."""
         if id(executable) not in self._loaded:
             side_by_side(map(self.tensor, self._layout_of))
             self._loaded[id(executable)] = Loaded.of(executable, self._comm, self._device)
         return self._loaded[id(executable)]
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
-        """See :meth:`ShardedModule.local_tensors`; only of this process's own rank."""
+        """See :meth:`ShardedModule.local_tensors`; for this process's rank only."""
         with torch.no_grad(), runtime.bind(self._comm):
             return {name: t.detach() for name, t in self._load_program(executable).tensors(self._of).items()}
 
     def _output(self, local: torch.Tensor, layout: Layout, shape: Sequence[int], kept: bool) -> torch.Tensor:
-        """Scalars are plain; others an :class:`Output` in their layout where it is ``kept``, or the full tensor."""
+        """The full tensor, or an :class:`Output` if ``kept`` and sharded; scalars plain."""
         cut, state = layout.axes_with(Shard), self._settings.gather_outputs is None and not local.requires_grad
         if kept and (cut or (shape and not state)):
             return Output.of(self._dtensor(local, layout, shape))
@@ -349,5 +349,5 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def default_device_type() -> str:
-    """Where the ranks of torch.distributed compute."""
+    """Device type of the ranks."""
     return "cuda" if "nccl" in str(dist.get_backend()) else "cpu"

@@ -1,7 +1,7 @@
-"""Parameters under torch.distributed on their way into a forward, and what their ``.grad`` is after the backward.
+"""Local shards of parameters for a forward, and their ``.grad`` after the backward.
 
-Inside ``no_sync()`` a gradient is left as a summand: a DTensor that is Partial over the axes of its last sum. The next
-backward outside takes it along, so that several of them cost one sum.
+Inside ``no_sync()`` a gradient stays a partial sum: a DTensor, Partial over the axes of its last
+reduction. The next backward outside adds it, so that several backwards cost one reduction.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ def locals_of(
     buckets: dict[Entering, FlatBucket] | None = None,
     alone: frozenset[int] = frozenset(),
 ) -> tuple[torch.Tensor, ...]:
-    """The local tensors of DTensor parameters, for one forward.
-
-    ``last``, ``buckets``: see :class:`runtime.Gradients`; ``alone``: see :func:`to_enter_ahead`.
-    """
+    """Local shards of DTensor parameters, for one forward."""
     gradients = runtime.Gradients(comm, lambda numbers, axes: _taken(comm, parameters, numbers, axes), last, buckets)
     entering = to_enter_ahead(gradients, alone) if buckets and torch.is_grad_enabled() else []
     ahead = {n for key, _ in entering for n in key.numbers}
@@ -55,16 +52,16 @@ def locals_of(
 
 
 def _held(parameters: Sequence[Any]) -> list[torch.Tensor]:
-    """:func:`local_of` each, by no call of Python for those that this rank has."""
+    """:func:`local_of` each, without a Python call for shards that this rank has."""
     parts = [(p, p._local_tensor) for p in parameters]
     return [x if x.ndim == p.ndim else local_of(p) for p, x in parts]
 
 
 class _Locals(Node):
-    """DTensor parameters → the local tensors of those that do not enter ahead, and an empty one for the others; the backward
-    makes DTensor gradients of the same placements.
+    """DTensor parameters → local shards (but those that enter ahead) and an empty tensor.
 
-    It also does what :func:`runtime.wait_gradients` does, in one node: the gradients under way are ``pending``.
+    The backward makes DTensor gradients with the parameters' placements. It includes
+    :func:`runtime.wait_gradients`; reductions under way are ``pending``.
     """
 
     @staticmethod
@@ -78,7 +75,7 @@ class _Locals(Node):
 
     @staticmethod
     def backward(ctx: Any, *brought: torch.Tensor | None) -> Any:
-        # DTensor's operations change its local tensor where autograd does not see it.
+        # In-place DTensor ops change the local tensor unseen by autograd.
         if _versions(ctx.parameters) != ctx.versions:
             raise RuntimeMismatchError(CHANGED.format("a parameter"))
         pending, specs, parameters = ctx.pending, ctx.specs, ctx.parameters
@@ -107,12 +104,12 @@ class _Locals(Node):
             None if g is None else new_dtensor(DTensor, g, spec, requires_grad=False)
             for g, spec in zip(owned, specs, strict=True)
         ]
-        # Where the nodes of autograd behind this one would do no more; they take another DTensor of each gradient.
+        # Skip AccumulateGrad nodes that would only assign: they make a DTensor per gradient.
         are_run = _are_run([leaf for leaf, _ in ctx.next_functions])
-        with torch._C.DisableTorchFunctionSubclass():  # torch looks for one in each attribute of a DTensor
+        with torch._C.DisableTorchFunctionSubclass():  # no lookups per DTensor attribute
             leaves = zip(parameters, owned, are_run, strict=True)
             plain = [g is not None and is_run and _is_plain(p, g) for p, g, is_run in leaves]
-            pending.wait()  # what did not need the data is done while they arrive
+            pending.wait()  # last, so that the above overlaps with communication
             for i, p in enumerate(parameters):
                 if plain[i] and p.grad is None:
                     p.grad, found[i] = found[i], None
@@ -125,7 +122,7 @@ def _versions(parameters: Sequence[Any]) -> list[int]:
 
 
 def _is_plain(p: Any, local: torch.Tensor) -> bool:
-    """Whether ``p`` is a leaf without hooks, in whose dtype ``local`` comes: autograd converts to it."""
+    """Whether ``p`` is a leaf without hooks and in the dtype of ``local``: no conversion needed."""
     hooked = p._backward_hooks or p._post_accumulate_grad_hooks
     return p.is_leaf and p.requires_grad and not hooked and local.dtype == getattr(p, "grad_dtype", p.dtype)
 
@@ -133,9 +130,9 @@ def _is_plain(p: Any, local: torch.Tensor) -> bool:
 def _owned(
     gradients: Sequence[torch.Tensor | None], brought: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """``gradients``; of those that autograd has ``brought`` and that are others' too a copy, as it makes for plain parameters.
+    """``gradients``, with copies of those ``brought`` by autograd that others hold, too.
 
-    Both operands of a sum have one tensor as their gradient.
+    Autograd copies so for plain parameters: operands of a sum share one gradient tensor.
     """
     own = list(gradients)
     kept = [i for i, g in enumerate(gradients) if g is not None and g is brought[i] and not g.is_sparse]
@@ -149,9 +146,9 @@ def _owned(
 
 
 def _in_rows(p: Any, gradient: torch.Tensor, spec: Any) -> torch.Tensor | None:
-    """A gradient that is no list of rows, or None: such a list becomes ``p.grad``, or goes on whole where none is kept.
+    """A dense gradient with the parameter's strides; None for sparse ones, which join ``p.grad``.
 
-    It lies in memory as the parameter does, as autograd has it of plain ones: fused optimizers go through both side by side.
+    Sparse ones become dense if autograd accumulates none. Fused optimizers need equal strides.
     """
     if _lies_as(p, gradient):
         return gradient
@@ -164,7 +161,7 @@ def _in_rows(p: Any, gradient: torch.Tensor, spec: Any) -> torch.Tensor | None:
 
 
 def _lie_as(parameters: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Whether each :func:`_lies_as` its parameter does; by no call of Python for each where all are contiguous."""
+    """Whether all have their parameter's strides; without a Python call each if contiguous."""
     there = [g for g in gradients if g is not None]
     plain = not any(map(_IS_SPARSE, there)) and all(map(torch.Tensor.is_contiguous, there))
     if plain and all(map(torch.Tensor.is_contiguous, map(_LOCAL, parameters))):
@@ -176,7 +173,7 @@ _IS_SPARSE, _LOCAL = operator.attrgetter("is_sparse"), operator.attrgetter("_loc
 
 
 def _lies_as(p: Any, gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient, if there is one, is dense and lies in memory as the parameter does."""
+    """Whether a gradient is absent, or dense with the parameter's strides."""
     if gradient is None:
         return True
     if gradient.is_sparse:
@@ -193,7 +190,7 @@ def _global(gradient: torch.Tensor, spec: Any) -> DTensor:
 def _met(
     pending: runtime.Gradients, parameters: Sequence[Any], gradients: Sequence[Any], specs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The gradients as summands over what they and ``.grad`` are to be summed over, and their specs."""
+    """Gradients as partial sums over the axes that they share with ``.grad``, and their specs."""
     comm, given, over = pending.comm, list(gradients), list(specs)
     for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
         if g is not None:
@@ -204,7 +201,7 @@ def _met(
 
 
 class _Globals(torch.autograd.Function):
-    """Local gradients → DTensors, as a node of the graph: where it is recorded (create_graph), it has a derivative."""
+    """Local gradients → DTensors as a graph node, differentiable for ``create_graph``."""
 
     @staticmethod
     def forward(ctx: Any, specs: list[Any], *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -221,14 +218,14 @@ class _Globals(torch.autograd.Function):
 
 
 def _waiting(comm: Communicator, gradient: Any) -> Axes:
-    """The axes over which a gradient is a summand."""
+    """The axes over which a gradient is a partial sum."""
     if not isinstance(gradient, DTensor):
         return ()
     return tuple(a for a, p in zip(comm.mesh, gradient.placements, strict=True) if p.is_partial())
 
 
 def _over(comm: Communicator, spec: Any, axes: Axes) -> Any:
-    """``spec`` with summands over ``axes``, and over no others."""
+    """``spec`` with partial sums over ``axes`` only."""
     if not axes and not any(p.is_partial() for p in spec.placements):
         return spec
     whole = [Replicate() if p.is_partial() else p for p in spec.placements]
@@ -239,9 +236,8 @@ def _over(comm: Communicator, spec: Any, axes: Axes) -> Any:
 def _taken(
     comm: Communicator, parameters: Sequence[Any], numbers: Sequence[int], axes: Axes
 ) -> dict[int, torch.Tensor]:
-    """By number the summands over these axes that gradients are, to become parts of what this backward leaves instead.
-
-    Where hooks are to change what it brings, they stay: hooks have seen them."""
+    """Take partial sums over ``axes`` out of ``.grad``, to add them to this backward's.
+    Not from parameters with hooks: those have seen them."""
     found: dict[int, torch.Tensor] = {}
     for number in numbers if _deferred else ():
         p = parameters[number]
@@ -251,7 +247,7 @@ def _taken(
 
 
 def _meet(comm: Communicator, p: Any, axes: Axes) -> Axes:
-    """Bring ``p.grad`` and a new gradient that is a summand over ``axes`` together: the axes both are to be over."""
+    """Align ``p.grad`` and a new partial sum over ``axes``; returns the axes of both."""
     held = None if p.grad is None else _waiting(comm, p.grad)
     if held is not None and held != axes and not _accumulates(p):
         held = None
@@ -260,7 +256,7 @@ def _meet(comm: Communicator, p: Any, axes: Axes) -> Axes:
     if held is None or held == axes:
         return axes
     local, spec = p.grad.to_local(), p.grad._spec
-    if not axes:  # no bucket took it along
+    if not axes:  # no bucket included it
         with torch.no_grad():
             total = comm.apply(Move("P", "I", held), local)
         p.grad = DTensor(total, _over(comm, spec, ()), requires_grad=False)
@@ -272,12 +268,12 @@ def _meet(comm: Communicator, p: Any, axes: Axes) -> Axes:
 
 
 def _accumulates(p: torch.Tensor) -> bool:
-    """Whether the running backward adds to ``p.grad``: not where torch.autograd.grad asks for something."""
+    """Whether the running backward adds to ``p.grad``: not under torch.autograd.grad."""
     return p.is_leaf and p.requires_grad and _is_run(torch.autograd.graph.get_gradient_edge(p).node)
 
 
 def _is_run(node: Any) -> bool:
-    """Whether the running backward runs this node."""
+    """Whether the running backward executes this node."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad stops at it
@@ -285,7 +281,7 @@ def _is_run(node: Any) -> bool:
 
 
 def _are_run(nodes: Sequence[Any]) -> list[bool]:
-    """:func:`_is_run` of each; by no call of Python for each where none of them is one that torch.autograd.grad stops at."""
+    """:func:`_is_run` of each, by few Python calls unless torch.autograd.grad stops there."""
     try:
         return [*map(torch._C._will_engine_execute_node, nodes)]
     except RuntimeError:
@@ -293,7 +289,7 @@ def _are_run(nodes: Sequence[Any]) -> list[bool]:
 
 
 _deferred: set[int] = set()
-"""ids of parameters that had gradients left as summands: what has a weak reference cannot be converted (``.to(dtype)``)"""
+"""ids of parameters with partial-sum gradients; weak references would block ``.to(dtype)``"""
 
 
 def _check_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A program on a rank of torch.distributed, and what it reads there."""
+"""A program loaded on a rank, and the tensors that it reads."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from autoshard.runtime.transport.process_group import TorchCommunicator
 
 
 class Trained(NamedTuple):
-    """The parameters of a program that are trained, by original name, and among them by number those that are summed last, and
-    those that only enter their blocks."""
+    """Trained parameters: names; numbers of those reduced last; of those that only enter."""
 
     names: tuple[str, ...]
     last: tuple[int, ...]
@@ -37,33 +36,33 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class Loaded:
-    """``module``: an instance of the rank module; what it reads is found once, by original name."""
+    """``module``: a rank module; the names of what it reads are found once."""
 
     module: Any
     comm: Communicator
     parameters: Sequence[str]
     buffers: Sequence[tuple[str, bool]]
-    """and whether the forward writes it, in a program with a backward"""
+    """(name, whether the forward writes it in a program with a backward)"""
     constants: Mapping[str, torch.Tensor]
-    """this rank's parts"""
+    """this rank's shards"""
     layouts: Mapping[str, Layout]
     """of buffers"""
     recorded: bool
     """whether the program has a backward"""
     last: tuple[frozenset[str], tuple[str, ...]]
-    """parameters whose gradients are summed when the backward ends, and over which axes; see :func:`summed_last`"""
+    """(parameters reduced when the backward ends, over these axes): :func:`summed_last`"""
     alone: frozenset[str]
-    """parameters that nothing reads but what has them enter their block; see :func:`entering_alone`"""
+    """parameters read only by entering their block, see :func:`entering_alone`"""
     buckets: dict[Entering, FlatBucket] = field(default_factory=dict)
-    """what parameters went through on their way into blocks in earlier forwards"""
+    """buckets by which parameters entered their blocks in earlier forwards"""
     sums: dict[tuple[int, bool], FlatBucket] = field(default_factory=dict)
-    """the same of those that are summed last, by how many they are, and whether the sum is left to a later backward"""
+    """(count, whether deferred) → bucket of the parameters that are reduced last"""
     trained: dict[tuple[bool, ...], Trained] = field(default_factory=dict)
-    """by which parameters require a gradient"""
+    """by requires_grad of each parameter"""
 
     @staticmethod
     def of(executable: Executable, comm: Communicator, device: torch.device) -> Loaded:
-        """``executable`` on the rank of ``comm``, its constants on ``device``."""
+        """Load ``executable`` on the rank of ``comm``, constants on ``device``."""
         graph, layouts = executable.graph, executable.compiled.plan.layouts
         of = {kind: [i for i in graph.inputs if i.kind == kind] for kind in ("parameter", "buffer", "constant")}
         constants = {i.fqn: graph.constants[i.name].to(device) for i in of["constant"]}
@@ -80,7 +79,7 @@ class Loaded:
         )
 
     def tensors(self, model: Original) -> dict[str, torch.Tensor]:
-        """This rank's part of everything that ``model`` holds, for one forward."""
+        """This rank's shards of all tensors of ``model`` that a forward reads."""
         found, held = dict(self.constants), model.each(self.parameters)
         is_trained = tuple([self.recorded and p.requires_grad for p in held])
         trained = self._trained(is_trained)
@@ -93,11 +92,11 @@ class Loaded:
             found.update((name, local_of(p)) for name, p, is_one in rest if not is_one)
         for name, written in self.buffers:
             part = _part(model.tensor(name), self.layouts[name], self.comm.rank)
-            found[name] = part.clone() if written else part  # it is written after the forward: the backward has a copy
+            found[name] = part.clone() if written else part  # the backward reads the old value
         return found
 
     def _trained(self, flags: tuple[bool, ...]) -> Trained:
-        """What is trained, by a flag for every parameter."""
+        """The trained parameters for these flags."""
         if flags not in self.trained:
             names = tuple(itertools.compress(self.parameters, flags))
             last = tuple(i for i, name in enumerate(names) if name in self.last[0])
@@ -106,7 +105,7 @@ class Loaded:
         return self.trained[flags]
 
     def _summed(self, numbers: Sequence[int]) -> tuple[Sequence[int], FlatBucket | None]:
-        """The numbers of parameters whose gradients are summed when the backward ends, and through what."""
+        """Numbers of the parameters whose gradients are reduced last, and their bucket."""
         if not numbers:
             return (), None
         assert isinstance(self.comm, TorchCommunicator)
@@ -118,11 +117,11 @@ class Loaded:
 
 
 def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], tuple[str, ...]]:
-    """The parameters that enter their blocks over one group of axes, and the axes, where their gradients are too few to be
-    sent before the backward ends: they need no node of the graph in every block.
+    """Parameters (and axes) whose gradients are small enough for one reduction after the backward.
 
-    Not where the forward reads one of them otherwise, too: what that brings is no summand. Nor where there are others, as
-    tables, whose gradients that message goes beside. Weights of experts are none: what these exchange comes before.
+    They need no autograd node per block. Not if the forward reads one elsewhere, which brings no
+    partial sum, or if others are trained, such as tables. Expert weights do not count: their
+    exchange comes before.
     """
     entering = [s for s in program.statements if s.call.fn == "enter_parameters"]
     groups = {comm.active(s.call.args[1]) for s in entering}
@@ -142,9 +141,9 @@ def summed_last(program: Program, comm: Communicator) -> tuple[frozenset[str], t
 
 
 def entering_alone(program: Program) -> frozenset[str]:
-    """The parameters that enter their blocks and are read nowhere else: they may do so before the forward.
+    """Parameters read only by entering their blocks: they may enter before the forward.
 
-    Not those of a part that runs again in the backward, which has them enter once more.
+    Not in a recomputed block, which lets them enter again in the backward.
     """
     counts = Counter(name for s in program.statements for name in reads(s))
     entering = (s for s in program.statements if s.call.fn == "enter_parameters" and not s.again)

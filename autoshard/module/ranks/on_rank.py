@@ -1,4 +1,4 @@
-"""Parameters and buffers on one rank of torch.distributed: DTensors where they are kept in parts."""
+"""Parameters and buffers on one rank of torch.distributed: DTensors if sharded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autoshard.passes.redistribute.query import in_chunks
 
 
 class OnRank(ShardedModule):
-    """A sharded module of which this process holds one rank's part."""
+    """A sharded module with the tensors of one rank."""
 
     device_mesh: DeviceMesh
     _comm: runtime.TorchCommunicator
@@ -37,7 +37,7 @@ class OnRank(ShardedModule):
         return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed(), device="cpu")))
 
     def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
-        """See :meth:`Compiling._initial`. Where ranks come with other values, rank 0's are taken."""
+        """See :meth:`Compiling._initial`. Values of rank 0 win where ranks differ."""
         tensors = dict(named_tensors(model))
         first = of_first(self._agreement, tensors, self._title)
         found = {n: self._kept(full, layouts.get(n)).clone() for n, full in first}
@@ -56,7 +56,7 @@ class OnRank(ShardedModule):
         )
 
     def _part(self, full: torch.Tensor, layout: Layout, initial: torch.Tensor | None) -> torch.Tensor:
-        """This rank's part of a parameter or buffer, or a copy of the one in ``initial``; zeros where there are no data."""
+        """This rank's shard of a tensor, or a copy of its ``initial`` shard; zeros without data."""
         if initial is not None:
             return initial.detach().to(self._device, copy=True).contiguous()
         if full.is_meta:
@@ -76,7 +76,7 @@ class OnRank(ShardedModule):
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.clone()
-        # DTensor.full_tensor gathers axis by axis, with a warning; ours gathers the flattened axes at once.
+        # DTensor.full_tensor gathers axis by axis; this gathers the flattened axes at once.
         layout, local, shape = layout_on(self._running, self.device_mesh, tensor), local_of(tensor), tuple(tensor.shape)
         owner = {a: layout[a] for a in layout.owner}
         src = in_chunks(layout) if layout.grouped else layout
@@ -92,7 +92,7 @@ class OnRank(ShardedModule):
             layout = layout_on(self._running, self.device_mesh, tensor)
             part = local_of(full) if isinstance(full, DTensor) else shard_of(full, layout, self._comm.rank)
             tensor, full = local_of(tensor), part
-        if not full.is_set_to(tensor):  # else it was written in place
+        if not full.is_set_to(tensor):  # else written in place
             tensor.copy_(full)
 
     def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -118,7 +118,7 @@ class OnRank(ShardedModule):
 
 
 def execute(plan: Any, local: torch.Tensor) -> torch.Tensor:
-    """Run the steps of a redistribution on this rank's tensor, on the bound communicator."""
+    """Run a redistribution on this rank's tensor, on the bound communicator."""
     for step in plan.steps:
         name, args, kwargs = emit(step)
         plain = {k: runtime.size(v.size, v.axes) if isinstance(v, Local) else v for k, v in kwargs.items()}

@@ -1,4 +1,4 @@
-"""Tensors that every rank should hold alike: compared where they come from each rank, and on demand later."""
+"""Comparison of replicas: of initial values, and on demand later."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autoshard.module.ranks.agreement import Agreement, differing, listed
 log = logging.getLogger("autoshard")
 
 _META = -1
-"""the number of a tensor without data"""
+"""checksum of a tensor without data"""
 
 _SHOWN = 5
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by their first names, each once."""
+    """Parameters and buffers by their first names."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -32,10 +32,10 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def of_first(
     agreement: Agreement, tensors: Mapping[str, torch.Tensor], title: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Rank 0's value (on the CPU) of every tensor that another rank has with other data, or without any. Collective.
+    """Rank 0's values (on the CPU) of tensors that differ or lack data on another rank.
 
-    Names, shapes and dtypes are the same everywhere. Rank 0 says in a warning which differ; ranks that come without
-    data are no reason for one. Raises :class:`RuntimeMismatchError` on every rank where only rank 0 has no data.
+    Collective. Names, shapes and dtypes are equal. Rank 0 warns of different data, not of missing
+    data. Raises :class:`RuntimeMismatchError` on every rank if only rank 0 has no data.
     """
     rows = agreement.numbers_of(list(tensors.values()))
     found = [(n, i) for i, n in enumerate(tensors) if differing(rows, i)]
@@ -62,7 +62,7 @@ def of_first(
 def check_replicas(
     agreement: Agreement, mesh: Mesh, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise :class:`RuntimeMismatchError` on every rank where ranks that hold the same part have other data in it."""
+    """Raise :class:`RuntimeMismatchError` on every rank if replicas differ."""
     tensors = {**parameters, **buffers}
     whole = Layout(mesh)
     tensors = {name: x for name, x in tensors.items() if not is_owned(x)}
@@ -82,7 +82,7 @@ def check_replicas(
 
 
 def _alike(layout: Layout) -> list[Sequence[int]]:
-    """The groups of ranks that hold the same part."""
+    """Groups of ranks that hold the same shard."""
     mesh = layout.mesh
     cut = [mesh.index(a) for a in layout.axes_with(Shard)]
     groups: dict[tuple[int, ...], list[int]] = {}

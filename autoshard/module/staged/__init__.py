@@ -1,1 +1,1 @@
-"""A module in pipeline stages, in one process and under torch.distributed."""
+"""A module with pipeline stages, in one process and under torch.distributed."""

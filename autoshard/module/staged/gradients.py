@@ -1,4 +1,4 @@
-"""Gradients of one rank's stages: what is made of them taken together is none of the model, and says so."""
+"""Gradients of one rank's stages: combining them as if they were the model's raises."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _FLAT = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.fl
 
 
 def mark(p: torch.Tensor) -> None:
-    """Let ``p.grad`` be known as a stage's. To be called when it has been accumulated."""
+    """Mark ``p.grad`` as a stage's gradient; a post-accumulate hook."""
     if type(p.grad) is DTensor:
         p.grad.__class__ = StageGradient
 
 
 class StageGradient(DTensor):
-    """A gradient whose norm may be taken, but not put together with others', as ``torch.nn.utils.clip_grad_norm_`` does.
+    """A gradient whose norm must not be combined, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    Nor may its elements, as LBFGS does, which would search a step of these stages alone.
+    Nor may its elements be concatenated, as LBFGS does.
     """
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:
-        """Of the same class: a compiled ``optimizer.step`` checks what it is given against what it was traced with."""
+        """Keeps the class: a compiled ``optimizer.step`` guards on it."""
         made: DTensor = DTensor.__tensor_unflatten__(inner, spec, size, stride)
         made.__class__ = StageGradient
         return made

@@ -1,4 +1,4 @@
-"""What the stages of a program give: on every rank, but for what the next call takes from where it was made."""
+"""Outputs of pipeline stages: on every rank, except state that stays on its stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.runtime.programs.along import Along
 
 
 class StageOutputs(DistributedModule):
-    """A module in stages, as to what comes out of them."""
+    """The outputs of a module with pipeline stages."""
 
     _along: Along
 
@@ -27,14 +27,14 @@ class StageOutputs(DistributedModule):
         return Home(self._along, self._along.runs(number))
 
     def _written(self, pipeline: ProgramPipeline, number: int) -> dict[str, torch.Tensor]:
-        """What a stage writes back: of the last micro-batch."""
+        """States that a stage writes in the last micro-batch."""
         part = pipeline.executable.parts[number]
         return self._new_values(part.compiled.program, pipeline.made[number][-1], pipeline.shapes(part))
 
     def _made_everywhere(self, pipeline: ProgramPipeline, given: Mapping[str, torch.Tensor]) -> list[list[Any]]:
-        """Per micro-batch the model's outputs, on every rank: from those of the stages that made them.
+        """The model's outputs per micro-batch, on every rank, sent from their stages.
 
-        Inputs that are given back as they came (``given``) are everywhere already.
+        Inputs that are returned (``given``) are on every rank already.
         """
         graph = pipeline.executable.graph
         made = [[None if isinstance(out, Ref) else out for out in graph.outputs] for _ in range(pipeline.count)]
@@ -55,21 +55,21 @@ class StageOutputs(DistributedModule):
     def _as_given(
         self, pipeline: ProgramPipeline, part: Executable, name: str, given: Mapping[str, torch.Tensor]
     ) -> list[torch.Tensor]:
-        """This rank's part of an output that is an input, where the batch is not cut; nothing for others."""
+        """This rank's shard of a returned input if the batch is not split; empty for others."""
         x = given.get(name)
         if x is None or pipeline.count > 1 or x.requires_grad or isinstance(x, OfStage):
             return []
         return [part_for(x, part.compiled.program.layouts[name], self.device_mesh, self._device)]
 
     def _stays(self, pipeline: ProgramPipeline, part: Executable, at: int) -> bool:
-        """Whether a result is left where it is: a state for the next call, of a known shape."""
+        """Whether a result stays on its stage: state for the next call, of known shape."""
         shape = pipeline.shapes(part)[at]
         return self._along.ranks > 1 and not part.graph.training and bool(shape) and self._keeps(part, at)
 
     def _kept_by(
         self, pipeline: ProgramPipeline, number: int, at: int, own: Sequence[torch.Tensor] | None
     ) -> list[torch.Tensor]:
-        """Result ``at`` of a stage, per micro-batch, with data on the ranks that run it."""
+        """Result ``at`` of a stage per micro-batch, with data on that stage's ranks."""
         part = pipeline.executable.parts[number]
         program, shape = part.compiled.program, pipeline.shapes(part)[at]
         name = program.outputs[at].name
@@ -78,12 +78,12 @@ class StageOutputs(DistributedModule):
         if own is None:
             empty = torch.empty(layout.local_shape(shape, self._comm.rank), dtype=dtype, device="meta")
             own = [empty] * pipeline.count
-        # Contiguous as the empty ones: whether a reshape is a view, each rank finds by its own part.
+        # Contiguous, as the empty ones: ranks must agree whether a reshape is a view.
         parts = [self._dtensor(local.detach().contiguous(), layout, shape) for local in own]
         return [OfStage.at(x, self._home_of(number)) for x in parts]
 
     def _inputs_written(self, pipeline: ProgramPipeline, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a stage writes into inputs, on every rank; what one keeps is written there alone."""
+        """Inputs that stages write, on every rank; state that stays on a stage is written there."""
         found = {}
         for number, stage in enumerate(pipeline.stages.each):
             part = pipeline.executable.parts[number]
@@ -100,7 +100,7 @@ class StageOutputs(DistributedModule):
     def _of_stage(
         self, pipeline: ProgramPipeline, number: int, name: str, own: Sequence[torch.Tensor] | None
     ) -> Sequence[torch.Tensor]:
-        """A value that a stage gives, per micro-batch: this rank's, or that of the rank that has its place there."""
+        """A stage's value per micro-batch: local, or from the stage's rank in the same place."""
         program = pipeline.executable.parts[number].compiled.program
         type_, layout = program.types[name], program.layouts[name]
         if type_.unknown or type_.number is not None:

@@ -1,4 +1,4 @@
-"""The stages of one program on this rank."""
+"""The pipeline stages of one program on this rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.runtime.programs.along import Along
 from autoshard.runtime.programs.pipeline import Form, Message, Pipeline, Run
 
 Lengths = Callable[[Sequence[int]], tuple[int, ...]]
-"""what turns shapes of a program's values into those of a call, see :meth:`Executable.lengths`"""
+"""symbolic shape → shape in a call, see :meth:`Executable.lengths`"""
 
 
 class ProgramPipeline(Pipeline):
@@ -26,11 +26,11 @@ class ProgramPipeline(Pipeline):
         self.lengths: Lengths = tuple
         """of the present call"""
         self.summed: dict[str, list[bool]] = {}
-        """parameter of several stages → whether any of them has a gradient of it, and whether one has it not in rows"""
+        """tied parameter → (whether any stage has its gradient, whether one is dense)"""
         super().__init__(form, along, device, run)
 
     def readers(self, name: str) -> tuple[int, ...]:
-        """The stages that read an input; others may be given it for its shape."""
+        """Stages that read an input; others may receive it for its shape."""
         return self._readers[name]
 
     @cached_property
@@ -41,19 +41,19 @@ class ProgramPipeline(Pipeline):
 
     @cached_property
     def reached(self) -> frozenset[str]:
-        """The inputs of the step that a gradient reaches."""
+        """Inputs of the step that a gradient reaches."""
         micro = self.executable.compiled.micro_batches
         if micro is None:
             return frozenset()
         return frozenset(micro.inputs[n][0] for n in self.stages.reached(micro.loss) if n in micro.inputs)
 
     def shapes(self, part: Executable) -> list[tuple[int, ...] | None]:
-        """The global shapes of what a stage gives in the present call, see :meth:`Executable.shapes`."""
+        """Global shapes of a stage's results in this call, see :meth:`Executable.shapes`."""
         return [None if shape is None else self.lengths(shape) for shape in part.global_shapes]
 
 
 def places(executable: Executable) -> list[list[int]]:
-    """Per rank along the axis of stages the ranks of the whole mesh that run its stages, in the order of their own mesh."""
+    """Per rank of the pipeline axis the global ranks of its stages, in the order of their mesh."""
     plan = executable.compiled.plan
     ranks = torch.arange(plan.mesh.size).view(plan.mesh.shape)
     at = [] if plan.staged is None else [plan.mesh.index(plan.staged.axis)]
@@ -62,7 +62,7 @@ def places(executable: Executable) -> list[list[int]]:
 
 
 def form_of(executable: Executable, rank: int, lengths: Lengths = tuple) -> Form:
-    """What the ranks along the axis of stages know of each other; ``rank``: this one's on the mesh that programs run on."""
+    """Schedule and messages between stages; ``rank``: on the mesh that programs run on."""
     pipeline, staged = executable.compiled.pipeline, executable.compiled.plan.staged
     assert pipeline is not None
     assert staged is not None

@@ -1,4 +1,4 @@
-"""This rank's module where the model is in stages: it holds the parameters of its stages, and runs them on a schedule."""
+"""This rank's module with pipeline stages: it holds their parameters and runs a schedule."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from autoshard.runtime.transport.groups import mesh_of
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 _DTYPES = [None, *sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)]
-"""all there are, in one order on every rank"""
+"""all dtypes, in the same order on every rank"""
 
 
 class PipelinedModule(StageOutputs):
-    """A sharded module in stages; ``named_parameters()`` are those of this rank's stages."""
+    """A sharded module with stages; ``named_parameters()`` are those of this rank's stages."""
 
     _pipelines: dict[int, ProgramPipeline]
     _by_stage: list[list[int]]
@@ -60,7 +60,7 @@ class PipelinedModule(StageOutputs):
         object.__setattr__(self, "_by_stage", ranks.flatten(1).tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """See :meth:`ShardedModule.__deepcopy__`. What runs the rank modules is its own."""
+        """See :meth:`ShardedModule.__deepcopy__`. Pipelines are not copied."""
         memo[id(self._pipelines)] = {}
         return super().__deepcopy__(memo)
 
@@ -71,7 +71,7 @@ class PipelinedModule(StageOutputs):
     # --- tensors ---
 
     def _mark(self) -> None:
-        """Let gradients be known as those of a stage, where there are others."""
+        """Mark gradients as those of a stage, if there are other stages."""
         for p in self.parameters() if self._along.ranks > 1 else ():
             if p.requires_grad and p.is_leaf and mark not in (p._post_accumulate_grad_hooks or {}).values():
                 p.register_post_accumulate_grad_hook(mark)
@@ -80,14 +80,14 @@ class PipelinedModule(StageOutputs):
         return self._homes is None or any(map(self._along.is_mine, self._homes.get(name, (0,))))
 
     def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        return tuple(tensor.shape), tensor.dtype  # ranks hold others
+        return tuple(tensor.shape), tensor.dtype  # ranks hold different tensors
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self._of.elsewhere:
             super()._check(name, tensor)
 
     def _repeats(self, executable: Executable) -> bool:
-        return False  # stages have collectives of their own: none has one that all ranks come to
+        return False  # no collective of a stage involves all ranks
 
     def _stage_of(self, name: str) -> int:
         """The first stage that holds a parameter or buffer."""
@@ -107,7 +107,7 @@ class PipelinedModule(StageOutputs):
 
     @collective
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Original name → full tensor (a copy), for every entry of the original state dict, on every rank. Collective."""
+        """Original name → full tensor (a copy) of the state dict, on every rank. Collective."""
         own, whole = self.state_dict(keep_vars=True), self.whole_state_dict()
         return {
             n: self.everywhere(name, whole[n], own[n].detach() if n in own else None)
@@ -121,24 +121,24 @@ class PipelinedModule(StageOutputs):
         return {n: own.get(n, self._of.elsewhere.get(name, x)) for n, (name, x) in named.items()}
 
     def whole_names(self) -> list[str]:
-        """Original names of all parameters of the model, each tensor once."""
+        """Original names of all parameters of the model, tied ones once."""
         return [n for n, _ in self._of.model.named_parameters()]
 
     def gathered(self, mine: Any) -> list[Any]:
-        """``mine`` of every rank along the axis of stages. Collective."""
+        """``mine`` of every rank along the pipeline axis. Collective."""
         return self._along.gathered(mine)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """See :meth:`ShardedModule.load_full_state_dict`; a rank takes what its stages hold."""
+        """See :meth:`ShardedModule.load_full_state_dict`; a rank loads its stages' entries."""
         self._check_state(self.whole_state_dict(), state)
         with torch.no_grad():
             for name, tensor in self.state_dict(keep_vars=True).items():
                 self._load(tensor, state[name])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`ShardedModule.load_state_dict`; of a whole state dict a rank takes what its stages hold.
+        """See :meth:`ShardedModule.load_state_dict`; a rank loads its stages' entries.
 
-        An entry of another stage that does not fit raises here as it does there.
+        A misshapen entry of another stage raises here, too.
         """
         whole = self.whole_state_dict()
         elsewhere = whole.keys() - self.state_dict().keys()
@@ -153,7 +153,7 @@ class PipelinedModule(StageOutputs):
 
     @collective
     def full_gradients(self) -> dict[str, torch.Tensor]:
-        """Original parameter name → full gradient (parameters without one are left out), on every rank. Collective."""
+        """Original parameter name → full gradient (if any), on every rank. Collective."""
         own = {n: p.grad for n, p in self.named_parameters() if p.grad is not None}
         paths = dict(zip(self.whole_names(), (n for n, _ in nn.Module.named_parameters(self._of.model)), strict=True))
         names = {n: self._of.tensor(path) for n, path in paths.items()}
@@ -168,7 +168,7 @@ class PipelinedModule(StageOutputs):
         return found
 
     def everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
-        """The full tensor of a name on every rank; ``own``: this rank's, if it holds it. Collective."""
+        """The full tensor of a name on every rank; ``own``: this rank's, if any. Collective."""
         full = None if own is None else self._full(own).to(self._device).contiguous()
         if full is None:
             full = torch.empty(like.shape, dtype=like.dtype, device=self._device)
@@ -176,7 +176,7 @@ class PipelinedModule(StageOutputs):
         return full
 
     def _rows_everywhere(self, name: str, like: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
-        """As :meth:`everywhere`, of a sparse gradient: its rows and their numbers. Collective."""
+        """As :meth:`everywhere`, for the rows of a sparse gradient. Collective."""
         numbers, rows = sparse.rows_of(self._full(own).to(self._device)) if own is not None else (None, None)
         count = torch.tensor(0 if numbers is None else len(numbers), device=self._device)
         self._along.tell(self._stage_of(name), count, name)
@@ -202,7 +202,7 @@ class PipelinedModule(StageOutputs):
         return super().specialise(args, kwargs, number, recorded)
 
     def _follow_others(self) -> None:
-        """Know what tensors of other stages are now: their dtypes, and whether they are trained. Collective."""
+        """Update dtypes and requires_grad of other stages' tensors. Collective."""
         if not self._of.adopted:
             return
         held = self._of.held()
@@ -219,7 +219,7 @@ class PipelinedModule(StageOutputs):
     def _step(
         self, executable: Executable, inputs: Mapping[str, torch.Tensor]
     ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """See :meth:`ShardedModule._step`. Forward, and in training backward, of all micro-batches, on this rank's stages."""
+        """See :meth:`ShardedModule._step`; runs all micro-batches on this rank's stages."""
         pipeline, micro = self._pipeline(executable, inputs), executable.compiled.micro_batches
         training = pipeline.training
         if training or pipeline.count > 1:
@@ -256,12 +256,12 @@ class PipelinedModule(StageOutputs):
             return (made[0] if micro is None else delivered(micro, made, ())), written
         self._sum_tied(pipeline, pairs)
         wanted = [*pairs, *self._of_inputs(pipeline, inputs, given)]
-        if not wanted:  # nothing is trained here; the user's backward is called on every rank
+        if not wanted:  # nothing is trained here, but the user calls backward on every rank
             wanted = [(torch.zeros((), requires_grad=True), torch.zeros(()))]
         return delivered(micro, made, wanted), written
 
     def _pipeline(self, executable: Executable, inputs: Mapping[str, torch.Tensor]) -> ProgramPipeline:
-        """That of the present lengths, where some are open: messages have shapes."""
+        """The pipeline for these inputs; its messages have the lengths of the call."""
         found = self._pipelines.get(id(executable))
         lengths: Lengths = tuple
         if found is None or executable.compiled.symbols.read:
@@ -277,13 +277,13 @@ class PipelinedModule(StageOutputs):
     def _where_read(
         self, pipeline: ProgramPipeline, inputs: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The inputs; what one stage keeps, and another reads, with data on all ranks. Collective where there is any."""
+        """The inputs; state that another stage reads is sent to all ranks. Collective then."""
         for name, x in inputs.items():
             elsewhere = isinstance(x, OfStage) and any(x.home != self._home_of(n) for n in pipeline.readers(name))
             yield name, x.everywhere() if elsewhere else x  # type: ignore[attr-defined]
 
     def _whole_buffer(self, name: str) -> torch.Tensor:
-        """A buffer that one stage may hold, whole on all ranks. Collective."""
+        """A full buffer on all ranks, from the stage that holds it. Collective."""
         x = self._of.tensor(name)
         return self.everywhere(name, x, None if name in self._of.elsewhere else x.detach())
 
@@ -295,7 +295,7 @@ class PipelinedModule(StageOutputs):
         index: int,
         received: list[torch.Tensor],
     ) -> Sequence[torch.Tensor]:
-        """What the rank module of a stage gives for a micro-batch, local."""
+        """Local results of a stage's rank module for a micro-batch."""
         part, stage = pipeline.executable.parts[number], pipeline.stages.each[number]
         micro = pipeline.executable.compiled.micro_batches
         values = dict(zip(stage.received, received, strict=True))
@@ -309,12 +309,12 @@ class PipelinedModule(StageOutputs):
     # --- between stages ---
 
     def _beginning(self, pipeline: ProgramPipeline) -> torch.Tensor | None:
-        """The state of rank 0's generators, on the ranks of the first stage."""
+        """The state of rank 0's generators, on the first stage's ranks."""
         return self._state_of_first() if pipeline.draws and 0 in pipeline.mine else None
 
     @contextlib.contextmanager
     def drawing_alike(self) -> Iterator[None]:
-        """See :meth:`DistributedModule.drawing_alike`; the ranks of all stages."""
+        """See :meth:`DistributedModule.drawing_alike`; for the ranks of all stages."""
         own, before, state = (
             generators.states(self._device.type == "cuda"),
             packed(self._device),
@@ -329,7 +329,7 @@ class PipelinedModule(StageOutputs):
                 generators.set_states(own)
 
     def _state_of_first(self) -> torch.Tensor:
-        """The state of the generators of this stage's first rank, on all of its ranks."""
+        """The generator state of this stage's first rank, on all of its ranks."""
         state = packed(self._device)
         if self._comm.world_size > 1:
             group = self._comm.process_group(self._comm.active(tuple(self._comm.mesh)))
@@ -338,7 +338,7 @@ class PipelinedModule(StageOutputs):
         return state
 
     def _end(self, pipeline: ProgramPipeline) -> None:
-        """Rank 0's generators stand where the last stage left them."""
+        """Give rank 0's generators the state after the last stage."""
         if not pipeline.draws:
             return
         state = pipeline.end if pipeline.last in pipeline.mine else None
@@ -348,9 +348,9 @@ class PipelinedModule(StageOutputs):
             generators.set_states(unpacked(state, self._device))
 
     def _sum_tied(self, pipeline: ProgramPipeline, pairs: Pairs) -> None:
-        """Add up the gradients of parameters that several stages hold, over the ranks that run these.
+        """Add up the gradients of tied parameters over the stages that hold them.
 
-        This program may read one in fewer stages than the first did; all of them train their copy of it.
+        This program may read one in fewer stages than the first did; all of them train their copy.
         """
         assert self._homes is not None
         leaves, read = {id(p): leaf for p, leaf in pairs}, pipeline.stages.homes
@@ -362,7 +362,7 @@ class PipelinedModule(StageOutputs):
                 continue
             grad = leaf.grad
             in_rows = grad is not None and _local(grad).is_sparse
-            if fqn not in pipeline.summed:  # a stage may read it without a gradient; the graph says so, in every step
+            if fqn not in pipeline.summed:  # the graph decides it, for all steps
                 known = torch.tensor([grad is not None, not in_rows], dtype=torch.int32, device=self._device)
                 self._along.add_up(known, homes, f"whether {fqn} has a gradient")
                 pipeline.summed[fqn] = [bool(n) for n in known.tolist()]
@@ -378,7 +378,7 @@ class PipelinedModule(StageOutputs):
     def _of_inputs(
         self, pipeline: ProgramPipeline, inputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> Pairs:
-        """The inputs that want a gradient, and what has it: the sum of what the stages left, if the loss leads to any."""
+        """(input, leaf with the summed gradient) of inputs that want a gradient."""
         found = []
         for name, x in inputs.items():
             if x.requires_grad:
@@ -398,5 +398,5 @@ def _raise(error: Exception | None) -> None:
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
+    """This rank's local tensor."""
     return local_of(x) if isinstance(x, DTensor) else x

@@ -1,4 +1,4 @@
-"""A program in stages run on all ranks of one process: one stage after the other, as one autograd graph."""
+"""Pipeline stages in one process: one after another, as one autograd graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Run = Callable[[Executable, list[torch.Tensor]], Results]
 
 
 def one_after_another(executable: Executable, inputs: list[torch.Tensor], run: Run) -> Results:
-    """Outputs of all stages, and what they write back. ``inputs``: in the order of the whole program's."""
+    """Outputs of all stages and mutated states. ``inputs``: in the full program's order."""
     pipeline = executable.compiled.pipeline
     assert pipeline is not None
     values = dict(zip(executable.compiled.source.inputs, inputs, strict=True))

@@ -1,4 +1,4 @@
-"""Optimizer states of a module in stages as those of the whole model: every rank has an optimizer of its own parameters."""
+"""Optimizer states of pipeline stages ↔ state of the full model's optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.module.staged.pipelined import PipelinedModule
 
 
 def whole_state(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the unsharded model's optimizer would give, with whole tensors on the CPU, on every rank. Collective."""
+    """State dict of the full model's optimizer, on the CPU of every rank. Collective."""
     own, groups = optimizer.state_dict(), _groups(sharded, optimizer)
     mine = {name: own["state"][n] for n, name in enumerate(_names(sharded, optimizer)) if n in own["state"]}
     forms = sharded.gathered({name: {key: _form(x) for key, x in entry.items()} for name, entry in mine.items()})
@@ -34,9 +34,9 @@ def whole_state(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> d
 
 
 def own_state(sharded: PipelinedModule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of the whole model's optimizer state that belongs to this rank's optimizer; tensors stay whole. Collective.
+    """This rank's part of the full model's optimizer state; tensors stay full. Collective.
 
-    Raises :class:`PlanError` where it is of another number of parameters.
+    Raises :class:`PlanError` for another number of parameters.
     """
     groups = _groups(sharded, optimizer)
     sizes = [len(group["params"]) for group in state["param_groups"]]
@@ -53,12 +53,12 @@ def own_state(sharded: PipelinedModule, optimizer: torch.optim.Optimizer, state:
 
 
 def _form(x: Any) -> Any:
-    """A tensor without data; anything else as it is."""
+    """A meta tensor for a tensor; anything else unchanged."""
     return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x
 
 
 def _names(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Original names of this rank's optimizer's parameters, in its order."""
+    """Original names of the parameters in this rank's optimizer, in order."""
     return [name for names in _own_groups(sharded, optimizer) for name in names]
 
 
@@ -68,7 +68,7 @@ def _own_groups(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> l
 
 
 def _groups(sharded: PipelinedModule, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """Per group of the optimizers the names of all ranks, in the order of the model. Collective."""
+    """Per parameter group the names of all ranks, in model order. Collective."""
     order = {name: n for n, name in enumerate(sharded.whole_names())}
     every = sharded.gathered(_own_groups(sharded, optimizer))
     return [
