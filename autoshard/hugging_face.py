@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer for sharded modules; needs the packages transformers and accelerate."""
+"""Trainer of Hugging Face for sharded modules; needs the packages transformers and accelerate."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.runtime.programs.saved import reading
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
-"""files of a checkpoint of transformers"""
+"""file names in a transformers checkpoint"""
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
-    """:class:`transformers.Trainer` for the result of :func:`autoshard.compile`, in one process or under torchrun.
+    """:class:`transformers.Trainer` for sharded modules, in one process or under torchrun.
 
-    Every rank is given the same batches: ``per_device_train_batch_size`` is the global batch. The module is not wrapped
-    in DDP, and autocast follows ``bf16=True``. A checkpoint is that of the unsharded model, so that training can be resumed
-    on another mesh, on one device, or by ``from_pretrained``.
+    Every rank gets the same batches: ``per_device_train_batch_size`` is the global batch size. The
+    module is not wrapped in DDP; autocast follows ``bf16=True``. Checkpoints are the unsharded
+    model's: resume on another mesh, on one device, or with ``from_pretrained``.
     """
 
     _sharing = 1
-    """how many ranks have the same batch: what each counts of it is summed over all"""
+    """number of ranks that share one batch; divides counts of tokens and FLOPs"""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if isinstance(self.model, DistributedModule):
             self._sharing = dist.get_world_size()
-            # As for models that transformers itself shards: the model owns its placement, and is not wrapped. To their
-            # arithmetic the ranks of one model are tensor parallel: they share batches, and each counts once.
+            # As for models sharded by transformers: they own their placement and are not wrapped.
+            # As in tensor parallelism, ranks share a batch, and each batch counts once.
             self.is_distributed_loading_by_transformers = True
             object.__setattr__(self.model, "_tp_size", self._sharing)
-            self.args.average_tokens_across_devices = True  # else one rank's count is divided by all, too
+            self.args.average_tokens_across_devices = True  # else one rank's count is divided
             self.accelerator.prepare_data_loader = self._whole_batches
             self.accelerator.gather_for_metrics = self.gather_function = self._gather_for_metrics
 
     def _gather_for_metrics(self, data: Any, **_: Any) -> Any:
-        """As accelerate in one process: of the last batch its rows, since the loss is repeated for those of a full one."""
+        """Results of the last batch's valid rows; its loss was repeated for a full batch."""
         state = self.accelerator.gradient_state
         if not state.end_of_dataloader or state.remainder < 1:
             return data
         try:
             return recursively_apply(lambda tensor: tensor[: state.remainder], data)
-        except IndexError:  # where one has no rows, accelerate leaves all
+        except IndexError:  # accelerate keeps all rows if one tensor has none
             return data
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """As in one process: else the sampler of a rank, and the seeds of its workers, give it batches of its own."""
+        """As in one process: a distributed sampler or per-rank seeds would change batches."""
         if self._sharing == 1:
             return super()._get_dataloader(*args, **kwargs)
         ranks = self.args.distributed_state
@@ -75,7 +75,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             self.args.distributed_state = ranks
 
     def _whole_batches(self, loader: Any, **_: Any) -> Any:
-        """The batches of ``loader``, all of them for every rank, on its device."""
+        """The batches of ``loader``, unsharded on every rank, on its device."""
         made = self.accelerator
         prepared = prepare_data_loader(
             loader,
@@ -83,7 +83,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             num_processes=1,
             process_index=0,
             put_on_device=True,
-            dispatch_batches=False,  # else rank 0 reads an iterable dataset, and each rank has a part of the batch
+            dispatch_batches=False,  # else rank 0 reads an iterable dataset and scatters each batch
             rng_types=made.rng_types.copy(),
             use_seedable_sampler=made.use_seedable_sampler,
             data_seed=made.dataloader_config.data_seed,
@@ -103,7 +103,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         super().store_flos()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """On the rank that writes, with the tensors that :meth:`save_model` gathered."""
+        """Write the tensors that :meth:`save_model` gathered; called on the writing rank only."""
         super()._save(output_dir, state_dict if state_dict is not None else self._weights())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -115,7 +115,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             dist.barrier()
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        """The whole tensors, those that are tied once; kept on the CPU of the rank that writes."""
+        """The full tensors, tied ones once; kept on the CPU of the rank that writes. Collective."""
         sharded: ShardedModule = self.model
         found: dict[int, torch.Tensor] = {}
         weights = {}
@@ -148,7 +148,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 def _count_last_batch(loader: Any) -> None:
-    """Let ``loader`` know the rows of its last batch, which accelerate computes from the length of a dataset only."""
+    """Tell ``loader`` the rows of its last batch; accelerate knows them only for sized datasets."""
     base = loader.base_dataloader
     batches = base.__iter__
 
@@ -157,14 +157,14 @@ def _count_last_batch(loader: Any) -> None:
         for batch in batches():
             rows = find_batch_size(batch)
             yield batch
-        loader.remainder = rows or -1  # accelerate reads one batch ahead: before it gives the last one
+        loader.remainder = rows or -1  # runs before the last batch: accelerate prefetches
 
     base.__iter__ = counted
 
 
 @contextlib.contextmanager
 def _loaded(checkpoint: str, name: str, mmap: bool = False) -> Iterator[Any]:
-    """What ``torch.save`` wrote. Raises :class:`PlanError` where it cannot be read, or cannot be used inside."""
+    """The content of a ``torch.save`` file. Raises :class:`PlanError` if it is unusable."""
     path = Path(checkpoint, name)
     with reading(path, "resume from another checkpoint, or without this file"):
         try:

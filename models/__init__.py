@@ -1,7 +1,7 @@
 """Small, readable reference models: single-device PyTorch, with tiny and real sizes.
 
-``get("llama:8b")`` names a model and a size; ``names()`` lists them all. Every file has a frozen config with a
-class method per size, the module, and ``example_inputs(config, batch, seq)``.
+``get("llama:8b")`` names a model and a size; ``names()`` lists all. Every file has a frozen config
+with a class method per size, the module, and ``example_inputs(config, batch, seq)``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoshard.models.moe import Moe, MoeConfig
 from autoshard.models.output import Output
 from autoshard.models.vit import Vit, VitConfig
 
-if __name__ != "autoshard.models":  # what it defines would exist twice
+if __name__ != "autoshard.models":  # else its classes exist twice
     raise ImportError(f"{__file__} is autoshard.models: import it by this name")
 
 __all__ = [
@@ -37,7 +37,7 @@ Inputs = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
 
 class Reference(NamedTuple):
-    """``model()`` makes the module; ``inputs(batch=2, seq=16)`` makes ``(args, kwargs)`` for its forward."""
+    """``model()`` makes the module; ``inputs(batch=2, seq=16)`` its ``(args, kwargs)``."""
 
     model: Callable[[], nn.Module]
     inputs: Callable[..., Inputs]
@@ -66,7 +66,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Reference:
-    """The model ``family`` or ``family:size`` (size "tiny" unless given): its factory and its example inputs.
+    """The model ``family`` or ``family:size`` (default "tiny"): its factory and example inputs.
 
     Raises :class:`AutoshardError` for a name that is not in :func:`names`.
     """
@@ -85,7 +85,7 @@ def get(name: str) -> Reference:
 
 
 def _placed(inputs: Inputs) -> Inputs:
-    """The same values on torch's default device; a meta device has none."""
+    """The inputs on torch's default device, unless that is meta."""
     device = torch.get_default_device()
     if device.type in ("cpu", "meta"):
         return inputs

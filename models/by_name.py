@@ -1,4 +1,4 @@
-"""Models by name, as the command line takes them: ours, those of transformers, and what a user's function makes."""
+"""Models by name for the command line: reference models, transformers, user functions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Loaded = tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
 
 
 def load(name: str, batch: int | None, seq: int | None) -> Loaded:
-    """A model factory and example inputs for a MODEL argument. Raises :class:`CaptureError` for an unknown one.
+    """A model factory and example inputs for a MODEL argument.
 
-    ``package.module:function`` returns ``(model, args)`` or ``(model, args, kwargs)``. It is called with those of ``batch`` and
-    ``seq`` that are given, as keywords; a model of ours has defaults for them.
+    ``package.module:function`` returns ``(model, args)`` or ``(model, args, kwargs)``; ``batch``
+    and ``seq`` are passed as keywords if given. Raises :class:`CaptureError` for an unknown model.
     """
     module, colon, function = name.partition(":")
     if not name.startswith("hf:") and ((colon and "." in module) or _importable(module, function)):
@@ -76,7 +76,7 @@ def _written(keywords: dict[str, int]) -> str:
 
 
 def _raised_at(error: Exception) -> str:
-    """ " at ``file:line``: ``text``" of the innermost line of the user's; "" where there is none."""
+    """Text "at file:line" of the innermost line in user code; "" if there is none."""
     of_users = [(f, n) for f, n in frames.of_traceback(error.__traceback__) if frames.is_users(f.f_code.co_filename)]
     if not of_users:
         return ""
@@ -106,11 +106,11 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertConfig", "BertForMaskedLM", {}),
     "t5": ("T5Config", "T5ForConditionalGeneration", {"d_kv": 16, "decoder_start_token_id": 0}),
 }
-"""family → the classes of transformers, and what its small config has beside the common sizes"""
+"""family → transformers classes, and settings of its small config"""
 
 
 def _hugging_face(name: str, batch: int, seq: int) -> Loaded:
-    """A random model of transformers: a small one of a family, or that of a config that lies here. Never a download."""
+    """A random transformers model: a small one of a family, or of a local config. No download."""
     try:
         import transformers
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""DLRM, the recommendation model of Naumov et al. 2019: embedding tables, two MLPs, pairwise dot interactions."""
+"""DLRM (Naumov et al. 2019): embedding tables, two MLPs, pairwise dot interactions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TERABYTE_ROWS = (
 
 @dataclass(frozen=True, slots=True)
 class DlrmConfig:
-    """``rows`` per table; the last of ``bottom`` is the tables' width; ``lookups`` indices per table are summed."""
+    """``rows`` per table; ``bottom[-1]``: width of tables; ``lookups`` per table are summed."""
 
     rows: tuple[int, ...] = _TERABYTE_ROWS
     dense: int = 13
@@ -45,15 +45,15 @@ class DlrmConfig:
 
 
 def _mlp(sizes: tuple[int, ...]) -> nn.Sequential:
-    """Linear and ReLU alternating, both also at the end."""
+    """Alternating Linear and ReLU; ends with ReLU."""
     pairs = itertools.pairwise(sizes)
     return nn.Sequential(*itertools.chain.from_iterable((nn.Linear(i, o), nn.ReLU()) for i, o in pairs))
 
 
 class Dlrm(nn.Module):
-    """``dense [batch, dense]``, ``sparse [batch, tables, lookups]`` → :class:`Output` with click logits ``[batch]``.
+    """``dense [batch, dense]``, ``sparse [batch, tables, lookups]`` → click logits ``[batch]``.
 
-    ``labels [batch]``: 1.0 where there was a click; the loss is binary cross entropy.
+    ``labels [batch]``: 1.0 for a click; the loss is binary cross entropy.
     """
 
     pair_rows: Tensor
@@ -94,7 +94,7 @@ class Dlrm(nn.Module):
 
 
 def example_inputs(config: DlrmConfig, batch: int = 4, seq: int = 0) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor]]:
-    """``dense``, ``sparse`` and ``labels``. There is no sequence: ``seq`` is there for the common signature."""
+    """``dense``, ``sparse`` and ``labels``; ``seq`` is ignored."""
     generator = torch.Generator("cpu").manual_seed(0)
     dense = torch.randn(batch, config.dense, generator=generator, device="cpu")
     columns = [torch.randint(n, (batch, config.lookups), generator=generator, device="cpu") for n in config.rows]

@@ -1,4 +1,4 @@
-"""GPT-2 style decoder: learned positions, pre-norm blocks, dropout, tied input and output embeddings."""
+"""GPT-2 style decoder: learned positions, pre-norm blocks, dropout, tied embeddings."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, seq, width = x.shape
-        # Heads outermost, (h q k v), so that a cut of the projection's rows is a cut by heads.
+        # Heads outermost, (h q k v): sharding the rows of the projection shards by heads.
         qkv = self.qkv(x).view(batch, seq, self.heads, 3 * self.head_dim).transpose(1, 2)
         q, k, v = qkv.split(self.head_dim, dim=-1)
         dropout = self.dropout if self.training else 0.0
@@ -79,7 +79,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """``tokens [batch, seq]`` → :class:`Output` with ``logits [batch, seq, vocab]``, and a loss given labels."""
+    """``tokens [batch, seq]`` → ``logits [batch, seq, vocab]``, and a loss if labels are given."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()

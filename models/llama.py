@@ -60,7 +60,7 @@ class RmsNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of ``x [batch, heads, seq, head_dim]`` (Su et al. 2021)."""
+    """RoPE (Su et al. 2021): rotates pairs (i, i + dim / 2) of ``x [batch, heads, seq, dim]``."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -129,7 +129,7 @@ class Rope(nn.Module):
 
 
 class Llama(nn.Module):
-    """``tokens [batch, seq]`` → :class:`Output` with ``logits [batch, seq, vocab]``, and a loss given labels."""
+    """``tokens [batch, seq]`` → ``logits [batch, seq, vocab]``, and a loss if labels are given."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Mixtral style mixture of experts: a Llama whose feed-forward is a routed sum of experts, with dense dispatch.
+"""Mixtral style mixture of experts: a Llama with a routed sum of experts, densely dispatched.
 
-Every expert sees every token and the gate weighs the results, zero outside the top k. Eagerly that costs experts / k times
-the arithmetic of a sparse dispatch; captured it is one.
+Every expert computes every token, and the gate weighs results (zero outside the top k). In eager
+that costs experts / k times the FLOPs of a sparse dispatch; capture turns it into one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MoeConfig:
 
 
 class Experts(nn.Module):
-    """The experts' SwiGLUs, their weights stacked: ``x [tokens, width]`` → ``[experts, tokens, width]``."""
+    """SwiGLU experts with stacked weights: ``x [tokens, width]`` → ``[experts, tokens, width]``."""
 
     def __init__(self, experts: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class MoeFeedForward(nn.Module):
         self.experts = Experts(config.experts, config.width, config.hidden)
 
     def gates(self, x: Tensor) -> Tensor:
-        """``x [tokens, width]`` → ``[tokens, experts]``: a softmax over the top k, zero for the other experts."""
+        """``x [tokens, width]`` → ``[tokens, experts]``: softmax over the top k, else zero."""
         logits = self.router(x)
         top, chosen = logits.topk(self.top_k, dim=-1)
         return torch.zeros_like(logits).scatter(-1, chosen, top.softmax(-1))
@@ -76,7 +76,7 @@ class MoeFeedForward(nn.Module):
 
 
 class Moe(nn.Module):
-    """``tokens [batch, seq]`` → :class:`Output` with ``logits [batch, seq, vocab]``, and a loss given labels."""
+    """``tokens [batch, seq]`` → ``logits [batch, seq, vocab]``, and a loss if labels are given."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the models with a loss return."""
+"""The output type of models with a loss; token batches and their loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class Output(NamedTuple):
-    """``logits``, and the scalar ``loss`` where labels were given."""
+    """``logits``, and the scalar ``loss`` if labels were given."""
 
     logits: Tensor
     loss: Tensor | None = None
@@ -27,7 +27,7 @@ def token_loss(logits: Tensor, labels: Tensor | None) -> Output:
 
 
 def token_batch(vocab: int, batch: int, seq: int) -> tuple[tuple[Tensor], dict[str, Tensor]]:
-    """Random tokens ``[batch, seq]`` and, as labels, the tokens that follow; always the same for the same sizes."""
+    """Random tokens ``[batch, seq]`` and the tokens that follow as labels; deterministic."""
     generator = torch.Generator("cpu").manual_seed(0)
     tokens = torch.randint(vocab, (batch, seq + 1), generator=generator, device="cpu")
     return (tokens[:, :-1].contiguous(),), {"labels": tokens[:, 1:].contiguous()}

@@ -1,4 +1,4 @@
-"""Vision transformer (Dosovitskiy et al. 2021): patches by convolution, a class token, pre-norm encoder blocks."""
+"""Vision transformer (Dosovitskiy et al. 2021): patch convolution, class token, pre-norm blocks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Vit(nn.Module):
-    """``images [batch, channels, image, image]`` → :class:`Output` with ``logits [batch, classes]``.
+    """``images [batch, channels, image, image]`` → ``logits [batch, classes]``.
 
     ``labels [batch]``: class numbers; the loss is cross entropy.
     """
@@ -106,7 +106,7 @@ class Vit(nn.Module):
 
 
 def example_inputs(config: VitConfig, batch: int = 4, seq: int = 0) -> tuple[tuple[Tensor], dict[str, Tensor]]:
-    """``images`` and ``labels``. The sequence is the patches: ``seq`` is there for the common signature."""
+    """``images`` and ``labels``; ``seq`` is ignored: it is the number of patches."""
     generator = torch.Generator("cpu").manual_seed(0)
     shape = (batch, config.channels, config.image, config.image)
     labels = torch.randint(config.classes, (batch,), generator=generator, device="cpu")

@@ -1,1 +1,1 @@
-"""The module a user gets back: in one process, under torch.distributed, and as files."""
+"""The sharded module: in one process, under torch.distributed, and saved as files."""

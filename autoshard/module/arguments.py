@@ -1,5 +1,4 @@
-"""What is given to ``compile`` and ``plan``, checked before anything is done with it: a value of another kind would be read
-as something, such as a word as True."""
+"""Argument checks of ``compile`` and ``plan``: a wrong type would be misread, a str as True."""
 
 from __future__ import annotations
 
@@ -26,13 +25,13 @@ _KINDS: dict[str, tuple[tuple[type, ...], str, type[AutoshardError]]] = {
     "strict": ((bool,), "True or False", PlanError),
     "dynamic": ((bool, Mapping), "True, False or {input: {dim: name}}, such as {'input_ids': {0: 'batch'}}", HintError),
 }
-"""argument → the kinds of values that it takes, in words, and the error for another"""
+"""argument → accepted types, their description, and the error for other types"""
 
 
 def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
-    """Raise a subclass of :class:`autoshard.AutoshardError` for what is of no kind that the argument takes.
+    """Raise a subclass of :class:`autoshard.AutoshardError` for an argument of the wrong type.
 
-    ``args``, ``kwargs``: the example's; ``given``: arguments of :func:`autoshard.compile` by name, all in the table above.
+    ``args``, ``kwargs``: the example's; ``given``: further arguments of ``compile`` by name.
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"the model is an nn.Module, got {_described(model)}")
@@ -59,7 +58,7 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
 
 
 def _described(x: Any) -> str:
-    """What somebody gave as a model, whatever its own methods answer."""
+    """Text for an object given as a model; calls no method of user classes."""
     if isinstance(x, type):
         return f"the class {x.__name__}: make one, {x.__name__}(…)"
     if isinstance(x, torch.export.ExportedProgram):
@@ -73,7 +72,7 @@ def _is_mesh(x: Any) -> bool:
 
 
 def own(given: T) -> T:
-    """``given``, a dict or a tuple of such, with copies of the dicts in it: the user may change his own later."""
+    """A copy of ``given`` (nested dicts, tuples): the user may change the originals later."""
     found: Any = given
     if type(found) is dict:
         found = {name: own(value) for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""The module a user gets back: global inputs, global outputs, parameters under their original names."""
+"""The module a user gets back: global inputs and outputs, parameters under their original names."""
 
 from __future__ import annotations
 
@@ -37,33 +37,34 @@ from autoshard.runtime.programs.module import RankModule
 
 
 class ShardedModule(Compiling):
-    """A model compiled for a mesh; made by :func:`autoshard.compile`. It is an instance of the model's class, too.
+    """A model compiled for a mesh by :func:`autoshard.compile`; an instance of its class.
 
-    Takes the model's own arguments (global tensors, the same on every rank) and returns its own output type.
-    ``named_parameters()`` bear the original names. ``plan``, ``source`` and ``collectives`` say what was decided.
+    It takes the model's arguments (global tensors, equal on every rank) and returns its output
+    type. ``named_parameters()`` has the original names; ``plan``, ``source``, ``collectives`` show
+    the result.
     """
 
     _deferred: bool
-    """whether forward passes leave their gradients as summands: inside :meth:`no_sync`"""
+    """whether forwards leave gradients as unreduced summands: inside :meth:`no_sync`"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__(model, mesh, settings)
         object.__setattr__(self, "_deferred", False)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward":  # a wrapper around ours, as accelerate makes it
+        if name == "forward":  # accelerate wraps our forward
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """See :meth:`Compiling.__deepcopy__`. It is not inside the ``no_sync`` that this module is in."""
+        """See :meth:`Compiling.__deepcopy__`. The copy is outside of ``no_sync``."""
         made = super().__deepcopy__(memo)
         object.__setattr__(made, "_deferred", False)
         return made
 
     def train(self, mode: bool = True) -> Self:
-        """As :meth:`torch.nn.Module.train`, or as the model's own class has it."""
+        """As :meth:`torch.nn.Module.train`, or as the model's class overrides it."""
         self._of.root.train(mode)
         self.training = self._of.root.training
         return self
@@ -77,7 +78,7 @@ class ShardedModule(Compiling):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the latest compiled input shapes."""
+        """The plan of the most recently used program."""
         return self._decided().compiled.plan
 
     @property
@@ -95,17 +96,17 @@ class ShardedModule(Compiling):
         self.plan.visualize(path)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As :meth:`torch.nn.Module.named_parameters`, original names. Raises :class:`PlanError` before compilation."""
+        """As :meth:`torch.nn.Module.named_parameters`. :class:`PlanError` before compilation."""
         self._decided()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`torch.nn.Module.state_dict`. Raises :class:`PlanError` before compilation."""
+        """As :meth:`torch.nn.Module.state_dict`. :class:`PlanError` before compilation."""
         self._decided()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`torch.nn.Module.load_state_dict`. Raises :class:`PlanError` before compilation."""
+        """As :meth:`torch.nn.Module.load_state_dict`. :class:`PlanError` before compilation."""
         self._decided()
         return super().load_state_dict(*args, **kwargs)
 
@@ -117,7 +118,7 @@ class ShardedModule(Compiling):
     # --- running ---
 
     def rank_modules(self) -> list[RankModule]:
-        """What the rank runs that runs in this thread, of every compilation that ran: its own rank, or rank 0."""
+        """Loaded rank modules, one per program, of this thread's rank (in one process: rank 0)."""
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,9 +162,9 @@ class ShardedModule(Compiling):
         return give_back(graph.handed, graph.changed, (args, kwargs), output, leaves[own:])
 
     def _comes(self, leaves: Sequence[Any], spec: Any) -> Call:
-        """A call with arguments of these leaves. Raises :class:`CaptureError` for what no program takes.
+        """The call with these leaves; :class:`CaptureError` if no program can serve it.
 
-        What that depends on is first compared, in one piece, with what it was in the last call: most calls repeat that one.
+        Fast path: most calls repeat the guards of the last one, which are compared as one tuple.
         """
         present = self._present(leaves, spec)
         if present is not None and self._last is not None and self._last[0] == present:
@@ -175,10 +176,10 @@ class ShardedModule(Compiling):
         return call
 
     def _present(self, leaves: Sequence[Any], spec: Any) -> Any:
-        """What decides which program serves a call of plain tensors and constants; None where more does."""
+        """The guards of a call with plain tensors and constants; None if more decides."""
         if not (self._of.adopted and PLAIN.issuperset(map(type, leaves)) and is_usual()):
             return None
-        if any(isinstance(x, torch.Tensor) and x.is_nested for x in leaves):  # it has no shape
+        if any(isinstance(x, torch.Tensor) and x.is_nested for x in leaves):  # without a shape
             return None
         given = [
             (x.shape, x.dtype, x.requires_grad, x.device, x.layout) if isinstance(x, torch.Tensor) else constant(x)
@@ -195,16 +196,16 @@ class ShardedModule(Compiling):
 
     @torch.no_grad()
     def _write_back(self, mutated: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor]) -> None:
-        """What the forward gave of states, to where they are. ``written``: those that are inputs."""
+        """Write mutated states back in place. ``written``: states that are inputs."""
         for fqn, new in mutated.items():
             old = written[fqn] if fqn in written else self.tensor(fqn)
             if fqn in written or (old.shape, old.dtype) == (new.shape, new.dtype):
                 self._load(old, new)
-            else:  # set anew in the forward
+            else:  # the forward assigned a new tensor
                 self._of.replace(fqn, new.clone())
 
     def called_alone(self, part: nn.Module) -> Any:
-        """A module inside this one to be called by itself, on the same tensors: see :func:`~autoshard.module.inner.inner`."""
+        """A submodule that can be called alone: :func:`~autoshard.module.inner.inner`."""
         if not (self._of.adopted or may_come_first(self)):
             return part
         base = next(c for c in type(self).__mro__ if c.__module__.startswith("autoshard.module."))
@@ -215,17 +216,18 @@ class ShardedModule(Compiling):
         compiled_for_generation(self, inputs, kwargs)
 
     def _device_type(self) -> str | None:
-        """Where inputs have to come; None where they are moved."""
+        """Device type that inputs must have; None if inputs are moved there."""
         return next((t.device.type for t in self._of.tensors()), None) if self._of.adopted else None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For gradient accumulation: forward passes inside do not sum gradients over replicas in their backward.
+        """Gradient accumulation: the backward of forwards inside skips the gradient reduction.
 
-        The next backward of a forward outside sums what has accumulated in ``.grad`` with its own, once, as with
-        DistributedDataParallel. Until then gradients are Partial DTensors: ``full_gradients()`` gives their sums, and
-        optimizers and ``autoshard.clip_grad_norm_`` refuse them. Of parameters kept in shards (FSDP) every backward
-        reduces them. In one process gradients are always whole, and sums inside are not counted as collectives.
+        The next backward of a forward outside reduces the accumulated ``.grad``, as with
+        DistributedDataParallel. Until then gradients are Partial DTensors: ``full_gradients()``
+        returns sums; optimizers and ``autoshard.clip_grad_norm_`` refuse them. Gradients of FSDP
+        parameters are reduced by every backward. In one process gradients are full, and sums inside
+        are not counted.
         """
         before = self._defer(True)
         try:
@@ -234,7 +236,7 @@ class ShardedModule(Compiling):
             self._defer(before)
 
     def _defer(self, deferred: bool) -> bool:
-        """Whether forward passes leave their gradients as summands; returns whether they did."""
+        """Set whether forwards leave gradients as summands; returns the previous setting."""
         before = self._deferred
         object.__setattr__(self, "_deferred", deferred)
         return before
@@ -242,7 +244,7 @@ class ShardedModule(Compiling):
     def _step(
         self, executable: Executable, inputs: Mapping[str, torch.Tensor]
     ) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """Outputs, and what is written back."""
+        """Outputs of one step, and the mutated states."""
         names, micro = executable.compiled.source.inputs, executable.compiled.micro_batches
         run = partial(self._run if not executable.parts else self._through, executable)
         if micro is None:
@@ -252,7 +254,7 @@ class ShardedModule(Compiling):
         return steps(micro, inputs, names)
 
     def _put_together(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Inputs that come in parts as plain ones, for steps that take rows of the whole; gradients go back to the parts."""
+        """Gathered local inputs, for slicing into micro-batches; gradients are resharded."""
         return self._whole((), inputs)[1]
 
     def _enter(self, index: int, count: int) -> None:
@@ -263,38 +265,38 @@ class ShardedModule(Compiling):
         raise NotImplementedError
 
     def _through(self, executable: Executable, inputs: list[torch.Tensor]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-        """As :meth:`_run`, one stage after the other."""
+        """As :meth:`_run`, for pipeline stages one after another."""
         return one_after_another(executable, inputs, self._run)
 
     @collective
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write ``rank_module.py``, ``plan.json``, ``inputs.json``, ``lines.json`` and ``rank<r>.safetensors``.
+        """Write ``rank_module.py``, ``{plan,inputs,lines}.json`` and ``rank<r>.safetensors``.
 
-        The program is that of the latest call, as in :attr:`plan`: without a backward after an evaluation.
-        In micro-batches or stages ``step.json``, too, which says how they make a step.
-        ``torchrun --nproc-per-node N directory/rank_module.py`` runs it without the original model's code.
-        Under torch.distributed every rank calls it and writes its own shard. Raises :class:`PlanError` for micro-batches
-        before which something is computed of the whole batch.
+        The program is that of the latest call, as in :attr:`plan`: without a backward after an
+        evaluation. With micro-batches or stages ``step.json`` is written, too. Run it without the
+        model's code: ``torchrun --nproc-per-node N directory/rank_module.py``. Every rank calls
+        ``save`` and writes its shard. Raises :class:`PlanError` if micro-batches need values of the
+        full batch.
         """
         save(self._decided(), self.local_tensors, Path(directory), alone="device_mesh" not in self.__dict__)
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
-        """Every tensor that the rank module of ``rank`` reads, by original name, detached."""
+        """Detached local tensors that the rank module of ``rank`` reads, by original name."""
         raise NotImplementedError
 
     # --- state ---
 
     def meeting(self, what: str) -> AbstractContextManager[None]:
-        """Inside, all ranks do ``what`` together: see :func:`~autoshard.module.meetings.collective`."""
+        """Inside, all ranks do ``what``: see :func:`~autoshard.module.meetings.collective`."""
         return contextlib.nullcontext()
 
     @collective
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Original name → full tensor (a copy), for every entry of the original state dict. Collective."""
+        """Original name → full tensor (a copy), for the original state dict. Collective."""
         return {n: self._full(t.detach()) for n, t in self.state_dict(keep_vars=True).items()}
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load full tensors by original name. Raises :class:`PlanError` for missing, unknown or misshapen entries."""
+        """Load full tensors by name. :class:`PlanError` if missing, unknown or misshapen."""
         own = self.state_dict(keep_vars=True)
         self._check_state(own, state)
         with torch.no_grad():
@@ -315,7 +317,7 @@ class ShardedModule(Compiling):
 
     @collective
     def full_gradients(self) -> dict[str, torch.Tensor]:
-        """Original parameter name → full gradient (parameters without one are left out). Collective."""
+        """Original parameter name → full gradient, where there is one. Collective."""
         return {n: self._full(p.grad) for n, p in self.named_parameters() if p.grad is not None}
 
     @property
@@ -324,16 +326,16 @@ class ShardedModule(Compiling):
         return False
 
     def gradients_once(self) -> list[Any]:
-        """This process's gradients, those that others hold too on one of them only."""
+        """This process's gradients; those of tied stages on one rank only."""
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def whole_state_dict(self) -> dict[str, torch.Tensor]:
-        """The state dict with entries without data for what other processes hold."""
+        """The state dict of all stages; entries of other processes have shape and dtype only."""
         found: dict[str, torch.Tensor] = self.state_dict(keep_vars=True)
         return found
 
     def whole_parameters(self) -> Iterator[torch.Tensor]:
-        """All parameters of the model; of those that other processes hold only shapes and dtypes are known."""
+        """All parameters of the model; those of other processes have shape and dtype only."""
         return map(self._of.tensor, self._of.parameters)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:

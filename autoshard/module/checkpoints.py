@@ -1,4 +1,4 @@
-"""Weights and optimizer states between files and a sharded module, on whatever mesh: under original names, whole."""
+"""Full weights and optimizer states, by original name, between files and any sharded module."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from autoshard.module.staged.state import own_state, whole_state
 from autoshard.runtime.programs.saved import reading
 
 INDEX = "model.safetensors.index.json"
-"""what save_pretrained writes beside several files: ``{"weight_map": {name: file}}``"""
+"""index file of save_pretrained for sharded checkpoints: ``{"weight_map": {name: file}}``"""
 
 
 def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> None:
-    """Load the weights that ``save_pretrained`` (or safetensors itself) wrote into ``folder``, under original names.
+    """Load the safetensors files that ``save_pretrained`` wrote into ``folder``, by original name.
 
-    A rank reads its own parts, one after another, and never holds a whole tensor of those that are cut. Of tied tensors
-    one name is enough. ``folder`` may also be one file. Raises :class:`PlanError` for missing, unknown or misshapen
-    entries, before anything is loaded.
+    Each rank reads its own shards one by one; no rank materialises a sharded tensor. One name of
+    tied tensors is enough. ``folder`` may be a file. Raises :class:`PlanError` for missing, unknown
+    or misshapen entries, before any tensor is loaded.
     """
     files = _files(Path(folder))
     own = sharded.state_dict(keep_vars=True)
@@ -42,7 +42,7 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
     unknown = sorted(files.keys() - whole.keys())
     if missing or unknown:
         raise PlanError(f"the files in {folder} do not fit: missing {missing[:5]}, unknown {unknown[:5]}")
-    for name, tensor in whole.items():  # of other stages too: all ranks raise, or none
+    for name, tensor in whole.items():  # also entries of other stages: all ranks raise, or none
         with _opened(files[names[name]]) as file:  # type: ignore[index]
             entry = file.get_slice(names[name])
             shape, kind = entry.get_shape(), entry.get_dtype()
@@ -64,7 +64,7 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
 
 
 def _is_float(kind: str) -> bool:
-    """Whether a dtype is one, as safetensors names it."""
+    """Whether a dtype name of safetensors is floating point."""
     return kind.startswith(("F", "BF"))
 
 
@@ -76,9 +76,9 @@ def _opened(path: Path) -> Iterator[Any]:
 
 @collective
 def full_optimizer_state_dict(sharded: ShardedModule, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict with whole tensors on the CPU: that of the unsharded model. Collective.
+    """The unsharded model's optimizer state dict: full tensors on the CPU. Collective.
 
-    ``torch.save`` it on one rank, and load it with :func:`load_full_optimizer_state_dict` on any mesh.
+    Save it with ``torch.save`` on one rank; load it by :func:`load_full_optimizer_state_dict`.
     """
     if isinstance(sharded, PipelinedModule):
         return whole_state(sharded, optimizer)
@@ -91,10 +91,10 @@ def full_optimizer_state_dict(sharded: ShardedModule, optimizer: torch.optim.Opt
 def load_full_optimizer_state_dict(
     sharded: ShardedModule, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
-    """Load what :func:`full_optimizer_state_dict`, or the unsharded model's optimizer, gave; every rank keeps its part.
+    """Load a full optimizer state dict; every rank keeps its shards.
 
-    Raises :class:`PlanError` for what is no optimizer's state or of other parameters, and where a state is neither shaped as
-    its parameter nor a number.
+    Raises :class:`PlanError` if it is no optimizer state, has other parameters, or holds a tensor
+    that is neither a scalar nor shaped as its parameter.
     """
     held, groups = (state.get(k) if isinstance(state, Mapping) else None for k in ("state", "param_groups"))
     if not (_all_mappings(held, Mapping) and _all_mappings(groups, list)):
@@ -122,7 +122,7 @@ def load_full_optimizer_state_dict(
 
 
 def _all_mappings(found: Any, kind: type) -> bool:
-    """Whether it is a container of this kind, of mappings."""
+    """Whether ``found`` is a ``kind`` whose values are mappings."""
     values = found.values() if isinstance(found, Mapping) else found
     return isinstance(found, kind) and all(isinstance(x, Mapping) for x in values)
 
@@ -136,7 +136,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _part(file: Any, name: str, sharded: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of an entry."""
+    """This rank's shard of a file entry."""
     if not isinstance(tensor, DTensor) or not tensor.ndim:
         whole: torch.Tensor = file.get_tensor(name)
         return whole
@@ -149,7 +149,7 @@ def _part(file: Any, name: str, sharded: Any, tensor: torch.Tensor) -> torch.Ten
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Name of each entry → its file. Raises :class:`PlanError` where there is none."""
+    """Entry name → file. Raises :class:`PlanError` if there is none."""
     if (folder / INDEX).is_file():
         with reading(folder / INDEX, f'it has to be JSON such as {{"weight_map": {{"weight": "{INDEX[:17]}"}}}}'):
             weights = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
@@ -174,7 +174,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _found(name: str, tensor: torch.Tensor, own: Mapping[str, torch.Tensor], files: Mapping[str, Path]) -> str | None:
-    """Under which name the files have an entry: its own, or that of another tensor that is the same one."""
+    """The entry of a tensor in the files: its own name, or that of a tied tensor."""
     if name in files:
         return name
     return next((other for other, x in own.items() if x is tensor and other in files), None)

@@ -1,4 +1,4 @@
-"""Gradients of a sharded module: their norm, and one verdict of all ranks on whether they are finite."""
+"""Gradients of a sharded module: clipping by norm, and one GradScaler verdict for all ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from autoshard.module.dtensors.ops import is_ours
 from autoshard.runtime.transport.work import all_gather_single
 
 Found = dict[torch.device, torch.Tensor]
-"""device → 1 where a gradient there is not finite"""
+"""device → 1 if a gradient there is not finite"""
 
 
 def clip_grad_norm_(
     sharded: ShardedModule, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale the gradients in place so that their norm is at most ``max_norm``; returns the norm before, a plain scalar.
+    """Scale gradients in place to a norm of at most ``max_norm``; returns the prior norm (scalar).
 
-    The norm is that of the unsharded model, the same on every rank, and takes one collective of one number;
-    :func:`torch.nn.utils.clip_grad_norm_`, which gives the same, takes one for each layout. Raises RuntimeError for a
-    norm that is not finite where ``error_if_nonfinite``, :class:`AutoshardError` for what is no sharded module.
+    It is the unsharded model's norm, by one collective of one number;
+    :func:`torch.nn.utils.clip_grad_norm_` needs one per layout. Raises RuntimeError for a
+    non-finite norm if ``error_if_nonfinite``, :class:`AutoshardError` for another module.
     """
     if not isinstance(sharded, ShardedModule):
         raise AutoshardError(
@@ -53,13 +53,13 @@ def clip_grad_norm_(
 
 
 def _norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.Tensor:
-    """The norm of DTensors taken together, in the dtype of ``like``. Of ranks that hold the same part the first counts."""
+    """The norm of all DTensors in the dtype of ``like``; of replicas only the first counts."""
     mine = []
     for g in gradients:
         place = g.device_mesh.get_coordinate()
-        if place is None:  # others own it
+        if place is None:  # another rank owns it
             continue
-        # torch's strided shards say no to is_shard()
+        # is_shard() is False for torch's strided shards
         first = all(n == 0 or not p.is_replicate() for p, n in zip(g.placements, place, strict=True))
         if first and g.to_local().numel():
             mine.append(_values(g.to_local()))
@@ -69,24 +69,24 @@ def _norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.T
         torch.zeros((), device=device, dtype=like.dtype) if norms is None else torch.linalg.vector_norm(norms, order)
     )
     everyone = total.new_empty(dist.get_world_size())
-    all_gather_single(everyone, total.reshape(1))  # no all-reduce: gloo's maximum loses a NaN
+    all_gather_single(everyone, total.reshape(1))  # no all-reduce: the maximum of gloo loses NaN
     norm: torch.Tensor = torch.linalg.vector_norm(everyone, order)
     return norm
 
 
 def _values(x: torch.Tensor) -> torch.Tensor:
-    """The elements that are there; of a sparse gradient those of its rows."""
+    """The stored values: of a sparse gradient those of its rows."""
     return x.coalesce().values() if x.is_sparse else x
 
 
 @functools.cache
 def one_verdict() -> None:
-    """Let :class:`torch.amp.GradScaler` come to the same verdict on every rank, whatever the order of the parameters.
+    """Make :class:`torch.amp.GradScaler` find the same overflow on every rank.
 
-    DTensor's own handler asks the ranks among which the *first* gradient is cut. Where that one is whole and another
-    is not, ranks decide each for themselves, and take other scales and steps. Ranks of other stages have other
-    gradients, in other dtypes, or none; of tables some ranks hold other rows, or none. So what each found in its own
-    parts is put together once for each optimizer.
+    DTensor reduces over the axes that shard the *first* gradient. If that one is replicated and
+    another is not, ranks decide alone and diverge in scale and steps. Ranks of other stages or
+    tables may have other gradients, dtypes, or none. So local findings are combined once per
+    optimizer.
     """
     torch.amp.GradScaler._unscale_grads_ = _together(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
 

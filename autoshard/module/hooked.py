@@ -1,7 +1,7 @@
-"""Hooks of users on outputs from which the forward computes other outputs, such as logits beside a loss.
+"""Tensor hooks on outputs that feed other outputs, such as logits beside a loss.
 
-In eager such a hook sees, and may change, the gradient of both. An output here is the end of a program: it has the gradient
-of what is computed outside alone. So a backward in which it would be another's is refused.
+In eager the hook sees the gradient through both. Here an output ends the program and has its
+outside gradient only, so a backward that would differ is refused.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.ir.graph import Graph, Ref
 
 Feeding = Mapping[int, tuple[int, ...]]
-"""number of an output → those of the outputs from which it is computed"""
+"""output number → numbers of the outputs that it is computed from"""
 
 
 def feeding(graph: Graph) -> Feeding:
-    """Which outputs are computed from which, through values with gradients; a value that is returned twice from itself."""
+    """Which outputs feed which, through values with gradients; a duplicate by the first."""
     returned = [x.name if isinstance(x, Ref) and graph.types[x.name].grad else None for x in graph.outputs]
     first = {name: returned.index(name) for name in returned if name is not None}
     sources: dict[str, frozenset[int]] = {}
@@ -43,10 +43,10 @@ def feeding(graph: Graph) -> Feeding:
 
 
 def refuse_hooks(leaves: Sequence[Any], of: Feeding) -> None:
-    """Have an output's backward raise :class:`RuntimeMismatchError` where one that it is computed from has a hook by then."""
+    """Make the backward of an output raise :class:`RuntimeMismatchError` if a source has a hook."""
     if not of:
         return
-    with torch._C.DisableTorchFunctionSubclass():  # the way through that of outputs in parts is long
+    with torch._C.DisableTorchFunctionSubclass():  # the subclass route of sharded outputs is slow
         kept: dict[int, _Hooks] = {}
         for x in (leaves[i] for others in of.values() for i in others):
             if x.requires_grad and id(x) not in kept:
@@ -61,10 +61,10 @@ def refuse_hooks(leaves: Sequence[Any], of: Feeding) -> None:
 
 
 class _Hooks:
-    """Those of a tensor, which does not live longer for it."""
+    """The hooks of a tensor, without keeping it alive."""
 
     def __init__(self, x: torch.Tensor) -> None:
-        if x._backward_hooks is None:  # made as by its first hook
+        if x._backward_hooks is None:  # created here as by its first hook
             x._backward_hooks = OrderedDict()
             if x.grad_fn is not None:
                 x.grad_fn._register_hook_dict(x)

@@ -1,4 +1,4 @@
-"""All ranks inside this process: parameters are full tensors, cut for the ranks inside forward."""
+"""Simulated ranks in one process: parameters are full tensors, sharded inside the forward."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from autoshard.runtime.transport.in_process import World
 
 
 class InProcessModule(ShardedModule):
-    """A sharded module whose ranks are threads of this process; for debugging, tests and one-process training."""
+    """A sharded module whose ranks are threads; for debugging, tests and one-process training."""
 
     _world: World
     _rank_modules: dict[int, list[Any]]
     _parts: dict[Any, tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]]
-    """of programs without a backward: a parameter or buffer, where its data lie, and every rank's part"""
+    """program without backward, name → (full tensor, its address and strides, shards by rank)"""
 
     def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
         super().__init__(model, mesh, settings)
@@ -38,7 +38,7 @@ class InProcessModule(ShardedModule):
         object.__setattr__(self, "_parts", {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """See :meth:`ShardedModule.__deepcopy__`. The rank modules that tensors are bound to are its own."""
+        """See :meth:`ShardedModule.__deepcopy__`. Rank modules and shards are not copied."""
         memo[id(self._rank_modules)], memo[id(self._parts)] = {}, {}
         return super().__deepcopy__(memo)
 
@@ -47,7 +47,7 @@ class InProcessModule(ShardedModule):
         object.__setattr__(self, "_parts", {})
 
     def record(self, log: list[Executed] | None) -> None:
-        """Append every collective that is really executed to ``log`` (None: stop)."""
+        """Append every executed collective to ``log`` (None: stop)."""
         self._world.log = log
 
     def rank_modules(self) -> list[RankModule]:
@@ -71,7 +71,7 @@ class InProcessModule(ShardedModule):
         def comes_in(x: Any, given: Layout | None) -> Layout | None:
             if not isinstance(x, Carried):
                 return given
-            return Layout(mesh, x.placements) if x.lies_on(mesh) else None  # what another mesh left is taken whole
+            return Layout(mesh, x.placements) if x.lies_on(mesh) else None  # other mesh: gathered
 
         return tuple(map(comes_in, leaves, asked))
 
@@ -134,7 +134,7 @@ class InProcessModule(ShardedModule):
             comm.enter(index, count)
 
     def _tensors(self, executable: Executable) -> dict[str, tuple[torch.Tensor, ...]]:
-        """Original name → the local tensor of every rank."""
+        """Original name → local shards by rank."""
         found: dict[str, tuple[torch.Tensor, ...]] = {}
         for value in executable.graph.inputs:
             if value.kind == "input":
@@ -151,11 +151,11 @@ class InProcessModule(ShardedModule):
         return found
 
     def _seen(self, key: Any, full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
-        """Every rank's part of what is only read: views, made anew where the tensor is another; else copies, in every call."""
+        """Shards of a read-only tensor: cached views; copies of segment-wise sharded dims."""
         known, lie = self._parts.get(key), (full.data_ptr(), full.stride())
         if known is None or known[0] is not full or known[1] != lie:
             parts = tuple(shard_of(full, layout, rank).detach() for rank in range(self._running.size))
-            if layout.grouped:  # fused parts, put together: what is written to the tensor later is not in these
+            if layout.grouped:  # copies: later writes would not reach them
                 return parts
             known = self._parts[key] = full, lie, parts
         return known[2]
@@ -166,7 +166,7 @@ class InProcessModule(ShardedModule):
             return {name: parts[rank].detach() for name, parts in self._tensors(executable).items()}
 
     def _spread(self, x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
-        """A global input for every rank: the whole, with a gradient that is whole on each of them, or a part."""
+        """A global input by rank: sharded, or replicated with the full gradient on each."""
         if isinstance(x, Carried):
             return x.parts_in(layout)
         if layout.axes_with(Shard) or (x.requires_grad and torch.is_grad_enabled()):
@@ -175,7 +175,7 @@ class InProcessModule(ShardedModule):
 
 
 def _real(tensor: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
-    """A copy of the tensor's data; a meta tensor becomes its initial value, or zeros to be loaded."""
+    """A copy of the data; a meta tensor becomes its initial value, or zeros to be loaded."""
     if not tensor.is_meta:
         return tensor.detach().clone()
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if initial is None else initial.detach().clone()

@@ -1,4 +1,4 @@
-"""A module inside a sharded module, called alone: programs of its own on the same tensors, as generation asks of encoders."""
+"""Submodules called alone on the sharded module's tensors, such as encoders in generation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from autoshard.serving import is_asked
 
 
 def inner(sharded: Compiling, part: nn.Module, base: type[Compiling]) -> Any:
-    """``part`` of ``sharded``, to be called alone: an instance of ``base`` that compiles it, with the tensors of ``sharded``.
+    """``part`` of ``sharded`` as an instance of ``base`` that compiles it, on the same tensors.
 
-    Its tensors keep the layouts that they have. Before ``sharded`` is compiled, which :func:`may_come_first` has to allow,
-    its own call decides them, and ``sharded`` takes its tensors over. Hints and styles by name are those of the whole.
+    The tensors keep their layouts. If ``sharded`` is not compiled yet (:func:`may_come_first`), the
+    call of ``part`` decides them. Hints and styles by name are those of the model.
     """
     path = next(path for path, other in sharded._of.parts.items() if other is part)
     if path not in sharded._inner:
@@ -67,7 +67,7 @@ def _made(sharded: Compiling, path: str, base: type[Compiling]) -> Compiling:
 
 
 def _is_by_name(sharded: Compiling) -> bool:
-    """Whether the expert's plan names modules of the whole."""
+    """Whether the named strategy names modules of the full model."""
     like = sharded._settings.wishes.like
     by_axis = like if isinstance(like, Mapping) else dict.fromkeys(sharded.mesh.axes, like)
     plain = all(x is None or (isinstance(x, str) and x != "tp_plan") for x in by_axis.values())
@@ -75,8 +75,8 @@ def _is_by_name(sharded: Compiling) -> bool:
 
 
 def may_come_first(sharded: Compiling) -> bool:
-    """Whether a module inside may be compiled before the whole: nothing that is known of the whole alone decides how its
-    tensors lie, neither names, nor calls of the whole, nor memory that is scarce; and they have values."""
+    """Whether a submodule may be compiled before the model: not if layouts depend on names,
+    recorded calls or scarce memory of the model, nor without data."""
     wishes, tensors = sharded._settings.wishes, {id(t): t for t in sharded._of.tensors()}.values()
     of_whole = wishes.hints or wishes.plan or wishes.stages or is_asked(wishes) or _is_by_name(sharded)
     scarce = 2 * sum(t.nbytes for t in tensors) > budget_of(wishes, sharded.mesh.hardware)
@@ -84,7 +84,7 @@ def may_come_first(sharded: Compiling) -> bool:
 
 
 def compiled_for_generation(sharded: Any, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Compile an encoder–decoder before its encoder is, where only the whole knows how its tensors should lie."""
+    """Compile an encoder–decoder model first, if only the model decides its layouts."""
     config, name = sharded.config, sharded.main_input_name
     given = kwargs.get(name) if inputs is None else inputs
     if (

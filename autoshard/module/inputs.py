@@ -1,7 +1,7 @@
-"""Inputs that come in parts: which, cut how, and what the whole is that programs are captured for.
+"""Local inputs: which inputs are shards of the batch, their layouts, and their global shapes.
 
-A process brings either the whole of an input or, where it is *local*, its own part of the batch. All ranks of an
-in-process mesh are one process: its part is the whole.
+A process passes the global input or, if it is *local*, its shard. An in-process mesh is one
+process: its shard is the global input.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from autoshard.passes.capture.exported.arguments import argument_paths
 from autoshard.passes.propagate.hints import in_space
 
 Inputs = str | Mapping[str, str]
-"""``"global"``, ``"local"``, or {fnmatch pattern on the name of an input: one of these}"""
+"""``"global"``, ``"local"``, or {fnmatch pattern of an input name: one of these}"""
 
 Cuts = tuple[Layout | None, ...]
-"""per leaf of the arguments the layout it comes in; None, or nothing: whole"""
+"""per argument leaf the layout of a local input; None, or an empty tuple: global"""
 
 _KINDS = ("global", "local")
 _BATCH_AXIS = re.compile(r"(dp|ddp|fsdp|hsdp|zero\d?|data|batch|replica|replicate|shard)(_|\d|$)")
-"""names of mesh axes that cut the batch by convention"""
+"""conventional names of mesh axes that shard the batch"""
 
 
 def check_inputs(inputs: Any) -> None:
-    """Raise :class:`HintError` unless ``inputs`` is what :data:`Inputs` says."""
+    """Raise :class:`HintError` unless ``inputs`` is one of :data:`Inputs`."""
     kinds = inputs.values() if isinstance(inputs, Mapping) else (inputs,)
     if wrong := [k for k in kinds if k not in _KINDS]:
         raise HintError(f'inputs={inputs!r}: {wrong[0]!r} is neither "global" nor "local"')
@@ -45,9 +45,9 @@ def check_inputs(inputs: Any) -> None:
 def with_rows(
     batch: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example inputs with ``batch`` rows (None: as they are): those of tensors with as many as the first one are repeated.
+    """Example inputs with rows repeated up to ``batch`` (None: unchanged).
 
-    Raises :class:`HintError` for a number that is none, and where no input has rows.
+    Applies to tensors with as many rows as the first. :class:`HintError` for an invalid number.
     """
     if batch is None:
         return args, kwargs
@@ -69,10 +69,10 @@ def with_rows(
 def local_layouts(
     model: nn.Module, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Inputs, hints: Any
 ) -> Cuts:
-    """Per leaf of the arguments how one that is local is cut; None for what is whole.
+    """The layout of each local argument leaf; None if global.
 
-    Dim 0 is cut by the axes of the batch, unless a hint for the input says otherwise. Raises :class:`HintError` where a
-    pattern matches nothing or the axes are not known.
+    Dim 0 is sharded over the batch axes unless a hint says otherwise. Raises :class:`HintError` if
+    a pattern matches no input or the batch axes are unknown.
     """
     if inputs == "global":
         return ()
@@ -129,7 +129,7 @@ def _batch_axes(name: str, mesh: Mesh) -> list[str]:
 
 
 def _check_lengths(local: Sequence[tuple[str, torch.Tensor]], layouts: Sequence[Layout | None]) -> None:
-    """Of inputs that nobody named: that dim 0 is the batch of all of them."""
+    """For ``inputs="local"``: check that dim 0 has one length, the batch, in all inputs."""
     cuts = [layout for layout in layouts if layout is not None]
     rows = [(n, x.shape[0]) for (n, x), layout in zip(local, cuts, strict=True) if layout.axes_of(0)]
     if other := [(n, length) for n, length in rows if length != rows[0][1]]:
@@ -140,14 +140,14 @@ def _check_lengths(local: Sequence[tuple[str, torch.Tensor]], layouts: Sequence[
 
 
 def whole_shape(part: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    """The shape of the whole of which every rank has a part of this shape."""
+    """The global shape of an input whose shard on every rank has shape ``part``."""
     return tuple(n * layout.mesh.size_of(layout.axes_of(d)) for d, n in enumerate(part))
 
 
 def wholes(
     args: Sequence[Any], kwargs: Mapping[str, Any], layouts: Sequence[Layout | None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of the shapes of the wholes, made of copies of the parts in ``args``: examples where no other rank runs."""
+    """Arguments of global shape from repeated shards: examples for planning without other ranks."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     for i, layout in enumerate(layouts):
         if layout is not None:
@@ -161,7 +161,7 @@ def wholes(
 
 @contextlib.contextmanager
 def telling_wholes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], layouts: Cuts) -> Iterator[None]:
-    """Inside, a model that could not be traced is said to be traced with these wholes of inputs that come in parts."""
+    """Inside, errors of tracing name the assumed global shapes of local inputs."""
     try:
         yield
     except CaptureError as error:
@@ -177,10 +177,10 @@ def telling_wholes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 _LARGE = 1 << 24
-"""elements of an input in parts that nobody is to hold whole for a capture: caches"""
+"""elements of a local floating-point input (KV cache) above which capture gets no data"""
 
 
 def without_data(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-    """What a capture is given for a large input of this shape; None for a small one, or integers: it gets the data."""
+    """A meta tensor for a large floating-point input; None for others: capture gets their data."""
     large = like.is_floating_point() and torch.Size(shape).numel() > _LARGE
     return torch.empty(tuple(shape), dtype=like.dtype, device="meta") if large else None

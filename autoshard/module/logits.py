@@ -1,4 +1,4 @@
-"""Logits while text is generated: each rank keeps its part of the vocabulary, and only the token that is chosen travels."""
+"""Vocabulary-parallel logits in generation: only candidate tokens are sent between ranks."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from autoshard.layout import Layout, Replicate, Shard
 from autoshard.module.dtensors.outputs import ABOUT
 
 Gather = Callable[[torch.Tensor, Layout, Sequence[int]], torch.Tensor]
-"""(this rank's part, its layout, the global shape) → the whole"""
+"""(local shard, its layout, global shape) → full tensor"""
 
 
 class Logits(torch.Tensor):
-    """Scores whose last dim is cut over ranks. What loops of generation do with them is done with the parts: the last
-    position is taken, they are divided, compared and masked; of argmax, topk and multinomial candidates are all that is
-    sent, of a softmax two numbers a row. Anything else gathers the whole, on all ranks; from then on it is what this
-    tensor consists of, and what it was taken from, so that what is written into either is seen in both.
+    """Logits whose last dim (vocabulary) is sharded; generation loops run on the shards.
+
+    argmax, topk and multinomial send candidates, softmax two numbers per row. Any other operation
+    gathers the full tensor, of which this tensor and its source then consist: both see writes.
     """
 
     _own: tuple[torch.Tensor, Layout]
-    """this rank's part, or the whole; its layout"""
+    """local shard or full tensor, and its layout"""
     _source: tuple[Logits, Any] | None
-    """what this is a view of, and the index"""
+    """source and index, if this is a view"""
     _comm: runtime.Communicator
     _gather: Gather
 
@@ -43,7 +43,7 @@ class Logits(torch.Tensor):
     def like(
         self, part: torch.Tensor, shape: Sequence[int] | None = None, layout: Layout | None = None, index: Any = None
     ) -> torch.Tensor:
-        """Another tensor in this layout, by its part; ``index``: that of a view."""
+        """Another tensor in this layout, from its shard; ``index``: of a view."""
         layout = self._layout if layout is None else layout
         made = Logits.of(part, layout, self.shape if shape is None else shape, self._comm, self._gather)
         made._source = None if index is None else (self, index)  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ class Logits(torch.Tensor):
         return self._own
 
     def whole(self) -> torch.Tensor:
-        """The plain tensor; all ranks have to ask. Writing into it writes into this."""
+        """The plain tensor; writes into it reach this one. Collective."""
         if self._is_cut and self._source is not None:
             self._source[0].whole()
         elif self._is_cut:
@@ -80,7 +80,7 @@ class Logits(torch.Tensor):
             return self._gather(part, layout, shape) if layout.axes_with(Shard) else part
 
     def _rows(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole of what was chosen from each row, of which this rank has that of its rows."""
+        """Gather per-row results from the ranks that shard the rows."""
         vocabulary = dict.fromkeys(self._layout.axes_of(self.ndim - 1), Replicate())
         return self._full(part, self._layout.replace(vocabulary), (*self.shape[:-1], *part.shape[self.ndim - 1 :]))
 
@@ -111,7 +111,7 @@ class Logits(torch.Tensor):
 
 
 def plain(tree: Any) -> Any:
-    """``tree`` with whole tensors, for who asked for scores."""
+    """``tree`` with full tensors, for callers that asked for scores."""
     return pytree.tree_map_only(Logits, Logits.whole, tree)
 
 
@@ -119,7 +119,7 @@ def plain(tree: Any) -> Any:
 
 
 def _indexed(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Positions are taken of dims that are whole."""
+    """Indexing of unsharded dims."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if not all(isinstance(i, int | slice) for i in index) or len(index) > x.ndim:
         return None
@@ -133,7 +133,7 @@ def _indexed(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _each(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """What is done to every element; beside it numbers, other parts, and one number for all that a row has."""
+    """A pointwise operation with numbers, equally sharded logits, or one number per row."""
     last = x.ndim - 1
     for other in pytree.tree_leaves((args, kwargs)):
         if isinstance(other, Logits):

@@ -1,4 +1,4 @@
-"""What all ranks have to do together beside calls: noticed where one of them does something else."""
+"""Collective methods other than calls: the ranks compare which one they run, before they run it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ M = TypeVar("M", bound=Meets)
 
 
 def collective(do: Callable[Concatenate[M, P], T]) -> Callable[Concatenate[M, P], T]:
-    """A function of a sharded module that every rank calls. Where a rank does not, all raise instead of waiting for it.
+    """Decorator of a method that every rank calls; if a rank calls another, all raise.
 
-    Before its collectives the ranks compare what they do: those of other calls would meet them, and hang.
+    The ranks compare the method's name first: collectives of different calls would hang.
     """
 
     @functools.wraps(do)

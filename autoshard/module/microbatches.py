@@ -1,4 +1,4 @@
-"""Forward and backward of one micro-batch after another: the step's loss, with gradients that wait for its backward."""
+"""Gradient accumulation over micro-batches: one loss whose backward delivers the gradients."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ Run = Callable[[list[torch.Tensor]], tuple[Leaves, dict[str, torch.Tensor]]]
 
 @dataclass(frozen=True)
 class MicroBatchRun:
-    """How one micro-batch is run on all ranks of this process."""
+    """Runs one micro-batch on all ranks of this process."""
 
     run: Run
-    """its forward, for inputs in the order of the program"""
+    """the forward, with inputs in program order"""
     enter: Callable[[int, int], None]
-    """tells the ranks which of how many runs"""
+    """tells the ranks (index, count) of the micro-batch"""
     defer: Callable[[bool], bool]
-    """whether gradients stay summands, as in ``no_sync()``; returns whether they did"""
+    """sets whether gradients stay summands, as in ``no_sync()``; returns the previous setting"""
     leaves: Callable[[], AbstractContextManager[list[tuple[torch.Tensor, torch.Tensor]]]]
-    """the parameters that are trained, each with what stands in for it, so that the user's ``.grad`` and hooks see nothing"""
+    """pairs (trained parameter, stand-in leaf): the user's ``.grad`` and hooks see nothing"""
     tensor: Callable[[str], torch.Tensor]
-    """the buffer of an original name"""
+    """original name → buffer"""
 
     def __call__(
         self, micro: MicroBatches, inputs: Mapping[str, torch.Tensor], names: Sequence[str]
     ) -> tuple[Leaves, dict[str, torch.Tensor]]:
-        """The outputs of the step, and what it writes back. ``inputs``: of the whole batch; ``names``: the program's.
+        """Outputs and mutated states. ``inputs``: global batch; ``names``: of the program.
 
-        The loss carries gradients: its backward scales them and hands them over. Other outputs are detached, since the
-        activations that they came from are gone; that of another scalar raises. Where there is no loss there is no backward.
+        The loss carries the gradients; its backward scales and delivers them. Other outputs are
+        detached; the backward of another scalar raises.
         """
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
         given |= beforehand(micro, given, self.tensor)
@@ -61,8 +61,8 @@ class MicroBatchRun:
             try:
                 for index in range(micro.count):
                     self.enter(index, micro.count)
-                    self.defer(index < micro.count - 1)  # the last one sums what all have left over the replicas
-                    generators.set_states(states)  # every micro-batch takes its part of what the whole batch draws
+                    self.defer(index < micro.count - 1)  # the last backward reduces over replicas
+                    generators.set_states(states)  # each draws its share of the batch's numbers
                     parts = [part_of(given[source], dim, index, micro.count) for source, dim in sources]
                     leaves, written = self.run(parts)
                     if micro.loss is not None:
@@ -75,9 +75,9 @@ class MicroBatchRun:
 
 
 def unseen() -> AbstractContextManager[Any]:
-    """Inside, the hooks of a ``torch.utils.checkpoint`` around the call see nothing; others, as of ``save_on_cpu``, do.
+    """Inside, hooks of an enclosing activation checkpoint are off; ``save_on_cpu`` hooks stay.
 
-    They would run the whole step again in the backward of each of its micro-batches.
+    The checkpoint would recompute the step in the backward of each micro-batch.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return nullcontext() if hooks is None or hooks[0].__module__ != checkpoint.__module__ else unhooked()
@@ -86,7 +86,7 @@ def unseen() -> AbstractContextManager[Any]:
 def beforehand(
     micro: MicroBatches, inputs: Mapping[str, torch.Tensor], tensor: Callable[[str], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """What is computed of the whole batch before the first micro-batch. ``tensor``: gives buffers by original name."""
+    """Values of the full batch before the first micro-batch. ``tensor``: name → buffer."""
     graph = micro.before
     if graph is None:
         return {}
@@ -101,9 +101,9 @@ def beforehand(
 def delivered(
     micro: MicroBatches, made: Sequence[Leaves], wanted: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> Leaves:
-    """The outputs of the step from those of every micro-batch; the loss's backward hands the gradients over.
+    """The outputs of the step from those of its micro-batches; the loss delivers the gradients.
 
-    ``wanted``: tensors that get a gradient, each with what had it in the micro-batches.
+    ``wanted``: pairs (tensor that gets a gradient, leaf that has it).
     """
     outputs = [_combined(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)]
     if micro.loss is None:
@@ -117,7 +117,7 @@ def delivered(
 
 
 def part_of(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Tensor:
-    """What micro-batch ``index`` of ``count`` takes of an input whose ``dim`` they share."""
+    """Slice ``index`` of ``count`` of an input along ``dim``; None: all of it."""
     if dim is None:
         return x
     length = x.shape[dim] // count
@@ -132,7 +132,7 @@ def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
     assert isinstance(how, int)
     if not isinstance(parts[0], DTensor):
         return torch.cat([*parts], how)
-    # Rows of one micro-batch lie on several ranks: the whole batch's rows would be in another order.
+    # Rows of one micro-batch lie on several ranks: concatenated shards would reorder the batch.
     placements = [Replicate() if p == Shard(how) else p for p in parts[0].placements]
     whole = [p.redistribute(p.device_mesh, placements).to_local() for p in parts]
     shape = [sum(p.shape[d] for p in parts) if d == how else n for d, n in enumerate(parts[0].shape)]
@@ -143,12 +143,12 @@ def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
 
 
 class _Delivered(HandingOn):
-    """A loss whose gradients are known: the backward scales them, and lets go of them unless the graph is retained."""
+    """A loss with known gradients; its backward scales them, and frees them unless retained."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, gradients: list[Any], *tensors: Any) -> torch.Tensor:
         ctx.tensors = tensors
-        # Of the loss nothing is read: with it a second backward raises where there are no gradients, too.
+        # The loss is saved so that a second backward raises even without gradients.
         ctx.save_for_backward(loss, *gradients)
         return loss.clone()
 
@@ -165,7 +165,7 @@ class _Delivered(HandingOn):
 
 
 class _Other(HandingOn):
-    """A scalar beside the loss: it is known, its gradients are not."""
+    """A scalar other than the loss: its backward raises."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, name: str, *tensors: Any) -> torch.Tensor:
@@ -182,7 +182,7 @@ class _Other(HandingOn):
 
 
 def _handed_over(x: Any, gradient: Any, scale: torch.Tensor) -> Any:
-    """What autograd is to add to ``x.grad``."""
+    """What autograd adds to ``x.grad``."""
     if isinstance(gradient, SparseGradient):
         accumulate(x, gradient.to_local() * scale, gradient._spec)
         return None

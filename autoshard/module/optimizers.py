@@ -1,4 +1,4 @@
-"""Optimizers of torch on a sharded module's parameters: what they load."""
+"""State loading of torch optimizers on sharded parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.module.model.parts import part_of
 
 @functools.cache
 def load_whole_states() -> None:
-    """Have ``optimizer.load_state_dict`` take whole tensors: every rank keeps the part that goes with its parameter's."""
+    """Have ``optimizer.load_state_dict`` take full tensors; each rank keeps its shards."""
     of: Any = torch.optim.Optimizer
     loaded = of._process_value_according_to_param_policy
 

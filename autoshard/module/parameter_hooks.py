@@ -1,7 +1,7 @@
-"""Hooks of parameters that get no gradient from autograd's engine, in a backward that serves all parameters in one node.
+"""Hooks of parameters without gradient, where one autograd node serves all parameters.
 
-In eager no node leads to such a parameter, and its hooks are not called. Here the engine comes with nothing, to hooks before
-and after the gradient is added. One that is a list of rows has been added by then, and its hooks were called.
+In eager no node leads to such a parameter, and its hooks do not run. Here the engine passes None to
+them. Hooks for sparse gradients have run by then.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _Came:
-    """A hook that knows whether there was a gradient, last."""
+    """A hook that records whether the last gradient was there."""
 
     known = False
 
@@ -19,7 +19,7 @@ class _Came:
 
 
 class _Before:
-    """A hook that is called with a gradient alone."""
+    """A tensor hook that skips None."""
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook
@@ -29,7 +29,7 @@ class _Before:
 
 
 class _After:
-    """A hook that is called where there was a gradient."""
+    """A post-accumulate hook that skips parameters without gradient."""
 
     def __init__(self, hook: Any, came: _Came) -> None:
         self.hook, self.came = hook, came
@@ -40,7 +40,7 @@ class _After:
 
 
 def unheard(p: Any) -> None:
-    """From now on no hook of ``p`` is called where the engine brings no gradient."""
+    """Stop hooks of ``p`` from running where the engine brings no gradient."""
     if after := p._post_accumulate_grad_hooks:
         came = next((h for h in (p._backward_hooks or {}).values() if isinstance(h, _Came)), None)
         if came is None:

@@ -1,4 +1,4 @@
-"""Write a compiled module as a directory that runs without the original model's code."""
+"""Save a compiled module as a directory that runs without the original model's code."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.pipeline import Stages
 
 Held = Callable[[Executable, int], Mapping[str, torch.Tensor]]
-"""what gives every tensor that a rank module of a rank reads, by original name"""
+"""(program, rank) → original name → tensor that the rank module reads"""
 
 
 def save(executable: Executable, held: Held, directory: Path, alone: bool) -> None:
-    """``rank_module.py``, the JSON files beside it, and one safetensors file per rank (this process's ranks).
+    """Write ``rank_module.py``, JSON files, and one safetensors file per rank of this process.
 
-    ``alone``: all ranks run in this process. Raises :class:`PlanError` for a step that needs more than its rank modules,
-    and for stages with open lengths.
+    ``alone``: all ranks are in this process. Raises :class:`PlanError` for a step that needs more
+    than rank modules, and for stages with symbolic lengths.
     """
     micro = executable.compiled.micro_batches
     if micro is not None and micro.before is not None:
@@ -65,7 +65,7 @@ def save(executable: Executable, held: Held, directory: Path, alone: bool) -> No
 
 
 def _shards(executable: Executable, held: Held, directory: Path, alone: bool) -> None:
-    """What every rank reads: the tensors of its stages."""
+    """Write the tensors of each rank: of all its stages."""
     trained = [i.fqn for i in executable.graph.inputs if i.kind == "parameter" and executable.graph.types[i.name].grad]
     metadata = {"trained": json.dumps(trained), "mutated": json.dumps(list(executable.compiled.source.mutated))}
     parts, stages = executable.parts or (executable,), places(executable)
@@ -81,7 +81,7 @@ def _shards(executable: Executable, held: Held, directory: Path, alone: bool) ->
 
 
 def _inputs(executable: Executable) -> dict[str, Any]:
-    """The global inputs, by what a forward calls them; where there are several, or micro-batches, by what the graph does."""
+    """Global inputs by argument name; with stages or micro-batches by name in the graph."""
     source, layouts = executable.compiled.source, executable.compiled.program.layouts
     if executable.parts or executable.compiled.micro_batches is not None:
         return {name: dict(entry) for name, entry in executable.inputs.items()}
@@ -91,13 +91,13 @@ def _inputs(executable: Executable) -> dict[str, Any]:
 
 
 def _cut(layout: Layout, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Of an input that comes in parts: dim → axes that cut it, outer to inner."""
+    """For a local input: dim → axes that shard it, outer to inner."""
     cut = {dim: layout.axes_of(dim) for dim in range(len(entry["shape"])) if layout.axes_of(dim)}
     return {"cut": cut} if cut else {}
 
 
 def _step(executable: Executable) -> dict[str, Any]:
-    """How micro-batches and stages make a step, see :class:`~autoshard.runtime.programs.saved.SavedStep`."""
+    """Entries of :class:`~autoshard.runtime.programs.saved.SavedStep`: micro-batches and stages."""
     compiled, stages = executable.compiled, places(executable)
     pipeline, micro = compiled.pipeline, compiled.micro_batches
     received = [()] if pipeline is None else [stage.received for stage in pipeline.each]
@@ -131,7 +131,7 @@ def _step(executable: Executable) -> dict[str, Any]:
 
 
 def _tied(pipeline: Stages, micro: MicroBatches | None) -> dict[str, tuple[int, ...]]:
-    """Parameters of several stages that have a gradient, with these stages."""
+    """Trained parameters that several stages hold, with these stages."""
     reached = pipeline.reached(None if micro is None else micro.loss)
     trained = {i.fqn for i in pipeline.whole.inputs if i.name in reached}
     return {fqn: homes for fqn, homes in pipeline.tied.items() if fqn in trained}
@@ -144,7 +144,7 @@ def _argument(name: str, received: tuple[str, ...], micro: MicroBatches | None) 
 
 
 def _loss(executable: Executable) -> int | None:
-    """Which output of the last stage is the loss; without a backward the first scalar that micro-batches add up to."""
+    """Number of the loss in the last stage's outputs; without backward the first summed scalar."""
     compiled = executable.compiled
     micro, graph = compiled.micro_batches, compiled.graph
     if micro is None:
