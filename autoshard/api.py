@@ -1,4 +1,4 @@
-"""The public functions: compile, plan."""
+"""The public functions: compile, plan, score."""
 
 from __future__ import annotations
 
@@ -75,78 +75,83 @@ def compile(  # noqa: A001  the public name
     objective: str = "step",
     profile: Mapping[str, Any] | None = None,
 ) -> ShardedModule:
-    """``model`` sharded over ``mesh``: a module that computes the same outputs, loss and gradients.
+    """``model`` sharded over ``mesh``: a module with the same outputs, loss and gradients.
 
     Args:
         model: a single-device module; it is not changed. On the meta device it takes no memory.
-        mesh: an :class:`autoshard.Mesh`, a ``{axis: size}`` dict or a torch ``DeviceMesh``. All ranks run in this
-            process, unless torch.distributed is initialised with that many ranks, or the mesh is a ``DeviceMesh``.
-        example_args, example_kwargs: example inputs (global shapes). Without them the first call compiles.
-        plan: choices to use instead of a search, from :func:`autoshard.plan` or ``Plan.from_json``. ``like`` and ``hints``
-            beside it are for programs of other shapes and states, as are ``memory_budget`` and ``recompute``: it must have
-            been made for ``like``, and meet ``hints``; others are refused. Micro-batches, stages and schedule are the plan's
-            where they are left to their defaults; others are refused, too.
-        like: an expert's plan instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron" "megatron-sp"
-            "ulysses" "ring" "expert" "table-wise" "row-wise" "column-wise" "replicate"``, one for all axes or one per
-            axis (``{"dp": "fsdp", "tp": "megatron-sp"}``), or styles by module as of ``parallelize_module`` and
-            transformers (``{"layers.*.mlp.up_proj": "colwise", …}``; ``"tp_plan"``: the model's own), along the axis tp,
-            else the last. What it leaves open is searched.
-        hints: ``{fnmatch pattern: Shard(d) | "colwise" | "rowwise" | "replicate" | {axis: placement}}``.
-        memory_budget: bytes per rank that the step may hold at its peak, everything included; default: 90 % of the
-            hardware's memory. Where no plan is found that stays within it: :class:`PlanError`.
+        mesh: an :class:`autoshard.Mesh`, a ``{axis: size}`` dict or a torch ``DeviceMesh``. Ranks
+            are simulated in this process, unless torch.distributed runs with that many ranks or the
+            mesh is a ``DeviceMesh``.
+        example_args, example_kwargs: example inputs (global shapes); by default the first call's.
+        plan: a saved plan to follow instead of a search, from :func:`autoshard.plan` or
+            ``Plan.from_json``. It must agree with ``like`` and ``hints``, which, like
+            ``memory_budget`` and ``recompute``, are for programs of other shapes and modes.
+            Micro-batches, stages and schedule default to the plan's; others are refused.
+        like: a named strategy instead of a search: ``"ddp" "zero1" "zero2" "fsdp" "hsdp" "megatron"
+            "megatron-sp" "ulysses" "ring" "expert" "table-wise" "row-wise" "column-wise"
+            "replicate"``. One for all axes, one per axis (``{"dp": "fsdp", "tp": "megatron-sp"}``),
+            or styles by module, as for ``parallelize_module`` and transformers
+            (``{"layers.*.mlp.up_proj": "colwise", …}``; ``"tp_plan"``: the model's own), along the
+            axis tp, else the last. The rest is searched.
+        hints: ``{fnmatch pattern: hint}``: Shard(d), "colwise", "rowwise", "replicate" or {axis:
+            placement}.
+        memory_budget: peak bytes per rank of a step, everything included; default: 90 % of the
+            hardware's memory. :class:`PlanError` if no plan within it is found.
         optimizer: whose state the memory model counts, such as "adamw", "sgd" or "adafactor".
-        recompute: what the backward makes again instead of having it kept: ``"auto"`` (as memory needs), ``"none"``,
+        recompute: activation checkpointing: ``"auto"`` (as memory requires), ``"none"``,
             ``"blocks"``, ``"selective"`` or ``{pattern of modules: True | False}``.
-        training: whether the example inputs are compiled for with a backward; default: ``model.training``. A later call
-            has a backward exactly where eager records gradients: with grad mode on and a parameter or input that
-            requires one. ``False``: no call ever records gradients. Dropout and batch norm follow the modules' own
-            modes. A call in another state (modes, requires_grad, autocast) compiles another program, once.
-        gather_outputs: whether outputs come back as full tensors; default: where gradients are recorded they keep
-            their layout (under torch.distributed a DTensor, gathered where it meets a plain tensor), else yes. Scalars
-            are always plain tensors.
+        training: whether to compile a backward for the example inputs; default: ``model.training``.
+            Later calls have one exactly where eager records gradients (grad mode, and a parameter
+            or input that requires one). ``False``: never. Dropout and batch norm follow the
+            modules' modes. A call in another state (modes, requires_grad, autocast) compiles
+            another program, once.
+        gather_outputs: whether outputs are full tensors; default: unless gradients are recorded.
+            Else they keep their layout (under torch.distributed as DTensors, gathered where they
+            meet plain tensors). Scalars are always plain tensors.
         strict: raise for an op without a sharding rule instead of running it on full tensors.
-        dynamic: compile one program for all lengths of the inputs' dims that the model leaves open (True), or of those
-            named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal; ``"4*batch"`` promises a
-            multiple of 4, so that a dim made of several may be cut. Local sizes become expressions of these lengths.
-            An example length of 0 or 1 stays fixed. A call that the program does not hold for compiles another one. Several
-            micro-batches of a call with a backward are refused.
-        micro_batches: parts of the batch that a call with a backward runs one after another, forward and backward, so
-            that activations of one of them are kept at a time. Loss, gradients and dropout are exactly those of the
-            whole batch. The model returns a loss (of several scalars with a gradient the output called "loss", else the
-            first); its ``backward()`` hands the gradients over, other outputs come detached. An operation that needs the
-            whole batch, such as batch norm in training, is refused. ``"auto"``: the
-            divisor of the batch with which the step fits and is cheapest, the smallest of equals. The batch dim of
-            every input is found, or named by a hint: ``{"x": {"micro_batch": Shard(1)}}``.
-        stages: the mesh axis along which the graph is cut into pipeline stages; the rest of the mesh shards each of them.
-            A call with a backward runs forward and backward of all micro-batches, as above; under torch.distributed a
-            process holds the parameters of its stages alone, and ``torch.distributed.pipelining`` runs the schedule.
-        schedule: of stages: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``; without stages it is refused.
-        stages_per_rank: of ``"interleaved"``, or ``"zero_bubble"``; left out, one of the latter, and of the former as many as
-            make the step shortest: more of them shorten the bubble and send more messages.
-        inputs: ``"global"``: every process brings the whole batch; ``"local"``: each brings its own part of it, all of
-            one size, as from a DistributedSampler, and the results are those of the parts put together (in one process
-            the part is the whole). Or ``{pattern on names of inputs: "local"}``. Dim 0 is cut by the mesh axes of the
-            batch: by the only one, by those that hints for the input name (``{"x": {"dp": Shard(0)}}``), or by those
-            with usual names (dp, data, fsdp, replica, …); along others ranks bring the same. Inputs that are DTensors
-            state their layout themselves. With ``dynamic``, one that an open length is read
-            off is gathered first where it is cut along that dim.
-        mixed_precision: a :class:`torch.distributed.fsdp.MixedPrecisionPolicy`, with the model as its one unit: parameters
-            are cast to ``param_dtype`` before they are gathered and read, gradients summed over the ranks in
-            ``reduce_dtype``; parameters, their gradients and the optimizer's state stay in the parameters' own dtype.
-            Floating inputs of the model are cast to ``param_dtype`` (``cast_forward_inputs``) and its floating outputs to
-            ``output_dtype``. Buffers are not cast.
-        objective: of inference, what the layout of the weights is chosen for: ``"step"``, the call that comes first;
-            ``"latency"``, the next token of one request; ``"throughput"``, the tokens of the whole batch.
-        profile: which calls the weights serve and how often each comes, such as ``{"prefill": 1, "decode": 200}``: the
-            first call is a prompt, and a token after it is read with the cache that 199 others have left. Calls of which
-            that is not known: ``{"decode": (200, args, kwargs)}``. Default, with an objective: tokens alone.
+        dynamic: one program for all lengths of input dims that the model leaves open (True), or of
+            those named: ``{"input_ids": {0: "batch", 1: "seq"}}``. Dims of one name are equal.
+            ``"4*batch"`` promises a multiple of 4, so that merged dims may be sharded. Local sizes
+            become expressions of these lengths. An example length of 0 or 1 stays fixed. Calls
+            outside the program's conditions compile another one. Not with several micro-batches.
+        micro_batches: gradient accumulation within a call that has a backward: micro-batches run
+            one after another, forward and backward, with activations of one at a time. Loss,
+            gradients and dropout are exactly those of the full batch. The model returns a loss (of
+            several scalars with a gradient the output "loss", else the first), whose ``backward()``
+            delivers the gradients; other outputs are detached. Operations across the batch, such as
+            batch norm in training, are refused. ``"auto"``: the cheapest divisor of the batch that
+            fits. Batch dims are detected, or given by a hint: ``{"x": {"micro_batch": Shard(1)}}``.
+        stages: the mesh axis of pipeline stages; the rest of the mesh shards each stage. A call
+            with a backward runs all micro-batches. Under torch.distributed a process holds its
+            stages' parameters only, and ``torch.distributed.pipelining`` runs the schedule.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``, only with stages.
+        stages_per_rank: virtual stages; more shorten the bubble and send more messages. Default: 1
+            for ``"zero_bubble"``, for ``"interleaved"`` the number with the shortest step.
+        inputs: ``"global"``: every process brings the full batch; ``"local"``: each brings its own
+            part, all of equal size, as from a DistributedSampler. Results are those of the
+            concatenation (in one process the part is the batch). Or
+            ``{pattern on names of inputs: "local"}``. Dim 0 is sharded along the mesh axes of the
+            batch: the only axis, those of hints for the input (``{"x": {"dp": Shard(0)}}``), or
+            those with usual names (dp, data, fsdp, replica, …). Along other axes ranks bring equal
+            values. DTensors state their own layout. With ``dynamic``, an input is gathered if an
+            open length is read from its sharded dim.
+        mixed_precision: a :class:`torch.distributed.fsdp.MixedPrecisionPolicy` for the model as one
+            unit. Parameters are cast to ``param_dtype`` before they are gathered and read, and
+            gradients are summed over ranks in ``reduce_dtype``. Parameters, gradients and optimizer
+            state keep the parameters' dtype. Floating inputs are cast to ``param_dtype``
+            (``cast_forward_inputs``), floating outputs to ``output_dtype``. Buffers are not cast.
+        objective: in inference, the call that weights are laid out for: ``"step"``, the first call;
+            ``"latency"``, the next token of one request; ``"throughput"``, the tokens of the batch.
+        profile: calls that use the weights, and their frequency: ``{"prefill": 1, "decode": 200}``.
+            The first call is a prompt; a token is decoded with the KV cache of 199 others. Other
+            calls: ``{"decode": (200, args, kwargs)}``. Default, with an objective: tokens only.
 
     Raises: subclasses of :class:`autoshard.AutoshardError`, before anything is changed.
     """
     kinds = {"plan": plan, "training": training, "gather_outputs": gather_outputs, "strict": strict, "dynamic": dynamic}
     check_arguments(model, example_args, example_kwargs, hints=hints, **kinds)
     check_inputs(inputs)
-    asked = own((like, hints, recompute, dynamic, inputs, profile))  # later calls compile by them, too
+    asked = own((like, hints, recompute, dynamic, inputs, profile))  # kept for later calls, which compile with them
     like, hints, recompute, dynamic, inputs, profile = asked
     resolved = Mesh.of(mesh)
     wishes = _wishes(
@@ -181,7 +186,7 @@ def _wishes(micro_batches: int | str, mixed_precision: Any, **asked: Any) -> Wis
 
 
 def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings) -> ShardedModule:
-    """This rank's module where torch.distributed runs with as many ranks, else all ranks in this process."""
+    """A module for this rank under torch.distributed, else one for all ranks in this process."""
     running = dist.is_available() and dist.is_initialized()
     if hasattr(mesh, "mesh_dim_names") or (running and dist.get_world_size() > 1):
         ranks = dist.get_world_size() if running else 1
@@ -199,7 +204,7 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
 
 @cache
 def _tell_of_processes(started: str, ranks: int) -> None:
-    """Warn, once, where a launcher started several processes, each of which would run all ranks."""
+    """Warn once if a launcher started several processes, each of which would run all ranks."""
     if started != "1":
         log.warning(
             "this process is one of WORLD_SIZE=%s, but torch.distributed is not initialised: all %d ranks run inside each of "
@@ -236,16 +241,16 @@ def plan(
     objective: str = "step",
     profile: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The plan :func:`compile` would follow, without weights or processes, for a mesh of any size.
+    """The plan that :func:`compile` would follow, on any mesh, without weights or processes.
 
-    Arguments as of :func:`compile`; example inputs are needed. Those that are local are what one rank brings: the plan
-    is for a batch of as many parts as there are. ``batch``: how many rows to plan for, in place of the examples' own;
-    dim 0 of every tensor that has as many there as the first one is the batch. ``hardware``: of a mesh that does not say
-    it (default: h100). With ``devices=64, hardware="h100"`` and no mesh the mesh is searched, too, and
-    ``plan.candidates`` lists those that were tried; with ``micro_batches="auto"``, or ``stages="pp"``, so are the number
-    of stages, micro-batches and the schedule. With an objective or a profile the plan is that of a token, and
-    ``plan.serving`` says what prompts and tokens take; ``compile(plan=…)`` lays out the weights as it does. Raises as
-    :func:`compile` does.
+    Arguments as in :func:`compile`; example inputs are required. Local inputs are those of one
+    rank, and the plan is for the concatenated batch. ``batch``: rows to plan for instead of the
+    examples'. Dim 0 of each tensor is the batch if it has as many rows as the first tensor.
+    ``hardware``: for a mesh without its own (default: h100). With ``devices=64, hardware="h100"``
+    and no mesh, the mesh is searched, too; ``plan.candidates`` lists those tried. With
+    ``micro_batches="auto"`` or ``stages="pp"``, so are stages, micro-batches and schedule. With an
+    objective or a profile the plan is for one token, and ``plan.serving`` reports prompts and
+    tokens; ``compile(plan=…)`` uses its weight layouts. Raises as :func:`compile`.
     """
     kinds = {"hints": hints, "training": training, "strict": strict, "dynamic": dynamic}
     check_arguments(model, example_args, example_kwargs, **kinds)
@@ -352,7 +357,7 @@ def score(
     example_kwargs: Mapping[str, Any] | None = None,
     **asked: Any,
 ) -> Cost:
-    """What an expert's plan (``like=``) would cost: ``plan(…, like=expert).cost``. ``asked``: as of :func:`plan`."""
+    """Cost of a named strategy: ``plan(…, like=expert).cost``. ``asked``: as of :func:`plan`."""
     if "like" in asked:
         raise PlanError(f"score takes the expert's plan as its third argument, and like={asked['like']!r} beside it")
     return plan(model, mesh, example_args, example_kwargs, like=expert, **asked).cost

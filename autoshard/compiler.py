@@ -1,4 +1,4 @@
-"""The recipe: from a model to a graph, an assignment of layouts, a program, a plan and source. Reads top to bottom."""
+"""The compiler, top to bottom: model → graph → layouts → program, plan, source."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def compiled(
     dynamic: Dynamic = False,
     title: str = "",
 ) -> Compiled:
-    """``model`` compiled for arguments like these. ``training``, ``dynamic``: see :func:`capture`.
+    """``model`` compiled for these arguments. ``training``, ``dynamic``: see :func:`capture`.
 
-    Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left as it was.
+    Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left unchanged.
     """
     graph = captured(model, args, kwargs, training=training, dynamic=dynamic, precision=wishes.mixed_precision)
     wishes = replace(wishes, like=like_of(model, wishes.like))
@@ -60,15 +60,15 @@ def compiled(
 
 @seldom_collected()
 def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
-    """The first stage. ``options``: see :func:`capture`."""
+    """Capture alone. ``options``: see :func:`capture`."""
     with stage("capture"):
         return capture(model, args, kwargs, **options)
 
 
 @seldom_collected()
-@without_autocast()  # its casts are in the graph
+@without_autocast()  # the graph has its casts
 def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
-    """The stages after capture. ``title`` names the model in plans and source."""
+    """All stages after capture. ``title`` names the model in plans and source."""
     wishes, dump = wishes or Wishes(), stages.captured(graph)
     check_random(graph)
     always, cuts = wishes.stages is not None, in_time(wishes.hints, graph, mesh, known=wishes.known)
@@ -78,7 +78,7 @@ def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str 
 
 
 def _built(mesh: Mesh, wishes: Wishes, title: str, graph: Graph, micro: MicroBatches | None) -> Compiled:
-    """The stages after ``graph``: that of one micro-batch, where there are several."""
+    """The stages after ``graph``, that of one micro-batch if there are several."""
     if wishes.stages is not None:
         return in_stages(graph, mesh, wishes, title, micro, planned)
     graph, program, plan = in_cheaper_order(graph, wishes.plan, lambda part: planned(part, mesh, wishes, title))
@@ -90,11 +90,11 @@ def _seconds(found: Compiled) -> float:
 
 
 def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
-    """The stages from a graph to a program and its plan."""
+    """Program and plan of a graph."""
     check_graph(graph)
     if wishes.strict:
         check_rules(graph)
-    with noting() as decided:  # what is decided about open lengths as in the example holds for the program
+    with noting() as decided:  # decisions on open lengths become conditions of the program
         by_plan = None if wishes.plan is None else Expert(text=wishes.plan.like)
         expert = by_plan or asked_by(wishes.like, graph, mesh, known=wishes.known)
         expert, (program, memory) = met(expert, wishes.known, partial(_program, graph, mesh, wishes))
@@ -106,7 +106,7 @@ def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> t
 
 
 def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
-    """What follows the plan that is given, else the cheapest that hints, fixed parameters and memory allow."""
+    """The given plan, else the cheapest within hints, fixed parameters and memory; simulated."""
     if wishes.plan is not None:
         check_asked(wishes.plan, wishes, graph, mesh)
         return tried(assignment_of(wishes.plan, graph, mesh, _given(graph, wishes)), wishes.optimizer, wishes.flying)
@@ -123,7 +123,7 @@ def _given(graph: Graph, wishes: Wishes) -> dict[str, Layout]:
 
 
 def planner_of(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert, **more: Any) -> Planner:
-    """What searches ``graph`` under these wishes. ``more``: see :class:`Planner`."""
+    """The planner of ``graph`` under these options. ``more``: see :class:`Planner`."""
     hinted = resolve(wishes.hints, graph, mesh, known=wishes.known) | fixed(wishes.parameters or {}, graph)
     asked = wishes.optimizer, beside(expert, hinted, graph, mesh).asked, wishes.recompute, expert.regathers
     rest = _given(graph, wishes), expert.zero, wishes.flying, wishes.stays

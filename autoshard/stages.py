@@ -1,4 +1,4 @@
-"""What a compilation leaves to look at: ``AUTOSHARD_LOGS=programs,plan,…`` and ``AUTOSHARD_DUMP=folder``."""
+"""Logs and dumps: ``AUTOSHARD_LOGS=programs,plan,…`` and ``AUTOSHARD_DUMP=folder``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _runs = itertools.count(1)
 
 
 def set_up_logs(names: str | None = None) -> None:
-    """Send the loggers in ``names`` (comma separated; default: the variable AUTOSHARD_LOGS) to stderr at INFO.
+    """Send the loggers in ``names`` (comma separated; default: AUTOSHARD_LOGS) to stderr at INFO.
 
-    "all" is all of them. A name that does not exist is answered with a warning that lists the known ones.
+    "all" selects all. An unknown name logs a warning that lists the known ones.
     """
     asked = os.environ.get("AUTOSHARD_LOGS", "") if names is None else names
     ours = logging.getLogger("autoshard")
-    if ours.level == logging.NOTSET:  # a program that logs at INFO did not ask for our stages
+    if ours.level == logging.NOTSET:  # a root logger at INFO does not mean ours
         ours.setLevel(logging.WARNING)
     for name in filter(None, (part.strip() for part in asked.split(","))):
         for known in LOGS if name == "all" else (name,):
@@ -37,7 +37,7 @@ def set_up_logs(names: str | None = None) -> None:
             logger.setLevel(logging.INFO)
             if not any(isinstance(h, _Stderr) for h in logger.handlers):
                 logger.addHandler(_Stderr(known))
-                logger.propagate = False  # a program that logs at INFO would say it twice
+                logger.propagate = False  # else a root logger at INFO repeats it
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
@@ -47,7 +47,7 @@ class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def captured(graph: Graph) -> Path | None:
-    """Log the captured graph; where AUTOSHARD_DUMP names a folder, write it there and return this run's folder."""
+    """Log the captured graph, dump it under AUTOSHARD_DUMP, return this run's folder."""
     _log("capture", graph)
     folder = _folder()
     if folder is not None:
@@ -56,9 +56,9 @@ def captured(graph: Graph) -> Path | None:
 
 
 def compiled(plan: Plan, program: Program, source: Callable[[], str], folder: Path | None = None) -> None:
-    """Log the stages after capture, and write them into ``folder`` (from :func:`captured`), one file each.
+    """Log the stages after capture, one file each in ``folder`` (of :func:`captured`).
 
-    ``source``: gives the emitted file, which is not made for a plan that nobody logs.
+    ``source``: gives the generated file; called only if it is logged or written.
     """
     _log("plan", plan)
     _log("redistribute", program)
@@ -74,14 +74,14 @@ def compiled(plan: Plan, program: Program, source: Callable[[], str], folder: Pa
 
 
 def _log(name: str, what: object) -> None:
-    """``what``: or a function that gives it."""
+    """``what``: a value, or a function that gives it."""
     logger = logging.getLogger(f"autoshard.{name}")
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", what() if callable(what) else what)
 
 
 def _folder() -> Path | None:
-    """AUTOSHARD_DUMP for the first compilation of this process, ``run_2`` inside it for the second, and so on."""
+    """AUTOSHARD_DUMP for this process's first compilation, ``run_2`` in it for the second, …"""
     asked = os.environ.get("AUTOSHARD_DUMP")
     if not asked or os.environ.get("RANK", "0") != "0":
         return None

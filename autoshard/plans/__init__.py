@@ -1,1 +1,1 @@
-"""How plans come about: what is wished, a program described, a plan followed, the stages of a pipeline."""
+"""Plans: options, description of a program, plan reuse, zigzag order, pipeline stages."""

@@ -1,4 +1,4 @@
-"""The plan of a graph for another one that is the same but for its names, such as two stages of equal layers."""
+"""Plan reuse between graphs equal except for names, such as two stages of equal layers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 def renaming(a: Graph, b: Graph) -> dict[str, str] | None:
-    """Public names of values, and names of operations, of ``a`` → those of ``b``; None where the graphs differ.
+    """Public names of values and operations of ``a`` → those of ``b``; None if the graphs differ.
 
-    Graphs with constants, or that write to buffers, are never alike.
+    Graphs with constants or buffer writes never match.
     """
     if a.constants or b.constants or a.mutations or b.mutations:
         return None
@@ -45,8 +45,8 @@ def renaming(a: Graph, b: Graph) -> dict[str, str] | None:
 
 
 def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
-    """``plan`` for the graph with other names. Its texts, such as reasons and notes, still have the old ones: it is to be
-    followed, and not to be shown."""
+    """``plan`` under other names, to be followed and not shown: reasons and notes keep the old
+    names."""
 
     def keys(found: Mapping[str, T]) -> dict[str, T]:
         return {names.get(name, name): x for name, x in found.items()}

@@ -1,4 +1,4 @@
-"""What a compilation gives: every stage of it."""
+"""All stages of one compilation."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from autoshard.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Compiled:
-    """All stages of one compilation; each prints itself."""
+    """Graph, program, plan and source of one compilation; each prints itself."""
 
     graph: Graph
     program: Program
     plan: Plan
     write: Callable[[], Source]
-    """makes :attr:`source`: who asks for a plan alone needs none"""
+    """makes :attr:`source`; not called if only the plan is wanted"""
     micro_batches: MicroBatches | None = None
-    """where the step runs in several: the other stages are those of one of them"""
+    """if the step has several: the other fields are those of one micro-batch"""
     pipeline: Stages | None = None
-    """where the graph is cut along an axis of the mesh; then ``program`` and ``source`` are those of the first stage"""
+    """pipeline stages, if any; ``program`` and ``source`` are then those of the first stage"""
     parts: tuple[Compiled, ...] = ()
-    """per stage of the pipeline; their ``source`` is one file"""
+    """per pipeline stage; their ``source`` is one file"""
 
     @cached_property
     def source(self) -> Source:
-        """The emitted file."""
+        """The generated file."""
         return self.write()
 
     @property
     def in_place(self) -> frozenset[str]:
-        """Buffers and inputs that are written where they lie."""
+        """Buffers and inputs that the program writes in place."""
         return frozenset().union(*(part.program.in_place for part in self.parts or (self,)))
 
     @property
     def symbols(self) -> Symbols:
-        """The lengths it was not fixed to, and what must hold of them."""
+        """Open lengths (dynamic shapes) and the conditions on them."""
         if not self.parts:
             return self.program.graph.symbols
         conditions = (c for part in self.parts for c in part.symbols.conditions)
@@ -51,7 +51,7 @@ class Compiled:
 
     @property
     def parameter_layouts(self) -> dict[str, Layout]:
-        """Original name of a parameter or buffer → its layout on the mesh that programs run on."""
+        """Original name of a parameter or buffer → layout on the mesh of one stage."""
         layouts: dict[str, Layout] = {}
         for part in self.parts or (self,):
             layouts |= part.plan.layouts

@@ -1,4 +1,4 @@
-"""A program as a plan: what a user sees, and what another compilation can reuse."""
+"""Description of a program as a plan: what a user sees and another compilation can reuse."""
 
 from __future__ import annotations
 
@@ -38,17 +38,14 @@ from autoshard.report.schedule import step_end
 from autoshard.report.text import utilisation
 
 ONCE = 0
-"""in place of a number of times: once in all passes"""
+"""in place of a count: once for all micro-batches"""
 
 AGAIN, PART_BY_PART = "(made again)", " (part by part, beside products)"
 """ends of reasons"""
 
 
 def describe(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
-    """The plan of a program: what a user sees, and what another compilation can reuse.
-
-    ``memory``: what the step holds with this ``optimizer``, where it is known already.
-    """
+    """The plan of a program. ``memory``: of its step with this ``optimizer``, simulated if None."""
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
     searched = objective(assignment, optimizer)
     found = tuple(_collectives(program, searched))
@@ -103,7 +100,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
 
 
 def _choices(program: Program, searched: Objective, optimizer: str) -> dict[str, Choice]:
-    """What was chosen, by operation."""
+    """Choice per operation."""
     graph, assignment = program.graph, program.assignment
     public, others = {i.name: i.fqn for i in graph.inputs}, alternatives(assignment, optimizer=optimizer)
     shown = cache(lambda placed: str(Layout(program.mesh, placed)))
@@ -129,14 +126,14 @@ def _choices(program: Program, searched: Objective, optimizer: str) -> dict[str,
 
 
 def _on_busiest(node: Node, flops: float, assignment: Assignment) -> float:
-    """What the busiest rank computes of an operation's FLOPs, and of its forward again."""
+    """FLOPs on the busiest rank, with a recomputed forward."""
     again = assignment.again.get(node.name) == 2
     forward = flops / (1.0 + costs.backward_factor(node, assignment.graph)) if again else 0.0
     return (flops + forward) * costs.divided(assignment.choices[node.name], assignment.mesh)
 
 
 def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterator[Recomputed]:
-    """What is made again, in order of the program, as far as it counts."""
+    """Recomputed values in program order, without those that neither save memory nor run."""
     nodes = {n.name: n for n in program.graph.nodes}
     remade = [part for s in program.statements if s.again for part in s.parts]
     drawn = {name_of(s) for s in redrawn(program)}
@@ -148,14 +145,14 @@ def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterat
         seconds = program.graph.passes * each
         computed = program.assignment.again.get(name) == 2 or (name in nodes and is_view(nodes[name].op))
         what = "drawn" if name in drawn else "computed" if computed else "converted"
-        if memory.spared.get(name) or (seconds and name in runs):  # the rest would save nothing, and does not run
+        if memory.spared.get(name) or (seconds and name in runs):  # others save nothing, and do not run
             yield Recomputed(name, node.fqn if node is not None else "", what, memory.spared.get(name, 0.0), seconds)
 
 
 def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
     """Forward collectives in program order, then backward ones in reverse."""
     found: list[Collective] = []
-    graph = program.assignment.graph  # of which this is known already
+    graph = program.assignment.graph  # its caches are filled
     again, movable = regathered(program), movable_values(graph)
     by_name = latency_shares(graph, program.mesh)
     shares = EachShares({i.fqn: by_name[i.name] for i in program.graph.inputs if i.name in by_name}, by_name.others)
@@ -174,7 +171,7 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
             found += _travelled(program, s)
         elif s.members and not s.parameter:
             found += _together([c for part in s.members for c in of_part(part, bool(s.again))], program)
-        elif s.step is not None:  # of a bucket of parameters every member is listed, at its share of the time
+        elif s.step is not None:  # of a bucket, every member is listed with its share of the time
             stage = s.call.kwargs.get("zero", 0)
             parts = [c for part in s.parts for c in of_step(part, bool(s.again) or part.outputs[0] in again, stage)]
             found += _shared(parts, program.mesh, s.parts[0].value) if s.members else parts
@@ -186,8 +183,8 @@ def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
 
 
 def _across_blocks(c: Collective, shares: EachShares, mesh: Mesh) -> Collective:
-    """``c``, with what ranks wait before it where an operation waits for it; a sum of a parameter's gradient over replicas at
-    its share of the latency: those of several blocks go together."""
+    """``c`` with waiting (skew), if an operation waits for it. A gradient all-reduce over replicas
+    instead has its share of the latency, since several blocks share a message."""
     if c.kind != "all_reduce" or c.phase != "backward" or c.value not in shares:
         return c if c.movable or c.hidden_s else replace(c, seconds=c.seconds + shares[c.value].waits)
     latency, per_byte = mesh.link(c.axes).rate(c.kind)
@@ -195,7 +192,8 @@ def _across_blocks(c: Collective, shares: EachShares, mesh: Mesh) -> Collective:
 
 
 def _in_all_passes(c: Collective, graph: Graph) -> Collective:
-    """``c`` as often as it runs in a step: a sum of a parameter's gradient over replicas once, as what ZeRO does once."""
+    """``c`` for all micro-batches of a step. Gradient sums over replicas and ZeRO gathers that run
+    once count once."""
     if graph.passes == 1 or c.times == ONCE:
         return c if c.times == 1 else replace(c, times=1)
     n = graph.passes
@@ -204,7 +202,8 @@ def _in_all_passes(c: Collective, graph: Graph) -> Collective:
 
 
 def _shared(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> list[Collective]:
-    """``parts`` of one call per kind and phase, each with its share of the call's time. ``bucket``: of parameters."""
+    """``parts`` with their shares of the time of one call per kind and phase. ``bucket``: its
+    name."""
     calls: dict[tuple[str, str], list[Collective]] = {}
     for c in parts:
         calls.setdefault((c.kind, c.phase), []).append(c)
@@ -214,14 +213,14 @@ def _shared(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> list[C
         size = sum(x.bytes for x in every)
         if len(every) == 1 or not size:
             return c.seconds
-        apart = sum(x.seconds for x in every)  # less, of two numbers
+        apart = sum(x.seconds for x in every)  # the smaller of the two
         return min(apart, mesh.link(c.axes).seconds(size, c.kind)) * c.bytes / size
 
     return [replace(c, seconds=share(c), bucket=bucket) for c in parts]
 
 
 def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collective]:
-    """Collectives that are made by one call, per phase: as one."""
+    """Coalesced collectives: one per phase."""
     for phase in ("forward", "backward"):
         if same := _shared([c for c in parts if c.phase == phase], program.mesh):
             reason = TOGETHER.join(c.reason for c in same)
@@ -246,7 +245,7 @@ def _steps(statements: Iterable[Statement]) -> Iterator[Step]:
 
 
 def _step_seconds(step: Step) -> tuple[float, float, float]:
-    """Seconds of its forward collective, of its backward one, and of its local part where it has neither."""
+    """Seconds of the forward collective, the backward one, and the local part without either."""
     moved = step.forward_bytes + step.backward_bytes
     if not moved:
         return 0.0, 0.0, step.seconds
@@ -255,7 +254,7 @@ def _step_seconds(step: Step) -> tuple[float, float, float]:
 
 
 def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Shares) -> Iterator[Collective]:
-    """Collectives of a redistribution step; ``stage``: of ZeRO, of a parameter that is kept; ``share``: of a parameter."""
+    """Collectives of a redistribution step; ``stage``: ZeRO stage; ``share``: of a parameter."""
     step = s.step
     if step is None:
         return
@@ -297,7 +296,7 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Sha
 
 
 def _travelled(program: Program, s: Statement) -> Iterator[Collective]:
-    """What goes round beside the products of ``s``, instead of the collectives of its step."""
+    """Ring steps of a collective matmul, in place of the collectives of its step."""
     part = next(part for part in s.parts if part.step is not None)
     near, step = beside(program.assignment.graph, program.mesh)[part.value], part.step
     found = None if step is None else journeys(program.graph.types[part.value], near, step.src, step.dst)
@@ -306,20 +305,20 @@ def _travelled(program: Program, s: Statement) -> Iterator[Collective]:
         journey = None if found is None else found[c.phase == "backward"]
         if not c.reason.endswith(AGAIN) and journey is not None:
             c = replace(c, seconds=journey.seconds, hidden_s=journey.hidden, reason=f"{c.reason}{PART_BY_PART}")
-        elif part.again and journey is not None:  # beside the same products as sums
+        elif part.again and journey is not None:  # overlaps with the same products
             c = replace(c, hidden_s=min(program.mesh.beside(c.axes, c.kind) * c.seconds, journey.free))
         yield c
 
 
 def _of_node(program: Program, s: Statement, compute: costs.Seconds) -> Iterator[Collective]:
-    """Collectives inside an op's local form; ``compute``: what the op itself takes."""
+    """Collectives inside an operation's local form; ``compute``: its own seconds."""
     mesh, node = program.mesh, s.node
     if node is None:
         return
     for c in s.internal:
         if mesh.size_of(c.axes) == 1 or (c.phase == "backward" and not program.graph.training):
             continue
-        # what goes with others, :func:`_together` knows
+        # :func:`_together` handles coalesced ones
         moved, seconds = costs.internal_cost(replace(c, share=1.0), mesh)
         reason = f"{node.op}: {c.what}"
         hidden = costs.hidden_seconds(c, mesh, compute)
@@ -332,7 +331,7 @@ def _of_node(program: Program, s: Statement, compute: costs.Seconds) -> Iterator
 
 
 def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
-    """What a user should know before he wonders."""
+    """Notes: unused axes, data-dependent lengths, operations without a sharding rule."""
     mesh = program.mesh
     yield from _notes_on_lengths(program.graph, mesh)
     for number, axis in enumerate(mesh.axes):
@@ -351,7 +350,7 @@ def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
 
 
 def _notes_on_travel(found: Iterable[Collective]) -> Iterator[str]:
-    """What is hidden of activations that travel while their products are computed."""
+    """How much of the collective matmuls is hidden (overlap)."""
     round_ = [c for c in found if c.reason.endswith(PART_BY_PART)]
     if round_:
         hidden, seconds = sum(c.hidden_s for c in round_), sum(c.seconds for c in round_)
@@ -362,7 +361,7 @@ def _notes_on_travel(found: Iterable[Collective]) -> Iterator[str]:
 
 
 def _notes_on_lengths(graph: Graph, mesh: Mesh) -> Iterator[str]:
-    """Which lengths are open, which stay fixed, and where an open one keeps a dim whole."""
+    """Which lengths are open or fixed, and where an open one prevents sharding."""
     names = [s.name for s in graph.symbols.read]
     if names:
         yield f"one program for all {', '.join(names)}; costs, shapes and bytes are those of the example"
@@ -383,13 +382,13 @@ def _notes_on_lengths(graph: Graph, mesh: Mesh) -> Iterator[str]:
 
 
 def _is_whole_for_its_data(node: Node, program: Program) -> bool:
-    """Whether a length in ``node`` depends on the data and its work is not divided."""
+    """Whether ``node`` runs unsharded because of a data-dependent length."""
     unknown = any(program.graph.types[x].unknown for x in (*node.inputs, *node.outputs))
     return unknown and not any(s.divides for s in program.assignment.choices[node.name])
 
 
 def _why_whole(choices: Mapping[str, Choice], axis: int) -> str:
-    """What the cheapest split along the unused mesh axis would cost; matmul-like operations are asked first."""
+    """Seconds of the cheapest split along the unused mesh axis, preferably of a matmul."""
     others = {name: c.alternatives for name, c in choices.items()}
     cheapest = cheapest_use({n: a for n, a in others.items() if choices[n].flops}, axis) or cheapest_use(others, axis)
     if cheapest is None:

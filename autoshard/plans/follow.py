@@ -1,4 +1,4 @@
-"""A plan given back: its choices for a graph."""
+"""Plan reuse: a saved plan's choices become the assignment of a graph."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from autoshard.plans.wishes import Wishes
 
 
 def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layout]) -> Assignment:
-    """The choices of ``plan`` for ``graph``; ``given``: layouts of the inputs that come in parts.
+    """The choices of ``plan`` for ``graph``; ``given``: layouts of inputs that arrive sharded.
 
-    Raises :class:`PlanError` if the plan was made for another model or mesh, or for stages.
+    Raises :class:`PlanError` if the plan was made for another model, mesh or mode, or for stages.
     """
     check_mesh(plan, mesh)
     if plan.staged is not None:
@@ -60,10 +60,10 @@ def assignment_of(plan: Plan, graph: Graph, mesh: Mesh, given: Mapping[str, Layo
 def _layouts(
     plan: Plan, graph: Graph, mesh: Mesh, choices: Mapping[str, tuple[Strategy, ...]]
 ) -> tuple[dict[str, Layout], dict[str, Layout], tuple[Layout | None, ...]]:
-    """Of definitions, of what readers share, and of outputs, where others may have a gradient than when the plan was made.
+    """Layouts of definitions, shared reads and outputs, for gradients other than the plan's.
 
-    Without one I and R are the same, R. What has one here alone, as with a parameter that was frozen then, is I where the
-    operation that makes it says so, and where no reader asks for R; parameters and outputs are.
+    Without a gradient, I and R are the same: R. A value with a gradient only here, such as a
+    formerly frozen parameter, is I if its operation makes I and no reader needs R.
     """
     public, had, whole = {i.name: i.fqn for i in graph.inputs}, set(plan.differentiable), (I,) * mesh.ndim
 
@@ -95,7 +95,7 @@ def check_mesh(plan: Plan, mesh: Mesh) -> None:
 
 
 def _check_names(plan: Plan, graph: Graph, public: Mapping[str, str]) -> None:
-    """Raise :class:`PlanError` unless the plan is of the operations, tensors and outputs of ``graph``."""
+    """Raise :class:`PlanError` unless operations, tensors and outputs match ``graph``."""
     other = [n.name for n in graph.nodes if n.name not in plan.choices or plan.choices[n.name].op != str(n.op)]
     if not other and len(graph.nodes) == len(plan.choices):
         dims = {public.get(n, n): len(t.shape) for n, t in graph.types.items()}
@@ -111,9 +111,9 @@ def _check_names(plan: Plan, graph: Graph, public: Mapping[str, str]) -> None:
 
 
 def check_asked(plan: Plan, wishes: Wishes, graph: Graph, mesh: Mesh) -> None:
-    """Raise :class:`PlanError` if ``plan`` was made for another mixed precision or expert's plan, or does not meet a hint.
+    """Raise :class:`PlanError` if mixed precision, named strategy or hints differ.
 
-    A parameter that an earlier program laid out is as it is, whatever hints say.
+    Hints on parameters that an earlier program laid out are ignored.
     """
     precision = str(wishes.mixed_precision or "")
     if plan.mixed_precision != precision:
@@ -130,7 +130,7 @@ def check_asked(plan: Plan, wishes: Wishes, graph: Graph, mesh: Mesh) -> None:
     public = {i.name: i.fqn for i in graph.inputs}
     for value, hint in resolve(wishes.hints, graph, mesh, known=wishes.known).items():
         name = public.get(value, value)
-        read = {} if value in graph.parameters else plan.shared  # a hint on others is for what readers convert from
+        read = {} if value in graph.parameters else plan.shared  # hints on other values fix the layout that readers share
         layout = read.get(name, plan.layouts.get(name))
         if name in (wishes.parameters or {}) or layout is None:
             continue
@@ -142,7 +142,7 @@ def check_asked(plan: Plan, wishes: Wishes, graph: Graph, mesh: Mesh) -> None:
 
 
 def _is_like(like: Any, text: str, mesh: Mesh) -> bool:
-    """Whether ``like`` is the expert's plan that a plan has as ``text``: axes and modules in any order."""
+    """Whether ``like`` is the named strategy ``text``, in any order of axes and modules."""
     try:
         found = ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -152,7 +152,7 @@ def _is_like(like: Any, text: str, mesh: Mesh) -> bool:
 
 
 def _same_costs(plan: Plan, graph: Graph, mesh: Mesh) -> bool:
-    """Whether the plan's bound holds for ``graph``: the same hardware, and values of the same sizes and gradients."""
+    """Whether the plan's bound is valid here: same hardware, sizes, dtypes and gradients."""
     public, trained = {i.name: i.fqn for i in graph.inputs}, set(plan.differentiable)
 
     def is_alike(name: str, type_: TensorType) -> bool:

@@ -1,4 +1,4 @@
-"""The order in which a graph has its sequence: its own, or the folded order of causal rings as far as it can be carried."""
+"""Zigzag (load-balanced) order of the sequence for causal ring attention, if it is cheaper."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Make = Callable[[Graph], tuple[Program, Plan]]
 
 
 def in_cheaper_order(graph: Graph, given: Plan | None, make: Make) -> tuple[Graph, Program, Plan]:
-    """The graph that is planned, and what ``make`` gives for it.
+    """The planned graph, and what ``make`` gives for it.
 
-    Where rings make causal attention even, the graph is planned once more with the sequence in their folded order, and the
-    cheaper plan is taken. Of a plan that is ``given`` the order is followed.
+    If ring attention is causal, the graph is planned again with a zigzag sequence, and the cheaper
+    plan wins. A ``given`` plan keeps its own order.
     """
     if given is not None:
         graph = _folded(graph, given.folded) or graph
@@ -28,7 +28,7 @@ def in_cheaper_order(graph: Graph, given: Plan | None, make: Make) -> tuple[Grap
     program, plan = make(graph)
     ranks = ranks_of(program.assignment)
     if (folded := _folded(graph, ranks)) is not None:
-        with suppress(PlanError):  # of the budget, or of what is asked
+        with suppress(PlanError):  # it does not fit, or contradicts the options
             other, its_plan = make(folded)
             if is_cheaper(its_plan, plan):
                 return folded, other, replace(its_plan, folded=ranks)
@@ -40,5 +40,5 @@ def _folded(graph: Graph, ranks: int) -> Graph | None:
 
 
 def is_cheaper(plan: Plan, than: Plan) -> bool:
-    """Whether the step of ``plan`` is predicted to take less time."""
+    """Whether the predicted step of ``plan`` is shorter."""
     return plan.cost.total_s < than.cost.total_s

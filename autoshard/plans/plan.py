@@ -1,4 +1,4 @@
-"""A plan as a user holds it: what was decided, as text and as pictures."""
+"""The plan as a user holds it: choices, costs and memory, as text and pictures."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Plan(Record):
         return plan_text(self)
 
     def explain(self, name: str) -> str:
-        """Why a parameter, a module (fnmatch pattern) or an operation is laid out so, and what else it would cost."""
+        """Reasons and alternatives for a parameter, module (fnmatch pattern) or operation."""
         return explain(self, name)
 
     def diff(self, other: Record) -> str:
-        """This plan and ``other`` side by side: cost, memory, layouts, operations and collectives that differ."""
+        """Differences to ``other``: cost, memory, layouts, operations and collectives."""
         return diff(self, other)
 
     def to_tp_plan(self, axis: str | None = None) -> TpPlan:
-        """Pattern of modules → style, as transformers' ``tp_plan`` says it; ``.unsaid``: what has no words there.
+        """Module pattern → style, as in transformers' ``tp_plan``; ``.unsaid``: the rest.
 
         ``axis``: the mesh axis, by default the only one, or ``tp``.
         """
         return tp_plan(self, axis)
 
     def visualize(self, path: str | os.PathLike[str], other: Record | None = None) -> None:
-        """Draw the plan into ``path``: .html, .dot, .svg, .json, .txt or .trace.json; ``other``: the plan before."""
+        """Draw into ``path`` (.html .dot .svg .json .txt .trace.json); ``other``: earlier plan."""
         visualize(self, path, before=other)

@@ -1,4 +1,4 @@
-"""A graph in stages: where it is cut, and the plan of every stage on the rest of the mesh, one after another."""
+"""Pipeline stages: split points of the graph, and a plan per stage on the rest of the mesh."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from autoshard.plans.wishes import Wishes
 from autoshard.report.record import Staged
 
 IN_ROUNDS = ("interleaved", "zero_bubble")
-"""schedules of several stages per rank"""
+"""schedules with several stages per rank"""
 LEAST = {"interleaved": 2}
-"""stages of a rank, at least"""
+"""fewest stages per rank"""
 
 Planned = tuple[Program, Plan]
 
 
 def check_stages(mesh: Mesh, wishes: Wishes) -> None:
-    """Raise :class:`MeshError` for an axis, :class:`PlanError` for a schedule that does not exist."""
+    """Raise :class:`MeshError` for an unknown axis, :class:`PlanError` for an unknown schedule."""
     check_schedule(wishes, wishes.stages is not None)
     if wishes.plan is not None and wishes.plan.staged is not None:
         check_mesh(wishes.plan, mesh)
@@ -58,7 +58,8 @@ def check_stages(mesh: Mesh, wishes: Wishes) -> None:
 
 
 def check_schedule(wishes: Wishes, searched: bool) -> None:
-    """Raise :class:`PlanError` for a schedule that does not exist, or one without stages. ``searched``: whether there are."""
+    """Raise :class:`PlanError` for an unknown schedule, or one without stages. ``searched``:
+    whether there are or will be stages."""
     if wishes.schedule not in SCHEDULES:
         raise PlanError(f"schedule={wishes.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}")
     for name in ("schedule", "stages_per_rank"):
@@ -80,9 +81,9 @@ def check_schedule(wishes: Wishes, searched: bool) -> None:
 
 
 def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None) -> Stages:
-    """``graph``, that of one micro-batch, in as many stages as the axis has ranks, times the stages of each rank.
+    """The ``graph`` of one micro-batch, split into axis size × stages per rank pipeline stages.
 
-    Raises :class:`PlanError` where it cannot be cut so often.
+    Raises :class:`PlanError` if that is impossible.
     """
     check_stages(mesh, wishes)
     assert wishes.stages is not None
@@ -121,7 +122,7 @@ def in_stages(
     micro: MicroBatches | None,
     plan: Callable[[Graph, Mesh, Wishes, str], Planned],
 ) -> Compiled:
-    """What follows capture for a graph that is cut along an axis of the mesh. ``plan``: plans one graph."""
+    """The steps after capture for a graph with pipeline stages. ``plan``: plans one graph."""
     count = micro.count if micro is not None else 1
     wishes = replace(wishes, micro_batches=count)
     assert wishes.stages is not None
@@ -146,13 +147,12 @@ def in_stages(
 def planned_stages(
     stages: Stages, mesh: Mesh, wishes: Wishes, title: str, plan: Callable[[Graph, Mesh, Wishes, str], Planned]
 ) -> tuple[list[Planned], Plan]:
-    """Program and plan of every stage, and the plan of all. ``plan``: plans one graph.
+    """Program and plan of every stage, and the combined plan. ``plan``: plans one graph.
 
-    The layout in which a stage gives a value is that in which the next one takes it, so that nothing is gathered to be
-    cut again; a parameter of several stages lies in all of them as in the first, or as in the last where the step is then
-    shorter.
-
-    Several stages of a rank share its memory as :func:`_shared_out` says; where they then hold too much together, equally.
+    A stage takes a value in the layout in which the previous stage gives it, so nothing is gathered
+    to be sharded again. A parameter of several stages has the layout of the first, or of the last
+    if the step is then shorter. Stages of one rank share its memory by :func:`_shared_out`, or
+    equally if that does not fit.
     """
     assert wishes.stages is not None
     ranks, budget = mesh.size_of(wishes.stages), budget_of(wishes, mesh.hardware)
@@ -175,10 +175,10 @@ def planned_stages(
 def _shared_out(
     budget: float, chunks: int, flying: Sequence[int], stages: Stages, mesh: Mesh, wishes: Wishes
 ) -> list[float]:
-    """Bytes that the plan of every stage may need, where a rank has several, ``chunks``.
+    """Bytes that each stage's plan may need, if a rank has several stages (``chunks``).
 
-    What stays is shared equally, the rest by the micro-batches in flight; only the stage that works needs what its operations
-    work on.
+    States are shared equally, the rest in proportion to micro-batches in flight. Only the running
+    stage needs the working memory of its operations.
     """
     assert wishes.stages is not None
     ranks = len(stages) // chunks
@@ -191,12 +191,12 @@ def _shared_out(
 
 
 RIVALS = ("ddp", "zero1", "zero2", "fsdp")
-"""plans by an expert's name that are tried where memory is short"""
+"""named strategies that are tried if memory is tight"""
 TIGHT = 0.5
-"""of the bytes that a stage may need: where its plan needs less, memory had no say in it"""
+"""share of a stage's budget below which memory did not influence its plan"""
 
 Done = list[tuple[Stage, Wishes, Planned]]
-"""stages in order, what was asked of their plans, and these"""
+"""stages in order, their options, and their plans"""
 
 
 PlanOne = Callable[[Stage, Wishes], Planned]
@@ -209,10 +209,10 @@ def _planned_within(
     planned: Callable[[Wishes, Sequence[float]], tuple[Done, Plan]],
     limits: Sequence[float],
 ) -> tuple[list[Planned], Plan]:
-    """See :func:`planned_stages`. ``planned``: all stages in order; ``limits``: bytes that the plan of each may need.
+    """See :func:`planned_stages`. ``planned``: all stages in order; ``limits``: bytes per stage.
 
-    A stage is planned without the next ones, and under a limit not to the optimum: so where memory may decide, parameters
-    that stay gathered and the plans by an expert's name are rivals.
+    A stage is planned without the later ones, and not optimally under a limit. So if memory may
+    decide, plans that keep parameters gathered and named strategies compete.
     """
     found: list[tuple[Done, Plan]] = []
     refused: list[PlanError] = []
@@ -239,7 +239,7 @@ def _planned_within(
 
 
 def _is_tight(done: Done) -> bool:
-    """Whether memory may have decided about the plans of stages with a backward."""
+    """Whether memory may have influenced the plans of stages with a backward."""
     return any(
         stage.graph.training and (one.recomputed or one.memory.peak > TIGHT * (asked.memory_budget or 0.0))
         for stage, asked, (_, one) in done
@@ -247,7 +247,7 @@ def _is_tight(done: Done) -> bool:
 
 
 def _as_in_the_last(done: Done, wishes: Wishes, plan: PlanOne) -> dict[str, Layout]:
-    """Parameters of several stages that the last of these would have in another layout than the first, were it alone."""
+    """Shared parameters whose last stage, planned alone, prefers another layout than the first."""
     found: dict[str, Layout] = {}
     fixed = set(wishes.parameters or ())
     for stage, asked, _ in reversed(done):
@@ -264,11 +264,11 @@ def _as_in_the_last(done: Done, wishes: Wishes, plan: PlanOne) -> dict[str, Layo
 def _one_after_another(
     stages: Stages, mesh: Mesh, flying: tuple[int, ...], plan: PlanOne, wishes: Wishes, limits: Sequence[float]
 ) -> tuple[Done, Plan]:
-    """``flying``: of :func:`_in_flight`."""
+    """Plan the stages in order. ``flying``: see :func:`_in_flight`."""
     axis = wishes.stages
     assert axis is not None
     own, done = rest(mesh, axis), Done()
-    resolve(wishes.hints, stages.whole, own, known=wishes.known)  # what matches nothing is said before a stage is asked
+    resolve(wishes.hints, stages.whole, own, known=wishes.known)  # raises for patterns that match nothing in any stage
     inputs = dict(zip(stages.whole.flat_inputs, wishes.inputs, strict=False))
     taken = {i.fqn: layout for i in stages.whole.inputs if (layout := inputs.get(i.name)) is not None}
     given_back = goes_out({} if stages.whole.training else {**taken, **(wishes.states or {})}, stages.whole)
@@ -304,9 +304,9 @@ def _one_after_another(
 
 
 def _as_before(stage: Stage, asked: Wishes, done: Done) -> Plan | None:
-    """The plan of an earlier stage that is the same but for names, if it is the best for this one, too.
+    """The plan of an earlier stage that is equal except for names, if it is the best here, too.
 
-    It is where as many micro-batches are in flight, or fewer and nothing was made again.
+    That needs as many micro-batches in flight, or fewer and no recomputation.
     """
     if any(fqn in (asked.parameters or {}) for fqn in stage.held):
         return None
@@ -321,13 +321,13 @@ def _as_before(stage: Stage, asked: Wishes, done: Done) -> Plan | None:
 
 
 def _given_back(stage: Stage, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """``layouts`` of the whole graph's outputs as those of a stage's, by "out:i"."""
+    """``layouts`` of the full graph's outputs, under a stage's own keys "out:i"."""
     places = enumerate(stage.results, len(stage.sent))
     return {f"out:{at}": layouts[f"out:{i}"] for at, i in places if f"out:{i}" in layouts}
 
 
 def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:
-    """Bytes that a rank sends after the forward, and gets back after the backward, in the layouts of ``plan``."""
+    """Bytes that a rank sends after the forward, and receives after the backward."""
     ahead = back = 0.0
     for name, layout in zip(stage.sent, plan.outputs, strict=False):
         type_ = stage.graph.types[name]
@@ -338,7 +338,7 @@ def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:
 
 
 def _in_flight(stages: Stages, wishes: Wishes, ranks: int, chunks: int) -> tuple[int, ...]:
-    """Per stage the micro-batches that it keeps something for at once, ``chunks`` on a rank; 0 where there is no backward."""
+    """Micro-batches in flight per stage, with ``chunks`` stages per rank; 0 without a backward."""
     if not stages.whole.training:
         return (0,) * len(stages)
     order = orders(wishes.schedule, ranks, wishes.micro_batches, chunks)
@@ -347,19 +347,19 @@ def _in_flight(stages: Stages, wishes: Wishes, ranks: int, chunks: int) -> tuple
 
 
 def budget_of(wishes: Wishes, hardware: Hardware) -> float:
-    """Bytes that a rank may hold."""
+    """Memory budget of a rank in bytes."""
     return SHARE * hardware.memory_bytes if wishes.memory_budget is None else wishes.memory_budget
 
 
 def _styles(like: Any, stage: Stage, mesh: Mesh) -> Any:
-    """An expert's plan as it concerns a stage: styles by module whose modules are elsewhere are left out."""
+    """The named strategy restricted to a stage: without styles for modules elsewhere."""
     if not isinstance(like, Mapping) or any(axis in mesh.axes for axis in like):
         return like
     return _that_fit(like, lambda one: asked_by(one, stage.graph, mesh)) or None
 
 
 def _that_fit(asked: Mapping[str, Any] | None, attempt: Callable[[Mapping[str, Any]], Any]) -> dict[str, Any]:
-    """The entries that ``attempt`` takes: of patterns those that match something."""
+    """The entries that ``attempt`` accepts: patterns that match something."""
     found = {}
     for pattern, what in (asked or {}).items():
         try:

@@ -1,4 +1,4 @@
-"""The plan of a model in stages: what the stages' plans are together."""
+"""The combined plan of a model in pipeline stages."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ WHOLE = "–"
 
 
 def rest(mesh: Mesh, axis: str) -> Mesh:
-    """The mesh that every stage runs on: ``mesh`` without ``axis``; that axis with one rank where there is no other."""
+    """The mesh of a stage: ``mesh`` without ``axis``; a mesh of one rank if nothing is left."""
     others = {a: n for a, n in zip(mesh.axes, mesh.shape, strict=True) if a != axis}
     return Mesh(others or {axis: 1}, mesh.hardware)
 
 
 def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) -> Plan:
-    """The plan of all stages on the whole ``mesh``. A value of several stages is listed as in the first."""
+    """The combined plan on the full ``mesh``; shared values are listed as in the first stage."""
     first = plans[0]
     outputs: list[Layout | None] = [None] * len(stages.whole.outputs)
     for stage, plan in zip(stages.each, plans, strict=True):
@@ -66,7 +66,7 @@ def together(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) 
 
 
 def _notes(plans: Sequence[Plan]) -> Iterator[str]:
-    """What stages say, once where it begins alike."""
+    """Notes of the stages, without those whose first clause repeats."""
     begun: set[str] = set()
     for note in dict.fromkeys(note for p in plans for note in p.notes):
         begins = note.partition(",")[0]
@@ -88,7 +88,7 @@ def _on(mesh: Mesh, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
 
 
 def _whole(mesh: Mesh, layout: Layout) -> Layout:
-    """A stage's layout on the whole mesh: every stage that has the value has all of it."""
+    """A stage's layout on the full mesh: replicated along the axis of stages."""
     return Layout(mesh, {a: layout[a] for a in layout.mesh.axes})
 
 

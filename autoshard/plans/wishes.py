@@ -1,4 +1,4 @@
-"""What is asked of a plan beside the model and the mesh."""
+"""Compile options: everything that a user asks for besides model and mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoshard.precision import Precision
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is asked of a plan beside the model and the mesh; see :func:`autoshard.compile`."""
+    """Compile options besides model and mesh; see :func:`autoshard.compile`."""
 
     hints: Mapping[str, Any] | None = None
     memory_budget: float | None = None
@@ -27,36 +27,36 @@ class Wishes:
     plan: Plan | None = None
     """choices to follow instead of a search"""
     like: Any = None
-    """an expert's plan: a name, a name per mesh axis, or styles by module"""
+    """named strategy: a name, a name per mesh axis, or styles by module"""
     parameters: Mapping[str, Layout] | None = None
-    """layouts that an earlier compilation gave the parameters"""
+    """layouts of the parameters from an earlier compilation"""
     states: Mapping[str, Layout] | None = None
-    """layouts of caches, by the names of the arguments that take them: outputs of such names are given back so"""
+    """layouts of caches (KV cache), by argument name; outputs of these names keep them"""
     mixed_precision: Precision | None = None
     micro_batches: int = 1
-    """parts of the batch that a step with a backward runs one after another; AUTO: as many as make it cheapest"""
+    """micro-batches of a step with a backward; AUTO: the cheapest number"""
     inputs: tuple[Layout | None, ...] = ()
-    """per leaf of the arguments the layout it comes in; None, or nothing: whole"""
+    """layout per leaf of the arguments; None or missing: replicated"""
     stages: str | None = None
-    """the mesh axis along which the graph is cut into stages, instead of the tensors"""
+    """the mesh axis of pipeline stages"""
     schedule: str = "1f1b"
-    """the order in which stages run micro-batches: gpipe, 1f1b, interleaved or zero_bubble"""
+    """pipeline schedule: gpipe, 1f1b, interleaved or zero_bubble"""
     stages_per_rank: int | None = None
-    """of schedules that interleave; None: as many as make the step shortest"""
+    """virtual stages per rank, if the schedule interleaves; None: as the shortest step needs"""
     flying: int = 0
-    """of one stage: the micro-batches that it keeps something for at once"""
+    """of one stage: micro-batches in flight, whose activations it holds at once"""
     stays: bool = True
-    """whether the search may leave parameters gathered, as stages 1 and 2 of ZeRO do"""
+    """whether the search may keep parameters gathered (ZeRO-1, ZeRO-2)"""
     boundaries: tuple[int, ...] | None = None
-    """positions among the operations of a micro-batch before which stages are cut; None: searched"""
+    """operations of a micro-batch at which stages begin; None: searched"""
     effort: Effort = FULL
-    """of the search"""
+    """work limit of the search"""
     homes: Mapping[str, tuple[int, ...]] | None = None
-    """the stages that an earlier compilation put the parameters and buffers into"""
+    """parameter or buffer → its stages in an earlier compilation"""
     objective: str = "step"
-    """what is made small: the call that is given, a request's next token (latency), or all tokens (throughput)"""
+    """"step": this call; "latency": the next token of a request; "throughput": all tokens"""
     profile: Mapping[str, Any] | None = None
-    """which calls there are, and how often each comes: see :mod:`autoshard.serving`"""
+    """kinds of calls and their frequencies: see :mod:`autoshard.serving`"""
 
     def __post_init__(self) -> None:
         budget = self.memory_budget
@@ -64,12 +64,12 @@ class Wishes:
             raise PlanError(f"memory_budget is bytes per rank, such as 40e9, got {budget!r}")
 
     def as_planned(self) -> Wishes:
-        """With micro-batches, stages, their number and schedule of the plan to follow, where they are left to their defaults.
+        """With the followed plan's micro-batches, stages and schedule in place of defaults.
 
-        Raises :class:`PlanError` where others are asked for.
+        Raises :class:`PlanError` if other values are set.
         """
         plan = self.plan
-        if plan is None or (plan.staged is None and not plan.training):  # a call without a backward runs as one
+        if plan is None or (plan.staged is None and not plan.training):  # a call without a backward has no micro-batches
             return self
         made: dict[str, Any] = {"micro_batches": self.parts_of_plan}
         if plan.staged is not None:
@@ -88,16 +88,16 @@ class Wishes:
 
     @property
     def parts_of_plan(self) -> int:
-        """Micro-batches that the plan to follow was made for."""
+        """Micro-batches of the followed plan."""
         assert self.plan is not None
         return self.plan.micro_batches if self.plan.staged is None else self.plan.staged.micro_batches
 
     @property
     def known(self) -> bool:
-        """Whether an earlier program has met what names modules: this one may run a part of the model."""
+        """Whether an earlier program has matched module names: this may run a part of them."""
         return self.parameters is not None
 
     @property
     def parts(self) -> int:
-        """``micro_batches``; instead of AUTO as many as the plan to follow was made for."""
+        """``micro_batches``; AUTO means the followed plan's number, if there is a plan."""
         return self.parts_of_plan if self.micro_batches == AUTO and self.plan is not None else self.micro_batches

@@ -1,1 +1,1 @@
-"""From chosen layouts to a program on local tensors."""
+"""Lowering: from chosen layouts to a program on local tensors."""

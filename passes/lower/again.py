@@ -1,4 +1,4 @@
-"""Which statements run again in the backward: those whose results are not kept, though the backward needs them."""
+"""Recomputation (rematerialization): which statements the backward runs again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from autoshard.passes.rules.facts import can_redraw, is_view, saved
 
 
 def run_again(program: Program) -> tuple[Statement, ...]:
-    """The parts of ``program``'s statements that run again in the backward, in order; views are not listed.
+    """The parts of ``program``'s statements that the backward recomputes, in order, without views.
 
-    What these read is there in the backward: kept, or made again itself. Nothing keeps what they make.
+    The backward has their operands, saved or recomputed. Autograd does not save their results.
     """
     assignment = program.assignment
     if not assignment.again and not assignment.shared_again:
@@ -44,8 +44,8 @@ def run_again(program: Program) -> tuple[Statement, ...]:
 
 
 def redrawing(program: Program, remade: Collection[int]) -> Program:
-    """``program`` with dropout that draws again in the backward, where it is made again but is not one of ``remade``: then
-    nobody needs its result there, and what it was made from need not be made again for it."""
+    """``program`` with dropout that redraws its mask, if recomputed but not in ``remade`` (ids).
+    Then the backward needs neither its result nor its operands."""
 
     def form(s: Statement) -> Statement:
         node = s.node if s.call.fn == "dropout" and id(s) not in remade else None
@@ -57,20 +57,20 @@ def redrawing(program: Program, remade: Collection[int]) -> Program:
 
 
 def redrawn(program: Program) -> tuple[Statement, ...]:
-    """The statements of ``program`` that draw again in the backward by themselves."""
+    """Dropout statements of ``program`` whose backward redraws the mask."""
     return tuple(s for s in program.statements if s.call.fn == "dropout" and s.call.kwargs.get("again"))
 
 
 def _kept(node: Node, operands: Sequence[str], positions: frozenset[int]) -> list[str]:
-    """Local names of the operands that autograd keeps; of a local form that reads in another order, all."""
+    """Operands that autograd saves, as local names: all, if the local form reorders them."""
     return [operands[i] for i in positions] if len(operands) == len(node.inputs) else list(operands)
 
 
 def _copies(parts: Sequence[Statement], program: Program) -> frozenset[str]:
-    """Converted copies that are made again: where nobody keeps them who has nothing made again.
+    """Redistributed copies to recompute: those that only recomputed readers would save.
 
-    One that is no larger than what it was made from is kept in the place of that, unless that is there anyway, is made
-    again itself, or shows what is.
+    A copy no larger than its source is saved in its place, unless the source is available anyway:
+    saved, recomputed, or a view of a recomputed value.
     """
     assignment = program.assignment
     readers: dict[str, list[Statement]] = {}
@@ -102,7 +102,7 @@ def _copies(parts: Sequence[Statement], program: Program) -> frozenset[str]:
         others = [s for s in readers[source] if s is not part]
         kept = any(s.node is None or s.step is not None or _needs(s.node, source, readers, program) for s in others)
         there = kept or source in found or source in computed or source in fixed
-        free = part.step.kind in ("enter", "leave")  # the same memory
+        free = part.step.kind in ("enter", "leave")  # no copy: the same memory
         if there or free or _size(part.outputs[0], program) > _size(source, program):
             found.update(o for o in part.outputs if remade(o, part))
     return frozenset(found)
@@ -113,12 +113,12 @@ def _again(node: Node, program: Program) -> bool:
 
 
 def _size(name: str, program: Program) -> int:
-    """Elements on the rank with the most."""
+    """Elements on the rank with the largest shard."""
     return math.prod(program.layouts[name].max_local_shape(program.types[name].example.shape))
 
 
 def _needs(node: Node, name: str, readers: dict[str, list[Statement]], program: Program) -> bool:
-    """Whether ``node`` keeps the local value, shows its memory, or is made again from it."""
+    """Whether ``node`` saves the value, is a view of it, or is recomputed from it."""
     if is_view(node.op) or _again(node, program):
         return True
     part = next(s for s in readers[name] if s.node is node)

@@ -1,4 +1,4 @@
-"""Cut a program into blocks: one per repeated module (``layers.3``), so that equal layers print as one class."""
+"""Blocks: one per repeated module (``layers.3``), so that equal layers print as one class."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from autoshard.passes.ir.program import Program, Statement, reads
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive statements of one block (``path`` "" is the root), with what flows in and out."""
+    """Consecutive statements of one block; ``path`` "" is the root."""
 
     path: str
     statements: tuple[Statement, ...]
     inputs: tuple[str, ...] = ()
-    """local names it reads that are made outside, in order of first use; its own parameters are not listed"""
+    """local names read here and made outside, by first use, without the block's own parameters"""
     outputs: tuple[str, ...] = ()
-    """local names made inside that are read outside"""
+    """local names made here and read outside"""
 
 
 def block_of(node: Node | None) -> str:
@@ -29,9 +29,9 @@ def block_of(node: Node | None) -> str:
 
 
 def module_of(statement: Statement, graph: Graph) -> str:
-    """The module that a statement's collectives are shown under.
+    """The module under which reports list a statement's collectives.
 
-    For a redistribution the one that reads the value; between two blocks the one that made it.
+    For a redistribution it is the reader's module; between two blocks the maker's.
     """
     asker = statement.node.fqn if statement.node is not None else ""
     maker = graph.producers.get(statement.value) if statement.step is not None else None
@@ -39,13 +39,14 @@ def module_of(statement: Statement, graph: Graph) -> str:
 
 
 def runs(program: Program) -> Iterator[tuple[str, tuple[Statement, ...]]]:
-    """The program's statements as they follow one another in one block, with the block's path."""
+    """Maximal runs of statements of one block, in program order: (path, statements)."""
     for path, statements in groupby(program.statements, key=lambda s: s.block):
         yield path, tuple(statements)
 
 
 def hoisted(program: Program) -> Program:
-    """``program`` with conversions of values from outside, other than a block's own parameters, in front of the block."""
+    """Loop-invariant code motion: redistributions of values from outside go in front of the
+    block."""
     fqn_of = {i.name: i.fqn for i in program.graph.inputs if i.kind in ("parameter", "buffer")}
     result: list[Statement] = []
     for path, statements in runs(program):
@@ -63,7 +64,7 @@ def hoisted(program: Program) -> Program:
 
 
 def segments(program: Program) -> tuple[Segment, ...]:
-    """The program's statements, cut into blocks."""
+    """The program as one :class:`Segment` per run of a block."""
     kinds = {i.name: i for i in program.graph.inputs}
     later = set(program.returned)
     result: list[Segment] = []

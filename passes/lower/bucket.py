@@ -1,7 +1,8 @@
-"""Bring the parameters of a block into their layout of use together: one collective per bucket instead of one each.
+"""Gradient buckets (flat parameters): one collective redistributes a bucket of a block's
+parameters.
 
-Forward: one all-gather per bucket of sharded parameters. Backward: one all-reduce or reduce-scatter per bucket of
-gradients, started as soon as the bucket's last gradient is there, so that it overlaps with the rest of the backward.
+Forward: one all-gather per bucket of sharded parameters. Backward: one all-reduce or reduce-scatter
+per bucket of gradients, as soon as its last gradient is ready. So it overlaps with the backward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _KINDS = {"enter": "enter_parameters", "all_gather": "gather_parameters"}
 
 
 def bucket(program: Program) -> Program:
-    """``program`` with its parameters' conversions in buckets, within a block, each where its first member stood."""
+    """``program`` with parameters in buckets per block, each where its first member stood."""
     uses = Counter(name for s in program.statements for name in reads(s))
     uses.update([*(r.name for r in refs(program.outputs)), *program.mutations.values()])
     blocks = [_fused(run, uses, program) for _, run in runs(program)]
@@ -32,7 +33,7 @@ def bucket(program: Program) -> Program:
 
 
 def regathered(program: Program) -> set[str]:
-    """Local names of gathered parameters that the backward gathers again: all of a bucket if it needs one of them."""
+    """Local names of parameters that the backward gathers again (ZeRO-3), bucket by bucket."""
     readers: dict[str, list[Statement]] = {}
     for part in (part for s in program.statements for part in s.parts):
         for name in reads(part):
@@ -44,9 +45,9 @@ def regathered(program: Program) -> set[str]:
 
 
 def prefetched(program: Program) -> int:
-    """How many buckets of parameters are gathered ahead of the one that is used: those of one block, as in FSDP2.
+    """Prefetch depth: buckets gathered ahead of the one in use, those of one block, as in FSDP2.
 
-    Fewer would leave the link idle in the part of a block that reads few parameters, and compute in the part that reads many.
+    With fewer, the link idles where a block reads few parameters, and compute where it reads many.
     """
     gathers = Counter(s.block for s in program.statements if s.call.fn == "gather_parameters")
     if gathers.total() < 2:
@@ -55,7 +56,7 @@ def prefetched(program: Program) -> int:
 
 
 def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -> bool:
-    """Whether an op saves the value of ``name``, or of a conversion or view of it, for its backward."""
+    """Whether autograd saves ``name``, or a redistributed copy or view of it."""
     for s in readers.get(name, ()):
         same = s.step is not None or (s.node is not None and is_view(s.node.op))
         if same and any(_kept(o, readers, program) for o in s.outputs):
@@ -66,7 +67,7 @@ def _kept(name: str, readers: Mapping[str, list[Statement]], program: Program) -
 
 
 def _fused(statements: Sequence[Statement], uses: Mapping[str, int], program: Program) -> list[Statement]:
-    """Hybrid sharding: I → R over the replicas and the gather of a shard as one."""
+    """Hybrid sharding (HSDP): I → R over replicas and the all-gather become one step."""
     enters = {s.outputs[0]: s for s in statements if s.parameter and s.step and s.step.kind == "enter"}
     gone: set[str] = set()
     result: list[Statement] = []
@@ -81,17 +82,17 @@ def _fused(statements: Sequence[Statement], uses: Mapping[str, int], program: Pr
 
 
 def _bucketed(statements: Iterable[Statement], program: Program) -> Iterator[Statement]:
-    """One block's statements with the conversions of parameters merged."""
+    """One block's statements, with redistributions of parameters merged."""
     for unit in placed(_units(statements, program)):
         function = _function(unit[0], program)
         yield merged(function, unit, program.assignment.zero) if function else unit[0]
 
 
 def _stages(blocks: Iterable[Sequence[Statement]], program: Program) -> dict[str, int]:
-    """The stages of ZeRO, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`, as buckets have them.
+    """ZeRO stages by bucket, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`.
 
-    Vectors go with the largest matrix of their block that is gathered along the same axes: a message of their own would only
-    come between those of the matrices.
+    A vector takes the stage of its block's largest matrix gathered along the same axes, because a
+    message of its own would delay those of the matrices.
     """
     zero = dict(program.assignment.zero)
     for block in blocks:
@@ -115,10 +116,10 @@ def _is_vector(s: Statement, program: Program) -> bool:
 
 
 def _units(statements: Iterable[Statement], program: Program) -> list[list[Statement]]:
-    """Buckets, and statements that stay alone, in the order of their first members.
+    """Buckets and unbucketed statements, in the order of their first members.
 
-    The members of a bucket have the call, its axes, the target letter, the dtype and the stage of ZeRO in common, and came
-    through as many buckets before: sharding over two axes gathers along one after another.
+    Members of a bucket share call, axes, target letter, dtypes and ZeRO stage, and the number of
+    earlier buckets: sharding over two axes gathers along one after the other.
     """
     units: list[list[Statement]] = []
     open_: dict[Any, list[Statement]] = {}
@@ -146,7 +147,7 @@ def _units(statements: Iterable[Statement], program: Program) -> list[list[State
 
 
 def _function(s: Statement, program: Program) -> str | None:
-    """The function that does the same to a bucket; None for a statement that stays alone."""
+    """The bucket version of the call; None for a statement that stays alone."""
     type_ = program.types.get(s.value)
     if s.step is None or not s.parameter or type_ is None or not goes_in_buckets(type_):
         return None
@@ -154,7 +155,7 @@ def _function(s: Statement, program: Program) -> str | None:
 
 
 def placed(units: Sequence[list[Statement]]) -> Iterator[list[Statement]]:
-    """Every unit where its first member stood, but after all that its members are made from."""
+    """Stable topological order: each unit where its first member stood, after its operands."""
     maker = {name: i for i, unit in enumerate(units) for s in unit for name in s.outputs}
     needs = [dict.fromkeys(maker[name] for s in unit for name in reads(s) if name in maker) for unit in units]
     begun: set[int] = set()

@@ -1,9 +1,9 @@
-"""Convolutions read images with the channels last in memory: on CPUs oneDNN, which computes them, then reorders nothing.
+"""Channels-last convolutions: oneDNN on CPU reads images with channels last without a reorder.
 
-As in Inductor (``decide_layout_opt`` of torch/_inductor/graph.py). Results follow the order of their operand, so that mostly
-the image that comes in is all that is copied. What is returned lies as its dims are numbered. Where the program
-runs is seen there: on other devices nothing happens. Means of images are sums that are divided: autograd writes a mean's
-gradient out, with its dims as they are numbered, and all that follows would read two orders.
+As in Inductor (``decide_layout_opt`` of torch/_inductor/graph.py). Results inherit the order of
+their operand, so mostly the input alone is copied. Returned values are contiguous. On other devices
+the copies are no-ops. A mean over pixels becomes a sum and a division: the gradient of a mean is
+contiguous, and later operations would mix two memory orders.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from autoshard.passes.ir.program import Call, Program, Statement, reads
 from autoshard.passes.rules.facts import is_view
 
 DTYPES = {torch.float32, torch.bfloat16}
-"""in which oneDNN computes on any CPU that torch runs it on"""
+"""dtypes in which oneDNN computes on every CPU that torch runs on"""
 
 _CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding)
 
 _PRODUCTS = frozenset("linear addmm mm bmm baddbmm matmul scaled_dot_product_attention embedding".split())
-"""ops that make a tensor whose dims lie as they are numbered, of any operands"""
+"""ops with contiguous results, whatever the memory order of their operands"""
 
 _FOLLOWING = frozenset(
     "batch_norm max_pool2d avg_pool2d adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d dropout".split()
 )
-"""ops, beside those of each element, whose result lies as their operand does"""
+"""ops besides pointwise ones whose results keep the memory order of the operand"""
 
 
 def channels_last(program: Program) -> Program:
-    """``program`` with its convolutions of images reading them with channels last.
+    """``program`` with image convolutions that read channels-last operands.
 
-    Not where other weights are float64: what is computed in single precision in such a model is to round as it does there.
+    Models with float64 parameters are excluded: their float32 parts must round as in eager.
     """
     if not any(_convolves(s, program) for s in program.statements) or _is_double(program):
         return program
     statements: list[Statement] = []
     last, touched = set[str](), set[str]()
-    """local names that surely lie so, and those that may"""
+    """local names that are channels-last for certain, and those that may be"""
     for s in program.statements:
         if _convolves(s, program):
             x, *rest = s.call.args
@@ -67,7 +67,7 @@ def _convolves(s: Statement, program: Program) -> bool:
 
 
 def _averages(s: Statement, program: Program) -> bool:
-    """Whether it is the mean of all pixels, in training: in single precision, where the two round alike."""
+    """Whether it is the mean over all pixels in float32 training, where both forms round alike."""
     if s.call.fn not in (aten.mean.dim, aten.adaptive_avg_pool2d.default) or not isinstance(s.call.args[0], Ref):
         return False
     x, made = program.types[s.call.args[0].name], program.types[s.outputs[0]]
@@ -92,7 +92,7 @@ def _name(s: Statement) -> str:
 
 
 def _follows(s: Statement) -> bool:
-    """Whether the result lies in memory as its operands of four dims do, if these lie alike."""
+    """Whether the result has the memory order of its 4-d operands, if these agree."""
     fn = s.call.fn
     if isinstance(fn, str) or is_view(fn):
         return False
@@ -100,7 +100,7 @@ def _follows(s: Statement) -> bool:
 
 
 def _returned_as_numbered(program: Program, names: frozenset[str]) -> Program:
-    """``program`` that returns values of these ``names`` with their dims in memory as they are numbered."""
+    """``program`` whose returned values of these ``names`` are contiguous."""
     if not names:
         return program
     own = {name: f"{name}__numbered" for s in program.statements for name in s.outputs if name in names}

@@ -1,4 +1,4 @@
-"""A mean over labels that lie whole on every rank is divided by what each rank counts itself: no collective is needed."""
+"""Replicated labels of a mean loss are counted locally, without a collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoshard.passes.ir.program import Call, Program, Statement
 
 
 def counted(program: Program) -> Program:
-    """``program`` with the labels of losses counted where they are whole, if they are so before they are cut."""
+    """``program`` whose losses count labels locally, if these are replicated before sharding."""
     whole = {i.name: i.name for i in program.graph.inputs if _is_whole(program, i.name)}
     statements = []
     for s in program.statements:
@@ -22,7 +22,7 @@ def counted(program: Program) -> Program:
 
 
 def _counting(s: Statement, program: Program, whole: dict[str, str]) -> Statement:
-    """The functions of the runtime take whole labels as ``counted``."""
+    """``s`` with the replicated labels as the argument ``counted``."""
     if not any(c.spared is not None for c in s.internal):
         return s
     labels = next(refs(s.call.args[1])).name

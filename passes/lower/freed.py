@@ -1,6 +1,6 @@
-"""Locals that are freed before the function that they belong to returns: large ones that neither autograd nor a reader needs.
+"""Liveness: large locals are deleted after their last use, unless autograd saves them.
 
-Emitted code deletes them, so that a block holds no more than what one written as nested calls would.
+So a block holds no more than one written as nested calls.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from autoshard.passes.ir.sizes import noting
 from autoshard.passes.rules.facts import is_view, saved
 
 LARGE = 1 / 8
-"""of the largest value of a function: what is worth a line of its own"""
+"""share of the function's largest value from which on a local is worth a ``del``"""
 
 SMALL = 2**20
-"""bytes. Not worth one: CUDA's caching allocator serves allocations up to this size from segments of 2 MiB that it keeps
-(`kSmallSize` in c10/cuda/CUDACachingAllocator)."""
+"""bytes below which a ``del`` frees nothing: CUDA's caching allocator keeps segments of 2 MiB for
+them (`kSmallSize` in c10/cuda/CUDACachingAllocator)"""
 
 
 def freed(program: Program) -> Program:
     """``program`` with :attr:`Statement.frees`."""
-    with noting():  # what is large in the example: no program depends on it
+    with noting():  # sizes of the example: no program depends on them
         frees = _frees(program)
     statements = (replace(s, frees=tuple(frees[i])) if i in frees else s for i, s in enumerate(program.statements))
     return replace(program, statements=tuple(statements))
@@ -35,13 +35,13 @@ def freed(program: Program) -> Program:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The function of a statement. ``part``: of what runs again in the backward; ``block``: number of the block's turn."""
+    """A statement's function. ``part``: its recomputed part; ``block``: the run of its block."""
 
     block: int
     """0: the root"""
     part: int
     end: int
-    """number of the last statement of the part, or of the block's turn"""
+    """number of the last statement of the part, or of the block's run"""
     block_end: int
 
 
@@ -57,7 +57,7 @@ def _frames(program: Program) -> list[_Frame]:
 
 
 def _frees(program: Program) -> dict[int, list[str]]:
-    """Number of a statement → what is freed after it."""
+    """Statement number → locals to delete after it."""
     frames, bytes_ = _frames(program), _Bytes(program)
     needed = {r.name for r in refs(program.outputs)} | set(program.mutations.values()) | _kept(program)
     makers = {o: i for i, s in enumerate(program.statements) for o in s.outputs if o != "_"}
@@ -79,16 +79,16 @@ def _frees(program: Program) -> dict[int, list[str]]:
 
 
 def _outside(maker: _Frame, reader: _Frame, number: int) -> int:
-    """The statement after which the function that holds a value is done with it, which statement ``number`` reads."""
+    """The statement after which the function of ``maker`` has finished a read by ``number``."""
     if reader.block and reader.block != maker.block:
         return reader.block_end
     return reader.end if reader.part and reader.part != maker.part else number
 
 
 def _memories(program: Program, makers: Mapping[str, int], needed: Collection[str]) -> Iterator[Sequence[str]]:
-    """Locals that lie in one memory, as far as operations say: memories that are not ``needed``, a parameter's or an input's.
+    """Groups of locals that share memory, except ``needed`` memory, parameters and inputs.
 
-    A reshape may be a copy: what it is of may be freed where it is needed itself, but not the other way round.
+    A reshape may copy: its result stays if its operand is needed, but not the other way round.
     """
     memory: dict[str, str] = {i.name: "" for i in program.graph.inputs}
     source: dict[str, str] = {}
@@ -109,16 +109,16 @@ def _memories(program: Program, makers: Mapping[str, int], needed: Collection[st
 
 
 def _shown(s: Statement) -> str | None:
-    """The local whose memory the results lie in, if they do."""
+    """The local that the results are views of, if any."""
     if s.step is None:
         shows = s.node is not None and is_view(s.node.op)
-    else:  # buckets of gathered parameters are freed by themselves
+    else:  # gathered buckets are freed on their own
         shows = s.step.kind in ("enter", "leave") or bool(s.members)
     return reads(s)[0] if shows and reads(s) else None
 
 
 def _kept(program: Program) -> set[str]:
-    """Locals that autograd keeps, or what runs again in the backward; of those that this makes what it keeps for itself."""
+    """Locals that autograd saves or a recomputed part reads, without results of other parts."""
     if not program.graph.training:
         return set()
     found: set[str] = set()
@@ -135,7 +135,7 @@ def _kept(program: Program) -> set[str]:
 
 
 def _saved(s: Statement, program: Program) -> Iterator[str]:
-    """Locals that autograd keeps of a statement; of a local form that reads in another order, all that it reads."""
+    """Locals that autograd saves of a statement; all operands, if the local form reorders them."""
     if s.node is None or s.step is not None:
         return
     keeps, operands = saved(s.node, program.graph.types), reads(s)
@@ -146,7 +146,7 @@ def _saved(s: Statement, program: Program) -> Iterator[str]:
 
 
 class _Bytes(dict[str, float]):
-    """Bytes of locals on the rank with the most."""
+    """Bytes of locals on the rank with the largest shard."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""States written in place: where nothing reads the old value any more, a write into a copy of a cache becomes one into it."""
+"""In-place writes of states (KV caches) whose old value is dead: no write into a copy."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ IN_PLACE: dict[torch._ops.OpOverload, torch._ops.OpOverload | str] = {
     aten.slice_scatter.default: "write_slice",
     aten.select_scatter.default: "write_select",
 }
-"""what writes into a copy of its first operand → the same into the operand itself"""
+"""op that writes into a copy of its first operand → its in-place variant"""
 
 _MAY_PASS_ON = frozenset(
     {"clone", "_unsafe_view", "_to_copy", "dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
 )
-"""ops that make a new tensor by their schema, and whose generated code may hand on the one that it is given"""
+"""ops that return a new tensor by schema, but whose generated code may return the operand"""
 
 
 def in_place(program: Program) -> Program:
-    """``program`` with states written in place where that cannot be noticed.
+    """``program`` with states written in place where no reader can notice.
 
-    Not where the old value, or a view of it, is read after the write, is returned, or is what is written; nor where the
-    program may turn out to be the wrong one for its inputs after it has written.
+    Excluded: the old value or a view of it is read after the write, returned or written. Also
+    excluded: programs that may reject their inputs after the write.
     """
     if program.graph.training:
         return program
@@ -58,7 +58,7 @@ def in_place(program: Program) -> Program:
 
 
 def _writes(program: Program, old: str, new: str) -> list[int]:
-    """The statements that lead from the old value of a state to the new one, each a write into a copy; or nothing."""
+    """The statements from the old state to the new one, each a write into a copy; else []."""
     makers = {o: i for i, s in enumerate(program.statements) for o in s.outputs}
     found: list[int] = []
     while new != old:
@@ -71,7 +71,7 @@ def _writes(program: Program, old: str, new: str) -> list[int]:
 
 
 def _unnoticed(program: Program, old: str, writes: Sequence[int]) -> bool:
-    """Whether nothing sees a later value in the place of an earlier one."""
+    """Whether no statement reads a later value in place of an earlier one."""
     shared, stale = {old}, set[str]()
     for i, s in enumerate(program.statements):
         names = reads(s)

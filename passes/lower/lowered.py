@@ -1,4 +1,4 @@
-"""The recipe of lowering: from chosen layouts to a program on local tensors, pass by pass."""
+"""The sequence of lowering passes: from chosen layouts to a program on local tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.passes.lower.travelling import travelling
 
 
 def lowered(assignment: Assignment) -> Program:
-    """The program of an assignment: redistributions as statements, those together that can go together."""
+    """The program of an assignment: redistributions are statements, merged where possible."""
     program = lower(assignment.graph, assignment)
     program = counted(program)
     program = in_precision(program)

@@ -1,7 +1,7 @@
-"""Lower a graph with chosen layouts to a program on local tensors: redistributions become explicit statements.
+"""Lowering (SPMD partitioning): redistributions become explicit statements on local tensors.
 
-The invariant: a redistribution stands exactly where the layout of a use differs from that of the definition; every
-(value, layout) is made once, from the cheapest layout that exists at that point.
+Invariant: a redistribution stands exactly where the layout of a use differs from the definition's.
+Each (value, layout) is made once, from the cheapest existing layout (common subexpressions).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def lower(graph: Graph, assignment: Assignment) -> Program:
 
 
 def narrowed(program: Program, noted: Iterable[Any]) -> Program:
-    """``program`` with what was decided as in the example (:func:`~autoshard.passes.ir.sizes.noting`) as conditions."""
+    """``program`` with decisions on lengths (see ``ir.sizes.noting``) as conditions."""
     symbols = narrower(program.graph.symbols, noted)
     return replace(program, graph=replace(program.graph, symbols=symbols)) if symbols.read else program
 
@@ -43,11 +43,11 @@ class _Lowering:
         self.graph = replace(graph, types=self.types)
         self.layouts: dict[str, Layout] = dict(assignment.layouts)
         self.made: dict[str, dict[Layout, str]] = {}
-        """of values that are redistributed, the local name in every layout that exists"""
+        """redistributed value → layout → local name"""
         self.parameters = {i.name for i in graph.inputs if i.kind == "parameter"}
         self.statements: list[Statement] = []
         self.pinned: set[str] = set()
-        """values with a hint that lie in their shared layout by now"""
+        """hinted values that exist in their shared layout by now"""
         self.names = dict.fromkeys(graph.types, 0)
 
     def run(self) -> Program:
@@ -76,7 +76,7 @@ class _Lowering:
         outs = tuple(self.layouts[o] for o in node.outputs)
         site = Site(local, self.graph, self.mesh, tuple(ins), outs, choice)
         rule = rule_for(node.op)
-        if is_rigid(node, self.types, rule) and not is_random(node):  # a random op is drawn once for all ranks
+        if is_rigid(node, self.types, rule) and not is_random(node):  # random values are drawn once for all ranks
             rule = None
         if rule is not None and rule.local is not None:
             call = rule.local(site)
@@ -94,7 +94,7 @@ class _Lowering:
         )
 
     def _get(self, value: str, layout: Layout, reader: Node | None) -> str:
-        """The local name of ``value`` in ``layout``, redistributed where it does not exist yet."""
+        """The local name of ``value`` in ``layout``, redistributed unless it exists."""
         if layout is self.layouts[value] and value not in self.assignment.pinned:
             return value
         shared = self.assignment.shared.get(value)

@@ -1,4 +1,4 @@
-"""Parts of a block that run again in the backward: statements one after another, as one function."""
+"""Recomputed parts: consecutive statements of a block that the backward reruns as one function."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from autoshard.passes.rules.facts import is_view
 
 
 def parted(program: Program) -> Program:
-    """``program`` with what runs again in parts: as many neighbours of one block as there are, views between them, too.
+    """``program`` with recomputed statements in parts, as long as possible within a block.
 
-    What a part makes is not kept for the backward, and what it reads is.
+    Parts may contain views. The operands of a part are saved for the backward, its results are not.
     """
     remade = {id(part) for part in run_again(program)}
     program = redrawing(program, remade)
@@ -34,7 +34,8 @@ def parted(program: Program) -> Program:
 
 
 def _sunk(program: Program, remade: set[int]) -> list[list[Statement]]:
-    """Runs of statements of one block; local conversions that only one block's parts read stand inside it.
+    """Runs of statements per block, with local conversions moved into the block that alone reads
+    them.
 
     In front of the block each would be a part of its own.
     """
@@ -53,16 +54,16 @@ def _sunk(program: Program, remade: set[int]) -> list[list[Statement]]:
 
 
 def _readers(s: Statement, inside: Collection[Statement], program: Program) -> set[int]:
-    """Ids of the statements that read what ``s`` makes; 0 for those that are not ``inside`` the block after it."""
+    """Ids of the statements that read ``s``'s results; 0 for readers not ``inside``."""
     names, here = {*s.outputs}, {id(x) for x in inside}
     found = [x for x in program.statements if not names.isdisjoint(reads(x))]
     return {id(part) if id(x) in here else 0 for x in found for part in x.parts}
 
 
 def _neighbours(statements: Sequence[Statement], remade: set[int]) -> Iterator[tuple[bool, list[Statement]]]:
-    """Runs of statements, and whether they are a part; a part begins and ends with something that is no view.
+    """(is a part, statements), in order. A part neither begins nor ends with a view.
 
-    Conversions of parameters that stand in a part's way go before it.
+    Redistributions of parameters that would interrupt a part go in front of it.
     """
     one: list[Statement] = []
     views: list[Statement] = []
@@ -83,7 +84,7 @@ def _neighbours(statements: Sequence[Statement], remade: set[int]) -> Iterator[t
 
 
 def _shows(s: Statement) -> bool:
-    """Whether what it makes lies in the memory of what it reads."""
+    """Whether the result is a view of an operand."""
     if s.step is not None:
         return s.step.kind in ("enter", "leave")
     return s.node is not None and is_view(s.node.op)

@@ -1,7 +1,7 @@
-"""Mixed precision in a program: where a parameter's value, kept in one dtype, becomes one of the dtype that is read.
+"""Mixed precision: casts of parameters from the stored dtype to the dtype of computation.
 
-It does so in the conversion that sums its gradient, so that the sum, too, is taken and handed over in a dtype of its own
-(between two statements autograd gives a gradient the dtype of the value). Where nothing is summed, a cast stands first.
+The cast is inside the redistribution that sums the gradient, so that the sum may have its own
+dtype: between statements autograd casts gradients to the value's. Without a sum it is a statement.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from autoshard.passes.ir.graph import Ref, TensorType, map_refs
 from autoshard.passes.ir.program import Call, Program, Statement, Step, reads
 
 SUMS = frozenset({"enter", "all_gather"})
-"""conversions of a trained parameter that sum its gradient"""
+"""redistributions of a trained parameter that sum its gradient"""
 
 
 def in_precision(program: Program) -> Program:
-    """``program`` with the casts of its parameters; as it is without mixed precision."""
+    """``program`` with the casts of its parameters; unchanged without mixed precision."""
     graph = program.graph
     mixed = {n: t for n in graph.parameters if (t := graph.types[n]).stored is not None or t.summed is not None}
     return _Casts(program, mixed).run() if mixed else program
@@ -30,9 +30,9 @@ class _Casts:
         self.program, self.mixed = program, mixed
         self.types, self.layouts = dict(program.types), dict(program.layouts)
         self.raw = set(mixed)
-        """local names of values in the dtype that they are kept in"""
+        """local names of values in the stored dtype"""
         self.cast: dict[str, str] = {}
-        """these → the same in the dtype that is read"""
+        """local name in the stored dtype → in the dtype of computation"""
         self.readers: dict[str, list[Statement]] = defaultdict(list)
         for s in program.statements:
             for name in reads(s):
@@ -64,12 +64,12 @@ class _Casts:
         return s.step is not None and s.step.kind in SUMS and s.step.backward is not None
 
     def _sums_later(self, name: str) -> bool:
-        """Whether a conversion that sums the gradient is made of ``name``."""
+        """Whether a later redistribution of ``name`` sums the gradient."""
         found = (s for s in self.readers[name] if s.parameter)
         return any(self._sums(s) or any(map(self._sums_later, s.outputs)) for s in found)
 
     def _summing(self, s: Statement, step: Step) -> Statement:
-        """A sum of gradients; the cast is in it, unless another sum follows or rows of a sparse gradient are summed."""
+        """A gradient sum with the cast inside, unless another sum follows or rows are summed."""
         type_, kwargs = self.mixed[s.value], {**s.call.kwargs}
         if type_.sparse:
             self.raw.update(s.outputs)
@@ -85,7 +85,7 @@ class _Casts:
 
     @staticmethod
     def _wide(step: Step, type_: TensorType) -> Step:
-        """A step that moves what is kept: prices are those of what is read."""
+        """A step in bytes of the stored dtype; its seconds remain those of the read dtype."""
         return replace(step, forward_bytes=step.forward_bytes * type_.kept.dtype.itemsize / type_.dtype.itemsize)
 
     def _cast(self, name: str, reader: Statement) -> Statement:

@@ -1,5 +1,5 @@
-"""Look-ups become one: in tables that lie whole on one rank each, a look-up per rank and one exchange of all; in others,
-cut and pooled alike, one call."""
+"""Grouped look-ups: those in table-wise placed embedding tables share one exchange, and pooled
+look-ups in tables sharded alike one call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.passes.lower.bucket import placed
 
 
 def tables_together(program: Program) -> Program:
-    """``program`` with look-ups in one call as far as none needs what another has found; it stands in no block."""
+    """``program`` with independent look-ups merged into one call, outside all blocks."""
     if not any(s.call.fn in (TABLES, POOLED) for s in program.statements):
         return program
     enters = (s for s in program.statements if s.parameter and s.step is not None and s.step.kind == "enter")
@@ -39,7 +39,7 @@ def tables_together(program: Program) -> Program:
 
 
 def _one(unit: list[Statement], whole: set[str]) -> Statement:
-    """``whole``: tables whose look-ups go together, or may; what brings them to these stands in no block, either."""
+    """A unit as one statement. ``whole``: grouped tables, also converted outside blocks."""
     first = unit[0]
     if first.call.fn == TABLES or len(unit) > 1:
         return merged(TABLES if first.call.fn == TABLES else POOLED_TOGETHER, [replace(s, block="") for s in unit])
@@ -51,8 +51,9 @@ def _pools(s: Statement) -> bool:
 
 
 def _key(s: Statement, program: Program, stored: Container[str], level: int) -> Any:
-    """What look-ups in one call have in common; None for what goes alone. ``stored``: tables as they are kept, also those whose
-    gradients are summed over replicas; what is gathered is there for its own look-up alone.
+    """What look-ups in one call have in common; None for one that is not grouped.
+
+    ``stored``: tables as stored, or entered for a gradient sum over replicas, but not gathered.
     """
     call, kwargs = s.call, s.call.kwargs
     if call.fn == TABLES:

@@ -1,7 +1,7 @@
-"""Small collectives of one kind that are ready together become one, forward and backward: their latency is paid once.
+"""Message coalescing: small collectives that are ready together share one message and its latency.
 
-Everything else that a view of the whole graph gives is decided before, by the choice of layouts
-(:mod:`autoshard.passes.propagate`): conversions are shared by all readers, and stand on the cheaper side of cheap ops.
+The choice of layouts (:mod:`autoshard.passes.propagate`) has decided the rest: readers share
+conversions, which stand on the cheaper side of cheap ops.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from autoshard.passes.redistribute.pricing import SMALL_BYTES, TOGETHER
 
 
 def together(program: Program) -> Program:
-    """``program`` with small collectives over the same axes made by one call, where the first of them stands.
+    """``program`` with small collectives over the same axes merged at the first of them.
 
-    They must be of one dtype, belong to one block, and their operands must be there already: a redistribution is lowered
-    where its first reader stands, which is often later than it could be. Where the backward communicates as well, all
-    must count for the same outputs, so that a gradient exists for all or for none.
+    They agree in dtype and block, and all operands exist there: a conversion is lowered at its
+    first reader, often later than possible. If the backward communicates, all must reach the same
+    outputs, so that all or none have a gradient.
     """
     reached = outputs_reached(program.graph)
     groups: dict[int, list[Statement]] = {}
@@ -45,7 +45,7 @@ def together(program: Program) -> Program:
 
 
 def _key(s: Statement, program: Program, reached: Mapping[str, int]) -> Any:
-    """What the members of a group have in common; None for a statement that stays alone."""
+    """What coalesced collectives have in common; None for a statement that stays alone."""
     step = s.step
     if step is None or step.kind not in TOGETHER or s.parameter or s.call.kwargs.get("op", "sum") != "sum":
         return None

@@ -1,4 +1,4 @@
-"""Conversions that go round while products are computed become one statement with these, where the search priced them so."""
+"""Collective matmul (asynchronous tensor parallelism): ring steps overlap with products."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.passes.propagate.prices.travelling import PRODUCTS, beside
 
 
 def travelling(program: Program) -> Program:
-    """``program`` with a gather and the products of what it brings in one call, and a product and what sums and cuts it."""
+    """``program`` with gathers fused with products, and products with reduce-scatters."""
     graph = program.assignment.graph
     if not (near := beside(graph, program.mesh)):
         return program
@@ -54,7 +54,7 @@ def travelling(program: Program) -> Program:
 
 
 def _is_first(step: Step, value: str, program: Program) -> bool:
-    """Whether a step is all of the conversion from the definition to the layout that is shared, if one is."""
+    """Whether a step is the full conversion from the definition to the shared layout, if any."""
     assignment = program.assignment
     return assignment.layouts[value] == step.src and assignment.shared.get(value, step.dst) == step.dst
 
@@ -64,14 +64,14 @@ def _is_product(s: Statement) -> bool:
 
 
 def _multiplies(s: Statement, name: str, gather: Statement) -> bool:
-    """Whether it is a product of this local, in the block that it is gathered in."""
+    """Whether it is a product of this local, in the gather's block."""
     return _is_product(s) and reads(s)[0] == name and name not in reads(s)[1:] and s.block == gather.block
 
 
 def settled(program: Program, remade: Collection[int]) -> Program:
-    """``program`` with parts of what travels that run again in the backward: all, or of a gather the operand alone.
+    """``program`` with collective matmuls of which the backward recomputes all, or a gather alone.
 
-    That goes round once more then; else they are statements of their own. ``remade``: ids of the parts that do.
+    Otherwise they become separate statements. ``remade``: ids of recomputed parts.
     """
     numbers = iter(range(-1, -len(program.statements) - 1, -1))
     statements = (x for s in program.statements for x in _settled(s, remade, numbers))

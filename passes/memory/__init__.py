@@ -1,4 +1,4 @@
-"""What a program holds in memory over one step, and the cheapest program that stays within a budget."""
+"""Peak memory of a program over one step, and the cheapest program within a memory budget."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The cheapest program whose peak is within the memory budget: search, simulate, and search again with what was learnt.
+"""Search within memory: search, simulate, and search again with a corrected limit.
 
-The search knows parameters, what optimizers keep of them, and activations that are kept, as sums over its choices. The
-rest (temporaries, gathered parameters, gradients on their way) it learns from the simulation of the plan it found: the
-limit of its sums is the budget less that rest.
+The cost network counts parameters, optimizer states and saved activations as linear sums over
+choices. Temporaries, gathered parameters and gradients in transit are known only from a simulation.
+So the limit of the sums is the budget less the rest in the last simulated plan.
 """
 
 from __future__ import annotations
@@ -31,49 +31,50 @@ from autoshard.passes.propagate.planner import LITTLE, Planner, proven
 log = logging.getLogger("autoshard.plan")
 
 SHARE = 0.9
-"""of the hardware's memory: the budget where none is given"""
+"""default budget, as a share of the hardware's memory"""
 LEAST_ROUNDS = 10
-"""searches for what holds least, at most, where no other plan fits; half as many where choices are narrowed"""
+"""most searches for the least memory while no plan fits; half as many where choices are narrowed"""
 WORTH = (0.0, 1 / 16, 1 / 4, 1.0, 0.0, 1 / 16, 1 / 4, 1.0, 4.0, 16.0)
-"""of the bytes per second of the plan before: what a second is worth in these, in turn. Quick plans work on little, and those
-that move little hold little of small models"""
+"""the worth of a second in bytes, in turn, as a multiple of the last plan's bytes per second. Quick
+plans work on little, and small models that move little hold little"""
 QUICKER_ROUNDS = 8
-"""searches for one that takes less time, where one that holds least fits"""
+"""searches for a quicker plan after the least-memory one fits"""
 MOMENT = 1e-12
-"""seconds: less than any step takes that takes time"""
+"""seconds: below every step that takes any time"""
 STEP = 16.0
-"""by which a second is worth more in the next of them, or less, until one fits and one does not"""
+"""factor on the worth of a second, until one plan fits and one does not"""
 RATE = 4.0
-"""by which the moments of a peak count more in the next one of them, as a power of e, than those where nothing is held"""
+"""exponential weight of a peak's moments in the next search, over moments that hold nothing"""
 ROUNDS = 4
-"""searches under a limit, at most"""
+"""most searches under a limit"""
 MORE_ROUNDS = 10
-"""the same while no plan was found that fits"""
+"""the same while no plan fits"""
 CLOSE = 0.02
-"""limits that differ by less, as a part of the budget, are one"""
+"""share of the budget below which two limits are the same"""
 GAP = 0.01
-"""between the cost and its bound, as a part of the cost, from which on the moment of the peak is looked at"""
+"""gap between cost and bound, relative to the cost, from which on the peak moment is searched"""
 WIDE = 0.05
-"""the same, from which on all moments are"""
+"""the same gap from which on all moments are searched"""
 SPARED = 0.015
-"""of the budget, under the first limit: what is not known differs much from the plan that it is taken from"""
+"""share of the budget withheld from the first limit, whose plan may differ much from the last"""
 
 
 def fitting(
     planner: Planner, memory_budget: float | None, others: Iterable[Callable[[], Planner]] = ()
 ) -> tuple[Program, Memory]:
-    """The cheapest program found whose peak is within ``memory_budget`` bytes per rank, and its memory.
+    """The cheapest program found whose simulated peak is within ``memory_budget``, and its memory.
 
-    ``memory_budget``: default 90 % of the hardware's memory; ``others``: searches among fewer choices, such as experts', for
-    where what is found is far above its bound. Raises :class:`PlanError` where none is found: with the
-    least peak that was, what it consists of, and what helps; :class:`HintError` from constraints.
+    ``memory_budget``: bytes per rank, by default 90 % of the hardware's. ``others``: searches among
+    fewer choices, such as named strategies, tried if the gap to the bound is large. Raises
+    :class:`PlanError` if no program fits, with the least peak found and what helps;
+    :class:`HintError` from constraints.
     """
     mesh, optimizer, flying = planner.mesh, planner.optimizer, planner.flying
     budget = SHARE * mesh.hardware.memory_bytes if memory_budget is None else memory_budget
     cheapest = planner.cheapest(rough=True)
     program, memory = tried(cheapest, optimizer, flying)
     rough = (_bounded(program, 0.0), memory) if memory.peak <= budget else None
-    # what does not fit is searched for under a limit, among the same choices
+    # a rough plan that does not fit is refined under a limit, among the same choices
     if rough is not None and (found := planner.searched_on(cheapest)) is not cheapest:
         if found.solution.choice == cheapest.solution.choice:  # the same program, with another bound
             program = replace(program, assignment=replace(program.assignment, solution=found.solution))
@@ -82,16 +83,16 @@ def fitting(
     if memory.peak <= budget:
         return replace(program, assignment=proven(program.assignment)), memory
     best = _Best(budget, (_bounded(program, 0.0), memory), rough)
-    del cheapest, program  # and what it was found in
+    del cheapest, program  # releases the search that found it
     best.of(_searched(planner, best, *best.closest))
     if best.fits is None:
         raise PlanError(_does_not_fit(best.closest[1], budget, mesh))
     bound = planner.bound(budget)
-    # what earlier micro-batches keep is there at any moment; the rough plan was not found under a limit
+    # activations of earlier micro-batches are there at any moment; the rough plan had no limit
     if best.gap(bound) > GAP and not flying and best.fits is not rough:
         best.of(_at_its_moment(planner, budget, *best.fits))
         weights = (RATE * _then(planner, best.fits[1]), np.zeros(len(planner.graph.nodes) + 1))
-        for excess in weights:  # moments of a plan that fits, and all moments alike
+        for excess in weights:  # weighted by a fitting plan, then uniformly
             if best.gap(bound) > WIDE:
                 planner.freely()
                 best.of(_quicker(planner, budget, excess, 0.0, best.seconds))
@@ -102,7 +103,7 @@ def fitting(
 
 @dataclass
 class _Best:
-    """Of the programs that were tried, the one that comes closest to the budget, and the quickest within it."""
+    """The program closest to the budget, and the quickest one within it."""
 
     budget: float
     closest: tuple[Program, Memory]
@@ -113,11 +114,11 @@ class _Best:
         return math.inf if self.fits is None else _seconds(self.fits[0])
 
     def gap(self, bound: float) -> float:
-        """Between the quickest and a bound, as a part of its seconds."""
+        """Between the quickest program and a bound, relative to its seconds."""
         return 1 - bound / self.seconds
 
     def of(self, found: Iterable[tuple[Program, Memory]]) -> None:
-        """Take these, too."""
+        """Take these candidates, too."""
         for program, memory in found:
             self.closest = min(self.closest, (program, memory), key=lambda each: each[1].peak)
             if memory.peak <= self.budget and _seconds(program) < self.seconds:
@@ -125,7 +126,7 @@ class _Best:
 
 
 def _bounded(program: Program, bound: float) -> Program:
-    """With a bound of what all cost whose choices hold no more than the budget."""
+    """``program`` with a lower bound on the cost of all choices within the budget."""
     found = program.assignment.solution.bounded(bound)
     return replace(program, assignment=replace(program.assignment, solution=found))
 
@@ -139,11 +140,11 @@ class Ended(NamedTuple):
     fits: bool = False
     """whether a plan was within the budget"""
     rests: bool = False
-    """whether another search would find no more"""
+    """whether another search would find nothing new (converged)"""
 
 
 def _searched(planner: Planner, best: _Best, program: Program, memory: Memory) -> Iterator[tuple[Program, Memory]]:
-    """Plans under limits that come closer and closer to the budget less what the search does not know of."""
+    """Plans under limits that approach the budget less what the linear sums do not count."""
     budget = best.budget
     limit = (1 - SPARED) * budget - (memory.peak - planner.held(program.assignment))
     ended = yield from _closer(planner, budget, limit)
@@ -151,21 +152,21 @@ def _searched(planner: Planner, best: _Best, program: Program, memory: Memory) -
     if not ended.fits:
         ended = yield from _least(planner, budget, LEAST_ROUNDS)
     fits = ended.fits
-    with contextlib.suppress(PlanError):  # hints may ask for different things along the axes
+    with contextlib.suppress(PlanError):  # hints may differ between axes
         if planner.mesh.ndim > 1 and not ended.rests:
             planner.evenly()
             fits |= (yield from search(planner, budget)).fits
     if planner.decides and not fits:
-        with contextlib.suppress(PlanError):  # or for what leaves no block that can be made again as one
+        with contextlib.suppress(PlanError):  # or no block can be recomputed as one
             planner.by_blocks()
             yield from _least(planner, budget)
 
 
 def _least(planner: Planner, budget: float, most: int = LEAST_ROUNDS // 2) -> Found:
-    """Plans that hold least; where one is within the budget, then those that take less time.
+    """Plans of least memory; once one is within the budget, quicker ones.
 
-    A mean over the moments of the step can be searched for, the peak cannot: moments count the more, the more the plans
-    before held then. Source: Freund and Schapire, Adaptive game playing using multiplicative weights (1999).
+    A search minimizes weighted means over moments, not the peak: weights grow with bytes held.
+    Source: Freund and Schapire, Adaptive game playing using multiplicative weights (1999).
     """
     excess, rate = np.zeros(len(planner.graph.nodes) + 1), 0.0
     for number in range(most):
@@ -184,9 +185,9 @@ def _least(planner: Planner, budget: float, most: int = LEAST_ROUNDS // 2) -> Fo
 def _quicker(
     planner: Planner, budget: float, excess: np.ndarray, limit: float, seconds: float
 ) -> Generator[tuple[Program, Memory], None, float]:
-    """Plans that take less time than one that fits, of ``seconds`` and held least by ``excess``: seconds are worth more.
-    Returns the limit of what choices hold that the last one leaves which fits; ``limit``: that of the first.
-    """
+    """Plans quicker than a fitting one that takes ``seconds``, by bisection on the price of a
+    second. ``limit``: what that plan's choices may hold. Returns the limit that the last fitting
+    plan leaves."""
     low, high, price = 0.0, math.inf, budget / max(seconds, MOMENT)
     for _ in range(QUICKER_ROUNDS):
         assignment, held = planner.least(excess, price)
@@ -202,7 +203,7 @@ def _quicker(
 
 
 def _then(planner: Planner, memory: Memory) -> np.ndarray:
-    """What was held at the moment of each operation and at the optimizer's step, above the peak, as a part of that."""
+    """Bytes held at each operation and at the optimizer's step, relative to the peak, less 1."""
     place = {node.name: i for i, node in enumerate(planner.graph.nodes)}
     held = np.zeros(len(place) + 1)
     for name, phase, size in memory.curve:
@@ -212,11 +213,11 @@ def _then(planner: Planner, memory: Memory) -> np.ndarray:
 
 
 def _closer(planner: Planner, budget: float, limit: float, most: int = MORE_ROUNDS, best: _Best | None = None) -> Found:
-    """Plans whose choices hold at most ``limit``, and then what the simulation of the last leaves of the budget; ``most``:
-    searches, while none is within it; ``best``: beside which a plan that takes longer, and does not fit, leads to no better.
+    """Plans under limits updated from each simulation, ``most`` while none fits.
 
-    That need not come to rest: what is not known of the choices differs from plan to plan. So limits stay between one whose
-    plan fits, or that allows none, and what is held by a plan that does not.
+    ``best``: stop at a plan that is slower than it and does not fit. The iteration need not
+    converge, since the uncounted bytes differ between plans. So each limit stays between one that
+    fits or is infeasible, and the bytes of a plan that does not fit.
     """
     low, high, fits = 0.0, math.inf, False
     for number in range(most):
@@ -247,9 +248,9 @@ def _closer(planner: Planner, budget: float, limit: float, most: int = MORE_ROUN
 
 
 def _of_fewer(others: Iterable[Callable[[], Planner]], best: _Best) -> Iterator[tuple[Program, Memory]]:
-    """What searches among fewer choices find, of those whose quickest is quicker than the best."""
+    """Results among fewer choices, where the unconstrained optimum beats the best so far."""
     for make in others:
-        with contextlib.suppress(PlanError, HintError):  # not within the budget, or not beside these hints
+        with contextlib.suppress(PlanError, HintError):  # does not fit, or contradicts these hints
             planner = make()
             if planner.cheapest(rough=True).solution.cost < best.seconds:
                 yield fitting(planner, best.budget)
@@ -258,10 +259,10 @@ def _of_fewer(others: Iterable[Callable[[], Planner]], best: _Best) -> Iterator[
 def _at_its_moment(
     planner: Planner, budget: float, program: Program, memory: Memory
 ) -> Iterator[tuple[Program, Memory]]:
-    """Plans where what is held at the moment of this peak, and at the end of the forward, has each its own limit.
+    """Plans with separate limits for the moment of the peak and for the end of the forward.
 
-    An operation that works on much, such as attention with dropout, may need room when the head and the loss hold nothing
-    yet, or no longer.
+    An operation with large temporaries, such as attention with dropout, may need its room before
+    the head and the loss hold anything, or after.
     """
     moment = max(memory.curve, key=lambda point: point[2])[0]
     place = {node.name: i for i, node in enumerate(planner.graph.nodes)}
@@ -288,9 +289,9 @@ def _seconds(program: Program) -> float:
 
 
 def tried(assignment: Assignment, optimizer: str, flying: int = 0) -> tuple[Program, Memory]:
-    """The program of an assignment, and its memory; ``flying``: of a stage, the micro-batches in flight."""
+    """Lower an assignment and simulate its memory; ``flying``: micro-batches in flight."""
     program = lowered(assignment)
-    with noting():  # memory is that of the example's lengths: what they decide binds no program
+    with noting():  # memory at the example's lengths: these decisions bind no program
         memory = simulate(program, optimizer)
     return program, memory.in_flight(flying) if flying else memory
 

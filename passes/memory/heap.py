@@ -1,4 +1,4 @@
-"""Storages of a simulated step: who holds them, and how many bytes there are."""
+"""Storages of a simulated step: reference counts and bytes (liveness)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Heap:
-    """Storages, who holds them, and how much there is at any time."""
+    """Storages, their reference counts, and the bytes alive at any time."""
 
     sizes: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
-    """holders: locals, gradients, the caller"""
+    """references by locals, gradients and the caller"""
     saved: list[int] = field(default_factory=list)
-    """holders among what autograd keeps"""
+    """references by tensors that autograd saves"""
     alive: float = 0.0
     kept: float = 0.0
 
     def new(self, size: int) -> int:
-        """A storage that nobody holds yet."""
+        """A new storage without references."""
         for column, value in ((self.sizes, size), (self.held, 0), (self.saved, 0)):
             column.append(value)
         return len(self.sizes) - 1

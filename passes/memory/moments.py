@@ -1,4 +1,4 @@
-"""What reports call statements, and moments of a step."""
+"""Names of statements and of moments of a step, as reports print them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from autoshard.passes.ir.program import Statement
 
 
 def name_of(part: Statement) -> str:
-    """The value whose conversion it is, or the operation."""
+    """The redistributed value, or the name of the operation."""
     return part.value if part.step is not None else part.node.name if part.node is not None else ""
 
 
 def moment(s: Statement | None, phase: str) -> str:
-    """When it is, in words: ``phase`` of ``s``."""
+    """``phase`` of statement ``s`` in words."""
     if s is None:
         return "the optimizer's step" if phase == "step" else phase
     where = s.node.fqn if s.node is not None else ""

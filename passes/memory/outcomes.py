@@ -1,4 +1,4 @@
-"""What statements make and keep that are not rehearsed: buckets of parameters, and what cannot run without data."""
+"""Results and saved tensors of statements that the abstract run cannot execute."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from autoshard.passes.rules.rehearsal import Form, Made, Outcome
 
 
 def form_bytes(form: Form) -> int:
-    """Of a contiguous tensor of this form."""
+    """Bytes of a contiguous tensor of this form."""
     return math.prod(form.shape) * form.dtype.itemsize
 
 
 def of_bucket(s: Statement, forms: Sequence[Form]) -> Outcome:
-    """Parameters that go together: views of one buffer where they are gathered, the parameters where not.
+    """A bucket of parameters: views of one buffer if gathered, else the parameters themselves.
 
     ``forms``: of its results.
     """
     sizes = tuple(map(form_bytes, forms))
     each = tuple(Made(form, ~i) for i, form in enumerate(forms))
     if s.call.fn == "gather_parameters":
-        if s.call.kwargs.get("zero"):  # each by itself, so that those that the backward does not need are freed
+        if s.call.kwargs.get("zero"):  # separate storages, so that those that the backward does not need are freed
             return Outcome(each, sizes, (), 2 * sum(sizes), sizes, 0)
         return Outcome(tuple(Made(form, ~0) for form in forms), (sum(sizes),), (), 2 * sum(sizes), sizes, 0)
-    if s.call.kwargs.get("dtype") is not None:  # copies in the dtype that is read
+    if s.call.kwargs.get("dtype") is not None:  # copies in the dtype of computation
         return Outcome(each, sizes)
     return Outcome(tuple(Made(form, i) for i, form in enumerate(forms)), ())
 
@@ -35,9 +35,10 @@ def of_bucket(s: Statement, forms: Sequence[Form]) -> Outcome:
 def guessed(
     s: Statement, graph: Graph, form: Callable[[str], Form], gradient: Callable[[str], float | None]
 ) -> Outcome:
-    """Of a statement that cannot run without data: contiguous results; what the rule says that autograd keeps.
+    """Outcome of a statement that cannot run without data: contiguous results, saved tensors by
+    rule.
 
-    ``gradient``: bytes of an operand's gradient, None where it has none.
+    ``gradient``: bytes of an operand's gradient, None if it has none.
     """
     operands = tuple(dict.fromkeys(reads(s)))
     forms = [None if o == "_" else form(o) for o in s.outputs]

@@ -1,4 +1,4 @@
-"""Parts of a simulated step that run again in the backward."""
+"""Parts of a simulated step that the backward recomputes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.passes.lower.blocks import Segment
 
 @dataclass(frozen=True)
 class Replayed:
-    """A statement of a part as it ran in the forward."""
+    """A statement of a recomputed part, as recorded in the forward."""
 
     statement: Statement
     new: tuple[int, ...]
@@ -19,26 +19,26 @@ class Replayed:
     outputs: Mapping[str, int]
     """its locals → storages"""
     peak: int
-    """most bytes of new tensors at once while it runs"""
+    """most bytes of new tensors at once during the statement"""
 
 
 @dataclass
 class Part:
-    """Statements that run again together."""
+    """Statements that the backward recomputes together."""
 
     reads: Collection[str]
     """locals from outside"""
     inner: Collection[str]
-    """locals that nobody reads outside"""
+    """locals without readers outside"""
     sums: float = 0.0
-    """bytes of what its operations sum for themselves over ranks, which is kept"""
+    """bytes of internal sums over ranks, which are saved instead of repeated"""
     inputs: tuple[int, ...] = ()
-    """storages of ``reads``, other than those of parameters and buffers"""
+    """storages of ``reads``, without those of parameters and buffers"""
     ran: list[Replayed] = field(default_factory=list)
 
     @classmethod
     def of(cls, statements: Sequence[Statement], segment: Segment) -> Part:
-        """``segment``: that the part is in."""
+        """``segment``: the block's run that contains the part."""
         made = {o for s in statements for o in s.outputs}
         number = statements[0].again
         outside = {n for s in segment.statements if s.again != number for n in reads(s)}

@@ -1,8 +1,9 @@
-"""The memory of one training step (or of a forward): a program's statements forward, then backward, storage by storage.
+"""Simulation of the peak memory of one step: statements forward, then backward, storage by storage.
 
-Locals live until they are deleted or the function that they belong to returns, as in the emitted code; what autograd keeps
-lives until its operation's backward; gradients of parameters appear as the backward goes. A part that runs again does so,
-statement by statement, where the backward first needs what it makes. Collectives hand over contiguous copies.
+Liveness follows the emitted code. A local lives until its ``del`` or the end of its function, a
+saved tensor until the backward of its operation. Gradients of parameters appear as the backward
+proceeds. A recomputed part reruns statement by statement when the backward first needs one of its
+values. Results of collectives are contiguous.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temp
 
 
 def simulate(program: Program, optimizer: str = "adamw") -> Memory:
-    """The memory of ``program`` on the busiest rank. ``optimizer``: a name in :data:`OPTIMIZERS`."""
+    """Memory of ``program`` on the busiest rank. ``optimizer``: a name in :data:`OPTIMIZERS`."""
     return _Simulation(program, optimizer).run()
 
 
 @dataclass(frozen=True)
 class _Ran:
-    """A statement that has run: what its backward needs."""
+    """An executed statement, with what its backward needs."""
 
     statement: Statement
     operands: tuple[str, ...]
     outputs: tuple[str, ...]
     outcome: Outcome
     kept: tuple[int, ...]
-    """storages"""
+    """saved storages"""
 
 
 class _Simulation:
@@ -59,36 +60,36 @@ class _Simulation:
         """storages of parameters and buffers, which are counted apart"""
         self.tape: list[_Ran] = []
         self.gradient: dict[str, int] = {}
-        """local name → the storage of its gradient"""
+        """local name → storage of its gradient"""
         self.again = regathered(program) if self.graph.training else set()
         self.prefetch = under_way(program, self.again, self._gathered_bytes)
         self.under_way = 0.0
-        """bytes of buckets that are gathered ahead"""
+        """bytes of buckets in prefetch"""
         self.bucket: dict[int, str] = {}
         """storage of a bucket that is gathered again → its first result"""
         self.shared: set[int] = set()
-        """storages of buckets that are gathered once a step"""
+        """storages of buckets that are gathered once per step"""
         self.constant = dict.fromkeys(("parameters", "optimizer", "buffers"), 0.0)
         self.gradients = self.activations = self.gathered = 0.0
         self.best = Memory()
         self.curve: dict[tuple[str, str], float] = {}
-        """(operation, phase) → the most bytes while it ran"""
+        """(operation, phase) → most bytes during it"""
         self.curve_at = ""
         self.reached: set[str] = set()
         """parameters that have a gradient by now"""
         self.uses: Counter[int] = Counter()
-        """storages that are not kept but made again → operations that would keep them"""
+        """recomputed storage → operations that would have saved it"""
         self.present: set[int] = set()
-        """those of them that have been made again"""
+        """those of ``uses`` that exist again in the backward"""
         self.parts: dict[int, Part] = {}
         self.maker: dict[int, tuple[Statement, int]] = {}
-        """storages of these, other than gathered parameters → the statement that made them, and its part"""
+        """storage made in a recomputed part → (its statement, number of the part)"""
         self.spared: set[int] = set()
-        """those of them that autograd would keep"""
+        """those of ``maker`` that autograd would save without recomputation"""
         self.wanted: set[int] = set()
-        """other storages that autograd keeps"""
+        """other storages that autograd saves"""
         self.extra: dict[int, Statement] = {}
-        """storages → the first statement that is made again from them"""
+        """storage saved only for recomputation → the first statement that reads it"""
         for value in self.graph.inputs:
             self._input(value.name, value.kind, optimizer)
         if self.graph.training and self.graph.passes > 1:
@@ -134,7 +135,7 @@ class _Simulation:
 
     def _recomputed(self) -> dict[str, float]:
         found: dict[str, float] = defaultdict(float, dict.fromkeys(map(name_of, run_again(self.program)), 0.0))
-        for s in redrawn(self.program):  # a byte for each element
+        for s in redrawn(self.program):  # its mask has a byte per element
             found[name_of(s)] += math.prod(self._form(s.outputs[0]).shape)
         for storage in self.spared:
             found[name_of(self.maker[storage][0])] += self.heap.sizes[storage]
@@ -143,10 +144,10 @@ class _Simulation:
                 found[name_of(part)] -= self.heap.sizes[storage]
         return dict(found)
 
-    # --- what is there ---
+    # --- state ---
 
     def _after_others(self) -> None:
-        """The last of several micro-batches holds most: gradients of those before it are there, as sums."""
+        """Start at the last micro-batch, where summed gradients of the others already exist."""
         whole = {p: o for p, o, stage in kept_gathered(self.program) if stage == 1}
         for name in filter(self._trained, self.graph.parameters):
             self.reached.add(name)
@@ -182,7 +183,7 @@ class _Simulation:
         return form_bytes(self.forms[name])
 
     def _gradient(self, name: str) -> float:
-        """Bytes of the gradient of ``name``; of a sparse one, of the rows that are looked up and their numbers."""
+        """Bytes of a gradient; of a sparse one, those of the rows looked up and their indices."""
         type_ = self.program.types[name]
         if not type_.sparse:
             return self._bytes(name)
@@ -192,7 +193,7 @@ class _Simulation:
         return self._gradient(name) if self.forms[name].grad else None
 
     def _seen(self, s: Statement | None, phase: str, more: float) -> None:
-        """Note the moment, at which ``more`` bytes are there than what is held."""
+        """Record the current bytes plus ``more``."""
         parts = dict(self.constant) | {
             "gradients": self.gradients,
             "activations": self.heap.kept,
@@ -208,7 +209,7 @@ class _Simulation:
             self.best = Memory(temporaries=at["temporaries"], peak=peak, at_peak=at, moment=moment(s, phase))
 
     def _leave(self, names: Iterable[str]) -> None:
-        """The function that these locals belong to returns."""
+        """The function that owns these locals returns."""
         for name in names:
             if name in self.storage:
                 self.heap.hold(self.storage.pop(name), -1)
@@ -231,7 +232,7 @@ class _Simulation:
         self._leave({o for part in s.parts for o in part.outputs} - set(s.outputs))
 
     def _part(self, number: int, statements: Sequence[Statement], segment: Segment) -> None:
-        """A part that runs again begins: what it reads is kept until the backward is through with it."""
+        """Begin a recomputed part: its operands are saved until the backward has used them."""
         part = self.parts[number] = Part.of(statements, segment)
         part.inputs = tuple(dict.fromkeys(self.storage[n] for n in part.reads))
         part.inputs = tuple(x for x in part.inputs if x not in self.fixed)
@@ -278,40 +279,40 @@ class _Simulation:
             self.tape.append(_Ran(s, operands, s.outputs, outcome, keeps))
 
     def _bucket(self, s: Statement) -> None:
-        """Parameters that go together: views of one buffer where they are gathered, the parameters where not."""
+        """A bucket of parameters: views of one buffer if gathered, else the parameters."""
         operands, gathers = tuple(reads(s)), s.call.fn == "gather_parameters"
         forms, stage = [self._form(o) for o in s.outputs], s.call.kwargs.get("zero")
         if gathers:
             self.under_way = self.prefetch[s.outputs[0]].forward
-            self._seen(s, "forward", 2 * sum(map(form_bytes, forms)))  # as they arrive, and as parameters
+            self._seen(s, "forward", 2 * sum(map(form_bytes, forms)))  # the receive buffer, and the parameters
         self._made(s, operands, of_bucket(s, forms))
         if gathers and self.again.intersection(s.outputs):
             self.uses[self.storage[s.outputs[0]]] = 0
             self.bucket[self.storage[s.outputs[0]]] = s.outputs[0]
         if stage:
             self.shared.update(self.storage[o] for o in s.outputs)
-        if stage and self.graph.passes > 1:  # for all of them
+        if stage and self.graph.passes > 1:  # for all micro-batches
             for o in s.outputs:
                 self.heap.hold(self.storage[o])
 
     # --- backward ---
 
     def _ends(self) -> None:
-        """Gradients of what is returned: of scalars (losses), or of all where none is scalar."""
+        """Seed gradients of the outputs: of scalars (losses), or of all if none is scalar."""
         names = [out.name for out in self.program.outputs if isinstance(out, Ref)]
         names = [n for n in dict.fromkeys(names) if self.forms[n].grad]
         for name in [n for n in names if not self.forms[n].shape] or names:
             self._give(name, self.heap.new(int(self._bytes(name))))
 
     def _give(self, name: str, storage: int) -> None:
-        """``name`` gets a gradient, or one more summand of it."""
+        """Add a gradient, or one more summand, to ``name``."""
         if name in self.graph.parameters:
             if self._trained(name) and name not in self.reached:
                 self.reached.add(name)
                 self.gradients += self._gradient(name)
             return
         self.heap.hold(storage)
-        if name in self.gradient:  # the sum is made in the memory of one of them
+        if name in self.gradient:  # summed in place
             self._seen(None, "backward", 0.0)
             self.heap.hold(storage, -1)
         else:
@@ -335,14 +336,14 @@ class _Simulation:
                 self._used(storage)
 
     def _used(self, storage: int) -> None:
-        """What is made again has one use less to come."""
+        """A recomputed storage has one use less to come."""
         self.uses[storage] -= 1
         if not self.uses[storage] and storage in self.present:
             self.present.remove(storage)
             self.heap.hold(storage, -1)
 
     def _make_again(self, storage: int) -> None:
-        """What is made again together is there from its first use in the backward on, each until its last."""
+        """Recompute a part at its first use; each storage lives until its last use."""
         if storage in self.bucket:
             self.under_way = self.prefetch[self.bucket[storage]].backward
             self._there(storage)
@@ -387,13 +388,13 @@ class _Simulation:
                 self._give(name, self.gradient[ran.outputs[-1 - gradient]])
 
     def _reduced(self, ran: _Ran) -> None:
-        """A bucket's gradients, copied into one buffer and reduced."""
+        """A bucket's gradients, packed into one buffer and reduced."""
         present = [(p, o) for p, o in zip(ran.operands, ran.outputs, strict=True) if o in self.gradient]
         flat = sum(self._bytes(o) for _, o in present)
         if dtype := ran.statement.call.kwargs.get("reduce_dtype"):
             flat = sum(math.prod(self.forms[o].shape) * dtype.itemsize for _, o in present)
         if ran.statement.call.kwargs.get("zero") == 1 and self.graph.passes > 1:
-            self._seen(ran.statement, "backward", 2 * flat)  # beside the sums so far: with these, and in one buffer
+            self._seen(ran.statement, "backward", 2 * flat)  # beside the earlier sums: added to them, and packed
             self.gradients -= flat - sum(self._bytes(p) for p, _ in present)
         self._seen(ran.statement, "backward", flat)
         for p, _ in present:

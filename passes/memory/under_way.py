@@ -1,4 +1,4 @@
-"""Gathered parameters: buckets that are under way while the one before them is used, and those that stay."""
+"""Gathered parameters (ZeRO): buckets in prefetch, and those that stay unsharded."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from autoshard.passes.lower.bucket import prefetched
 
 
 class UnderWay(NamedTuple):
-    """Bytes beside a bucket: in the forward, and while the backward uses it."""
+    """Bytes in prefetch beside a bucket, in the forward and in the backward."""
 
     forward: float
     backward: float
 
 
 def under_way(program: Program, again: Set[str], size: Callable[[Statement], float]) -> dict[str, UnderWay]:
-    """First result of every bucket that is gathered → what is under way beside it, in the last micro-batch of a step.
+    """First result of each gathered bucket → bytes in prefetch beside it, in the last micro-batch.
 
-    ``again``: local names that the backward gathers again; ``size``: bytes of a bucket, gathered.
+    ``again``: local names that the backward gathers again; ``size``: unsharded bytes of a bucket.
     """
     depth = prefetched(program)
     shares = program.graph.passes > 1
@@ -38,7 +38,7 @@ def _last(sizes: Sequence[float | None], depth: int) -> float:
 
 
 def kept_gathered(program: Program) -> Iterator[tuple[str, str, int]]:
-    """(parameter, local name of its gathered copy, stage of ZeRO) of those that stay gathered."""
+    """(parameter, local name of its unsharded copy, ZeRO stage) of those that stay gathered."""
     for s in program.statements:
         if s.call.kwargs.get("zero"):
             yield from ((program.values[o], o, s.call.kwargs["zero"]) for o in s.outputs)
