@@ -33,7 +33,6 @@ class Compiled:
 
     @cached_property
     def source(self) -> Source:
-        """The generated file."""
         return self.write()
 
     @property

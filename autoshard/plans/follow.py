@@ -130,7 +130,7 @@ def check_asked(plan: Plan, wishes: Wishes, graph: Graph, mesh: Mesh) -> None:
     public = {i.name: i.fqn for i in graph.inputs}
     for value, hint in resolve(wishes.hints, graph, mesh, known=wishes.known).items():
         name = public.get(value, value)
-        read = {} if value in graph.parameters else plan.shared  # hints on other values fix the layout that readers share
+        read = {} if value in graph.parameters else plan.shared  # other hints fix the shared layout of readers
         layout = read.get(name, plan.layouts.get(name))
         if name in (wishes.parameters or {}) or layout is None:
             continue

@@ -69,7 +69,7 @@ class Wishes:
         Raises :class:`PlanError` if other values are set.
         """
         plan = self.plan
-        if plan is None or (plan.staged is None and not plan.training):  # a call without a backward has no micro-batches
+        if plan is None or (plan.staged is None and not plan.training):  # a call without a backward runs as one
             return self
         made: dict[str, Any] = {"micro_batches": self.parts_of_plan}
         if plan.staged is not None:

@@ -45,8 +45,7 @@ def runs(program: Program) -> Iterator[tuple[str, tuple[Statement, ...]]]:
 
 
 def hoisted(program: Program) -> Program:
-    """Loop-invariant code motion: redistributions of values from outside go in front of the
-    block."""
+    """Loop-invariant code motion: conversions of values from outside precede their block."""
     fqn_of = {i.name: i.fqn for i in program.graph.inputs if i.kind in ("parameter", "buffer")}
     result: list[Statement] = []
     for path, statements in runs(program):

@@ -25,7 +25,6 @@ from autoshard.passes.rules.rigid import is_rigid
 
 
 def lower(graph: Graph, assignment: Assignment) -> Program:
-    """The program of ``graph`` under ``assignment``."""
     return _Lowering(graph, assignment).run()
 
 

@@ -1,4 +1,4 @@
-"""The exact search for the cheapest strategies of a cost network."""
+"""Exact search for the cheapest strategies of a cost network."""
 
 from __future__ import annotations
 

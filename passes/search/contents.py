@@ -1,4 +1,4 @@
-"""Arrays by what they hold. A sum finds those that may be equal several times as fast as a digest, and a look tells."""
+"""Deduplication of arrays by content: a checksum finds candidates, a comparison decides."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 WIDTH = 509
-"""words that are summed apart: no multiple of a row's length, so that tables whose rows are exchanged differ"""
+"""words summed apart: no multiple of a row length, so that exchanged rows change the checksum"""
 
 
 class Contents:
-    """Numbers of arrays, equal ones alike: bit by bit, so that zeros of either sign differ."""
+    """Numbers for float64 arrays, equal ones alike. Bitwise: 0.0 and -0.0 differ."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, list[int]] = {}
 
     def number(self, array: Array, more: Hashable, at: Callable[[int], Array], new: int) -> int:
-        """Of a contiguous float64 array, and of what else it has to agree in; ``new`` where there is no equal one.
+        """Number of a contiguous float64 array, equal in ``more``, too; ``new`` if unknown.
 
         ``at``: the array of a number.
         """

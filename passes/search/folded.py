@@ -1,4 +1,4 @@
-"""Matrices whose equal rows, and equal columns, are stored once: an edge asks of layouts only how one value lies."""
+"""Compact matrices: equal rows and columns, common in edges of layouts, are stored once."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ class Folded:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the whole matrix."""
+        """Of the full matrix."""
         return len(self.rows), len(self.columns)
 
     @property
     def size(self) -> int:
-        """Entries of the whole matrix."""
+        """Entries of the full matrix."""
         return len(self.rows) * len(self.columns)
 
     def __getitem__(self, at: tuple[Any, ...]) -> Any:
         return self.values[self.rows[at[0]], self.columns[at[1]]]
 
     def whole(self) -> Values:
-        """The matrix with all its rows and columns."""
         return self.values[np.ix_(self.rows, self.columns)]
 
 
@@ -43,34 +42,33 @@ Matrix = Values | Folded
 
 
 def stored(matrix: Matrix) -> Values:
-    """What is stored: every entry at least once."""
+    """The stored entries: each entry of the matrix at least once."""
     return matrix.values if isinstance(matrix, Folded) else matrix
 
 
 def whole(matrix: Matrix) -> Values:
-    """The matrix with all its rows and columns."""
+    """The full matrix."""
     return matrix.whole() if isinstance(matrix, Folded) else matrix
 
 
 def mapped(function: Callable[..., Values], matrix: Matrix, *others: Matrix | None) -> Matrix:
-    """``function`` of every entry, and of those of ``others``, which are folded as ``matrix`` is; None is handed on."""
+    """``function`` of all entries and those of ``others``, of the same classes; keeps None."""
     found = function(stored(matrix), *(None if x is None else stored(x) for x in others))
     return replace(matrix, values=found) if isinstance(matrix, Folded) else found
 
 
 def taken(array: Values, indices: Classes, axis: int) -> Values:
-    """These along an axis; the array itself where they are all, in order."""
+    """Indices along an axis; the array itself if these are all, in order."""
     every = len(indices) == array.shape[axis] and np.array_equal(indices, np.arange(len(indices)))
     return array if every else array.take(indices, axis)
 
 
 def transposed(matrix: Matrix) -> Matrix:
-    """Its rows as columns."""
     return Folded(matrix.values.T, matrix.columns, matrix.rows) if isinstance(matrix, Folded) else matrix.T
 
 
 def summed(parts: Sequence[tuple[int, Matrix]]) -> Matrix:
-    """The sum of so many of each, folded where all are."""
+    """Σ count × matrix, compact if all are."""
     folded = [(many, matrix) for many, matrix in parts if isinstance(matrix, Folded)]
     if len(folded) < len(parts):
         return sum((many * whole(matrix) for many, matrix in parts[1:]), parts[0][0] * whole(parts[0][1]))
@@ -81,7 +79,7 @@ def summed(parts: Sequence[tuple[int, Matrix]]) -> Matrix:
 
 
 def joint(maps: Sequence[Classes]) -> tuple[Classes, Classes]:
-    """Of several maps of one axis: (indices with different slices in some, for every index which of these it equals)."""
+    """Common refinement of maps of one axis: (representatives, class of every index)."""
     code = maps[0]
     for other in maps[1:]:
         code = code * (int(other.max()) + 1) + other
@@ -91,7 +89,7 @@ def joint(maps: Sequence[Classes]) -> tuple[Classes, Classes]:
 
 
 def in_order(where: Classes) -> tuple[Classes, Classes]:
-    """A map numbered by first appearance: (the slices that are used, in that order, the map)."""
+    """A map renumbered by first appearance: (used slices in that order, new map)."""
     used, first, inverse = np.unique(where, return_index=True, return_inverse=True)
     order = np.argsort(first)
     rank = np.empty_like(order)

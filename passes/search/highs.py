@@ -1,4 +1,4 @@
-"""HiGHS, the solver of linear and mixed-integer programmes (Huangfu and Hall, 2018): one thread, quiet, the same every run."""
+"""HiGHS, the LP and MILP solver (Huangfu and Hall, 2018): one thread, quiet, reproducible."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import highspy
 
 
 def solver(**options: bool | int | float) -> highspy.Highs:
-    """A solver with these of HiGHS's options."""
+    """A solver with these HiGHS options."""
     highs = highspy.Highs()
     for name, value in {"output_flag": False, "random_seed": 0, "threads": 1, **options}.items():
         highs.setOptionValue(name, value)
@@ -14,8 +14,8 @@ def solver(**options: bool | int | float) -> highspy.Highs:
 
 
 def run(highs: highspy.Highs) -> None:
-    """Solve what ``highs`` was given. A process has one number of threads, that of its first programme: where that was
-    another library's, it is taken."""
+    """Solve. HiGHS has one thread count per process, set by its first run: if another library has
+    set it, that count is used."""
     if highs.run() == highspy.HighsStatus.kError:
         highs.setOptionValue("threads", 0)
         highs.run()

@@ -1,4 +1,4 @@
-"""The cost network and its solution: a vector of costs per node, a matrix per edge, one strategy to choose per node."""
+"""The cost network (weighted constraint network): node costs, edge costs, one strategy per node."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Choice = tuple[int, ...]
 Array = NDArray[np.float64]
 
 GAP = 1e-9
-"""between the cost and its bound, as a part of the cost: what counts as none"""
+"""relative gap between cost and bound that counts as none"""
 ROUNDING = 1e-6
-"""by which a bound may come out above the cost, as a part of it"""
+"""relative excess of a bound over the cost that is rounding"""
 
 
 class NotFoundError(PlanError):
-    """The time was up: whether there is a choice is not known."""
+    """Out of time: whether a feasible choice exists is unknown."""
 
 
 @dataclass(frozen=True)
 class CostNetwork:
-    """``nodes[i]``: float64 [n_i], the costs of node i's strategies; ``edges``: (i, j, float64 [n_i, n_j], maybe folded).
+    """``nodes[i]``: float64 [n_i], costs; ``edges``: (i, j, float64 [n_i, n_j] or compact).
 
-    ``inf`` forbids a choice. Several edges between one pair add up. Equal layers should share array objects: equal
-    sub-problems are recognised by identity first, by content after that.
+    ``inf`` forbids a choice. Parallel edges add up. Equal layers should share array objects: equal
+    subproblems are recognised by identity first, then by content.
     """
 
     nodes: tuple[Array, ...]
@@ -55,23 +55,23 @@ class CostNetwork:
 
     @cached_property
     def matrices(self) -> tuple[tuple[int, int, Array], ...]:
-        """The edges, none of them folded."""
+        """The edges with full matrices."""
         return tuple((i, j, whole(matrix)) for i, j, matrix in self.edges)
 
     def cost(self, choice: tuple[int, ...]) -> float:
-        """The total cost of one strategy per node."""
+        """Total cost of one strategy per node."""
         total = sum(float(vector[s]) for vector, s in zip(self.nodes, choice, strict=True))
         return total + sum(float(matrix[choice[i], choice[j]]) for i, j, matrix in self.edges)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A sum over the choices: Σ nodes[i][s_i] + Σ edges[e][s_i, s_j]. What exceeds ``limit`` costs ``price`` a unit.
+    """A linear side constraint: Σ nodes[i][s_i] + Σ edges[e][s_i, s_j] ≤ limit; excess costs
+    ``price`` a unit.
 
-    ``nodes``: float64 [n_i] per node of the network; ``edges``: float64 [n_i, n_j] per edge, in its order,
-    folded where the network's is, and as it is; None: zeros.
-    ``price`` inf: the limit must not be exceeded. Amounts are finite and may be negative. Share arrays where the network
-    shares its own.
+    ``nodes``: float64 [n_i] per node; ``edges``: float64 [n_i, n_j] per edge, in the network's
+    order, compact where the network's is, with the same classes; None: zeros. Infinite ``price``: a
+    hard limit. Amounts are finite and may be negative. Share arrays where the network does.
     """
 
     nodes: tuple[Array | None, ...]
@@ -88,7 +88,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Solution:
-    """One strategy per node. ``exact``: proven optimal; otherwise the optimum lies in [lower_bound, cost]."""
+    """One strategy per node. Optimal if ``exact``, else the optimum is in [lower_bound, cost]."""
 
     choice: tuple[int, ...]
     cost: float
@@ -96,21 +96,20 @@ class Solution:
     exact: bool
     stats: dict[str, Any] = field(default_factory=dict)
     prices: tuple[float, ...] = ()
-    """of the rows, where there are some: those that gave the bound"""
+    """Lagrangian prices of the rows that gave the bound"""
     prove: Callable[[], float] | None = None
-    """finds the bound, which takes a while, where ``lower_bound`` is none yet: see :meth:`proven`"""
+    """computes the bound, which takes a while, if ``lower_bound`` is not set: see :meth:`proven`"""
 
     search_on: Callable[[], Solution] | None = None
-    """finds what is as good or better, where the search was a rough one: see :attr:`Effort.rough`"""
+    """refines a rough search, see :attr:`Effort.rough`: as good or better"""
 
     def proven(self) -> Solution:
-        """With its bound."""
         if self.prove is None:
             return self
         return self.bounded(self.prove())
 
     def bounded(self, bound: float) -> Solution:
-        """With ``bound`` as its bound, and none where that lies above its cost: it is one of other choices."""
+        """With ``bound``; if it exceeds the cost it is for other choices, and dropped."""
         size, gap = abs(self.cost), self.cost - bound
         below = gap >= -ROUNDING * size
         lower = min(bound, self.cost) if below else -math.inf
@@ -119,18 +118,18 @@ class Solution:
 
 @dataclass(frozen=True)
 class Effort:
-    """What a search under rows may take: the same work, and so the same choice, in every run."""
+    """Work limits of a constrained search: equal work in every run, and so equal choices."""
 
     part: float = 1.0
-    """of the work that proofs take"""
+    """share of the work that proofs take"""
     branches: bool = True
-    """whether a gap that prices leave is branched on"""
+    """whether to branch on a duality gap"""
 
     rough: bool = False
-    """whether equal layers choose alike even where that costs: then :attr:`Solution.search_on` finds the rest"""
+    """whether equal layers must choose alike even at a cost; :attr:`Solution.search_on` refines"""
 
     def of(self, count: float) -> int:
-        """So many of ``count``, at least one."""
+        """This share of ``count``, at least one."""
         return math.ceil(count * self.part)
 
 
@@ -139,9 +138,10 @@ FULL = Effort()
 
 @dataclass(frozen=True)
 class Memory:
-    """A limit on what the choices hold: ``usage[i]``: float64 [n_i], what node i's strategies hold; ``limit``: bytes.
+    """A memory limit in bytes. ``usage[i]``: float64 [n_i], bytes of node i's strategies.
 
-    ``intervals[i]`` = [start, end) is node i's life, and the limit holds at every time; None: all live at once.
+    ``intervals[i]`` = [start, end): node i's liveness; the limit holds at every time. None: all
+    live.
     """
 
     usage: tuple[Array, ...]

@@ -1,4 +1,4 @@
-"""The way into the search: without rows, under rows, over time, and with equal layers as one."""
+"""Entry points of the search: unconstrained, with rows, over time (liveness), with tied layers."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def solve(
 ) -> Solution:
     """The cheapest strategy per node; ties go to the lowest index.
 
-    ``rows``: sums that cost, or must not, exceed a limit, see :class:`Row`; cost and bound then include what the excess
-    costs. ``memory``: see :class:`Memory` (instead of rows). ``effort`` scales the work that is spent on the proof where
-    rows bind: the same work, and so the same choice, in every run. ``time_limit``: seconds after which the best choice so
-    far is returned, with ``exact=False`` and a valid lower bound. ``alike``: a label per node, equal for those of equal
-    layers that should choose alike where the network is large; None: unlike all others. ``prices``: of the rows, where the
-    search for the best begins. ``better``: told of every better choice under a ``memory`` with lives.
-    Costs are rounded to 2^-50 of the sum of the tables'
-    ranges, so that float64 sums are exact and do not depend on their order: forbid with ``inf``, not with a huge number.
-    Raises PlanError when no choice is feasible, with the least usage found.
+    ``rows``: linear constraints, see :class:`Row`; cost and bound include priced excess.
+    ``memory``: see :class:`Memory`, instead of rows. ``effort`` scales the proof's work if rows
+    bind: equal work, and so equal choices, in every run. ``time_limit``: seconds, then the best
+    choice so far, ``exact=False`` and a valid bound. ``alike``: a label per node; equal labels mark
+    equal layers, tied in a large network; None: untied. ``prices``: initial prices of the rows.
+    ``better``: called with each better choice if ``memory`` has intervals. Costs are rounded to
+    2^-50 of the sum of the tables' ranges, so float64 sums are exact and independent of their
+    order: forbid by ``inf``, not by huge numbers. Raises PlanError with the least usage found if
+    nothing is feasible.
     """
     begin, limit = time.perf_counter(), math.inf if time_limit is None else time_limit
     if memory is not None and memory.intervals is not None:
@@ -59,24 +59,23 @@ def solve(
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A network to be solved under several limits of its rows: what these searches have in common is made once."""
+    """A network to solve under several limits of its rows, with shared preparation."""
 
     network: CostNetwork
     rows: tuple[Row, ...] = ()
     alike: Sequence[Hashable | None] | None = None
     stacks: Stacks = field(default_factory=Stacks)
     large: ClassVar[int] = 5_000_000
-    """entries of all tables from which on equal layers are searched as one"""
+    """entries of all tables from which on equal layers are tied"""
 
     def restricted(self, nodes: tuple[Array, ...]) -> Prepared:
-        """With other vectors of the nodes."""
         return replace(self, network=replace(self.network, nodes=nodes))
 
     def lean(self) -> Prepared:
-        """The same, without the tables that it was made of: its network and rows are views of what is solved."""
+        """The same without source tables: network and rows become views of the problem."""
         network, rows = unstacked(self._problem)
         found = replace(self, network=network, rows=rows)
-        assert found._problem.factors == self._problem.factors  # while the stacks know these tables and no others
+        assert found._problem.factors == self._problem.factors  # the stacks know only these tables
         return found
 
     def solve(
@@ -86,17 +85,17 @@ class Prepared:
         time_limit: float = math.inf,
         prices: Sequence[float] | None = None,
     ) -> Solution:
-        """See :func:`solve`; ``limits``: of the rows, None: their own. The bound may be still to be found."""
+        """See :func:`solve`; ``limits``: of the rows, None: their own. The bound may be pending."""
         if self._tied is None and not self.rows:
             return plainly(self.network, time.perf_counter() + time_limit)
         problem = self._problem if limits is None else replace(self._problem, limits=np.array(limits))
         if self._tied is not None:
             tied = replace(self._tied, problem=replace(self._tied.problem, limits=problem.limits))
-            with contextlib.suppress(PlanError):  # then layers must differ, if there is a choice at all
+            with contextlib.suppress(PlanError):  # infeasible unless layers differ
                 found = solve_alike(self._reduced_tied, problem, tied, relaxed, time_limit, effort, prices)
                 thorough = partial(self.solve, limits, replace(effort, rough=False), time_limit, prices)
                 return replace(found, search_on=thorough if effort.rough else None)
-        if all(math.isinf(row.price) for row in self.rows):  # where there is room to spare nothing changes
+        if all(math.isinf(row.price) for row in self.rows):  # slack rows change nothing
             found = plainly(self.network, time.perf_counter() + time_limit, milp=False)
             if found.exact and (problem.used(found.choice) <= problem.limits).all():
                 return found
@@ -108,7 +107,7 @@ class Prepared:
 
     @cached_property
     def _tied(self) -> Tied | None:
-        """The problem in terms of its distinct layers, where it is large."""
+        """The problem of the distinct layers, if the network is large."""
         large = sum(matrix.size for *_, matrix in self.network.edges) >= self.large
         return None if self.alike is None or not large else tie(self._problem, self.alike)
 

@@ -1,1 +1,1 @@
-"""The search without rows: pruning, elimination, bounds, the integer programme."""
+"""Unconstrained search: pruning, bucket elimination, bounds by message passing, MILP."""

@@ -27,17 +27,17 @@ from autoshard.passes.search.network import Array
 _NOISE = 1e-9
 """relative"""
 SMALL = 1_000
-"""entries of a matrix that is stored as it is"""
+"""entries up to which a matrix is not deduplicated"""
 
 
 Seen = dict[tuple[int, int, bytes, bytes], tuple[Array, Array]]
-"""messages of one pass, by the table (kept, so that its id stays its own), its axis, and what was moved from the other one"""
+"""messages of a pass by table (kept alive, so that its id is unique), axis, and costs moved in"""
 
 
 def cheapest(table: Array, moved: Array, axis: int) -> Array:
-    """The minimum along ``axis`` of a matrix plus ``moved``, a vector along it.
+    """min along ``axis`` of a matrix plus ``moved``, a vector along it.
 
-    Block by block: sums that leave the cache before their minimum is taken take twice as long.
+    In blocks: sums that leave the cache before their minimum take twice as long.
     """
     step = max(1, BLOCK // table.shape[1])
     if len(table) <= step:
@@ -53,7 +53,7 @@ def cheapest(table: Array, moved: Array, axis: int) -> Array:
 def _folded(tables: Tables, number: int) -> tuple[Array, list[Classes]]:
     """A matrix without equal slices, and per axis the slice of every index."""
     matrix = tables.matrix(number)
-    if matrix.size < SMALL:  # looking for equal slices takes longer than they do
+    if matrix.size < SMALL:  # deduplication takes longer than it saves
         array = np.ascontiguousarray(tables.arrays[number])
         return array, [np.arange(n) for n in array.shape]
     if isinstance(matrix, Folded):
@@ -62,16 +62,16 @@ def _folded(tables: Tables, number: int) -> tuple[Array, list[Classes]]:
 
 
 def entries(network: Eliminator) -> int:
-    """Of all matrices of a network, each without equal slices."""
+    """Entries of all matrices of a network, without equal slices."""
     counts = Counter(table for scope, table in network.factors.items() if len(scope) == 2)
     return sum(many * _folded(network.tables, table)[0].size for table, many in counts.items())
 
 
 class _Edge:
-    """A matrix E[a, b] with what has been moved into it: E + into[0][a] + into[1][b].
+    """A matrix E[a, b] with costs moved into it: E + into[0][a] + into[1][b].
 
-    Of equal slices one is stored: ``table``, which is one array for all edges that have the same, and per side which slice
-    each strategy has.
+    Equal slices are stored once. ``table`` is shared by edges with the same table, and ``members``
+    maps each side's strategies to slices.
     """
 
     table: Array
@@ -79,7 +79,7 @@ class _Edge:
     differ: list[bool]
 
     def __init__(self, tables: Tables, table: int, known: _Edge | None = None, single: bool = False) -> None:
-        """``known``: a new edge of the same table; ``single``: see :class:`Dual`."""
+        """``known``: an edge of the same table; ``single``: see :class:`Dual`."""
         if known is not None:
             self.table, self.members, self.differ = known.table, [*known.members], [*known.differ]
         else:
@@ -89,10 +89,10 @@ class _Edge:
             self.differ = [self._differ(side) for side in (0, 1)]
         self.into = [np.zeros(len(members), self.table.dtype) for members in self.members]
         self.settled = [False, False]
-        """per side whether its message was moved out, and nothing came in since: then it is zero"""
+        """per side: the message was moved out and nothing came in since, so it is zero"""
 
     def with_table(self, array: Array, kept: Sequence[Classes]) -> _Edge:
-        """With the ``kept`` rows and columns of another matrix, and what was moved."""
+        """With the ``kept`` rows and columns of another matrix; moved costs stay."""
         new = copy(self)
         new.table = array.take(kept[0], 0).take(kept[1], 1)
         new.members = [np.arange(n) for n in new.table.shape]
@@ -100,7 +100,7 @@ class _Edge:
         return new
 
     def _differ(self, side: int) -> bool:
-        """Whether every strategy has a slice of its own, in their order."""
+        """Whether every strategy has its own slice, in order."""
         return np.array_equal(self.members[side], np.arange(self.table.shape[side]))
 
     def move(self, side: int, change: Array) -> None:
@@ -109,7 +109,7 @@ class _Edge:
         self.settled = [False, False]
 
     def taken(self, side: int, seen: Seen | None = None) -> Array:
-        """The message to a side, moved out of the edge. A message to the other side that is zero stays so."""
+        """The message to a side, moved out. The other side's zero message stays zero."""
         message = self.message(side, seen)
         self.into[side] -= message
         self.settled[side] = True
@@ -119,7 +119,7 @@ class _Edge:
         self.settled[1 - side] = False
         self.into[side] = self.into[side][stay]
         self.members[side] = self.members[side][stay]
-        found = np.zeros(self.table.shape[side], dtype=bool)  # sorting the members takes several times as long
+        found = np.zeros(self.table.shape[side], dtype=bool)  # several times faster than sorting
         found[self.members[side]] = True
         present = np.flatnonzero(found)
         if len(present) < 0.7 * len(found):
@@ -127,7 +127,7 @@ class _Edge:
         self.differ[side] = self._differ(side)
 
     def message(self, side: int, seen: Seen | None = None) -> Array:
-        """For each strategy of a side the least that the edge costs. ``seen``: what is known of equal edges."""
+        """Least edge cost per strategy of a side. ``seen``: messages of equal edges."""
         if seen is None:
             least = self.least(side)
         else:
@@ -139,7 +139,7 @@ class _Edge:
         return message
 
     def least(self, side: int) -> Array:
-        """For each slice of a side the least that the edge costs, but for what was moved in from that side."""
+        """Least edge cost per slice of a side, without costs moved in from that side."""
         moved, members = self.into[1 - side], self.members[1 - side]
         if not self.differ[1 - side]:
             moved = np.full(self.table.shape[1 - side], np.inf, self.table.dtype)
@@ -147,12 +147,12 @@ class _Edge:
         return cheapest(self.table, moved, 1 - side)
 
     def row(self, side: int, strategy: int) -> Array:
-        """What each strategy of the other side costs beside one of this side, without what was moved."""
+        """Edge costs of the other side's strategies beside ``strategy``, without moved costs."""
         row: Array = self.table.take(self.members[side][strategy], side)[self.members[1 - side]]
         return row
 
     def cost(self, first: int, second: int) -> float:
-        """Of two strategies, with what was moved."""
+        """Of two strategies, with moved costs."""
         cost = self.table[self.members[0][first], self.members[1][second]]
         return float(cost + self.into[0][first] + self.into[1][second])
 
@@ -162,14 +162,14 @@ class _Edge:
 
 
 class Dual:
-    """A reparametrised copy of the core: costs move between nodes and edges, the total of every choice stays.
+    """A reparametrisation of the core: costs move between nodes and edges, totals stay equal.
 
-    ``bound`` is a lower bound of the optimum: the sum of every table's minimum. It never falls.
+    ``bound``, the sum of all tables' minima, is a lower bound of the optimum and never falls.
     """
 
     def __init__(self, network: Eliminator, constant: float = 0.0, alike: bool = False, single: bool = False) -> None:
-        """``constant`` is added to the total; ``alike``: many edges will have equal messages; ``single``: in single
-        precision, for messages that another dual begins with."""
+        """``constant``: added to the total; ``alike``: many edges will have equal messages;
+        ``single``: float32, for messages that initialise another dual."""
         self.seen: Seen | None = {} if alike else None
         self.order = sorted(network.alive)
         rank = {node: k for k, node in enumerate(self.order)}
@@ -196,10 +196,10 @@ class Dual:
         self.kept: dict[int, Classes] = {i: np.arange(n) for i, n in self.sizes.items()}
 
     def sweep(self, upper: float, deadline: float = math.inf, among: frozenset[int] | None = None) -> bool:
-        """One pass forward and one backward; drops the strategies whose bound exceeds ``upper``.
+        """A forward and a backward pass; drops strategies whose bound exceeds ``upper``.
 
-        Ends at ``deadline``; returns whether it came to its end. ``among``: the only nodes to go through.
-        Raises PlanError when no choice is feasible.
+        Returns False if ``deadline`` ends it early. ``among``: the only nodes to visit. Raises
+        PlanError if no choice is feasible.
         """
         for order, ahead in ((self.order, self.after), (self.order[::-1], self.before)):
             if self.seen:
@@ -223,11 +223,11 @@ class Dual:
             raise PlanError(NO_CHOICE)
         self.bound += least
         self.node[i] -= least
-        # Rounding noise must not drop the strategy of an optimum that equals ``upper``: the bound would pass it.
+        # Rounding must not drop an optimum that equals ``upper``: the bound would pass it.
         most = upper - self.bound + _NOISE * abs(upper)
-        allowed = np.isfinite(self.node[i])  # infinity less infinity would be no number
+        allowed = np.isfinite(self.node[i])  # inf − inf is NaN
         stays = allowed if math.isinf(most) else allowed & (self.node[i] <= most)
-        if not stays.any():  # nothing is of interest
+        if not stays.any():  # nothing costs so little
             stays = allowed
         if not stays.all():
             self._restrict(i, np.flatnonzero(stays))
@@ -239,7 +239,7 @@ class Dual:
             np.maximum(self.node[i], 0.0, out=self.node[i])  # rounding noise must not raise the bound
 
     def _message(self, scope: Scope, i: int) -> Array:
-        """For each strategy of ``i`` the least the edge costs."""
+        """Least cost of the edge per strategy of ``i``."""
         return self.edges[scope].message(scope.index(i))
 
     def _restrict(self, i: int, stay: Classes) -> None:
@@ -249,14 +249,14 @@ class Dual:
             self.edges[scope].restrict(scope.index(i), stay)
 
     def too_dear(self, upper: float) -> Iterator[tuple[Scope, NDArray[np.bool_]]]:
-        """Per edge which pairs of the strategies that are left no choice of cost up to ``upper`` contains."""
+        """Per edge the pairs of remaining strategies that no choice up to ``upper`` contains."""
         most = upper - self.bound + _NOISE * abs(upper)
         for (i, j), edge in self.edges.items():
             least = edge.whole() + (edge.into[0] + self.node[i])[:, None] + (edge.into[1] + self.node[j])
             yield (i, j), least > most
 
     def decode(self) -> dict[int, int]:
-        """A choice: node by node the cheapest strategy given the nodes before it, numbered as the network does."""
+        """A choice: each node takes the cheapest strategy given those before."""
         position: dict[int, int] = {}
         for i in self.order:
             total = self.node[i].copy()
@@ -270,7 +270,7 @@ class Dual:
         return {i: int(self.kept[i][s]) for i, s in position.items()}
 
     def moved(self, scope: Scope) -> tuple[Array, ...]:
-        """What was moved into an edge, per side for all strategies that there were: nothing into those that were dropped."""
+        """Costs moved into an edge, per side and original strategy; 0 for dropped strategies."""
         found = []
         for i, moved in zip(scope, self.edges[scope].into, strict=True):
             found.append(np.zeros(self.sizes[i], moved.dtype))
@@ -284,8 +284,8 @@ class Dual:
     def reprice(
         self, change: Mapping[int, Array], constant: float, edges: Mapping[Scope, Array] = MappingProxyType({})
     ) -> None:
-        """Add vectors over all strategies to the nodes' costs, and ``constant`` to the total; ``edges``: other matrices in
-        place of some, beside what was moved into these. The bound is one again after a sweep."""
+        """Add vectors over original strategies to node costs, and ``constant`` to the total.
+        ``edges``: replacement matrices; costs moved in stay. A sweep restores the bound."""
         self.bound += constant
         for scope, array in edges.items():
             self.edges[scope] = self.edges[scope].with_table(array, [self.kept[i] for i in scope])
@@ -296,8 +296,8 @@ class Dual:
             self.node[i] -= least
 
     def gap(self, i: int, choice: Sequence[int]) -> float:
-        """What ``i`` and half of each of its edges cost more than at least: in sum over all nodes, after a sweep, what a choice
-        costs more than the bound. Infinite where a strategy was dropped."""
+        """Excess of node ``i`` and half of each of its edges over their minima, inf if a strategy
+        was dropped. After a sweep the sum over nodes is the choice's cost less the bound."""
         at = self._place(i, choice)
         if at is None:
             return math.inf
@@ -311,12 +311,12 @@ class Dual:
         return total
 
     def _place(self, i: int, choice: Sequence[int]) -> int | None:
-        """Where among the strategies that are left one stands."""
+        """Position of the chosen strategy among the remaining ones."""
         place = int(np.searchsorted(self.kept[i], choice[i]))
         return place if place < len(self.kept[i]) and self.kept[i][place] == choice[i] else None
 
     def marginal(self, i: int) -> Array:
-        """For each strategy that is left by how much a choice with it costs more than the best, at least, nearby."""
+        """Lower bound per remaining strategy on its excess over the best, from node and edges."""
         total = self.node[i].copy()
         for scope in self.before[i] + self.after[i]:
             total += self._message(scope, i)

@@ -1,6 +1,7 @@
-"""Exact elimination of nodes: a node's factors become one factor of its neighbours (min-plus bucket elimination).
+"""Min-plus bucket elimination: a node's factors become one factor of its neighbours.
 
-Source: Bertelè and Brioschi, Nonserial Dynamic Programming (1972); Dechter, Bucket Elimination (1999).
+Source: Bertelè and Brioschi, Nonserial Dynamic Programming (1972); Dechter, Bucket Elimination
+(1999).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autoshard.passes.search.network import Array, CostNetwork
 
 Scope = tuple[int, ...]
 Order = Callable[[int, Sequence[int]], int]
-"""what is eliminated next: the least of this, of a node's number of strategies and those of its neighbours"""
+"""score of a node from its number of strategies and its neighbours'; the least goes first"""
 
 
 def by_join(own: int, others: Sequence[int]) -> int:
@@ -32,13 +33,13 @@ def by_result(own: int, others: Sequence[int]) -> int:
     return 0 if own == 1 else math.prod(others)
 
 
-# Greedy orders; on some networks one ends in joins a hundred times as large as those of the other.
+# Greedy orders; on some networks the joins of one are a hundred times larger.
 ORDERS: tuple[Order, ...] = (by_join, by_result)
 
 
 @dataclass(frozen=True)
 class Step:
-    """An eliminated node and the factors it had: (scope, table), each scope containing the node."""
+    """An eliminated node and its factors: (scope, table), each scope with the node."""
 
     node: int
     factors: tuple[tuple[Scope, int], ...]
@@ -46,7 +47,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Pruned:
-    """A node that kept only some of its strategies; later steps number these from 0."""
+    """A node that kept some strategies; later steps number these from 0."""
 
     node: int
     kept: tuple[int, ...]
@@ -60,7 +61,7 @@ class Eliminator:
         self.sizes = list(sizes)
         self.factors: dict[Scope, int] = {}
         self.touching: list[set[Scope]] = [set() for _ in sizes]
-        self.around: list[set[int]] = [set() for _ in sizes]  # who shares a scope with each node
+        self.around: list[set[int]] = [set() for _ in sizes]  # nodes that share a scope with each node
         self.scalars: list[int] = []  # tables without an axis
         self.steps: list[Step | Pruned] = []
         self.alive = set(range(len(sizes)))
@@ -76,7 +77,7 @@ class Eliminator:
         return self
 
     def copy(self) -> Eliminator:
-        """The network as it is, with the same tables and without the steps that led there."""
+        """The network with the same tables, without past steps."""
         new = Eliminator(self.tables, self.sizes)
         new.factors, new.touching = dict(self.factors), [set(scopes) for scopes in self.touching]
         new.around = [set(nodes) for nodes in self.around]
@@ -93,21 +94,21 @@ class Eliminator:
         self.touch(scope)
 
     def touch(self, scope: Scope) -> None:
-        """The nodes of ``scope`` are joined."""
+        """Join the nodes of ``scope``."""
         for node in scope:
             self.touching[node].add(scope)
             self.around[node].update(scope)
             self.around[node].discard(node)
 
     def _left(self, node: int, scope: Scope) -> int:
-        """Take a factor away from a node that is eliminated: those that it joined stay joined."""
+        """Remove a factor of an eliminated node; the other nodes stay joined."""
         for other in scope:
             self.touching[other].discard(scope)
             self.around[other].discard(node)
         return self.factors.pop(scope)
 
     def forbid(self, scope: Scope, pairs: NDArray[np.bool_]) -> None:
-        """Strategies of two nodes that shall not be chosen together."""
+        """Forbid pairs of strategies of two nodes."""
         table = self.tables.arrays[self.factors[scope]]
         if (pairs & np.isfinite(table)).any():
             self.factors[scope] = self.tables.intern(np.where(pairs, np.inf, table))
@@ -116,7 +117,7 @@ class Eliminator:
         return tuple(sorted(self.around[node]))
 
     def eliminate(self, node: int) -> Scope:
-        """Replace the node's factors by their minimum over its strategies; returns the neighbours."""
+        """Replace a node's factors by their minimum over its strategies; returns neighbours."""
         if self.sizes[node] == 1:
             return self._fold(node)
         around = self.neighbours(node)
@@ -134,7 +135,7 @@ class Eliminator:
         return around
 
     def _fold(self, node: int) -> Scope:
-        """Eliminate a node that has one strategy: each of its factors loses an axis."""
+        """Eliminate a node with one strategy: its factors lose an axis."""
         around = self.neighbours(node)
         for scope in sorted(self.touching[node]):
             table = self.tables.squeeze(self._left(node, scope), scope.index(node))
@@ -147,16 +148,15 @@ class Eliminator:
         return table if scope[-1] == node else self.tables.move_last(table, scope.index(node))
 
     def priced(self, node: int, order: Order) -> int:
-        """``order`` of a node that is left."""
         return order(self.sizes[node], [self.sizes[other] for other in self.around[node]])
 
     def run(self, max_degree: int, max_weight: int, order: Order = by_join, deadline: float = math.inf) -> None:
-        """Eliminate, cheapest first, every node of at most ``max_degree`` neighbours and ``max_weight`` by ``order``.
+        """Eliminate, cheapest first, nodes of at most ``max_degree`` neighbours and ``max_weight``
+        by ``order``.
 
-        Ends at ``deadline``.
-
-        Among equals the node with the oldest tables comes first: equal positions of equal layers go one after the
-        other, and a chain of equal layers is halved again and again, so its tables are found in the memo.
+        Ends at ``deadline``. Ties go to the node with the oldest tables: so equal positions of
+        equal layers follow each other, a chain of equal layers halves again and again, and its
+        tables are memoised.
         """
         keys = (self._key(node, order, max_degree, max_weight) for node in sorted(self.alive))
         heap = [key for key in keys if key is not None]
@@ -178,7 +178,7 @@ class Eliminator:
     def _key(
         self, node: int, order: Order, max_degree: int, max_weight: int
     ) -> tuple[int, tuple[int, ...], int] | None:
-        """Where a node stands in the order; None where it has too many neighbours or strategies."""
+        """Position of a node in the order; None if it exceeds a limit."""
         if self.sizes[node] > 1 and len(self.around[node]) > max_degree:
             return None
         weight = self.priced(node, order)
@@ -187,15 +187,15 @@ class Eliminator:
         return weight, tuple(sorted([self.factors[scope] for scope in self.touching[node]])), node
 
     def cheapest_order(self, max_weight: int, sizes: Mapping[int, int] | None = None) -> tuple[float, Order]:
-        """Entries of all joins that eliminate all that is left, and the order in which they are the fewest.
+        """(entries of all joins, order): the order with the fewest.
 
-        Infinite where one join of every order has more than ``max_weight``. ``sizes``: numbers of strategies to assume
-        in place of the present ones.
+        Infinite if each order has a join above ``max_weight``. ``sizes``: numbers of strategies to
+        assume instead of the present ones.
         """
         return min(((self.joined(order, max_weight, sizes), order) for order in ORDERS), key=lambda found: found[0])
 
     def joined(self, order: Order, max_weight: int, sizes: Mapping[int, int] | None = None) -> float:
-        """Entries of all joins in this order; infinite where one has more than ``max_weight``."""
+        """Entries of all joins in this order; infinite if one exceeds ``max_weight``."""
         size = {node: self.sizes[node] for node in self.alive} if sizes is None else sizes
         many = {node for node in self.alive if size[node] > 1}
         around = {node: self.around[node] & many for node in many}
@@ -224,8 +224,8 @@ class Eliminator:
         return total
 
     def back_substitute(self, choice: dict[int, int], mark: int) -> dict[int, int]:
-        """All nodes' choices, given those of the nodes left after ``mark`` steps; ties go to the lowest index."""
-        known: dict[object, int] = {}  # equal layers beside equal choices choose alike
+        """Choices of all nodes from those after ``mark`` steps; ties go to the lowest index."""
+        known: dict[object, int] = {}  # equal layers with equal neighbours choose alike
         for step in reversed(self.steps[:mark]):
             if isinstance(step, Pruned):
                 choice[step.node] = step.kept[choice[step.node]]
@@ -243,21 +243,20 @@ class Eliminator:
 
     @property
     def strategies(self) -> int:
-        """How many strategies the nodes that are left have in sum."""
+        """Strategies of all remaining nodes."""
         return sum(self.sizes[node] for node in self.alive)
 
     @property
     def constant(self) -> float:
-        """What every choice costs."""
+        """Cost of every choice."""
         return sum(float(self.tables.arrays[table]) for table in self.scalars)
 
     def cost(self, choice: dict[int, int]) -> float:
-        """The cost of a choice for all nodes that are left."""
+        """Cost of a choice for all remaining nodes."""
         return self.constant + sum(
             float(self.tables.matrix(table)[tuple(choice[node] for node in scope)])
             for scope, table in sorted(self.factors.items())
         )
 
     def core(self) -> Iterable[tuple[Scope, Array]]:
-        """The factors that are left."""
         return ((scope, self.tables.arrays[table]) for scope, table in sorted(self.factors.items()))

@@ -1,4 +1,4 @@
-"""A cost network as a mixed-integer programme for HiGHS: the core that elimination leaves, and memory limits."""
+"""A cost network as a mixed-integer programme (MILP) for HiGHS: the core, with row limits."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from autoshard.passes.search.exact.eliminate import Scope
 from autoshard.passes.search.highs import run, solver
 from autoshard.passes.search.network import Array
 
-# HiGHS works with absolute tolerances of about 1e-7; costs are scaled to make this part of the gap irrelevant.
+# HiGHS has absolute tolerances of about 1e-7; scaled costs make them irrelevant for the gap.
 SCALE = 1e4
 
-# A programme of more variables than this per second allowed is not tried: HiGHS would not even end in time.
+# Variables per second of the time limit, beyond which HiGHS would not end in time.
 ENTRIES_PER_SECOND = 30_000
 
 Factors = Sequence[tuple[Scope, Array]]
 
 
 def entries(factors: Iterable[tuple[Scope, Array]]) -> int:
-    """How many variables the programme has."""
+    """Variables of the programme."""
     return sum(int(np.isfinite(array).sum()) for _, array in factors)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Σ amounts[scope][strategies of its nodes] ≤ limit; more costs ``price`` a unit. The scopes are among the factors'."""
+    """Σ amounts[scope][chosen] ≤ limit; excess costs ``price`` a unit. Scopes are factors."""
 
     amounts: Mapping[Scope, Array]
     limit: float
@@ -38,13 +38,13 @@ class Limit:
 
     @property
     def unit(self) -> float:
-        """The solver's tolerances are absolute: rows are written in units of the largest amount."""
+        """Largest amount: rows are scaled by it, since the tolerances of HiGHS are absolute."""
         return max((float(np.abs(a).max()) for a in self.amounts.values()), default=0.0) or 1.0
 
 
 @dataclass(frozen=True)
 class CoreSolution:
-    """``choice`` is None where none was found; ``lower_bound`` is ∞ where none exists."""
+    """``choice``: None if not found; ``lower_bound``: ∞ if infeasible."""
 
     choice: dict[int, int] | None
     lower_bound: float
@@ -86,9 +86,9 @@ def solve_core(
 ) -> CoreSolution:
     """Minimise the sum of vectors and matrices over one strategy per node.
 
-    Variables: x[i, s] binary, y[edge, s, t] ≥ 0 with Σ_t y = x[i, s] and Σ_s y = x[j, t] (the local polytope, whose
-    LP is mostly integral on these networks). ``upper``: nothing that costs more is of interest. ``time_limit``: s;
-    ``most_nodes``: of the branch and bound; ``most_entries``: variables beyond which it is not tried.
+    Variables: x[i, s] binary, y[edge, s, t] ≥ 0 with Σ_t y = x[i, s] and Σ_s y = x[j, t] (local
+    polytope; mostly integral here). ``upper``: ignore costlier choices. ``time_limit``: s;
+    ``most_nodes``: of branch and bound; ``most_entries``: most variables.
     """
     if not factors:
         return CoreSolution({}, 0.0, True)
@@ -172,7 +172,7 @@ def _count(
     columns: NDArray[np.intp],
     pairs: tuple[NDArray[np.intp], ...],
 ) -> None:
-    """What the choices of one factor, its ``pairs``, contribute to the limits."""
+    """Add the terms of one factor, its ``pairs``, to the limits."""
     for row, limit in zip(exceeding, limits, strict=True):
         if scope in limit.amounts:
             amounts = limit.amounts[scope][pairs] / limit.unit

@@ -1,6 +1,6 @@
-"""Safe removal of strategies: those that no feasible choice contains, and those that another one beats everywhere.
+"""Dead-end elimination: removes strategies that are infeasible or that another one dominates.
 
-Source: Goldstein, Efficient rotamer elimination applied to protein side-chains (1994), "dead-end elimination".
+Source: Goldstein, Efficient rotamer elimination applied to protein side-chains (1994).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.network import Array
 
 NO_CHOICE = "no choice of strategies is feasible: every one meets a forbidden cost"
-# Stands for "forbidden" where infinity minus infinity would arise; beyond every sum of finite costs.
+# Stands for inf where inf − inf would arise; above every sum of finite costs.
 HUGE = 1e300
-# Comparisons of one table's rows beyond which the test costs more than it saves: while bounds may still prune, and at all.
+# Row comparisons per table beyond which pruning does not pay: while bounds may prune, and at all.
 EASY_COMPARISONS = 20_000_000
 MAX_COMPARISONS = 1_000_000_000
 
 
 class Pruner:
-    """Prunes an eliminator's nodes. The answer for a node is memoised by its tables, so equal layers cost like one."""
+    """Prunes an eliminator's nodes. Memoised by a node's tables, so equal layers cost as one."""
 
     def __init__(self, tables: Tables, deadline: float = math.inf) -> None:
-        """After ``deadline`` nothing more is removed."""
+        """Nothing is removed after ``deadline``."""
         self.tables, self.deadline = tables, deadline
         self._least: dict[tuple[int, int], Array] = {}
         self._kept: dict[tuple[object, ...], Classes] = {}
         self.most = MAX_COMPARISONS
 
     def run(self, network: Eliminator, most: int = MAX_COMPARISONS) -> int:
-        """Remove strategies until none is removable; returns how many. Factors span at most two nodes.
+        """Remove strategies to a fixed point; returns how many. Factors span at most two nodes.
 
-        ``most``: comparisons of one table's rows. Raises PlanError when a node has no feasible strategy.
+        ``most``: comparisons per table. Raises PlanError if a node has no feasible strategy.
         """
         if most != self.most:
             self.most = most
@@ -61,7 +61,7 @@ class Pruner:
         return removed
 
     def kept(self, network: Eliminator, node: int) -> Classes:
-        """Indices of the strategies that must stay; empty where the network is infeasible."""
+        """Indices of strategies to keep; empty if the network is infeasible."""
         scopes = sorted(network.touching[node])
         key = tuple(sorted((network.factors[scope], scope.index(node), len(scope)) for scope in scopes))
         known = self._kept.get(key)
@@ -75,7 +75,7 @@ class Pruner:
             array = self.tables.arrays[table]
             own = own + (array if rank == 1 else np.where(np.isinf(array.min(1 - axis)), np.inf, 0.0))
         feasible = np.flatnonzero(np.isfinite(own))
-        # gain[a, b]: what is saved at least by taking b in place of a, whatever the neighbours take
+        # gain[a, b]: least saving of b over a, whatever the neighbours choose
         gain = own[feasible, None] - own[None, feasible]
         for table, axis, rank in key:
             if rank == 2:
@@ -90,7 +90,7 @@ class Pruner:
         return kept
 
     def least(self, table: int, axis: int) -> Array | None:
-        """[a, b] = min over x of E[a, x] − E[b, x] for classes of equal slices a, b along ``axis``; None: too big."""
+        """[a, b] = min over x of E[a, x] − E[b, x] for classes of slices a, b; None: too large."""
         if (table, axis) not in self._least:
             rows, columns = (int(self.tables.classes(table, k).max()) + 1 for k in (axis, 1 - axis))
             if rows**2 * columns > self.most:
@@ -112,7 +112,7 @@ def restrict(network: Eliminator, node: int, kept: Classes) -> None:
 def least_difference(array: Array) -> Array:
     """[a, b] = min over x of array[a, x] − array[b, x]."""
     result = np.empty((len(array), len(array)))
-    array = np.ascontiguousarray(array.T)  # a minimum over the first axis takes half as long as one over the last
+    array = np.ascontiguousarray(array.T)  # a minimum over the first axis takes half as long as over the last
     less = np.where(np.isinf(array), -HUGE, -array)
     step = max(1, BLOCK // array.size)
     for start in range(0, len(result), step):

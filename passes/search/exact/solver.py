@@ -1,6 +1,5 @@
-"""The search without rows: prune, eliminate, bound and prune again, suppose that the bound is nearly met, then eliminate
-what is left or give it to the MILP solver.
-"""
+"""The unconstrained search: prune, eliminate, bound and prune again; guess that the bound is nearly
+met; then eliminate the rest or solve it as a MILP."""
 
 from __future__ import annotations
 
@@ -23,37 +22,37 @@ from autoshard.passes.search.exact.tables import Tables
 from autoshard.passes.search.folded import mapped, stored
 from autoshard.passes.search.network import Array, Choice, CostNetwork, NotFoundError, Solution
 
-# Entries of the largest join while bounds may still prune, that elimination computes without a second thought, and at all
-# (the MILP's turn beyond).
+# Entries of the largest join: while bounds may still prune, without further checks, and at all
+# (beyond that, the MILP).
 QUICK_JOIN = 3_000_000
 EASY_JOIN = 20_000_000
 MAX_JOIN = 1_000_000_000
-# Entries of all joins together that take about as long as one variable of the MILP, and that are joined in any case.
+# Entries of all joins that take as long as one MILP variable, and that are always joined.
 JOINED_PER_VARIABLE = 10_000
 EASY_TOTAL = 1_000_000_000
-# Of a network that is one of many: entries of the largest join that is computed without pruning first, sweeps, entries of
-# all joins, and how many of these a second computes.
+# For one network of many: largest join without pruning first, sweeps, entries of all joins,
+# and of these per second.
 LITTLE_JOIN = 100_000
 FEW_SWEEPS = 30
 JOINED = 1_000_000_000
 JOINED_PER_SECOND = 100_000_000
-# What is left of a network under a supposition is eliminated up to this join, and goes to the MILP up to this size.
+# Under a guess: the largest join, and the strategies up to which the MILP solves the rest.
 TRIAL_JOIN = 1_000_000
 TRIAL_STRATEGIES = 3_000
-# Message passing ends after this many sweeps, or when PATIENCE of them close less than this part of the gap.
+# Message passing ends after MAX_SWEEPS, or when PATIENCE sweeps close less than this of the gap.
 MAX_SWEEPS = 300
 PATIENCE = 10
 LEAST_PROGRESS = 0.02
-# An integer programme of more entries than this takes minutes: a choice this close to the bound is taken without it.
+# A larger MILP takes minutes: a choice this close to the bound is accepted without it.
 LARGE_CORE = 100_000
 CLOSE = 1e-4
-# A choice that is known is to be found again: what costs so much more, as a part of its cost, is of interest too.
+# Relative margin above a known choice, so that the search finds that choice again.
 START = 1e-6
-# Part of the cost that is rounding noise of message passing.
+# Rounding noise of message passing, relative to the cost.
 TOLERANCE = 1e-11
-# Parts of the gap between bound and best choice that the optimum is supposed to lie above the bound, one after another.
+# Guesses of the optimum, one after another: bound + share × gap.
 GUESSES = (1e-3, 1e-2, 1e-1)
-# Bits kept for the sum of all costs: float64 has 53, messages and sums need no more than the rest.
+# Bits for the sum of all costs: float64 has 53, messages and sums need the rest.
 GRID_BITS = 50
 
 
@@ -62,21 +61,21 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Run:
-    """One search, and what is to be told about it."""
+    """State and statistics of one search."""
 
     network: Eliminator
     pruner: Pruner
     deadline: float
     milp: bool = True
     incumbent: dict[int, int] = field(default_factory=dict)
-    mark: int = 0  # the incumbent chooses for the nodes that were left after this many steps
+    mark: int = 0  # the incumbent covers the nodes left after this many steps
     upper: float = math.inf
     bound: float = -math.inf
     pruned: int = 0
     sweeps: int = 0
     core: tuple[int, int] = (0, 0)
     most_sweeps: int = sys.maxsize
-    most_joined: float = math.inf  # entries of all joins of what is left, without the MILP
+    most_joined: float = math.inf  # entries of all remaining joins, without the MILP
     one_of_many: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -97,8 +96,8 @@ def _solve(
     milp: bool = True,
     start: tuple[int, ...] | None = None,
 ) -> Solution:
-    """Solve ``network`` through its ``rounded`` form; without ``milp`` only as far as the quick methods get, and no worse
-    than ``start``."""
+    """Solve ``network`` through its ``rounded`` form. Without ``milp``, quick methods only, but no
+    worse than ``start``."""
     work = Eliminator.of(rounded, pruner.tables)
     run = _Run(work, pruner, deadline, milp)
     if start is not None:
@@ -123,7 +122,7 @@ def _solve(
 
 
 def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
-    """The cheapest choice as far as the quick methods find it; an empty one if none is known to cost less than ``upper``."""
+    """The cheapest choice that quick methods find below ``upper``; empty if none is known."""
     pruner = Pruner(Tables(), deadline)
     work = Eliminator.of(on_grid(network, grid(network)), pruner.tables)
     run = _Run(work, pruner, deadline, milp=False, upper=upper)
@@ -144,14 +143,14 @@ def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
 
 
 def _search(run: _Run) -> bool:
-    """The cheapest choice of less than ``run.upper``; returns whether what was found is proven to be."""
+    """The cheapest choice below ``run.upper``; returns whether it is proven optimal."""
     work = run.network
     if run.one_of_many and fits(work, LITTLE_JOIN):
         return _timed(run, "core", finish)
     if not run.one_of_many:
         hard = not fits(work, EASY_JOIN)
-        work.run(max_degree=2, max_weight=QUICK_JOIN, deadline=run.deadline)  # what is gone needs no pruning
-        if hard:  # sweeps remove what would take many comparisons
+        work.run(max_degree=2, max_weight=QUICK_JOIN, deadline=run.deadline)  # fewer nodes to prune
+        if hard:  # sweeps spare many comparisons
             _timed(run, "bound", tighten)
     if not _closed(run) and not _too_dear(run):
         _timed(run, "reduce", quickly_reduce)
@@ -167,7 +166,7 @@ def _search(run: _Run) -> bool:
 
 
 def grid(network: CostNetwork) -> int:
-    """The exponent of the power of two whose multiples add up exactly, whatever the choice."""
+    """Exponent of the power of two whose multiples add up exactly, for every choice."""
     arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
     largest = {key: _largest(stored(array)) for key, array in arrays.items()}
     total = sum(largest[id(a)] for a in network.nodes) + sum(largest[id(edge[2])] for edge in network.edges)
@@ -192,12 +191,12 @@ def _largest(array: np.ndarray) -> float:
 
 
 def quickly_reduce(run: _Run) -> None:
-    """As far as it takes less than the bounds that make it easier."""
+    """Reduce while that is cheaper than the bounds."""
     reduce(run, EASY_COMPARISONS, QUICK_JOIN)
 
 
 def reduce(run: _Run, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) -> None:
-    """Prune, and eliminate nodes of up to two neighbours, until neither finds anything."""
+    """Prune, and eliminate nodes of up to two neighbours, to a fixed point."""
     run.pruned += run.pruner.run(run.network, comparisons)
     while True:
         run.network.run(max_degree=2, max_weight=join, deadline=run.deadline)
@@ -208,9 +207,9 @@ def reduce(run: _Run, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) 
 
 
 def tighten(run: _Run) -> None:
-    """Message passing on the core: a lower bound, an incumbent, and the removal of what cannot beat it.
+    """Message passing on the core: a lower bound, an incumbent, removal of whatever cannot beat it.
 
-    Ends when the gap is closed, when what is left is easily eliminated, or when nothing gets better any more.
+    Ends when the gap is closed, the rest is easily eliminated, or progress stalls.
     """
     dual = Dual(run.network)
     tolerance = 0.0
@@ -243,10 +242,10 @@ def tighten(run: _Run) -> None:
 
 
 def guess(run: _Run, dual: Dual) -> None:
-    """Suppose that the optimum costs hardly more than the bound. Where a choice that cheap is found, it is optimal.
+    """Guess that the optimum hardly exceeds the bound. A choice found that cheap is optimal.
 
-    ``dual`` belongs to the network as it is. Bounds are mostly tighter than what decoding finds, and without the
-    strategies and pairs that are too dear under the supposition little is left to eliminate.
+    ``dual`` is of the current network. Bounds are mostly tighter than decoded choices, and little
+    remains without strategies and pairs that exceed the guess.
     """
     gap = run.upper - dual.bound
     for part in GUESSES:
@@ -257,7 +256,7 @@ def guess(run: _Run, dual: Dual) -> None:
         try:
             reduce(replace(run, network=trial))
             found = _small(run, trial, supposed)
-        except PlanError:  # nothing is that cheap
+        except PlanError:  # no choice is that cheap
             continue
         if found is None:
             return
@@ -268,7 +267,7 @@ def guess(run: _Run, dual: Dual) -> None:
 
 
 def _small(run: _Run, trial: Eliminator, upper: float) -> dict[int, int] | None:
-    """The best choice for the nodes that are left, if it costs up to ``upper``; None where that would take long."""
+    """The best choice of remaining nodes, if it costs up to ``upper``; None if that takes long."""
     joined, order = trial.cheapest_order(TRIAL_JOIN)
     if joined < math.inf:
         trial.run(len(trial.sizes), sys.maxsize, order)
@@ -283,7 +282,7 @@ def _small(run: _Run, trial: Eliminator, upper: float) -> dict[int, int] | None:
 
 
 def _stalled(marks: list[tuple[float, float, int]]) -> bool:
-    """Whether the last sweeps brought no better choice, removed nothing and hardly narrowed the gap."""
+    """Whether the last sweeps found no better choice, removed nothing and hardly closed the gap."""
     if len(marks) <= PATIENCE:
         return False
     (bound, upper, strategies), (bound_now, upper_now, strategies_now) = marks[-PATIENCE - 1], marks[-1]
@@ -294,7 +293,7 @@ def _stalled(marks: list[tuple[float, float, int]]) -> bool:
 
 
 def fits(network: Eliminator, max_join: int, sizes: Mapping[int, int] | None = None) -> bool:
-    """Whether all that is left can be eliminated with joins of at most ``max_join`` entries; ``sizes``: if these."""
+    """Whether all can be eliminated by joins of up to ``max_join`` entries, given ``sizes``."""
     return any(network.joined(order, max_join, sizes) < math.inf for order in ORDERS)
 
 
@@ -305,7 +304,7 @@ def finish(run: _Run) -> bool:
     joined, order = work.cheapest_order(EASY_JOIN if _closed(run) else MAX_JOIN)
     variables = entries(work.core())
     if joined < (max(EASY_TOTAL, variables * JOINED_PER_VARIABLE) if run.milp else run.most_joined):
-        work.run(len(work.sizes), sys.maxsize, order)  # ties may be taken in another order than tried
+        work.run(len(work.sizes), sys.maxsize, order)  # ties may fall otherwise than in trials
         run.incumbent, run.mark = {}, len(work.steps)
         if math.isinf(work.constant):
             raise PlanError(NO_CHOICE)
@@ -331,12 +330,12 @@ def finish(run: _Run) -> bool:
 
 
 def _closed(run: _Run) -> bool:
-    """Whether the best choice is proven optimal."""
+    """Whether the incumbent is proven optimal."""
     return bool(run.incumbent) and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound))
 
 
 def _too_dear(run: _Run) -> bool:
-    """Whether no choice costs less than what is of interest."""
+    """Whether no choice costs less than ``upper``."""
     return not run.incumbent and run.bound >= run.upper
 
 

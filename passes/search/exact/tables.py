@@ -1,4 +1,4 @@
-"""Interned cost tables: equal tables are one object with one number, so equal sub-problems are computed once."""
+"""Interned cost tables: equal tables share a number, so equal subproblems are computed once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from autoshard.passes.search.contents import Contents
 from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored, taken, transposed
 from autoshard.passes.search.network import Array
 
-# A join is computed in blocks of about this many entries, so that its temporaries stay in cache.
+# Entries per block of a join, so that temporaries stay in cache.
 BLOCK = 1 << 16
-# Entries of a join that is made in one go.
+# Entries of a join without blocks.
 AT_ONCE = 2 * BLOCK
-# Entries of the sum of a join's parts that is kept.
+# Entries up to which a partial sum is materialised.
 MOST_SUMMED = 1 << 20
 
 Span = tuple[int, tuple[int, ...]]
-"""a table and the axes of a join that it spans, ascending"""
+"""a table and the ascending axes of a join that it spans"""
 
 
 class Unfolded(list[Array]):
-    """Arrays by number; one that is ``folded`` is written out when it is first asked for."""
+    """Arrays by number; a compact one (``folded``) is expanded on first access."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,18 +38,18 @@ class Unfolded(list[Array]):
 
 
 class Tables:
-    """Float64 tables of any rank, numbered in order of first appearance, with memoised operations on the numbers."""
+    """Float64 tables of any rank, numbered by first appearance, with memoised operations."""
 
     def __init__(self) -> None:
         self.arrays: list[Array] = Unfolded()
-        self._by_id: dict[int, tuple[Matrix, int]] = {}  # keeps the array alive, so that its id stays its own
+        self._by_id: dict[int, tuple[Matrix, int]] = {}  # keeps the array alive, so that its id is unique
         self._contents = Contents()
         self._memo: dict[tuple[object, ...], int] = {}
         self._classes: dict[tuple[int, int], Classes] = {}
         self._compact: dict[int, Array] = {}
 
     def intern(self, array: Matrix) -> int:
-        """The number of a table, by identity or by content. The array must not change afterwards."""
+        """Number of a table, by identity or content. The array must not change afterwards."""
         known = self._by_id.get(id(array))
         if known is not None:
             return known[1]
@@ -65,7 +65,7 @@ class Tables:
         return number
 
     def matrix(self, a: int) -> Matrix:
-        """A table as it came, without writing it out."""
+        """A table as given, maybe compact."""
         folded = self.arrays.folded.get(a) if isinstance(self.arrays, Unfolded) else None
         return self.arrays[a] if folded is None else folded
 
@@ -75,7 +75,6 @@ class Tables:
         return row
 
     def add(self, a: int, b: int) -> int:
-        """The sum of two tables of one shape."""
         a, b = min(a, b), max(a, b)
         return self._remember(("add", a, b), lambda: self.arrays[a] + self.arrays[b])
 
@@ -94,7 +93,7 @@ class Tables:
         return self._remember(("squeeze", a, axis), lambda: self.arrays[a].squeeze(axis))
 
     def take(self, a: int, kept: Sequence[Classes | None]) -> int:
-        """The sub-table with the kept indices of every axis (None: all)."""
+        """The sub-table of ``kept`` indices per axis (None: all)."""
         key = ("take", a, *(None if k is None else k.tobytes() for k in kept))
 
         def compute() -> Array:
@@ -115,7 +114,7 @@ class Tables:
         return number
 
     def classes(self, a: int, axis: int) -> Classes:
-        """For every index along ``axis`` the number of its class of equal slices, classes in order of appearance."""
+        """Class of equal slices of every index along ``axis``, in order of appearance."""
         known = self._classes.get((a, axis))
         if known is None:
             matrix = self.matrix(a)
@@ -128,7 +127,7 @@ class Tables:
         return known
 
     def compact(self, a: int) -> Array:
-        """The matrix with one of every class of equal slices."""
+        """The matrix with one slice of each class."""
         if a not in self._compact:
             matrix = self.matrix(a)
             maps = (matrix.rows, matrix.columns) if isinstance(matrix, Folded) else tuple(map(np.arange, matrix.shape))
@@ -139,9 +138,9 @@ class Tables:
         return self._compact[a]
 
     def eliminate(self, factors: tuple[Span, ...], rank: int) -> int:
-        """min over the last of ``rank`` + 1 axes of the sum of ``factors``: a table of the first ``rank`` axes.
+        """min over the last of ``rank`` + 1 axes of the sum of ``factors``.
 
-        A factor is (table, the axes it spans, ascending); each spans the last axis.
+        A factor is (table, ascending axes that it spans); each spans the last axis.
         """
         return self._remember(("eliminate", factors, rank), lambda: self._eliminate(factors, rank))
 
@@ -165,9 +164,9 @@ class Tables:
         return reduced
 
     def _representatives(self, factors: tuple[Span, ...], axis: int, rank: int) -> tuple[Classes, Classes]:
-        """(indices that stand for the classes along one axis, for every index its class).
+        """(representatives of the classes along one axis, class of every index).
 
-        On the eliminated axis a vector of its own only decides which of a class is the cheapest.
+        On the eliminated axis a vector only decides which member of a class is cheapest.
         """
         spanning = [(t, axes) for t, axes in factors if axis in axes]
         keys = [self.classes(t, axes.index(axis)) for t, axes in spanning if len(axes) > 1]
@@ -184,15 +183,15 @@ class Tables:
 
 
 def min_sum(parts: list[Array], shape: tuple[int, ...]) -> Array:
-    """min over axis 0 of the broadcast sum of ``parts``, whose axis 0 is common and whose other axes are 1 or full."""
+    """min over axis 0 of the broadcast sum of ``parts``; their other axes are 1 or full."""
     if not shape:
         return np.asarray(sum(parts[1:], parts[0]).min(), dtype=np.float64)
-    parts = sorted(parts, key=lambda part: part.size)  # small sums first: the big broadcasts happen once
+    parts = sorted(parts, key=lambda part: part.size)  # small sums first, large broadcasts once
     if len(parts[0]) * math.prod(shape) <= AT_ONCE:
         return np.asarray(
             added(sum(parts[1:-1], parts[0]), parts[-1]).min(axis=0) if len(parts) > 1 else parts[0].min(axis=0)
         )
-    # First an axis along which most parts are the same: their sum is made once, and is long.
+    # Lead with an axis along which most parts are constant: their sum is computed once.
     spans = [{k for k, length in enumerate(part.shape[1:]) if length > 1} for part in parts]
     differ = [set[int]().union(*(span for span in spans if k in span)) - {k} for k in range(len(shape))]
     lead = min(range(len(shape)), key=lambda k: (shape[k] == 1, math.prod(shape[i] for i in differ[k])))

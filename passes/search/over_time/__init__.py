@@ -1,1 +1,1 @@
-"""The search under a limit on what is held at any time."""
+"""Liveness-constrained search: a memory limit at every moment."""

@@ -1,4 +1,4 @@
-"""What elimination leaves of a network at prices of its moments: the same nodes at all prices, so that messages stay valid.
+"""The core that elimination leaves: the same nodes at all prices, so messages stay valid.
 
 Source: Bertelè and Brioschi, Nonserial Dynamic Programming (1972); Held and Karp (1971).
 """
@@ -21,16 +21,17 @@ from autoshard.passes.search.exact.tables import BLOCK, Tables
 from autoshard.passes.search.network import Array, Choice
 from autoshard.passes.search.over_time.lives import Lives
 
-# Entries of the largest join that is made, and neighbours of a node that is eliminated.
+# Entries of the largest join, and neighbours of an eliminated node.
 JOIN = 300_000
 NEIGHBOURS = 2
 
 
 @dataclass
 class _Step:
-    """A value made of others: a sum of ``parts``, or the factor that a node leaves its neighbours ``around``.
+    """A computed value: a sum of ``parts``, or the factor of an eliminated node.
 
-    Then the parts are the node's own vector and a matrix for each neighbour; ``second``: whether the node is its second axis.
+    Then the parts are its vector and a matrix per neighbour in ``around``; ``second``: whether the
+    node is its second axis.
     """
 
     parts: tuple[int, ...]
@@ -41,7 +42,7 @@ class _Step:
     result: Array = field(default_factory=lambda: np.empty(0))
 
     def run(self, values: list[Array]) -> Array:
-        """The value; the same array as last time where the parts are."""
+        """The value; the previous array if the parts are unchanged."""
         parts = tuple(values[k] for k in self.parts)
         if not self.seen or any(a is not b for a, b in zip(parts, self.seen, strict=True)):
             self.seen, self.result = parts, self._made(*parts)
@@ -53,7 +54,7 @@ class _Step:
         return least_sum(first, [m if last else m.T for m, last in zip(others, self.second, strict=True)])
 
     def totals(self, choice: Sequence[int] | Mapping[int, int]) -> Array:
-        """What the node's strategies cost beside those of its neighbours."""
+        """Costs of the node's strategies beside its neighbours' choices."""
         total = self.seen[0]
         for matrix, last, other in zip(self.seen[1:], self.second, self.around, strict=True):
             total = total + (matrix[choice[other]] if last else matrix[:, choice[other]])
@@ -75,9 +76,9 @@ def least_sum(own: Array, matrices: list[Array]) -> Array:
 
 
 class Core:
-    """``dual``: the messages on what is left at ``prices`` [rows]; its bound is that of all choices within the limit.
+    """``dual``: messages on the core at ``prices`` [rows]; bounds choices within the limit.
 
-    Once made, ``self._values`` are the costs of nodes and edges, then what the steps make of them.
+    ``self._values``: costs of nodes and edges, then results of the steps.
     """
 
     def __init__(self, lives: Lives, most: int = JOIN) -> None:
@@ -96,7 +97,7 @@ class Core:
         self._judged: tuple[Choice, Array] | None = None
 
     def _begun(self) -> list[set[int]]:
-        """Takes the network's factors in, and returns every node's neighbours; nodes of one strategy are nobody's."""
+        """Take the network's factors; returns neighbours per node, without one-strategy nodes."""
         beside: list[set[int]] = [set() for _ in self.sizes]
         given: list[tuple[Scope, Array]] = [((node,), costs) for node, costs in enumerate(self.lives.network.nodes)]
         for i, j, matrix in self.lives.network.matrices:
@@ -127,7 +128,7 @@ class Core:
         return len(self._values) - 1
 
     def _eliminate(self, beside: list[set[int]]) -> None:
-        """Steps for all nodes of few neighbours, the smallest join first."""
+        """Steps for nodes of few neighbours, smallest join first."""
         sizes = self.sizes
 
         def weight(node: int) -> int:
@@ -166,7 +167,7 @@ class Core:
         return Dual(left, self._constant)
 
     def reprice(self, prices: Array) -> None:
-        """At other prices; the next sweep makes the bound valid."""
+        """Change the prices; the next sweep makes the bound valid."""
         lives, values = self.lives, self._values
         before = [values[number] for number in self._factors.values()], self._constant
         weights = lives.weights(prices)
@@ -185,7 +186,6 @@ class Core:
         self.dual.reprice(nodes, self._constant - before[1] + change, edges)
 
     def decode(self) -> Choice:
-        """A choice by the messages."""
         choice = self.dual.decode()
         for step in reversed(self._steps):
             if step.node >= 0:
@@ -193,7 +193,7 @@ class Core:
         return tuple(choice[node] for node in range(len(self.sizes)))
 
     def gaps(self, choice: Choice) -> Array:
-        """Of every node what a choice costs more than the bound there, so much in sum but for what prices pay for room."""
+        """Excess of a choice over the bound, by node; the sum omits what prices pay for room."""
         if self._judged is None:
             self._judged = choice, np.array([self._gap(node, choice) for node in range(len(choice))])
         before, found = self._judged
@@ -209,7 +209,7 @@ class Core:
 
     @cached_property
     def _judges(self) -> list[set[int]]:
-        """Of every node those whose gap its choice changes."""
+        """Of every node those whose gap depends on its choice."""
         found: list[set[int]] = [set() for _ in self.sizes]
         for node, step in self._eliminated.items():
             for other in step.around:
@@ -228,8 +228,8 @@ class Core:
         return own - least if math.isfinite(least) else math.inf
 
     def scores(self, choice: Choice) -> list[Array]:
-        """Of every strategy how much a choice with it costs more than the bound, nearly; of a node that was eliminated, than
-        beside ``choice``."""
+        """Approximate excess over the bound per strategy; of an eliminated node, beside
+        ``choice``."""
         lives, scores = self.lives, []
         for node, weight in enumerate(self._weights.tolist()):
             kept = self.dual.kept.get(node)

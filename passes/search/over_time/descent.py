@@ -1,4 +1,4 @@
-"""Local search under a limit on what is held at any time: one node after the other takes its best strategy."""
+"""Local search under a memory limit at each moment: nodes take their best strategies in turn."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from autoshard.passes.search.network import Choice
 from autoshard.passes.search.over_time.lives import Lives
 
-# Stands for what is forbidden.
+# Finite cost of forbidden choices.
 FORBIDDEN = 1e18
 
 
 class Best:
-    """The best choice so far: allowed and within the limit if there is one, otherwise that which is nearest to it."""
+    """The best choice so far: feasible if one is known, else the nearest to feasible."""
 
     def __init__(
         self, lives: Lives, choice: Choice, better: Callable[[float, Choice], None] = lambda cost, choice: None
     ) -> None:
-        """``better`` is told of every better choice within the limit."""
+        """``better``: called with every better feasible choice."""
         self.lives, self.choice, self.better = lives, choice, better
         self.used = lives.sums(lives.held(choice))
         self._broken: set[int] | None = None
@@ -29,11 +29,11 @@ class Best:
 
     @property
     def cost(self) -> float:
-        """Infinite where no choice is within the limit."""
+        """Infinite if no feasible choice is known."""
         return math.inf if self.forbidden or self.excess else self._cost
 
     def offer(self, choice: Choice) -> bool:
-        """Take a choice if it is the best; returns whether it is."""
+        """Keep a choice if it is the best; returns whether it is."""
         found = self.lives.judge(choice)
         if found >= (self.forbidden, self.excess, self._cost):
             return False
@@ -43,7 +43,7 @@ class Best:
         return True
 
     def change(self, part: Mapping[int, int]) -> bool:
-        """Take the best choice with other strategies of some nodes, if that is better; returns whether it is."""
+        """Change the strategies of some nodes if that is better; returns whether it is."""
         lives, choice = self.lives, list(self.choice)
         never, cost = lives.touched(part, choice)
         used = self.used.copy()
@@ -68,7 +68,7 @@ class Best:
 
     @property
     def broken(self) -> list[int]:
-        """Nodes at tables that forbid the choice, of each at least one."""
+        """Nodes of tables that forbid the choice, at least one per table."""
         lives, choice = self.lives, self.choice
         if self._broken is None:
             pairs = [(i, j) for i, j, matrix in lives.network.matrices if math.isinf(matrix[choice[i], choice[j]])]
@@ -82,9 +82,9 @@ class Best:
 
 
 def descend(lives: Lives, start: Choice, price: float, passes: int, deadline: float) -> Choice:
-    """From ``start`` to a choice that no change of one node betters; a unit held too much costs ``price``.
+    """From ``start`` to a choice that no move of one node betters; excess costs ``price`` a unit.
 
-    The price doubles with every pass until nothing too much is held.
+    The price doubles with every pass until nothing exceeds the limit.
     """
     choice = list(start)
     used = lives.sums(lives.held(choice))

@@ -1,7 +1,7 @@
-"""What is left to choose from when some is decided: without what is forbidden, or holds too much, whatever else is chosen.
+"""Constraint propagation: drops strategies that are infeasible whatever the rest chooses.
 
-Source: Mackworth, Consistency in networks of relations (1977); Savelsbergh, Preprocessing and probing techniques for mixed
-integer programming problems (1994).
+Source: Mackworth, Consistency in networks of relations (1977); Savelsbergh, Preprocessing and
+probing techniques for mixed integer programming problems (1994).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autoshard.passes.search.folded import Classes
 from autoshard.passes.search.network import Array
 from autoshard.passes.search.over_time.lives import SLACK, Integers, Lives
 
-# After so many visits of nodes the clock is read.
+# Visits between clock reads.
 OFTEN = 64
 
 
 @dataclass(frozen=True)
 class Domains:
-    """``kept``: the strategies of every node that are left; ``least``, ``most``: what they hold."""
+    """``kept``: remaining strategies per node; ``least``, ``most``: the bytes that they hold."""
 
     kept: tuple[Classes, ...]
     least: Array
@@ -30,16 +30,16 @@ class Domains:
 
     @classmethod
     def of(cls, lives: Lives, deadline: float) -> Domains | None:
-        """Without what cannot be chosen. None: nothing can."""
+        """Without infeasible strategies. None: nothing is feasible."""
         every = tuple(np.arange(len(costs)) for costs in lives.network.nodes)
         zeros = np.zeros(len(every))
         allowed = {node: np.flatnonzero(np.isfinite(costs)) for node, costs in enumerate(lives.network.nodes)}
         return cls(every, zeros, zeros).narrowed(lives, allowed, deadline)
 
     def narrowed(self, lives: Lives, parts: Mapping[int, Classes], deadline: float) -> Domains | None:
-        """With only ``parts`` of some nodes' strategies, and what follows. None: no choice is left.
+        """Only ``parts`` of some nodes' strategies, propagated. None: nothing is feasible.
 
-        After ``deadline`` not all that follows is found.
+        Propagation stops at ``deadline``.
         """
         work = _Narrowing(lives, self)
         if not all(work.keep(node, part) for node, part in parts.items()):
@@ -70,7 +70,7 @@ class _Narrowing:
         return len(part) > 0
 
     def supported(self, deadline: float) -> bool:
-        """Drop what every strategy of a neighbour forbids; returns whether every node has some left."""
+        """Arc consistency: drop unsupported strategies; returns whether each node has some left."""
         visits = 0
         while self.waiting:
             beside = {other for node in self.waiting for other, _ in self.lives.supports[node]}
@@ -92,7 +92,8 @@ class _Narrowing:
         return True
 
     def fit(self) -> bool:
-        """Drop what holds too much beside the least of all others; returns whether the least itself fits."""
+        """Drop strategies that exceed the limit beside the others' least; False: so does the
+        least."""
         lives = self.lives
         if not lives.count:
             return True
@@ -108,11 +109,11 @@ class _Narrowing:
 
 
 def least_between(values: Array, first: Integers, last: Integers) -> Array:
-    """The least of values[first : last] of every pair; infinite where that is empty."""
+    """min of values[first : last] per pair; infinite if empty."""
     found = np.full(len(first), np.inf)
     lengths, step, least = last - first, 1, values
     while step <= len(values):
-        among = (step <= lengths) & (lengths < 2 * step)  # two windows of this length cover it
+        among = (step <= lengths) & (lengths < 2 * step)  # covered by two windows of this length
         found[among] = np.minimum(least[first[among]], least[last[among] - step])
         least = np.minimum(least[: len(least) - step], least[step:]) if len(least) > step else least[:0]
         step *= 2

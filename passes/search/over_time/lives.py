@@ -1,4 +1,4 @@
-"""A limit on what choices hold at any time: a network whose nodes live and die."""
+"""The liveness-constrained problem: nodes hold memory during intervals, under one limit."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from autoshard.passes.search.rows.stacked import stack_rows
 
 Integers = NDArray[np.intp]
 
-# A limit may be exceeded by this part of it: the rounding of the sum.
+# Tolerated relative excess: rounding of the sum.
 SLACK = 1e-12
 
 
 class Lives:
-    """The rows are the moments that matter; node i lives in the rows first[i] ≤ r < last[i].
+    """Rows are the moments that can bind; node i is live in rows first[i] ≤ r < last[i].
 
-    What the nodes that live in row r hold must not exceed ``room[r]``. Rows with room for whatever is chosen are left out.
+    Nodes live in row r hold at most ``room[r]``. Rows with room for every choice are dropped.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Lives:
         alive = (self.first < self.last).tolist()
         self.usage = tuple(u if lives else np.zeros(len(u)) for u, lives in zip(usage, alive, strict=True))
         self.beside: list[list[tuple[int, Array]]] = [[] for _ in usage]
-        """of every node the edges: (other node, costs [own strategy, the other's])"""
+        """edges per node: (other node, costs [own strategy, other strategy])"""
         for i, j, matrix in network.matrices:
             self.beside[i].append((j, matrix))
             self.beside[j].append((i, matrix.T))
@@ -55,17 +55,17 @@ class Lives:
 
     @property
     def limit(self) -> float:
-        """What may be held."""
+        """The memory limit."""
         return self.scale / (1 + SLACK)
 
     @property
     def scale(self) -> float:
-        """The most that a row has room for."""
+        """Largest room of a row."""
         return float(self.room.max(initial=1e-300))
 
     @cached_property
     def supports(self) -> list[list[tuple[int, NDArray[np.bool_]]]]:
-        """Of every node the edges that forbid something: (other node, what is allowed [own strategy, the other's])."""
+        """Edges per node that forbid pairs: (other node, allowed [own, other strategy])."""
         found: list[list[tuple[int, NDArray[np.bool_]]]] = [[] for _ in self.usage]
         known: dict[int, NDArray[np.bool_] | None] = {}
         for i, j, matrix in self.network.matrices:
@@ -79,7 +79,7 @@ class Lives:
         return found
 
     def without_beaten(self, deadline: float) -> tuple[Lives, list[Classes]]:
-        """The same without strategies that cost and hold no less than another; and how those left are numbered here."""
+        """Without strategies dominated in cost and memory; and the original numbers of the rest."""
         nothing = (None,) * len(self.network.matrices)
         problem = stack_rows(self.network, [Row(self.usage, nothing, self.scale)])
         left, numbers = Dominance(problem, deadline).run()
@@ -87,13 +87,13 @@ class Lives:
         return Lives(left.priced(np.zeros(1)), usage, self.first, self.last, self.room), numbers
 
     def restricted(self, kept: Sequence[Classes]) -> Lives:
-        """Only the ``kept`` strategies of every node, numbered anew."""
+        """Only the ``kept`` strategies of every node, renumbered."""
         nodes = tuple(costs[k] for costs, k in zip(self.network.nodes, kept, strict=True))
         usage = [u[k] for u, k in zip(self.usage, kept, strict=True)]
         return Lives(CostNetwork(nodes, self.cut(kept)), usage, self.first, self.last, self.room)
 
     def cut(self, kept: Sequence[Classes]) -> tuple[tuple[int, int, Array], ...]:
-        """The edges, of the ``kept`` strategies; those that were one array are."""
+        """The edges of the ``kept`` strategies; shared arrays stay shared."""
         made: dict[tuple[int, bytes, bytes], Array] = {}
         keys = [k.tobytes() for k in kept]
         edges = []
@@ -106,9 +106,9 @@ class Lives:
         return tuple(edges)
 
     def part(self, nodes: Sequence[int], choice: Sequence[int], used: Array, spare: bool = False) -> Lives:
-        """Some ``nodes`` alone, the others as in ``choice``, which uses ``used`` [rows].
+        """The subproblem of ``nodes``; others keep ``choice``, which holds ``used`` [rows].
 
-        ``spare``: rows that are exceeded may stay so, not more.
+        ``spare``: exceeded rows may stay so, but not worsen.
         """
         numbers = {node: k for k, node in enumerate(nodes)}
         costs, edges = [], []
@@ -128,7 +128,7 @@ class Lives:
         return Lives(CostNetwork(tuple(costs), tuple(edges)), usage, self.first[index], self.last[index], room)
 
     def sums(self, held: Array) -> Array:
-        """Per row the sum of what the nodes that live hold."""
+        """Bytes held per row."""
         change = np.zeros(self.count + 1)
         np.add.at(change, self.first, held)
         np.add.at(change, self.last, -held)
@@ -138,7 +138,7 @@ class Lives:
         return np.array([usage[s] for usage, s in zip(self.usage, choice, strict=True)])
 
     def judge(self, choice: Sequence[int]) -> tuple[int, float, float]:
-        """(how many tables forbid a choice, what it holds too much over all rows, the cost beside what is forbidden)."""
+        """(tables that forbid a choice, total excess over rows, cost without forbidden entries)."""
         network = self.network
         costs = np.array(
             [vector[s] for vector, s in zip(network.nodes, choice, strict=True)]
@@ -149,7 +149,7 @@ class Lives:
         return int(never.sum()), excess, float(costs[~never].sum())
 
     def touched(self, nodes: Collection[int], choice: Sequence[int]) -> tuple[int, float]:
-        """Of the tables of some ``nodes``: (how many forbid a choice, its cost beside what is forbidden)."""
+        """Of the tables of ``nodes``: (forbidding tables, cost without forbidden entries)."""
         costs = [float(self.network.nodes[node][choice[node]]) for node in nodes]
         for node in nodes:
             for other, matrix in self.beside[node]:
@@ -158,25 +158,25 @@ class Lives:
         return sum(map(math.isinf, costs)), sum(c for c in costs if not math.isinf(c))
 
     def weights(self, prices: Array) -> Array:
-        """What a unit costs each node in all its rows."""
+        """Price of a byte of each node, over all its rows."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weights: Array = total[self.last] - total[self.first]
         return weights
 
     def gathered(self, prices: Array) -> Array:
-        """Prices of the rows that this was made of, as prices of its own."""
+        """Prices of the original rows as prices of these rows."""
         rows, begins = self._rows
         return np.add.reduceat(prices[rows], begins) if len(rows) else np.zeros(0)
 
     def cost_of(self, node: int, choice: Sequence[int]) -> Array:
-        """What each strategy of a node costs beside the choices of the others."""
+        """Costs of a node's strategies beside the others' choices."""
         total = self.network.nodes[node]
         for other, matrix in self.beside[node]:
             total = total + matrix[:, choice[other]]
         return total
 
     def excess_of(self, node: int, used: Array, own: float) -> Array:
-        """What too much is held over the node's rows by each strategy of it; ``used``: per row, with its ``own``."""
+        """Excess over a node's rows per strategy; ``used``: per row, including its ``own``."""
         usage, alive = self.usage[node], slice(self.first[node], self.last[node])
         rest = used[alive] - own - self.room[alive]
         if not len(rest) or rest.max() + usage.max() <= 0:
@@ -187,12 +187,12 @@ class Lives:
 
 
 def rows(intervals: Sequence[tuple[int, int]]) -> tuple[Integers, Integers, int]:
-    """The rows in which every node lives, one for each largest set of nodes that live at once; and how many rows."""
+    """A row per maximal set of nodes live at once: (first, last, number of rows)."""
     ends = sorted({end for start, end in intervals if start < end})
     starts = sorted({start for start, end in intervals if start < end})
     moments = []
     for start, following in zip(starts, [*starts, np.inf][1:], strict=True):
-        if ends[bisect_left(ends, start + 1)] <= following:  # somebody dies before the next is born
+        if ends[bisect_left(ends, start + 1)] <= following:  # a node dies before the next is born
             moments.append(start)
     first = np.array([bisect_left(moments, start) for start, _ in intervals], dtype=np.intp)
     last = np.array([bisect_left(moments, max(interval)) for interval in intervals], dtype=np.intp)
@@ -202,8 +202,8 @@ def rows(intervals: Sequence[tuple[int, int]]) -> tuple[Integers, Integers, int]
 def _tight(
     most: Array, first: Integers, last: Integers, room: Array
 ) -> tuple[Integers, Integers, Array, tuple[Integers, Integers]]:
-    """The rows that ``most`` of what every node may hold exceeds, of those with the same nodes the tightest; and which these
-    are: (the rows, where among them those with the same nodes begin)."""
+    """Rows that ``most`` per node can exceed; of rows with equal nodes the tightest. Last: (these
+    rows, where among them rows of equal nodes begin)."""
     change = np.zeros(len(room) + 1)
     np.add.at(change, first, most)
     np.add.at(change, last, -most)

@@ -1,7 +1,8 @@
-"""Large neighbourhood search: some nodes are free, the others stay, and branch and bound finds the best for those.
+"""Large neighbourhood search: branch and bound re-optimises some nodes, others stay fixed.
 
-Source: Shaw, Using constraint programming and local search methods to solve vehicle routing problems (1998); Aggarwal, Orlin
-and Tai, Optimized crossover for the independent set problem (1997), for choices among those of several solutions.
+Source: Shaw, Using constraint programming and local search methods to solve vehicle routing
+problems (1998); Aggarwal, Orlin and Tai, Optimized crossover for the independent set problem
+(1997), for choices among those of several solutions.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from autoshard.passes.search.over_time.domains import Domains
 from autoshard.passes.search.over_time.lives import Lives
 from autoshard.passes.search.over_time.tree import Cheaper, Leaf, Tree
 
-# Leaves of a neighbourhood's tree, its nodes at first, at least and at most, and by what it grows and shrinks: while small
-# ones better the choice there is no need of larger ones, which take longer.
+# Leaves of a neighbourhood's tree; its nodes at first, at least, at most; the factor of growth.
+# It does not grow while small ones improve the choice.
 LEAVES = 12
 FIRST = 20.0
 FEWEST = 8.0
 MOST = 2_000.0
 GROWTH = 1.2
-# Nodes of a window that is not halved again; the part of the gap to the bound that is not worth a window.
+# Nodes of a window that is not halved; the share of the gap that is not worth a window.
 LEAST = 50
 LITTLE = 1e-4
-# Seconds of a neighbourhood, where there is a limit, and beyond which the next is smaller.
+# Seconds of a neighbourhood under a time limit, and beyond which the next one is smaller.
 SECONDS = 10.0
 LONG = 3.0
-# How much better a choice must be, as a part of its cost.
+# Least relative improvement.
 BETTER = 1e-7
-# Of a node's strategies so many of the best beside its neighbours, and by score, are free, with those of the choices seen last.
+# Numbers of best strategies per node, by cost and score; number of last choices that count.
 LIKELY = (0, 1, 2, 4, 8)
 SEEN = 40
 
 
 @dataclass
 class Neighbourhoods:
-    """Betters ``best`` again and again. ``seen``: choices near it; ``scores``: of every node's strategies, small is good."""
+    """Improves ``best``. ``seen``: near choices; ``scores``: per strategy, low is good."""
 
     best: Best
     cheaper: Cheaper
@@ -51,19 +52,19 @@ class Neighbourhoods:
     seen: list[Choice]
     scores: Sequence[Array]
     weights: Sequence[float]
-    """what a unit that is held costs each node"""
+    """price of a byte of each node"""
     prices: Array | None = None
-    """of the rows, where trees begin"""
+    """initial prices of the rows in trees"""
     generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     tried: int = 0
     sizes: dict[tuple[bool, bool], float] = field(default_factory=dict)
-    """nodes of a neighbourhood by its kind: in one row, with few strategies"""
+    """size by kind of neighbourhood: (nodes of one row, few strategies)"""
 
     def aim(self, gaps: Callable[[Choice], Array], size: int, near: bool, least: float = 0.0) -> None:
-        """Windows of ``size`` nodes around those where the choice costs most above the bound, by ``gaps``, until what is left
-        of it is little, or below ``least``. Parts of a window where that cannot be decided.
+        """Windows of ``size`` nodes around the largest excess over the bound, by ``gaps``, until it
+        is small or below ``least``. Undecided windows are halved.
 
-        ``near``: next to each other, otherwise in time.
+        ``near``: neighbours in the graph, otherwise in time.
         """
         best = self.best
         lives = best.lives
@@ -85,13 +86,13 @@ class Neighbourhoods:
                 gap = self._gaps(gaps)
 
     def _gaps(self, gaps: Callable[[Choice], Array]) -> Array:
-        """Infinite, too, while too much is held."""
+        """Infinite while the limit is exceeded, too."""
         lives = self.best.lives
         over = (self.best.used > lives.room).astype(np.float64)
         return np.where(lives.weights(over) > 0, np.inf, gaps(self.best.choice))
 
     def _window(self, nodes: list[int]) -> bool:
-        """Better some nodes, or each half where their best was not found; returns whether that is better."""
+        """Improve some nodes, or each half if that is not optimal; returns whether it is better."""
         better, complete = self._improve(sorted(nodes), few=False)
         if complete or better or len(nodes) < 2 * LEAST or time.perf_counter() > self.deadline:
             return better
@@ -119,7 +120,7 @@ class Neighbourhoods:
         return better
 
     def _seed(self) -> int:
-        """A node whose choice is forbidden, while there is one; then one that lives while too much is held."""
+        """A node whose choice is forbidden, else one live where the limit is exceeded, else any."""
         lives = self.best.lives
         among: Sequence[int] = range(len(lives.usage))
         if self.best.forbidden:
@@ -135,14 +136,14 @@ class Neighbourhoods:
         return int(self.generator.integers(self.best.lives.count))
 
     def _improve(self, nodes: list[int], few: bool) -> tuple[bool, bool]:
-        """Free some nodes; returns whether that is better, and whether all there is was searched."""
+        """Re-optimise some nodes; returns (whether better, whether the search was complete)."""
         best, deadline = self.best, self.deadline
         if math.isfinite(deadline):
             deadline = min(deadline, time.perf_counter() + SECONDS)
         present = tuple(best.choice[node] for node in nodes)
         lives = best.lives.part(nodes, best.choice, best.used)
         domains = Domains.of(lives, deadline)
-        if domains is None:  # nothing fits beside what the others hold: then no more than now
+        if domains is None:  # infeasible beside the others: then excess must not grow
             lives = best.lives.part(nodes, best.choice, best.used, spare=True)
             domains = Domains.of(lives, deadline)
         if domains is not None and few:
@@ -159,7 +160,7 @@ class Neighbourhoods:
         return better, tree.complete
 
     def _few(self, nodes: list[int], domains: Domains) -> dict[int, Classes]:
-        """Of every node the strategies seen, and the best beside its neighbours and by score."""
+        """Strategies seen lately, and the best beside the neighbours and by score."""
         lives, choice = self.best.lives, self.best.choice
         many = int(self.generator.choice(LIKELY))
         seen = np.array([[seen[node] for node in nodes] for seen in (*self.seen[-SEEN:], choice)])
@@ -173,7 +174,7 @@ class Neighbourhoods:
 
 
 def around(lives: Lives, seed: int, count: int, generator: np.random.Generator) -> list[int]:
-    """``count`` nodes next to ``seed``, breadth first; of a node with many neighbours only some."""
+    """``count`` nodes near ``seed``, breadth first, with at most 8 neighbours of each."""
     found, waiting = {seed: None}, deque([seed])
     while waiting and len(found) < count:
         near = [other for other, _ in lives.beside[waiting.popleft()] if other not in found]
@@ -185,7 +186,7 @@ def around(lives: Lives, seed: int, count: int, generator: np.random.Generator) 
 
 
 def together(lives: Lives, row: int, count: int, generator: np.random.Generator) -> list[int]:
-    """``count`` nodes that live in a row, and then those that live nearest to it."""
+    """``count`` nodes live in a row, or nearest to it."""
     away = np.maximum(lives.first - row, row + 1 - lives.last).clip(0) + generator.random(len(lives.first))
     away[lives.first >= lives.last] += lives.count
     return [int(node) for node in np.argsort(away, kind="stable")[:count]]

@@ -1,8 +1,8 @@
-"""The cheapest choice under a limit on what is held at any time: at every moment the best so far is there.
+"""Anytime search under a memory limit at each moment (liveness).
 
-What cannot fit is dropped; prices bound the cost, choose by the messages, and tell where a choice costs more than the bound:
-windows there better it. Of a network that is not large, branch and bound among the likely strategies finds more, among all of
-them it raises the bound. Neighbourhoods better what is found.
+Infeasible strategies are dropped. Lagrangian prices give a bound, choices by their messages, and
+windows where a choice exceeds the bound. Unless the network is large, branch and bound among likely
+strategies improves the choice, among all it raises the bound. Neighbourhoods improve further.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from autoshard.passes.search.over_time.subgradient import Priced, priced
 from autoshard.passes.search.over_time.tree import Cheaper, Leaf, Tree
 
 GAP = 1e-9
-# The part of the time that is left for what is under way when it is up, and for the answer; the parts after which
-# beaten strategies are no longer looked for, and the first descent and its repair end; of what is left, the parts that
-# go into prices and into the few strategies, and into these where a choice is known.
+# Shares of the time: reserve for the last step and the answer; end of the search for dominated
+# strategies, of the first descent, of its repair; of the rest, for prices, for few strategies, and
+# for few strategies if a choice is known.
 RESERVE = 0.05
 BEATEN = 0.05
 DESCENT = 0.35
@@ -38,40 +38,40 @@ PRICES = 0.2
 FEW = 0.6
 BRIEFLY = 0.15
 PASSES = 40
-# The part that goes into the prices of a network that is larger than any neighbourhood: all else follows from the messages.
+# Share for prices in a network larger than any neighbourhood, which relies on messages.
 LARGE_PRICES = 0.4
-# Neighbourhoods that repair the first choice where there is no time limit; so many between two descents afterwards.
+# Neighbourhoods that repair the first choice without a time limit, and those between descents.
 REPAIRS = 200
 DESCENTS = 8
-# Nodes of the windows that better what the messages choose.
+# Window sizes for choices by messages.
 WINDOWS = 100, 200, 400
-# Steps of the prices where there is no time limit, and where there is one; strategies of a node that are tried first, the
-# best by score, and leaves of their tree.
+# Price steps without and with a time limit; strategies per node that are tried first, by score, and
+# leaves of their tree.
 STEPS = 40
 MOST_STEPS = 400
 STRATEGIES = 12
 TRIALS = 8
-# For effort 1, where there is no time limit: leaves, more where tables have fewer entries, and neighbourhoods.
+# Without a time limit, for effort 1: leaves, more for small tables, and neighbourhoods.
 LEAVES = 16
 ENTRIES = 200_000
 NEIGHBOURHOODS = 60
-# The part of the time, or of leaves and neighbourhoods together, that goes into the tree.
+# Share of time, or of leaves and neighbourhoods together, for the tree.
 SHARE = 0.35
-# The part of the time that the tree is ahead of its share at the beginning: its first leaf may prove the choice.
+# Initial advance of the tree, as a share of time: its first leaf may prove the choice.
 HEAD_START = 0.1
 
 Better = Callable[[float, Callable[[], Choice]], None]
-"""is told of a better choice: (its cost, what gives it)"""
+"""called with a better choice: (its cost, function that returns it)"""
 
 
 def quietly(cost: float, choice: Callable[[], Choice]) -> None:
-    """Tell nobody."""
+    """Ignore."""
 
 
 def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float, better: Better = quietly) -> Solution:
-    """The best choice found in ``limit`` seconds; ``better`` is told of what is found meanwhile.
+    """The best choice found in ``limit`` seconds; ``better``: called with each improvement.
 
-    PlanError: none is within the memory's limit, or none was found.
+    PlanError: no choice is within the memory limit, or none was found.
     """
     begin = time.perf_counter()
     limit *= 1 - RESERVE
@@ -113,7 +113,7 @@ def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float,
 
 
 def _repair(best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> None:
-    """Windows where the choice is forbidden or holds too much, and where it costs most above the bound; then neighbourhoods."""
+    """Windows where the choice is infeasible, then of the largest gap; then neighbourhoods."""
     weights = best.lives.weights(found.prices).tolist()
     near = Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights, found.prices)
     for least, size, beside in itertools.product((math.inf, 0.0), WINDOWS, (False, True)):
@@ -122,19 +122,19 @@ def _repair(best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> Non
 
 
 def _mend(near: Neighbourhoods) -> None:
-    """Neighbourhoods of what is forbidden, or too much, until nothing is."""
+    """Neighbourhoods of infeasible nodes until the choice is feasible."""
     most = REPAIRS if math.isinf(near.deadline) else sys.maxsize
     while math.isinf(near.best.cost) and near.tried < most and time.perf_counter() < near.deadline:
         near.step()
 
 
 def _nothing(lives: Lives) -> tuple[tuple[Array, ...], list[float]]:
-    """Scores and weights while nothing is known of them."""
+    """Scores and weights before any are known."""
     return lives.network.nodes, [0.0] * len(lives.usage)
 
 
 def _reduced(given: Lives, begin: float, limit: float) -> tuple[Lives, list[Classes]]:
-    """Without what no choice within the limit holds, and what is beaten; and how what is left was numbered."""
+    """Without infeasible and dominated strategies; and the original numbers of the rest."""
     domains = Domains.of(given, begin + limit)
     if domains is None:
         raise PlanError(_forbidden(given))
@@ -178,7 +178,7 @@ class _Run:
         return time.perf_counter() > self.deadline
 
     def few(self, found: Priced, deadline: float) -> None:
-        """Choices among the strategies of the best scores and those seen: a tree of small leaves."""
+        """Choices among strategies seen or of the best scores: a tree of small leaves."""
         begin, seen = time.perf_counter(), np.array(found.seen)
         known = math.isfinite(self.best.cost)
         parts = {}
@@ -187,7 +187,7 @@ class _Run:
             parts[node] = np.intersect1d(likely, self.domains.kept[node])
         domains = self.domains.narrowed(self.best.lives, parts, deadline)
         if domains is not None:
-            # Not below the best so far: a first choice is a poor measure of what is dear.
+            # No upper limit: a first choice is a poor measure of what is dear.
             tree = Tree(self.best.lives, self.cheaper, deadline, math.inf)
             tree.put(Leaf(found.bound, domains, found.prices))
             for trial in itertools.count():
@@ -203,7 +203,6 @@ class _Run:
         self.seconds["few"] = time.perf_counter() - begin
 
     def look(self, tree: Tree) -> None:
-        """At one leaf."""
         begin = time.perf_counter()
         tree.search(1)
         if tree.latest is not None:
@@ -220,7 +219,7 @@ class _Run:
         self.seconds["tree"] += time.perf_counter() - begin
 
     def alternate(self, most: int, unit: float) -> None:
-        """Up to ``most`` neighbourhoods, and leaves beside them."""
+        """Up to ``most`` neighbourhoods, alternating with leaves."""
         spent = self.seconds
         while not self.closed and not self.late and self.near.tried < most:
             if math.isfinite(self.deadline):
@@ -239,7 +238,7 @@ class _Run:
 
 
 def _least(lives: Lives) -> Choice:
-    """What holds least, node by node. Raises PlanError where that is too much, or a node is forbidden everything."""
+    """The choice that holds least. Raises PlanError if it is infeasible."""
     choice = []
     for costs, usage in zip(lives.network.nodes, lives.usage, strict=True):
         if not np.isfinite(costs).any():
@@ -254,7 +253,7 @@ def _least(lives: Lives) -> Choice:
 
 
 def _unfit(given: Lives, best: Best, numbers: Sequence[Classes]) -> str:
-    """What is said where no choice was found."""
+    """The error if no choice was found."""
     nearest = _original(best.choice, numbers)
     used = given.sums(given.held(nearest)).max(initial=0.0)
     if used <= given.limit * (1 + SLACK):
@@ -263,7 +262,7 @@ def _unfit(given: Lives, best: Best, numbers: Sequence[Classes]) -> str:
 
 
 def _unit(lives: Lives) -> float:
-    """A price of what is held too much, to begin with."""
+    """An initial price of excess."""
     spread = [float(np.ptp(costs[np.isfinite(costs)])) for costs in lives.network.nodes]
     edges = [float(np.ptp(m[np.isfinite(m)])) for _, _, m in lives.network.matrices if np.isfinite(m).any()]
     return (sum(spread) + sum(edges) or 1.0) / len(spread) / lives.scale * 10

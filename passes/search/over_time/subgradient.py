@@ -1,7 +1,7 @@
-"""Prices of moments by subgradient steps between sweeps of message passing: a bound, choices near the best, and of every
-strategy how much a choice with it costs more.
+"""Subgradient steps on prices of moments, between sweeps of message passing.
 
-Source: Held and Karp, The traveling-salesman problem and minimum spanning trees (1971); Polyak (1969).
+They give a bound, near-best choices, and scores of strategies. Source: Held and Karp, The
+traveling-salesman problem and minimum spanning trees (1971); Polyak (1969).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from autoshard.passes.search.network import Array, Choice
 from autoshard.passes.search.over_time.core import Core
 from autoshard.passes.search.over_time.descent import Best, descend
 
-# Sweeps before the first step, and the part of the time for them; how far above the bound a step aims at most; the share of
-# the last choice in the mean that gives the direction; what the mean decides of a step's length; by how much of itself the
-# bound may fall before the prices go back to the best; after so many steps a descent.
+# Sweeps before the first step, and their share of time; most relative aim above the bound; weight of
+# the last choice in the mean direction; least squared norm of the direction relative to the last
+# slope's; relative fall of the bound that resets prices to the best; steps between descents.
 FIRST_SWEEPS = 30
 FIRST, FIRST_WHOLE = 0.5, 0.2
 AHEAD = 0.2
@@ -27,7 +27,7 @@ MEAN = 0.2
 LENGTH = 0.05
 FALL = 0.3
 DESCENT = 8
-# The steps end when so many of them raise the bound by less than this part of it.
+# Steps end when PATIENCE of them raise the bound by less than this share.
 PATIENCE = 10
 PROGRESS = 1e-3
 PASSES = 40
@@ -35,9 +35,9 @@ PASSES = 40
 
 @dataclass(frozen=True)
 class Priced:
-    """``prices`` [rows], ``bound``: what every choice costs at least; ``seen``: choices, the last ones the nearest to the best.
+    """``prices`` [rows], ``bound``: of every choice; ``seen``: choices, the last ones best.
 
-    ``scores``: of every node's strategies how much more than the bound a choice with it costs, nearly; inf: too much.
+    ``scores``: approximate excess over the bound per strategy; inf: infeasible.
     """
 
     prices: Array
@@ -48,9 +48,9 @@ class Priced:
 
 
 def priced(best: Best, steps: int, unit: float, deadline: float, whole: bool = False) -> Priced:
-    """Up to ``steps`` steps, which offer to ``best`` what they see; descents pay ``unit`` for what is held too much.
+    """Up to ``steps`` steps that offer choices to ``best``; descents price excess at ``unit``.
 
-    ``whole``: the messages go through all nodes, which takes longer and tells more of each.
+    ``whole``: messages on all nodes, not just the core: slower, but with scores of each.
     """
     lives = best.lives
     core = Core(lives, most=0) if whole else Core(lives)
@@ -94,7 +94,7 @@ def priced(best: Best, steps: int, unit: float, deadline: float, whole: bool = F
 
 
 def _sweep(dual: Dual, most: int, upper: float, deadline: float) -> bool:
-    """Up to ``most`` sweeps, until they hardly raise the bound; returns whether there was a whole one."""
+    """Up to ``most`` sweeps until the bound hardly rises; returns whether one was completed."""
     for sweep in range(most):
         before = dual.bound
         if not dual.sweep(upper, deadline):

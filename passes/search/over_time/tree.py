@@ -1,8 +1,8 @@
-"""Branch and bound over what is held at any time: where the cheapest choice at some prices holds too much, the node that
-holds most of it holds less, or it does hold that much and the others make room.
+"""Branch and bound under liveness: where a choice exceeds the limit, the largest node branches.
 
-Every leaf is bounded by the cheapest choice at its prices, which follow the subgradient from leaf to leaf.
-Source: Land and Doig (1960); Held and Karp (1971); Polyak, Minimization of unsmooth functionals (1969).
+It holds less, or it holds that much and others make room. Each leaf is bounded at its own prices,
+which follow the subgradient from leaf to leaf. Source: Land and Doig (1960); Held and Karp (1971);
+Polyak, Minimization of unsmooth functionals (1969).
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from autoshard.passes.search.over_time.domains import Domains
 from autoshard.passes.search.over_time.lives import Lives
 
 Cheaper = Callable[[CostNetwork, float, float], Solution]
-"""(network, what is of interest costs less than this, deadline) → the cheapest choice; an empty one: there is none, or it was
-not found"""
+"""(network, upper limit of cost, deadline) → cheapest choice; empty: none, or not found"""
 
-# A gap of this part of the cost counts as none.
+# A relative gap that counts as none.
 GAP = 1e-9
-# How far above its bound a leaf's best choice is supposed to lie while there is none, as a part of the bound, and the part
-# of the way there that a step of the prices makes.
+# Assumed relative excess of a leaf's best choice over its bound while none is known, and the share of
+# it that a price step aims at.
 AHEAD = 0.2
 STEP = 0.5
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """Choices among ``domains``; they cost ``bound`` at least."""
+    """Choices among ``domains``, with lower ``bound``."""
 
     bound: float
     domains: Domains
@@ -43,7 +42,7 @@ class Leaf:
 
 @dataclass
 class Tree:
-    """The leaves that are open. ``upper``: only what costs less is of interest."""
+    """The open leaves. ``upper``: ignore costlier choices."""
 
     lives: Lives
     cheaper: Cheaper
@@ -52,27 +51,26 @@ class Tree:
     choice: Choice | None = None
     """the best found"""
     latest: Choice | None = None
-    """the cheapest of the leaf looked at last, and the prices there, whether it fits or not"""
+    """the cheapest of the last leaf, feasible or not, with its prices"""
     prices: Array = field(init=False)
     leaves: list[tuple[float, int, Leaf]] = field(default_factory=list)
     diving: Leaf | None = None
-    """the one to look at next on the way down"""
+    """the next leaf on the way down (diving)"""
     made: int = 0
     looked: int = 0
     stuck: float = math.inf
-    """the least bound of leaves that are given up"""
+    """least bound of abandoned leaves"""
 
     def __post_init__(self) -> None:
         self.prices = np.zeros(self.lives.count)
 
     @property
     def complete(self) -> bool:
-        """Whether all choices of interest were looked at."""
+        """Whether all choices below ``upper`` were searched."""
         return not self.open and math.isinf(self.stuck)
 
     @property
     def open(self) -> bool:
-        """Whether there are leaves to look at."""
         return bool(self.leaves) or self.diving is not None
 
     def put(self, leaf: Leaf) -> None:
@@ -80,18 +78,18 @@ class Tree:
         heapq.heappush(self.leaves, (leaf.bound, -self.made, leaf))
 
     def give_up(self) -> None:
-        """Look at no more leaves."""
         self.stuck, self.leaves, self.diving = self.bound, [], None
 
     @property
     def bound(self) -> float:
-        """What all choices of the tree cost at least, or ``upper``."""
+        """Lower bound of all choices of the tree, at most ``upper``."""
         least = self.leaves[0][0] if self.leaves else math.inf
         diving = math.inf if self.diving is None else self.diving.bound
         return min(least, diving, self.stuck, self.upper)
 
     def search(self, most: int) -> None:
-        """Look at up to ``most`` leaves: in turn at a child of the last, down to the ground, and at the least bound."""
+        """Search up to ``most`` leaves: a child of the last (diving) or the least bound, in
+        turn."""
         for _ in range(most):
             if time.perf_counter() > self.deadline:
                 return
@@ -108,7 +106,7 @@ class Tree:
                 self.put(child)
 
     def _least(self) -> Leaf | None:
-        """The leaf of the least bound, if that is of interest."""
+        """The leaf of the least bound, if below ``upper``."""
         while self.leaves:
             leaf = heapq.heappop(self.leaves)[2]
             if not self._dear(leaf.bound):
@@ -119,7 +117,7 @@ class Tree:
         return bound >= self.upper - GAP * abs(self.upper)
 
     def _look(self, leaf: Leaf) -> list[Leaf]:
-        """What a leaf falls into; the first of them is the more promising."""
+        """Children of a leaf, the more promising first."""
         self.looked, self.latest = self.looked + 1, None
         if self._dear(leaf.bound):
             return []
@@ -165,7 +163,7 @@ class Tree:
         return stepped
 
     def _split(self, leaf: Leaf, choice: Choice, over: Array) -> tuple[int, tuple[Classes, Classes]] | None:
-        """A node, and its strategies in two parts: those that hold as much as it does now, and those that hold less."""
+        """A node, and its strategies in two parts: at least its present bytes, and less."""
         lives, domains = self.lives, leaf.domains
         held = lives.held(choice)
         for row in np.argsort(-over, kind="stable").tolist():

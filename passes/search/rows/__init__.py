@@ -1,1 +1,1 @@
-"""The search with rows, such as memory and what hides: prices, mixtures, branches; equal layers as one."""
+"""Search under linear constraints (rows): prices, mixtures, branches; tied layers."""

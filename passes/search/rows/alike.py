@@ -1,7 +1,7 @@
-"""Equal layers: a problem in which alike nodes choose alike is as small as its distinct layers.
+"""Tied layers (symmetry): equal layers choose alike, as in a problem of distinct layers.
 
-Its best choice is one of the whole problem's. Messages between its nodes, shared out among the copies, give a bound of all
-choices of the whole: to message passing a layer among equal ones looks like a layer that is its own neighbour.
+Its best choice is one of the full problem. Its messages, divided among the copies, bound the full
+problem: to message passing, a layer among equal ones is its own neighbour.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from autoshard.passes.search.folded import Matrix, summed, transposed
 from autoshard.passes.search.network import Array, Choice, CostNetwork
 from autoshard.passes.search.rows.stacked import Stacked
 
-# Nodes are tied where these are at most this part of all.
+# Tie if the classes are at most this share of the nodes.
 TIED = 0.5
-# Entries of the largest join that is computed before messages are passed.
+# Entries of the largest join before message passing.
 QUICK_JOIN = 3_000_000
-# Sweeps of message passing for the bound, and how little a few of them may gain: between classes, which takes little, and
-# around what is joined unlike its copies.
+# Sweeps of message passing, and the least relative gain of four of them: between classes, which is
+# cheap, and near irregular nodes.
 SWEEPS = 120
 LEAST_GAIN = 3e-5
 LEAST_GAIN_NEAR = 1e-4
-# Sweeps through all copies, at the end: what the layers at the ends want goes into those between them. Of tables of more
-# entries in all only where the bound of the classes promises more than this part of the bound. More than one only where that
-# may lead to a bound that is enough.
+# Final sweeps through all copies: messages travel from the first and last layers to those between.
+# With more than LITTLE entries, only if the classes promise a gain above this share of the bound.
+# More than one sweep, only if that may reach a sufficient bound.
 LAST_SWEEPS = 3
 LITTLE = 500_000_000
 PROMISED = 1e-3
@@ -38,18 +38,18 @@ PROMISED = 1e-3
 
 @dataclass(frozen=True)
 class Tied:
-    """``problem``: the classes of alike nodes as nodes; its tables are the sums over all copies. ``of``: node → class."""
+    """``problem``: classes as nodes, tables summed over copies. ``of``: node → class."""
 
     problem: Stacked
     of: tuple[int, ...]
 
     def lifted(self, choice: Choice) -> Choice:
-        """A choice of the classes as one of the nodes."""
+        """A choice of the classes as a choice of the nodes."""
         return tuple(choice[k] for k in self.of)
 
 
 def tie(problem: Stacked, labels: Sequence[Hashable | None]) -> Tied | None:
-    """Nodes of one label and equal tables become one; None where that makes the problem hardly smaller."""
+    """Ties nodes of one label and equal tables; None if that makes the problem hardly smaller."""
     of = _numbered([(label, problem.factors[i,]) if label is not None else i for i, label in enumerate(labels)])
     if max(of) + 1 > TIED * len(of):
         return None
@@ -73,11 +73,11 @@ def _numbered(keys: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def bound(network: CostNetwork, of: Sequence[int], enough: float = math.inf) -> tuple[float, Callable[[], Choice]]:
-    """A lower bound of what all choices of ``network`` cost, and what finds the choice that its messages lead to. ``of``:
-    node → its class of alike nodes. ``enough``: a bound that no other need exceed, such as what a choice costs. Where all are
-    swept at the end, it is tried for without sweeps around what is joined unlike its copies: often alike nodes choose alike.
+    """(lower bound of ``network``, function that decodes a choice from its messages).
 
-    Messages are found in single precision; the bound is what they give in double.
+    ``of``: node → class. ``enough``: a sufficient bound, such as a known cost: then sweeps around
+    irregular nodes are skipped if final ones cover all nodes, since equal layers often choose
+    alike. Messages are float32, the bound is float64.
     """
     whole = Eliminator.of(network, Tables())
     whole.run(max_degree=2, max_weight=QUICK_JOIN)
@@ -88,7 +88,7 @@ def bound(network: CostNetwork, of: Sequence[int], enough: float = math.inf) -> 
     at = dict(zip(nodes, classes, strict=True))
     quotient, shares = _quotient(whole, at)
     between = Dual(quotient, single=True)
-    del quotient  # its tables are twice as large
+    del quotient  # its float64 tables are twice as large
     _converge(between, LEAST_GAIN)
     messages, promised = _shared_out(whole, at, between, shares), between.bound
     del between
@@ -109,25 +109,25 @@ def bound(network: CostNetwork, of: Sequence[int], enough: float = math.inf) -> 
         for _ in range(LAST_SWEEPS):
             before = dual.bound
             dual.sweep(math.inf)
-            if not 0 < enough - dual.bound <= dual.bound - before:  # there, or one more would hardly lead there
+            if not 0 < enough - dual.bound <= dual.bound - before:  # reached, or out of reach of one more
                 break
     return dual.bound, lambda: _whole(whole, dual.decode())
 
 
 def _whole(network: Eliminator, choice: dict[int, int]) -> Choice:
-    """With those that were eliminated."""
+    """The choice with eliminated nodes."""
     every = network.back_substitute(choice, len(network.steps))
     return tuple(every[i] for i in range(len(network.sizes)))
 
 
 def _quotient(whole: Eliminator, at: Mapping[int, int]) -> tuple[Eliminator, Counter[Scope]]:
-    """The classes as nodes, joined as their copies are; and how many copies every edge has."""
+    """The network of classes, and the number of copies of every edge."""
     parts: dict[Scope, list[tuple[int, Matrix]]] = {}
     shares: Counter[Scope] = Counter()
     counts: Counter[tuple[Scope, int, bool]] = Counter()
     for scope, table in whole.factors.items():
         where, turned = _class_of(scope, at)
-        if len(where) == len(set(where)):  # an edge between copies of one node counts by itself
+        if len(where) == len(set(where)):  # edges between copies of one node stay separate
             counts[where, table, turned] += 1
     for (where, table, turned), many in sorted(counts.items()):
         matrix = whole.tables.matrix(table)
@@ -141,13 +141,13 @@ def _quotient(whole: Eliminator, at: Mapping[int, int]) -> tuple[Eliminator, Cou
 
 
 def _class_of(scope: Scope, at: Mapping[int, int]) -> tuple[Scope, bool]:
-    """The scope of classes, and whether it is the other way round."""
+    """Scope of classes, and whether it is reversed."""
     where = tuple(at[i] for i in scope)
     return (where[::-1], True) if where[0] > where[-1] else (where, False)
 
 
 def _converge(dual: Dual, least_gain: float, among: frozenset[int] | None = None) -> None:
-    """Sweeps until they hardly raise the bound any more."""
+    """Sweep until the bound hardly rises."""
     before = -math.inf
     for sweep in range(SWEEPS):
         dual.sweep(math.inf, among=among)
@@ -160,7 +160,7 @@ def _converge(dual: Dual, least_gain: float, among: frozenset[int] | None = None
 def _shared_out(
     whole: Eliminator, at: Mapping[int, int], between: Dual, shares: Counter[Scope]
 ) -> dict[Scope, tuple[Array, ...]]:
-    """Of every copy of an edge its share of the messages between classes."""
+    """Each copy's share of the messages between classes."""
     shared = {where: tuple(moved / shares[where] for moved in between.moved(where)) for where in between.edges}
     found: dict[Scope, tuple[Array, ...]] = {}
     for scope in whole.factors:
@@ -171,7 +171,7 @@ def _shared_out(
 
 
 def _begin_with(dual: Dual, messages: Mapping[Scope, tuple[Array, ...]], kinds: Mapping[Scope, Hashable]) -> None:
-    """Move these messages out of nodes and into edges. ``kinds``: equal for edges of equal tables and messages."""
+    """Move these messages from nodes into edges. ``kinds``: equal for equal tables and messages."""
     least: dict[Hashable, float] = {}
     for scope, edge in dual.edges.items():
         if scope in messages:
@@ -189,7 +189,7 @@ def _begin_with(dual: Dual, messages: Mapping[Scope, tuple[Array, ...]], kinds: 
 
 
 def _joined_otherwise(at: Mapping[int, int], kinds: Mapping[Scope, tuple[Any, ...]]) -> list[int]:
-    """The nodes that are joined unlike most of their copies."""
+    """Irregular nodes: joined unlike most of their copies."""
     around: dict[int, list[tuple[Scope, bool]]] = {i: [] for i in at}
     for scope, (where, turned, _) in kinds.items():
         for i in scope if len(scope) == 2 else ():
@@ -203,7 +203,7 @@ def _joined_otherwise(at: Mapping[int, int], kinds: Mapping[Scope, tuple[Any, ..
 
 
 def _near(nodes: Sequence[int], rare: Sequence[int], layer: float) -> frozenset[int]:
-    """The nodes up to a layer away from the rare ones."""
+    """Nodes within one layer of the irregular ones."""
     place = {i: k for k, i in enumerate(nodes)}
     reach = math.ceil(layer)
     spans = [range(max(place[i] - reach, 0), min(place[i] + reach + 1, len(nodes))) for i in rare]

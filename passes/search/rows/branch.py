@@ -1,6 +1,6 @@
-"""Branch and bound over the prices: where two choices that are nearly the cheapest differ most, one or the other.
+"""Branch and bound on the Lagrangian bound: split where two near-best choices differ most.
 
-A gap that prices leave comes from a few large decisions that do not average out over many layers.
+A duality gap comes from a few large decisions that do not average out over many layers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from autoshard.passes.search.network import Array, Choice, Effort, NotFoundError
 from autoshard.passes.search.rows.mixture import mix
 from autoshard.passes.search.rows.prices import Part, Search, maximise_bound
 
-# Iterations of the bound of a branch, and the box in which they start.
+# Iterations of a branch's bound, and their first box.
 ITERATIONS = 8
 REACH = 0.3
-# Branches that are looked at for effort 1, and entries that they may compute (a second or so for each billion).
+# Branches for effort 1, and entries that they may compute (a billion takes about a second).
 BRANCHES = 24
 WORK = 4_000_000_000
-# Mixtures tried in each of them.
+# Mixtures tried per branch.
 MIXTURES = 2
 
 
 def branch(search: Search, enough: float, effort: Effort) -> int:
-    """Narrow the gap of a search to ``enough``; returns how many branches were looked at."""
+    """Narrow the gap of a search to ``enough``; returns the number of branches."""
     if not effort.branches:
         return 0
     leaves: list[tuple[float, int, Part]] = [(search.part.bound, 0, search.part)]
@@ -36,7 +36,7 @@ def branch(search: Search, enough: float, effort: Effort) -> int:
             break
         bound, _, part = heapq.heappop(leaves)
         split = _split(part)
-        if split is None:  # nothing tells its cheapest choices apart
+        if split is None:  # its cheapest choices use the same
             heapq.heappush(leaves, (bound, made, part))
             break
         node, halves = split
@@ -60,7 +60,7 @@ def branch(search: Search, enough: float, effort: Effort) -> int:
 
 
 def _split(part: Part) -> tuple[int, tuple[Classes, Classes]] | None:
-    """The node whose strategies in two near-best choices differ most in what they use, and these two kinds of them."""
+    """The node where two near-best choices differ most in usage, and its two halves."""
     parts = sorted(part.mixture, key=lambda weighted: -weighted[0])[:2]
     if len(parts) < 2:
         return None
@@ -70,13 +70,13 @@ def _split(part: Part) -> tuple[int, tuple[Classes, Classes]] | None:
     node = int(np.argmax([np.abs(c).sum() for c in change]))
     if not change[node].any():
         return None
-    # how far each strategy is on the way from the second choice's to the first's
+    # position of each strategy between the second choice's (0) and the first's (1)
     way = change[node] @ (uses[node] - uses[node][:, [second[node]]]) / (change[node] @ change[node])
     return node, (np.flatnonzero(way < 0.5), np.flatnonzero(way >= 0.5))
 
 
 def _uses(part: Part, choices: tuple[Choice, Choice]) -> list[Array]:
-    """Per node [rows, strategies]: what each uses at the best prices, beside what the others do in ``choices`` on average."""
+    """Per node [rows, strategies]: priced usage, beside the mean of neighbours in ``choices``."""
     problem = part.problem
     uses = [np.zeros((len(part.prices), n)) for n in problem.sizes]
     for scope, number in problem.factors.items():

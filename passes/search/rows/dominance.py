@@ -1,8 +1,8 @@
-"""Removal of strategies that another one beats at all prices of the rows: whatever else is chosen, whatever the rows cost.
+"""Dominated strategies: another one is better at all prices of the rows, whatever the rest chooses.
 
-A gain, what is saved at least by taking b in place of a, is concave in the prices, so it need only be looked at in the
-corners of what the prices may be, and in the directions in which they may grow without end.
-Source: Goldstein, Efficient rotamer elimination applied to protein side-chains (1994).
+The gain of b over a is concave in the prices. So only corners of the price box and its unbounded
+directions count. Source: Goldstein, Efficient rotamer elimination applied to protein side-chains
+(1994).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from autoshard.passes.search.network import Array
 from autoshard.passes.search.rows.stacked import Stacked, value
 
 Probe = tuple[float, Array]
-"""how much a unit of cost counts, and of every quantity"""
+"""weight of a unit of cost, and of every quantity"""
 Key = tuple[tuple[int, int], ...]
-"""the tables around a node: (number, axis; −1 for its own vector)"""
+"""the tables at a node: (number, axis; −1 for its own vector)"""
 
-# Prices of more soft rows than this have too many corners; then every row must gain for itself.
+# With more soft rows there are too many corners: then each row must gain on its own.
 MAX_CORNERS = 3
-# A gain below this part of the costs may be rounding.
+# A relative gain below this may be rounding.
 NOISE = 1e-12
 
 
@@ -38,7 +38,7 @@ def probes(problem: Stacked) -> list[Probe]:
     most = np.where(np.isfinite(problem.prices), problem.prices, 0.0)
     corners = {tuple(most * single[list(chosen)].sum(axis=0)) for chosen in _subsets(soft.tolist())}
     hard = np.flatnonzero(np.isinf(problem.prices))
-    # the most telling first: after them most nodes are known to keep all that they have
+    # the most decisive first: most nodes keep all after it
     first, *rest = ((1.0, np.array(corner)) for corner in sorted(corners, reverse=True))
     return [first, *((0.0, single[r]) for r in hard), *rest]
 
@@ -48,17 +48,17 @@ def _subsets(members: list[int]) -> list[tuple[int, ...]]:
 
 
 class Dominance:
-    """Answers are remembered by the tables around a node, so equal layers cost like one."""
+    """Answers are memoised by a node's tables, so equal layers cost as one."""
 
     def __init__(self, problem: Stacked, deadline: float = math.inf) -> None:
-        """After ``deadline`` only what is forbidden is removed."""
+        """After ``deadline``, only forbidden strategies are removed."""
         self.problem, self.deadline = problem, deadline
         self.probes = probes(problem)
         self._kept: dict[Key, Classes] = {}
         self._least: dict[tuple[int, int, int], Array] = {}
 
     def run(self) -> tuple[Stacked, list[Classes]]:
-        """The problem without what is beaten, and the strategies that every node keeps. PlanError: a node has none."""
+        """(problem without dominated strategies, those kept). PlanError: a node has none."""
         numbers = [np.arange(n) for n in self.problem.sizes]
         waiting = set(range(len(numbers)))
         around: list[list[tuple[int, ...]]] = [[] for _ in numbers]
@@ -105,19 +105,19 @@ class Dominance:
                 gain += self.least(number, axis, k)[np.ix_(at, at)]
             worse &= gain >= 0
             better |= gain > NOISE * np.abs(own).max()
-            if worse.sum() == len(feasible):  # each is as good as itself alone
+            if worse.sum() == len(feasible):  # no strategy dominates another
                 return feasible
         index = np.arange(len(feasible))
         kept: Classes = feasible[~(worse & (better | (index[None, :] < index[:, None]))).any(axis=1)]
         return kept
 
     def _is_easy(self, number: int, axis: int) -> bool:
-        """Whether comparing all slices of a stack along an axis takes little."""
+        """Whether comparing all slices of a stack along an axis is cheap."""
         stack = self.problem.stacks[number]
         return int(stack[0].size * stack.shape[1 + axis]) * len(self.probes) <= EASY_COMPARISONS
 
     def least(self, number: int, axis: int, probe: int) -> Array:
-        """What one class of equal slices costs less than another, at least, at a probe."""
+        """Least saving of one class of slices over another, at a probe."""
         if (number, axis, probe) not in self._least:
             unit, weights = self.probes[probe]
             found = value(self.problem.stacks[number], weights, unit)

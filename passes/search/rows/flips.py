@@ -1,7 +1,7 @@
-"""A choice bettered node by node: what one node could do otherwise, while all others stay.
+"""Local search by single-node moves: one node changes its strategy while all others stay.
 
-Where equal layers differ in what only they hold, as one that keeps a value and one that makes it again, it is this that fills
-a limit to the brim: prices alone change all of them at once.
+Prices alone change all equal layers at once. Single moves fill a limit to the brim, for example one
+layer that keeps a value and one that recomputes it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import numpy as np
 from autoshard.passes.search.network import Array, Choice
 from autoshard.passes.search.rows.stacked import Stacked
 
-# Nodes that are changed, at most, as a part of all.
+# Most moves per node.
 CHANGES = 2.0
-# A gain below this part of the cost is none.
+# Least relative gain.
 LEAST = 1e-9
 
 
 def flipped(problem: Stacked, slack: Array, choice: Sequence[int]) -> Choice:
-    """``choice``, changed where that takes it into the hard limits at the least cost, and then where it gains most.
+    """``choice`` after moves into the hard limits at least cost, then moves of largest gain.
 
-    ``slack``: per row how much more than its limit counts as none.
+    ``slack``: tolerated excess per row.
     """
     state = _State(problem, slack, choice)
     for _ in range(int(CHANGES * len(problem.sizes))):
@@ -34,7 +34,7 @@ def flipped(problem: Stacked, slack: Array, choice: Sequence[int]) -> Choice:
 
 
 class _State:
-    """``change`` [1 + rows, strategies of all nodes]: what taking a strategy adds to the cost, and to what the rows sum."""
+    """``change`` [1 + rows, strategies of all nodes]: effect of a move on cost and row sums."""
 
     def __init__(self, problem: Stacked, slack: Array, choice: Sequence[int]) -> None:
         self.problem, self.slack, self.choice = problem, slack, [int(s) for s in choice]
@@ -46,14 +46,14 @@ class _State:
                 self.around[i].append(scope)
         self.change = np.zeros((1 + len(problem.limits), int(self.starts[-1])))
         self.known: dict[object, Array] = {}
-        """what equal layers could do otherwise where they, and all around them, choose alike"""
+        """effects of moves where equal layers and their neighbours choose alike"""
         for i in range(len(problem.sizes)):
             self._look(i)
         self.cost, *used = problem.sums(tuple(self.choice)).tolist()
         self.over = np.array(used) - problem.limits
 
     def _look(self, i: int) -> None:
-        """What node ``i`` could do otherwise."""
+        """Update the moves of node ``i``."""
         store = self.problem.store
         beside = [(self.problem.factors[scope], self._other(scope, i)) for scope in self.around[i]]
         key = self.choice[i], *beside
@@ -63,20 +63,20 @@ class _State:
                 part = store.arrays[number] if other is None else store.beside(number, *other)
                 own[: len(part)] += part
             now = own[:, self.choice[i]].copy()
-            if np.isinf(now[0]):  # forbidden: whatever is allowed gains more than any change elsewhere
+            if np.isinf(now[0]):  # forbidden: any allowed strategy beats moves elsewhere
                 own[0], now[0] = np.where(np.isfinite(own[0]), -np.inf, np.inf), 0.0
             self.known[key] = own - now[:, None]
         self.change[:, self.starts[i] : self.starts[i + 1]] = self.known[key]
 
     def _other(self, scope: tuple[int, ...], i: int) -> tuple[int, int] | None:
-        """The axis of the other node of a pair, and its choice."""
+        """The other node's axis of a pair, and its choice."""
         if len(scope) == 1:
             return None
         axis = 1 - scope.index(i)
         return axis, self.choice[scope[axis]]
 
     def best(self) -> int | None:
-        """The change to be made next; None: nothing gets better."""
+        """The next move; None: nothing improves."""
         hard, soft = np.isinf(self.problem.prices), np.isfinite(self.problem.prices)
         after = self.over[:, None] + self.change[1:]
         prices = self.problem.prices[soft, None]
@@ -85,7 +85,7 @@ class _State:
         unit = self.unit[hard]
         left = (unit[:, None] * np.maximum(after[hard] - self.slack[hard, None], 0.0)).sum(axis=0)
         now = float((unit * np.maximum(self.over[hard] - self.slack[hard], 0.0)).sum())
-        if now > 0:  # the least cost for what is too much
+        if now > 0:  # least cost per excess removed
             nearer = np.flatnonzero(left < now)
             if not len(nearer):
                 return None

@@ -1,7 +1,7 @@
-"""Choices between those that the prices give: k of L equal layers take one, the rest the other.
+"""Mixtures of two near-best choices: k of L equal layers take one, the rest the other.
 
-At the best prices the cheapest choices differ, and the best of all is nearly a mixture of them. Here the first nodes do as in
-one of these choices, the next as in another, and what lies around the borders, or is joined to several parts, is free.
+At the best prices several choices tie, and the optimum is almost a mixture of them. Nodes up to a
+border follow one choice, later ones the next. Nodes near borders, or joined across parts, are free.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from autoshard.passes.search.rows.flips import flipped
 from autoshard.passes.search.rows.prices import Part, Search
 from autoshard.passes.search.rows.relaxation import Elimination
 
-# So many of all nodes are free on each side of a border: some layers.
+# Share of nodes that are free on each side of a border: some layers.
 FREE = 1 / 20
-# The first step by which a border is moved, as a part of all nodes: what was free before is so no more.
+# First shift of a border, as a share of nodes: beyond the nodes that were free.
 STEP = 2 * FREE
-# A hard row's excess counts this many times its price while the borders are moved.
+# Factor on the price of a hard row's excess while borders move.
 HARD = 3.0
 
 
 def mix(search: Search, part: Part, enough: float, trials: int) -> int:
-    """Move the borders between the parts of a mixture to the cheapest choice; returns how many were tried."""
+    """Move the borders of a mixture to the cheapest choice; returns the number of trials."""
     mixture = sorted(part.mixture, key=lambda weighted: tuple(weighted[1].slope))
     if part.elimination is None or len(mixture) < 2:
         return 0
@@ -36,7 +36,7 @@ def mix(search: Search, part: Part, enough: float, trials: int) -> int:
 
 
 class _Borders:
-    """The nodes up to a border do as in one of ``choices``, those after it as in the next."""
+    """Nodes up to a border follow one of ``choices``, later ones the next."""
 
     def __init__(self, search: Search, part: Part, choices: list[Choice]) -> None:
         self.search, self.part = search, part
@@ -48,7 +48,7 @@ class _Borders:
         self.tried: dict[tuple[int, ...], float] = {}
 
     def value(self, borders: tuple[int, ...]) -> float:
-        """The cost of the choice that these borders give, hard rows' excess at a price of their own; inf: there is none."""
+        """Cost at these borders, with hard rows' excess at a price; inf if infeasible."""
         if borders not in self.tried:
             part = self.part.restricted({i: self.choices[k, i : i + 1] for i, k in self._fixed(borders)})
             elimination = Elimination(part.problem, by_join)
@@ -56,7 +56,7 @@ class _Borders:
             self.search.work += elimination.work
             try:
                 choice, _ = elimination.solve(part.prices)
-            except PlanError:  # the two choices do not meet, whatever lies between them
+            except PlanError:  # the two choices are incompatible across the border
                 self.tried[borders] = math.inf
                 return math.inf
             whole = self.part.renumbered(part.original(choice))
@@ -66,7 +66,7 @@ class _Borders:
         return self.tried[borders]
 
     def _fixed(self, borders: tuple[int, ...]) -> list[tuple[int, int]]:
-        """The nodes that do as in one of the choices, and in which."""
+        """(node, number of the choice that it follows)."""
         nodes = np.arange(self.count)
         which = np.searchsorted(np.array(borders), nodes, side="right")
         free = np.zeros(self.count, dtype=bool)
@@ -81,7 +81,7 @@ class _Borders:
         return [(int(i), int(which[i])) for i in np.flatnonzero(~free)]
 
     def move(self, parts: Array, enough: float, trials: int) -> int:
-        """Shift one border after the other, by ever less."""
+        """Shift one border after the other, in ever smaller steps."""
         best = tuple(round(part * self.count) for part in parts)
         self.value(best)
         step = max(int(STEP * self.count), 1)

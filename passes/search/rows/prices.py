@@ -1,7 +1,7 @@
-"""Lagrangian prices of the rows: a bound on the cheapest choice, and choices that are nearly the cheapest.
+"""Lagrangian prices of the rows: a lower bound, and choices that are nearly the cheapest.
 
-For prices p between 0 and what the rows cost, L(p) = min over choices of cost + p · (used − limits) is a lower bound.
-Source: Held and Karp (1971); Kelley, The cutting-plane method (1960), in a box, for its maximum.
+For 0 ≤ p ≤ the rows' prices, L(p) = min over choices of cost + p · (used − limits) is a bound.
+Source: Held and Karp (1971); Kelley, The cutting-plane method (1960), in a box.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from autoshard.passes.search.rows.relaxation import Elimination, easy
 from autoshard.passes.search.rows.stacked import Stacked
 
 Relaxed = Callable[[CostNetwork, float, Choice | None], Solution]
-"""solves a network without rows as far as the quick methods get, until a deadline, from a choice that is known"""
+"""solves a network without rows by quick methods: (network, deadline, known choice)"""
 
 Prices = Sequence[float] | None
 """of rows"""
 
-# The part of the bound that a step must promise to be made.
+# Least relative gain that a step must promise.
 LEAST_STEP = 1e-6
-# A row may be exceeded by this part of what its amounts sum to at most: the rounding of the sum.
+# Tolerated excess of a row relative to its largest sum: rounding.
 SLACK = 1e-13
 
 
 Known = dict[tuple[bytes, float], tuple[Choice, float, bool]]
-"""what was found at some prices, and unit of the cost"""
+"""solutions by prices and unit of the cost"""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A choice seen: L(p) ≤ cost + p · slope."""
+    """A cutting plane from a known choice: L(p) ≤ cost + p · slope."""
 
     choice: Choice
     cost: float
@@ -50,15 +50,15 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """``whole`` without the strategies that are beaten at all prices, whatever its limits."""
+    """``whole`` without strategies that are dominated at all prices, for any limits."""
 
     whole: Stacked
     known: Known = field(default_factory=dict)
-    """what was found of it"""
+    """its solutions"""
 
     @cached_property
     def left(self) -> tuple[Stacked, tuple[Classes, ...]]:
-        """The problem that is left, and what its strategies were called before. PlanError: a node has none."""
+        """The remaining problem, and original strategy numbers. PlanError: a node has none."""
         problem, numbers = Dominance(self.whole).run()
         return problem, tuple(numbers)
 
@@ -69,10 +69,10 @@ class Reduced:
 
 @dataclass
 class Part:
-    """Some of all choices, those of ``problem``: the best bound of what they cost, and the prices that give it.
+    """A subset of choices, those of ``problem``: its best bound, and the prices that give it.
 
-    ``numbers``: of every node what its strategies were called first; choices are told in these numbers. ``mixture``: parts
-    of the cuts whose mean would be the best choice if choices could be mixed.
+    ``numbers``: original strategy numbers per node; choices use these. ``mixture``: weights of the
+    cuts whose mean is optimal if choices could be mixed.
     """
 
     problem: Stacked
@@ -83,14 +83,14 @@ class Part:
     mixture: list[tuple[float, Cut]] = field(default_factory=list)
     known: Known = field(default_factory=dict)
     reduced: Reduced | None = None
-    """whose problem it has, but for the limits"""
+    """the source of its problem, which has other limits"""
 
     @cached_property
     def elimination(self) -> Elimination | None:
         return easy(self.problem) if self.reduced is None else self.reduced.elimination
 
     def restricted(self, kept: Mapping[int, Classes]) -> Part:
-        """With only some strategies of the nodes named."""
+        """With only some strategies of these nodes."""
         numbers = tuple(number[kept[i]] if i in kept else number for i, number in enumerate(self.numbers))
         left = {i: set(numbers[i].tolist()) for i in kept}
         cuts = [cut for cut in self.cuts if all(cut.choice[i] in strategies for i, strategies in left.items())]
@@ -99,16 +99,16 @@ class Part:
         )
 
     def original(self, choice: Sequence[int]) -> Choice:
-        """A choice of the problem in the numbers of the first."""
+        """A choice of the problem in original numbers."""
         return tuple(int(number[s]) for number, s in zip(self.numbers, choice, strict=True))
 
     def renumbered(self, choice: Choice) -> Choice:
-        """A choice in the numbers of the first problem in those of this one."""
+        """A choice in original numbers, in those of this problem."""
         return tuple(int(np.searchsorted(number, s)) for number, s in zip(self.numbers, choice, strict=True))
 
 
 class Search:
-    """The state of one search: the best choice, a bound of what all cost, and the part of the choices that is left."""
+    """State of a search: best choice, lower bound, and the remaining part of the choices."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Search:
         prices: Prices = None,
         reduced: Reduced | None = None,
     ) -> None:
-        """``prices``: to begin with; ``reduced``: of the problem under these or other limits."""
+        """``prices``: initial; ``reduced``: of the problem under any limits."""
         self.first = problem
         self.relaxed, self.deadline = relaxed, deadline
         self.total, self.bound = math.inf, -math.inf
@@ -135,7 +135,7 @@ class Search:
         self.stats: dict[str, object] = {"rows": len(problem.limits)}
 
     def offer(self, choice: Choice) -> tuple[float, Array]:
-        """Take a choice if it is the best; returns its cost and by how much it exceeds the limits."""
+        """Keep a choice if it is the best; returns its cost and its excess over the limits."""
         self.seen[choice] = None
         cost, *used = self.first.sums(choice).tolist()
         over = np.array(used) - self.first.limits
@@ -146,7 +146,7 @@ class Search:
         return cost, over
 
     def cheapest(self, part: Part, prices: Array, unit: float = 1.0) -> tuple[Choice, float, bool]:
-        """(the best choice found at ``prices`` and ``unit`` for the cost, a bound of its value, whether they are equal)."""
+        """(best choice at ``prices`` and cost ``unit``, bound of its value, whether exact)."""
         key = prices.tobytes(), unit
         if key not in part.known:
             part.known[key] = self._cheapest(part, prices, unit)
@@ -154,7 +154,7 @@ class Search:
 
     def _cheapest(self, part: Part, prices: Array, unit: float) -> tuple[Choice, float, bool]:
         self.solved += 1
-        once = self.solved == 1 and not prices.any()  # often all that is asked: then nothing is planned to be repeated
+        once = self.solved == 1 and not prices.any()  # often the only solve, which needs no recorded elimination
         if once or part.elimination is None:
             known = min(part.cuts, key=lambda cut: unit * cut.cost + float(prices @ cut.slope), default=None)
             start = None if known is None else part.renumbered(known.choice)
@@ -166,23 +166,23 @@ class Search:
         return part.original(choice), value, True
 
     def cut(self, part: Part, choice: Choice) -> None:
-        """Take a choice, and what it says of the bound."""
+        """Offer a choice and add its cutting plane."""
         cost, slope = self.offer(choice)
         if all(cut.choice != choice for cut in part.cuts):
             part.cuts.append(Cut(choice, cost, slope))
 
     def relax(self, part: Part, prices: Array) -> float:
-        """The bound that ``prices`` give; takes the choice, and its cut."""
+        """The bound at ``prices``; adds the choice and its cut."""
         choice, value, _ = self.cheapest(part, prices)
         self.cut(part, choice)
         return value - float(prices @ part.problem.limits)
 
     def gap(self, bound: float) -> float:
-        """Between the best choice and a bound, as a part of the cost."""
+        """Relative gap between the best choice and a bound."""
         return math.inf if self.choice is None else max(self.total - bound, 0.0) / (abs(self.total) or 1.0)
 
     def solution(self) -> Solution:
-        """The best choice. There must be one."""
+        """The best choice, which must exist."""
         assert self.choice is not None
         stats = {**self.stats, "solved": self.solved, "seconds": round(time.perf_counter() - self.begin, 3)}
         lower = self.total if self.closed else min(self.bound, self.total)
@@ -198,10 +198,10 @@ class Search:
 
 
 def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP, reach: float = 1.0) -> None:
-    """Prices that maximise the bound of a part, by cutting planes in a box around the best prices; from those it has,
-    and the bound that these give, if there is one: some of all choices cost no less than all.
+    """Maximise a part's bound by cutting planes in a box (trust region) around its prices.
 
-    ``reach``: the size of the first box, as a part of all that the prices may be.
+    An inherited bound is valid: a subset of choices costs no less. ``reach``: first box, as a share
+    of all possible prices.
     """
     count = len(part.problem.limits)
     prices, radius = part.prices, np.full(count, math.inf)
@@ -210,7 +210,7 @@ def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP
             seen = step == 0 and part.bound > -math.inf
             value = part.bound if seen else search.relax(part, prices)
         except PlanError:
-            if not part.known:  # it may have no choice at all
+            if not part.known:  # it may be infeasible
                 raise
             return
         better = value > part.bound
@@ -232,7 +232,7 @@ def maximise_bound(search: Search, part: Part, iterations: int, gap: float = GAP
 
 
 def _first_radius(part: Part) -> Array:
-    """The box to begin with: the rows' prices, where the limit is hard a few times the cost over what is too much."""
+    """First box: the rows' prices; for hard limits, a multiple of cost per excess."""
     cut, problem = part.cuts[0], part.problem
     unit = 8 * (max(abs(cut.cost) for cut in part.cuts) or problem.cost_scale or 1.0)
     most = np.maximum(np.abs(cut.slope), 1e-3 * np.maximum(np.abs(problem.limits), 1e-300))
@@ -241,7 +241,7 @@ def _first_radius(part: Part) -> Array:
 
 
 def _master(part: Part, radius: Array) -> tuple[Array, float, bool]:
-    """The cutting-plane model in the box: (its best prices, its value, whether the radius keeps it from better ones)."""
+    """The cutting-plane model in the box: (best prices, value, whether the box binds)."""
     centre, most = part.prices, part.problem.prices
     count = len(centre)
     low, high = np.maximum(0.0, centre - radius), np.minimum(most, centre + radius)
@@ -261,7 +261,7 @@ def _master(part: Part, radius: Array) -> tuple[Array, float, bool]:
     found = np.asarray(solution.col_value)
     parts = np.abs(np.asarray(solution.row_dual)).tolist()
     if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal or len(parts) != len(part.cuts):
-        return centre, part.bound, False  # numbers beyond what the solver can tell apart
+        return centre, part.bound, False  # beyond the solver's precision
     part.mixture = [(weight, cut) for weight, cut in zip(parts, part.cuts, strict=True) if weight > 1e-6]
     prices = np.clip(found[:count] * unit, low, high)
     at_low = (prices <= low + 1e-9 * radius) & (low > 0)

@@ -1,4 +1,4 @@
-"""A problem at given prices, solved exactly, many times: the elimination is planned once and repeated with other numbers."""
+"""The Lagrangian relaxation at given prices, solved exactly: one recorded elimination, replayed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from autoshard.passes.search.network import Array, Choice
 from autoshard.passes.search.rows.stacked import Open, Stacked, undecided, value
 from autoshard.passes.search.rows.tape import Tape
 
-# Entries of the largest join of a problem that is eliminated at every price (as if no two strategies were alike), of all
-# its tables, and of all its joins.
+# Limits in entries for elimination at every price: the largest join (as if all strategies differed),
+# all tables, all joins.
 LARGEST_JOIN = 10_000_000_000
 ALL_TABLES = 50_000_000
 ALL_JOINS = 500_000_000
-# A node's share of a solution takes as long as so many entries.
+# Work of reading out a node's choice, in entries.
 NODE_WORK = 40_000
-# Bits kept for the sum of all costs: sums are exact and do not depend on their order.
+# Bits for the sum of all costs: sums are exact and independent of their order.
 GRID_BITS = 50
 
 
 def easy(problem: Stacked) -> Elimination | None:
-    """The elimination of ``problem`` in the order of the smallest joins; None where they are too large."""
+    """The elimination of ``problem`` with the smallest joins; None if these are too large."""
     left = undecided(problem)
     work = Eliminator(Tables(), list(left.problem.sizes))
     for scope in left.problem.factors:
@@ -41,10 +41,10 @@ def easy(problem: Stacked) -> Elimination | None:
 
 
 class Elimination:
-    """The elimination of all of a problem; equal tables with equal prices are joined once."""
+    """The elimination of all nodes; equal tables with equal prices are joined once."""
 
     def __init__(self, problem: Stacked, order: Order, left: Open | None = None) -> None:
-        """``left``: what is undecided of the problem, if that is known."""
+        """``left``: the undecided problem, if known."""
         self._count, self._open = len(problem.sizes), left or undecided(problem)
         core = self._open.problem
         self._uses = Counter(core.factors.values())
@@ -58,11 +58,11 @@ class Elimination:
 
     @property
     def work(self) -> int:
-        """Entries that a solution computes, and what the choices of so many nodes take beside that."""
+        """Entries that a solve computes, plus the work of reading out choices."""
         return self.tape.work + NODE_WORK * self._count
 
     def solve(self, prices: Array, unit: float = 1.0) -> tuple[Choice, float]:
-        """The cheapest choice, and its value: ``unit`` times the cost and the rows' sums at ``prices``."""
+        """The cheapest choice, and its value: ``unit`` × cost + row sums at ``prices``."""
         self.tape.play(self._priced(prices, unit))
         total = self._work.constant + float(value(self._open.decided, prices, unit))
         if math.isinf(total):

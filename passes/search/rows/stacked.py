@@ -1,4 +1,4 @@
-"""A cost network and what its rows sum, as one: every table is a stack, the cost first, then the quantities of the rows."""
+"""A cost network with its rows: every table is a stack of cost and row quantities."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from autoshard.passes.search.network import Array, Choice, CostNetwork, Row
 
 
 class Stacks:
-    """Numbers stacks of tables, equal ones alike: by the identity of their parts first, by content after that.
+    """Interned stacks of tables, by identity of their parts first, then by content.
 
-    Of a stack of matrices equal slices along an axis are stored once, in order of first appearance.
+    Matrices store equal slices along an axis once, in order of first appearance.
     """
 
     def __init__(self) -> None:
         self.arrays: list[Array] = []
-        """what is stored of each"""
+        """stored slices of each"""
         self.maps: list[tuple[Classes, ...]] = []
-        """per axis of each the slice that stands for every index"""
+        """per axis of each, the slice of every index"""
         self._by_id: dict[tuple[object, ...], int] = {}
         self._by_parts: dict[tuple[object, ...], int] = {}
         self._contents = Contents()
 
     def number(self, cost: Matrix, amounts: Sequence[Matrix | None], transposed: bool = False) -> int:
-        """The number of the stack; None: zeros, left out at the end."""
+        """Number of the stack; None: zeros, dropped at the end."""
         key = (transposed, id(cost), *(None if part is None else id(part) for part in amounts))
         if key not in self._by_id:
             while amounts and amounts[-1] is None:
@@ -46,7 +46,7 @@ class Stacks:
         return self._by_id[key]
 
     def known_as(self, number: int) -> tuple[Matrix, tuple[Matrix | None, ...]]:
-        """Cost and amounts of a stack, as views of it (None: zeros)."""
+        """Cost and amounts of a stack as views (None: zeros)."""
         cost, *amounts = self.arrays[number]
         parts = tuple(part if part.any() else None for part in amounts)
         if cost.ndim == 1:
@@ -55,7 +55,7 @@ class Stacks:
         return Folded(cost, *maps), tuple(None if part is None else Folded(part, *maps) for part in parts)
 
     def know(self, parts: Mapping[int, tuple[Matrix, tuple[Matrix | None, ...]]], rows: int) -> None:
-        """Find stacks by these tables, of networks with so many rows, and by no others any more."""
+        """Find stacks by these tables only, of networks with this number of rows."""
         self._by_id = {}
         for number, (cost, amounts) in parts.items():
             padded = (*amounts, *(None,) * (rows - len(amounts)))
@@ -72,7 +72,7 @@ class Stacks:
         return self._by_parts["transposed", number]
 
     def beside(self, number: int, axis: int, index: int = 0) -> Array:
-        """Of a stack of pairs, what the other node's strategies have beside the strategy ``index`` along ``axis``."""
+        """Entries of the other node's strategies beside strategy ``index`` along ``axis``."""
         maps = self.maps[number]
         row: Array = self.arrays[number].take(maps[axis][index], axis + 1)[:, maps[1 - axis]]
         return row
@@ -84,12 +84,12 @@ class Stacks:
         return self._by_parts["alone", number, axis]
 
     def diagonal(self, number: int) -> int:
-        """Of a stack of pairs what both choosing alike costs."""
+        """Of a stack of pairs, the entries of equal choices."""
         rows, columns = self.maps[number]
         return self.of(self.arrays[number][:, rows, columns])
 
     def whole(self, number: int) -> Array:
-        """The stack with all its slices."""
+        """The full stack."""
         if self.arrays[number].ndim == 2:
             return self.arrays[number]
         rows, columns = self.maps[number]
@@ -103,7 +103,7 @@ class Stacks:
         return entry
 
     def restricted(self, number: int, kept: Sequence[Classes | None]) -> int:
-        """The stack with the kept indices of every axis; None: all."""
+        """The stack of ``kept`` indices per axis; None: all."""
         stack, maps = self.arrays[number], self.maps[number]
         if stack.ndim == 2:
             return self.of(stack if kept[0] is None else stack.take(kept[0], 1))
@@ -111,11 +111,11 @@ class Stacks:
         orders = [in_order(m) for m in left]
         if any(len(used) < n for (used, _), n in zip(orders, stack.shape[1:], strict=True)):
             return self.of(stack, left)
-        whole = taken(taken(stack, orders[0][0], 1), orders[1][0], 2)  # no slice is gone: they differ as they did
+        whole = taken(taken(stack, orders[0][0], 1), orders[1][0], 2)  # all slices remain, so they still differ
         return self._numbered(whole, tuple(where for _, where in orders))
 
     def summed(self, counts: Mapping[int, int]) -> int:
-        """The sum of so many of each."""
+        """Σ count × stack."""
         key = tuple(sorted(counts.items()))
         if len(key) == 1:
             return self._multiple(*key[0])
@@ -132,7 +132,7 @@ class Stacks:
         return self._by_parts["summed", key]
 
     def _multiple(self, number: int, many: int) -> int:
-        """The stack so many times."""
+        """count × stack."""
         if many == 1:
             return number
         if ("summed", number, many) not in self._by_parts:
@@ -140,7 +140,7 @@ class Stacks:
         return self._by_parts["summed", number, many]
 
     def of(self, stack: Array, maps: Sequence[Classes] | None = None) -> int:
-        """``maps``: of a stack of matrices, where it is folded."""
+        """``maps``: of a compact stack of matrices."""
         if stack.ndim == 2:
             maps = (np.arange(stack.shape[1]),)
         else:
@@ -154,7 +154,7 @@ class Stacks:
         return self._numbered(stack, tuple(maps))
 
     def _numbered(self, stack: Array, maps: tuple[Classes, ...]) -> int:
-        """The number of a stack without repetitions."""
+        """Number of a stack without repeated slices."""
         stack = np.ascontiguousarray(stack)
         key = tuple(where.tobytes() for where in maps)
         number = self._contents.number(stack, key, self.arrays.__getitem__, len(self.arrays))
@@ -166,10 +166,10 @@ class Stacks:
 
 @dataclass(frozen=True)
 class Stacked:
-    """``factors``: (i,) of every node and (i, j), i < j, of joined pairs → the number of a stack.
+    """``factors``: scope (i,) or (i, j), i < j → number of a stack.
 
-    In ``store``: float64 [1 + quantities, n_i] or, folded, [1 + quantities, n_i, n_j]: the cost, then quantities' amounts;
-    those left out at the end are zero. Row r sums quantity r.
+    In ``store``: float64 [1 + quantities, n_i], or compact [1 + quantities, n_i, n_j]: cost, then
+    amounts; missing trailing quantities are zero. Row r sums quantity r.
     """
 
     sizes: tuple[int, ...]
@@ -184,7 +184,7 @@ class Stacked:
 
     @property
     def scale(self) -> Array:
-        """Per row what its amounts sum to at most, and its limit."""
+        """Per row the largest possible sum plus the limit."""
         used = set(self.factors.values())
         most = {n: np.abs(self.stacks[n][1:]).max(axis=tuple(range(1, self.stacks[n].ndim))) for n in used}
         total = np.zeros(len(self.limits))
@@ -195,14 +195,14 @@ class Stacked:
 
     @property
     def cost_scale(self) -> float:
-        """What the costs sum to at most."""
+        """Largest possible cost."""
         most = {n: np.abs(self.stacks[n][0]) for n in set(self.factors.values())}
         largest = {n: float(costs[np.isfinite(costs)].max(initial=0.0)) for n, costs in most.items()}
         return sum(largest[n] for n in self.factors.values())
 
     def sums(self, choice: Choice) -> Array:
-        """The cost without what the rows add, then the sum of every row."""
-        entries: dict[tuple[int, ...], int] = {}  # equal layers that choose alike look once
+        """Cost without priced excess, then the sum of every row."""
+        entries: dict[tuple[int, ...], int] = {}  # equal layers that choose alike share an entry
         at = [entries.setdefault((n, *(choice[i] for i in scope)), len(entries)) for scope, n in self.factors.items()]
         values = np.zeros((len(entries), 1 + len(self.limits)))
         for row, (number, *place) in zip(values, entries, strict=True):
@@ -212,16 +212,15 @@ class Stacked:
         return total
 
     def used(self, choice: Choice) -> Array:
-        """The sum of every row."""
         return self.sums(choice)[1:]
 
     def total(self, choice: Choice) -> float:
-        """The cost with what exceeds limits, where every row has a finite price."""
+        """Cost with priced excess; every row has a finite price."""
         cost, *used = self.sums(choice).tolist()
         return float(cost + np.maximum(np.array(used) - self.limits, 0.0) @ self.prices)
 
     def priced(self, weights: Array, unit: float = 1.0) -> CostNetwork:
-        """Costs times ``unit`` plus the rows' sums at the prices ``weights``. Equal tables are one array."""
+        """``unit`` × costs + row sums at prices ``weights``. Equal tables share an array."""
         made = {number: value(self.stacks[number], weights, unit) for number in set(self.factors.values())}
         pairs = {number for scope, number in self.factors.items() if len(scope) == 2}
         folded = {number: Folded(made[number], *self.store.maps[number]) for number in pairs}
@@ -230,7 +229,7 @@ class Stacked:
         return CostNetwork(nodes, edges)
 
     def costless(self) -> Stacked:
-        """Nothing costs, what is forbidden stays so."""
+        """With zero costs; forbidden choices stay forbidden."""
         made: dict[int, int] = {}
         for number in self.factors.values():
             if number not in made:
@@ -240,7 +239,7 @@ class Stacked:
         return replace(self, factors={scope: made[number] for scope, number in self.factors.items()})
 
     def restricted(self, kept: Mapping[int, Classes]) -> Stacked:
-        """Only the ``kept`` strategies of the nodes named, numbered anew."""
+        """Only the ``kept`` strategies of these nodes, renumbered."""
         made: dict[tuple[object, ...], int] = {}
         keys = {i: k.tobytes() for i, k in kept.items()}
 
@@ -256,17 +255,17 @@ class Stacked:
 
 
 class Open(NamedTuple):
-    """A problem in which only what is undecided has nodes."""
+    """A problem whose nodes are undecided."""
 
     problem: Stacked
     nodes: Classes
-    """of the whole problem, those with several strategies"""
+    """nodes of the full problem with several strategies"""
     decided: Array
-    """cost and quantities of what lies between the others"""
+    """cost and quantities between decided nodes"""
 
     @property
     def alone(self) -> Stacked:
-        """The problem, with what is decided as a part of its first node's table; it must have one."""
+        """The problem with the decided part in its first node's table; it must have a node."""
         store, first = self.problem.store, self.problem.factors[0,]
         own = store.arrays[first]
         total = np.zeros((len(self.decided), own.shape[1]))
@@ -275,7 +274,7 @@ class Open(NamedTuple):
 
 
 def undecided(problem: Stacked) -> Open:
-    """``problem`` without the nodes that have one strategy; what these have with others counts with the others."""
+    """``problem`` without one-strategy nodes; their tables with others become the others' own."""
     nodes = [i for i, n in enumerate(problem.sizes) if n > 1]
     at = {i: k for k, i in enumerate(nodes)}
     store, counts, decided = problem.store, dict[Scope, Counter[int]](), Counter[int]()
@@ -296,7 +295,7 @@ def undecided(problem: Stacked) -> Open:
 
 
 def value(stack: Array, weights: Array, unit: float) -> Array:
-    """Cost times ``unit`` plus amounts times ``weights``; what is forbidden stays so."""
+    """``unit`` × cost + amounts × ``weights``; forbidden entries stay inf."""
     table: Array = np.where(np.isinf(stack[0]), np.inf, 0.0) if unit == 0 else stack[0] * unit
     for amounts, weight in zip(stack[1:], weights.tolist(), strict=False):
         table = table + weight * amounts if weight else table
@@ -304,7 +303,7 @@ def value(stack: Array, weights: Array, unit: float) -> Array:
 
 
 def classes(stack: Array) -> tuple[Classes, Classes]:
-    """Of a stack [quantities, rows, columns]: every row's class of equal ones, and the first row of every class."""
+    """Of a stack [quantities, rows, columns]: class of every row, first row of every class."""
     seen: dict[bytes, int] = {}
     rows = np.ascontiguousarray(stack.swapaxes(0, 1))
     found = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in rows], dtype=np.intp)
@@ -312,7 +311,7 @@ def classes(stack: Array) -> tuple[Classes, Classes]:
 
 
 def stack_rows(network: CostNetwork, rows: Sequence[Row], stacks: Stacks | None = None) -> Stacked:
-    """The network with its rows. ``stacks``: those of another one that shares tables with it, and lives on."""
+    """The network with its rows. ``stacks``: shared with another problem of the same tables."""
     stacks = stacks or Stacks()
     for k, row in enumerate(rows):
         _check(network, row, k)
@@ -328,9 +327,9 @@ def stack_rows(network: CostNetwork, rows: Sequence[Row], stacks: Stacks | None 
 
 
 def unstacked(problem: Stacked) -> tuple[CostNetwork, tuple[Row, ...]]:
-    """The network and its rows again, as views of the stacks, which know these and have forgotten all other tables.
+    """Network and rows as views of the stacks, which forget all other tables.
 
-    What ``problem`` was made of is then needed no more.
+    So the tables that ``problem`` came from can be released.
     """
     known = {number: problem.store.known_as(number) for number in set(problem.factors.values())}
     count = len(problem.limits)

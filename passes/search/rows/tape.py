@@ -1,7 +1,7 @@
-"""Operations on tables whose numbers come later, and change: what is done is planned once, and repeated.
+"""Recorded operations on tables: planned once, replayed with other numbers.
 
-A table is kept without repetitions: along every axis equal slices are stored once, with a map from indices to slices.
-Strategies that ask the same of a neighbour are such, so most tables are many times smaller than they seem.
+Tables store equal slices along an axis once, with a map from indices to slices. Strategies with the
+same requirements share slices, so most tables are many times smaller than their shape.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from autoshard.passes.search.folded import Classes, joint
 from autoshard.passes.search.network import Array
 
 Maps = tuple[Classes, ...]
-"""per axis the slice that stands for every index"""
+"""per axis the slice of every index"""
 
 
 def needed(slices: Classes, first: Classes) -> Classes | None:
-    """Which slices ``first`` asks for; None: all in their order."""
+    """Slices that ``first`` asks for; None: all, in order."""
     wanted = slices[first]
     return None if np.array_equal(wanted, np.arange(int(slices.max()) + 1)) else wanted
 
@@ -33,10 +33,10 @@ def take(array: Array, kept: Sequence[Classes | None]) -> Array:
 
 
 class Tape(Tables):
-    """Equal is what is made equally of the first tables, whatever numbers these will have."""
+    """Equality means: computed alike from the initial tables, whatever their numbers."""
 
     def __init__(self, maps: Sequence[Maps]) -> None:
-        """``maps`` of the first tables."""
+        """``maps`` of the initial tables."""
         super().__init__()
         self.maps = list(maps)
         self._computed: list[Callable[[], Array]] = []
@@ -52,13 +52,12 @@ class Tape(Tables):
         return math.prod(int(m.max()) + 1 for m in maps)
 
     def play(self, arrays: Sequence[Array]) -> None:
-        """Compute everything from the first tables, given without repetitions."""
+        """Compute everything from the initial tables, given as slices."""
         self.arrays = [*arrays]
         for compute in self._computed:
             self.arrays.append(compute())
 
     def at(self, a: int, index: tuple[int | None, ...]) -> Array:
-        """The entries along the only axis whose index is None."""
         maps = self.maps[a]
         row: Array = self.arrays[a][tuple(slice(None) if i is None else m[i] for m, i in zip(maps, index, strict=True))]
         return row[maps[index.index(None)]]
@@ -124,17 +123,18 @@ class Tape(Tables):
     def _together(self, maps: Sequence[Classes]) -> tuple[Classes, Classes]:
         key = tuple(map(id, maps))
         if key not in self._joint:
-            self._held.update(zip(key, maps, strict=True))  # alive, so that its id stays its own
+            self._held.update(zip(key, maps, strict=True))  # alive, so that its id is unique
             self._joint[key] = joint(maps)
         return self._joint[key]
 
     def _representatives(self, factors: tuple[Span, ...], axis: int, rank: int) -> tuple[Classes, Classes]:
-        """Indices that stand for equal slices along one axis of the join, and for every index which of these it equals.
+        """(representatives of equal slices along an axis of the join, class of every index).
 
-        On the eliminated axis vectors do not tell strategies apart: of equal ones the cheapest counts.
+        On the eliminated axis vectors do not distinguish strategies: the cheapest of a class
+        counts.
         """
         spanning = [(t, axes) for t, axes in factors if axis in axes and (len(axes) > 1 or rank == 0)]
-        if not spanning:  # of vectors only, joined with factors that lack this axis: impossible, each spans it
+        if not spanning:  # vectors only: each spans this axis
             size = max(len(self.maps[t][0]) for t, _ in factors)
             return np.zeros(1, dtype=np.intp), np.zeros(size, dtype=np.intp)
         return self._together([self.maps[t][axes.index(axis)] for t, axes in spanning])

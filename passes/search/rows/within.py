@@ -1,4 +1,4 @@
-"""The cheapest choice with rows: prices for the bound, mixtures and branches for the gap, the MILP for what is small."""
+"""Search with rows: prices bound, mixtures and branches close the gap, MILP if small."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from autoshard.passes.search.rows.mixture import mix
 from autoshard.passes.search.rows.prices import Part, Prices, Reduced, Relaxed, Search, maximise_bound
 from autoshard.passes.search.rows.stacked import Stacked, undecided, value
 
-# Iterations of the bound, at first and when strategies that are too dear are gone, for effort 1.
+# Iterations of the bound for effort 1: at first, and after pruning.
 FIRST_ITERATIONS = 12
 ITERATIONS = 48
-# Of a problem of many layers a gap of this part of the cost is not worth more: its plan would lose its regularity.
+# Sufficient relative gap: closing it would cost a plan of many layers its regularity.
 ENOUGH = 2e-3
-# Turns between equal layers as one and each for itself, and between few strategies and all, for effort 1.
+# Turns between tied and untied layers, and rounds of column generation, for effort 1.
 TURNS = 5
 COLUMNS = 60
 # Mixtures tried.
 MIXTURES = 8
 # Sweeps of message passing.
 SWEEPS = 8
-# A problem of up to so many entries goes to the MILP as it is, and up to so many when what is too dear is gone.
+# Entries up to which the MILP solves a problem, directly and after pruning.
 SMALL = 500
 MILP_ENTRIES = 10_000
-# Message passing leaves no so small part of a problem that has so many times as many.
+# Message passing does not shrink a problem by more than this factor.
 HOPELESS = 30
-# Entries times nodes of the MILP's tree, for effort 1.
+# Entries × nodes of the MILP's tree, for effort 1.
 MILP_WORK = 400_000
-# The MILP first looks only this far above the bound, as a part of it; each failure looks four times as far.
+# First range of the MILP above the bound, relative to it; each failure quadruples it.
 FIRST_LOOK = 0.002
 MAX_LOOKS = 6
 
@@ -63,8 +63,9 @@ def solve_alike(
     effort: Effort,
     prices: Prices = None,
 ) -> Solution:
-    """The cheapest choice found of ``problem``, whose alike nodes choose alike but where that costs; its bound is of all,
-    and still to be found. ``reduced``: of the tied problem; else see :func:`searched`.
+    """The cheapest choice with tied layers, untied where that pays; its bound may be pending.
+
+    ``reduced``: of the tied problem; else see :func:`searched`.
     """
 
     def proof(at: Array, enough: float = math.inf) -> tuple[float, Callable[[], Choice]]:
@@ -76,7 +77,7 @@ def solve_alike(
     begun(search, effort, ENOUGH)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
-    once = not effort.rough and not np.isinf(problem.prices).any()  # else of several searches few bounds are asked for
+    once = not effort.rough and not np.isinf(problem.prices).any()  # several searches need few bounds
     if once and search.closed:
         found = replace(search.solution(), choice=tied.lifted(search.solution().choice), exact=False)
         enough = found.cost - GAP * abs(found.cost)
@@ -101,7 +102,7 @@ def solve_alike(
             places = dict(zip(some.nodes.tolist(), each.choice, strict=True))
             choice = tuple(int(strategies[places.get(i, 0)]) for i, strategies in kept.items())
             found = replace(found, choice=choice, cost=each.cost)
-        most = min(found.cost, inner.part.bound)  # what is still to be gained by other strategies shows below this
+        most = min(found.cost, inner.part.bound)  # other strategies can gain only below this
         if most - part.bound <= ENOUGH * abs(found.cost) or not better or search.late:
             break
         raise_bound(search, np.array(each.prices))
@@ -114,14 +115,14 @@ def solve_alike(
     lower, decoded = proof(at)
     choice = decoded()
     cost = problem.total(choice)
-    if found.cost - cost > ENOUGH * abs(cost):  # alike nodes had to differ
+    if found.cost - cost > ENOUGH * abs(cost):  # tied nodes had to differ
         found = replace(found, choice=choice, cost=cost)
     return found.bounded(lower)
 
 
 def columns(search: Search, effort: Effort) -> None:
-    """Strategies worth choosing from: at the best prices of those that were seen the best of all are found, and seen, too,
-    until they are as good as those before.
+    """Column generation: solve among the strategies seen, price all strategies, add the best,
+    repeat.
 
     Source: Dantzig and Wolfe, Decomposition principle for linear programs (1960).
     """
@@ -139,7 +140,6 @@ def columns(search: Search, effort: Effort) -> None:
 
 
 def raise_bound(search: Search, prices: Array) -> None:
-    """Look at these prices, too."""
     value = search.relax(search.part, prices)
     if value > search.part.bound:
         search.part.bound, search.part.prices = value, prices
@@ -153,10 +153,10 @@ def searched(
     prices: Prices = None,
     reduced: Reduced | None = None,
 ) -> Search:
-    """The search for the cheapest choice of ``problem``, when it has ended with one.
+    """A finished search for the cheapest choice of ``problem``.
 
-    ``relaxed`` solves a network without rows; ``limit``: seconds; ``prices``: of the rows, near the best; ``reduced``: the
-    problem's, if it is known.
+    ``relaxed`` solves a network without rows; ``limit``: seconds; ``prices``: of the rows, near the
+    best; ``reduced``: the problem's, if known.
     """
     search = Search(problem, relaxed, time.perf_counter() + limit, prices, reduced)
     stats = search.stats
@@ -180,7 +180,7 @@ def searched(
 
 
 def begun(search: Search, effort: Effort, gap: float = GAP) -> None:
-    """A choice within the hard limits, and a bound, until they are this near. Raises PlanError where there is none."""
+    """A feasible choice and a bound, up to ``gap``. Raises PlanError if nothing is feasible."""
     maximise_bound(search, search.part, 1)
     if search.choice is None:
         maximise_bound(search, search.part, effort.of(FIRST_ITERATIONS))
@@ -195,7 +195,7 @@ def _entries(problem: Stacked) -> int:
 
 
 def fit(search: Search, effort: Effort) -> None:
-    """A choice within the hard limits, whatever it costs. Raises PlanError with the least usage found if there is none."""
+    """A feasible choice at any cost. Raises PlanError with the least usage found."""
     problem, part = search.first, search.part
     hard = np.flatnonzero(np.isinf(problem.prices))
     if len(hard) == 1:
@@ -224,7 +224,7 @@ def _unfit(problem: Stacked, choice: Choice, hard: np.ndarray, found: str) -> st
 
 
 def thin(search: Search) -> None:
-    """Drop the strategies that no choice better than the best one contains."""
+    """Drop the strategies of no choice better than the best."""
     part = search.part
     kept = _within_reach(part, search.total * (1 + GAP) if search.total > 0 else search.total * (1 - GAP), SWEEPS)
     dropped = {i: k for i, k in enumerate(kept) if len(k) < part.problem.sizes[i]}
@@ -233,7 +233,7 @@ def thin(search: Search) -> None:
 
 
 def close_gap(search: Search, effort: Effort) -> int:
-    """Prune by the Lagrangian bound and solve what is left as a MILP, looking further and further above the bound."""
+    """Prune by the Lagrangian bound and solve the rest as a MILP, ever further above the bound."""
     small = _entries(search.part.problem) <= SMALL
     looks, reach = 0, 0.0 if small else FIRST_LOOK * abs(search.bound)
     while not search.closed and not search.late:
@@ -248,12 +248,12 @@ def close_gap(search: Search, effort: Effort) -> int:
 
 
 def _look(search: Search, target: float, effort: Effort, sweeps: int) -> bool:
-    """Search all choices that cost at most ``target``; returns whether this was completed (then the bound is known)."""
+    """Search all choices up to ``target``; returns whether that was completed."""
     try:
         kept = _within_reach(search.part, target + GAP * abs(target), sweeps)
     except PlanError:
         kept = []
-    if not kept or not all(map(len, kept)):  # nothing costs that little
+    if not kept or not all(map(len, kept)):  # nothing is that cheap
         search.bound = max(search.bound, target)
         return True
     lower, completed = solve_programme(search, kept, target, effort)
@@ -262,7 +262,7 @@ def _look(search: Search, target: float, effort: Effort, sweeps: int) -> bool:
 
 
 def _within_reach(part: Part, upper: float, sweeps: int) -> list[Classes]:
-    """Per node the strategies that some choice of cost up to ``upper`` may contain, by message passing."""
+    """Strategies per node that a choice of cost up to ``upper`` may contain, by message passing."""
     left = undecided(part.problem)
     network = Eliminator.of(left.problem.priced(part.prices), Tables())
     decided = float(value(left.decided, part.prices, 1.0))
@@ -276,7 +276,7 @@ def _within_reach(part: Part, upper: float, sweeps: int) -> list[Classes]:
 
 
 def solve_programme(search: Search, kept: list[Classes], target: float, effort: Effort) -> tuple[float, bool]:
-    """Offers what the MILP finds among the ``kept``; returns (lower bound of these, whether it was solved to the end)."""
+    """Solve the MILP over ``kept``, offer its choice; returns (lower bound, whether solved)."""
     part = search.part.restricted(dict(enumerate(kept)))
     problem = part.problem
     core = [(scope, problem.store.whole(number)[0]) for scope, number in sorted(problem.factors.items())]
