@@ -1,4 +1,4 @@
-"""Description of a program as a plan: what a user sees and another compilation can reuse."""
+"""A program as a plan: choices, collectives, costs and memory, to read and to reuse."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Grouped look-ups: those in table-wise placed embedding tables share one exchange, and pooled
-look-ups in tables sharded alike one call."""
+"""Grouped look-ups: embedding tables placed table-wise share one exchange; pooled look-ups in
+tables of equal sharding share one call."""
 
 from __future__ import annotations
 

@@ -69,9 +69,9 @@ def _multiplies(s: Statement, name: str, gather: Statement) -> bool:
 
 
 def settled(program: Program, remade: Collection[int]) -> Program:
-    """``program`` with collective matmuls of which the backward recomputes all, or a gather alone.
+    """``program`` with collective matmuls that are recomputed entirely, or in the gather alone.
 
-    Otherwise they become separate statements. ``remade``: ids of recomputed parts.
+    Other partly recomputed ones become separate statements. ``remade``: ids of recomputed parts.
     """
     numbers = iter(range(-1, -len(program.statements) - 1, -1))
     statements = (x for s in program.statements for x in _settled(s, remade, numbers))

@@ -144,7 +144,7 @@ class Ended(NamedTuple):
 
 
 def _searched(planner: Planner, best: _Best, program: Program, memory: Memory) -> Iterator[tuple[Program, Memory]]:
-    """Plans under limits that approach the budget less what the linear sums do not count."""
+    """Plans under limits that approach the budget less the bytes outside the linear sums."""
     budget = best.budget
     limit = (1 - SPARED) * budget - (memory.peak - planner.held(program.assignment))
     ended = yield from _closer(planner, budget, limit)

@@ -336,7 +336,7 @@ class _Simulation:
                 self._used(storage)
 
     def _used(self, storage: int) -> None:
-        """A recomputed storage has one use less to come."""
+        """A recomputed storage has one fewer use left."""
         self.uses[storage] -= 1
         if not self.uses[storage] and storage in self.present:
             self.present.remove(storage)
@@ -394,7 +394,7 @@ class _Simulation:
         if dtype := ran.statement.call.kwargs.get("reduce_dtype"):
             flat = sum(math.prod(self.forms[o].shape) * dtype.itemsize for _, o in present)
         if ran.statement.call.kwargs.get("zero") == 1 and self.graph.passes > 1:
-            self._seen(ran.statement, "backward", 2 * flat)  # beside the earlier sums: added to them, and packed
+            self._seen(ran.statement, "backward", 2 * flat)  # while earlier sums exist: added to them, and packed
             self.gradients -= flat - sum(self._bytes(p) for p, _ in present)
         self._seen(ran.statement, "backward", flat)
         for p, _ in present:

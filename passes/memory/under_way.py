@@ -10,14 +10,14 @@ from autoshard.passes.lower.bucket import prefetched
 
 
 class UnderWay(NamedTuple):
-    """Bytes in prefetch beside a bucket, in the forward and in the backward."""
+    """Bytes in prefetch while a bucket is used, in the forward and in the backward."""
 
     forward: float
     backward: float
 
 
 def under_way(program: Program, again: Set[str], size: Callable[[Statement], float]) -> dict[str, UnderWay]:
-    """First result of each gathered bucket → bytes in prefetch beside it, in the last micro-batch.
+    """First result of each gathered bucket → bytes in prefetch then, in the last micro-batch.
 
     ``again``: local names that the backward gathers again; ``size``: unsharded bytes of a bucket.
     """

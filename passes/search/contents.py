@@ -14,7 +14,7 @@ WIDTH = 509
 
 
 class Contents:
-    """Numbers for float64 arrays, equal ones alike. Bitwise: 0.0 and -0.0 differ."""
+    """Numbers for float64 arrays, the same for equal arrays. Bitwise: 0.0 and -0.0 differ."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, list[int]] = {}

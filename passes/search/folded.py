@@ -52,7 +52,7 @@ def whole(matrix: Matrix) -> Values:
 
 
 def mapped(function: Callable[..., Values], matrix: Matrix, *others: Matrix | None) -> Matrix:
-    """``function`` of all entries and those of ``others``, of the same classes; keeps None."""
+    """``function`` of all entries, with ``others`` of the same classes; keeps None."""
     found = function(stored(matrix), *(None if x is None else stored(x) for x in others))
     return replace(matrix, values=found) if isinstance(matrix, Folded) else found
 

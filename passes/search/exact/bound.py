@@ -147,7 +147,7 @@ class _Edge:
         return cheapest(self.table, moved, 1 - side)
 
     def row(self, side: int, strategy: int) -> Array:
-        """Edge costs of the other side's strategies beside ``strategy``, without moved costs."""
+        """Edge costs of the other side's strategies given ``strategy``, without moved costs."""
         row: Array = self.table.take(self.members[side][strategy], side)[self.members[1 - side]]
         return row
 
@@ -256,7 +256,7 @@ class Dual:
             yield (i, j), least > most
 
     def decode(self) -> dict[int, int]:
-        """A choice: each node takes the cheapest strategy given those before."""
+        """A choice: each node takes the cheapest strategy given earlier nodes."""
         position: dict[int, int] = {}
         for i in self.order:
             total = self.node[i].copy()

@@ -54,7 +54,7 @@ class _Step:
         return least_sum(first, [m if last else m.T for m, last in zip(others, self.second, strict=True)])
 
     def totals(self, choice: Sequence[int] | Mapping[int, int]) -> Array:
-        """Costs of the node's strategies beside its neighbours' choices."""
+        """Costs of the node's strategies given its neighbours' choices."""
         total = self.seen[0]
         for matrix, last, other in zip(self.seen[1:], self.second, self.around, strict=True):
             total = total + (matrix[choice[other]] if last else matrix[:, choice[other]])
@@ -193,7 +193,7 @@ class Core:
         return tuple(choice[node] for node in range(len(self.sizes)))
 
     def gaps(self, choice: Choice) -> Array:
-        """Excess of a choice over the bound, by node; the sum omits what prices pay for room."""
+        """Excess of a choice over the bound, by node; the sum omits the price of unused room."""
         if self._judged is None:
             self._judged = choice, np.array([self._gap(node, choice) for node in range(len(choice))])
         before, found = self._judged
@@ -209,7 +209,7 @@ class Core:
 
     @cached_property
     def _judges(self) -> list[set[int]]:
-        """Of every node those whose gap depends on its choice."""
+        """Node → nodes whose gap depends on its choice."""
         found: list[set[int]] = [set() for _ in self.sizes]
         for node, step in self._eliminated.items():
             for other in step.around:
@@ -228,7 +228,7 @@ class Core:
         return own - least if math.isfinite(least) else math.inf
 
     def scores(self, choice: Choice) -> list[Array]:
-        """Approximate excess over the bound per strategy; of an eliminated node, beside
+        """Approximate excess over the bound per strategy; of an eliminated node, given
         ``choice``."""
         lives, scores = self.lives, []
         for node, weight in enumerate(self._weights.tolist()):

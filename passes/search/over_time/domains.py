@@ -92,7 +92,7 @@ class _Narrowing:
         return True
 
     def fit(self) -> bool:
-        """Drop strategies that exceed the limit beside the others' least; False: so does the
+        """Drop strategies that exceed the limit given the others' least; False: so does the
         least."""
         lives = self.lives
         if not lives.count:

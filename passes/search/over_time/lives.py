@@ -169,7 +169,7 @@ class Lives:
         return np.add.reduceat(prices[rows], begins) if len(rows) else np.zeros(0)
 
     def cost_of(self, node: int, choice: Sequence[int]) -> Array:
-        """Costs of a node's strategies beside the others' choices."""
+        """Costs of a node's strategies given the others' choices."""
         total = self.network.nodes[node]
         for other, matrix in self.beside[node]:
             total = total + matrix[:, choice[other]]

@@ -143,7 +143,7 @@ class Neighbourhoods:
         present = tuple(best.choice[node] for node in nodes)
         lives = best.lives.part(nodes, best.choice, best.used)
         domains = Domains.of(lives, deadline)
-        if domains is None:  # infeasible beside the others: then excess must not grow
+        if domains is None:  # infeasible given the others: then excess must not grow
             lives = best.lives.part(nodes, best.choice, best.used, spare=True)
             domains = Domains.of(lives, deadline)
         if domains is not None and few:
@@ -160,7 +160,7 @@ class Neighbourhoods:
         return better, tree.complete
 
     def _few(self, nodes: list[int], domains: Domains) -> dict[int, Classes]:
-        """Strategies seen lately, and the best beside the neighbours and by score."""
+        """Strategies seen lately, and the best given the neighbours and by score."""
         lives, choice = self.best.lives, self.best.choice
         many = int(self.generator.choice(LIKELY))
         seen = np.array([[seen[node] for node in nodes] for seen in (*self.seen[-SEEN:], choice)])

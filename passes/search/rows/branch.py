@@ -76,7 +76,7 @@ def _split(part: Part) -> tuple[int, tuple[Classes, Classes]] | None:
 
 
 def _uses(part: Part, choices: tuple[Choice, Choice]) -> list[Array]:
-    """Per node [rows, strategies]: priced usage, beside the mean of neighbours in ``choices``."""
+    """Per node [rows, strategies]: priced usage, given the mean of neighbours in ``choices``."""
     problem = part.problem
     uses = [np.zeros((len(part.prices), n)) for n in problem.sizes]
     for scope, number in problem.factors.items():

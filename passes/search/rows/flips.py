@@ -1,7 +1,7 @@
 """Local search by single-node moves: one node changes its strategy while all others stay.
 
-Prices alone change all equal layers at once. Single moves fill a limit to the brim, for example one
-layer that keeps a value and one that recomputes it.
+Prices alone change all equal layers at once. Single moves use up a limit: for example, one layer
+keeps a value and another recomputes it.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Reduced:
 
 @dataclass
 class Part:
-    """A subset of choices, those of ``problem``: its best bound, and the prices that give it.
+    """The choices of ``problem``: their best bound, and the prices that give it.
 
     ``numbers``: original strategy numbers per node; choices use these. ``mixture``: weights of the
     cuts whose mean is optimal if choices could be mixed.
@@ -103,7 +103,7 @@ class Part:
         return tuple(int(number[s]) for number, s in zip(self.numbers, choice, strict=True))
 
     def renumbered(self, choice: Choice) -> Choice:
-        """A choice in original numbers, in those of this problem."""
+        """A choice in original numbers, renumbered for this problem."""
         return tuple(int(np.searchsorted(number, s)) for number, s in zip(self.numbers, choice, strict=True))
 
 
@@ -172,7 +172,7 @@ class Search:
             part.cuts.append(Cut(choice, cost, slope))
 
     def relax(self, part: Part, prices: Array) -> float:
-        """The bound at ``prices``; adds the choice and its cut."""
+        """The bound at ``prices``; adds the choice and its cutting plane."""
         choice, value, _ = self.cheapest(part, prices)
         self.cut(part, choice)
         return value - float(prices @ part.problem.limits)

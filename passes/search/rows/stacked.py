@@ -72,7 +72,7 @@ class Stacks:
         return self._by_parts["transposed", number]
 
     def beside(self, number: int, axis: int, index: int = 0) -> Array:
-        """Entries of the other node's strategies beside strategy ``index`` along ``axis``."""
+        """Entries of the other node's strategies given strategy ``index`` along ``axis``."""
         maps = self.maps[number]
         row: Array = self.arrays[number].take(maps[axis][index], axis + 1)[:, maps[1 - axis]]
         return row

@@ -33,7 +33,7 @@ def take(array: Array, kept: Sequence[Classes | None]) -> Array:
 
 
 class Tape(Tables):
-    """Equality means: computed alike from the initial tables, whatever their numbers."""
+    """Tables are equal if they are computed equally from the initial tables."""
 
     def __init__(self, maps: Sequence[Maps]) -> None:
         """``maps`` of the initial tables."""
