@@ -93,8 +93,8 @@ def compile(  # noqa: A001  the public name
             or styles by module, as for ``parallelize_module`` and transformers
             (``{"layers.*.mlp.up_proj": "colwise", …}``; ``"tp_plan"``: the model's own), along the
             axis tp, else the last. The rest is searched.
-        hints: ``{fnmatch pattern: hint}``: Shard(d), "colwise", "rowwise", "replicate", {axis:
-            placement}.
+        hints: ``{fnmatch pattern: hint}``: {axis: placement}, Shard(d), "colwise", "rowwise" or
+            "replicate".
         memory_budget: peak bytes per rank of a step, everything included; default: 90 % of the
             hardware's memory. :class:`PlanError` if no plan within it is found.
         optimizer: whose state the memory model counts, such as "adamw", "sgd" or "adafactor".

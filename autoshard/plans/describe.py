@@ -213,7 +213,7 @@ def _shared(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> list[C
         size = sum(x.bytes for x in every)
         if len(every) == 1 or not size:
             return c.seconds
-        apart = sum(x.seconds for x in every)  # the smaller of the two
+        apart = sum(x.seconds for x in every)  # an upper bound
         return min(apart, mesh.link(c.axes).seconds(size, c.kind)) * c.bytes / size
 
     return [replace(c, seconds=share(c), bucket=bucket) for c in parts]
