@@ -1,4 +1,4 @@
-"""Zigzag (load-balanced) order of a sequence, carried through a graph: even causal ring attention.
+"""Zigzag (load-balanced) order of a sequence, carried through a graph: balanced causal attention.
 
 Causal ring attention is balanced if each rank holds one early and one late block of the sequence.
 Position-wise operations run in any order, so a chunk of a tensor in zigzag order is such a pair of
@@ -97,7 +97,7 @@ def is_even(node: Node, graph: Graph, ranks: int) -> bool:
 
 
 def links(graph: Graph, ranks: int) -> dict[str, Link]:
-    """Operation → sequence dims, for operations connected to even attention in any order."""
+    """Operation → sequence dims, for operations tied to balanced attention by order-free ones."""
     blocked = frozenset[str]()
     candidates: dict[Any, list[Link]] = {}
     while True:
@@ -179,7 +179,9 @@ def carried(node: Node, graph: Graph) -> Iterator[Link]:
 
 def _any_order(strategy: Strategy) -> bool:
     """Whether a strategy shards one dim anywhere, and ranks exchange nothing but sums."""
-    if strategy.joins == "none" or strategy.label == "vocab":  # tokens are dispatched, and numbers name parts
+    if (
+        strategy.joins == "none" or strategy.label == "vocab"
+    ):  # tokens are dispatched; a vocabulary shard has its own indices
         return False
     reads = all(type(p) in (Shard, Replicate) for p in strategy.inputs)
     return reads and all(type(p) in (Shard, Partial) for p in strategy.outputs)

@@ -24,7 +24,8 @@ class Style:
     """What a style asks of a module's products and output."""
 
     cuts: str = ""
-    """"makes": shard products' output features, "sums": input features, "": none, "free": any"""
+    """"makes": shard output features, "sums": input features, "": none, "free": the search
+    decides"""
     output: Placement | None = None
     """placement of the module's output; None: free"""
     sequence: bool = False

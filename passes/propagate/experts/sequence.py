@@ -20,7 +20,7 @@ def along_sequence(
 
     Between products and attention (rotary positions) either may be sharded. Free are: operations
     that no rule shards along the sequence, back to the product before them; experts, as tokens are
-    dispatched; and zigzag reorderings, which replicated operands make free of messages.
+    dispatched; and zigzag reorderings, as a replicated value needs no message for them.
     """
     sequence = tokens(families, found, batch)
     core = {n.name: n for n in families.graph.nodes if _mixes(n, sequence, families)}
