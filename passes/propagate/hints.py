@@ -38,13 +38,13 @@ class Constraint:
     def allowed(
         self, states: Iterable[tuple[Placement, ...]], type_: TensorType, mesh: Mesh, whole: Placement | None = None
     ) -> tuple[tuple[Placement, ...], ...]:
-        """The ``states`` that meet the hint, or the state that the hint spells out.
+        """The ``states`` that meet the hint; else the one state that the hint spells out.
 
-        ``whole``: the replicated placement of this value (None: R or I). Raises :class:`HintError`
-        if nothing is left.
+        The latter has shards too small for a search. ``whole``: the replicated placement of this
+        value (None: R or I).
         """
         result = dict.fromkeys(s for s in states if self.meets(s, mesh))
-        if not result:  # shards too small for the search are still what the user asked for
+        if not result:  # shards too small for the search are still the user's request
             asked: dict[str, Placement | None] = {**dict(self.axes)} or {mesh.axes[-1]: self.anywhere}
             result = {tuple(_as(asked.get(a), type_, whole) for a in mesh.axes): None}
         return tuple(result)

@@ -45,7 +45,7 @@ LIMITED = 0.1
 def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | Limit]) -> Assignment:
     """The cheapest assignment of ``graph`` on ``mesh`` under ``constraints``, without memory limit.
 
-    Raises :class:`~autoshard.errors.HintError` from constraints.
+    Raises :class:`~autoshard.errors.PlanError` if none satisfies them.
     """
     return proven(Planner(graph, mesh, constraints).cheapest())
 
