@@ -1,1 +1,1 @@
-"""The types that passes exchange: the graph, the program, sizes and symbols, and what is valid. Imports no pass."""
+"""Intermediate representation: graph, assignment, program, symbolic sizes. Imports no pass."""

@@ -1,4 +1,4 @@
-"""Where gradients come from."""
+"""Which outputs a gradient reaches a value from."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from autoshard.passes.ir.known import known_of_graph
 
 @known_of_graph
 def outputs_reached(graph: Graph) -> dict[str, int]:
-    """Value → the outputs that a gradient reaches it from, as bits.
+    """Value → bit mask of the outputs whose gradient reaches it.
 
-    A value can carry a gradient (``type.grad``) and yet none comes: from the loss, where it only gives other outputs, or
-    is detached by all who read it. Parameters it is computed from have no gradient then, which is not one of zeros.
+    A value with ``type.grad`` may get none: all its readers detach it, or only another output than
+    the loss depends on it. The gradients of its parameters are None then, not zeros.
     """
     found: dict[str, int] = dict.fromkeys(graph.types, 0)
     for i, out in enumerate(graph.outputs):

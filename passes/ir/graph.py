@@ -1,4 +1,4 @@
-"""The graph all passes share: values with types, operations in program order. Frozen; a pass builds a new one."""
+"""The graph that all passes share: typed values, and operations in program order; frozen."""
 
 from __future__ import annotations
 
@@ -16,61 +16,62 @@ from autoshard.passes.ir.schema import argument_names, places_and_defaults, tens
 from autoshard.passes.ir.walk import Applied, map_tree, walk
 
 Parts = tuple[int, tuple[int, ...]]
-"""a dim, and the ratio of the lengths of the parts that it is split into"""
+"""(dim, ratio of the lengths of the segments that it is split into later)"""
 
 
 class OfRows(NamedTuple):
-    """What moves of a sparse gradient: rows, and their numbers."""
+    """A sparse gradient as communicated: rows and their indices."""
 
     dtype: torch.dtype
     looked_up: int
-    """rows in all ranks' parts, at most"""
+    """upper bound of the number of rows, over all ranks"""
 
 
 Moves = bool | torch.dtype | OfRows
-"""whether a value's gradient is moved back; a dtype: its own, where that is another than the value's"""
+"""whether a gradient is communicated; a dtype, where it differs from the value's"""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A value's global shape and dtype, and whether a gradient flows through it."""
+    """Global shape and dtype of a value, whether it has a gradient, facts for rules and costs."""
 
     shape: tuple[int, ...]
-    """a length that differs from call to call is a :class:`~autoshard.passes.ir.sizes.Size`"""
+    """dynamic lengths are :class:`~autoshard.passes.ir.sizes.Size`"""
     dtype: torch.dtype
     grad: bool = False
     unknown: tuple[int, ...] = ()
-    """dims whose length depends on the data: ``shape`` has an estimate there; they are never cut"""
+    """dims of data-dependent length: ``shape`` has an estimate there; they are never sharded"""
     number: int | float | None = None
-    """an estimate of its value, if it is no tensor but a Python number that depends on the data"""
+    """estimated value of a data-dependent Python number; None: a tensor"""
     permuted: bool = False
-    """whether its dims lie in memory in another order than row-major, where that counts: see ``exact.py``"""
+    """whether memory is not row-major in a float32 island, whose sums depend on it: ``exact.py``"""
     stored: torch.dtype | None = None
-    """of a parameter in mixed precision: the dtype it is kept in, and its gradient; None: ``dtype``"""
+    """mixed precision: dtype in which a parameter and its gradient are stored; None: ``dtype``"""
     summed: torch.dtype | None = None
-    """of a parameter in mixed precision: the dtype its gradient is summed in over the ranks; None: ``dtype``"""
+    """mixed precision: dtype in which ranks reduce a parameter's gradient; None: ``dtype``"""
     looked_up: int = 0
-    """of an embedding table that only look-ups read: how many rows of it they read, at most; else 0"""
+    """of an embedding table that only look-ups read: maximal number of rows read; else 0"""
     sparse: bool = False
     """whether its gradient is sparse"""
     tables: int = 0
-    """of a table, or a matrix of one expert, that may lie whole on one rank: how many may of half its size or more, with it"""
+    """of a table or expert matrix that may be placed table-wise (owned by one rank): the number of
+    such tensors of at least half its size, itself included; else 0"""
     together: int = 1
-    """of such a table: how many look-ups go in one call with one in it, itself included, where all lie so"""
+    """of such a table: the number of look-ups in one grouped look-up if all are table-wise"""
     parts: Parts | None = None
-    """a dim that is split later, of each part of which a rank may hold a chunk"""
+    """fused dim whose segments may be sharded separately, as of a QKV projection"""
 
-    def __hash__(self) -> int:  # of what differs most: it is asked for tens of thousands of times
+    def __hash__(self) -> int:  # hot: hashes the fields that differ most
         return hash((self.shape, self.dtype, self.grad))
 
     @property
     def numel(self) -> int:
-        """Elements, in the example where lengths are symbolic."""
+        """Number of elements, of the example where lengths are symbolic."""
         return math.prod(map(int, self.shape))
 
     @property
     def example(self) -> TensorType:
-        """The same with the example's lengths."""
+        """The type with the lengths of the example."""
         plain = all(type(n) is int for n in self.shape)
         return self if plain else replace(self, shape=tuple(map(int, self.shape)))
 
@@ -80,19 +81,19 @@ class TensorType:
 
     @property
     def kept(self) -> TensorType:
-        """The type of a parameter as it is kept."""
+        """The type in which a parameter is stored: mixed precision computes in another dtype."""
         return self if self.stored is None else replace(self, dtype=self.stored)
 
     @property
     def moves(self) -> Moves:
-        """Whether a gradient comes back, and in which dtype where that is another; of a sparse one, how many rows."""
+        """Whether a gradient is communicated, its dtype if that differs, or its rows if sparse."""
         if self.grad and self.sparse:
             return OfRows(self.kept.dtype, self.looked_up)
         return (self.summed or True) if self.grad else False
 
     @property
     def updates(self) -> TensorType:
-        """The type of what a step changes of a parameter: of a table with sparse gradients the rows that are looked up."""
+        """The type of a step's update: of a table with sparse gradients only the rows read."""
         rows = [min(int(n), self.looked_up) for n in self.shape[:1]]
         return replace(self, shape=(*rows, *self.shape[1:])) if self.sparse else self
 
@@ -102,13 +103,13 @@ class TensorType:
 
     @property
     def lengths(self) -> tuple[str, ...]:
-        """The shape as text: ``~20`` for a length that is an estimate."""
+        """The shape as text: ``~20`` for an estimated length."""
         return tuple(f"~{n}" if d in self.unknown else str(n) for d, n in enumerate(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A use of a value, wherever it stands in a node's arguments."""
+    """A use of a value in the arguments of a node."""
 
     name: str
 
@@ -118,54 +119,57 @@ class Ref:
 
 @dataclass(frozen=True)
 class Node(Applied):
-    """One operation. Tensor operands are the :class:`Ref` in ``args``/``kwargs``, in order of appearance."""
+    """One operation. Its operands are the :class:`Ref` in ``args`` and ``kwargs``, in order."""
 
     name: str
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[str, ...]
-    """names of the values it defines; an output that is not a tensor or is never made is not listed"""
+    """names of the values it defines, without unused results and results that are no tensors"""
     output_slots: tuple[int, ...]
-    """position of each of ``outputs`` in the op's result (all 0 for an op with one result)"""
+    """position of each output in the op's result (0 for an op with one result)"""
     fqn: str = ""
     """module path"""
     module_types: tuple[tuple[str, str], ...] = ()
     """the module stack, outermost first: (path, class name)"""
     frames: tuple[tuple[str, int], ...] = ()
-    """(file, line number) of the user's lines that were running, outermost first"""
+    """stack of the user's code, outermost first: (file, line number)"""
     origin: str = ""
-    """the op without a rule that it was decomposed from"""
+    """the op without a sharding rule that this one was decomposed from"""
     checkpoint: int = 0
-    """number of the ``torch.utils.checkpoint`` that it stands in; 0: it stands in none"""
+    """number of the enclosing ``torch.utils.checkpoint`` (activation checkpointing); 0: none"""
     order: tuple[int, ...] = ()
-    """of a random op: the dims of its operand as they lie in memory, if not as they are numbered"""
+    """of a random op: memory order of the operand's dims, if not row-major; draws follow it"""
     batch: int | None = None
-    """of a random op in one of several micro-batches: the dim of what it draws that they share"""
+    """of a random op in a micro-batch: the dim of its draw that micro-batches divide"""
 
     @cached_property
     def source(self) -> str:
-        """The user's innermost ``file:line``, or ""."""
+        """Innermost ``file:line`` of the user's code, or ""."""
         return place(*self.frames[-1]) if self.frames else ""
 
     @cached_property
     def known(self) -> dict[Any, Any]:
-        """See :func:`~autoshard.passes.ir.known.known_of_node`."""
+        """Cache of :func:`~autoshard.passes.ir.known.known_of_node`."""
         return {}
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Names of tensor operands in order of appearance; a value used twice stands twice."""
+        """Names of the operands in order; a value used twice is listed twice."""
         return tuple(ref.name for ref in refs((self.args, self.kwargs)))
 
     @property
     def given(self) -> list[tuple[str, Any]]:
-        """The arguments by name, without those left to their defaults."""
+        """(name, value) of the arguments that are given, defaults left out."""
         return [*zip(argument_names(self.op), self.args, strict=False), *self.kwargs.items()]
 
     @cached_property
     def input_slots(self) -> tuple[int, ...]:
-        """Position of the argument of each of ``inputs`` among :func:`tensor_arguments`."""
+        """Per entry of ``inputs``, the position of its argument in :func:`tensor_arguments`.
+
+        Raises :class:`RuleError` where an argument that takes no tensor is given one.
+        """
         names, slots = tensor_arguments(self.op), list[int]()
         for name, value in self.given:
             found = len(list(refs(value)))
@@ -176,13 +180,13 @@ class Node(Applied):
 
     @cached_property
     def positions(self) -> dict[str, int]:
-        """Argument name → where its tensor stands in ``inputs``; arguments without a tensor are left out."""
+        """Argument name → index of its tensor in ``inputs``; only arguments with a tensor."""
         return {tensor_arguments(self.op)[slot]: i for i, slot in enumerate(self.input_slots)}
 
     def argument(self, name: str, *absent: Any) -> Any:
-        """The value of the op's argument ``name``, or its default; ``absent`` where the op has none such.
+        """The value of argument ``name``, else its default, else ``absent``.
 
-        Raises :class:`RuleError` without ``absent``.
+        Raises :class:`RuleError` where the op has no such argument and ``absent`` is not given.
         """
         if name in (known := places_and_defaults(self.op)):
             place, default = known[name]
@@ -192,7 +196,7 @@ class Node(Applied):
         raise RuleError(f"{self.op} has no argument {name!r}; it has {[*known]}")
 
     def with_arguments(self, /, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """``(args, kwargs)`` with some arguments replaced; a missing one is added by name."""
+        """``(args, kwargs)`` with some arguments replaced, or added by name."""
         args, kwargs = list(self.args), dict(self.kwargs)
         known = places_and_defaults(self.op)
         for name, value in changes.items():
@@ -213,18 +217,18 @@ class Input:
     name: str
     kind: str
     fqn: str
-    """the parameter's or buffer's original name; for an input its argument path, such as ``labels`` or ``args[0]``"""
+    """name of the parameter or buffer; of an input its path, such as ``labels`` or ``args[0]``"""
     aliases: tuple[str, ...] = ()
-    """further names of the same (tied) parameter or buffer"""
+    """other names of a tied parameter or buffer"""
 
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A length that may differ from call to call: ``factor`` of it and ``offset`` are a dim of an input."""
+    """A dynamic length: dim ``dim`` of input ``value`` is ``factor`` · symbol + ``offset``."""
 
     name: str
     value: str
-    """the input"""
+    """name of the input"""
     dim: int
     factor: int = 1
     offset: int = 0
@@ -232,13 +236,13 @@ class Symbol:
 
 @dataclass(frozen=True, slots=True)
 class Symbols:
-    """What a program was not fixed to; empty for one of static shapes."""
+    """Dynamic lengths of a program, and their guards; empty for static shapes."""
 
     read: tuple[Symbol, ...] = ()
     conditions: tuple[str, ...] = ()
-    """Python over the symbols' names: where one does not hold, the program does not"""
+    """guards, Python expressions of the symbols: a call must fulfil all of them"""
     fixed: tuple[str, ...] = ()
-    """lengths that were to be open, and are not: which, and why"""
+    """lengths that were requested as dynamic and had to be fixed, with the reason"""
 
 
 STATIC = Symbols()
@@ -252,57 +256,58 @@ class Graph:
     nodes: tuple[Node, ...]
     types: Mapping[str, TensorType]
     outputs: tuple[Any, ...]
-    """flat outputs: :class:`Ref` for tensors, anything else is returned as it is; those of ``changed`` are last"""
+    """flat outputs: :class:`Ref` for tensors, else constants; those of ``changed`` are last"""
     out_spec: Any
-    """pytree spec that rebuilds the model's own output type from the first of ``outputs``"""
+    """pytree spec that rebuilds the model's output type from the first ``outputs``"""
     in_spec: Any
     """pytree spec of ``(args, kwargs)``"""
     mutations: Mapping[str, str] = field(default_factory=dict)
     """fqn of a buffer or an input → value written back to it after the forward"""
     clamped: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
-    """fqn of a parameter → the least and the greatest that it is clamped to, in place, before the forward; None: no bound"""
+    """fqn of a parameter → (min, max) of its in-place clamp before the forward; None: no bound"""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """lifted, by input name"""
+    """input name → tensor that the trace lifted"""
     outside: tuple[tuple[torch.Tensor, int], ...] = field(default=(), compare=False, repr=False)
-    """what the forward read of tensors with data, and their versions then: of constants, and of what decided a branch"""
+    """(tensor, version) that the trace read: constants, and tensors that decided a branch"""
     attached: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """(fqn, attribute of it that the forward read)"""
+    """(fqn, attribute) of tensors whose own attributes the forward read"""
     symbols: Symbols = STATIC
-    """the lengths of inputs that types may depend on"""
+    """dynamic lengths of inputs that types depend on"""
     flat_inputs: tuple[str | None, ...] = ()
-    """per leaf of ``in_spec``: the name of its Input, or None where the leaf is no tensor (baked in)"""
+    """per leaf of ``in_spec``: the name of its Input; None: no tensor, specialized to its value"""
     training: bool = True
     enables: bool = field(default=False, compare=False)
-    """whether the forward turns gradients on where its call has them off, of which a graph without a backward has none"""
+    """whether the forward uses ``enable_grad``, which a graph without a backward leaves out"""
     handed: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = field(default=(), compare=False)
-    """of objects that are handed in and come out as they are, such as caches: where in ``(args, kwargs)``, and in the output"""
+    """(path in ``(args, kwargs)``, path in the output) of objects, such as a KV cache, that are
+    returned as they came in"""
     changed: tuple[tuple[tuple[Any, ...], tuple[Any, ...], Any], ...] = ()
-    """of dicts that are handed in, changed, and do not come out: where in ``(args, kwargs)``, which keys they lose, and the
-    structure of a dict of what they gain"""
+    """dicts that the forward changes, not returns: (path in ``(args, kwargs)``, removed keys,
+    pytree spec of added entries)"""
     passes: int = 1
-    """how many of it, one after another, are a step: micro-batches"""
+    """number of micro-batches in a step, each one run of this graph"""
 
     @cached_property
     def is_double(self) -> bool:
-        """Whether the model computes in float64: its parameters, or its inputs where it has none."""
+        """Whether any parameter is float64, or any input of a model without parameters."""
         parameters = [self.types[i.name].dtype for i in self.inputs if i.kind == "parameter"]
         return torch.float64 in (parameters or [self.types[i.name].dtype for i in self.inputs])
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a tensor that the forward read outside of its parameters, buffers and inputs was written since."""
+        """Whether a tensor of ``outside`` was written since the trace."""
         return any(x._version != version for x, version in self.outside)
 
     @cached_property
     def example(self) -> Graph:
-        """The graph with the example's lengths as its types: for costs."""
+        """The graph with the lengths of the example, for costs."""
         if not self.symbols.read:
             return self
         return replace(self, types={n: t.example for n, t in self.types.items()}, symbols=STATIC)
 
     @cached_property
     def known(self) -> dict[Any, Any]:
-        """What one pass found of this graph and another one asks for again."""
+        """Cache of :func:`~autoshard.passes.ir.known.known_of_graph`."""
         return {}
 
     @cached_property
@@ -312,14 +317,14 @@ class Graph:
 
     @cached_property
     def fqns(self) -> dict[str, str]:
-        """Name of every input → what the model calls it."""
+        """Input name → fqn in the model."""
         return {i.name: i.fqn for i in self.inputs}
 
     @cached_property
     def states(self) -> dict[str, str]:
-        """Buffers and inputs that the forward writes and that keep their type: fqn → name.
+        """Mutated buffers and inputs that keep their type: fqn → name.
 
-        Old and new value have one layout.
+        Old and new value share one layout.
         """
         names = {i.fqn: i.name for i in self.inputs if i.fqn in self.mutations}
         old_and_new = {fqn: (self.types[old], self.types[self.mutations[fqn]]) for fqn, old in names.items()}
@@ -329,7 +334,7 @@ class Graph:
         return {fqn: old for fqn, old in names.items() if fqn in alike}
 
     def renamed(self, names: Mapping[str, str]) -> Graph:
-        """The graph in which some values are read, and given back, under other names; what defines them stays."""
+        """The graph whose reads, outputs and mutations use new names; definitions keep theirs."""
 
         def new(ref: Ref) -> Ref:
             return Ref(names.get(ref.name, ref.name))
@@ -340,7 +345,7 @@ class Graph:
 
     @cached_property
     def returned(self) -> frozenset[str]:
-        """Names of the values that it gives back, or writes into buffers and inputs."""
+        """Names of returned values, mutations included."""
         return frozenset([*(ref.name for ref in refs(self.outputs)), *self.mutations.values()])
 
     @cached_property
@@ -350,7 +355,7 @@ class Graph:
 
     @cached_property
     def uses(self) -> dict[str, tuple[Node, ...]]:
-        """value name → nodes that read it, in order, each once."""
+        """value name → the nodes that read it, in program order, each once."""
         uses: dict[str, list[Node]] = {name: [] for name in self.types}
         for node in self.nodes:
             for name in dict.fromkeys(node.inputs):
@@ -362,7 +367,7 @@ class Graph:
         return self.types[value.name if isinstance(value, Ref) else value].shape
 
     def shapes(self, values: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The global shapes of several, such as ``node.inputs``."""
+        """The global shapes of several values, such as ``node.inputs``."""
         return tuple(self.types[name].shape for name in values)
 
     def __str__(self) -> str:
@@ -381,7 +386,7 @@ def refs(tree: Any) -> Iterator[Ref]:
 
 
 def map_refs(tree: Any, f: Callable[[Ref], Any]) -> Any:
-    """``tree`` with every :class:`Ref` replaced by ``f(ref)``; ``f`` sees them in the order of :func:`refs`."""
+    """``tree`` with every :class:`Ref` replaced by ``f(ref)``, in the order of :func:`refs`."""
     return map_tree(tree, lambda item: f(item) if isinstance(item, Ref) else item)
 
 
@@ -397,5 +402,5 @@ def show(value: Any) -> str:
 
 
 def show_call(name: object, call: Applied) -> str:
-    """``name`` of a call's arguments as text."""
+    """``name(arguments)`` as text."""
     return f"{name}({', '.join([*map(show, call.args), *(f'{k}={show(v)}' for k, v in call.kwargs.items())])})"

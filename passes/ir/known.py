@@ -1,4 +1,4 @@
-"""What several passes ask of one graph, or of one node with its types: found once, and kept there."""
+"""Caches of analyses of a graph, or of a node with its types."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def known_of_graph(find: Callable[Concatenate[Graph, P], T]) -> Callable[Concatenate[Graph, P], T]:
-    """``find`` of a graph and positional arguments that can be keys.
+    """``find``, cached on the graph by its positional arguments, which must be hashable.
 
-    Where lengths are open every caller finds it anew: what is decided about them is noted for his program.
+    With dynamic lengths nothing is cached: each caller must record the conditions that arise.
     """
 
     @wraps(find)
@@ -33,7 +33,7 @@ def known_of_graph(find: Callable[Concatenate[Graph, P], T]) -> Callable[Concate
 
 
 def known_of_node(find: Callable[[Node, Mapping[str, TensorType]], T]) -> Callable[[Node, Mapping[str, TensorType]], T]:
-    """``find`` of a node and the types of what it reads and makes, of which the last are kept; see :func:`known_of_graph`."""
+    """``find``, cached on the node for the last types of its operands and results."""
 
     @wraps(find)
     def found(node: Node, types: Mapping[str, TensorType], /) -> T:
@@ -50,7 +50,7 @@ def known_of_node(find: Callable[[Node, Mapping[str, TensorType]], T]) -> Callab
 
 
 class _Place(int):
-    """Stands for a value in an operation's arguments: which of those it reads."""
+    """Placeholder of a value in a :func:`signature`: its number among the operands."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
@@ -58,7 +58,7 @@ class _Place(int):
 
 @known_of_node
 def signature(node: Node, types: Mapping[str, TensorType]) -> Any:
-    """Equal for nodes that have the same strategies at the same cost."""
+    """A key that is equal for nodes with the same strategies at the same cost."""
     numbers: dict[str, _Place] = {}
 
     def place(ref: Ref) -> _Place:
@@ -73,7 +73,7 @@ def signature(node: Node, types: Mapping[str, TensorType]) -> Any:
 
 
 def one_of_each(types: Mapping[str, TensorType]) -> dict[str, TensorType]:
-    """``types`` with one object for those that are equal: most comparisons end there then."""
+    """``types`` with equal types interned, so that comparisons succeed by identity."""
     found: dict[TensorType, TensorType] = {}
     plain = {n: t.number is None and all(type(length) is int for length in t.shape) for n, t in types.items()}
     return {name: found.setdefault(t, t) if plain[name] else t for name, t in types.items()}

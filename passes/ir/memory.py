@@ -1,4 +1,4 @@
-"""What a step holds in memory: the result of simulating a program, and what optimizers keep."""
+"""Memory of a step: the result of the simulation, and bytes of optimizer states."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "adafactor": (0, 1),
     "none": (0, 0),
 }
-"""optimizer → numbers that it keeps per element of a parameter, and per row and column of a matrix (in float32 at least)"""
+"""optimizer → numbers kept per element, and per row and column of a matrix (at least float32)"""
 
 
 def optimizer_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    """Bytes of state for a trained parameter, or a shard, of this shape. Raises :class:`PlanError` for an unknown name."""
+    """Bytes of optimizer state for a parameter or shard. Raises :class:`PlanError` on others."""
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer={optimizer!r} is not known. Known: {', '.join(OPTIMIZERS)}.")
     each, factored = OPTIMIZERS[optimizer]
     numel, sides = 1.0, 0.0
     for n in shape:
         numel *= int(n)
-    if factored:  # a vector has no rows to sum over: it is kept whole
+    if factored:  # a vector has no rows to sum over: all its elements are kept
         *outer, rows, columns = (1, *shape) if len(shape) > 1 else (0, 0, 0)
         for n in outer:
             rows, columns = rows * n, columns * n
@@ -43,36 +43,36 @@ def optimizer_bytes(optimizer: str, shape: tuple[int, ...], dtype: torch.dtype) 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the busiest rank. Each part at its largest; they need not be largest at once, so ``peak`` ≤ their sum."""
+    """Bytes on the rank with the highest peak; each part at its own maximum, so ``peak`` ≤ sum."""
 
     parameters: float = 0.0
     gradients: float = 0.0
-    """of parameters: all of them, as at the end of the backward"""
+    """gradients of all parameters, as at the end of the backward"""
     optimizer: float = 0.0
     """state of the optimizer that the plan was made for"""
     buffers: float = 0.0
     """buffers and constants"""
     activations: float = 0.0
-    """what autograd keeps at the end of the forward beside parameters, buffers and inputs"""
+    """tensors that autograd saves, except parameters, buffers, inputs; at the end of the forward"""
     temporaries: float = 0.0
-    """all else: inputs, outputs, gradients of activations, gathered parameters, an operation's own workspace"""
+    """the rest: inputs, outputs, activation gradients, gathered parameters, workspaces"""
     peak: float = 0.0
-    """the most at any moment of the step"""
+    """maximum over the step"""
     at_peak: Mapping[str, float] = field(default_factory=dict)
-    """part → bytes at that moment; their sum is ``peak``"""
+    """part → bytes at the peak; they sum to ``peak``"""
     moment: str = ""
-    """when that is: an operation's phase and module"""
+    """where the peak is: phase of an operation, and its module"""
     curve: tuple[tuple[str, str, float], ...] = field(default=(), repr=False)
-    """(operation, phase, bytes): the most while each operation of the graph ran, in order"""
+    """(operation, phase, bytes): maximum while each operation runs, in order"""
     spared: Mapping[str, float] = field(default_factory=dict, repr=False)
-    """operation that is made again in the backward, or value whose conversion is → bytes that are not kept therefore, less
-    what is kept to make it from"""
+    """recomputed operation, or value whose redistribution is repeated → bytes saved, net of the
+    tensors kept for the recomputation"""
     gathered: float = 0.0
-    """of the activations: parameters that ZeRO keeps gathered, which all micro-batches of a step share"""
+    """part of the activations: parameters that ZeRO keeps gathered; all micro-batches share them"""
 
     def in_flight(self, count: int) -> Memory:
-        """The same where ``count`` micro-batches keep what they need for the backward at once, as in a pipeline, and
-        earlier ones have left their gradients."""
+        """Memory of a pipeline stage: activations of ``count`` micro-batches, and all gradients of
+        earlier ones."""
         more = (count - 1) * (self.activations - self.gathered)
         left = max(0.0, self.gradients - self.at_peak.get("gradients", 0.0))
         at_peak = dict(self.at_peak)
@@ -84,22 +84,22 @@ class Memory:
         )
 
     def dominant(self) -> str:
-        """The parts of the peak, largest first, as text."""
+        """The parts at the peak, largest first, as text."""
         parts = sorted(((n, name) for name, n in self.at_peak.items() if n), reverse=True)
         return ", ".join(f"{name} {show_bytes(n)}" for n, name in parts)
 
 
 @dataclass(frozen=True)
 class Recomputed:
-    """Something that is made again in the backward instead of being kept."""
+    """An operation or redistribution that the backward recomputes (rematerializes)."""
 
     name: str
-    """the operation, a key of ``plan.choices``, or the value that is converted again"""
+    """the operation, a key of ``plan.choices``, or the value that is redistributed again"""
     fqn: str
-    """the module it stands in"""
+    """module path"""
     what: str
     """"computed", "converted", or "drawn" """
     bytes: float
-    """per rank, that are not kept"""
+    """bytes saved per rank"""
     seconds: float
-    """per rank and step, for making it again"""
+    """seconds of recomputation per rank and step"""

@@ -1,4 +1,4 @@
-"""Redistribution steps as one statement: side by side, as in a bucket, or one after another."""
+"""Statements merged into one call: buckets, collective matmuls, grouped look-ups."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Call, Local, Statement, reads
 
 TABLES = "table_wise"
-"""the function of the runtime that looks up in tables that lie whole on one rank each"""
+"""runtime function: look-ups in tables that are placed table-wise"""
 
 POOLED, POOLED_TOGETHER = "pooled", "pooled_together"
-"""those that look up in one table, whole or cut, and in several"""
+"""runtime functions: pooled look-up in one table, replicated or sharded, and in several"""
 
 GATHERED, SCATTERED = "gather_products", "scatter_product"
-"""those whose operand, or whose sums, travel while they compute"""
+"""runtime functions of collective matmuls: all-gather + products, product + reduce-scatter"""
 TRAVELLING = frozenset({GATHERED, SCATTERED})
 
 
 def merged(function: str, members: Sequence[Statement], zero: Mapping[str, int] = MappingProxyType({})) -> Statement:
-    """Steps of one kind over the same axes as one call of ``function``.
+    """Redistribution steps of one kind over the same axes as one call of ``function`` (a bucket).
 
-    Every argument but the axes stands for each of them: ``all_gather(w, 0, "dp", to="R")`` and the same of ``b`` are
-    ``gather_parameters((w, b), (0, 0), "dp", to="R")``; ``sizes`` has a length for each where one of them has a ``size``,
-    or None where it is the cut one times the ranks.
-    ``zero``: parameters that stay gathered, see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; all of a bucket do.
+    Arguments but the axes become tuples: ``all_gather(w, 0, "dp", to="R")`` and the same of ``b``
+    become ``gather_parameters((w, b), (0, 0), "dp", to="R")``. ``sizes`` holds gathered lengths
+    where shards are uneven; None: the shard's length times the ranks.
+    ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; alike within a bucket.
     """
     if function in _MERGES:
         return _MERGES[function](members)
@@ -48,7 +48,7 @@ def merged(function: str, members: Sequence[Statement], zero: Mapping[str, int] 
 
 
 def _tables(members: Sequence[Statement]) -> Statement:
-    """Look-ups in one table each as one in all of them: every tuple among the arguments has an entry for each."""
+    """Table-wise look-ups as one grouped look-up: their tuple arguments are concatenated."""
     first, calls = members[0], [s.call for s in members]
 
     def joint(values: Sequence[Any]) -> Any:
@@ -62,7 +62,7 @@ def _tables(members: Sequence[Statement]) -> Statement:
 
 
 def _pooled(members: Sequence[Statement]) -> Statement:
-    """Look-ups in one table each as one in all of them."""
+    """Pooled look-ups in one table each as one grouped look-up."""
     calls = [s.call for s in members]
     tables, indices, modes = zip(*(c.args for c in calls), strict=True)
     kwargs: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def _side_by_side(members: Sequence[Statement], call: Call) -> Statement:
 
 
 def _gathered(members: Sequence[Statement]) -> Statement:
-    """A gather, and the products of what it brings."""
+    """Collective matmul: an all-gather and the products that read its result."""
     gather, *products = members
     calls = [s.call for s in products]
     kwargs = {k: v for k, v in gather.call.kwargs.items() if k == "size"}
@@ -104,7 +104,7 @@ def _gathered(members: Sequence[Statement]) -> Statement:
 
 
 def _scattered(members: Sequence[Statement]) -> Statement:
-    """A product, and what sums and cuts its result."""
+    """Collective matmul: a product and the reduce-scatter of its result."""
     product, scatter = members
     x, weight, *bias = product.call.args
     kwargs = {"bias": bias[0]} if bias and bias[0] is not None else {}
@@ -116,9 +116,10 @@ _MERGES = {TABLES: _tables, POOLED_TOGETHER: _pooled, GATHERED: _gathered, SCATT
 
 
 def fused(enter: Statement, gather: Statement) -> Statement:
-    """I → R over replicas and then the gather of a shard as one call: its backward reduces the reduced shard.
+    """I → R over replicas and the all-gather of a shard as one call (hybrid sharding).
 
-    In mixed precision the first of them may be what casts: where the gather sums no gradient.
+    Its backward reduce-scatters, then all-reduces the shard. In mixed precision ``enter`` may be
+    the cast, where the gather reduces no gradient.
     """
     replicas = enter.step.axes if enter.step is not None else ()
     kwargs = {**enter.call.kwargs, **gather.call.kwargs, "replicas": replicas}
@@ -127,7 +128,7 @@ def fused(enter: Statement, gather: Statement) -> Statement:
 
 
 def _length(s: Statement) -> Any:
-    """The length of the gathered dim after the gather; None where not all ranks know it: some own none of the rows."""
+    """Local length of the gathered dim afterwards; None where an owner rank knows it alone."""
     step = s.step
     if step is None or step.src.owner:
         return None

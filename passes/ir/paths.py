@@ -1,4 +1,4 @@
-"""Paths of modules: which repeated module a name belongs to."""
+"""Module paths: the repeated block that a name belongs to."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _INDEXED = re.compile(rf"^(?:.*?\.)??{NUMBER}(?=\.|\Z)", re.DOTALL)
 
 @lru_cache(maxsize=1 << 16)
 def block_path(fqn: str) -> str:
-    """The outermost numbered module of ``fqn``: ``model.layers.3`` of ``model.layers.3.mlp``; "" if there is none."""
+    """The outermost numbered module: ``model.layers.3`` of ``model.layers.3.mlp``; "" if none."""
     found = _INDEXED.match(fqn)
     return found.group() if found else ""
 
 
 def holders(names: Iterable[str]) -> list[str]:
-    """The paths of all modules around what is named: ``layers`` and ``layers.3`` of ``layers.3.mlp``, outermost first."""
+    """Paths of all enclosing modules: ``layers`` and ``layers.3`` of ``layers.3.mlp``."""
     found: dict[str, None] = {}
     for name in names:
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""What one rank runs: statements of calls on local tensors, and the redistribution steps among them."""
+"""The program of one rank: calls on local tensors, and redistribution steps between them."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ from autoshard.runtime.transport.move import COLLECTIVES
 
 @dataclass(frozen=True)
 class Step:
-    """One runtime call on one group of mesh axes.
+    """One step of a redistribution: one collective or local call on one group of mesh axes.
 
-    Bytes are ring bytes on the wire per rank; where sizes do not divide, every chunk counts as the largest one. That
-    is what an all-gather and a reduce-scatter send, which pad; an all-to-all and a permute send no more than that.
+    Bytes are those that a rank sends in a ring. Where sizes do not divide, every shard counts as
+    the largest: all-gather and reduce-scatter pad, all-to-all and permute send at most as much.
     """
 
     kind: str
-    """the function of ``autoshard.runtime``: all_gather, reduce_scatter, all_reduce, all_to_all, permute, slice, pad,
-    enter, leave or partial; or reshape"""
+    """function of ``autoshard.runtime``: all_gather, reduce_scatter, all_reduce, all_to_all,
+    permute, slice, pad, enter, leave, partial; or reshape"""
     axes: tuple[str, ...]
-    """the group, flattened, first axis outermost"""
+    """mesh axes of the group, outermost first"""
     src: Layout
     dst: Layout
     shape: tuple[int, ...]
-    """the global shape"""
+    """global shape"""
     dims: tuple[int, ...] = ()
-    """(dim,) of all_gather, reduce_scatter, slice and pad; (source dim, target dim) of all_to_all; else empty"""
+    """(dim,) of all_gather, reduce_scatter, slice, pad; (source, target) of all_to_all; else ()"""
     order: tuple[str, ...] = ()
-    """of a permute: the chunk at coordinates along ``axes`` goes to the same coordinates along ``order``"""
+    """of a permute: the shard at coordinates along ``axes`` moves to these along ``order``"""
     forward_bytes: float = 0
     backward: str | None = None
-    """the collective that the backward runs, None where it is local or there is no gradient"""
+    """collective of the backward; None: the backward is local, or there is no gradient"""
     backward_bytes: float = 0
     seconds: float = field(default=0.0, compare=False)
-    """forward, and backward where a gradient flows"""
+    """predicted time of forward and backward"""
     to_shape: tuple[int, ...] = ()
-    """of a reshape: the global shape afterwards"""
+    """of a reshape: global shape of the result"""
 
     @property
     def group(self) -> tuple[str, ...]:
-        """``axes`` as reports name them: without axes of size 1, and in mesh order where a permute renumbers."""
+        """``axes`` in reports: without axes of size 1; of a permute in mesh order."""
         mesh = self.src.mesh
         axes = mesh.axes if self.kind == "permute" else self.axes
         return tuple(a for a in axes if a in self.axes and mesh.size_of(a) > 1)
@@ -77,8 +77,8 @@ class Step:
 class Call(Applied):
     """A call on local tensors. ``fn``: an op, or the name of a function of ``autoshard.runtime``.
 
-    ``args``/``kwargs`` hold :class:`~autoshard.passes.ir.Ref`, literals, :class:`Local`, :class:`Offset`,
-    and nested calls.
+    Arguments are :class:`~autoshard.passes.ir.graph.Ref`, literals, :class:`Local`,
+    :class:`Offset`, and nested calls.
     """
 
     fn: torch._ops.OpOverload | str
@@ -87,7 +87,7 @@ class Call(Applied):
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """Local names that it reads, in order: every pass asks for them."""
+        """Local names that it reads, in order."""
         return tuple(ref.name for ref in refs((self.args, self.kwargs)))
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class Call(Applied):
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A local length: of a global length ``size`` cut by ``axes`` (outer to inner). A literal where even."""
+    """This rank's length of a dim of global ``size``, sharded along ``axes`` (outer to inner)."""
 
     size: int
     axes: tuple[str, ...]
@@ -104,37 +104,38 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Where this rank's chunk of a global length ``size`` cut by ``axes`` starts."""
+    """Start of this rank's shard of a dim of global ``size``, sharded along ``axes``."""
 
     size: int
     axes: tuple[str, ...]
 
 
 def spell(axes: Sequence[str]) -> str | tuple[str, ...]:
-    """Mesh axes as generated code names them: one alone, several as a tuple."""
+    """Mesh axes as an argument in generated code: a string for one axis, else a tuple."""
     return axes[0] if len(axes) == 1 else tuple(axes)
 
 
 @dataclass(frozen=True, slots=True)
 class Internal:
-    """A collective inside a local form: no redistribution shows it."""
+    """A collective inside a local form, which is no redistribution step."""
 
     kind: str
     axes: tuple[str, ...]
     bytes: float
-    """what an all-reduce reduces on rank 0, the gathered whole, or what a halo or a permute brings; not ring bytes"""
+    """rank 0's operand of an all-reduce, a gathered result, or a received halo; not ring bytes"""
     phase: str
     what: str
     beside: float = 0.0
-    """the share of the operation's own compute in this phase that runs while it goes"""
+    """share of the operation's compute in this phase that overlaps with it"""
     spared: int | None = None
-    """the operand from which every rank knows the result by itself, if it had that operand whole before it was cut"""
+    """operand that makes the collective unnecessary: ranks that held it replicated before it was
+    sharded know the result"""
     share: float = 1.0
-    """of its latency; others pay the rest, which go in one call with it"""
+    """its share of the latency; the collectives that are coalesced with it pay the rest"""
 
     @property
     def kept(self) -> bool:
-        """Whether an operation that is computed again has the result from the forward: a sum is small beside what it is of."""
+        """Whether recomputation reuses the forward's result: all-reduced sums are small."""
         return self.kind == "all_reduce" and self.phase == "forward"
 
 
@@ -143,37 +144,37 @@ class Statement:
     """``outputs = call`` on every rank."""
 
     outputs: tuple[str, ...]
-    """local names, by slot of the call's result; "_" where it is not needed"""
+    """local names by slot of the call's result; "_": unused"""
     call: Call
     layouts: tuple[Layout | None, ...]
     """per output; None for "_" """
     node: Node | None = None
-    """the operation it comes from; for a redistribution the reader it was made for"""
+    """its operation; of a redistribution the operation that reads the result"""
     block: str = ""
-    """the numbered module whose class it is emitted in, such as ``layers.3``; "" for the root"""
+    """numbered module whose class emits it, such as ``layers.3``; "": the root"""
     step: Step | None = None
-    """the redistribution step it is, if it is one; where several are merged, that of the first"""
+    """its redistribution step, if it is one; of merged statements the first one's"""
     value: str = ""
-    """for a redistribution: the value"""
+    """of a redistribution: the value of the graph"""
     parameter: bool = False
-    """whether it brings a parameter from its stored layout into the layout of use"""
+    """whether it redistributes a parameter from its stored layout"""
     internal: tuple[Internal, ...] = ()
-    """collectives inside an op's local form"""
+    """collectives inside the local form"""
     again: int = 0
-    """number of the part that runs again in the backward, to which it belongs; 0: it does not"""
+    """number of the recomputed part (activation checkpoint) that it is in; 0: none"""
     frees: tuple[str, ...] = ()
-    """locals that are deleted after it"""
+    """locals deleted after it: this is their last use (liveness)"""
     members: tuple[Statement, ...] = ()
-    """the statements that this one has been made of, one after another or side by side"""
+    """the statements merged into this one, in sequence or side by side"""
 
     @property
     def parts(self) -> tuple[Statement, ...]:
-        """The statements of one step each that do the same one after another: itself, where it has no members."""
+        """The unmerged statements of which it consists; itself, if it has no members."""
         return tuple(part for m in self.members for part in m.parts) if self.members else (self,)
 
     @property
     def why(self) -> str:
-        """What it is there for, as text: its redistribution step, or where the operation stands in the model."""
+        """Its origin as text: redistribution step, or module and source line of its operation."""
         if self.step is not None:
             return "" if self.members else str(self.step)
         return "" if self.node is None else f"{self.node.fqn}  {self.node.source}".strip()
@@ -181,31 +182,31 @@ class Statement:
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank runs. Names of ``graph.inputs`` stand for local parameters and inputs."""
+    """The program of one rank. Names of ``graph.inputs`` stand for local shards."""
 
     graph: Graph
     mesh: Mesh
     assignment: Assignment
     statements: tuple[Statement, ...]
     types: Mapping[str, TensorType]
-    """global type of every local name"""
+    """local name → global type"""
     layouts: Mapping[str, Layout]
-    """layout of every local name"""
+    """local name → layout"""
     outputs: tuple[Any, ...]
-    """flat outputs: :class:`Ref` to local names, or constants"""
+    """flat outputs: :class:`Ref` of local names, or constants"""
     mutations: Mapping[str, str]
-    """fqn of a buffer or input that is written → local name of its new value"""
+    """fqn of a mutated buffer or input → local name of its new value"""
     in_place: frozenset[str] = frozenset()
-    """those of them whose new value is the old one, written to"""
+    """fqns in ``mutations`` that are written in place"""
 
     @cached_property
     def returned(self) -> frozenset[str]:
-        """Local names that it gives back."""
+        """Local names of returned values, mutations included."""
         return frozenset([*(ref.name for ref in refs(self.outputs)), *self.mutations.values()])
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Local name → the value of the graph that it holds in some layout."""
+        """Local name → the value of the graph that it holds."""
         return {o: part.value or o for s in self.statements for part in s.parts for o in part.outputs}
 
     def __str__(self) -> str:
@@ -231,7 +232,7 @@ def reads(statement: Statement) -> tuple[str, ...]:
 
 
 def bytes_text(n: float) -> str:
-    """Bytes as a person reads them."""
+    """Bytes with a binary unit: ``1.5 MiB``."""
     if n < 1024:
         return f"{n:.6g} B"
     power = min(int(math.log(n, 1024)), 4)

@@ -1,4 +1,4 @@
-"""What the schema of an op says of its arguments."""
+"""Schemas of ops: names, positions and defaults of arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
 
 @cache
 def places_and_defaults(op: torch._ops.OpOverload) -> dict[str, tuple[int, Any]]:
-    """Argument name → its place, and its default (None: none)."""
+    """Argument name → (position, default); a missing default is None."""
     return {a.name: (i, a.default_value) for i, a in enumerate(op._schema.arguments)}
 
 

@@ -1,10 +1,10 @@
-"""Symbolic sizes: ints that know how they follow from the lengths of a program's inputs.
+"""Symbolic sizes: ints with a sympy expression of the input lengths.
 
-A :class:`Size` is the int it is in the example, which costs and choices look at, and beside it a sympy expression of
-the lengths that may differ from call to call, which generated code computes. Arithmetic keeps both. Equality asks for
-both: ``Size(8, batch) == 8`` is False, because it need not hold in another call, and ``batch % 2 == 0`` is False as
-long as nothing is known of ``batch``. An order that the expressions do not decide is that of the example, and is
-noted: the program holds only where it is the same (:func:`noting`).
+A :class:`Size` is the int of the example, which costs and choices read. Its sympy expression of
+dynamic lengths is what generated code computes; arithmetic keeps both. Equality compares both:
+``Size(8, batch) == 8`` is False, and so is ``batch % 2 == 0`` while nothing is known of ``batch``.
+A comparison that the expressions leave open is decided as in the example, and recorded as a
+condition of the program (:func:`noting`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torch.utils._sympy.printers import PythonPrinter
 from autoshard.passes.ir.walk import walk
 
 ENDLESS = 2**62
-"""a slice that ends here or later ends after the last element"""
+"""a slice end of at least this value means the end of the dim"""
 
 _noted: ContextVar[dict[sympy.Basic, None] | None] = ContextVar("noted", default=None)
 
 
 @contextmanager
 def noting() -> Iterator[dict[sympy.Basic, None]]:
-    """Collect the conditions under which what is decided inside holds."""
+    """Collect the conditions (guards) under which comparisons inside the block hold."""
     found: dict[sympy.Basic, None] = {}
     token = _noted.set(found)
     try:
@@ -48,16 +48,16 @@ def _note(condition: sympy.Basic) -> None:
 
 
 def symbol(name: str) -> sympy.Symbol:
-    """A length that may differ from call to call: an integer of at least 1."""
+    """The sympy symbol of a dynamic length: an integer ≥ 1."""
     return sympy.Symbol(name, integer=True, positive=True)
 
 
 class Size(int):
-    """A length: its value in the example, and an expression for every call. Prints as the expression."""
+    """A symbolic length: its int in the example, and its expression, as which it prints."""
 
     expr: sympy.Expr
     example: Mapping[sympy.Symbol, int]
-    """the symbols' values in the example"""
+    """symbol → value in the example"""
 
     def __new__(cls, value: int, expr: sympy.Expr, example: Mapping[sympy.Symbol, int]) -> Size:
         self = super().__new__(cls, value)
@@ -137,17 +137,17 @@ class Size(int):
 
 
 def size(expr: sympy.Expr, example: Mapping[sympy.Symbol, int]) -> int:
-    """The length ``expr``: a plain int where it is a number."""
+    """The length ``expr``: a :class:`Size`, or an int where ``expr`` is a number."""
     return int(expr) if expr.is_number else Size(_value(expr, tuple(example.items())), expr, example)
 
 
 def expression(n: int) -> sympy.Expr:
-    """A length as sympy writes it."""
+    """A length as a sympy expression."""
     return n.expr if isinstance(n, Size) else sympy.Integer(n)
 
 
 def gcd(a: int, b: int) -> int:
-    """The greatest common divisor that ``a`` and ``b`` are sure to have."""
+    """The greatest common divisor of ``a`` and ``b`` that holds in every call."""
     symbolic = next((n for n in (a, b) if isinstance(n, Size)), None)
     if symbolic is None:
         return math.gcd(a, b)
@@ -155,17 +155,17 @@ def gcd(a: int, b: int) -> int:
 
 
 def reaches(end: int, n: int) -> bool:
-    """Whether ``end`` is ``n`` or more in every call; False where that is not sure."""
+    """Whether ``end`` ≥ ``n`` is certain in every call."""
     return int(end) >= ENDLESS or is_sure(expression(end), expression(n))
 
 
 def is_sure(a: sympy.Expr, least: sympy.Expr) -> bool:
-    """Whether ``a >= least`` for all symbols of at least 1, as far as the expressions show."""
+    """Whether ``a`` ≥ ``least`` is certain for all symbols ≥ 1."""
     return _sign(a, least) in ("+", "0", "0+")
 
 
 def _computed(a: Size, b: Any, compute: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], turned: bool = False) -> Any:
-    """``compute`` of both; ``turned``: with ``b`` on the left."""
+    """``compute(a, b)``; ``turned``: ``compute(b, a)``."""
     if isinstance(b, float):
         _note(sympy.Eq(a.expr, int(a)))
     if not isinstance(b, int):
@@ -175,7 +175,7 @@ def _computed(a: Size, b: Any, compute: Callable[[sympy.Expr, sympy.Expr], sympy
 
 
 def _is_more(a: int, b: int) -> bool:
-    """``a > b``; noted as in the example where the expressions leave it open."""
+    """``a > b``; where the expressions leave it open, decided as in the example and recorded."""
     if max(int(a), int(b)) >= ENDLESS:
         return int(a) > int(b)
     left, right = expression(a), expression(b)
@@ -187,7 +187,7 @@ def _is_more(a: int, b: int) -> bool:
     return more
 
 
-# --- sympy is slow, and a model asks the same again and again ---
+# --- cached, because sympy is slow and models repeat the same questions ---
 
 
 @lru_cache(maxsize=1 << 14)
@@ -207,9 +207,9 @@ def _value(expr: sympy.Expr, example: tuple[tuple[sympy.Symbol, int], ...]) -> i
 
 @lru_cache(maxsize=1 << 14)
 def _sign(a: sympy.Expr, b: sympy.Expr) -> str:
-    """The sign of ``a - b`` for all symbols of at least 1: "+", "-", "0", "0+", "0-", or "" where it differs.
+    """The sign of ``a - b`` for all symbols ≥ 1: "+", "-", "0", "0+", "0-", or "": unknown.
 
-    A polynomial in lengths less 1 has the sign of its coefficients, if all have the same.
+    A polynomial in (symbol - 1) ≥ 0 has the sign of its coefficients, if all have the same.
     """
     difference = sympy.expand(a - b)
     shifted = sympy.expand(difference.xreplace({s: s + 1 for s in difference.free_symbols}))
@@ -225,7 +225,7 @@ def _sign(a: sympy.Expr, b: sympy.Expr) -> str:
 
 
 class _Printer(PythonPrinter):
-    """Python over ints, as ruff format spaces it: first what is positive, a number last."""
+    """Prints Python as ruff format spaces it: positive terms first, a number last."""
 
     def _print_Add(self, expr: sympy.Add, order: str | None = None) -> str:  # noqa: N802  sympy looks for it
         number, rest = expr.as_coeff_Add()
@@ -263,7 +263,7 @@ def text_of(expr: sympy.Basic) -> str:
 
 
 def free_symbols(tree: Any) -> set[str]:
-    """Names of the symbols in nested arguments and calls; of a local length or an offset, those of the global one."""
+    """Names of the symbols in nested arguments and calls, global sizes of locals included."""
     lengths = (getattr(item, "size", item) for item in walk(tree))
     return {str(s) for n in lengths if isinstance(n, Size) for s in n.expr.free_symbols}
 

@@ -1,4 +1,4 @@
-"""The lengths of inputs that may differ from call to call: what a program demands of them, checked in every call."""
+"""Dynamic lengths of inputs: conditions that a program needs, checked in every call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FUNCTIONS = {"max": max, "min": min}
 
 
 def narrower(symbols: Symbols, noted: Iterable[sympy.Basic]) -> Symbols:
-    """``symbols`` with further conditions: what lowering decided as in the example. What follows is left out."""
+    """``symbols`` with further conditions, which lowering recorded; implied ones are left out."""
     least = {symbol(s.name): 2 if f"{s.name} >= 2" in symbols.conditions else 1 for s in symbols.read}
     shift = {s: s + (n - 1) for s, n in least.items()}
     open_ = [
@@ -28,7 +28,7 @@ def narrower(symbols: Symbols, noted: Iterable[sympy.Basic]) -> Symbols:
 
 
 def mismatch(types: Mapping[str, TensorType], symbols: Symbols, shapes: Mapping[str, Sequence[int]]) -> str:
-    """Why a program over ``symbols`` does not serve inputs of these ``shapes``, by input; "" where it does."""
+    """Why a program does not fit inputs of these ``shapes`` (by input name); "" if it does."""
     values = bind(symbols, shapes)
     for s in symbols.read:
         if s.name not in values:
@@ -42,7 +42,7 @@ def mismatch(types: Mapping[str, TensorType], symbols: Symbols, shapes: Mapping[
 
 
 def bind(symbols: Symbols, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The symbols' values for inputs of these shapes; one that is no whole number is left out."""
+    """Symbol → value for inputs of these shapes; fractional values are left out."""
     found = {}
     for s in symbols.read:
         value, rest = divmod(shapes[s.value][s.dim] - s.offset, s.factor)
@@ -52,7 +52,7 @@ def bind(symbols: Symbols, shapes: Mapping[str, Sequence[int]]) -> dict[str, int
 
 
 def evaluate(n: int, values: Mapping[str, int]) -> int:
-    """A length in a call in which the symbols have these ``values``."""
+    """Length ``n`` with these ``values`` of the symbols."""
     return int(_run(str(n), values)) if isinstance(n, Size) else n
 
 
@@ -60,7 +60,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 def check(types: Mapping[str, TensorType], symbols: Symbols, names: Sequence[str]) -> Callable[[Shapes], bool]:
-    """What says whether a program serves inputs of these ``names`` with such shapes: :func:`mismatch` in one expression."""
+    """A compiled guard: shapes of inputs ``names`` → whether :func:`mismatch` is empty."""
     at = {name: f"shapes[{i}]" for i, name in enumerate(names)}
     whole = [f"not ({at[s.value]}[{s.dim}] - {s.offset}) % {s.factor}" for s in symbols.read if s.factor > 1]
     same = [f"{at[name]} == {_shape(types[name].shape)}" for name in names]
@@ -70,7 +70,7 @@ def check(types: Mapping[str, TensorType], symbols: Symbols, names: Sequence[str
 def shapes_of(
     shapes: Sequence[Sequence[int] | None], symbols: Symbols, names: Sequence[str]
 ) -> Callable[[Shapes], Any]:
-    """What gives these ``shapes`` (None as it is) in a call in which the inputs of these ``names`` have such shapes."""
+    """A compiled function: shapes of inputs ``names`` → ``shapes`` (None stays None)."""
     return _function(f"[{', '.join('None' if s is None else _shape(s) for s in shapes)}]", symbols, names)
 
 
@@ -79,7 +79,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _function(text: str, symbols: Symbols, names: Sequence[str]) -> Callable[[Shapes], Any]:
-    """``text`` as a function of the inputs' shapes; the symbols are its variables."""
+    """Compile ``text``, an expression of the symbols, as a function of the inputs' shapes."""
     at = {name: i for i, name in enumerate(names)}
     read = [f"    {s.name} = (shapes[{at[s.value]}][{s.dim}] - {s.offset}) // {s.factor}\n" for s in symbols.read]
     space: dict[str, Any] = {"__builtins__": {}, **_FUNCTIONS}
@@ -98,7 +98,7 @@ def _code(text: str) -> Any:
 
 
 def conditions(found: Iterable[sympy.Basic], read: Sequence[Symbol]) -> tuple[str, ...]:
-    """Conditions as Python, without those that always hold. Raises :class:`CaptureError` where Python has no words."""
+    """Conditions as Python, without tautologies. Raises :class:`CaptureError` where impossible."""
     texts = dict.fromkeys(text_of(c) for c in found if c not in (sympy.true, True))
     for text in texts:
         if not is_plain(text, read):
@@ -107,6 +107,6 @@ def conditions(found: Iterable[sympy.Basic], read: Sequence[Symbol]) -> tuple[st
 
 
 def is_plain(text: str, read: Sequence[Symbol]) -> bool:
-    """Whether the expression needs nothing but the symbols, and builtins of Python."""
+    """Whether the expression reads only the symbols, ``min`` and ``max``."""
     names = {x.id for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Name)}
     return names <= _FUNCTIONS.keys() | {s.name for s in read}

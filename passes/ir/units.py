@@ -1,4 +1,4 @@
-"""Numbers with units, as people read them."""
+"""Numbers with units as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def show_bytes(n: float, digits: int = 3) -> str:
 
 
 def show_seconds(s: float) -> str:
-    """``s`` seconds as s, ms, µs or ns; 0 where it is less than a picosecond."""
+    """``s`` seconds as s, ms, µs or ns; "0" below a picosecond."""
     if abs(s) < 1e-12:
         return "0"
     return _scaled(s * 1e9, (("s", 1e9), ("ms", 1e6), ("µs", 1e3)), "ns")

@@ -1,4 +1,4 @@
-"""What a valid graph and a valid program are. Every pass takes valid data and gives valid data; build() checks it."""
+"""Verifier of graphs and programs; every pass preserves validity."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.passes.ir.program import Program, Statement, reads
 
 
 def check_graph(graph: Graph) -> None:
-    """Every value has one definition and a type, and is defined before it is read. Raises :class:`PlanError`."""
+    """Check that each value has a type and one definition before reads. Raises :class:`PlanError`."""
     defined: set[str] = set()
     for value in graph.inputs:
         _define(value.name, defined, graph, "an input")
@@ -37,9 +37,9 @@ def _define(name: str, defined: set[str], graph: Graph, where: str) -> None:
 
 
 def check_program(program: Program) -> None:
-    """Every read is of a local value in exactly the layout the reader was planned for. Raises :class:`PlanError`.
+    """Check that all reads are in the planned layouts. Raises :class:`PlanError`.
 
-    A statement that others were merged into is what they are together, and each of them is checked.
+    Of a merged statement each member is checked, and that the call is the merger of all.
     """
     made = {value.name for value in program.graph.inputs}
     for statement in program.statements:
@@ -73,7 +73,7 @@ def _check_reads(statement: Statement, *made: Set[str]) -> None:
 
 
 def _check_merged(statement: Statement, program: Program) -> None:
-    """Its call, and the names and layouts of its results, are those of its members side by side."""
+    """Check that call, outputs and layouts are those of the merged members."""
     chains = [(m, fused(*m.members)) for m in statement.members if m.members]
     whole = merged(str(statement.call.fn), statement.members, program.assignment.zero)
     for s, made_of in [(statement, whole), *chains]:
@@ -85,7 +85,7 @@ def _check_merged(statement: Statement, program: Program) -> None:
 
 
 def _check_step(statement: Statement, program: Program) -> None:
-    """It starts from the layout its operand lies in, and ends in the one its result is said to have."""
+    """Check that a step's source and target are the layouts of its operand and result."""
     step, operands = statement.step, reads(statement)
     if step is None or len(operands) != 1 or len(statement.outputs) != 1:
         raise PlanError(f"invalid program: {statement.call} is not one step, and has no members")

@@ -1,4 +1,4 @@
-"""One walk over nested arguments, and one map of them: whoever looks into a call does it through these."""
+"""Walk and map nested arguments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Applied:
-    """Something with arguments: an operation of a graph, or a call on local tensors. Its subclasses are dataclasses."""
+    """Base of dataclasses with arguments: operations of a graph, calls on local tensors."""
 
     __slots__ = ()
 
@@ -17,7 +17,7 @@ class Applied:
 
 
 def walk(tree: Any) -> Iterator[Any]:
-    """Everything in nested tuples, lists, dicts (their values) and calls, in order; a call stands before its arguments."""
+    """The leaves of nested tuples, lists and dicts, in order; a call, then its arguments."""
     found: list[Any] = []
     _visit(tree, found)
     return iter(found)
@@ -37,7 +37,7 @@ def _visit(tree: Any, found: list[Any]) -> None:
 
 
 class _Kinds(dict[type, type | None]):
-    """Class → how the parts of its objects are reached; None: they have none."""
+    """Class → how to reach the items of its objects; None: a leaf."""
 
     def __missing__(self, cls: type) -> type | None:
         kinds = {Applied: Applied, tuple: list, list: list, Mapping: dict}
@@ -49,7 +49,7 @@ _KINDS = _Kinds()
 
 
 def map_tree(tree: Any, f: Callable[[Any], Any]) -> Any:
-    """``tree`` with everything that :func:`walk` finds replaced by ``f`` of it; a call's arguments come first."""
+    """``tree`` with ``f`` applied to all that :func:`walk` finds, to arguments before calls."""
     kind = _KINDS[type(tree)]
     if kind is None:
         return f(tree)
