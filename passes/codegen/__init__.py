@@ -1,4 +1,4 @@
-"""From a program to one readable Python file."""
+"""Code generation: a program becomes one readable Python file."""
 
 from autoshard.passes.codegen.emit import Source, codegen, codegen_stages, root_class
 

@@ -1,4 +1,4 @@
-"""The body of one emitted function: statements with identifiers, comments, and the module that each communicates for."""
+"""The body of one emitted function: statements with identifiers, comments, profiling scopes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from autoshard.passes.rules.facts import is_random
 
 @dataclass(frozen=True)
 class Line:
-    """``targets = value  # comment``, on as many lines as it needs."""
+    """``targets = value  # comment``, wrapped as needed."""
 
     targets: tuple[str, ...]
     value: Expression
     comment: str = ""
     module: str | None = None
-    """for profiles, where it may communicate: the module, relative to the block"""
+    """module path relative to the block, for profiles; None: it cannot communicate"""
     rest: str = ""
-    """of the left side: what takes the parts that nobody needs"""
+    """end of the left side that unpacks unused results: ", *_" or "" """
     wide: bool = False
-    """whether it is a bucket: the value is a tuple, and the targets may stand one below the other"""
+    """whether it is a bucket: the value is a tuple, and targets may be wrapped, one per line"""
     block: str = ""
-    """path of the block that it calls"""
+    """path of the block that it calls, if it calls one"""
     kind: str = ""
     """class of that block"""
 
@@ -47,11 +47,11 @@ class Line:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells it from other lines."""
+        """Equal for lines with the same text and scopes."""
         return self.prefix, self.value.flat, self.comment, self.module, self.block, self.kind
 
     def lines(self, indent: str, mark: Callable[[str], str]) -> list[str]:
-        """The text. ``mark``: module → what its lines end in until their numbers are known."""
+        """The text. ``mark``: module → end of its lines until line numbers are known."""
         lines = self.value.lines(self.prefix, indent)
         if self.wide and len(lines[0]) > WIDTH:  # as ruff format breaks it
             lines = [f"{indent}(", *(f"{indent}    {t}," for t in self.targets), *self.value.lines(") = ", indent)]
@@ -65,7 +65,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Function(Line):
-    """A function that the lines after it call."""
+    """A nested function: a recomputed part (activation checkpoint), which a later line calls."""
 
     arguments: tuple[str, ...] = ()
     body: tuple[Line, ...] = ()
@@ -87,20 +87,20 @@ class Function(Line):
 
 @dataclass
 class Body:
-    """Writes the statements of one function. ``path``: the block that it belongs to, "" for the root."""
+    """Writes the statements of one function. ``path``: its block, "" for the root."""
 
     program: Program
     wanted: Wanted
     path: str
     names: Names
     recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
-    """what the backward makes again, by operation or value"""
+    """recomputations, by operation or value; for comments"""
     returns: bool = True
-    """whether the function ends with the statements that are added"""
+    """whether the function returns right after the added statements: no final ``del``"""
     written: list[Line] = field(default_factory=list)
 
     def add(self, segment: Segment, kept: Collection[str]) -> None:
-        """Write ``segment``. ``kept``: locals that are read after it."""
+        """Write ``segment``, each recomputed part as a function. ``kept``: locals read after it."""
         last_read = {name: i for i, s in enumerate(segment.statements) for name in reads(s)}
         end = 0
         for again, one in groupby(segment.statements, key=lambda s: s.again):
@@ -121,7 +121,7 @@ class Body:
                     self._free(statement)
 
     def _free(self, s: Statement) -> None:
-        """Write what deletes the locals of this function that nobody needs after ``s``, unless their names are taken again."""
+        """Write ``del`` of locals that are dead after ``s``, unless their names were reused."""
         names = self.names
         mine = dict.fromkeys(names.of[n] for n in s.frees if n in names.of and names.holder.get(names.of[n]) == n)
         if mine:
@@ -131,9 +131,9 @@ class Body:
         self.names.dead = lambda name: name not in kept and last_read.get(name, -1) <= now
 
     def _part(self, segment: Segment, later: Collection[str], whole: str) -> None:
-        """Write a part that runs again in the backward: a function of all that it reads, and its call.
+        """Write a recomputed part: a function of all values that it reads, and its call.
 
-        ``whole``: the block, if it is its only part.
+        ``whole``: path of the block, if the block has no other part.
         """
         made = {o for s in segment.statements for o in s.outputs}
         read = [n for n in dict.fromkeys(n for s in segment.statements for n in reads(s)) if n not in made]
@@ -168,7 +168,7 @@ class Body:
         self.written.append(Line(tuple(targets), Expression("runtime.again(", parts, ")"), "", module))
 
     def _title(self, segment: Segment, whole: str) -> str:
-        """What all of a part is: a submodule of the block, or the block; "" where that says too little."""
+        """Name of a part: the submodule of all its operations, or the block; "" if neither fits."""
         paths = [s.node.fqn.split(".") for s in segment.statements if s.node is not None and s.step is None]
         common = paths[0][: sum(len(set(names)) == 1 for names in zip(*paths, strict=False))] if paths else []
         if len(common) > len(self.path.split(".") if self.path else []) and not is_number(common[-1]):
@@ -176,7 +176,7 @@ class Body:
         return one_of(whole.rpartition(".")[0]) if whole and len(paths) > 1 else ""
 
     def _gain(self, segment: Segment) -> str:
-        """What a part saves and costs, as text."""
+        """Comment of a recomputed part: bytes it saves, and seconds it costs."""
         parts = [part for s in segment.statements for part in s.parts]
         names = dict.fromkeys(p.value if p.step is not None else p.node.name for p in parts if p.node is not None)
         found = [self.recomputed[n] for n in names if n in self.recomputed]
@@ -201,7 +201,7 @@ class Body:
         self._free(segment.statements[-1])
 
     def own(self, name: str) -> str:
-        """A parameter, buffer or constant."""
+        """Python source of a parameter, buffer or constant, relative to the block."""
         fqn = self.wanted.inputs[name].fqn
         inside = self.path and fqn.startswith(f"{self.path}.")
         return python_path(fqn[len(self.path) + 1 :] if inside else fqn)
@@ -223,7 +223,7 @@ class Body:
             source = operands[len(targets) if s.step is not None else 0] if operands else ""
             held = names.of[source] if source and names.is_held(source) else ""
             if s.step is not None and held and names.dead(source) and held not in targets:
-                targets.append(names.reuse(out, source))  # one value may go two ways in one statement
+                targets.append(names.reuse(out, source))  # a bucket may read one value twice
             else:
                 targets.append(names.fresh(out, *self.wanted.of(s, out, held), avoid=targets))
         module = self._module(s) if "runtime." in value.flat else None
@@ -236,7 +236,7 @@ class Body:
         return module[len(self.path) :].removeprefix(".") if inside else ""
 
     def _rest(self, s: Statement, targets: Sequence[str]) -> str:
-        """What follows the targets on the left side; a result with more parts than are needed is taken apart."""
+        """``, *_`` behind the targets, where a call returns more results than are used; else ""."""
         if s.members:
             return ""
         returns = s.node.op._schema.returns if s.node is not None and s.step is None else ()
@@ -247,7 +247,7 @@ class Body:
         return "" if complete and len(targets) > 1 else ", *_"
 
     def _is_complete(self, s: Statement) -> bool:
-        """Whether the named results of a split make up all of its operand."""
+        """Whether the named results of a split are all of its results."""
         types = self.program.types
         named = [o for o in s.outputs if o != "_"]
         if s.node is not None and s.node.op is aten.where.default:

@@ -1,4 +1,4 @@
-"""Emit a program as one readable SPMD Python file: a class per distinct block, the root module last."""
+"""Emit a program as one readable SPMD Python file, with a class per distinct block."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from autoshard.passes.lower.bucket import prefetched
 
 @dataclass(frozen=True)
 class Source:
-    """The emitted file and what its root class takes and returns."""
+    """The emitted file, and the signature of its root class."""
 
     text: str
     inputs: tuple[str, ...]
-    """names of the graph inputs that forward takes, in order: global tensors"""
+    """names of the graph inputs that forward takes, in order"""
     arguments: tuple[str, ...]
-    """what forward calls them"""
+    """their argument names in forward"""
     mutated: tuple[str, ...]
-    """buffer names whose new values forward returns after the outputs"""
+    """fqns of buffers and inputs whose new values forward returns behind the outputs"""
     modules: Mapping[int, str] = field(default_factory=dict)
-    """line number → module, relative to the block, for lines that may communicate: names in profiles"""
+    """line number → module relative to the block, for profiles; only lines that may communicate"""
 
 
 def codegen(program: Program, title: str = "model", recomputed: Sequence[Recomputed] = ()) -> Source:
     """Python source of ``program``. ``title`` names the model in the file's docstring.
 
-    ``recomputed``: what the backward makes again, for comments.
+    ``recomputed``: recomputations (activation checkpointing), for comments.
     """
     file = _File()
     root, _ = _Emitter(program, title, recomputed, file).root()
@@ -62,7 +62,7 @@ def codegen(program: Program, title: str = "model", recomputed: Sequence[Recompu
 def codegen_stages(
     programs: Sequence[Program], title: str, mesh: Mesh, axis: str, recomputed: Sequence[Sequence[Recomputed]]
 ) -> tuple[Source, ...]:
-    """One file with the programs of all stages along ``axis`` of ``mesh``; per stage what its class takes and returns."""
+    """One file with the programs of all pipeline stages along ``axis``, as a source per stage."""
     file, roots, called = _File(), list[Source](), dict[str, str]()
     for number, (program, again) in enumerate(zip(programs, recomputed, strict=True)):
         what = f"stage {number} of {title}"
@@ -75,7 +75,7 @@ def codegen_stages(
 
 
 def root_class(number: int | None = None) -> str:
-    """The class that a rank runs, or runs of the stage of this number."""
+    """Name of the root class, or of that of stage ``number``."""
     return "RankModule" if number is None else f"Stage{number}"
 
 
@@ -100,18 +100,18 @@ class _BlockClass:
 
 @dataclass
 class _File:
-    """What the programs of one file share: classes of equal blocks, and marks of lines that may communicate."""
+    """What the programs of a file share: block classes, marks of lines that may communicate."""
 
     classes: list[_BlockClass] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
 
     def whole(self, title: str, roots: Sequence[Source], mesh: Mesh, run: str) -> tuple[Source, ...]:
-        """The file with these classes, as each of them."""
+        """``roots``, each with the text of the complete file."""
         text, modules = self.unmarked(self.text(title, [root.text for root in roots], mesh, run))
         return tuple(replace(root, text=text, modules=modules) for root in roots)
 
     def text(self, title: str, roots: Sequence[str], mesh: Mesh, run: str) -> str:
-        """``run``: what is run, as Python."""
+        """The marked text of the file. ``run``: argument of ``runtime.main``, as source."""
         header = [
             f'"""{docstring(title)}',
             "",
@@ -135,7 +135,7 @@ class _File:
         return body
 
     def mark(self, module: str) -> str:
-        """What a line that may communicate ends in until line numbers are known: the number of its module."""
+        """The mark at the end of a line that may communicate: the number of its module."""
         return f"\0{self.marks.setdefault(module, len(self.marks))}"
 
     def unmarked(self, text: str) -> tuple[str, dict[int, str]]:
@@ -156,13 +156,13 @@ class _Emitter:
         name: str = root_class(),
         called: Mapping[str, str] | None = None,
     ) -> None:
-        """``called``: names of values that stages before this one send."""
+        """``called``: names of values that earlier pipeline stages send."""
         self.program, self.title, self.file, self.name, self.called = program, title, file, name, called or {}
         self.recomputed = {r.name: r for r in recomputed}
         self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
         self.segments = segments(program)
         self.kinds: dict[str, list[str]] = {}
-        """class → the blocks of it that this program runs"""
+        """block class → paths of its blocks in this program"""
         self.method_of: dict[int, str] = {}
         self.symbols = [s.name for s in program.graph.symbols.read]
         self.tensors = self._tensors()
@@ -170,10 +170,7 @@ class _Emitter:
         self.wanted = Wanted(program, self.segments)
 
     def root(self) -> tuple[Source, dict[str, str]]:
-        """The class that is run, and value of the graph → what a value that it returns is called.
-
-        The classes of its blocks go into the file.
-        """
+        """The root class, and returned value → its identifier. Adds block classes to the file."""
         self._blocks()
         text = self._root()
         names = tuple(self.argument_names[i.name] for i in self.arguments)
@@ -183,7 +180,7 @@ class _Emitter:
     # --- blocks ---
 
     def _tensors(self) -> dict[str, list[Input]]:
-        """Parameters and buffers by the block that holds them ("" for the root)."""
+        """Path of a block ("" for the root) → its parameters and buffers."""
         paths = dict.fromkeys(s.path for s in self.segments if s.path)
         held: dict[str, list[Input]] = {path: [] for path in ("", *paths)}
         for value in self.program.graph.inputs:
@@ -194,7 +191,7 @@ class _Emitter:
         return held
 
     def _read_later(self) -> list[frozenset[str]]:
-        """Per segment: local names that later segments read, or that are returned."""
+        """Per segment, the local names that are live after it."""
         later = set(self.program.returned)
         found = []
         for segment in reversed(self.segments):
@@ -234,7 +231,7 @@ class _Emitter:
         return name
 
     def _tensor_table(self, path: str) -> str:
-        """``TENSORS = {...}``: every parameter and buffer, its global shape, dtype and layout."""
+        """``TENSORS = {...}``: dtype, shape and layout of each parameter and buffer of a block."""
         lines = []
         for value in self.tensors[path]:
             type_ = self.program.types[value.name]
@@ -260,7 +257,7 @@ class _Emitter:
         return "\n".join([*lines, f"        return {returned}".rstrip()]) + "\n"
 
     def _symbols(self, segment: Segment) -> list[str]:
-        """The lengths that the segment computes with, from outside."""
+        """The dynamic lengths that the segment reads."""
         if not self.symbols:
             return []
         used = set().union(*(free_symbols(s.call) for s in segment.statements))
@@ -324,7 +321,7 @@ class _Emitter:
         return {value.name: without_moves(names[local.name]) for value, local in pairs if local.name in names}
 
     def _children(self) -> dict[str, set[str]]:
-        """Container of blocks → names of all that it holds."""
+        """Container of blocks → names of all its children."""
         blocks = [path for paths in self.kinds.values() for path in paths]
         found: dict[str, set[str]] = {path.rpartition(".")[0]: set() for path in blocks}
         for path in (*blocks, *(value.fqn for value in self.tensors[""])):

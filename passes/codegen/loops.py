@@ -1,4 +1,4 @@
-"""Calls of equal blocks, one after the other, as a loop: ``for block in self.blocks: x = block(x)``."""
+"""Roll calls of equal blocks into a loop: ``for block in self.blocks: x = block(x)``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INDENT = " " * 8
 
 @dataclass(frozen=True)
 class _Turn:
-    """``size`` lines from number ``start`` on, with one block's call among them, that are run ``count`` times."""
+    """``size`` lines from ``start``, one of which calls a block, that repeat ``count`` times."""
 
     start: int
     size: int
@@ -31,10 +31,10 @@ class _Turn:
 def rolled(
     body: Sequence[Line], children: Mapping[str, Collection[str]], taken: Collection[str], mark: Callable[[str], str]
 ) -> list[str]:
-    """The text of the root's ``body``. ``children``: container of blocks → names of all that it holds.
+    """The text of the root's ``body`` with repeated lines as loops.
 
-    Lines are a loop if they are the same text but for the block: what they do is the same by construction. A loop's
-    variable is none of ``taken``.
+    Lines repeat if their text is equal but for the block. ``children``: container of blocks → names
+    of its children. ``taken``: names that a loop variable may not have.
     """
     calls = [i for i, line in enumerate(body) if line.block]
     text: list[str] = []
@@ -58,7 +58,7 @@ def rolled(
 
 
 def _turn(body: Sequence[Line], done: int, here: int, following: int) -> _Turn | None:
-    """The loop of most turns that has the call at ``here`` in its first: lines before the call may belong to it."""
+    """The longest loop whose first turn has the call at ``here``; lines before may belong to it."""
     if following == len(body):
         return None
     size, path = following - here, body[here].block
@@ -67,7 +67,7 @@ def _turn(body: Sequence[Line], done: int, here: int, following: int) -> _Turn |
 
 
 def _count(body: Sequence[Line], start: int, size: int, path: str) -> int:
-    """How often the ``size`` lines from ``start`` on stand there, each time with the next block."""
+    """How often the ``size`` lines from ``start`` repeat, each time with the next block."""
     container, _, number = path.rpartition(".")
 
     def turn(n: int) -> list[Any]:
@@ -82,7 +82,7 @@ def _count(body: Sequence[Line], start: int, size: int, path: str) -> int:
 
 
 def _of(line: Line, path: str, variable: str) -> Line:
-    """``line`` with the block at ``path`` as ``variable``, also in what it says to profiles."""
+    """``line`` with ``variable`` in place of the block at ``path``, in its profiling scope, too."""
     module = line.module
     if module is not None and f"{module}.".startswith(f"{path}."):
         module = f"@{variable}{module[len(path) :]}"
@@ -102,7 +102,7 @@ def _variable(container: str, taken: Collection[str]) -> str:
 
 
 def _sequence(container: str, numbers: range, children: Collection[str]) -> str:
-    """The blocks of these ``numbers``: the whole container if it holds no others."""
+    """Source of the blocks ``numbers``: the container, sliced if it has other children."""
     owner = python_path(container) if container else "self"
     if container and set(children) == set(map(str, numbers)) and numbers.start == 0:
         return owner

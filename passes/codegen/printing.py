@@ -1,4 +1,4 @@
-"""Print calls as the Python a person would write, wrapped as ruff format wraps it."""
+"""Print calls as Python source, in public spelling, wrapped as ruff format wraps it."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _REDUCTIONS = ('"none"', '"mean"', '"sum"')
 
 
 def expression(call: Call, names: Names, mesh_sizes: Mapping[str, int]) -> Expression:
-    """``call`` as Python. ``names``: local name → identifier; ``mesh_sizes``: ranks per mesh axis."""
+    """``call`` as source. ``names``: local name → identifier; ``mesh_sizes``: ranks per axis."""
     return _Printer(names, mesh_sizes).call(call)
 
 
 def length(n: int, axes: Sequence[str], mesh_sizes: Mapping[str, int]) -> str:
-    """A global length, cut by ``axes``, as this rank has it."""
+    """Source of this rank's length of a dim of global length ``n``, sharded along ``axes``."""
     return _Printer({}, mesh_sizes).length(Local(n, tuple(axes))).flat if axes else str(n)
 
 
 class Expression:
-    """Text of an expression; a call keeps its parts so that it can be wrapped."""
+    """Text of an expression; calls, lists and tuples keep their parts, for wrapping."""
 
     def __init__(self, head: str, parts: Sequence[Expression] | None = None, close: str = "") -> None:
         self.head, self.parts, self.close = head, parts, close
@@ -67,11 +67,11 @@ class Expression:
 
     @property
     def _is_tuple(self) -> bool:
-        """Whether it is a tuple, by itself, after a keyword or as an entry of a dict; else a call or a list."""
+        """Whether it is a tuple: on its own, behind a keyword, or in a dict."""
         return self.close == ")" and (self.head == "(" or self.head.endswith(("=(", ": (")))
 
     def lines(self, prefix: str, indent: str, suffix: str = "") -> list[str]:
-        """``indent + prefix + expression + suffix``, wrapped if it is wider than the page."""
+        """``indent + prefix + expression + suffix``, wrapped beyond :data:`WIDTH` columns."""
         one = indent + prefix + self.flat + suffix
         if len(one) <= WIDTH or not self.parts:
             return [one]
@@ -86,7 +86,7 @@ class Expression:
 
 
 class Operation(Expression):
-    """``left sign right``; wrapped in parentheses, and at the sign if that is not enough."""
+    """``left sign right``; wrapped in parentheses, then at the sign."""
 
     def __init__(self, left: str, sign: str, right: str) -> None:
         super().__init__(f"{left}{sign}{right}")
@@ -169,7 +169,7 @@ class _Printer:
         return atom(literal(value))
 
     def operand(self, value: Any) -> str:
-        """A value beside a sign; a length that is computed needs parentheses."""
+        """Text of an operand of a sign; a compound symbolic length gets parentheses."""
         text = self.value(value).flat
         return f"({text})" if isinstance(value, Size) and is_compound(text) else text
 
@@ -185,7 +185,7 @@ class _Printer:
 
 
 class Verbatim(str):
-    """Source text that is printed as it is."""
+    """Source text that is printed verbatim."""
 
 
 def literal(value: Any) -> str:
@@ -202,22 +202,22 @@ def literal(value: Any) -> str:
     return repr(value)
 
 
-# --- ops whose public spelling takes other arguments than the aten op ---
+# --- ops whose public function takes other arguments than the aten op ---
 
 
 def _reshape(p: _Printer, call: Call) -> Expression | None:
-    if call.fn is aten.view.dtype:  # the same bytes, read otherwise
+    if call.fn is aten.view.dtype:  # reinterprets the bytes
         return p.function(f"{p.value(call.args[0]).flat}.view", call.args[1:], {})
     return p.function(f"{p.value(call.args[0]).flat}.reshape", _separate(call.args[1]), {})
 
 
 def _separate(sizes: Sequence[Any]) -> tuple[Any, ...]:
-    """A list of ints as separate arguments; an empty one has to stay a list."""
+    """A list of ints as separate arguments; an empty one stays one argument."""
     return tuple(sizes) or ((),)
 
 
 def _spread(method: str) -> Callable[[_Printer, Call], Expression | None]:
-    """A method that takes its list of ints as separate arguments."""
+    """Printer of a method that takes its list of ints as separate arguments."""
 
     def printed(p: _Printer, call: Call) -> Expression | None:
         if len(call.args) != 2 or call.kwargs or not isinstance(call.args[1], tuple | list):
@@ -249,7 +249,7 @@ def _embedding(p: _Printer, call: Call) -> Expression | None:
 def _functional(
     name: str, operands: int, options: str, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[[_Printer, Call], Expression | None]:
-    """A function of ``F`` with these operands; its other arguments, by name, where they are not the default."""
+    """Printer of a function of ``F``: operands by position, non-default options by name."""
 
     def printed(p: _Printer, call: Call) -> Expression | None:
         given = dict(zip(options.split(), call.args[operands:], strict=False)) | dict(call.kwargs)
@@ -299,7 +299,7 @@ def _cat(p: _Printer, call: Call) -> Expression | None:
 
 
 def _builtin(name: str) -> Callable[[_Printer, Call], Expression | None]:
-    """Arithmetic on numbers by a builtin of Python; the op of that name on tensors is left alone."""
+    """Printer of a Python builtin for ops on numbers; not of the tensor op of the same name."""
 
     def printed(p: _Printer, call: Call) -> Expression | None:
         of_numbers = not isinstance(call.fn, str) and not any(

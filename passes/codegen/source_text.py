@@ -1,4 +1,4 @@
-"""Small pieces of emitted source: comments, names, signatures, lists of equal blocks."""
+"""Pieces of emitted source: comments, identifiers, signatures, tables of blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoshard.passes.ir.sizes import Size, is_compound
 from autoshard.runtime.programs.module import RankModule
 
 _NO_ATTRIBUTES = frozenset(dir(RankModule)) | frozenset(vars(RankModule()))
-"""names that the base classes of rank modules have taken"""
+"""attributes of the base classes of rank modules"""
 _SHORT = {
     "scaled_dot_product_attention": "attention",
     "cross_entropy_loss": "loss",
@@ -33,11 +33,11 @@ _SHORT = {
     "split": "part",
     "chunk": "part",
 }
-"""ops whose results read better under another name"""
+"""op → a better name of its result"""
 
 
 def shape_text(type_: TensorType, layout: Layout) -> str:
-    """``[2, 16, 64/256]``: local/global lengths; rank 0's where they differ."""
+    """``[2, 16, 64/256]``: local/global lengths, the longest local one if ranks differ."""
     if type_.number is not None:
         return "a number"
     local = layout.max_local_shape(type_.shape)
@@ -50,7 +50,7 @@ def shape_text(type_: TensorType, layout: Layout) -> str:
 
 
 def symbol_lines(symbols: Sequence[Symbol], names: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """What binds the symbols to the lengths of the inputs. ``shapes``: of the inputs."""
+    """Lines that assign the symbols from shapes of inputs. ``shapes``: input → global shape."""
     lines = []
     for value in dict.fromkeys(s.value for s in symbols):
         mine = [s for s in symbols if s.value == value]
@@ -66,7 +66,7 @@ def symbol_lines(symbols: Sequence[Symbol], names: Mapping[str, str], shapes: Ma
 
 
 def condition_lines(symbols: Symbols, names: Mapping[str, str], shapes: Mapping[str, Sequence[str]]) -> list[str]:
-    """What checks the lengths of a call, where the program does not hold for all. ``shapes``: this rank's, as Python."""
+    """A ``runtime.require`` of lengths and guards. ``shapes``: input → local lengths, as source."""
     if not symbols.read:
         return []
     read = {(s.value, s.dim) for s in symbols.read if s.factor == 1 and not s.offset}
@@ -78,19 +78,19 @@ def condition_lines(symbols: Symbols, names: Mapping[str, str], shapes: Mapping[
 
 
 def layout_text(layout: Layout) -> str:
-    """The axes that are not plainly whole."""
+    """Placements along the axes that shard the value or hold partial sums."""
     shown = [f"{layout[a]}@{a}" for a in layout.order if isinstance(layout[a], Shard) or str(layout[a])[0] == "P"]
     return " " + " ".join(shown) if shown else ""
 
 
 def step_comment(s: Statement) -> str:
-    """What a redistribution does, and what its backward does."""
+    """Comment of a redistribution: placements before and after, collective of the backward."""
     step = s.step
     if step is None or step.kind == "cast":
         return ""
     changed = [a for a in step.src.mesh.axes if step.src[a] != step.dst[a]]
     arrow = f"{' '.join(f'{step.src[a]}@{a}' for a in changed)} → {' '.join(f'{step.dst[a]}@{a}' for a in changed)}"
-    if not changed:  # the same cuts, nested in another order
+    if not changed:  # the same placements, nested in another order of axes
         arrow = f"{step.src} → {step.dst}"
     backward = f"    backward: {step.backward.replace('_', '-')}" if step.backward else ""
     stage = s.call.kwargs.get("zero")
@@ -105,7 +105,7 @@ def op_name(name: str) -> str:
 
 
 def python_path(path: str) -> str:
-    """``self.layers[0].mlp`` for ``layers.0.mlp``; a part that is no identifier becomes an item as well."""
+    """``self.layers[0].mlp`` for ``layers.0.mlp``; components that are no attributes are items."""
     text = "self"
     for part in path.split("."):
         if is_number(part):
@@ -116,14 +116,14 @@ def python_path(path: str) -> str:
 
 
 def one_of(container: str) -> str:
-    """What one block of a container is called: ``layer`` of ``model.layers``; "block" where there is no such word."""
+    """Singular of a container's name: ``layer`` of ``model.layers``; "block" if there is none."""
     leaf = container.rpartition(".")[2]
     one = leaf[:-1] if leaf.endswith("s") and not leaf.endswith(("ss", "ies")) else ""
     return one if is_plain(one) and one not in TAKEN else "block"
 
 
 def docstring(text: str) -> str:
-    """``text`` of the user's within a docstring."""
+    """``text`` of the user, escaped for a docstring."""
     return printable(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
@@ -142,7 +142,7 @@ def def_lines(name: str, arguments: Sequence[str]) -> list[str]:
 
 
 def ranges(paths: Iterable[str]) -> list[tuple[str, range | None]]:
-    """Paths as (prefix, range of numbers), or (path, None)."""
+    """Paths grouped as (prefix, range of numbers), or (path, None)."""
     groups: list[tuple[str, range | None]] = []
     for path in paths:
         prefix, _, number = path.rpartition(".")
@@ -167,7 +167,7 @@ def listed(paths: Sequence[str]) -> str:
 
 
 def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """``BLOCKS = {...}`` from class names and the paths of their blocks."""
+    """``BLOCKS = {...}`` from (class name, paths of its blocks)."""
     parts = list[tuple[str, str]]()
     for name, paths in classes:
         for prefix, numbers in ranges(paths):
@@ -189,18 +189,18 @@ def block_table(classes: Iterable[tuple[str, Sequence[str]]]) -> str:
 
 
 class Names:
-    """Identifiers for local names within one function; one whose value is dead may be taken again."""
+    """Identifiers of local names in one function; those of dead values are reused."""
 
     def __init__(self, fixed: Iterable[str] = ()) -> None:
         self.of: dict[str, str] = {}
         self.fixed = TAKEN | set(fixed)
         self.holder: dict[str, str] = {}
-        """identifier → the local name that it stands for now"""
+        """identifier → the local name that it currently stands for"""
         self.dead: Callable[[str], bool] = lambda name: False
-        """whether nobody will read the value of a local name any more"""
+        """whether the value of a local name is dead"""
 
     def is_held(self, local: str) -> bool:
-        """Whether it is a variable of the function, not an attribute of self."""
+        """Whether it is a variable of the function, not an attribute of ``self``."""
         return self.of.get(local) in self.holder
 
     def is_free(self, name: str) -> bool:

@@ -1,8 +1,8 @@
-"""What the user's own source calls a value: ``q`` of ``q = rotate(self.q(x))``; only where that is sure.
+"""Variables of the user's source: ``q`` of ``q = rotate(self.q(x))``, where that is certain.
 
-The operations that one statement of the user's runs stand together in the graph. If the statement is a plain assignment
-and exactly one value that they make is read by anything else, then that value is what was assigned. Everything else has
-no name here: several values that live on, sources that are not there, conditional expressions, displays, changes in place.
+The operations of one statement of the user stand together in the graph. If the statement is a
+plain assignment and later operations read exactly one of their values, that value was assigned.
+No other value gets a name: conditional expressions, displays, in-place changes, missing sources.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ARITHMETIC = frozenset("add sub mul div matmul mm bmm pow remainder floor_divid
 
 
 class _Statement(NamedTuple):
-    """A statement of the user's, or a line that is part of no plain assignment (without targets)."""
+    """A plain assignment in the user's source, or a line of anything else (without targets)."""
 
     file: str
     line: int
@@ -31,19 +31,19 @@ class _Statement(NamedTuple):
     updates: bool = False
     """whether it is ``x += y``"""
     takes_apart: bool = False
-    """whether all its targets are the results of one op"""
+    """whether it unpacks the results of one op"""
 
 
 def user_names(graph: Graph) -> dict[str, str]:
-    """value → the variable of the user's that it is; of nested calls, the outermost that assigns it.
+    """value → the user's variable; the outermost one, where nested calls assign it several times.
 
-    Of values in a numbered block, only variables in the block's own forward or deeper: the same in equal blocks.
+    Values in a numbered block take variables of its forward or deeper: equal blocks name alike.
     """
     return _Reader(graph).names
 
 
 def module_names(graph: Graph) -> dict[str, str]:
-    """value → the last part of the path of the module whose one result it is."""
+    """value → last path component of the module whose only result it is."""
     nodes, last_read = graph.nodes, _last_reads(graph)
     found: dict[str, str] = {}
     for i, node in enumerate(nodes):
@@ -64,7 +64,7 @@ def _inside(node: Node, path: str) -> bool:
 
 
 def _last_reads(graph: Graph) -> dict[str, int]:
-    """value → number of the last node that reads it; past the end for what the graph returns."""
+    """value → number of the last node that reads it; ``len(nodes)`` if the graph returns it."""
     found = {name: i for i, node in enumerate(graph.nodes) for name in node.inputs}
     return found | dict.fromkeys(graph.returned, len(graph.nodes))
 
@@ -89,7 +89,7 @@ class _Reader:
                 self.visit(numbers[0], numbers[-1] + 1, inside, path)
 
     def _frames(self) -> list[tuple[_Statement, ...]]:
-        """Per node, the statements that were running; a node that nothing is known of belongs to the one before it."""
+        """Per node, the stack of statements; without frames it is that of the node before."""
         known: dict[tuple[tuple[str, int], ...], tuple[_Statement, ...]] = {(): ()}
         found: list[tuple[_Statement, ...]] = []
         for node in self.nodes:
@@ -104,7 +104,7 @@ class _Reader:
         return self.statements[file].get(line) or _Statement(file, line)
 
     def visit(self, start: int, stop: int, depth: int, path: str) -> None:
-        """Name what the statements of one function made, then what those of the functions that they called made."""
+        """Name results of statements at ``depth`` of the stack, then of functions they call."""
         for statement, first, end in self._runs(start, stop, depth):
             if path not in self.paths[first:end]:
                 continue
@@ -126,7 +126,7 @@ class _Reader:
         made = _escaping(self.nodes[first:end], end, self.last_read)
         op = last.op._schema.name.rpartition("::")[2]
         if op.endswith("_scatter") or (statement.updates and op not in _ARITHMETIC):
-            return  # the tensor that a view was changed of
+            return  # the result is the base of a view that was written, not the variable
         kept = [target for target in statement.targets if target != "_"]
         if len(made) == len(kept) == 1 and made == list(last.outputs):
             self.names.setdefault(made[0], kept[0])
@@ -136,14 +136,14 @@ class _Reader:
 
 
 def _common(frames: Sequence[tuple[_Statement, ...]]) -> tuple[_Statement, ...]:
-    """What all begin with."""
+    """The common prefix of all stacks."""
     low, high = min(frames), max(frames)
     same = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
     return low[:same]
 
 
 def _assignments(file: str) -> dict[int, _Statement]:
-    """line → the plain assignment that it is part of, for lines that are part of one statement alone."""
+    """line → its plain assignment; lines of several statements are left out."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -162,7 +162,7 @@ def _assignments(file: str) -> dict[int, _Statement]:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """All statements, nested ones included, without going through expressions."""
+    """All statements, nested ones included; expressions are not entered."""
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
         for child in getattr(tree, field, ()):
             if isinstance(child, ast.stmt):
@@ -191,7 +191,7 @@ def _read(node: ast.stmt, file: str) -> _Statement:
 
 
 def _is_unclear(node: ast.AST) -> bool:
-    """Assignments in expressions, and changes in place: more than one variable has a new value."""
+    """Whether it may assign more than one variable: a walrus, or an in-place call."""
     return isinstance(node, ast.NamedExpr) or (
         isinstance(node, ast.Call) and _called(node).endswith("_") and not _called(node).endswith("__")
     )

@@ -1,4 +1,4 @@
-"""What values should be called in emitted code, the best name first."""
+"""Preferred names of values in emitted code, the best first."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from autoshard.passes.lower.blocks import Segment
 _SAME_VALUE = frozenset(
     "view _unsafe_view reshape permute transpose t expand contiguous clone unsqueeze squeeze _to_copy alias detach".split()
 )
-"""ops that change how a value lies in memory, not what it is"""
+"""ops that change shape, memory layout or dtype of a value, so that its name stays"""
 _MOVED = {
     "all_gather": "whole", "all_reduce": "sum", "slice": "shard", "reduce_scatter": "shard", "all_to_all": "moved",
     "permute": "moved", "partial": "summand", "pad": "summand",
 }  # fmt: skip
-"""redistribution → what its result is called where the value itself is still needed"""
+"""redistribution → suffix of its result where the operand is still live"""
 _MOVES = re.compile(rf"_({'|'.join(set(_MOVED.values()))})$")
 
 
 class Wanted:
-    """Names by the user's variables, else by the module whose result a value is, else by the op that made it."""
+    """Names after the user's variables, else the module that returns the value, else the op."""
 
     def __init__(self, program: Program, segments: tuple[Segment, ...]) -> None:
         self.graph, self.types, self.layouts = program.graph, program.types, program.layouts
@@ -40,7 +40,7 @@ class Wanted:
         self.shared = {value for value, paths in readers.items() if len(paths) > 1}
 
     def of(self, s: Statement, out: str, operand: str) -> tuple[str, ...]:
-        """For a result of ``s``. ``operand``: the identifier of the first local that ``s`` reads, or ""."""
+        """Names of result ``out`` of ``s``. ``operand``: identifier of its first operand, or ""."""
         value = next((m.value for m in s.members if m.outputs[0] == out), s.value)
         if value in self.inputs and self.inputs[value].kind != "input":
             return ("_".join(self.inputs[value].fqn.split(".")[-2:]),)
@@ -54,9 +54,9 @@ class Wanted:
         return (*self._known(value or out), plain)
 
     def argument(self, local: str, segment: Segment) -> tuple[str, ...]:
-        """For what a block reads from outside: the same in every equal block.
+        """Names of an argument of a block, the same in all equal blocks.
 
-        What may come out of another such block is ``x``; what several blocks read bears its own name.
+        ``x`` if another such block may return it; its own name if several blocks read it.
         """
         value = self._value(local)
         producer = self.graph.producers.get(value)
@@ -69,7 +69,7 @@ class Wanted:
         return (*self._known(value), op_name(producer.name))
 
     def _form(self, local: str) -> str:
-        """What tells a local from others of its value, wherever it was made."""
+        """Its layout in a word, which tells locals of one value apart."""
         layout = self.layouts[local]
         return "shard" if layout.axes_with(Shard) else "summand" if layout.axes_with(Partial) else "whole"
 
@@ -81,10 +81,10 @@ class Wanted:
 
 
 def without_moves(name: str) -> str:
-    """The identifier of a value, whatever it was converted to."""
+    """An identifier without the suffix of a redistribution."""
     return _MOVES.sub("", name)
 
 
 def is_next(old: TensorType, new: TensorType) -> bool:
-    """Whether the second, a block's result, may be the next value of the first, which the block was given."""
+    """Whether ``new``, a block's result, may follow ``old``, its argument, as in ``x = block(x)``."""
     return old.grad or (old.shape, old.dtype) == (new.shape, new.dtype)

@@ -13,7 +13,7 @@ from autoshard.passes.ir.program import Program, Statement, reads
 
 
 def check_graph(graph: Graph) -> None:
-    """Check that each value has a type and one definition before reads. Raises :class:`PlanError`."""
+    """Check that each value has a type and one definition before reads, else :class:`PlanError`."""
     defined: set[str] = set()
     for value in graph.inputs:
         _define(value.name, defined, graph, "an input")
