@@ -86,5 +86,5 @@ def without_moves(name: str) -> str:
 
 
 def is_next(old: TensorType, new: TensorType) -> bool:
-    """Whether ``new``, a block's result, may follow ``old``, its argument, as in ``x = block(x)``."""
+    """Whether ``new``, a block's result, may follow ``old``, its argument: ``x = block(x)``."""
     return old.grad or (old.shape, old.dtype) == (new.shape, new.dtype)

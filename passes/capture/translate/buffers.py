@@ -1,11 +1,11 @@
-"""Routing into buffers of a capacity, as one-hot products: which row is in which place, and that no two are in one.
+"""MoE routing with expert capacity: dispatch and combine masks as one-hot products.
 
-    there [t, e, c] = Σ_k hot [t, k, e] · at [t, k, c]        row t is in place c of expert e (Lepikhin et al. 2020, GShard)
-    back  [t, e, c] = the same, times the gates
-    y [t] = Σ_ec back [t, e, c] · expert_e(Σ_t' there [t', e, c] · x [t'])
+    dispatch [t, e, c] = Σ_k hot [t, k, e] · at [t, k, c]   row t is in slot c of expert e
+    combine  [t, e, c] = the same, times the gates          (Lepikhin et al. 2020, GShard)
+    y [t] = Σ_ec combine [t, e, c] · expert_e(Σ_t' dispatch [t', e, c] · x [t'])
 
-A row's place is how many rows before it chose the expert: a running count of ``hot``, which is different for all that chose
-it. So in every place there is one row at most, and y [t] = Σ_k gate [t, k] · expert of (t, k) (x [t]) without the buffers.
+A row's slot is the number of earlier rows that chose the expert, a running count of ``hot``. So a
+slot holds at most one row, and y [t] = Σ_k gate [t, k] · expert_(t, k)(x [t]) without buffers.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from autoshard.passes.capture.translate.patterns import Hot, Patterns, Product, 
 from autoshard.passes.ir.graph import Node, Ref
 
 Dims = tuple[str, ...]
-"""of a value, by name: rows, "k" (choices of a row), "e" (experts), "c" (places)"""
+"""names of a value's dims: rows, "k" (choices of a row), "e" (experts), "c" (slots, capacity)"""
 Named = list[tuple[str, ...]]
-"""the same of a value that is seen in other shapes: of each of its dims the names that it is made of, outer to inner"""
+"""per dim of a reshaped value the names of the dims that were merged into it, outer to inner"""
 
 _COUNTING = (torch.int64, torch.int32, torch.float32, torch.float64)
-"""dtypes in which numbers of rows are exact"""
+"""dtypes in which counts of rows are exact"""
 
 
 class Placed(NamedTuple):
-    """Which rows are in which places."""
+    """A dispatch or combine mask [rows, experts, capacity], taken apart."""
 
     hot: Hot
-    """[rows, k, experts], or [rows, experts] where each has one"""
+    """[rows, k, experts], or [rows, experts] with one expert per row"""
     at: Ref
-    """one-hot places"""
+    """one-hot slots"""
     single: bool
-    """whether it is the latter"""
+    """whether ``hot`` has no dim k"""
     gates: Ref | None
-    """what it is multiplied with"""
+    """factor of a combine mask; None: a dispatch mask"""
     nonzero: bool
-    """whether it is 1 wherever the product is not zero"""
+    """whether the product was cast to bool: 1 wherever it is not zero"""
 
 
 class Buffers:
-    """Asks for them in a graph."""
+    """Matches dispatch into, and combine out of, capacity buffers in a graph."""
 
     def __init__(self, patterns: Patterns) -> None:
         self.patterns, self.graph = patterns, patterns.graph
 
     def product(self, places: list[int]) -> ProductOf:
-        """Products of buffers [.., c, in] with matrices; ``places`` gets which dim of the buffers is that of experts."""
+        """Matcher of buffers [.., c, in] @ matrices; appends their expert dim to ``places``."""
 
         def product(value: Ref) -> Product | None:
             node = self.patterns.made(value, aten.bmm.default, aten.matmul.default, aten.einsum.default)
@@ -78,7 +78,7 @@ class Buffers:
         return product
 
     def filled(self, buffers: Ref) -> tuple[Ref, Ref, str] | None:
-        """(which rows are where, rows, the letters of the buffers) of einsum("..tec, ..td -> buffers")."""
+        """(dispatch mask, rows, dims of the buffers) of einsum("..tec, ..td -> buffers")."""
         node = self.patterns.made(buffers, aten.einsum.default)
         for there, x in (node.args[1], node.args[1][::-1]) if node is not None and len(node.args[1]) == 2 else ():
             of_there, of_x, of_buffers = letters(node, (there, x))  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ class Buffers:
         return None
 
     def placed(self, value: Ref) -> Placed | None:
-        """What ``value`` [.., t, e, c] says, if it is a product as above and no two rows are in one place."""
+        """``value`` [.., t, e, c] as a mask, if it is one and no slot holds two rows."""
         rows = tuple(f"t{i}" for i in range(len(self.graph.shape(value)) - 2))
         bare, nonzero = value, False
         while (node := self.patterns.made(bare, aten._to_copy.default)) is not None:
@@ -112,7 +112,7 @@ class Buffers:
         return Placed(Hot(hot), at, chosen == rows, gates[0][0] if gates else None, nonzero)
 
     def _factors(self, value: Ref, dims: Dims) -> list[tuple[Ref, Dims]] | None:
-        """What is multiplied to ``value``, whose dims are these, and summed over "k", without casts; None: something else."""
+        """The factors of ``value``, a product with these dims, summed over "k"; without casts."""
         value = self.patterns.bare(value)
         if len(dims) != len(self.graph.shape(value)):
             return None
@@ -131,7 +131,7 @@ class Buffers:
             names |= dict.fromkeys(summed, "k")
             parts = [(x, tuple(names[a] for a in term)) for x, term in zip(node.args[1], left.split(","), strict=True)]
         elif node.op is aten.mul.Tensor and len(node.inputs) == 2:
-            for x in node.args:  # a dim of one goes with all
+            for x in node.args:  # a dim of length 1 is broadcast: it has no name
                 pairs = [*zip(self.graph.shape(x)[::-1], dims[::-1], self.graph.shape(value)[::-1], strict=False)]
                 parts.append((x, tuple(d if n == full else "" for n, d, full in pairs)[::-1]))
         elif node.op is aten.unsqueeze.default:
@@ -146,7 +146,7 @@ class Buffers:
         return None if any(f is None for f in found) else [*itertools.chain(*found)]  # type: ignore[arg-type]
 
     def _is_apart(self, at: Ref, hot: Ref, dims: Dims, rows: Dims) -> bool:
-        """Whether one-hot places ``at`` are running counts of the ones that ``hot``, of these dims, has some of."""
+        """Whether slots ``at`` are distinct: running counts of the one-hot ids behind ``hot``."""
         node = self.patterns.made(self.patterns.bare(at), aten.one_hot.default)
         base = self._unmasked(hot)
         place = self._of_chosen(node.args[0], (hot, base)) if node is not None else None
@@ -166,14 +166,14 @@ class Buffers:
         return _through(after, named, sizes, self.graph) == [(d,) for d in dims]
 
     def _unmasked(self, hot: Ref) -> Ref:
-        """The one-hot ids of which ``hot`` has some."""
+        """The one-hot ids that ``hot`` is a masked part of."""
         for a, b in self.patterns.times(hot):
             if self.patterns.is_hot(a) and not self.patterns.is_hot(b):
                 return self._unmasked(a)
         return hot
 
     def _of_chosen(self, value: Ref, hots: Sequence[Ref]) -> Ref | None:
-        """The places [.., e] of which ``value`` has that of the expert that was chosen: their sum where ``hots`` is 1."""
+        """The slots [.., e] that ``value`` reads at the chosen expert: Σ_e slots · hot."""
         node = self.patterns.made(self.patterns.bare(value), aten.sum.dim_IntList)
         if (
             node is None
@@ -191,9 +191,9 @@ class Buffers:
             place, found = rest, True
 
     def _seen(self, value: Ref, base: Ref, shifted: bool) -> tuple[list[Node], Ref]:
-        """(what changes the order of elements, the first of them first; what they start from).
+        """(reshapes and permutations in order, their source) of ``value``; casts are ignored.
 
-        ``shifted``: without what is added to all that is looked at: a number, or ``base``, which is 1 there.
+        ``shifted``: so is the addition of a number, or of ``base``, which is 1 where it counts.
         """
         nodes: list[Node] = []
         while not self.patterns.same(value, base) and (node := self.graph.producers.get(value.name)) is not None:
@@ -216,7 +216,7 @@ _COPIES = (aten._to_copy.default, aten.clone.default)
 
 
 def _through(nodes: Sequence[Node], named: Named, sizes: dict[str, int], graph: Any) -> Named | None:
-    """The names of the dims after ``nodes``; None where a dim is cut otherwise than between names."""
+    """The names of the dims after ``nodes``; None where a reshape splits a named dim."""
     for node in nodes:
         if node.op is aten.transpose.int:
             a, b = (d % len(named) for d in node.args[1:3])

@@ -1,4 +1,4 @@
-"""Masks of packed documents: a query sees the keys of its own document, of which every position has the number."""
+"""Document masks of packed sequences: a query sees the keys of its own document."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _VIEWS = frozenset(
 
 
 def documents_of(mask: Ref, graph: Graph) -> Ref | None:
-    """The integers [b, t] or [t] of which ``mask`` [b, 1, t, t], [b, t, t] or [t, t] says where two are equal, else None."""
+    """Integer ids [b, t] or [t] if ``mask`` [b, 1, t, t], [b, t, t] or [t, t] is ids == idsᵀ."""
     compares, shape = graph.producers.get(mask.name), graph.shape(mask)
     while compares is not None and compares.op is aten.unsqueeze.default:
         mask = compares.args[0]
@@ -36,7 +36,7 @@ def documents_of(mask: Ref, graph: Graph) -> Ref | None:
 
 
 def _source(x: Ref, graph: Graph) -> Ref:
-    """What ``x`` is the elements of, in the same order, with as many dims longer than 1 or more."""
+    """The source of ``x`` before views that keep all elements in order."""
     producer = graph.producers.get(x.name)
     while producer is not None and producer.op in _VIEWS:
         before = producer.args[0]
@@ -47,7 +47,7 @@ def _source(x: Ref, graph: Graph) -> Ref:
 
 
 def _lies(x: Ref, graph: Graph, of: tuple[int, ...]) -> str:
-    """Whether ``x`` has the dims of ``of`` and a 1 behind or before the last one; "" for anything else."""
+    """For ``of`` [b, t]: "rows" if ``x`` is [b, t, 1], "columns" if [b, 1, t], else ""."""
     *batch, first, last = (1, *graph.shape(x))
     batch = [n for n in batch if n != 1]
     whole = [n for n in of[:-1] if n != 1]

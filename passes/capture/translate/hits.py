@@ -1,4 +1,4 @@
-"""Rows that chose an expert as a mask, ``(ids == e).any(-1)``, and their weights: sums over the choices that name it."""
+"""MoE routing by an expert mask ``(ids == e).any(-1)``, with weights summed over the choices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoshard.passes.ir.graph import Ref
 
 
 class Hits(Patterns):
-    """Knows these, too. A mask has no slots: None in their place."""
+    """Patterns, and those of expert masks; a mask has no slots, which are None."""
 
     def chosen(self, rows: Ref) -> tuple[Ids, int, Ref | None] | None:
         """See :meth:`Patterns.chosen`."""
@@ -42,7 +42,7 @@ class Hits(Patterns):
         return routed[1] if routed is not None and routed[0] == ids else None
 
     def _of_choices(self, product: Ref, dims: list[int], ids: Ref, number: int) -> Ref | None:
-        """The weights whose sum over these dims of ``product`` is of the choices that name the expert."""
+        """The weights w of ``product`` = w · (ids == number), which is summed over the last dim."""
         for weights, hit in self.times(product):
             equal = self.made(self.bare(hit), aten.eq.Scalar)
             if equal is not None and equal.args[:2] == (ids, number):

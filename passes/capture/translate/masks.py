@@ -1,8 +1,8 @@
-"""What attention need not be given as a tensor: masks that are functions of positions, and repeated key heads.
+"""Attention masks as functions of positions (causal, sliding window, ALiBi), and shared key heads.
 
-Models build masks as tensors [queries, keys], often out of ``arange``, and combine them with what depends on the data,
-such as which tokens are padding. The former become what they say, causal or a window, the latter stay. Key and value
-heads that several query heads share are repeated where a library does not trust a kernel; attention is told to share.
+Models build masks as tensors [queries, keys], often from ``arange``, and combine them with masks
+that depend on data, such as padding. Position masks become a band; data-dependent masks stay.
+Repeated key and value heads (grouped-query attention) become shared ones (``enable_gqa``).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ATTENTION = aten.scaled_dot_product_attention.default
 BANDED = banded_op._opoverload
 _BOTH = {aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.logical_and.default}
 HIDDEN = -1e9
-"""what is added to scores that are not to count, at most: the least value of a dtype also is where that is greater"""
+"""summands up to this value hide a key; so does the least value of a dtype such as float16"""
 
 
 def by_position(graph: Graph) -> Graph:
-    """``graph`` in which attention knows which keys a query sees by their positions, and masks say the rest."""
+    """``graph`` whose attention has bands of visible keys, and mask tensors only for the rest."""
     positions, nodes, types = Positions(graph), list[Node](), dict(graph.types)
     for node in graph.nodes:
         made = [node]
@@ -48,7 +48,7 @@ def by_position(graph: Graph) -> Graph:
 
 
 def _sharing(node: Node, graph: Graph) -> Node:
-    """The attention with its key and value heads before they were repeated, each for as many query heads."""
+    """``node`` with the key and value heads before they were repeated: grouped-query attention."""
     key, value = (_repeated(node.argument(name), graph) for name in ("key", "value"))
     if key is None or value is None or node.argument("enable_gqa") or graph.shape(key)[:-1] != graph.shape(value)[:-1]:
         return node
@@ -57,7 +57,7 @@ def _sharing(node: Node, graph: Graph) -> Node:
 
 
 def _repeated(heads: Ref, graph: Graph) -> Ref | None:
-    """[b, g, t, d] of which ``heads`` [b, g · n, t, d] are n copies each: unsqueezed, expanded, reshaped."""
+    """[b, g, t, d] that was repeated to ``heads`` [b, g · n, t, d]: unsqueeze, expand, reshape."""
     chain = [heads]
     for op in (aten.reshape.default, aten.expand.default, aten.unsqueeze.default):
         producer = graph.producers.get(chain[-1].name)
@@ -75,7 +75,7 @@ def _repeated(heads: Ref, graph: Graph) -> Ref | None:
 
 
 def _changed(node: Node, graph: Graph, positions: Positions) -> list[Node]:
-    """The attention without what its mask says of positions; before it the numbers of documents, if it says them."""
+    """The attention with a band for the position part of its mask, maybe behind document ids."""
     mask = node.argument("attn_mask")
     lengths = graph.shape(node.inputs[0])[-2], graph.shape(node.inputs[1])[-2]
     if (biased := _by_distance(mask, node, lengths, graph, positions)) is not None:
@@ -122,7 +122,7 @@ def _banded(node: Node, mask: Ref | None, band: Band, **form: Any) -> Node:
 def _by_distance(
     mask: Ref, node: Node, lengths: tuple[int, int], graph: Graph, positions: Positions
 ) -> list[Node] | None:
-    """The attention, if its mask adds slopes times distances, and hides what positions say; before it its slopes."""
+    """Nodes of an ALiBi attention: slopes [1, h, 1, 1], banded attention; None: another mask."""
     (query, *_), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     dtype = graph.types[mask.name].dtype
     if not dtype.is_floating_point or len(query) != 4 or query[:-2] != result[:-2]:
@@ -157,9 +157,9 @@ def _by_distance(
 
 
 def hidden_band(part: Hidden, lengths: tuple[int, int], dtype: torch.dtype, positions: Positions) -> Band | None:
-    """What a condition leaves to be seen, if it is of positions and hides the others."""
+    """The band of keys that a masked fill leaves visible; None if it depends on data."""
     known = positions(part.condition)
-    if known is None or _shows(part.value, dtype) is not False:  # in the place of slopes, and seen
+    if known is None or _shows(part.value, dtype) is not False:  # the fill replaces a bias, hides nothing
         return None
 
     def values(of: Any) -> float:
@@ -171,7 +171,7 @@ def hidden_band(part: Hidden, lengths: tuple[int, int], dtype: torch.dtype, posi
 
 
 def _packed(part: Ref, node: Node, graph: Graph, positions: Positions) -> tuple[Ref, Band] | None:
-    """The documents [b, t] or [t] of an attention [b, h, t, e], and the keys that positions show, if ``part`` says no more."""
+    """(document ids [b, t] or [t], band) that ``part`` of the mask of [b, h, t, e] consists of."""
     query, inside = graph.shape(node.inputs[0]), part
     producer = graph.producers.get(inside.name)
     while producer is not None and producer.op is aten.unsqueeze.default:
@@ -194,7 +194,7 @@ def _packed(part: Ref, node: Node, graph: Graph, positions: Positions) -> tuple[
 
 
 def _numbered(node: Node, documents: Ref, graph: Graph) -> list[Node]:
-    """What gives the numbers of documents [b, t] or [t] a mask's dims [b, 1, 1, t]."""
+    """The node that reshapes document ids [b, t] or [t] to [b, 1, 1, t]."""
     *batch, keys = graph.shape(documents)
     name = f"{node.name}_documents"
     shape = [*(batch or [1]), 1, 1, keys]
@@ -207,7 +207,7 @@ def _without_defaults(node: Node, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parts(mask: Ref, graph: Graph) -> Iterator[Ref]:
-    """The tensors of truth values of which all have to hold."""
+    """The conjuncts of a boolean mask."""
     producer = graph.producers.get(mask.name)
     if producer is None or producer.op not in _BOTH or graph.types[mask.name].dtype != torch.bool:
         yield mask
@@ -217,12 +217,12 @@ def _parts(mask: Ref, graph: Graph) -> Iterator[Ref]:
 
 
 def band_of_mask(part: Ref, lengths: tuple[int, int], graph: Graph, positions: Positions) -> Band | None:
-    """The band of keys around a query that a mask shows; None where it says something else."""
+    """The band of keys around a query that a mask shows; None if it is no band."""
     return _band_of(positions(part), lengths, graph.types[part.name].dtype)
 
 
 def _band_of(known: Known | None, lengths: tuple[int, int], dtype: torch.dtype) -> Band | None:
-    """See :func:`_band`."""
+    """The band that ``known`` shows; see :func:`band_of_mask`."""
     if isinstance(known, Linear) and known.is_constant:
         return ALL if _shows(known.start, dtype) else None
     if not isinstance(known, Stripes) or (known.row, known.column) != (known.rank - 2, known.rank - 1):
@@ -240,7 +240,7 @@ def _band_of(known: Known | None, lengths: tuple[int, int], dtype: torch.dtype) 
 
 
 def _shows(value: Any, dtype: torch.dtype) -> bool | None:
-    """Whether what a mask says shows a key; None where it adds something else to its score."""
+    """Whether a mask value shows a key, or hides it; None: it is a bias."""
     if dtype == torch.bool:
         return bool(value)
     if value == 0:
@@ -249,7 +249,7 @@ def _shows(value: Any, dtype: torch.dtype) -> bool | None:
 
 
 def _is_certain(known: Stripes, band: Band, lengths: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Whether what is hidden has no weight at all: of a finite number added that is so where every query sees some key."""
+    """Whether hidden keys have weight 0: with finite summands only if each query sees some key."""
     if dtype == torch.bool or all(v == 0 or v == -torch.inf for v in known.values):
         return True
     queries, keys = lengths
@@ -259,7 +259,7 @@ def _is_certain(known: Stripes, band: Band, lengths: tuple[int, int], dtype: tor
 
 
 def within(bands: list[Band]) -> Band:
-    """What lies in all of them."""
+    """The intersection of bands."""
     before = [b.before for b in bands if b.before is not None]
     after = [b.after for b in bands if b.after is not None]
     return Band(min(before, default=None), min(after, default=None))

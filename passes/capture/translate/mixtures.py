@@ -1,9 +1,9 @@
-"""Routing as users write it, as one operation: rows go to their experts, and come back weighted.
+"""Mixture of experts (MoE): routing as users write it becomes one operation, ``experts_op``.
 
-Four forms are known. *Dense*: every expert gets every row, and gates, zero but for the chosen experts, weigh the results.
-*Sorted*: rows in the order of their experts, multiplied in groups. *Loop*: of every expert the rows that chose it. *Buffers*:
-one-hot products put rows into the places of each expert, and what it makes of them back. Their experts are matrices in one
-tensor each for the first and the second product (or one more, of what a gate multiplies).
+Forms: *dense*: all experts get all rows, and gates [t, e], zero except for chosen experts, weigh
+the results. *Sorted*: rows sorted by expert, grouped GEMM. *Capacity*: one-hot dispatch into
+buffers and combine. *Loop*: per expert, the rows that chose it, or all rows times its gate.
+An expert is two products around an activation; matrices of all experts are one tensor, or modules.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from autoshard.passes.rules.families.stacked import STACKED
 from autoshard.runtime.operations.experts import experts_op
 
 Matrices = Union[Ref, tuple[Ref, ...]]
-"""of all experts in one tensor, or one of each"""
+"""matrices of all experts in one tensor, or one per expert"""
 
 
 def as_mixtures(graph: Graph) -> Graph:
-    """``graph`` in which the routings that are known are :func:`~autoshard.runtime.operations.experts.experts_op`."""
+    """``graph`` with known routings as :func:`~autoshard.runtime.operations.experts.experts_op`."""
     patterns, nodes, types = Hits(graph), list[Node](), dict(graph.types)
     found = False
     for node in graph.nodes:
@@ -48,18 +48,20 @@ def as_mixtures(graph: Graph) -> Graph:
 
 
 def _fits(mixture: Mixture, node: Node, graph: Graph) -> bool:
-    """Whether every row has its own ids and weights, and its own result, of the same dtype."""
+    """Whether each row of x has its own ids, weights and result, and x and result one dtype."""
     x, weights, result = (graph.types[n] for n in (mixture.x.name, mixture.weights.name, *node.outputs))
     ids = graph.shape(mixture.ids.mask)[:-1] if isinstance(mixture.ids, Hot) else graph.shape(mixture.ids)
     rows = ids if mixture.single else ids[:-1]
     alike = x.shape[:-1] == result.shape[:-1] and ids == weights.shape[: len(ids)]
-    flat = isinstance(mixture.ids, Ref) and math.prod(rows) == math.prod(x.shape[:-1])  # ids may be reshaped so, too
+    flat = isinstance(mixture.ids, Ref) and math.prod(rows) == math.prod(x.shape[:-1])  # ids can be reshaped
     return alike and (flat or rows == x.shape[:-1]) and x.dtype == result.dtype
 
 
 def _of_owners(graph: Graph) -> Graph:
-    """``graph`` whose types say of which experts the matrices may lie whole on one rank: of parameters that nothing else
-    reads."""
+    """``graph`` whose types mark expert matrices that may be owned by one rank each.
+
+    Those are parameters that nothing else reads.
+    """
     types = dict(graph.types)
     for node in graph.nodes:
         apart = node.op is STACKED and len({*node.inputs}) == len(node.inputs)
@@ -73,20 +75,20 @@ def _of_owners(graph: Graph) -> Graph:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The operands of one."""
+    """A matched routing: the operands of ``experts_op``."""
 
     x: Ref
     ids: Ids
     weights: Ref
     experts: Experts
     single: bool = False
-    """whether ids are [rows], one of each, and weights the same, or those of all experts [rows, e]"""
+    """whether ids are [rows] (top 1), and weights [rows], or [rows, e] of all experts"""
     drops_zeros: bool = False
-    """whether what has the weight 0 goes to no expert"""
+    """whether choices of weight 0 are dropped"""
 
 
 class Experts:
-    """Two products around an activation. Matrices are of all experts, or of one each."""
+    """Expert MLPs: two products around an activation, of all experts, or of one in a loop."""
 
     def __init__(
         self,
@@ -99,9 +101,9 @@ class Experts:
     ) -> None:
         self.x, self.second, self.biases, self.form = x, second, biases, form
         self.turned = turned
-        """whether the last matrices are [out, in] where the first are [in, out], or the other way round"""
+        """whether second matrices are [out, in] where the first are [in, out], or vice versa"""
         self.first = first
-        """one tensor, or that of gates and that of what they multiply"""
+        """(matrices,), or (gate matrices, up matrices)"""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Experts) and vars(self) == vars(other)
@@ -110,7 +112,7 @@ class Experts:
 
     @property
     def weights(self) -> tuple[tuple[str, tuple[Matrices, ...]], ...]:
-        """Operand of the operation → what it is made of; nothing where it is absent."""
+        """(operand of ``experts_op``, its matrices or biases); () where it has none."""
         pairs = zip(("first_bias", "second_bias"), self.biases, strict=True)
         return ("first", self.first), ("second", (self.second,)), *pairs
 
@@ -143,14 +145,14 @@ def _made(node: Node, mixture: Mixture, graph: Graph) -> Iterator[tuple[Node, tu
 
 
 def _routed(node: Node, mixture: Mixture, mask: Ref, graph: Graph) -> Iterator[tuple[Node, tuple[int, ...]]]:
-    """What makes ids [.., k] out of a one-hot mask, -1 where it has none, and weights like them where they are not."""
+    """Nodes that make ids [.., k] of a one-hot mask (-1: dropped choice), and weights [.., k]."""
     shape, number = graph.shape(mask), itertools.count()
     weights, chosen = mixture.weights, mask
 
     def made(op: torch._ops.OpOverload, *args: Any, name: str = "") -> Node:
         return _node(node, f"{node.name}_{name or f'routed{next(number)}'}", op, args)
 
-    if graph.shape(weights) == shape:  # those of all experts
+    if graph.shape(weights) == shape:  # [.., e], of all experts
         yield (gated := made(aten.mul.Tensor, weights, mask)), shape
         yield (summed := made(aten.sum.dim_IntList, Ref(gated.name), [-1])), shape[:-1]
         weights = Ref(summed.name)
@@ -168,14 +170,14 @@ def _routed(node: Node, mixture: Mixture, mask: Ref, graph: Graph) -> Iterator[t
 
 
 def _node(node: Node, name: str, op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Node:
-    """An operation of the same place, with one result."""
+    """``node`` with another op and arguments, and one result ``name``."""
     return replace(node, name=name, op=op, args=args, kwargs={}, outputs=(name,), output_slots=(0,))
 
 
 def _joined(
     node: Node, name: str, several: Sequence[Matrices], dim: int, graph: Graph
 ) -> Iterator[tuple[Node, tuple[int, ...]]]:
-    """What makes one tensor of ``several``, of which the last result is it; nothing where it is one."""
+    """Nodes that join ``several`` matrices in one tensor, the last result; none if it is one."""
 
     def made(name: str, op: torch._ops.OpOverload, args: tuple[Any, ...], shape: Sequence[int]) -> Any:
         return _node(node, f"{node.name}_{name}", op, args), tuple(shape)
@@ -185,7 +187,7 @@ def _joined(
         return
     count, apart = len(parts[0]), not isinstance(several[0], Ref)
     shape = list(graph.shape(parts[0][0]))
-    if apart and (dim == 1 or len(shape) == 1):  # parts of an expert side by side
+    if apart and (dim == 1 or len(shape) == 1):  # gate and up of an expert are adjacent
         each = [m for of_one in zip(*parts, strict=True) for m in of_one]
         yield made(name, STACKED, (each, len(parts)), (count, len(parts) * shape[0], *shape[1:]))
         return
@@ -200,7 +202,7 @@ def _joined(
 
 
 def _experts(y: Ref, product: ProductOf, patterns: Patterns) -> Experts | None:
-    """The experts whose results are ``y``, in the order that ``product`` knows a product of rows and matrices by."""
+    """The experts with results ``y``; ``product`` matches a product of rows and matrices."""
     if (second := product(y)) is None:
         return None
     for hidden, gate, activation in patterns.activated(second.rows):
@@ -231,7 +233,7 @@ def _experts(y: Ref, product: ProductOf, patterns: Patterns) -> Experts | None:
 
 
 def _dense(node: Node, patterns: Patterns) -> Mixture | None:
-    """einsum("etd, te -> td", results of all experts, gates)."""
+    """Match einsum("etd, te -> td", results of all experts, gates)."""
     if node.op is not aten.einsum.default or len(node.args[1]) != 2:
         return None
     for y, gates in (node.args[1], node.args[1][::-1]):
@@ -244,7 +246,7 @@ def _dense(node: Node, patterns: Patterns) -> Mixture | None:
 
 
 def _sorted(node: Node, patterns: Patterns) -> Mixture | None:
-    """zeros.index_add(0, order // k, experts in groups(x[order // k]) * weights[order])."""
+    """Match zeros.index_add(0, order // k, grouped experts(x[order // k]) * weights[order])."""
     if node.op is not aten.index_add.default or node.kwargs or node.args[1] != 0 or not patterns.is_zero(node.args[0]):
         return None
     rows, weighted = node.args[2:]
@@ -267,7 +269,7 @@ def _sorted(node: Node, patterns: Patterns) -> Mixture | None:
 
 
 def _buffered(node: Node, patterns: Patterns) -> Mixture | None:
-    """einsum("..tec, buffers -> ..td") of results of experts, in buffers that a one-hot product filled with rows."""
+    """Match einsum("..tec, ..ecd -> ..td", combine mask, experts(dispatched rows))."""
     if node.op is not aten.einsum.default or len(node.args[1]) != 2:
         return None
     buffers, dims = Buffers(patterns), list[int]()
@@ -287,7 +289,7 @@ def _buffered(node: Node, patterns: Patterns) -> Mixture | None:
 
 
 def _loop(node: Node, patterns: Patterns) -> Mixture | None:
-    """Of the last expert, one after the other: out.index_add(0, rows, expert(x[rows]) * weights[rows, slots])."""
+    """Match a loop of out.index_add(0, rows, expert(x[rows]) * weights[rows, slots]) at its end."""
     if (last := patterns.added(patterns.kept(node) or node)) is None or _goes_on(node, patterns):
         return None
     found: dict[int, tuple[Ids, Ref, Experts]] = {}
@@ -306,12 +308,12 @@ def _loop(node: Node, patterns: Patterns) -> Mixture | None:
     ids, weights, experts = found[0]
     alike = all((i, w) == (ids, weights) for i, w, _ in found.values())
     together = _together([found[e][2] for e in sorted(found)], patterns.graph) if alike else None
-    apart = sums or (isinstance(ids, Ref) and patterns.is_distinct(ids))  # no row is written twice in one turn
+    apart = sums or (isinstance(ids, Ref) and patterns.is_distinct(ids))  # a turn writes a row once
     return Mixture(experts.x, ids, weights, together) if together is not None and apart else None
 
 
 def _weighed_loop(node: Node, patterns: Patterns) -> Mixture | None:
-    """Of the last expert, one after the other: out + gates[..., e : e + 1] * expert(x), of gates that are zero elsewhere."""
+    """Match a loop of out + gates[..., e : e + 1] * expert(x) at its end, with sparse gates."""
     if node.op is not aten.add.Tensor or len(node.inputs) != 2 or node.kwargs or _goes_on(node, patterns):
         return None
     found: dict[int, tuple[Ref, Experts]] = {}
@@ -335,7 +337,7 @@ def _weighed_loop(node: Node, patterns: Patterns) -> Mixture | None:
 
 
 def _weighed(value: Ref, patterns: Patterns) -> tuple[int, Ref, Experts] | None:
-    """(number, gates, expert) of the results of one expert times its column of the gates."""
+    """(number, gates, expert) of ``value`` = gates[..., number, None] · expert(x)."""
     for y, factor in patterns.times(value):
         if (column := patterns.column(factor)) is None:
             continue
@@ -346,21 +348,21 @@ def _weighed(value: Ref, patterns: Patterns) -> tuple[int, Ref, Experts] | None:
 
 
 def _goes_on(node: Node, patterns: Patterns) -> bool:
-    """Whether another expert adds to the same."""
+    """Whether the loop goes on: another expert adds to the result of ``node``."""
     users = patterns.graph.uses[node.outputs[0]]
     steps = (patterns.added(user) for user in users)
     if any(step is not None and step[0].name == node.outputs[0] for step in steps):
         return True
     if any(
         user.op is aten.where.self and user.args[1] == Ref(node.outputs[0]) for user in users
-    ):  # kept by the turn's end
+    ):  # at the end of a turn
         return True
     sides = (side for user in users if user.op is aten.add.Tensor for side in user.args if isinstance(side, Ref))
     return any(side.name != node.outputs[0] and _weighed(side, patterns) is not None for side in sides)
 
 
 def _together(experts: Sequence[Experts], graph: Graph) -> Experts | None:
-    """Experts of a loop as one: all are products with the same tensors, or each has matrices of its own."""
+    """The experts of a loop as one: all read the same stacked tensors, or each its own matrices."""
     one = experts[0]
     if all(e == one for e in experts):
         return one if isinstance(one.second, Ref) and graph.shape(one.second)[0] == len(experts) else None
@@ -381,7 +383,7 @@ def _together(experts: Sequence[Experts], graph: Graph) -> Experts | None:
 
 
 def _of_one(rows: Ref, value: Ref, patterns: Patterns) -> tuple[int, Ids, Ref, Experts] | None:
-    """(number, ids, weights, experts) of what one expert adds."""
+    """(number, ids, weights, experts) of the values that a turn adds to ``rows``."""
     if (chosen := patterns.chosen(rows)) is None:
         return None
     ids, number, _ = chosen

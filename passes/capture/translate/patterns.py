@@ -1,4 +1,4 @@
-"""Parts of routings as they stand in graphs: products by expert, gates, rows that chose an expert."""
+"""Patterns of MoE routing in a graph: products by expert, gates, rows that chose an expert."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from autoshard.runtime.operations.grouped import grouped_mm
 
 
 class Product(NamedTuple):
-    """Rows times matrices of experts."""
+    """A product of rows and matrices of experts."""
 
     rows: Ref
     matrices: Ref
     transposed: bool
-    """whether these are [.., in, out]"""
+    """whether matrices are [.., in, out]; else [.., out, in]"""
     bias: Ref | None = None
 
 
 class Hot(NamedTuple):
-    """Ids as one-hot, some of which were dropped."""
+    """Expert ids as a one-hot mask, where zero rows stand for dropped choices."""
 
     mask: Ref
 
 
 Ids = Ref | Hot
 ProductOf = Callable[[Ref], Product | None]
-"""a value → the product that it is"""
+"""matcher: a value → its product, or None"""
 _GROUPED = {grouped_mm._opoverload, aten._grouped_mm.default}
 _PLAIN = (aten.reshape.default, aten._to_copy.default, aten.squeeze.dim, aten.unsqueeze.default, aten.clone.default)
 
 
 def letters(node: Node, operands: Sequence[Ref]) -> tuple[str, ...]:
-    """The dims of an einsum's operands, in this order, and of its result, named a, b, … as they first appear."""
+    """Dims of einsum operands, in this order, and of the result, renamed a, b, … by appearance."""
     left, _, right = node.args[0].replace(" ", "").partition("->")
     by_operand = dict(zip((r.name for r in node.args[1]), left.split(","), strict=True))
     terms = [*(by_operand[r.name] for r in operands), right]
@@ -50,19 +50,19 @@ def letters(node: Node, operands: Sequence[Ref]) -> tuple[str, ...]:
 
 
 class Patterns:
-    """Asks a graph."""
+    """Matches patterns of MoE routing in a graph; each method returns None where none is found."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.positions = graph, Positions(graph)
         self._alike: dict[Any, Ref] = {}
 
     def made(self, value: Any, *ops: Any) -> Node | None:
-        """The node that makes ``value``, if it is of one of these."""
+        """The producer of ``value``, if its op is one of ``ops``."""
         node = self.graph.producers.get(value.name) if isinstance(value, Ref) else None
         return node if node is not None and node.op in ops else None
 
     def same(self, a: Any, b: Any) -> bool:
-        """Whether two arguments are equal, or computed alike."""
+        """Whether two arguments are equal, or computed alike (common subexpressions)."""
         if isinstance(a, tuple | list) and isinstance(b, tuple | list):
             return len(a) == len(b) and all(map(self.same, a, b))
         if a == b or not isinstance(a, Ref) or not isinstance(b, Ref):
@@ -87,7 +87,7 @@ class Patterns:
     # --- experts ---
 
     def activated(self, mid: Ref) -> Iterator[tuple[Ref | None, Ref, str]]:
-        """(what the gate multiplies if anything, the gate before its activation, the activation)."""
+        """(up projection or None, gate before its activation, activation): SwiGLU and the like."""
         sides = [(None, mid), *((up, gate) for gate, up in self.times(mid))]
         for up, gate in sides:
             node = self.made(gate, aten.silu.default, aten.gelu.default, aten.relu.default)
@@ -100,14 +100,14 @@ class Patterns:
                 )
 
     def first_alike(self, value: Ref) -> Ref:
-        """The first value of the graph that is computed as this one is."""
+        """The first value that is computed alike (common subexpression elimination)."""
         node = self.graph.producers.get(value.name)
         if node is None or is_random(node) or len(node.outputs) > 1:
             return value
         return self._alike.setdefault((node.op, repr(node.args), repr(node.kwargs)), value)
 
     def halves(self, gate: Ref, up: Ref) -> tuple[Ref] | None:
-        """What ``gate`` and ``up`` are the halves of, along the last dim."""
+        """The value whose halves along the last dim are ``gate`` and ``up``."""
         node = self.made(gate, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
         if node is None or node.outputs != (gate.name, up.name) or node.output_slots != (0, 1):
             return None
@@ -117,7 +117,7 @@ class Patterns:
         return (node.args[0],) if len(shapes) == 1 and whole and node.argument("dim") % rank == rank - 1 else None
 
     def by_expert(self, value: Ref) -> Product | None:
-        """A product [e, t, n] of rows [t, k] or [e, t, k]."""
+        """A batched product [e, t, n] of rows [t, k] or [e, t, k] with matrices of all experts."""
         if (node := self.made(value, aten.bmm.default, aten.matmul.default)) is not None:
             rows, matrices = node.args
             shapes = self.graph.shapes((rows.name, matrices.name))
@@ -132,7 +132,7 @@ class Patterns:
         return None
 
     def in_groups(self, ends: list[str]) -> ProductOf:
-        """Grouped products; ``ends`` gets where their groups end."""
+        """Matcher of grouped products (grouped GEMM); appends group ends to ``ends``."""
 
         def product(value: Ref) -> Product | None:
             if (node := self.made(value, *_GROUPED)) is None or len(node.inputs) != 3:
@@ -147,7 +147,7 @@ class Patterns:
         return product
 
     def of_number(self, number: int) -> ProductOf:
-        """Products with the matrix of one expert."""
+        """Matcher of products with the matrix of expert ``number``."""
 
         def product(value: Ref) -> Product | None:
             node = self.made(self.unshaped(value), aten.matmul.default, aten.mm.default, aten.linear.default)
@@ -158,7 +158,7 @@ class Patterns:
             turned = self.made(matrix, aten.t.default, aten.transpose.int, aten.permute.default)
             if turned is not None:
                 matrix, transposed = turned.args[0], not transposed
-            if len(self.graph.shape(matrix)) == 2 and matrix.name in self.graph.parameters:  # a module of its own
+            if len(self.graph.shape(matrix)) == 2 and matrix.name in self.graph.parameters:  # a module per expert
                 return Product(rows, matrix, transposed, *bias)
             one = self.made(matrix, aten.select.int)
             if bias or one is None or one.args[1:] != (0, number) or len(self.graph.shape(one.args[0])) != 3:
@@ -168,7 +168,7 @@ class Patterns:
         return product
 
     def unshaped(self, value: Ref) -> Ref:
-        """Without a reshape of rows to themselves."""
+        """``value`` without a reshape [t, n] → [t, n] of the same width."""
         node = self.made(value, aten.reshape.default)
         shapes = [] if node is None else [self.graph.shape(x) for x in (value, node.args[0])]
         same = node is not None and [len(s) for s in shapes] == [2, 2] and shapes[0][1] == shapes[1][1]
@@ -177,7 +177,10 @@ class Patterns:
     # --- gates ---
 
     def gates(self, value: Ref) -> tuple[Ref, Ref] | None:
-        """(ids, weights), both [t, k], of gates [t, e] that are zero elsewhere; before a reshape of [t] these have its dims."""
+        """(ids, weights) [t, k] of dense gates [t, e], which are zero elsewhere.
+
+        Behind a reshape of the rows, ids and weights have the dims before it.
+        """
         if (shaped := self.made(value, aten.reshape.default)) is not None:
             alike = self.graph.shape(shaped.args[0])[-1:] == self.graph.shape(value)[-1:]
             return self.gates(shaped.args[0]) if alike else None
@@ -200,7 +203,7 @@ class Patterns:
         return None
 
     def column(self, value: Ref) -> tuple[Ref, int] | None:
-        """(gates, number) where ``value`` is this one of the last dim of the gates, which it still has."""
+        """(gates, number) where ``value`` [.., 1] is column ``number`` of gates [.., e]."""
         rank = len(self.graph.shape(value))
         if (node := self.made(value, aten.slice.Tensor)) is not None:
             start = node.argument("start") or 0
@@ -218,12 +221,12 @@ class Patterns:
         return (ids, weights) if shapes[0] == shapes[1] and len(shapes[0]) == 2 else None
 
     def bare(self, value: Ref) -> Ref:
-        """Without casts."""
+        """``value`` before casts."""
         node = self.made(value, aten._to_copy.default)
         return value if node is None else self.bare(node.args[0])
 
     def is_distinct(self, ids: Ref) -> bool:
-        """Whether no row names an expert twice."""
+        """Whether the ids of a row are distinct: they come from ``topk``."""
         if (shaped := self.made(ids, aten.reshape.default)) is not None:
             same = self.graph.shape(shaped.args[0])[-1:] == self.graph.shape(ids)[-1:]
             return same and self.is_distinct(shaped.args[0])
@@ -231,17 +234,17 @@ class Patterns:
         rank = len(self.graph.shape(ids))
         return node is not None and node.outputs[-1] == ids.name and node.argument("dim") % rank == rank - 1
 
-    # --- rows in the order of their experts ---
+    # --- rows sorted by expert ---
 
     def divided(self, rows: Ref) -> tuple[Ref | None, int]:
-        """(order, k) where ``rows`` is order // k."""
+        """(order, k) of ``rows`` = order // k; (None, 0) if it is something else."""
         node = self.made(rows, aten.floor_divide.default, aten.div.Tensor_mode)
         if node is None or not isinstance(node.args[1], int) or node.kwargs.get("rounding_mode", "floor") == "true":
             return None, 0
         return node.args[0], node.args[1]
 
     def sorted_ids(self, order: Ref) -> tuple[Ref, Ref] | None:
-        """(ids [t, k], the same flat) of the order of their experts."""
+        """(ids [t, k], ids [t · k]) where ``order`` is the argsort of the latter."""
         node = self.made(order, aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable)
         if node is None or node.argument("descending") or (len(node.outputs) == 2 and node.outputs[1] != order.name):
             return None
@@ -251,13 +254,13 @@ class Patterns:
         return (whole, flat) if whole is not None and len(self.graph.shape(whole)) == 2 else None
 
     def picks(self, node: Node) -> Ref | None:
-        """The rows that an index picks."""
+        """The row indices of an ``index`` or ``index_select``."""
         if node.op is aten.index_select.default:
             return node.args[2] if node.args[1] == 0 else None
         return node.args[1][0] if len(node.args[1]) == 1 else None
 
     def ends_of(self, ends: Ref) -> tuple[Ref, Ref] | None:
-        """(ids, the same flat) of which ``ends`` are the running counts."""
+        """(ids, ids flattened) where ``ends`` is the cumulative sum of their bincount."""
         sums = self.made(self.bare(ends), aten.cumsum.default)
         counts = self.made(self.bare(sums.args[0]), aten.bincount.default) if sums is not None else None
         if counts is None or len(counts.inputs) != 1:
@@ -266,7 +269,7 @@ class Patterns:
         return (shaped.args[0], counts.args[0]) if shaped is not None else None
 
     def weights_by(self, factor: Ref, order: Ref, ids: tuple[Ref, Ref]) -> Ref | None:
-        """The weights [t, k] that ``factor`` [t · k, 1] has in that order."""
+        """The weights [t, k] that ``factor`` [t · k, 1] has in sorted ``order``."""
         last = self.made(factor, aten.unsqueeze.default)
         picked = self.made(last.args[0], aten.index.Tensor, aten.index_select.default) if last is not None else None
         if picked is None or not self.same(self.picks(picked), order):
@@ -275,10 +278,10 @@ class Patterns:
         same = shaped is not None and self.graph.shape(shaped.args[0]) == self.graph.shape(ids[0])
         return shaped.args[0] if shaped is not None and same else None
 
-    # --- one expert after the other ---
+    # --- a loop over experts ---
 
     def of_rows(self, value: Ref, rows: Ref) -> Ref | None:
-        """What ``value`` is the ``rows`` of."""
+        """The source x of ``value`` = x[rows]."""
         shaped = self.made(value, aten.reshape.default)
         picked = self.made(value if shaped is None else shaped.args[0], aten.index.Tensor)
         if picked is None:
@@ -294,7 +297,7 @@ class Patterns:
         return base if [len(s) for s in shapes] == [2, 2] and shapes[0][1] == shapes[1][1] else None
 
     def added(self, node: Node) -> tuple[Ref, Ref, Ref] | None:
-        """(what is added to, rows, values) of a node that adds values to some rows."""
+        """(total, rows, values) of ``total.index_add(0, rows, values)``, or of ``index_put``."""
         if node.op is aten.index_add.default and node.args[1] == 0 and not node.kwargs:
             return node.args[0], node.args[2], node.args[3]
         if node.op is not aten.index_put.default or len(node.args[1]) != 1:
@@ -310,14 +313,14 @@ class Patterns:
         return None
 
     def chosen(self, rows: Ref) -> tuple[Ids, int, Ref | None] | None:
-        """(ids, expert, slots) where ``rows`` and ``slots`` are the places in which ids [t, k] name the expert."""
+        """(ids, expert, slots): ``rows``, ``slots`` are the indices where ids [t, k] == expert."""
         node = self.made(rows, aten.where.default)
         if node is None or len(node.outputs) != 2:
             return None
         first, second = node.outputs
         if (equal := self.made(node.args[0], aten.eq.Scalar)) is not None and rows.name == first:
             return (equal.args[0], equal.args[1], Ref(second)) if isinstance(equal.args[1], int) else None
-        one = self.of_expert(node.args[0])  # of one_hot(ids) turned to [experts, k, t]
+        one = self.of_expert(node.args[0])  # of one_hot(ids) permuted to [experts, k, t]
         turned = self.made(one[0], aten.permute.default) if one is not None else None
         if one is None or turned is None or list(turned.args[1]) != [2, 1, 0] or rows.name != second:
             return None
@@ -326,7 +329,7 @@ class Patterns:
         return (Hot(turned.args[0]), one[1], Ref(first)) if self.is_hot(turned.args[0]) else None
 
     def of_expert(self, value: Ref) -> tuple[Ref, int] | None:
-        """(masks, number) of the mask of one expert, along the first dim."""
+        """(masks, number) where ``value`` is masks[number], the mask of one expert."""
         value = self.bare(value)
         while (node := self.made(value, aten.squeeze.dim)) is not None and node.args[1] == 0:
             value = node.args[0]
@@ -339,7 +342,7 @@ class Patterns:
         return (node.args[0], int(number)) if number is not None and number.numel() == 1 else None
 
     def is_hot(self, value: Ref) -> bool:
-        """Whether it is 0 or 1, and along the last dim at most once 1: ids as one-hot, some of which were dropped."""
+        """Whether ``value`` is one-hot along the last dim, or zero where a choice was dropped."""
         if (node := self.made(value, aten.reshape.default)) is not None:
             return self.graph.shape(node.args[0])[-1] == self.graph.shape(value)[-1] and self.is_hot(node.args[0])
         if self.made(value, aten.one_hot.default) is not None:
@@ -348,9 +351,9 @@ class Patterns:
         return any(self.graph.types[b.name].dtype == torch.bool and self.is_hot(a) for a, b in pairs)
 
     def kept(self, node: Node) -> Node | None:
-        """What adds to some rows, of which ``node`` keeps the result where there are such rows: a turn of a loop over experts.
+        """The node that adds the rows of one expert, where ``node`` ends a turn of a traced loop.
 
-        zero(result) + where(there are rows, result, before), as capture writes such loops out.
+        Capture unrolls ``if rows: out = …`` as zero(result) + where(any rows, result, before).
         """
         zero, where = (self.made(x, aten.zero.default, aten.where.self) for x in (*node.args, None, None)[:2])
         if node.op is not aten.add.Tensor or zero is None or where is None or len(where.inputs) < 3:
@@ -363,7 +366,7 @@ class Patterns:
         return made
 
     def _says_rows(self, condition: Ref, rows: Ref) -> bool:
-        """Whether ``condition`` is true where any place of a mask, of which ``rows`` are the places, is."""
+        """Whether ``condition`` is true if the mask whose indices are ``rows`` is true anywhere."""
         if (one := self.made(condition, aten.ne.Scalar)) is None or one.args[1] != 0:
             return False
         picked, places = self.of_expert(one.args[0]), self.made(rows, aten.where.default)
@@ -378,7 +381,7 @@ class Patterns:
         return total is not None and whole and total.args[0] == of_rows[0]
 
     def weights_at(self, factor: Ref, rows: Ref, chosen: tuple[Ids, int, Ref | None]) -> Ref | None:
-        """The weights [t, k] of which ``factor`` [rows, 1] are those in some places, as of :meth:`chosen`."""
+        """The weights [t, k] of ``factor`` = weights[rows, slots], both of :meth:`chosen`."""
         last = self.made(factor, aten.unsqueeze.default)
         picked = self.made(factor if last is None else last.args[0], aten.index.Tensor)
         if picked is None or list(picked.args[1])[:2] != [rows, chosen[2]] or any(picked.args[1][2:]):

@@ -1,7 +1,7 @@
-"""Values of a graph that are functions of positions alone: what a model computes of ``arange`` and constants.
+"""Abstract interpretation: values that are functions of indices, from ``arange`` and constants.
 
-Two forms are followed: whole numbers that are linear in the indices (*Linear*), and values that are constant along the
-diagonals of two dims, as masks of attention are (*Stripes*). Anything else is not known.
+Two forms are tracked: integers that are linear in the indices (*Linear*), and values that are
+constant along the diagonals of two dims, as attention masks are (*Stripes*).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoshard.passes.ir.sizes import Size
 
 
 class Linear(NamedTuple):
-    """start + Σ steps[d] · index[d]; a constant, of any dtype, where all steps are 0."""
+    """start + Σ steps[d] · index[d]; a constant, of any dtype, if all steps are 0."""
 
     steps: tuple[int, ...]
     start: Any
@@ -31,7 +31,7 @@ class Linear(NamedTuple):
 
 
 class Stripes(NamedTuple):
-    """values[k] where ends[k-1] ≤ index[column] - index[row] < ends[k]."""
+    """values[k] where ends[k-1] ≤ index[column] - index[row] < ends[k]: constant on diagonals."""
 
     rank: int
     row: int
@@ -46,20 +46,20 @@ class Stripes(NamedTuple):
 Known = Linear | Stripes
 _COMPARES = {name: getattr(operator, name) for name in ("le", "lt", "ge", "gt", "eq", "ne")}
 _POINTWISE = {"__and__", "__or__", "where", "_to_copy"}
-"""those without the tag"""
+"""pointwise ops without torch's tag"""
 _FILLS = {"ones": 1, "zeros": 0, "new_ones": 1, "new_zeros": 0, "ones_like": 1, "zeros_like": 0}
 _SAME = {"clone", "detach", "alias", "lift_fresh_copy", "expand_as"}
 
 
 class Positions:
-    """What is known of the values of a graph."""
+    """Computes the form of each value of a graph, lazily; None: unknown."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.found: dict[str, Known | None] = {}
 
     def __call__(self, value: Any) -> Known | None:
-        """What is known of a value; of anything but a :class:`Ref`: it is a constant."""
+        """The form of a value; numbers are constants."""
         if not isinstance(value, Ref):
             return Linear((), value) if isinstance(value, int | float | bool) and not isinstance(value, Size) else None
         if value.name not in self.found:
@@ -123,7 +123,7 @@ class Positions:
         return first._replace(ends=tuple(ends), values=tuple(values))
 
     def _value(self, node: Node, operands: dict[str, Any]) -> Any:
-        """The op of single values."""
+        """The op applied to one value per operand."""
 
         def scalar(x: Any) -> Any:
             return torch.tensor(operands[x.name], dtype=self.graph.types[x.name].dtype) if isinstance(x, Ref) else x
@@ -144,7 +144,7 @@ class Positions:
         return known._replace(rank=len(to), row=row, column=column)
 
     def _linear(self, node: Node, name: str) -> Known | None:
-        """Sums, multiples and comparisons of integers that are linear in the indices."""
+        """Sums, multiples and comparisons of linear integers."""
         if name == "_to_copy" and self._dtype(node) not in (torch.bool, torch.float16, torch.bfloat16):
             known = self(node.args[0])
             exact = self._dtype(node).is_floating_point or (isinstance(known, Linear) and _is_integral(known))
@@ -169,7 +169,7 @@ class Positions:
         return _where(_plus(a, b, -1), self._shape(node), lambda x: bool(_COMPARES[name](x, 0)), (0,))
 
     def _distance(self, node: Node, name: str) -> Known | None:
-        """How an absolute difference compares with a number; None of anything else."""
+        """A comparison of |difference| with a number, as in sliding windows; else None."""
         first, limit = (*node.args, None)[:2]
         made = self.graph.producers.get(first.name) if isinstance(first, Ref) else None
         if made is None or made.op is not aten.abs.default or not self._is_whole(node):
@@ -197,13 +197,13 @@ class Positions:
 
     def arange(self, node: Node) -> Known | None:
         start, step = node.argument("start", 0), node.argument("step", 1)
-        half = self._dtype(node) in (torch.float16, torch.bfloat16)  # in which not all whole numbers are exact
+        half = self._dtype(node) in (torch.float16, torch.bfloat16)  # large integers are not exact
         if half or any(not isinstance(x, int) or isinstance(x, Size) for x in (start, step)):
             return None
         return Linear((step,), start)
 
     def reshape(self, node: Node) -> Known | None:
-        """Only dims of length 1 come and go."""
+        """A reshape that only adds or removes dims of length 1."""
         known, of, to = self(node.args[0]), self.graph.shape(node.args[0]), self._shape(node)
         before, after = ([d for d, n in enumerate(s) if not _is_one(n)] for s in (of, to))
         if known is None or [of[d] for d in before] != [to[d] for d in after]:
@@ -254,7 +254,7 @@ class Positions:
         return known._replace(ends=tuple(ends), values=tuple(values))
 
     def index(self, node: Node) -> Known | None:
-        """Positions picked by positions."""
+        """A linear value indexed by linear values."""
         known, picked = (
             self(node.args[0]),
             [self._broadcast(x, node) if isinstance(x, Ref) else None for x in node.args[1]],
@@ -278,7 +278,7 @@ class Positions:
         return Linear(tuple(int(known.start) * (d == dim) for d in range(rank)), int(known.start))
 
     def diff(self, node: Node) -> Known | None:
-        """The step, where what stands before the first is a step less, too."""
+        """The constant step, if a prepended value is one step before the first."""
         known, rank = self(node.args[0]), len(self._shape(node))
         prepend = node.argument("prepend")
         if not isinstance(known, Linear) or node.argument("n") != 1 or node.argument("append") is not None:
@@ -319,7 +319,7 @@ def _is_one(n: int) -> bool:
 
 
 def _plain(known: Known, shape: Sequence[int]) -> Known:
-    """Without steps along dims of length 1, and stripes that are all alike as a constant."""
+    """Simplified: no steps along dims of length 1, equal or empty stripes merged."""
     if isinstance(known, Linear):
         return Linear(tuple(0 if _is_one(n) else s for s, n in zip(known.steps, shape, strict=True)), known.start)
     lengths = shape[known.row], shape[known.column]
@@ -335,7 +335,7 @@ def _plain(known: Known, shape: Sequence[int]) -> Known:
 
 
 def _moved(known: Known, places: dict[int, int], rank: int) -> Known | None:
-    """With dim d at ``places[d]``; others had or have the length 1."""
+    """With dim d at ``places[d]``; all other dims have length 1."""
     if isinstance(known, Linear):
         steps = [0] * rank
         for d, place in places.items():
@@ -361,7 +361,7 @@ def _plus(a: Linear, b: Linear, factor: int) -> Linear:
 
 
 def _where(linear: Linear, shape: Sequence[int], holds: Callable[[int], bool], changes: Sequence[int]) -> Known | None:
-    """Where an integer is such that it ``holds``, which changes at or right behind some numbers, and nowhere else."""
+    """``holds`` of a linear integer; it changes only at, or one behind, the numbers ``changes``."""
     dims = [d for d, s in enumerate(linear.steps) if s]
     start, near = linear.start, [x + k for x in changes for k in (-1, 0, 1)]
     if not any(isinstance(shape[d], Size) for d in dims):

@@ -1,4 +1,4 @@
-"""Scores of an attention that a model spells out: a product of queries and keys, multiplied, added to, and hidden in part."""
+"""Attention scores in a graph: the product of queries and keys, scaled, capped, biased, masked."""
 
 from __future__ import annotations
 
@@ -28,44 +28,44 @@ _FINITE = {
     aten.slice.Tensor, aten.select.int, aten.transpose.int, aten.permute.default, aten.where.ScalarOther, aten.where.self,
     aten.masked_fill.Scalar, aten.clone.default, aten._to_copy.default,
 }  # fmt: skip
-"""of finite values they make finite ones"""
+"""ops whose results are finite for finite operands"""
 
 
 class Operand(NamedTuple):
-    """What has the dims that are wanted in another order: ``value`` permuted."""
+    """An operand of attention: ``value``, permuted."""
 
     value: Ref
     order: tuple[int, ...] = ()
-    """(): as they are"""
+    """permutation of the dims; (): none"""
 
 
 class Bias(NamedTuple):
-    """What is added."""
+    """A summand of scores, times ``factor``."""
 
     value: Ref
     rank: int
-    """of the scores that it is added to"""
+    """number of dims of the scores that it is added to"""
     factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class Scores:
-    """scale · query · keyᵀ + what is added, but for what is hidden; with a soft cap: cap · tanh of the product, at first."""
+    """scale · query · keyᵀ + biases, with masked fills; a soft cap: cap · tanh of the product."""
 
     query: Operand
     key: Operand
     path: tuple[str, ...]
-    """the values from the product on"""
+    """the values from the product to the scores"""
     scale: float = 1.0
     factors: tuple[tuple[Any, Ref], ...] = ()
-    """operations with a single number, instead of ``scale``"""
+    """(op, scalar tensor) applied besides ``scale``"""
     added: tuple[Bias, ...] = ()
     hidden: tuple[Hidden, ...] = ()
     soft_cap: float | None = None
 
 
 def scores_of(value: Ref, graph: Graph, positions: Positions) -> Scores | None:
-    """The scores that ``value`` [..., s, t] is, if nothing else reads them."""
+    """``value`` [..., s, t] as scores, if nothing else reads it or its intermediate values."""
     node = graph.producers.get(value.name)
     if node is None or not is_read_once(value.name, graph):
         return None
@@ -79,13 +79,13 @@ def scores_of(value: Ref, graph: Graph, positions: Positions) -> Scores | None:
 
 
 def is_read_once(name: str, graph: Graph) -> bool:
-    """Whether one operand of one operation is all that reads a value."""
+    """Whether exactly one operand of one operation reads a value."""
     uses = graph.uses[name]
     return len(uses) == 1 and uses[0].inputs.count(name) == 1 and name not in graph.returned
 
 
 def keeps_matrix(node: Node, graph: Graph) -> bool:
-    """Whether a reshape leaves the last two dims alone."""
+    """Whether a reshape keeps the last two dims."""
     before, after = graph.shape(node.args[0]), graph.shape(node.outputs[0])
     return len(before) > 2 and len(after) > 2 and before[-2:] == after[-2:]
 
@@ -94,7 +94,7 @@ Step = tuple[Ref, Callable[[Scores], "Scores | None"]]
 
 
 def _steps(node: Node, graph: Graph, positions: Positions) -> Iterator[Step]:
-    """(what may be scores, what ``node`` does to them)."""
+    """(operand that may be scores, function of scores that ``node`` applies)."""
     if node.op in _SAME or (node.op is aten.reshape.default and keeps_matrix(node, graph)):
         yield node.args[0], lambda found: found
     elif node.op in (aten.mul.Tensor, aten.div.Tensor) and isinstance(node.args[0], Ref):
@@ -153,7 +153,7 @@ def _product(node: Node, graph: Graph) -> Scores | None:
 
 
 def _contracted(node: Node, graph: Graph) -> Scores | None:
-    """Scores [b, h, s, t] as a sum over one letter."""
+    """Scores [b, h, s, t] of an einsum that contracts one dim."""
     for query, key in (node.args[1], node.args[1][::-1]) if len(node.args[1]) == 2 else ():
         of_query, of_key, result = letters(node, (query, key))
         summed = (set(of_query) & set(of_key)) - set(result)
@@ -168,7 +168,7 @@ def _contracted(node: Node, graph: Graph) -> Scores | None:
 
 
 def _narrow(value: Ref, graph: Graph, order: tuple[int, ...] = ()) -> Operand:
-    """An operand before it was cast to a wider type: attention sums in a wide one by itself."""
+    """An operand before an upcast: attention accumulates in a wider type anyway."""
     node = graph.producers.get(value.name)
     if node is not None and node.op is aten._to_copy.default:
         before, after = graph.types[node.inputs[0]].dtype, graph.types[value.name].dtype
@@ -178,16 +178,19 @@ def _narrow(value: Ref, graph: Graph, order: tuple[int, ...] = ()) -> Operand:
 
 
 class Sight(enum.Enum):
-    """What is known of the keys that queries see."""
+    """Whether each query sees some key."""
 
     SURE = 1
-    """every query sees some, by positions"""
+    """yes, by positions"""
     OPEN = 2
-    """of some query all may be hidden, by adding numbers"""
+    """unknown: finite summands may hide all keys of a query"""
 
 
 def sight(found: Scores, graph: Graph, positions: Positions) -> Sight | None:
-    """None: of some query all may be hidden by -inf or filled in, whose softmax is nan, or has no gradient."""
+    """Visibility of keys; None if -inf or a fill may hide all keys of a query.
+
+    The softmax of such a query is nan, or has no gradient.
+    """
     rows, columns = graph.shape(found.path[0])[-2:]
     dtype, bands, known = graph.types[found.path[0]].dtype, list[Band](), Sight.SURE
     for hidden in found.hidden:
@@ -211,7 +214,7 @@ def sight(found: Scores, graph: Graph, positions: Positions) -> Sight | None:
 
 
 def _once(value: Ref, graph: Graph) -> Ref:
-    """What ``value`` repeats, for every sample."""
+    """``value`` before it was repeated for every sample."""
     node = graph.producers.get(value.name)
     if node is not None and node.op is aten._to_copy.default:
         return value if _once(node.args[0], graph) == node.args[0] else _once(node.args[0], graph)
@@ -222,7 +225,7 @@ def _once(value: Ref, graph: Graph) -> Ref:
 
 
 def _shows_some(band: Band, rows: int, columns: int) -> bool:
-    """Whether every row sees a column."""
+    """Whether each row sees a column."""
     if band.after is not None and band.after < 0:
         return False
     if band.before is None or str(rows) == str(columns):
@@ -231,7 +234,7 @@ def _shows_some(band: Band, rows: int, columns: int) -> bool:
 
 
 def _is_finite(value: Any, graph: Graph, positions: Positions) -> bool:
-    """Whether a value has no infinities."""
+    """Whether a value is certainly finite."""
     if not isinstance(value, Ref):
         return not isinstance(value, float) or math.isfinite(value)
     known = positions(value)
@@ -253,7 +256,7 @@ def _is_finite(value: Any, graph: Graph, positions: Positions) -> bool:
 
 
 def _is_power(node: Node, positions: Positions) -> bool:
-    """Of a constant base, as slopes of heads are."""
+    """Whether it is a power of a positive constant, as ALiBi slopes are."""
     if node.op not in (aten.pow.Scalar, aten.pow.Tensor_Tensor):
         return False
     base = positions(node.args[0])

@@ -1,7 +1,7 @@
-"""Attention with linear biases (ALiBi, Press et al. 2022): a slope for every head times the distance of key and query.
+"""ALiBi, attention with linear biases (Press et al. 2022): slopes of heads times key distances.
 
-What is added to all scores of a query changes no weight, so that only the step from key to key counts: slopes times
-positions of keys, times differences of positions, and times distances where no later key is seen, are one.
+A bias that is equal for all keys of a query changes no attention weight. Therefore slopes times key
+positions, times position differences, and, if causal, times distances are equivalent.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FILLS = {
     aten.where.ScalarOther: (1, 0, True),
     aten.where.self: (1, 0, True),
 }
-"""op → where it has what stays, where the condition, and whether that holds of what stays; the other value is its third"""
+"""op → (index of the kept value, of the condition, whether true means kept); the fill is third"""
 
 
 class Hidden(NamedTuple):
-    """Where a condition is not as it should be, a value replaces what is added."""
+    """A masked fill of an additive mask: ``value`` where ``condition`` is not ``shows``."""
 
     condition: Ref
     shows: bool
@@ -37,16 +37,16 @@ class Hidden(NamedTuple):
 
 
 class Sloped(NamedTuple):
-    """slopes · step · (position of the key), and what is the same for all keys of a query."""
+    """The bias slopes · step · (key position), up to a term per query."""
 
     slopes: Ref
     step: float
     causal: bool
-    """whether that is so of keys up to the query only"""
+    """whether it holds only for keys up to the query"""
 
 
 def added(mask: Ref, graph: Graph, positions: Positions) -> Iterator[Ref | Hidden]:
-    """What a mask of floating point numbers adds to scores."""
+    """The summands of an additive (floating point) mask, masked fills included."""
     node = graph.producers.get(mask.name)
     if node is not None and node.op is aten.add.Tensor and len(node.inputs) == 2 and not node.kwargs:
         for operand in node.args:
@@ -66,7 +66,7 @@ def added(mask: Ref, graph: Graph, positions: Positions) -> Iterator[Ref | Hidde
 
 
 def filled(node: Node, positions: Positions) -> tuple[Ref, Hidden] | None:
-    """What a number replaces in some places, and where."""
+    """(kept value, masked fill) of ``node``, if it fills a constant number."""
     if node.op not in _FILLS:
         return None
     kept, condition, shows = _FILLS[node.op]
@@ -77,7 +77,7 @@ def filled(node: Node, positions: Positions) -> tuple[Ref, Hidden] | None:
 
 
 def sloped(value: Ref, graph: Graph, positions: Positions) -> Sloped | None:
-    """``value`` [..., keys] as slopes times positions, if it is that."""
+    """``value`` [..., keys] as an ALiBi bias, else None."""
     keys = graph.shape(value)[-1:]
     found = _product(value, keys[0], graph, positions) if keys else None
     return None if found is None or found[0] is None or not found[1] else Sloped(found[0], found[1], found[2])
@@ -87,7 +87,7 @@ Product = tuple[Ref | None, float, bool]
 
 
 def _product(value: Ref, keys: int, graph: Graph, positions: Positions) -> Product | None:
-    """(slopes, step from key to key, whether only up to the query)."""
+    """(slopes or None, step from key to key, whether only for keys up to the query)."""
     known, node = positions(value), graph.producers.get(value.name)
     if isinstance(known, Linear):
         return None, float(known.steps[-1]), False
@@ -122,7 +122,7 @@ def _product(value: Ref, keys: int, graph: Graph, positions: Positions) -> Produ
 
 
 def _keeps_places(node: Node, graph: Graph) -> bool:
-    """Whether what a view has of a head, row and key is what its operand has of them, no whole number, not rounded before."""
+    """Whether a view keeps heads, rows and keys in place, and no float was narrower before."""
     narrow, wide = (graph.types[x].dtype for x in (node.inputs[0], node.outputs[0]))
     if narrow.is_floating_point and wide.is_floating_point and torch.finfo(narrow).eps > torch.finfo(wide).eps:
         return False
@@ -133,20 +133,20 @@ def _keeps_places(node: Node, graph: Graph) -> bool:
 
 
 def _widens(node: Node, graph: Graph) -> bool:
-    """Whether a product was rounded to a narrower type before."""
+    """Whether a cast widens, so that the product was rounded to the narrower type."""
     before, after = (graph.types[name].dtype for name in (node.inputs[0], node.outputs[0]))
     return before.itemsize < after.itemsize
 
 
 def _is_of_heads(slopes: Ref, graph: Graph) -> bool:
-    """Whether it has a number for every head."""
+    """Whether it is [.., h, 1, 1], one number per head, without a gradient."""
     shape, type_ = graph.shape(slopes), graph.types[slopes.name]
     plain = type_.dtype.is_floating_point and not type_.grad and not type_.unknown
     return plain and len(shape) > 2 and shape[-2:] == (1, 1) and math.prod(shape) == shape[-3]
 
 
 def _distance(known: Any) -> Product | None:
-    """Of |row - column|, which up to the row falls by one from key to key."""
+    """The product of |row - column|, which falls by one from key to key up to the row."""
     if not isinstance(known, Linear) or known.start or len(known.steps) < 2 or any(known.steps[:-2]):
         return None
     row, column = known.steps[-2:]

@@ -1,6 +1,7 @@
-"""Attention that a model spells out, as products around a softmax, put together as one operation.
+"""Attention patterns: products around a softmax become one scaled dot product attention.
 
-Then nothing of queries × keys need be kept, and heads, rings and masks by position are as for any attention.
+The fused operation keeps no [queries, keys] matrix, and has the sharding rules of attention: heads,
+ring attention, masks by position.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from autoshard.passes.rules.factors import broadcast_shape
 
 
 class Spelled(NamedTuple):
-    """The parts of an attention, with ``heads``: the batch and the heads of its dims [b, h, ..., ...]."""
+    """A matched attention; ``heads``: (b, h) of its dims [b, h, ..., ...]."""
 
     scores: Scores
     value: Operand
     heads: tuple[int, int]
     dropout: float
     order: tuple[int, ...]
-    """the dims of the result in the order of [b, h, s, d]"""
+    """permutation from [b, h, s, d] to the dims of the result"""
     weights: frozenset[str]
-    """what the softmax and what follows it made"""
+    """values of the softmax and behind it, which the fused operation replaces"""
     seen: Sight
     sinks: Ref | None = None
-    """[1, h, 1, 1] or [h, 1, 1]: scores beside those of the keys"""
+    """attention sinks [1, h, 1, 1] or [h, 1, 1]"""
 
 
 def put_together(graph: Graph) -> Graph:
-    """``graph`` in which attention that is spelled out is :data:`ATTENTION`.
+    """``graph`` with matched attention patterns as :data:`ATTENTION` or banded attention.
 
-    Not where an input requires a gradient: who differentiates by inputs (forces, penalties of gradients) may do so twice, and
-    attention has no second derivative.
+    Unchanged if an input requires a gradient: forces and gradient penalties may differentiate
+    twice, and fused attention has no second derivative.
     """
     if any(i.kind == "input" and graph.types[i.name].grad for i in graph.inputs):
         return graph
@@ -72,7 +73,7 @@ def put_together(graph: Graph) -> Graph:
 
 
 def _attention(node: Node, graph: Graph, positions: Positions) -> Spelled | None:
-    """What ``node`` is the result of, if that is an attention."""
+    """The attention whose product of weights and values is ``node``, else None."""
     for weights, value, order in _weighted(node, graph):
         found = weights_of(weights, node, graph)
         scores = None if found is None else scores_of(found.scores, graph, positions)
@@ -92,7 +93,7 @@ def _attention(node: Node, graph: Graph, positions: Positions) -> Spelled | None
 
 
 def _weighted(node: Node, graph: Graph) -> Iterator[tuple[Ref, Operand, tuple[int, ...]]]:
-    """Weights [..., s, t] and values [..., t, d] of a product, and where its dims come from in [b, h, s, d]."""
+    """(weights [..., s, t], values [..., t, d], permutation from [b, h, s, d]) of a product."""
     if node.op in (aten.matmul.default, aten.bmm.default) and len({len(s) for s in graph.shapes(node.inputs)}) == 1:
         yield node.args[0], Operand(node.args[1]), (0, 1, 2, 3)
     if node.op is aten.einsum.default and len(node.args[1]) == 2:
@@ -103,7 +104,7 @@ def _weighted(node: Node, graph: Graph) -> Iterator[tuple[Ref, Operand, tuple[in
 
 
 def _heads(operands: tuple[Ref, ...], path: tuple[str, ...], graph: Graph) -> tuple[int, int] | None:
-    """The batch and the heads: of scores, or, where these are flat throughout, of what an operand was flattened from."""
+    """(b, h) of scores, or, where they are [b · h, s, t], of an operand before flattening."""
     shapes = [graph.shape(name) for name in path]
     for operand in operands:
         producer = graph.producers.get(operand.name)
@@ -115,7 +116,7 @@ def _heads(operands: tuple[Ref, ...], path: tuple[str, ...], graph: Graph) -> tu
 def _fits(
     scores: Scores, value: Operand, path: tuple[str, ...], node: Node, heads: tuple[int, int], graph: Graph
 ) -> bool:
-    """Whether all is of one dtype, as wide as that or wider in between, and of the same batch and heads."""
+    """Whether operands share a dtype, batch and heads, and no intermediate dtype is narrower."""
     operands = (scores.query, scores.key, value)
     types = [graph.types[n] for n in (*(x.value.name for x in operands), *node.outputs)]
     dtype = types[0].dtype
@@ -129,7 +130,7 @@ def _fits(
     if any(graph.producers[n].checkpoint != node.checkpoint for n in path):
         return False
     flat = TensorType(heads, dtype).numel
-    if any(graph.shape(n)[:-2] not in (heads, (flat,)) for n in path):  # groups of heads: a bias is of these
+    if any(graph.shape(n)[:-2] not in (heads, (flat,)) for n in path):  # heads in groups
         return False
     whole = (*heads, *graph.shape(scores.path[0])[-2:])
     given = [graph.shape(h.condition) for h in scores.hidden]
@@ -145,13 +146,16 @@ def _fits(
 
 
 class _Writer:
-    """Makes nodes in the place of one, and the types of what they make."""
+    """Writes nodes that replace ``place``, and adds their types."""
 
     def __init__(self, place: Node, graph: Graph, types: dict[str, TensorType]) -> None:
         self.place, self.graph, self.types, self.nodes = place, graph, types, list[Node]()
 
     def make(self, op: Any, *args: Any, shape: tuple[int, ...], last: bool = False, **kwargs: Any) -> Ref:
-        """A node; the ``last`` makes what ``place`` made. ``dtype``: of what it makes, if not that of the first operand."""
+        """Add a node; the ``last`` one has the output of ``place``.
+
+        ``dtype``: of its result, if not that of the first operand.
+        """
         (out,) = self.place.outputs if last else (f"{self.place.name}_attention{len(self.nodes)}",)
         node = replace(self.place, name=out, op=op, args=args, kwargs=kwargs, outputs=(out,), output_slots=(0,))
         self.nodes.append(node)
@@ -176,7 +180,7 @@ class _Writer:
         kwargs = {name: x for name, x in kwargs.items() if x is not None}
         result = self.types[self.place.outputs[0]].shape
         last = len(result) == 4 and found.order == (0, 1, 2, 3)
-        # Torch's kernel for CPUs has wrong gradients of rows that see nothing by numbers (2.13); tiles of ours do not.
+        # Torch's CPU kernel (2.13) has wrong gradients where finite summands hide a full row.
         plain = cap is None and found.sinks is None and found.seen is Sight.SURE
         op = ATTENTION if plain else BANDED
         made = self.make(op, query, key, value, shape=shape, last=last, **kwargs)
@@ -199,7 +203,7 @@ class _Writer:
         return self.make(aten.permute.default, value, list(order), shape=tuple(shape[d] for d in order))
 
     def split(self, value: Ref, heads: tuple[int, int]) -> Ref:
-        """[b · h, ..., ...] → [b, h, ..., ...]: what it was flattened from, or a view."""
+        """[b · h, ..., ...] → [b, h, ..., ...]: its source before flattening, or a reshape."""
         shape = self.types[value.name].shape
         whole = (*heads, *shape[1:])
         node = self.graph.producers.get(value.name)
@@ -208,7 +212,7 @@ class _Writer:
         return self.make(aten.reshape.default, value, list(whole), shape=whole)
 
     def mask(self, scores: Scores, heads: tuple[int, int]) -> Ref | None:
-        """What is added to the scores and hidden of them, as one; of what is hidden alone: truth values."""
+        """Biases and masked fills as one additive mask; without biases a boolean mask."""
         mask: Ref | None = None
         for bias in scores.added:
             shape = self.types[bias.value.name].shape
@@ -239,7 +243,7 @@ class _Writer:
         return self.make(op, one, other, *more, shape=broadcast_shape(a.shape, b.shape))
 
     def of_heads(self, bias: Ref, heads: tuple[int, int]) -> Ref:
-        """[b · h, ..., t] → [b, h, ..., t], or [h, ..., t] where it is repeated for every sample."""
+        """[b · h, ..., t] → [b, h, ..., t], or [h, ..., t] if it is repeated for every sample."""
         node, (batch, count) = self.graph.producers.get(bias.name), heads
         if node is not None and node.op is aten._to_copy.default:
             return self.cast(self.of_heads(node.args[0], heads), self.types[bias.name].dtype)
@@ -251,7 +255,7 @@ class _Writer:
 
 
 def _turned(value: Ref, graph: Graph) -> Operand | None:
-    """What ``value`` is a permutation of."""
+    """The source of a permuted ``value``, with the permutation."""
     node, rank = graph.producers.get(value.name), len(graph.shape(value))
     if node is not None and node.op is aten.permute.default:
         return Operand(node.args[0], tuple(d % rank for d in node.args[1]))

@@ -1,4 +1,4 @@
-"""Weights of an attention that a model spells out: a softmax of scores, beside which sinks may stand, dropped in part."""
+"""Attention weights in a graph: a softmax of scores, with attention sinks and dropout."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from autoshard.passes.rules.facts import is_random
 
 
 class Weights(NamedTuple):
-    """Of every query the softmax of its scores, if nothing else reads what is in between."""
+    """Attention weights: the softmax of scores, then dropout."""
 
     scores: Ref
     path: tuple[str, ...]
-    """the values behind the scores"""
+    """the values from the softmax to the weights"""
     dropout: float = 0.0
     sinks: Ref | None = None
-    """[1, h, 1, 1] or [h, 1, 1]: a score of every head beside those of the keys, whose weight is cut off"""
+    """attention sinks [1, h, 1, 1] or [h, 1, 1]: a score per head that has no value"""
 
 
 def weights_of(value: Ref, end: Node, graph: Graph) -> Weights | None:
-    """The weights that ``value`` [..., s, t] is; ``end``: what multiplies values with them."""
+    """``value`` [..., s, t] as attention weights; ``end``: the product of weights and values."""
     node, path, dropout, cut = graph.producers.get(value.name), list[str](), 0.0, False
     while node is not None and is_read_once(node.outputs[0], graph) and node.checkpoint == end.checkpoint:
         path.append(node.outputs[0])
@@ -43,13 +43,13 @@ def weights_of(value: Ref, end: Node, graph: Graph) -> Weights | None:
 
 
 def _draws_next(node: Node, end: Node, graph: Graph) -> bool:
-    """Whether nothing is drawn from ``node`` to ``end``."""
+    """Whether no random op stands between ``node`` and ``end``."""
     first, last = graph.nodes.index(node), graph.nodes.index(end)
     return not any(is_random(n) for n in graph.nodes[first + 1 : last])
 
 
 def _drops_last(node: Node, graph: Graph) -> bool:
-    """Whether a slice leaves out the last column."""
+    """Whether ``node`` is a slice that drops the last column."""
     if node.op is not aten.slice.Tensor or node.argument("start") not in (None, 0) or node.argument("step") != 1:
         return False
     before, after = graph.shape(node.args[0]), graph.shape(node.outputs[0])
@@ -57,7 +57,7 @@ def _drops_last(node: Node, graph: Graph) -> bool:
 
 
 def _with_sinks(found: Weights, graph: Graph) -> Weights | None:
-    """Of a softmax over [scores, sinks], less their maxima or not, which changes no weight."""
+    """``found`` of a softmax over [scores, sinks]; subtracted maxima change no weight."""
     joint, path = found.scores, list(found.path)
     node = graph.producers.get(joint.name)
     if node is not None and node.op is aten.sub.Tensor and len(node.inputs) == 2 and not node.kwargs:
@@ -84,7 +84,7 @@ def _with_sinks(found: Weights, graph: Graph) -> Weights | None:
 
 
 def _is_largest(node: Node, of: Ref, graph: Graph) -> bool:
-    """Whether ``node`` makes the greatest of each row."""
+    """Whether ``node`` is the maximum of each row of ``of``, keepdim."""
     if node.op not in (aten.max.dim, aten.amax.default) or node.inputs != (of.name,) or not node.argument("keepdim"):
         return False
     dims, rank = node.argument("dim"), len(graph.shape(of))
@@ -93,7 +93,7 @@ def _is_largest(node: Node, of: Ref, graph: Graph) -> bool:
 
 
 def _before_expansion(value: Ref, graph: Graph) -> Ref:
-    """What ``value`` repeats along dims of length one."""
+    """``value`` before expands and casts."""
     node = graph.producers.get(value.name)
     while node is not None and node.op in (aten.expand.default, aten._to_copy.default):
         value = node.args[0]

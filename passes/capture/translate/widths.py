@@ -1,7 +1,7 @@
-"""Attention whose values are narrower or wider than its keys, with zeros that make them equal: so kernels take it.
+"""Pad head dims of attention where keys and values differ, so that fused kernels apply.
 
-PyTorch's fused kernels know one width (multi-head latent attention has keys of 192 features and values of 128); else the
-matrix of all queries and keys is made, and kept for the backward.
+PyTorch's fused kernels want one head dim. Multi-head latent attention has keys of 192 features and
+values of 128; without padding its [queries, keys] matrix is materialized and saved.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 
 
 def one_width(graph: Graph) -> Graph:
-    """``graph`` in which zeros widen what attention's kernels want to be as wide as the rest, and the result is cut."""
+    """``graph`` whose attention operands are padded to one head dim, and results sliced."""
     types = dict(graph.types)
     nodes = tuple(made for node in graph.nodes for made in _widened(node, graph, types))
     return replace(graph, nodes=nodes, types=types) if len(nodes) > len(graph.nodes) else graph
 
 
 def _widened(node: Node, graph: Graph, types: dict[str, TensorType]) -> Iterator[Node]:
-    """``node``, and what widens its operands and cuts its result; ``types`` gets those of what is new."""
+    """``node`` with pads of its operands and a slice of its result; adds to ``types``."""
     width = _width(node, graph)
     if width is None:
         yield node
@@ -56,7 +56,7 @@ def _beside(node: Node, name: str, op: torch._ops.OpOverload, args: tuple[object
 
 
 def _width(node: Node, graph: Graph) -> int | None:
-    """That of the widest operand, where a kernel would take the others at that width."""
+    """The largest head dim, if they differ and a fused kernel takes the padded operands."""
     if node.op is not aten.scaled_dot_product_attention.default or node.argument("dropout_p", 0.0):
         return None
     query, key, value = (graph.shape(node.argument(name)) for name in ("query", "key", "value"))
