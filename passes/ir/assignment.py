@@ -130,10 +130,7 @@ def _least(size: int, ranks: tuple[int, ...]) -> int:
 
 
 def used(choice: Sequence[Strategy], operand: int, grad: bool) -> Placements:
-    """Placements in which an operation reads an operand under ``choice``, one strategy per axis.
-
-    ``grad``: whether the operand has a gradient.
-    """
+    """Placements in which an operation reads an operand. ``grad``: whether that has a gradient."""
     return tuple(canonical(s.inputs[operand], grad) for s in choice)
 
 

@@ -279,11 +279,9 @@ class Graph:
     enables: bool = field(default=False, compare=False)
     """whether the forward uses ``enable_grad``, which a graph without a backward leaves out"""
     handed: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = field(default=(), compare=False)
-    """(path in ``(args, kwargs)``, path in the output) of objects, such as a KV cache, that are
-    returned as they came in"""
+    """(path in ``(args, kwargs)``, path in the output) of objects passed through: KV caches"""
     changed: tuple[tuple[tuple[Any, ...], tuple[Any, ...], Any], ...] = ()
-    """dicts that the forward changes, not returns: (path in ``(args, kwargs)``, removed keys,
-    pytree spec of added entries)"""
+    """(path in ``(args, kwargs)``, removed keys, pytree spec of new entries) of changed dicts"""
     passes: int = 1
     """number of micro-batches in a step, each one run of this graph"""
 

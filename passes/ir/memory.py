@@ -96,7 +96,6 @@ class Recomputed:
     name: str
     """the operation, a key of ``plan.choices``, or the value that is redistributed again"""
     fqn: str
-    """module path"""
     what: str
     """"computed", "converted", or "drawn" """
     bytes: float

@@ -26,8 +26,7 @@ def merged(function: str, members: Sequence[Statement], zero: Mapping[str, int] 
 
     Arguments but the axes become tuples: ``all_gather(w, 0, "dp", to="R")`` and the same of ``b``
     become ``gather_parameters((w, b), (0, 0), "dp", to="R")``. ``sizes`` holds gathered lengths
-    where shards are uneven; None: the shard's length times the ranks.
-    ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`; alike within a bucket.
+    where shards are uneven. ``zero``: see :attr:`~autoshard.passes.ir.assignment.Assignment.zero`.
     """
     if function in _MERGES:
         return _MERGES[function](members)

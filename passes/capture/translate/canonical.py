@@ -1,4 +1,4 @@
-"""One form for what export writes in several, so that rules and generated code meet few ops."""
+"""Canonicalization: one form for what export writes in several, so that rules meet few ops."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ DROPPED = {
     aten.sym_constrain_range.default,
     aten.sym_constrain_range_for_size.default,
 }
-"""checks that cost time and say nothing about values"""
+"""assertions of the trace, which are dropped"""
 
 STRIDED = {aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype}
-"""ops that read their operand's memory layout: it is made contiguous first, as it was in the traced run"""
+"""ops that read the memory of their operand, which is made contiguous first, as in the trace"""
 
 OVERWRITING = {aten.zero.default, aten.fill.Scalar}
-"""ops of which the operand's values do not count"""
+"""ops that ignore the values of their operand"""
 
 _REMEMBERED = 10_000
-"""answers of autograd that are kept for other captures"""
+"""size limit of the cache :attr:`Gradients._torchs`"""
 
 _NO_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
 _SHAPES = {aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default}
@@ -43,10 +43,10 @@ _UNINITIALISED = {
     aten.new_empty.default: (aten.new_zeros.default, 2),
     aten.new_empty_strided.default: (aten.new_zeros.default, 2),
 }
-"""op → what is made instead, and how many of its positional arguments that takes"""
+"""op → (op that fills with zeros instead, number of positional arguments that it takes)"""
 
 _LAZY = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
-"""views whose memory holds other numbers than they do, which is what would be sent → ops that compute them"""
+"""lazy views → ops that compute them: a collective would send the memory behind the view"""
 
 
 def same_as(
@@ -58,8 +58,8 @@ def same_as(
 ) -> Ref | None:
     """The operand that ``op`` returns unchanged, or None. ``result``: the op's fake result.
 
-    In a functional graph a clone is its operand. A dropout that does nothing draws nothing in eager either; one that also
-    gives a mask is no such op.
+    In a functional graph a clone is its operand. A dropout without effect draws nothing in eager
+    mode either; ``native_dropout`` stays, as it returns a mask, too.
     """
     if not args or not isinstance(args[0], Ref) or not isinstance(result, torch.Tensor | tuple):
         return None
@@ -74,17 +74,17 @@ def same_as(
     if op is aten._to_copy.default:
         return operand if before.dtype == result.dtype else None
     if op in _SHAPES or op is aten.slice.Tensor:
-        # A length that depends on the data is only known to be equal at run time.
+        # Data-dependent lengths are known to be equal at run time only.
         open_ = before.unknown or any(is_symbolic(n) for n in result.shape)
         return operand if not open_ and before.shape == tuple(shape_of(result)) else None
     return None
 
 
 def joined_with_nothing(args: Any, types: dict[str, TensorType], result: Any) -> Ref | None:
-    """The operand of which a concatenation is a copy, as of keys with a cache that is empty; None if there are others.
+    """The only operand of a concatenation besides ``torch.tensor([])``, as of an empty KV cache.
 
-    Nothing is ``torch.tensor([])``, which goes with operands of any shape. Left in, it would hide that dims before and
-    behind it are one, such as the positions of the queries and of the keys.
+    None if there are more. ``torch.tensor([])`` fits any shape. Left in, it would hide that a dim
+    before and behind the concatenation is one, such as the positions of keys.
     """
     rest: list[Ref] = [ref for ref in args[0] if types[ref.name].shape != (0,) or types[ref.name].grad]
     if len(rest) != 1 or types[rest[0].name].dtype != result.dtype or memory_order(result) != tuple(range(result.ndim)):
@@ -93,13 +93,13 @@ def joined_with_nothing(args: Any, types: dict[str, TensorType], result: Any) ->
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dims of ``tensor`` as they lie in memory, outermost first."""
+    """The dims of ``tensor`` in memory order, outermost first."""
     strides = [_example(s) for s in tensor.stride()]
     return tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
 
 
 def operand_order(node: fx.Node) -> tuple[int, ...]:
-    """:func:`memory_order` of a tensor like the first operand when traced; () if its dims lie as they are numbered."""
+    """:func:`memory_order` of the traced first operand; () if it is row-major."""
     value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
     if not isinstance(value, torch.Tensor):
         return ()
@@ -109,7 +109,7 @@ def operand_order(node: fx.Node) -> tuple[int, ...]:
 
 
 def _example(n: int | torch.SymInt) -> int:
-    """A length or stride as it was when traced; where it depends on the data, as of long lengths: only the order counts."""
+    """A length or stride in the trace; data-dependent ones (for their order only) as of 1024."""
     if isinstance(n, int):
         return n
     if n.node.has_hint():
@@ -118,9 +118,9 @@ def _example(n: int | torch.SymInt) -> int:
 
 
 def is_felt(type_: TensorType, operand: Any, result: Any) -> bool:
-    """Whether a float32 island may feel it if the op that makes ``result`` of the same values were left out.
+    """Whether dropping the op from ``operand`` to ``result`` may change sums in a float32 island.
 
-    That is where dims are ordered otherwise in memory, or gradients would be added in another order: see ``exact.py``.
+    It does where memory order, or the order of gradient accumulation, changes: see ``exact.py``.
     """
     if type_.dtype in SINGLE and type_.grad:
         return True
@@ -128,9 +128,9 @@ def is_felt(type_: TensorType, operand: Any, result: Any) -> bool:
 
 
 def is_turned(operand: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether a cast into a float32 island has to say how dims lie in memory, as they are not row-major throughout.
+    """Whether a cast into a float32 island must fix the memory order: some side is not row-major.
 
-    Chunks of float64 values need not keep their order, and a cast may give another one.
+    Shards of float64 values need not keep the memory order of the trace.
     """
     if operand.dtype in SINGLE or result.dtype not in SINGLE:
         return False
@@ -138,7 +138,7 @@ def is_turned(operand: torch.Tensor, result: torch.Tensor) -> bool:
 
 
 def live_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that the output, an effect or a draw depends on; checks are none of these."""
+    """The nodes that the output, an effect or a random op depends on; assertions do not count."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         op = node.target
@@ -148,7 +148,7 @@ def live_nodes(graph: fx.Graph) -> list[fx.Node]:
 
 
 def remove_dead(graph: Graph) -> Graph:
-    """Without nodes and constants that nothing needs. Random ops stay: each advances the generator; checks as well."""
+    """Dead code elimination, of nodes and constants. Random ops and checks stay as effects."""
     needed = set(graph.returned)
     kept: list[Node] = []
     for node in reversed(graph.nodes):
@@ -164,16 +164,16 @@ def remove_dead(graph: Graph) -> Graph:
 
 
 def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> tuple[Any, Any, dict[str, Any]]:
-    """``(op, args, kwargs)`` in the form the passes expect. ``slots``: the results that are used.
+    """``(op, args, kwargs)`` in canonical form. ``slots``: the used results.
 
-    - Every way to reshape is ``reshape``, which also serves local tensors of any strides.
-    - ``native_dropout`` whose mask is unused is ``dropout``, where it draws and has the gradient of that: not where nothing or
-      all is dropped, nor for ``train=None``.
-    - What overwrites a value without a gradient (``zero``, ``fill``) makes a new one.
-    - A conjugate, and the imaginary part of one, are computed.
-    - ``item`` is ``_local_scalar_dense``.
-    - Memory that is not initialised is zeros: it would differ from rank to rank.
-    - No op names a device, a layout or pinned memory: a program runs on the device of its module.
+    - All reshapes become ``reshape``, which takes shards of any strides.
+    - ``native_dropout`` with an unused mask becomes ``dropout``, unless p is 0 or 1, or ``train``
+      is None: draws or gradients would differ.
+    - ``zero`` and ``fill`` of a value without a gradient become factories.
+    - Lazy conjugates and negations are computed.
+    - ``item`` becomes ``_local_scalar_dense``.
+    - Uninitialized memory, which would differ between ranks, becomes zeros.
+    - Device, memory layout and pinning are dropped: a program runs on the device of its module.
     """
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout", "non_blocking")}
     if op in _UNINITIALISED:
@@ -198,9 +198,9 @@ def canonical(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> t
 
 
 class Gradients:
-    """Through which results of an op a gradient flows: asked of autograd itself, on tensors without data.
+    """Whether results of an op require gradients, as autograd says on meta tensors.
 
-    Torch's own ops answer alike in all captures; others' may be defined anew.
+    Answers for torch's own ops are cached across captures; other ops may be redefined.
     """
 
     _torchs: ClassVar[dict[str, tuple[bool, ...] | None]] = {}
@@ -234,6 +234,6 @@ class Gradients:
         try:
             result = op(*map_refs(args, tensor), **map_refs(kwargs, tensor))
         except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
-            return None  # no meta kernel, or none for the number that stands for an open one
+            return None  # no meta kernel, or none for the estimate of a data-dependent number
         results = result if isinstance(result, tuple | list) else (result,)
         return tuple(isinstance(r, torch.Tensor) and r.requires_grad for r in results)

@@ -1,6 +1,6 @@
-"""Ops without a sharding rule, written as several ops that have one: PyTorch's own decompositions, for the tail.
+"""Decompositions: ops without a sharding rule become ops that have one, as PyTorch defines them.
 
-What has a rule stays whole: a linear layer or an attention is worth more than its parts.
+Ops with a rule stay: a linear layer or an attention shards better than its parts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autoshard.passes.rules.facts import has_effect, is_random
 from autoshard.runtime.autocast import autocast_state
 
 ORIGIN = "autoshard_origin"
-"""key in a node's custom meta: the op that the node is a part of"""
+"""key in a node's custom meta: the op that it was decomposed from"""
 
 _TABLE = """
     _chunk_cat _softmax_backward_data _log_softmax_backward_data _unsafe_masked_index
@@ -40,22 +40,22 @@ _TABLE = """
     native_group_norm native_layer_norm max_pool2d_with_indices_backward upsample_bicubic2d upsample_linear1d
     upsample_trilinear3d pixel_unshuffle nan_to_num rrelu_with_noise
 """.split()
-"""taken from PyTorch's tables; beside these, every op that PyTorch itself writes as others (composite implicit)"""
+"""ops decomposed by PyTorch's tables, in addition to all CompositeImplicitAutograd ops"""
 
 
 _WHOLE = frozenset({aten.where.default})
-"""their results are as long as the data says, so their parts would run on full tensors as well"""
+"""ops with data-dependent lengths: their parts would run on full tensors as well"""
 _OURS = ("aten", "autoshard")
-"""others' operations may have effects that are ordered by tokens"""
+"""namespaces of ops without effects; other ops may have effects that are ordered by tokens"""
 _LIFTED = frozenset({aten.lift.default, aten.lift_fresh.default})
-"""constants on their way into a trace"""
+"""ops that lift constants into a trace"""
 
 
 def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The functional form of ``program``, its ops without a rule written as others where PyTorch knows how.
+    """The functional form of ``program``, with ops without a rule decomposed where PyTorch can.
 
-    Parts keep their module and line. All in one run, parts of parts too: each run traces the whole program again. None is
-    where nothing would change; the casts of an autocast around it come with the run.
+    Parts keep their module and source line. One run decomposes all, as each run traces the program
+    again. None is needed where nothing changes, or ops expand in place, except under autocast.
     """
     nodes = [n for m in program.graph_module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     for node in nodes:
@@ -84,11 +84,11 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
 
 
 _APART = "autoshard_apart."
-"""of a tensor named as an attribute of a graph module is, such as code: export makes it one (torch 2.13) and fails"""
+"""prefix of tensors named like an attribute of fx.GraphModule, such as code: export fails (2.13)"""
 
 
 def _rename(program: torch.export.ExportedProgram, renamed: Callable[[str], str]) -> None:
-    """Give the parameters, buffers and constants of ``program`` other names."""
+    """Rename the parameters, buffers and constants of ``program``."""
     for spec in (*program.graph_signature.input_specs, *program.graph_signature.output_specs):
         if spec.kind not in (InputKind.USER_INPUT, OutputKind.USER_INPUT_MUTATION) and spec.target is not None:
             spec.target = renamed(spec.target)
@@ -102,7 +102,7 @@ def _is_complex(value: Any) -> bool:
 
 
 def _in_pairs(scatter: Any, x: torch.Tensor, part: torch.Tensor, dim: int = 0, *where: Any, **named: Any) -> Any:
-    """A write into complex numbers as one of pairs: ``scatter`` has no derivative for them."""
+    """A complex ``scatter`` on (real, imaginary) pairs: the complex one has no derivative."""
     if not x.is_complex():
         return NotImplemented
     pairs = torch.view_as_real(x), torch.view_as_real(part.to(x.dtype))
@@ -113,11 +113,11 @@ _WRITES = {
     aten.slice_scatter.default: partial(_in_pairs, torch.slice_scatter),
     aten.select_scatter.default: partial(_in_pairs, torch.select_scatter),
 }
-"""writes that have no derivative where numbers are complex"""
+"""writes without a derivative for complex numbers → their decomposition"""
 
 
 def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
-    """Whether the functional form of its program has ``node`` as it is: markers of equal modules, too."""
+    """Whether the functional form keeps ``node``; it keeps markers of equal modules, too."""
     if node.op in ("placeholder", "output") or node.target in (operator.getitem, CALLED, CALLED_AGAIN):
         return True
     return _op_stays(node.target, tail) and not _acts(node)
@@ -128,14 +128,14 @@ def _op_stays(op: Any, tail: Collection[OpOverload]) -> bool:
 
 
 def _is_written_alone(node: fx.Node, tail: Collection[OpOverload]) -> bool:
-    """Whether the functional form of its program has ``node`` as others, whatever stands around it: a view, for one."""
+    """Whether ``node`` decomposes independently of the nodes around it, as ``flatten`` does."""
     if node.target is REGION or node.op == "get_attr" or functional(node.target):  # get_attr: the body of a region
         return True
     return _is_functional(node.target, tail) and _is_composite(node.target) and not _acts(node)
 
 
 def _acts(node: fx.Node) -> bool:
-    """Whether it has an effect beside a draw, that its place among others keeps, or a check that is dropped."""
+    """Whether it has an effect other than a random draw or a dropped assertion."""
     return has_effect(node) and not is_random(node) and node.target not in DROPPED
 
 
@@ -144,11 +144,11 @@ def _is_functional(op: Any, tail: Collection[OpOverload]) -> bool:
 
 
 def _convert(copy: fx.Node) -> None:
-    """Write out that a copy converts: the functional form of one over all of an input or buffer loses it (torch 2.13)."""
+    """Make the cast of a copy explicit: functionalization loses it for inputs, buffers (2.13)."""
     target, source = (x.meta["val"] for x in copy.args[:2] if isinstance(x, fx.Node))
     if (
         source.dtype == target.dtype or copy.meta["val"].dtype != target.dtype
-    ):  # export's own, of a buffer that is set anew
+    ):  # export's own copy, of a reassigned buffer
         return
     with copy.graph.inserting_before(copy):
         converted = copy.graph.call_function(aten._to_copy.default, (copy.args[1],), {"dtype": target.dtype})
@@ -159,12 +159,12 @@ def _convert(copy: fx.Node) -> None:
 def _written(
     program: torch.export.ExportedProgram, there: set[OpOverload], tail: Mapping[OpOverload, Callable[..., Any]]
 ) -> torch.export.ExportedProgram:
-    """``program.run_decompositions(tail)``, of a program with the ops ``there``, but faster.
+    """A faster ``program.run_decompositions(tail)`` for a program with the ops ``there``.
 
-    That prepares each of PyTorch's 500 composite ops for 12 kinds of devices, a quarter of a small model's compile; here
-    it is those that are there, and those that stay whole as parts of others, for the devices that are there. PyTorch
-    writes out the rest by itself where it meets them. Nor are its guards of the arguments written: nobody runs them, and
-    they are no Python where one attribute's name begins with another's.
+    PyTorch overrides 500 composite ops for 12 kinds of devices, a quarter of a small compile. This
+    overrides the ops of ``program`` and those with a rule, for its devices; PyTorch decomposes the
+    rest anyway. Input guards are not generated: nothing runs them, and they are invalid Python
+    where one attribute's name begins with another's.
     """
     composite = {op for op in _composite() if rule_for(op) is not None or op in decomposition_table or op in there}
     composite |= {op for op in there if op.namespace != "aten" and _is_preservable_cia_op(op)}
@@ -191,11 +191,11 @@ _UNASKED: Patch = (
     "decomposition_table",
     {op: how for op, how in decomposition_table.items() if op is not aten.nll_loss.default},
 )
-"""what fake tensors look up: that of a loss asks whether it has no elements, where its kernel does not"""
+"""table of fake tensors without nll_loss, whose entry branches on numel == 0, unlike its kernel"""
 
 
 def _keys_of(program: torch.export.ExportedProgram) -> list[Patch]:
-    """Of the dispatch keys that PyTorch prepares, those of the devices of ``program``, of constants and of fake tensors."""
+    """Patches that limit PyTorch's dispatch keys to devices of ``program``, CPU and meta."""
     tensors = pytree.tree_leaves([n.meta.get("val") for n in program.graph.nodes])
     devices = {"cpu", "meta", *(x.device.type for x in tensors if isinstance(x, torch.Tensor))}
     names = {torch._C._dispatch_key_for_device(device) for device in devices}
@@ -212,19 +212,19 @@ def _composite() -> frozenset[OpOverload]:
 
 
 def _is_plain(program: torch.export.ExportedProgram) -> bool:
-    """Whether it consists of ops that autograd knows, without tokens that order effects."""
+    """Whether all ops have autograd formulas (no prims), and no tokens order effects."""
     if any(spec.kind is InputKind.TOKEN for spec in program.graph_signature.input_specs):
         return False
     return not any(getattr(n.target, "namespace", "") == "prims" for n in program.graph.nodes)
 
 
 def origin(node: fx.Node) -> str:
-    """The op that ``node`` was made from by a decomposition; "" where it is the user's own."""
+    """The op that ``node`` was decomposed from; "" if the user called it."""
     return str((node.meta.get("custom") or {}).get(ORIGIN, ""))
 
 
 def _islands(program: torch.export.ExportedProgram, nodes: Sequence[fx.Node]) -> set[Any]:
-    """The ops of a float32 island in a float64 model. They stay: their parts would round otherwise."""
+    """The ops of float32 islands in a float64 model; decomposed they would round differently."""
     double = any(p.dtype == torch.float64 for p in program.parameters())
     return {n.target for n in nodes if double and _is_single(n.meta.get("val"))}
 
@@ -235,16 +235,16 @@ def _is_single(value: Any) -> bool:
 
 @cache
 def _functional() -> dict[OpOverload, Callable[..., Any]]:
-    """Ops that can be in a functional program, with PyTorch's decompositions where these are known to be good."""
+    """Functional ops → PyTorch's decompositions, of those that are trusted."""
     known = {**decomposition_table, **dict(core_aten_decompositions().items())}
     return {op: how for op, how in known.items() if isinstance(op, OpOverload) and _is_listed(op)}
 
 
 def _is_listed(op: OpOverload) -> bool:
-    """Whether it computes new tensors, and PyTorch itself writes it as others or :data:`_TABLE` names it."""
+    """Whether it is functional, and composite implicit or listed in :data:`_TABLE`."""
     schema = op._schema
     if op.namespace != "aten" or not any("Tensor" in str(r.type) for r in schema.returns):
-        return False  # a length is asked for as it is
+        return False  # returns a number, such as a length
     if any(a.alias_info is not None for a in schema.arguments):
         return False
     return _is_composite(op) or schema.name.removeprefix("aten::") in _TABLE

@@ -1,4 +1,4 @@
-"""Gradients of float32 islands added in the order of one device: a value with many readers is handed out explicitly."""
+"""Ordered gradient accumulation in float32 islands: an explicit fan-out of values to readers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from autoshard.runtime.operations.fan_out import FAN_OUT
 
 
 def fan_out(graph: Graph) -> Graph:
-    """``graph`` in which a float32 value with three gradients or more has them added in the order of one device.
+    """``graph`` in which float32 values sum three or more gradients in the order of one device.
 
-    autograd adds the last reader's first; where readers have other layouts, or ranks share one autograd graph, it
-    would add them in another order. With two gradients there is no order.
+    autograd adds the last reader's gradient first. Other layouts of readers, or ranks in one
+    autograd graph, would change that order. A sum of two gradients has no order.
     """
     if not graph.is_double or not graph.training:
         return graph
@@ -35,7 +35,7 @@ def fan_out(graph: Graph) -> Graph:
 
 
 def _copies(graph: Graph) -> dict[str, list[str]]:
-    """Per value with three gradients or more a name for each of its uses, in the order of the readers."""
+    """Value with three or more gradients → names of its uses, in the order of readers."""
     count: dict[str, int] = {}
     for node in graph.nodes:
         if any(graph.types[o].grad for o in node.outputs):
@@ -51,7 +51,7 @@ def _copies(graph: Graph) -> dict[str, list[str]]:
 def _spread_to(
     copies: dict[str, list[str]], name: str, maker: Node | None, nodes: list[Node], types: dict[str, TensorType]
 ) -> None:
-    """Add the node that makes the copies of ``name``, if it has any."""
+    """Add the fan-out of ``name``, if it has one."""
     if name not in copies:
         return
     names = tuple(copies[name])

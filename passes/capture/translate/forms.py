@@ -1,4 +1,4 @@
-"""Graphs in which what models write in several operations is the one that rules know."""
+"""Graph rewrites: what models write as several operations becomes the one that has a rule."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from autoshard.passes.ir.graph import Graph
 
 
 def in_forms(graph: Graph) -> Graph:
-    """``graph`` with masks by position, places by dim, products of what was not flattened, experts and their rows, splits and
-    their parts, attention of one width; nothing dead, and no dims that views merge and split again."""
+    """``graph`` after all rewrites, in order; each expects the results of those before it."""
     for form in (
         remove_dead,
         apart,

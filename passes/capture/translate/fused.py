@@ -1,4 +1,4 @@
-"""Fused projections whose result is split into parts: types say so, that every part may be cut and not the whole."""
+"""Fused projections (QKV, gate and up): types record segments, each of which can be sharded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPERTS = experts_op._opoverload
 
 
 def fused(graph: Graph) -> Graph:
-    """``graph`` whose types know the parts of what is split, and of the parameters that it is a product of."""
+    """``graph`` whose types record the segments of fused values and of their parameters."""
     found: dict[str, Parts] = {}
     for node in graph.nodes:
         for value, parts in _split(node, graph):
@@ -32,7 +32,7 @@ def fused(graph: Graph) -> Graph:
 
 
 def _split(node: Node, graph: Graph) -> Iterator[tuple[str, Parts]]:
-    """What ``node`` splits into parts."""
+    """(operand of ``node``, its segments): of splits, views, and gated experts."""
     parts = parts_of_split(node, graph) if node.op in SPLITS else viewed_parts(node, graph)
     if parts is not None:
         yield node.inputs[0], parts
@@ -41,7 +41,7 @@ def _split(node: Node, graph: Graph) -> Iterator[tuple[str, Parts]]:
 
 
 def _behind(value: str, parts: Parts, graph: Graph) -> Iterator[tuple[str, Parts]]:
-    """``value`` and what it is made of, as far as that has the same parts, down to parameters."""
+    """``value`` and the values behind it that have the same segments, down to parameters."""
     yield value, parts
     node, (dim, ratio) = graph.producers.get(value), parts
     if node is None or isinstance(graph.shape(value)[dim], Size):

@@ -58,10 +58,7 @@ def _fits(mixture: Mixture, node: Node, graph: Graph) -> bool:
 
 
 def _of_owners(graph: Graph) -> Graph:
-    """``graph`` whose types mark expert matrices that may be owned by one rank each.
-
-    Those are parameters that nothing else reads.
-    """
+    """``graph`` whose types mark expert parameters that may be owned by one rank each."""
     types = dict(graph.types)
     for node in graph.nodes:
         apart = node.op is STACKED and len({*node.inputs}) == len(node.inputs)

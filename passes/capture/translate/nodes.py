@@ -1,4 +1,4 @@
-"""A functional ``torch.export`` program → :class:`~autoshard.passes.ir.graph.Graph`, node by node."""
+"""Translate a functional ``torch.export`` program into a graph, node by node."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def translate(
     training: bool,
     inputs: Mapping[str, Open],
 ) -> Graph:
-    """The graph of ``program``, which was exported from ``model`` for ``example`` and made functional.
+    """The graph of a functional ``program`` that was exported from ``model`` for ``example``.
 
-    ``inputs``: the tensor arguments of which lengths were left open, by path.
+    ``inputs``: path → dynamic lengths of a tensor argument. Raises :class:`CaptureError`.
     """
     return _Translation(program, model, example, training, inputs).graph()
 
@@ -92,9 +92,9 @@ class _Translation:
         self.fx_nodes: dict[str, fx.Node] = {n.name: n for n in program.graph.nodes}
         self.types: dict[str, TensorType] = {}
         self.values: dict[str, Any] = {}
-        """fx name → the Ref, or whatever else, that stands for it"""
+        """fx name → its Ref or constant"""
         self.fakes: dict[str, Any] = {}
-        """value → the tensor without data, or the symbol, that it was when traced"""
+        """value → its fake tensor or symbol in the trace"""
         self.nodes: list[Node] = []
         self.gradients = Gradients()
         self.detached: dict[str, Ref] = {}
@@ -103,7 +103,7 @@ class _Translation:
         self.lengths = Lengths(self.opened(inputs))
 
     def opened(self, inputs: Mapping[str, Open]) -> dict[str, tuple[Open, torch.Tensor]]:
-        """Name of an input → what is open of it, and what stands for it in the trace."""
+        """Input name → (its dynamic lengths, its fake tensor)."""
         paths, order = argument_paths(self.model, self.example), iter(export_order(self.program, self.example))
         specs = [s for s in self.program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
         named = [(spec.arg.name, paths[next(order)]) for spec in specs]
@@ -181,7 +181,7 @@ class _Translation:
         for result in value if isinstance(value, tuple | list) else (value,):
             check_result(node, result)
         op = number_op(op, value) or op
-        if node.target is torch.sym_ite and tuple(node.args[1:]) == (1, 0):  # a truth value as a number
+        if node.target is torch.sym_ite and tuple(node.args[1:]) == (1, 0):  # int(bool)
             op, node.args = aten.Int.Scalar, node.args[:1]
         if not isinstance(op, torch._ops.OpOverload):
             raise CaptureError(f"{where(node)}: {not_an_op(node)}")
@@ -191,12 +191,12 @@ class _Translation:
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'an argument of {op}')}")
         if op is aten._to_copy.default and not isinstance(args[0], Ref):  # vmap makes tensors of numbers
             op, args, kwargs = aten.full.default, ([], args[0]), {"dtype": node.meta["val"].dtype}
-        if op in (aten.type_as.default, aten.to.other):  # of the second operand only the dtype counts
+        if op in (aten.type_as.default, aten.to.other):  # the second operand gives only the dtype
             op, args, kwargs = aten._to_copy.default, args[:1], {"dtype": node.meta["val"].dtype}
         if op is aten.cat.default and (whole := joined_with_nothing(args, self.types, value)):
             op, args, kwargs = aten.clone.default, (whole,), {"memory_format": torch.contiguous_format}
         if op is aten.linear.default and len(args) == 2 and len(self.types[args[1].name].shape) == 1:
-            op = aten.matmul.default  # a weight of one row
+            op = aten.matmul.default  # linear with a vector as its weight
         if op is aten.broadcast_tensors.default and not self.is_open(args):
             self.broadcast(node, args[0])
         elif op is aten.detach.default and args[0].name in self.detached:
@@ -219,7 +219,7 @@ class _Translation:
                 self.detached[args[0].name] = Ref(node.name)
 
     def known(self, value: Any) -> int | float | None:
-        """The number that ``value`` is, or the length; None if it is neither, or depends on the data."""
+        """A constant number or a length; None for anything else, such as data-dependent numbers."""
         return self.lengths.of(value) if is_length(value) else constant(value)
 
     def shape(self, value: torch.Tensor) -> list[int]:
@@ -227,7 +227,7 @@ class _Translation:
 
     def same(self, node: fx.Node, op: Any, args: Any) -> Ref | None:
         if op is aten.clone.default and any(user.op == "output" for user in node.users):
-            return None  # the user gets a tensor of his own
+            return None  # an output must not alias the operand
         found = same_as(op, args, self.types, node.meta.get("val"), self.shape)
         if found and self.double and is_felt(self.types[found.name], self.fakes[found.name], node.meta.get("val")):
             return None
@@ -245,15 +245,15 @@ class _Translation:
             self.values[get.name] = self.cast(get, operands[slot], get.meta["val"])
 
     def is_open(self, tree: Any) -> bool:
-        """Whether a length of an operand in ``tree`` depends on the data, or an operand is a number that does."""
+        """Whether an operand in ``tree`` is a data-dependent number, or has such a length."""
         return any(self.types[ref.name].unknown or self.types[ref.name].number is not None for ref in refs(tree))
 
     def is_symbolic(self, tree: Any) -> bool:
-        """Whether a length of an operand in ``tree`` follows from the inputs' lengths."""
+        """Whether an operand in ``tree`` has a symbolic length."""
         return any(isinstance(n, Size) for ref in refs(tree) for n in self.types[ref.name].shape)
 
     def cast(self, node: fx.Node, ref: Ref, value: torch.Tensor, like: Ref | None = None) -> Ref:
-        """``ref`` with the shape and dtype of ``value``."""
+        """``ref``, expanded and cast to the shape and dtype of ``value``."""
         if [str(n) for n in self.fakes[ref.name].shape] != [str(n) for n in value.shape]:
             if like is not None and self.is_open((ref, like)):
                 ref = self.emit(node, aten.expand_as.default, (ref, like), {})
@@ -266,7 +266,7 @@ class _Translation:
     def scatter(
         self, node: fx.Node, ref: Ref, src: Ref, size: list[int], stride: list[int], storage_offset: int | None = None
     ) -> Ref:
-        """as_strided_scatter as an index_put: torch 2.13's own backward gives the gradient of the wrong elements."""
+        """as_strided_scatter as index_put: its own backward is wrong in torch 2.13."""
         if self.is_open((ref, src)):
             raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what='a write through as_strided')}")
         (ref, _, _, storage_offset), order = self.in_memory(node, ref, size, stride, storage_offset)
@@ -287,7 +287,7 @@ class _Translation:
     def in_memory(
         self, node: fx.Node, ref: Ref, size: list[int], stride: list[int], storage_offset: int | None = None
     ) -> tuple[tuple[Ref, list[int], list[int], int], tuple[int, ...]]:
-        """Arguments of as_strided with the operand's dims in the order of its memory, and that order; () as numbered."""
+        """(arguments of as_strided on an operand permuted to memory order, that order or ())."""
         value, order = self.fakes[ref.name], operand_order(node)
         offset = 0 if storage_offset is None else storage_offset - value.storage_offset()
         check_filled(node, value, order, offset)
@@ -296,7 +296,7 @@ class _Translation:
         return (ref, size, stride, offset), order
 
     def strided(self, node: fx.Node, ref: Ref) -> Ref:
-        """``ref`` with its dims in memory as in the traced run where a float32 island feels them, else row-major."""
+        """``ref`` contiguous; in a float32 island, in the memory order of the trace."""
         order = memory_order(self.fakes[ref.name])
         permuted = self.double and self.types[ref.name].dtype in SINGLE and order != tuple(range(len(order)))
         if permuted:
@@ -307,7 +307,7 @@ class _Translation:
         return ref
 
     def emit(self, node: fx.Node, op: Any, args: Any, kwargs: Any, theirs: Any = None) -> Ref:
-        """Add an op with one result that stands for part of ``node``. ``theirs``: ``args`` in export's own symbols."""
+        """Add an op with one result for ``node``. ``theirs``: ``args`` in export's symbols."""
         stem, number = f"{node.name}_{op._schema.name.rpartition(':')[2].strip('_')}", 1
         name = stem
         while name in self.types or name in self.fx_nodes:
@@ -328,7 +328,7 @@ class _Translation:
         value = node.meta.get("val")
         results = list(value) if isinstance(value, tuple | list) else [value]
         used = self.results(node, value)
-        written = op in OVERWRITING and self.types[args[0].name].grad  # its gradient is there, and zero
+        written = op in OVERWRITING and self.types[args[0].name].grad  # needed for a zero gradient
         op, args, kwargs = (op, args, kwargs) if written else canonical(op, args, kwargs, [s for _, s, _ in used])
         grads = self.gradients.flags(op, args, kwargs, self.types, results)
         self.add(node, node.name, op, args, kwargs, used, grads)
@@ -355,14 +355,14 @@ class _Translation:
         self.nodes.append(replace(made, order=operand_order(node)) if is_random(made) else made)
 
     def results(self, node: fx.Node, value: Any) -> list[tuple[str, int, Any]]:
-        """(value name, position in the op's result, fake value) of the results that are used."""
+        """(value name, slot of the op's result, fake value) of the used results."""
         if value is None:
             return []
         if not isinstance(value, tuple | list):
             return [(node.name, 0, value)]
         gets = [g for g in node.users if g.target is operator.getitem and g.users]
         slot_of: dict[fx.Node, Any] = {g: g.args[1] for g in gets}
-        slots: list[int] = sorted(set(slot_of.values())) or [0]  # a draw that nobody reads is one of a first result
+        slots: list[int] = sorted(set(slot_of.values())) or [0]  # an unread draw has result 0
         names = {s: node.name if len(slots) == 1 else f"{node.name}_{s}" for s in slots}
         for get in gets:
             slot = slot_of[get]
@@ -373,7 +373,7 @@ class _Translation:
 
     def argument(self, arg: Any) -> Any:
         if isinstance(arg, fx.Node):
-            # What no node computes stays as it is; the caller refuses a symbol.
+            # Values that no node computes stay; the caller refuses symbols.
             return self.values.get(arg.name, arg.meta.get("val"))
         if isinstance(arg, tuple | list):
             return (tuple if isinstance(arg, tuple) else list)(self.argument(a) for a in arg)

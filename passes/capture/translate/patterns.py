@@ -177,10 +177,7 @@ class Patterns:
     # --- gates ---
 
     def gates(self, value: Ref) -> tuple[Ref, Ref] | None:
-        """(ids, weights) [t, k] of dense gates [t, e], which are zero elsewhere.
-
-        Behind a reshape of the rows, ids and weights have the dims before it.
-        """
+        """(ids, weights) [t, k] of dense gates [t, e], in the dims before a reshape of t."""
         if (shaped := self.made(value, aten.reshape.default)) is not None:
             alike = self.graph.shape(shaped.args[0])[-1:] == self.graph.shape(value)[-1:]
             return self.gates(shaped.args[0]) if alike else None

@@ -1,4 +1,4 @@
-"""Places at which a condition holds, a tensor for each of its dims, however a model takes them."""
+"""``nonzero`` as ``where``: indices at which a condition holds, one tensor per dim."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoshard.passes.ir.graph import Graph, Node
 
 
 def by_dim(graph: Graph) -> Graph:
-    """``graph`` with ``where(condition)`` in the place of each ``nonzero(condition)`` of which columns alone are read."""
+    """``graph`` with each ``nonzero(condition)`` that is read by column as ``where(condition)``."""
     columns = {n.name: found for n in graph.nodes if n.op is aten.nonzero.default and (found := _columns(n, graph))}
     if not columns:
         return graph
@@ -29,7 +29,7 @@ def by_dim(graph: Graph) -> Graph:
 
 
 def _columns(node: Node, graph: Graph) -> dict[int, list[str]]:
-    """The values that are columns of what ``node`` found, by number; nothing where more of it is read."""
+    """Column number → values that read it; empty if anything but columns of ``node`` is read."""
     value = node.outputs[0]
     dims = len(graph.types[node.inputs[0]].shape)
     found: dict[int, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Products of flattened operands as products of what they were flattened from: every dim in front can be cut."""
+"""Linear layers on flattened operands become ones on the unflattened: each dim can be sharded."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 
 
 def unflattened(graph: Graph) -> Graph:
-    """``graph`` in which [b, s, k] → [b · s, k] @ [k, n] → [b, s, n], as of GPT-2's layers, is one product.
+    """``graph`` with [b, s, k] → [b · s, k] @ [k, n] → [b, s, n], as in GPT-2, as one linear.
 
-    A dim b · s can be cut along s only where b is 1.
+    A dim b · s could be sharded along s only if b is 1.
     """
     nodes, types, renamed = list[Node](), dict(graph.types), dict[str, str]()
     for node in graph.nodes:
@@ -32,7 +32,7 @@ def unflattened(graph: Graph) -> Graph:
 
 
 def _whole(node: Node, graph: Graph) -> tuple[Node, Node, tuple[int, ...]] | None:
-    """The weight's transpose, the product of the operand that ``node`` has flattened, and its shape."""
+    """(transpose of the weight, linear of the unflattened operand, its shape), or None."""
     if node.op is not aten.addmm.default or node.kwargs or not isinstance(node.args[1], Ref):
         return None
     bias, flat, weight = node.args

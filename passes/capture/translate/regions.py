@@ -1,4 +1,4 @@
-"""no_grad in an exported program: what runs under it reads detached values."""
+"""``no_grad`` in an exported program: its ops read detached values."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.provenance import NO_GRAD, where
 
 _MAY_COPY = frozenset("to contiguous reshape flatten type_as float double half bfloat16".split())
-"""ops that give their operand, a view of it, or where it lies or is otherwise a copy, under one schema"""
+"""ops that return their operand, a view, or a copy under one schema, by device, layout or dtype"""
 _REGIONS = (torch.ops.higher_order.wrap_with_set_grad_enabled, torch.ops.higher_order.wrap_with_autocast)
 
 
 def detach_no_grad(gm: fx.GraphModule, grads: set[str]) -> None:
-    """Insert ``detach`` where an op marked :data:`NO_GRAD` reads a value with a gradient, regions included.
+    """Insert ``detach`` before reads of values with a gradient by ops marked :data:`NO_GRAD`.
 
-    Detaching what is read, not what comes out, keeps the meaning where such an op writes into an outer buffer.
-    ``grads``: placeholders with a gradient. Raises :class:`CaptureError` for a write under no_grad into a value that
-    has a gradient: autograd does not see such a write, but a functional graph would differentiate through it.
+    Operands are detached, not results, so that in-place writes into outer buffers keep their
+    meaning. ``grads``: placeholders with a gradient. Raises :class:`CaptureError` for a write under
+    ``no_grad`` into a value with a gradient: a functional graph would differentiate through it.
     """
     _detach(gm, _Gradients(n for n in gm.graph.nodes if n.op == "placeholder" and n.name in grads))
 
 
 def record_nothing(gm: fx.GraphModule) -> bool:
-    """Leave regions of ``enable_grad`` without a backward, inputs in torch's functional form; whether there are any."""
+    """Turn ``enable_grad`` regions off, for a graph without a backward; whether there are any."""
     nodes = [n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     enabling = [n for n in nodes if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled and n.args[0]]
     for node in enabling:
@@ -52,7 +52,7 @@ def _detach(gm: fx.GraphModule, flow: _Gradients) -> None:
 
 
 def _region(gm: fx.GraphModule, region: fx.Node, flow: _Gradients) -> None:
-    """Go on into the region's body, whose nodes keep their module path and source line when it is decomposed."""
+    """Detach in the body of a region, whose nodes then keep module path and source line."""
     index = next(i for i, a in enumerate(region.args) if isinstance(a, fx.Node) and a.op == "get_attr")
     body = getattr(gm, str(getattr(region.args[index], "target", "")))
     placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
@@ -85,27 +85,27 @@ def _detach_operands(gm: fx.GraphModule, node: fx.Node, flow: _Gradients) -> Non
 
 
 class _Gradients:
-    """Which values may carry a gradient, over a program with in-place ops and views."""
+    """Tracks which values may have a gradient, through in-place ops and views (alias analysis)."""
 
     def __init__(self, sources: Iterable[fx.Node]) -> None:
         self.carried = set(sources)
         self.root: dict[fx.Node, fx.Node] = {}
-        """view → the node whose storage it shows"""
+        """view → the node that owns its storage"""
         self.aliases: dict[fx.Node, set[fx.Node]] = {}
         self.shown: dict[fx.Node, fx.Node] = {}
-        """view → what it was made of"""
+        """view → its operand"""
         self.regions: list[fx.Node] = []
-        """those that the next op is in, the outermost first"""
+        """enclosing regions of the next op, outermost first"""
 
     def link(self, node: fx.Node, same: Any) -> None:
-        """``node`` is another name of ``same``, across a region's border."""
+        """Make ``node`` an alias of ``same``, across the border of a region."""
         if isinstance(same, fx.Node):
             self._alias(node, same)
             if same in self.carried:
                 self.carried.add(node)
 
     def visit(self, node: fx.Node) -> None:
-        """Take in the next op. Raises for a write that autograd does not see."""
+        """Add the next op. Raises :class:`CaptureError` for a write that autograd does not see."""
         enabled = not node.meta.get(NO_GRAD)
         for operand, argument in _operands(node):
             if _is_name(node, operand, argument):
@@ -134,14 +134,14 @@ class _Gradients:
         self.aliases.setdefault(root, {root}).add(node)
 
     def is_lost_in(self, write: fx.Node) -> bool:
-        """Whether it writes into a ``detach()`` that only other writes read later, as an EMA writes into ``buffer.data``.
+        """Whether only writes read the ``detach()`` that it writes, as of an EMA into ``x.data``.
 
-        Then no reader has the gradient of what was written: who reads the buffer reads values."""
+        No reader then has the gradient of the written value."""
         found = [x for n in _written(write) for x in self._through(n) if x.target is aten.detach.default]
         return bool(found) and not any(self._is_read_after(write, detached) for detached in found)
 
     def _is_read_after(self, write: fx.Node, detached: fx.Node) -> bool:
-        """Whether what follows ``write`` computes of ``detached``, or of a view of it, or gives one of them back."""
+        """Whether a node behind ``write`` reads ``detached`` or a view of it, or returns it."""
         family = {n for n in self._same_storage(detached) if detached in self._through(n)} | {write}
         for node in self._after(write):
             if family.isdisjoint(node.all_input_nodes):
@@ -152,14 +152,15 @@ class _Gradients:
         return False
 
     def _after(self, node: fx.Node) -> Iterable[fx.Node]:
-        """What follows ``node`` in its graph, and then what follows the regions that it is in."""
+        """The nodes behind ``node``, then those behind its enclosing regions."""
         for each in (node, *reversed(self.regions)):
             nodes = list(each.graph.nodes)
             yield from nodes[nodes.index(each) + 1 :]
 
     def _attach(self, write: fx.Node, written: fx.Node) -> None:
-        """From a write on, ``written`` has a gradient, also where it is a ``detach()`` of what has none: that is a name of it
-        then, as a functional graph would detach what was written. Raises where both are read afterwards."""
+        """Let ``written`` have a gradient from a write on; its ``detach()`` becomes an alias.
+
+        A functional graph would detach the written value. Raises where both are read afterwards."""
         for detached in self._through(written):
             if detached.target is not aten.detach.default:
                 continue
@@ -172,7 +173,7 @@ class _Gradients:
                 )
 
     def _through(self, node: fx.Node) -> list[fx.Node]:
-        """``node`` and what it shows, one after another."""
+        """``node``, its operand if it is a view, and so on."""
         found = [node]
         while found[-1] in self.shown:
             found.append(self.shown[found[-1]])
@@ -184,12 +185,12 @@ class _Gradients:
 
 
 def _is_name(node: fx.Node, operand: fx.Node, argument: Any) -> bool:
-    """Whether ``node`` gives ``operand``, or a view of it."""
+    """Whether ``node`` returns ``operand`` or a view of it."""
     return (argument is None or argument.alias_info is not None) and not _is_copy(node, operand)
 
 
 def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether what may be a copy of ``operand`` was one in the trace."""
+    """Whether an op that may copy ``operand`` did so in the trace."""
     if getattr(node.target, "_opname", "") not in _MAY_COPY:
         return False
     results = node.meta.get("val"), operand.meta.get("val")
@@ -198,7 +199,7 @@ def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
 
 
 def _unbatched(x: torch.Tensor) -> torch.Tensor:
-    """What a tensor inside of torch.vmap stands for: it has no storage of its own."""
+    """The tensor behind a batched one of torch.vmap, which has no storage."""
     while torch._C._functorch.is_batchedtensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x
@@ -209,7 +210,7 @@ def _written(node: fx.Node) -> set[fx.Node]:
 
 
 def _operands(node: fx.Node) -> list[tuple[fx.Node, Any]]:
-    """Single tensor operands with their schema argument; for getitem its source and None."""
+    """(operand, schema argument) of single tensors; (source, None) of getitem."""
     if node.target is operator.getitem:
         return [(a, None) for a in node.args[:1] if isinstance(a, fx.Node)]
     if not isinstance(node.target, torch._ops.OpOverload):

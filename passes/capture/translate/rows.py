@@ -1,9 +1,9 @@
-"""Rows in the dims that they were flattened from: every one of them can be cut.
+"""Unflatten rows: ops that work row by row run on the leading dims, each of which can be sharded.
 
-Of [batch · sequence, width] a cut along the sequence is no chunk where there are several sequences; of
-[sequence · batch, width], as in nn.MultiheadAttention, one along the batch. Layers, routers and experts work row by row, so
-that they do the same on [batch, sequence, width]; a loss is a sum over rows, or one of each. Rows stay flat where neither
-experts nor losses read them and they are not brought back.
+In [batch · sequence, width] a shard of the sequence is not contiguous; nor is one of the batch in
+[sequence · batch, width], as in nn.MultiheadAttention. Layers, routers, experts and losses do the
+same on [batch, sequence, width]. Rows stay flat unless experts or losses read them, or a reshape
+restores their dims.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from autoshard.runtime.operations.experts import experts_op
 from autoshard.runtime.operations.loss import cross_entropy_op
 
 Lead = tuple[int, ...]
-"""the lengths that rows were flattened from"""
+"""lengths of the leading dims that rows were flattened from"""
 
 EXPERTS = experts_op._opoverload
 _LOSSES = {aten.cross_entropy_loss.default: cross_entropy_op}
-"""of [rows, classes] → the same of [..., classes]"""
+"""loss of [rows, classes] → the same loss of [..., classes]"""
 _BESIDE = {EXPERTS: slice(1, 3), **dict.fromkeys(_LOSSES, slice(1, 2))}
-"""operations whose rows are to keep their dims → operands that are brought into these dims: ids and weights, labels"""
+"""ops that want unflattened rows → their operands that follow: ids and weights, labels"""
 _SUMS = {aten.sum.default, aten.mean.default}
-"""over all elements, whatever their dims"""
+"""reductions over all elements, which shapes do not change"""
 _BY_ROW = {aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default}
-"""of rows and a matrix, or weights of features"""
+"""ops of rows and a matrix, or weights of features"""
 _LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 _ELEMENTWISE = {*_LIKE, aten._to_copy.default, aten.detach.default, aten.dropout.default}
-"""and those that torch's tags say"""
+"""elementwise ops without torch's pointwise tag"""
 _ALONG = frozenset(
     (
         "softmax.int log_softmax.int topk.default sum.dim_IntList mean.dim amax.default argmax.default cumsum.default "
         "gather.default scatter.src scatter.value sort.default argsort.default unsqueeze.default squeeze.dim logsumexp.default"
     ).split()
 )
-"""operations along dims of their first operand"""
+"""ops along dims of their first operand"""
 
 
 def in_their_dims(graph: Graph) -> Graph:
-    """``graph`` in which rows that need not be flat, and all that is done with them row by row, are not flattened."""
+    """``graph`` with row-wise ops on unflattened rows where experts, losses, reshapes want it."""
     rows = _Rows(graph)
     wanted = rows.kept()
     return remove_dead(rows.written(wanted)) if wanted else graph
 
 
 class _Rows:
-    """Which values are rows, flat, and of what."""
+    """Finds flat rows, their leading dims, and the ops that can run on unflattened ones."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.leads: dict[str, Lead] = {}
         self.starts: dict[str, str] = {}
-        """flattened value → what it was flattened from, if its other dims may be others"""
+        """flattened value → source of its reshape, whose trailing dims may differ"""
         self.made: dict[str, Node] = {}
-        """node → the same on rows that are not flat"""
+        """node name → the node on unflattened rows"""
         self.ends: set[str] = set()
-        """nodes that bring rows back into the dims that they come from"""
+        """names of reshapes that restore the leading dims"""
         for node in graph.nodes:
             if (lead := self._flattened(node)) is not None:
                 self.leads[node.outputs[0]] = lead
@@ -76,7 +76,7 @@ class _Rows:
                 self.ends.add(node.name)
 
     def _flattened(self, node: Node) -> Lead | None:
-        """The dims in front that ``node`` makes one of."""
+        """The leading dims that reshape ``node`` merges into one."""
         if node.op is not aten.reshape.default or len(node.inputs) != 1:
             return None
         before, after = (self.graph.types[name] for name in (*node.inputs, *node.outputs))
@@ -88,7 +88,7 @@ class _Rows:
         return next((lead for lead in several if math.prod(lead) == after.shape[0]), None)
 
     def _lead(self, node: Node) -> Lead | None:
-        """That of the rows that ``node`` reads."""
+        """The common leading dims of the rows that ``node`` reads."""
         found = {self.leads[name] for name in node.inputs if name in self.leads}
         return found.pop() if len(found) == 1 else None
 
@@ -98,7 +98,7 @@ class _Rows:
         return self.graph.shape(node.outputs[0]) == (*lead, *self.graph.shape(node.inputs[0])[1:])
 
     def _apart(self, node: Node, lead: Lead) -> Node | None:
-        """``node`` on rows that are not flat, if it works on each by itself."""
+        """``node`` on unflattened rows, if it works row by row; else None."""
         graph, rows = self.graph, math.prod(lead)
         types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
         made = [graph.types[name] for name in node.outputs]
@@ -108,7 +108,7 @@ class _Rows:
             return node
         if any(t.shape[:1] != (rows,) for t in made) and node.op not in _LOSSES:
             return None
-        if node.op in _BESIDE:  # what something else made is brought into these dims
+        if node.op in _BESIDE:  # its other operands of rows get reshaped
             weights = node.inputs[_BESIDE[node.op].stop :]
             apart = node.inputs[0] in self.leads and self.leads.keys().isdisjoint(weights)
             return replace(node, op=_LOSSES.get(node.op, node.op)) if apart else None
@@ -128,7 +128,7 @@ class _Rows:
         return _along(node, len(shape), len(lead) - 1)
 
     def _is_aligned(self, node: Node) -> bool:
-        """Whether operands that are no rows have no dim of rows."""
+        """Whether operands other than rows are broadcast along the dim of rows."""
         rank = len(self.graph.shape(node.outputs[0]))
         shapes = {name: self.graph.shape(name) for name in node.inputs}
         return all(
@@ -137,7 +137,7 @@ class _Rows:
         )
 
     def kept(self) -> set[str]:
-        """The nodes that have rows in common with experts, losses or what is brought back, directly or through each other."""
+        """Names of nodes connected by rows to experts, losses or restoring reshapes."""
         by_name = {node.name: node for node in self.graph.nodes}
         back = {by_name[name].inputs[0] for name in self.ends}
         open_ = [n for n in self.made if by_name[n].op in _BESIDE or not back.isdisjoint(by_name[n].outputs)]
@@ -155,12 +155,12 @@ class _Rows:
         return (name for name in (*node.inputs, *node.outputs) if name in self.leads)
 
     def written(self, wanted: set[str]) -> Graph:
-        """The graph with ``wanted`` nodes on rows that are not flat; others read them flattened."""
+        """The graph with ``wanted`` nodes on unflattened rows; the others read them flattened."""
         graph, nodes, types = self.graph, list[Node](), dict(self.graph.types)
         apart = dict[str, str]()
-        """flat value → the same in its dims"""
+        """flat value → the unflattened one"""
         names = dict[str, str]()
-        """value → what is read in its place by operations that are not wanted"""
+        """value → its replacement in nodes that are not wanted"""
         for node in graph.nodes:
             (out, *_), source = node.outputs or ("",), node.inputs[0] if node.inputs else ""
             if node.name in wanted:
@@ -202,13 +202,13 @@ def _renamed(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def _reshaped(node: Node, name: str, made: str, types: Mapping[str, TensorType]) -> Node:
-    """What makes rows flat again, or brings them into their dims, at ``node``."""
+    """A reshape of ``name`` to ``made``, with the metadata of ``node``."""
     args = (Ref(name), list(types[made].shape))
     return replace(node, name=made, op=aten.reshape.default, args=args, kwargs={}, outputs=(made,), output_slots=(0,))
 
 
 def _along(node: Node, rank: int, more: int) -> Node | None:
-    """An operation along dims that are none of the rows, of an operand of ``more`` dims in front."""
+    """``node`` with its dims shifted by ``more`` leading dims; None if it acts along rows."""
     if str(node.op).removeprefix("aten.") not in _ALONG:
         return None
     given = node.argument("dim")

@@ -187,10 +187,7 @@ class Sight(enum.Enum):
 
 
 def sight(found: Scores, graph: Graph, positions: Positions) -> Sight | None:
-    """Visibility of keys; None if -inf or a fill may hide all keys of a query.
-
-    The softmax of such a query is nan, or has no gradient.
-    """
+    """None if -inf or fills may hide all keys of a query: softmax is nan, or has no gradient."""
     rows, columns = graph.shape(found.path[0])[-2:]
     dtype, bands, known = graph.types[found.path[0]].dtype, list[Band](), Sight.SURE
     for hidden in found.hidden:

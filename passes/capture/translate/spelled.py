@@ -152,10 +152,7 @@ class _Writer:
         self.place, self.graph, self.types, self.nodes = place, graph, types, list[Node]()
 
     def make(self, op: Any, *args: Any, shape: tuple[int, ...], last: bool = False, **kwargs: Any) -> Ref:
-        """Add a node; the ``last`` one has the output of ``place``.
-
-        ``dtype``: of its result, if not that of the first operand.
-        """
+        """Add a node; the ``last`` has the output of ``place``. ``dtype``: if not the operand's."""
         (out,) = self.place.outputs if last else (f"{self.place.name}_attention{len(self.nodes)}",)
         node = replace(self.place, name=out, op=op, args=args, kwargs=kwargs, outputs=(out,), output_slots=(0,))
         self.nodes.append(node)

@@ -1,7 +1,7 @@
-"""Composite operations written as others where they stand, such as ``flatten`` as a view: without another trace.
+"""Expand composite ops in place, such as ``flatten`` into a view, without another trace.
 
-So are regions without gradients, as their operations already read detached values, and writes into values of which no view
-was made before: who reads them later reads the new value.
+Regions of ``no_grad`` are inlined, as their ops read detached values already. In-place writes into
+values without views become functional: later readers read the new value.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.export.graph_signature import SymIntArgument, TensorArgument
 from torch.utils._python_dispatch import TorchDispatchMode
 
 REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
-"""calls a graph of its own, where gradients are off or on"""
+"""calls a subgraph under ``no_grad`` or ``enable_grad``"""
 Calls = list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]
-"""operation, arguments and result, one after another"""
+"""recorded calls in order: (op, args, kwargs, result)"""
 
 
 class _Recorder(TorchDispatchMode):
-    """Operations as they come to the backend: PyTorch has written composite ones as others before."""
+    """Records ops as the backend sees them, after PyTorch decomposed composite ones."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,7 +35,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not isinstance(result, torch.device):  # of a fake tensor, which is asked as one
+        if not isinstance(result, torch.device):  # a query of a fake tensor's device
             self.calls.append((func, args, kwargs or {}, result))
         return result
 
@@ -43,11 +43,11 @@ class _Recorder(TorchDispatchMode):
 def spliced(
     program: torch.export.ExportedProgram, stays: Callable[[fx.Node], bool], plain: Callable[[Any], bool]
 ) -> bool:
-    """Whether every node of ``program`` that does not stay is written there as the operations that PyTorch makes of it.
+    """Expand in place all nodes of ``program`` that do not stay; whether that was possible.
 
-    ``plain``: which operations these may be. Nothing has changed where one of them is another, a length is open, or what
-    the program calls has a graph of its own and is no :data:`REGION`. Names are those that another trace would give, but
-    for their numbers in some programs with values that nobody reads.
+    ``plain``: whether an op may result. On False ``program`` is unchanged: another op resulted, a
+    length is symbolic, or a subgraph is no :data:`REGION`. Nodes get the names of a new trace; only
+    their numbers may differ in programs with unread values.
     """
     module, old = program.graph_module, program.graph_module.graph
     same: dict[fx.Node, Any] = {}
@@ -85,7 +85,7 @@ def spliced(
 
 
 def _in_place(module: fx.GraphModule, same: dict[fx.Node, Any]) -> Iterator[fx.Node]:
-    """The nodes of ``module``, those of regions in their place; ``same``: which are other names, across a border."""
+    """The nodes of ``module``, regions inlined; adds aliases across borders to ``same``."""
     regions = [node for node in module.graph.nodes if node.target is REGION]
     bodies = {region.args[1] for region in regions}
     for node in module.graph.nodes:
@@ -101,7 +101,7 @@ def _in_place(module: fx.GraphModule, same: dict[fx.Node, Any]) -> Iterator[fx.N
 
 
 def functional(op: Any) -> OpOverload | None:
-    """The operation that gives what ``op`` writes into its first operand; None where it does not, or draws."""
+    """The functional variant of in-place ``op``; None for any other op, and for random ones."""
     if not isinstance(op, OpOverload) or op.namespace != "aten" or not op._schema.is_mutable:
         return None
     first, *others = op._schema.arguments
@@ -112,13 +112,13 @@ def functional(op: Any) -> OpOverload | None:
 
 
 class _Names:
-    """The nodes that are names of one value; for memory that others hold, or see in another shape, there are none."""
+    """Memory → nodes that alias it; none for memory of inputs, or with views."""
 
     def __init__(self) -> None:
         self.of: dict[int, list[fx.Node]] = {}
 
     def before(self, node: fx.Node) -> list[fx.Node]:
-        """Those of the memory of the result of ``node``, which is taken in."""
+        """The aliases of the memory of ``node`` so far; adds ``node``."""
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):  # of several results each has a node
             return []
@@ -132,7 +132,7 @@ class _Names:
 
 
 def _is_whole(names: list[fx.Node], node: fx.Node, result: Any) -> bool:
-    """Whether ``node`` writes ``result`` into a value with no names but ``names``, and it fits there."""
+    """Whether ``node`` writes a ``result`` of its own type into one of ``names``."""
     target = node.args[0]
     return target in names and (result.shape, result.dtype) == (node.meta["val"].shape, node.meta["val"].dtype)
 
@@ -144,7 +144,7 @@ def _is_open(value: Any) -> bool:
 
 
 def _recorded(node: fx.Node, op: Any) -> tuple[Calls, Any]:
-    """What runs where ``node`` calls ``op``, and the result: on tensors without data."""
+    """(recorded calls, result) of ``op`` on the fake arguments of ``node``."""
     args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
     mode = detect_fake_mode(pytree.tree_leaves((args, kwargs)))
     assert mode is not None
@@ -152,13 +152,13 @@ def _recorded(node: fx.Node, op: Any) -> tuple[Calls, Any]:
         mode,
         enable_python_dispatcher(),
         _Recorder() as recorder,
-    ):  # a trace has it: it knows a dropout as one operation
+    ):  # as in a trace: keeps dropout one op
         result = op(*args, **kwargs)
     return recorder.calls, result
 
 
 def _write(graph: fx.Graph, node: fx.Node, calls: Calls, result: Any, new: dict[fx.Node, Any]) -> fx.Node | None:
-    """The last of the nodes that stand for ``node``; None where its results are not those of one of them."""
+    """Write ``calls`` in place of ``node``; the node with its result, or None if there is none."""
     known = {id(arg.meta["val"]): new[arg] for arg in node.all_input_nodes}
     read = {id(x) for x in pytree.tree_leaves([result, *((args, kwargs) for _, args, kwargs, _ in calls)])}
     for func, args, kwargs, out in calls:
@@ -168,7 +168,7 @@ def _write(graph: fx.Graph, node: fx.Node, calls: Calls, result: Any, new: dict[
         made = graph.create_node("call_function", func, operands, options, _named(graph, func))
         made.meta = {**node.meta, "val": out}
         known[id(out)] = made
-        if isinstance(out, list):  # as long as both hold the same tensors, the one is the other
+        if isinstance(out, list):  # lists are equal if they hold the same tensors
             known[id(result)] = made if _are(out, result) else known.get(id(result))
         for slot, value in enumerate(out) if isinstance(out, tuple) else ():
             if id(value) in read:
@@ -182,18 +182,18 @@ def _are(these: list[Any], those: Any) -> bool:
 
 
 def _copied(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node:
-    """The same node, named after its operation and its place."""
+    """A copy of ``node``, named after its op as a trace names it."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new[n])
     name = _named(graph, node.target) if node.op == "call_function" else node.name
     made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
     made.meta = node.meta
     if node.op == "placeholder":
-        made.name = node.name  # a new graph calls none like a function of Python, such as ``input``
+        made.name = node.name  # a new graph would rename ``input``, which shadows a builtin
     return made
 
 
 def _named(graph: fx.Graph, target: Any) -> str | None:
-    """The name that a trace gives, but for a number."""
+    """The name that a trace gives, without a number."""
     return graph._target_to_str(target.overloadpacket.__name__) if isinstance(target, OpOverload) else None
 
 

@@ -1,4 +1,4 @@
-"""Embedding tables: sums over what is looked up become one operation, and types say what only look-ups read."""
+"""Embedding tables: sum and mean pooling fuse into look-ups; types mark tables only looked up."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _POOLS = {aten.sum.dim_IntList: "sum", aten.mean.dim: "mean"}
 
 
 def with_tables(graph: Graph) -> Graph:
-    """``graph`` with what is known of its tables in their types. Where there are several, of look-ups that give a row per
-    element of the batch, each may lie whole on one rank; look-ups that are summed at once are one operation then."""
+    """``graph`` whose types describe its embedding tables: rows read, sparsity, placement.
+
+    Several tables with one row per sample may be table-wise; only then pooling is fused."""
     found = [i.name for i in graph.inputs if i.kind == "parameter" and _is_table(i.name, graph)]
     pooled = _pooled(graph, found)
     whole = [name for name in found if _may_be_whole(name, pooled)]
@@ -36,7 +37,7 @@ def with_tables(graph: Graph) -> Graph:
 
 
 def _together(graph: Graph) -> dict[str, int]:
-    """Table → how many look-ups go in one call with those in it; the least of its own."""
+    """Table → number of look-ups in the grouped look-up it takes part in (the smallest one)."""
     found: dict[str, int] = {}
     for nodes in in_one_call(graph).values():
         found |= {n: min(len(nodes), found.get(n, len(nodes))) for n in (node.inputs[0] for node in nodes)}
@@ -50,7 +51,7 @@ def _is_table(name: str, graph: Graph) -> bool:
 
 
 def _may_be_whole(name: str, graph: Graph) -> bool:
-    """Whether every look-up gives one row per element of the batch, by indices that come from the inputs."""
+    """Whether look-ups give one row per sample, by indices from inputs (table-wise placement)."""
     given = _from_inputs(graph)
     return all(
         len(graph.types[node.outputs[0]].shape) == 2
@@ -70,7 +71,7 @@ def _from_inputs(graph: Graph) -> frozenset[str]:
 
 
 def _pooled(graph: Graph, tables: Sequence[str]) -> Graph:
-    """``graph`` with ``embedding(…).sum(-2)`` of these tables as one operation."""
+    """``graph`` with ``embedding(…).sum(-2)`` or ``.mean(-2)`` of these tables as one operation."""
     gone: set[str] = set()
     merged: dict[str, Node] = {}
     for table in tables:
@@ -93,7 +94,7 @@ def _pooled(graph: Graph, tables: Sequence[str]) -> Graph:
 
 
 def _pool(node: Node, ndim: int) -> str:
-    """How ``node`` pools the last dim but one of its operand of ``ndim`` dims; "" where it does something else."""
+    """ "sum" or "mean" if ``node`` pools dim -2 of its operand of ``ndim`` dims, else ""."""
     mode = _POOLS.get(node.op, "")
     if not mode or ndim < 3 or node.argument("keepdim") or node.argument("dtype") is not None:
         return ""

@@ -1,4 +1,4 @@
-"""Slices that share a fused projection out among them are one split: rules see all parts of the dim together."""
+"""Slices that tile a fused projection become one split, so that rules see all its segments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PRODUCTS = {aten.linear.default, aten.addmm.default, aten.mm.default, aten.matm
 
 
 def tiled(graph: Graph) -> Graph:
-    """``graph`` in which slices that tile the last dim of a product are a split, where the first of them stands."""
+    """``graph`` with slices that tile the last dim of a product as one split."""
     found: dict[tuple[str, str, int], list[Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op is aten.slice.Tensor and _is_product(graph, node.inputs[0]):
@@ -37,8 +37,8 @@ def _is_product(graph: Graph, value: str) -> bool:
 
 
 def _split(slices: list[Node], graph: Graph) -> Node | None:
-    """The split that these slices of one value are, if they are one."""
-    shape = graph.shape(slices[0].inputs[0])  # a bound that the data decides is an input, too
+    """The split that is equivalent to ``slices`` of one value, or None."""
+    shape = graph.shape(slices[0].inputs[0])  # data-dependent bounds are inputs, too
     last = len(shape) - 1
     starts: dict[str, int] = {}
     for node in slices:

@@ -1,7 +1,7 @@
-"""Chains of views that merge dims and split them again, as a permutation of dims that stay apart.
+"""Chains of views that merge dims and split them again become one permutation.
 
-nn.MultiheadAttention sees [t, b, h · d] as [t, b · h, d], turns that, and sees it as [b, h, t, d]: in between b alone could be
-cut. Every dim of [t, b, h, d], permuted, can be.
+nn.MultiheadAttention reshapes [t, b, h · d] to [t, b · h, d], transposes, and reshapes to
+[b, h, t, d]. Of b · h only b could be sharded; of the permuted [t, b, h, d] every dim can.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.factors import positive
 
 Dims = tuple[tuple[int, ...], ...]
-"""per dim the numbers of the factors that it is the product of, outermost first; (): its length is 1"""
+"""per dim the factors whose product it is, by number, outermost first; (): length 1"""
 _RESHAPES = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim}
 _COPIES = {aten.clone.default}
-"""in a float64 model they order dims in memory, as float32 islands may feel: see ``exact.py``"""
+"""they set the memory order, on which sums in float32 islands depend: see ``exact.py``"""
 _TURNS: dict[Any, Callable[[Node, list[int]], Sequence[int]]] = {
     aten.permute.default: lambda node, dims: node.argument("dims"),
     aten.transpose.int: lambda node, dims: _swapped(dims, *(node.argument(name) for name in ("dim0", "dim1"))),
     aten.t.default: lambda node, dims: dims[::-1],
 }
-"""op → (node, dims of its operand) → these in the order of the result"""
+"""op → function (node, dims of the operand) → dims in the order of the result"""
 
 
 def apart(graph: Graph) -> Graph:
-    """``graph`` in which no chain of views merges dims that it splits again."""
+    """``graph`` without chains of views that merge dims and split them again."""
     views, nodes, types, found = dict[str, _View](), list[Node](), dict(graph.types), False
     ops = _RESHAPES | _TURNS.keys() | (set() if _has_islands(graph) else _COPIES)
     for node in graph.nodes:
@@ -49,7 +49,7 @@ def apart(graph: Graph) -> Graph:
 
 
 def _has_islands(graph: Graph) -> bool:
-    """Whether float32 is computed of float64 values."""
+    """Whether some op computes float32 from float64 values."""
     return graph.is_double and any(
         graph.types[n.outputs[0]].dtype in SINGLE and any(graph.types[x].dtype == torch.float64 for x in n.inputs)
         for n in graph.nodes
@@ -59,19 +59,19 @@ def _has_islands(graph: Graph) -> bool:
 
 @dataclass(frozen=True)
 class _View:
-    """What a chain of views makes of ``root``: its dims as products of factors, and these in another order."""
+    """A chain of views of ``root``, as factors of dims before and after."""
 
     root: str
     checkpoint: int
     lengths: tuple[int, ...]
-    """of the factors by number"""
+    """factor number → length"""
     before: Dims
-    """of the root"""
+    """dims of the root"""
     after: Dims
     merged: frozenset[tuple[int, int]] = frozenset()
-    """factors of different dims of the root that stood beside each other in one dim on the way"""
+    """adjacent factors that an intermediate view merged, of different dims of the root"""
     mixed: bool = False
-    """whether a dim and a part of another became one on the way"""
+    """whether an intermediate view merged a dim with a part of another"""
     steps: int = 0
 
     @property
@@ -82,7 +82,7 @@ class _View:
         return replace(self, after=tuple(self.after[d] for d in order), steps=self.steps + 1)
 
     def shaped(self, shape: Sequence[int]) -> _View | None:
-        """The same elements in another shape; None where a dim is no product of factors, or parts of them."""
+        """The chain with a reshape; None where a dim is no product of factors, split if needed."""
         found, dims, left = self, list[tuple[int, ...]](), [i for dim in self.after for i in dim]
         for length in shape:
             dim: list[int] = []
@@ -99,7 +99,7 @@ class _View:
             dims.append(tuple(dim))
         of_root = {i: d for d, dim in enumerate(found.before) for i in dim}
         new = {(a, b) for a, b in _neighbours(dims) if of_root[a] != of_root[b]}
-        # A dim that others join in part: what is left of it stands elsewhere.
+        # A dim is mixed if only part of a source dim joins it: the rest is elsewhere.
         of_source = {i: d for d, dim in enumerate(found.after) for i in dim}
         mixed = any(
             len({of_source[i] for i in dim}) > 1 and not all({*found.after[of_source[i]]} <= {*dim} for i in dim)
@@ -110,7 +110,7 @@ class _View:
         )
 
     def split(self, factor: int, outer: int) -> _View:
-        """With ``factor`` as two, the outer one of this length; the other gets the next number."""
+        """With ``factor`` split in two: the outer has this length, the inner the next number."""
         inner, lengths = len(self.lengths), list(self.lengths)
         lengths[factor : factor + 1] = [outer]
         lengths.append(self.lengths[factor] // outer)
@@ -123,7 +123,7 @@ class _View:
 
 
 def _viewed(node: Node, views: dict[str, _View], graph: Graph) -> _View | None:
-    """What ``node`` makes of the root of its operand."""
+    """The chain of views that ends with ``node``; None where ``node`` cannot be part of one."""
     if len(node.inputs) != 1 or (node.op in _COPIES and not graph.returned.isdisjoint(node.outputs)):
         return None
     types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
@@ -156,7 +156,7 @@ def _neighbours(dims: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
 
 
 def _written(node: Node, view: _View, types: dict[str, TensorType]) -> Iterator[Node]:
-    """``view`` in the place of ``node``: a split of the root's dims, a permutation, and a merge, as far as it has these."""
+    """``view`` as reshape (split), permutation, reshape (merge), without needless steps."""
     together = _neighbours(view.before) & _neighbours(view.after)
     later = {b for _, b in together}
     follows = dict(together)
