@@ -1,4 +1,4 @@
-"""From an ``nn.Module`` and example inputs to the graph: one call is traced, and watched while it is."""
+"""Capture: one call of an ``nn.Module`` with example inputs is exported as a graph."""
 
 from autoshard.passes.capture.export import capture
 

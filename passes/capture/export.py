@@ -1,4 +1,7 @@
-"""capture: an ``nn.Module`` and example inputs → :class:`~autoshard.passes.ir.graph.Graph`. Export and fx types stop here."""
+"""Capture: an ``nn.Module`` and example inputs → :class:`~autoshard.passes.ir.graph.Graph`.
+
+Types of ``torch.export`` and fx end in this room.
+"""
 
 from __future__ import annotations
 
@@ -84,11 +87,11 @@ from autoshard.precision import Precision
 
 log = logging.getLogger("autoshard")
 ALONE = threading.RLock()
-"""held by the thread that traces: tracers, and what is patched for them, are the process's"""
+"""lock of the tracing thread: tracers and their monkey patches are global to the process"""
 ATTACHED = "autoshard_attached"
-"""under which name an exported program knows which attributes of tensors the forward read"""
+"""key in an exported program's meta: attributes of parameters and buffers that the forward read"""
 _NO_METADATA = "_extract_tensor_metadata", lambda tensor: None
-"""a second description of every traced tensor, which takes as long as the first, the only one that is read here"""
+"""patch that skips fx's second description of every traced tensor, which nothing here reads"""
 _NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 
 
@@ -103,13 +106,13 @@ def capture(
 ) -> Graph:
     """The functional graph of one call ``model(*args, **kwargs)``.
 
-    Shapes are static but for the lengths of inputs that ``dynamic`` names (True: all) and the model does not fix.
+    ``dynamic``: names the input lengths that stay symbolic (True: all) unless the model fixes them.
+    ``training``: whether gradients are wanted (default: ``model.training``). If not, every type has
+    ``grad=False``. Modules are captured in their current train or eval mode.
+    ``precision``: capture a step in mixed precision.
 
-    ``training``: whether gradients are wanted (default: ``model.training``). Without them every type has
-    ``grad=False``. Modules are captured in the train or eval mode that they are in. ``precision``: the graph is that of
-    a step in mixed precision.
-    The model is left as it was. Parameters on the meta device need no memory, and examples may lie there too.
-    Raises :class:`CaptureError` where the graph would not compute what the model computes.
+    The model is left unchanged. Parameters and examples may be on the meta device.
+    Raises :class:`CaptureError` if the graph would not compute the same as the model.
     """
     example = (tuple(args), dict(kwargs or {}))
     training = model.training if training is None else training
@@ -133,13 +136,13 @@ def capture(
 def _captured(
     model: nn.Module, example: Example, training: bool, dynamic: Dynamic, precision: Precision | None
 ) -> Graph:
-    """See :func:`capture`."""
+    """One trace of :func:`capture`, with all tracer patches installed. Takes the trace lock."""
     with (
         _transforms_ended(),
         ALONE,
         untouched(model),
         _quiet(),
-        # Most graph modules on the way are never called: their Python is written at a call.
+        # Most intermediate graph modules are never called; lazy ones generate code on demand.
         _use_lazy_graph_module(True),
         patched([(torch.fx.proxy, "CapturedTraceback", ForwardFrames), (proxy_tensor, *_NO_METADATA)]),
         patched([(torch.fx.graph, "_format_target", attribute)]),  # theirs writes "class" and quotes as they are
@@ -162,7 +165,7 @@ def _captured(
 
 
 def _graph(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> tuple[Graph, list[bool] | None]:
-    """The graph, and which tensors of the output needed a gradient in the trace."""
+    """The graph, and per output tensor whether it required a gradient in the trace."""
     try:
         program, eager_grads, inputs = _export(model, example, training, dynamic)
     except WrittenError as error:
@@ -176,9 +179,10 @@ def _graph(model: nn.Module, example: Example, training: bool, dynamic: Dynamic)
 
 
 def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
-    """The functional exported program, which tensors of the output needed a gradient in the trace, and what is open.
+    """The functional exported program, gradient flags of its outputs, and its dynamic inputs.
 
-    Where the model has another program for tracers, it is the eager one, unless only the other can be traced.
+    Some models branch on ``torch.compiler.is_compiling()``. The eager branch is traced first, the
+    branch for tracers only if that fails.
     """
     eager, export = AsInEager(), functools.partial(_functional, model, example, training, dynamic)
 
@@ -187,14 +191,14 @@ def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic
         return export()
 
     def has_other(error: CaptureError) -> bool:
-        return eager.asked or "HigherOrder" in str(error)  # dynamo traces those, and stops at the answer
+        return eager.asked or "HigherOrder" in str(error)  # dynamo stops at the False
 
     with eager.around(), Classes(model).around():
         return tried(export, Retry(has_other, for_tracers, "Its program for tracers"))
 
 
 def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
-    """See :func:`_export`. Equal modules are traced once, unless it fails so."""
+    """See :func:`_export`. Traces with shared regions first; if that fails, traces every module."""
     repeats = Repeats(None if dynamic or isinstance(model, torch.fx.GraphModule) else model)
     if repeats.members:
         try:
@@ -207,7 +211,10 @@ def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dyn
 
 
 def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynamic, repeats: Repeats) -> Exported:
-    """Where the program asks about values: one that all answers give, else that of the example's."""
+    """The exported program, with two retries if the forward asks about tensor values.
+
+    First: a program that every sequence of answers gives. Second: the example's answers, guarded.
+    """
     trace = functools.partial(_traced, model, example, training, dynamic, Numbers(), repeats)
     finish = functools.partial(_finished, model, example, training)
 
@@ -225,7 +232,7 @@ def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynam
 
 
 def _finished(model: nn.Module, example: Example, training: bool, traced: Exported) -> Exported:
-    """What was traced in its functional form, with ops that have rules."""
+    """The traced program in functional form, decomposed into ops that have sharding rules."""
     program, output_grads, inputs = traced
     check_views(program.graph_module)
     known = {key: program.graph_module.meta[key] for key in (RETURNED, CHANGED, CLAMPED, ATTACHED)}
@@ -249,7 +256,10 @@ def _traced(
     model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers, repeats: Repeats,
     steered: bool = False,
 ) -> Exported:  # fmt: skip
-    """Traced again as long as an observer learns from the error: about a loop or a number that depends on the data."""
+    """The traced program. The trace is repeated while an observer learns from its error.
+
+    Loops over ``nonzero()``, scalar conversions and shared regions learn so.
+    """
     learnt = Learnt()
     while True:
         watch = Watch(concerns(training, learnt, numbers, repeats, example if steered else None))
@@ -258,7 +268,7 @@ def _traced(
             try:
                 with steering.values_at_hand() if steered else contextlib.nullcontext():
                     given = without_data(model, example)
-                if not training:  # their views may be written where gradients are off
+                if not training:  # with gradients off, the forward may write to views of inputs
                     given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
                 inputs = opened(tensors_of(model, given), dynamic) if dynamic else {}
                 shapes = shapes_for_export(inputs.values()) if inputs else None
@@ -280,20 +290,20 @@ def _traced(
 
 
 class _StoppedError(Exception):
-    """Stands for the user's error while export unwinds: export prints whole graphs for some."""
+    """Replaces the user's error while export unwinds: for some, export prints full graphs."""
 
 
 class _Trace:
-    """What happens in the traced call: the error the forward raised, and the output's types and gradients."""
+    """Record of the traced call: the forward's error, mutated arguments, gradient flags."""
 
     def __init__(self, model: nn.Module, watch: Watch, example: Example, keywords: Collection[str] = ()) -> None:
         self.error: Exception | None = None
         self.returned: Returned = ()
         self.changed: dict[Any, tuple[tuple[Any, ...], dict[Any, Any]]] = {}
-        self.output_grads: list[bool] | None = None  # stays so for an fx.GraphModule: export interprets its graph
+        self.output_grads: list[bool] | None = None  # stays None for an fx.GraphModule
         forward, buffers, tensors = model.forward, dict(model.named_buffers()), own_tensors(model)
         self.attached: dict[tuple[str, str], Any] = {}
-        parameters = memory_of(model.parameters())  # a trace has others in their places
+        parameters = memory_of(model.parameters())  # export replaces them during the trace
         trained = [isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(example)]
 
         @functools.wraps(forward)
@@ -325,16 +335,16 @@ class _Trace:
 
         if keywords:
             traced.__signature__ = with_keywords(inspect.signature(forward), keywords)  # type: ignore[attr-defined]
-        model.__dict__["forward"] = traced  # taken away again by _untouched
+        model.__dict__["forward"] = traced  # removed again by ``untouched``
         model.register_forward_pre_hook(self._input, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._output)
 
     def _input(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before the hooks of users."""
+        """Forward pre-hook, called before the user's hooks."""
         self.given, self.handed = pytree.tree_leaves((args, kwargs)), Handed(args, kwargs)
 
     def _output(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Behind the hooks of users: notes which outputs have gradients, and adds what dicts among the arguments gain."""
+        """Forward hook after the user's: notes gradient flags, adds entries of mutated dicts."""
         try:
             self.returned, self.changed = self.handed.returned(output), self.handed.changed
         except Exception as error:
@@ -348,7 +358,7 @@ class _Trace:
 
 
 def _compare_gradients(graph: Graph, eager: list[bool]) -> None:
-    """Refuse a graph whose outputs need a gradient where the traced run's did not, or the other way round."""
+    """Refuse a graph whose outputs differ from the traced run's in ``requires_grad``."""
     captured = [graph.types[o.name].grad for o in graph.outputs if isinstance(o, Ref)]
     for index, (ours, theirs) in enumerate(zip(captured, eager, strict=True)):
         if ours != theirs:
@@ -362,7 +372,7 @@ def _compare_gradients(graph: Graph, eager: list[bool]) -> None:
 
 @contextlib.contextmanager
 def _transforms_ended() -> Iterator[None]:
-    """Afterwards no transform of torch.func is open: of one that fails in a trace, torch's own exit may fail, too."""
+    """Close open torch.func transforms on exit: after a failed trace, torch's own exit may fail."""
     depth, nesting = torch._C._functorch.get_dynamic_layer_stack_depth(), eager_transforms.JVP_NESTING
     level = forward_ad._current_level
     try:
@@ -370,7 +380,7 @@ def _transforms_ended() -> Iterator[None]:
     finally:
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         eager_transforms.JVP_NESTING = nesting
-        if level < 0:  # the trace has entered one and only noted its exit
+        if level < 0:  # the trace entered a dual level and only recorded its exit
             with contextlib.suppress(RuntimeError):
                 torch._C._exit_dual_level(level=0)
             forward_ad._current_level = level
@@ -378,7 +388,7 @@ def _transforms_ended() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings or log records of the tracing machinery; what matters is in the errors."""
+    """Silence warnings and logs of the tracer; errors carry the relevant text."""
     levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in _NOISY]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -392,7 +402,7 @@ def _quiet() -> Iterator[None]:
 
 
 def effects_stay() -> AbstractContextManager[None]:
-    """While inside, fx keeps unused nodes that have an effect."""
+    """While inside, fx dead-code elimination keeps unused nodes with side effects."""
 
     def also(original: Callable[..., bool]) -> Callable[..., bool]:
         return lambda node, *args, **kwargs: has_effect(node) or original(node, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""What a watched trace is made of: calls, answers to questions about values, and observers of both.
+"""Observers (tracing hooks): their interface, the calls that they see, the answers that they give.
 
-An observer is one concern of a trace, such as packed sequences. All have one interface; :mod:`watch` orders them.
+An observer handles one concern, such as packed sequences. :mod:`watch` orders them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import torch.utils._pytree as pytree
 from autoshard.errors import CaptureError
 
 Patch = tuple[Any, str, Any]
-"""an owner, the name of an attribute, and what it is while a trace is watched"""
+"""monkey patch: owner, attribute name, value during the trace"""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a question about a value is answered; ``because``: why, or what the check says that fails otherwise; "": no news."""
+    """Result returned in place of a call.
+
+    ``because``: the reason, for logs and as the message of the guard; "": not logged.
+    """
 
     value: Any
     because: str
@@ -32,14 +35,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Call:
-    """``func(*args, **kwargs)`` by the code of ``frame``; None: it is in the body of a higher-order op."""
+    """``func(*args, **kwargs)``, called from ``frame`` (None: in the body of a higher-order op)."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     frame: FrameType | None
     watched: bool = False
-    """whether the calls that it makes are observed in its stead"""
+    """whether observers see the calls that ``func`` makes instead of its own"""
 
     @functools.cached_property
     def operands(self) -> list[torch.Tensor]:
@@ -48,67 +51,70 @@ class Call:
 
     @functools.cached_property
     def written(self) -> list[torch.Tensor]:
-        """The tensors that it writes to."""
+        """Tensors written in place: the target of ``x.op_()``, ``inplace=True`` or ``out=``."""
         name = getattr(self.func, "__name__", "")
         in_place = name.endswith("_") and not name.endswith("__")
         in_place = in_place or name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__"))
         in_place = in_place and name not in ("__int__", "__index__", "__invert__", "__init__", "__iter__")
-        given = self.args or tuple(self.kwargs.values())  # torch.nn.init hands all on by name
+        given = self.args or tuple(self.kwargs.values())  # torch.nn.init passes keywords
         targets = given[:1] if in_place or self.kwargs.get("inplace") is True else ()
         found = (*targets, *pytree.tree_leaves(self.kwargs.get("out")))
         return [x for x in found if isinstance(x, torch.Tensor)]
 
     def make(self) -> Any:
-        """The result."""
+        """Make the call."""
         return self.func(*self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The tensors of a forward as they are traced."""
+    """Tensors of the traced forward: inputs, parameters, buffers."""
 
     inputs: list[Any]
     """leaves of the arguments"""
     parameters: list[torch.Tensor]
     buffers: list[tuple[torch.Tensor, torch.Tensor | None]]
-    """as traced, and as the model has it"""
+    """(traced tensor, buffer of the model)"""
     trained: list[bool]
-    """per leaf of the arguments whether the caller's requires a gradient"""
+    """per leaf of the arguments: whether the caller's tensor requires a gradient"""
     own: dict[int, torch.Tensor]
-    """id of a parameter or buffer of the model → what stands for it in the trace"""
+    """id of a parameter or buffer of the model → its replacement in the trace"""
 
 
 class Observer:
     """One concern of a trace. Any method may raise :class:`CaptureError`."""
 
     def patches(self) -> Iterable[Patch]:
-        """What stands in for attributes while the trace is watched."""
+        """Monkey patches active during the trace."""
         return ()
 
     def around(self) -> AbstractContextManager[None]:
-        """Around the whole trace."""
+        """Context manager around the full trace."""
         return patched(self.patches())
 
     def begin(self, forward: Forward) -> None:
         """The traced forward begins."""
 
     def before(self, call: Call) -> Answer | Call | None:
-        """The answer in place of a call, or another call in its place; None: it is made as it is."""
+        """An answer or another call in place of ``call``; None: make it unchanged."""
 
     def after(self, call: Call, result: Any) -> Any:
-        """The result of a call that was made, or what stands for it."""
+        """``result``, or a replacement of it."""
         return result
 
     def end(self, output: Any) -> None:
-        """The traced forward has given ``output``."""
+        """The traced forward has returned ``output``."""
 
     def learn(self, error: Exception) -> bool:
-        """Whether another trace may get past ``error``, which ended this one."""
+        """Whether a new trace may avoid ``error``, which ended this one."""
         return False
 
 
 class Refusals(Observer):
-    """Called with a message, it is the error to raise. The first is raised after the trace where the model swallowed it."""
+    """Makes the error to raise from a message.
+
+    If the model swallowed the first error, it is raised after the trace.
+    """
 
     first: CaptureError | None = None
 
@@ -125,7 +131,7 @@ class Refusals(Observer):
 
 @contextlib.contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """While inside, attributes are what ``patches`` say; afterwards what they were, and absent where they were."""
+    """Apply ``patches`` while inside; then restore old values, and delete added attributes."""
     with contextlib.ExitStack() as stack:
         for owner, name, value in patches:
             undo = (setattr, owner, name, vars(owner)[name]) if name in vars(owner) else (delattr, owner, name)
@@ -135,5 +141,5 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
 
 
 def replacing(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
-    """The patch that puts ``make(original)`` in the place of an attribute."""
+    """The patch that replaces an attribute by ``make(original)``."""
     return owner, name, make(getattr(owner, name))

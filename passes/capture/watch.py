@@ -1,7 +1,7 @@
-"""A watched trace: every call of the forward goes through a tuple of observers, one per concern.
+"""The observer mode of a trace: every torch call of the forward passes a tuple of observers.
 
-Export runs the forward once on tensors without data. A custom backward, a hook, a checkpoint or a draw from
-Python's random generator leaves no trace in the graph, and a question about a value has no answer: each has its observer.
+Export runs the forward once on tensors without data. It loses custom backwards, hooks, checkpoints
+and Python's random draws, and cannot answer questions about values. An observer handles each.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger("autoshard")
 
 
 class Bodies(Observer):
-    """Of a higher-order op: dynamo traces them, and what follows in the tuple is not for it."""
+    """Makes calls in bodies of higher-order ops: dynamo traces those, not later observers."""
 
     def before(self, call: Call) -> Answer | None:
         return Answer(call.make(), "it is in the body of a higher-order op") if call.frame is None else None
@@ -56,12 +56,11 @@ class Bodies(Observer):
 def concerns(
     training: bool, learnt: Learnt, numbers: Numbers, repeats: Repeats, example: Example | None = None
 ) -> tuple[Observer, ...]:
-    """The observers of one trace; ``example``: its integers steer.
+    """The observers of one trace, outermost first. ``example``: specialize on its integers.
 
-    The outer ones see a call first and its result last. What is repeated is for no other observer. A call is refused or
-    replaced before it is a question; what is known is asked before conditions are; loops are next to the call, as they make
-    it for every place. The refusals are innermost around the trace: one that was swallowed comes before what the end of the
-    others finds.
+    An outer observer sees a call first and its result last. Calls of repeated regions end at
+    ``repeats``. Refusals precede answers, constant folding precedes truth values, and loops see
+    calls as they are made. ``refusals`` exits first: its error precedes errors found at the end.
     """
     refusals, loops = Refusals(), Loops(learnt)
     steering = () if example is None else (Steering(example),)
@@ -76,7 +75,7 @@ def concerns(
 
 
 class Watch(TorchFunctionMode):
-    """Active around the traced forward, and :meth:`active` around the whole trace: it walks the observers."""
+    """Torch-function mode around the traced forward; :meth:`active` surrounds the full trace."""
 
     def __init__(self, observers: tuple[Observer, ...]) -> None:
         super().__init__()
@@ -105,7 +104,7 @@ class Watch(TorchFunctionMode):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """While inside, calls that the trace would lose raise :class:`CaptureError`; leaving it does if one was swallowed."""
+        """All observers are active inside. A refusal that the model swallowed is raised on exit."""
         with contextlib.ExitStack() as stack:
             for observer in self.observers:
                 stack.enter_context(observer.around())
@@ -117,10 +116,10 @@ class Watch(TorchFunctionMode):
             observer.begin(forward)
 
     def end(self, output: Any) -> None:
-        """The traced forward has given ``output``."""
+        """The traced forward has returned ``output``."""
         for observer in self.observers:
             observer.end(output)
 
     def learn(self, error: Exception) -> bool:
-        """Whether another trace may get past ``error``."""
+        """Whether a new trace may avoid ``error``."""
         return any(observer.learn(error) for observer in self.observers)

@@ -1,1 +1,1 @@
-"""What an exported program says: where its nodes come from, what its arguments are, which numbers are open."""
+"""An exported program and its inputs: names, pytrees, snapshots of attributes, symbolic shapes."""

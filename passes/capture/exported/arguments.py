@@ -1,4 +1,4 @@
-"""What the inputs of an exported program are: the model's own names of its tensors and arguments."""
+"""Inputs of an exported program: names of arguments, source tensors, order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def argument_paths(model: nn.Module, example: Example) -> list[str]:
-    """Per leaf of ``example`` the forward's own name of it; "" where it is no tensor."""
+    """Per leaf of ``example``: the forward's name of it, "" if it is no tensor."""
     leaves, _ = pytree.tree_flatten_with_path(example)
     return [argument_path(model, path) if isinstance(leaf, torch.Tensor) else "" for path, leaf in leaves]
 
@@ -42,7 +42,7 @@ def own_tensor(model: nn.Module, spec: InputSpec) -> torch.Tensor | None:
 
 
 def export_order(program: torch.export.ExportedProgram, example: Example) -> list[int]:
-    """Per user input of the program the index of its leaf in the example: export may reorder kwargs."""
+    """Per user input of the program: index of its leaf in the example. Export reorders kwargs."""
     positional, keywords = program.call_spec.in_spec.children()
     positions, start = list(range(positional.num_leaves)), positional.num_leaves
     of_key: dict[str, range] = {}
@@ -57,9 +57,9 @@ def export_order(program: torch.export.ExportedProgram, example: Example) -> lis
 
 
 def with_keywords(signature: inspect.Signature, keywords: Iterable[str]) -> inspect.Signature:
-    """``signature`` with parameters of their own for those of ``keywords`` that go into its ``**kwargs``.
+    """``signature`` with explicit parameters for ``keywords`` that its ``**kwargs`` take.
 
-    torch.export with open lengths counts the latter twice, and finds that the arguments do not fit their shapes.
+    With dynamic lengths torch.export counts entries of ``**kwargs`` twice and rejects their shapes.
     """
     parameters = signature.parameters.values()
     rest = [p for p in parameters if p.kind is inspect.Parameter.VAR_KEYWORD]
@@ -71,5 +71,5 @@ def with_keywords(signature: inspect.Signature, keywords: Iterable[str]) -> insp
 
 
 def tensors_of(model: nn.Module, example: Example) -> dict[str, torch.Tensor]:
-    """The example's tensors by argument."""
+    """Argument name → tensor of the example."""
     return {p: x for p, x in zip(argument_paths(model, example), pytree.tree_leaves(example), strict=True) if p}

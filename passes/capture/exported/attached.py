@@ -1,7 +1,7 @@
-"""What users attach to a parameter or buffer beside its values: attributes, and a class of its own.
+"""User attributes on parameters and buffers, and user subclasses of them.
 
-Optimizers group by them (``p._no_weight_decay``, ``isinstance(p, ManifoldParameter)``), and forwards read them
-(``self.weight.infshape``).
+Optimizers group by them (``p._no_weight_decay``, ``isinstance(p, ManifoldParameter)``), forwards
+read them (``self.weight.infshape``).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from autoshard.passes.capture.exported.trees import constant
 Made = TypeVar("Made", bound=torch.Tensor)
 
 OURS = frozenset(("_is_param", "_autoshard_left", "left_behind_by_a_trace", "_of", "_state", "autoshard_of"))
-"""attributes of tensors that torch and autoshard set"""
+"""tensor attributes set by torch and autoshard"""
 _KIND = "_autoshard_kind"
-"""of a class that was made here: the user's"""
+"""attribute of a class derived here: the user's class"""
 _FREE = frozenset(
     "__new__ __init__ __repr__ __str__ __format__ __deepcopy__ __copy__ __reduce__ __reduce_ex__ __getstate__ __setstate__ "
     "__module__ __doc__ __dict__ __weakref__ __qualname__ __annotations__ __annotate__ __static_attributes__ "
     "__firstlineno__ __init_subclass__ __class_getitem__ __parameters__ __orig_bases__ to cpu cuda".split()
 )
-"""names that a class of parameters may define anew: what a program computes does not depend on them"""
+"""names that a parameter class may override without effect on a program's results"""
 _ABSENT = object()
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 Read = tuple[tuple[str, str], Any]
-"""name of a parameter or buffer and an attribute; what it was, :data:`_ABSENT` where there was none"""
+"""((parameter or buffer, attribute), value read; :data:`_ABSENT` if there was none)"""
 
 
 def attributes_on(tensor: torch.Tensor) -> dict[str, Any]:
-    """The attributes that users set on a tensor."""
+    """Attributes that users set on a tensor, by name."""
     return {name: x for name, x in vars(tensor).items() if name not in OURS}
 
 
 def class_of(tensor: torch.Tensor) -> type:
-    """The class that eager has of a parameter or buffer: torch's, or the user's own."""
+    """The class of a parameter or buffer in eager: torch's, or the user's own."""
     kind = getattr(type(tensor), _KIND, type(tensor))
     if kind.__module__.partition(".")[0] not in ("torch", "autoshard"):
         return kind
@@ -51,7 +51,7 @@ def class_of(tensor: torch.Tensor) -> type:
 
 
 def with_class(made: Made, old: torch.Tensor) -> Made:
-    """``made``, which stands for ``old``, as an instance of the user's class that ``old`` is of, too."""
+    """``made``, the replacement of ``old``, as an instance of the user's class of ``old``."""
     kind = class_of(old)
     if kind not in (nn.Parameter, torch.Tensor) and not issubclass(type(made), kind):
         made.__class__ = kind if issubclass(kind, type(made)) else _derived(type(made), kind)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def _derived(base: type, kind: type) -> type:
 
 
 def check_class(what: str, tensor: torch.Tensor) -> None:
-    """Refuse a parameter or buffer of a class that computes otherwise than torch's: a trace is of plain tensors."""
+    """Refuse a parameter or buffer whose class overrides methods: traces use plain tensors."""
     for kind in type(tensor).__mro__:
         if kind.__module__.partition(".")[0] == "torch" or kind is object:
             continue
@@ -79,20 +79,20 @@ def check_class(what: str, tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class StandsFor:
-    """Of a tensor in a trace: what it stands for. ``read``: takes what the forward reads of that one's attributes."""
+    """The model's tensor behind a traced one. ``read``: attributes read by the forward."""
 
     name: str
     of: torch.Tensor
     traced: Mapping[int, torch.Tensor]
-    """of a tensor of the model, by id, the one that stands for it"""
+    """id of a tensor of the model → its replacement in the trace"""
     read: dict[tuple[str, str], None]
 
     def has(self, name: str) -> bool:
-        """Whether there is such an attribute."""
+        """Whether the user set attribute ``name``."""
         return name in vars(self.of) and name not in OURS
 
     def attribute(self, name: str) -> Any:
-        """The attribute, noted as read; raises :class:`AttributeError` where there is none."""
+        """The attribute, recorded as read. Raises :class:`AttributeError` if there is none."""
         self.read[self.name, name] = None
         if not self.has(name):
             raise AttributeError(f"parameter or buffer {self.name!r} has no attribute {name!r}")
@@ -101,7 +101,7 @@ class StandsFor:
 
 
 def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Path → parameter or buffer."""
+    """Path → parameter or buffer, tied ones under every path."""
     parameters = nn.Module.named_parameters(model, remove_duplicate=False)
     return {**dict(parameters), **dict(model.named_buffers(remove_duplicate=False))}
 
@@ -109,7 +109,7 @@ def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def stand_for(
     model: nn.Module, own: Mapping[str, torch.Tensor], read: dict[tuple[str, str], None]
 ) -> dict[int, torch.Tensor]:
-    """Let the tensors that are in ``model`` while it is traced know which of its ``own`` they stand for; by id, these."""
+    """Mark tensors in the traced ``model`` by :class:`StandsFor`. Returns id of own → traced."""
     now = {name: x for name, x in own_tensors(model).items() if name in own}
     traced = {id(own[name]): x for name, x in now.items()}
     for name, x in now.items():
@@ -119,11 +119,11 @@ def stand_for(
 
 
 def values_of(read: Iterable[tuple[str, str]], tensor: Callable[[str], torch.Tensor]) -> tuple[Read, ...]:
-    """What the attributes that were ``read`` are now. ``tensor``: gives the one of a name."""
+    """Current values of the attributes ``read``. ``tensor``: name → tensor."""
     return tuple(((name, attribute), vars(tensor(name)).get(attribute, _ABSENT)) for name, attribute in read)
 
 
 def are_other(read: Iterable[Read], tensor: Callable[[str], torch.Tensor]) -> bool:
-    """Whether any of these attributes was set anew, or taken away, since."""
+    """Whether any of these attributes was replaced or removed since."""
     now = ((value, vars(tensor(name)).get(attribute, _ABSENT)) for (name, attribute), value in read)
     return any(new is not old and not (isinstance(new, _PLAIN) and constant(new) == constant(old)) for old, new in now)

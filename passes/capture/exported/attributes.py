@@ -1,6 +1,7 @@
-"""Tensors that a model keeps in plain attributes: constants of the graph, unless the forward writes them or sets them anew.
+"""Tensors in plain attributes of a model: graph constants unless the forward writes them.
 
-Those are caches and states. A trace would lose what happens to them, so it is made again with buffers in their places.
+Written ones are caches and states. A trace loses the writes, so the model is traced again with
+these tensors registered as buffers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.contents import put, taken
 
 Held = dict[str, tuple[torch.Tensor, int]]
-"""name → a tensor in a plain attribute, and its version"""
+"""dotted name → (tensor in a plain attribute, its version counter)"""
 
 TAKEN_AWAY = (
     "the forward takes {name} away (None, or del), which its next call would miss. Keep a flag beside it, or write into "
@@ -25,18 +26,17 @@ TAKEN_AWAY = (
 )
 
 LEFT = "left_behind_by_a_trace"
-"""attribute of a tensor without data that stands for one that an earlier trace left, or that is made of parameters"""
-
+"""mark on a tensor without data: stands for one left by a trace, or computed of parameters"""
 
 SMALL = 64
-"""elements of a buffer that may decide about the forward, such as a stride or a flag"""
+"""largest buffer (elements) whose values may steer the forward, such as a stride or a flag"""
 
 VALUES = "values_now"
-"""attribute of a small buffer without data that stands for one: what that holds"""
+"""attribute of a small buffer without data: the values of the buffer that it replaces"""
 
 
 class WrittenError(CaptureError):
-    """The forward writes plain attributes, ``names``."""
+    """The forward writes the tensors in plain attributes ``names``."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
@@ -44,12 +44,12 @@ class WrittenError(CaptureError):
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Path → parameter, whatever the model's own method calls it (torch's ``checkpoint_wrapper`` leaves out its own name)."""
+    """Path → parameter, by nn.Module's method: ``checkpoint_wrapper``'s omits its own name."""
     return dict(nn.Module.named_parameters(model, remove_duplicate=False))
 
 
 def held(model: nn.Module) -> Held:
-    """The tensors in plain attributes of ``model``."""
+    """The leaf tensors in plain attributes of ``model`` and its modules."""
     modules = model.named_modules()
     named = ((path, name, value) for path, module in modules for name, value in vars(module).items())
     return {
@@ -60,10 +60,10 @@ def held(model: nn.Module) -> Held:
 
 
 def check_unwritten(model: nn.Module, before: Held, parameters: Collection[StorageWeakRef] = ()) -> None:
-    """Raise :class:`WrittenError` where since ``before`` one of them was written, or another tensor was put in its place.
+    """Raise :class:`WrittenError` if a tensor of ``before`` was written or replaced since.
 
-    What cannot be written into it is no state: a tensor of another dtype, or one for what lay in the memory of
-    ``parameters``, as torch's first ``spectral_norm`` does. Whether the next call reads it shows when that is traced.
+    A replacement of another dtype is no state, nor is one of a tensor in memory of ``parameters``
+    (torch's first ``spectral_norm``). The second-call check shows whether the next call reads it.
     """
     written = []
     for name, (tensor, version) in before.items():
@@ -83,13 +83,13 @@ def check_unwritten(model: nn.Module, before: Held, parameters: Collection[Stora
 
 
 def attribute(model: nn.Module, name: str) -> Any:
-    """What the attribute of this dotted name is; None where there is none."""
+    """The attribute with this dotted name, or None."""
     path, _, leaf = name.rpartition(".")
     return getattr(model.get_submodule(path), leaf, None)
 
 
 def as_buffers(model: nn.Module, names: Iterable[str]) -> None:
-    """Register the tensors in these plain attributes as buffers that are not saved, in their places."""
+    """Register the tensors in these plain attributes as non-persistent buffers."""
     for name in names:
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -98,7 +98,7 @@ def as_buffers(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def apart(model: nn.Module) -> None:
-    """Put an alias in the place of each: a trace leaves its mark on tensors that are written."""
+    """Replace each by an alias: a trace marks tensors that are written."""
     aliases: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, value in vars(module).items():
@@ -113,7 +113,7 @@ def apart(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Put the attributes of every module back, and what lies in them."""
+    """On exit restore the attributes of every module and the contents of their containers."""
     before = [(module, dict(vars(module))) for module in model.modules()]
     contents = taken(value for _, attributes in before for value in attributes.values())
     try:
@@ -126,12 +126,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def shapes_of(module: nn.Module) -> dict[str, torch.Size]:
-    """The shapes of its own buffers."""
+    """Name → shape of the module's own buffers."""
     return {name: x.shape for name, x in module._buffers.items() if x is not None}
 
 
 def check_shapes(module: nn.Module, before: Mapping[str, torch.Size]) -> None:
-    """Refuse a forward that gave a buffer another shape, set anew or by ``resize_``, or took it away."""
+    """Refuse a forward that removed a buffer or changed its shape, also by ``resize_``."""
     if gone := [name for name in before if module._buffers.get(name) is None]:
         raise CaptureError(TAKEN_AWAY.format(name=f"buffer {gone[0]!r} of {type(module).__name__}"))
     for name, now in shapes_of(module).items():
@@ -144,8 +144,7 @@ def check_shapes(module: nn.Module, before: Mapping[str, torch.Size]) -> None:
 
 
 def write_back(module: nn.Module, before: Mapping[str, torch.Tensor | None]) -> None:
-    """Have buffers that the forward set anew, in their shapes, written in place: export sees only those of the root, and drops
-    the others."""
+    """Copy replaced buffers into the old ones: export sees those of the root module only."""
     for name, old in before.items():
         new = module._buffers.get(name)
         if new is old:

@@ -1,4 +1,4 @@
-"""What attributes hold, in containers and objects within each other: taken down, and put back."""
+"""Snapshots of attributes: the contents of nested containers and objects, recorded and restored."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch import nn
 from autoshard.frames import is_ours
 
 DEPTH = 4
-"""containers and objects within each other that are looked into"""
+"""levels of nested containers and objects in a snapshot"""
 
 Contents = list[tuple[Any, Any]]
-"""containers and objects, each with what it held: see :func:`held_in`"""
+"""(container or object, its contents at the time, see :func:`held_in`), outer ones first"""
 
 NOTHING = object()
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _NO_STATE = ("builtins", "functools", "torch")
-"""where what can be called is a function"""
+"""packages whose callables are functions without state"""
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-"""of a module, where a trace itself puts what stands for its tensors"""
+"""dicts of a module in which a trace replaces the tensors itself"""
 OF_PYTHON = ("builtins", "itertools", "_collections")
-"""where Python's own functions, generators and iterators are"""
+"""modules of Python's own functions, generators and iterators"""
 
 
 def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
-    """A copy of what a container holds, or of an object's attributes; None: nothing that is looked into.
+    """A copy of a container's items or an object's attributes; None for anything else.
 
-    A user's class is not asked: its own ``__iter__`` or ``__len__`` may raise, or return tensors.
+    Methods of user classes are bypassed: ``__iter__`` or ``__len__`` may raise, or return tensors.
     """
-    if type(x) is dict:  # most are these
+    if type(x) is dict:  # most common
         return x.copy()
     if type(x) in _PLAIN or isinstance(x, torch.Tensor | nn.Module | type | ModuleType):
         return None
@@ -55,19 +55,19 @@ def held_in(x: Any) -> dict[Any, Any] | list[Any] | set[Any] | None:
 
 
 def size(x: Any) -> int:
-    """How many items a container holds, whatever its class says."""
+    """Number of items of a container, bypassing a user's ``__len__``."""
     kind: Any = next(kind for kind in (list, dict, set, deque) if isinstance(x, kind))
     return int(kind.__len__(x))
 
 
 def word(x: Any) -> tuple[type, str] | None:
-    """A number or text as its class and what it is, to be compared; None for anything else."""
+    """(class, repr) of a number or string, for comparison; None for anything else."""
     kind: Any = next((kind for kind in type(x).__mro__ if kind in _PLAIN), None)
     return None if kind is None else (type(x), kind.__repr__(x))
 
 
 def own(x: Any, name: str) -> Any:
-    """An attribute of an object itself, not what ``__getattr__`` makes up: proxies raise any error there."""
+    """An attribute of the object itself, without ``__getattr__``, in which proxies may raise."""
     try:
         return object.__getattribute__(x, name)
     except Exception:
@@ -75,7 +75,7 @@ def own(x: Any, name: str) -> Any:
 
 
 def _slots(kind: type) -> tuple[str, ...]:
-    """The attributes that classes written in Python keep in ``__slots__``."""
+    """Names of attributes in ``__slots__`` of Python classes."""
     found = _SLOTS.get(kind)
     if found is None:
         slotted = [c for c in kind.__mro__ if "__slots__" in vars(c)]
@@ -85,11 +85,11 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 _SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
-"""what is known of classes"""
+"""class → :func:`_slots`"""
 
 
 def advanced_to(x: Any) -> Any:
-    """Where an iterator or generator is, or what a function keeps, as something that is looked into; None for anything else."""
+    """Position of an iterator or generator, or state of a function; None for anything else."""
     if isinstance(x, FunctionType) and not is_ours(x.__code__.co_filename):
         return [*map(_in_cell, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
     if isinstance(x, GeneratorType):
@@ -98,10 +98,10 @@ def advanced_to(x: Any) -> Any:
     if not isinstance(x, Iterator) or type(x).__module__ not in OF_PYTHON:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # itertools' own, as of Python 3.12
+        warnings.simplefilter("ignore", DeprecationWarning)  # of itertools, since Python 3.12
         try:
             return list(x.__reduce__())[1:]
-        except TypeError:  # of what cannot be pickled, the next is not known without taking it
+        except TypeError:  # cannot be pickled: its position is unknown
             return None
 
 
@@ -113,7 +113,7 @@ def _in_cell(cell: CellType) -> Any:
 
 
 def taken(roots: Iterable[Any]) -> Contents:
-    """All that these hold, the ``roots`` themselves among it; outer ones first."""
+    """Snapshot of ``roots`` and everything reachable within :data:`DEPTH` levels."""
     found: dict[int, tuple[Any, Any]] = {}
     level = list(roots)
     for _ in range(DEPTH):
@@ -124,7 +124,7 @@ def taken(roots: Iterable[Any]) -> Contents:
 
 
 def put(contents: Contents) -> None:
-    """Have each hold this; what does already is not touched."""
+    """Restore a snapshot in place; unchanged holders are not touched."""
     for holder, held in contents:
         if isinstance(holder, tuple | frozenset) or (type(holder) is dict and not holder and not held):
             continue
@@ -155,9 +155,9 @@ def put(contents: Contents) -> None:
 
 
 def stand_in_for(model: nn.Module, by: Mapping[int, Any]) -> None:
-    """In the attributes of its modules, put what stands for a tensor or module in its place; in keys also the id of it.
+    """Replace tensors and modules in attributes of the model's modules, also ids used as keys.
 
-    ``by``: what stands for it, by its id. What a forward looks up by identity is found so.
+    ``by``: id → replacement. So a forward finds entries that it looks up by identity.
     """
 
     def now(x: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A state that grows from a length of 1, such as the cache after a first token: traced as a longer one.
+"""Dynamic lengths from an example of length 1, such as a KV cache after its first token.
 
-Of an example of 1 a trace fixes the length, as it would broadcast. The graph of a longer example serves a length of 1
-too where it says of it what the graph of 1 says.
+A trace fixes a length of 1, since it broadcasts. The graph of a longer example serves it, too, if
+both graphs agree at 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoshard.passes.ir.walk import map_tree
 
 
 def longer(graph: Graph, example: Example) -> Example | None:
-    """The example with longer states: inputs that come out again, longer along a dim of 1. None: there are none."""
+    """The example with inputs extended along a dim of 1 that an output extends, or None."""
     leaves, spec = pytree.tree_flatten(example)
     results = [graph.types[out.name] for out in graph.outputs if isinstance(out, Ref)]
     grown = {(tuple(t.shape[:d]), tuple(t.shape[d + 1 :]), t.dtype) for t in results for d in range(len(t.shape))
@@ -42,7 +42,7 @@ def longer(graph: Graph, example: Example) -> Example | None:
 
 
 def from_one(one: Graph, more: Graph) -> Graph | None:
-    """``more``, of a :func:`longer` example, as a graph for lengths of 1 as well; None where ``one`` is another then."""
+    """``more``, of a :func:`longer` example, if at length 1 it equals ``one``; else None."""
     ones = {x.name for x in more.symbols.read} - {x.name for x in one.symbols.read}
     least = {f"{name} >= 2" for name in ones}
     conditions = tuple(c for c in more.symbols.conditions if c not in least)
@@ -53,7 +53,7 @@ def from_one(one: Graph, more: Graph) -> Graph | None:
 
 
 def _is(one: Graph, more: Graph, values: Mapping[sympy.Symbol, sympy.Integer]) -> bool:
-    """Whether ``more`` is ``one`` where its symbols have these values, but for the names of values that nodes make."""
+    """Whether ``more`` with symbols set to ``values`` equals ``one``, up to names of results."""
     theirs, ours = ([out for node in g.nodes for out in node.outputs] for g in (more, one))
     names = {i.name: i.name for i in more.inputs} | dict(zip(theirs, ours, strict=False))
 

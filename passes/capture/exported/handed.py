@@ -1,8 +1,8 @@
-"""Objects among the arguments that a forward changes, such as a cache of transformers that it fills and gives back.
+"""Mutated arguments: containers that a forward changes, such as a KV cache that it fills.
 
-A call is made of tensors: the trace has objects of its own, and so has every result. What is handed in and comes out as one
-object in eager is one object to the caller of a program, too. What a forward puts into a dict that does not come out are
-further outputs, which are put there; any other object that is changed and does not come out would be lost.
+Programs take and return tensors, so traces and results have objects of their own. If eager returns
+an argument object, the program's caller gets that object back, updated. Entries written to a dict
+that is not returned become extra outputs, stored after the call. Other mutations are refused.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ log = logging.getLogger("autoshard")
 _NOTHING = object()
 
 Path = tuple[Any, ...]
-"""keys of dicts, numbers of items and names of attributes, from the outside in"""
+"""dict keys, item indices and attribute names, outermost first"""
 Returned = tuple[tuple[Path, Path], ...]
-"""where an object is in ``(args, kwargs)``, and where in the output: every place"""
+"""(path of an object in ``(args, kwargs)``, its path in the output), for every place"""
 RETURNED = "autoshard_returned"
-"""under which name an exported program knows them"""
+"""key of :data:`Returned` in an exported program's meta"""
 Changed = tuple[tuple[Path, tuple[Any, ...], Any], ...]
-"""where a dict is in ``(args, kwargs)``, which keys it loses, and the structure of a dict of what it gains"""
+"""(path of a dict in ``(args, kwargs)``, removed keys, structure of the dict of added entries)"""
 CHANGED = "autoshard_changed"
-"""under which name an exported program knows where such dicts are, and which keys they lose"""
+"""key in an exported program's meta: paths and removed keys of mutated dicts"""
 _RESULTS = (torch.Tensor, bool, int, float, str, type(None), torch.SymInt)
-"""what a program can give back"""
+"""leaf types that a program can return"""
 
 
 class Handed:
-    """The arguments of a traced call, before it: :meth:`returned` after it."""
+    """Argument containers before a traced call, compared with their state after it."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         found = _containers((tuple(args), kwargs), ())
@@ -46,13 +46,13 @@ class Handed:
         }  # (1,): kwargs, made by Python
         self.tensors = {id(t): t for _, inside in self.before.values() for x in inside.values() for t in _tensors(x)}
         self.changed: dict[Path, tuple[tuple[Any, ...], dict[Any, Any]]] = {}
-        """where a dict is that does not come out again: the keys that it loses, and what it gains"""
+        """path of a mutated dict that is not returned → (removed keys, added entries)"""
 
     def returned(self, output: Any) -> Returned:
-        """The outermost objects that come out again; of other dicts notes what has :attr:`changed`.
+        """The outermost argument objects that ``output`` contains. Records :attr:`changed` dicts.
 
-        Raises :class:`CaptureError` for other objects that got new tensors, and warns where they are changed without new
-        ones, as by ``pop()``.
+        Raises :class:`CaptureError` if another object got new tensors; warns if it changed without
+        new tensors, as by ``pop()``.
         """
         places: dict[int, Path] = {}
         for path, (value, _) in self.before.items():
@@ -73,7 +73,7 @@ class Handed:
 
 
 def of_dicts(spec: Any, where: Sequence[tuple[Path, tuple[Any, ...]]]) -> tuple[Any, Changed]:
-    """The structure of a model's own output, and of what dicts gain, in that of both, ``spec``."""
+    """Split ``spec`` into the structures of the model's output and of entries added to dicts."""
     if not where:
         return spec, ()
     own, gained = spec.children()
@@ -81,21 +81,21 @@ def of_dicts(spec: Any, where: Sequence[tuple[Path, tuple[Any, ...]]]) -> tuple[
 
 
 def give_back(returned: Returned, changed: Changed, arguments: Any, output: Any, gained: Iterable[Any]) -> Any:
-    """``output`` with the caller's own objects in it, which take what those of the program hold.
+    """``output`` with the caller's own objects in place of the program's, updated with its values.
 
-    ``gained``: the leaves of what the caller's dicts gain.
+    ``gained``: leaves of the entries to add to the caller's dicts.
     """
     if not (returned or changed):
         return output
     rest = iter(gained)
     taken = [pytree.tree_unflatten(list(itertools.islice(rest, spec.num_leaves)), spec) for _, _, spec in changed]
-    dicts = [_at(arguments, path) for path, _, _ in changed]  # before any of them is changed
+    dicts = [_at(arguments, path) for path, _, _ in changed]  # looked up before any changes
     if dicts:
         _check_apart(dicts, arguments)
     own: dict[int, Any] = {}
     for given, made in returned:
         into, new = _at(arguments, given), _at(output, made)
-        filled = any(x is into for x in own.values())  # it comes out in several places
+        filled = any(x is into for x in own.values())  # it is in several places of the output
         own[id(new)] = into
         if filled:
             continue
@@ -115,7 +115,7 @@ def give_back(returned: Returned, changed: Changed, arguments: Any, output: Any,
 
 
 def _check_apart(dicts: Sequence[Any], arguments: Any) -> None:
-    """Refuse one of ``dicts``, which the forward changes, that is an argument in two places: a program has two of it."""
+    """Refuse a mutated dict that is passed twice: a program has a copy per place."""
     places = Counter(id(x) for _, x in _containers(arguments, ()))
     if twice := [x for x in dicts if places[id(x)] > 1]:
         raise RuntimeMismatchError(
@@ -125,13 +125,13 @@ def _check_apart(dicts: Sequence[Any], arguments: Any) -> None:
 
 
 def _put(mapping: dict[Any, Any], items: Mapping[Any, Any]) -> None:
-    """One after another: transformers' outputs refuse ``update``."""
+    """``mapping.update(items)``, which transformers' outputs refuse."""
     for key in items:
         mapping[key] = items[key]
 
 
 def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What a container holds, by key; nothing of anything else."""
+    """(key, item) pairs of a container; none for anything else."""
     if isinstance(value, dict):
         yield from value.items()
     elif isinstance(value, list | tuple):
@@ -145,7 +145,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _containers(value: Any, path: Path, known: Collection[int] = ()) -> Iterator[tuple[Path, Any]]:
-    """Every list, dict and object in ``value``, and where it is; not what is inside of those that are ``known`` by id."""
+    """(path, object) of every list, dict and object in ``value``; ``known`` ids are not entered."""
     if isinstance(value, list | dict) or _is_object(value):
         yield path, value
         if id(value) in known:
@@ -155,7 +155,7 @@ def _containers(value: Any, path: Path, known: Collection[int] = ()) -> Iterator
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """A tensor, or those in a container."""
+    """The tensors in ``value``."""
     if isinstance(value, torch.Tensor):
         yield value
     for _, item in _inside(value):
@@ -169,7 +169,7 @@ def _at(value: Any, path: Path) -> Any:
 
 
 def _lost(value: Any, key: Any, path: Path, made: bool) -> None:
-    """``made``: new tensors are lost, not only what became of the caller's own."""
+    """Report a lost mutation: an error if new tensors are lost (``made``), else a warning."""
     kind, name = type(value).__name__, ".".join(map(str, path[1:]))
     name = repr(name) if path[0] else f"number {name}"
     does = "puts a new tensor into" if made else "changes"

@@ -1,4 +1,4 @@
-"""Which lengths of the inputs are open: asked of export, and named."""
+"""Dynamic lengths of inputs (export's backed symbols): requested, named and translated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoshard.passes.ir.sizes import Size, is_sure, size, symbol
 from autoshard.passes.ir.symbols import conditions, is_plain
 
 Dynamic = bool | Mapping[str, Mapping[int, str]]
-"""True: every length of every input; or input → dim → a name, or a multiple of one such as ``"4*batch"``"""
+"""True: all lengths of all inputs; or input → dim → name, or a multiple such as ``"4*batch"``"""
 
 T = TypeVar("T")
 
@@ -28,22 +28,22 @@ _DECLARED = re.compile(r"\s*(?:(\d+)\s*\*\s*)?(\w+)\s*")
 
 
 _COMMON = ("batch", "seq")
-"""names of the first dims where the user gives none"""
+"""default names of the first dims"""
 
 
 @dataclass(frozen=True)
 class Open:
-    """A tensor of the example, and which of its dims may differ from call to call."""
+    """A tensor of the example and its dynamic dims."""
 
     path: str
-    """the argument's name, as in ``labels`` or ``args[0]``"""
+    """argument name, such as ``labels`` or ``args[0]``"""
     tensor: torch.Tensor
     dims: Mapping[int, tuple[int, str]]
-    """dim → (multiple, name); the name is "" where the user gave none"""
+    """dim → (multiple, name); the name is "" if the user gave none"""
 
 
 def fixed_if_refused(dynamic: Dynamic, do: Callable[[Dynamic], T]) -> T:
-    """``do(dynamic)``; what is refused with open lengths is done for those of the example alone, with a warning."""
+    """``do(dynamic)``; if that is refused, ``do(False)`` (the example's lengths) and a warning."""
     if dynamic:
         try:
             return do(dynamic)
@@ -55,7 +55,7 @@ def fixed_if_refused(dynamic: Dynamic, do: Callable[[Dynamic], T]) -> T:
 
 
 def opened(tensors: Mapping[str, torch.Tensor], dynamic: Dynamic) -> dict[str, Open]:
-    """The example's tensors by argument, with the dims that ``dynamic`` asks for."""
+    """Argument → tensor of the example and its dynamic dims. Raises :class:`HintError`."""
     if not isinstance(dynamic, Mapping):
         return {path: Open(path, x, dict.fromkeys(range(x.ndim), (1, ""))) for path, x in tensors.items()}
     for path, dims in dynamic.items():
@@ -79,7 +79,7 @@ def _declared(path: str, dim: int, text: str) -> tuple[int, str]:
 
 
 def shapes_for_export(inputs: Iterable[Open]) -> ShapesCollection:
-    """What ``torch.export`` is told: it may keep these dims open, and fixes those that the model fixes."""
+    """``dynamic_shapes`` for ``torch.export``: dims that it may keep dynamic."""
     shapes = ShapesCollection()
     for x in inputs:
         shapes[x.tensor] = {d: Dim.AUTO if d in x.dims else Dim.STATIC for d in range(x.tensor.ndim)}
@@ -87,14 +87,14 @@ def shapes_for_export(inputs: Iterable[Open]) -> ShapesCollection:
 
 
 class Lengths:
-    """What export's symbols stand for: lengths over our own symbols.
+    """Export's symbols as expressions of our own symbols.
 
-    Dims at the same place of two inputs, of one length in the example, are one symbol unless the user names them: ids
-    and labels have one batch. A call in which they differ is compiled again.
+    Equal lengths at the same dim of two inputs share one symbol unless the user names them: ids and
+    labels have one batch. A call with different lengths there is compiled separately.
     """
 
     def __init__(self, inputs: Mapping[str, tuple[Open, torch.Tensor]]) -> None:
-        """``inputs``: name in the graph → the example's tensor, and what export traced in its place."""
+        """``inputs``: name in the graph → (the example's tensor, export's fake tensor)."""
         self.meaning: dict[sympy.Symbol, sympy.Expr] = {}
         self.example: dict[sympy.Symbol, int] = {}
         self.read: list[Symbol] = []
@@ -114,7 +114,7 @@ class Lengths:
         self._simpler = dict(self._equalities())
 
     def _meet(self, name: str, x: Open, dim: int, n: Any) -> None:
-        """Name the symbol that is the length of a dim."""
+        """Name the symbol of a dim's length."""
         expr = _expr(n)
         if expr is None or not self._known(expr).free_symbols:
             if dim in x.dims:
@@ -129,7 +129,7 @@ class Lengths:
             return
         multiple, wanted = x.dims[dim]
         length = x.tensor.shape[dim]
-        if length % multiple:  # a promise that this example does not keep: a program for any length
+        if length % multiple:  # the example breaks the promise: allow any length
             multiple = 1
         place = wanted or (dim, length)
         if place not in self._by_place:
@@ -144,7 +144,7 @@ class Lengths:
         self.meaning[expr] = multiple * own
 
     def _equalities(self) -> Iterator[tuple[sympy.Expr, sympy.Expr]]:
-        """Lengths that the model demands to be equal and that do not show it: (what is written, in place of what)."""
+        """(replaced, replacement): lengths that guards make equal, the simpler one second."""
         for guard in self._environment.guards if self._environment is not None else ():
             if isinstance(guard.expr, sympy.Eq) and guard.expr.free_symbols <= self.meaning.keys():
                 sides = sorted(map(self._ours, guard.expr.args), key=sympy.count_ops)
@@ -163,7 +163,7 @@ class Lengths:
         return name
 
     def _solve(self, name: str, dim: int, n: Any) -> None:
-        """Where the model demands an even length, export has 2·s for it: s follows from that."""
+        """Solve for export's s: if the model requires an even length, export writes it as 2·s."""
         expr = _expr(n)
         unknown = [s for s in expr.free_symbols if s not in self.meaning] if expr is not None else []
         if expr is None or not unknown:
@@ -177,7 +177,7 @@ class Lengths:
         self.read.append(Symbol(str(own), name, dim, int(factor), int(offset)))
 
     def of(self, n: Any) -> int:
-        """A length of a traced tensor, or a number of its graph, as a plain int or a :class:`Size`."""
+        """A length of a traced tensor or graph number as an int or a :class:`Size`."""
         expr = _expr(n)
         if expr is None:
             return int(n)
@@ -193,7 +193,7 @@ class Lengths:
         return expr.xreplace(self.meaning)
 
     def symbols(self) -> Symbols:
-        """The symbols, and the conditions under which export's graph holds."""
+        """The symbols, and the conditions under which the graph is valid."""
         return Symbols(tuple(self.read), conditions(self._demanded(), self.read), tuple(self.fixed))
 
     def _demanded(self) -> Iterator[sympy.Basic]:
@@ -216,14 +216,14 @@ class Lengths:
 
 
 def _constants(environment: Any) -> Iterator[tuple[sympy.Symbol, sympy.Integer]]:
-    """Symbols of export that its guards fix, where it did not put the number in their place."""
+    """(symbol, value) of export's symbols that guards fix and export did not substitute."""
     for guard in environment.guards if environment is not None else ():
         if isinstance(guard.expr, sympy.Eq) and guard.expr.lhs.is_Symbol and guard.expr.rhs.is_Integer:
             yield guard.expr.lhs, guard.expr.rhs
 
 
 def _expr(n: Any) -> Any:
-    """The expression of a length that may differ from call to call, else None."""
+    """The expression of a dynamic length, else None."""
     if not isinstance(n, torch.SymInt):
         return None
     return n.node.expr if n.node.expr.free_symbols else None

@@ -1,4 +1,4 @@
-"""Where an fx node comes from: module path, class names, and the user's source line; names of tensors and arguments."""
+"""Provenance of fx nodes: module path, classes, source line; names of tensors and arguments."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from autoshard.frames import place, stack, users_lines
 from autoshard.passes.ir.names import is_plain
 
 NO_GRAD = "autoshard_no_grad"
-"""key in a node's meta: it was traced with gradients off. Export's own regions miss no_grad inside autocast"""
+"""key in a node's meta: traced with gradients off (export misses no_grad inside autocast)"""
 
 ENABLES = "autoshard_enables_grad"
-"""key in the meta of a program: whether its forward turns gradients on where the call has them off"""
+"""key in a program's meta: whether the forward turns gradients on in a call that has them off"""
 
 CHECKPOINT = "autoshard_checkpoint"
-"""key in a node's custom meta: the number of the checkpoint that it is in"""
+"""key in a node's custom meta: number of its activation checkpoint"""
 
 
 def marking(key: str, when: Callable[[], bool]) -> Callable[[Any], Any]:
-    """For ``fx.Graph.create_node``: what marks nodes made while ``when()`` with ``key`` in their meta."""
+    """Wrapper of ``fx.Graph.create_node``: nodes made while ``when()`` get ``key`` in meta."""
 
     def around(original: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
         def create_node(self: fx.Graph, *args: Any, **kwargs: Any) -> fx.Node:
@@ -39,9 +39,9 @@ def marking(key: str, when: Callable[[], bool]) -> Callable[[Any], Any]:
 
 
 class ForwardFrames:
-    """Stands in torch.fx for its ``CapturedTraceback``: the frames of forwards, all that the tracer keeps of a stack.
+    """Replaces fx's ``CapturedTraceback``: frames of ``forward`` functions only.
 
-    torch's own makes a summary of the whole stack and reads a source line for every frame, node by node.
+    torch's own summarizes the full stack and reads a source line per frame, for every node.
     """
 
     def __init__(self, found: list[traceback.FrameSummary]) -> None:
@@ -64,13 +64,13 @@ def module_types(node: fx.Node) -> tuple[tuple[str, str], ...]:
 
 
 def fqn(node: fx.Node) -> str:
-    """The path of the innermost module, "" for the model itself."""
+    """Path of the innermost module, "" for the model itself."""
     stack = module_types(node)
     return stack[-1][0] if stack else ""
 
 
 def frames(node: fx.Node) -> tuple[tuple[str, int], ...]:
-    """(file, line number) of the user's lines that were running, outermost first."""
+    """(file, line number) of the user's stack frames, outermost first."""
     return users_lines(node.meta.get("stack_trace") or "")
 
 
@@ -81,7 +81,7 @@ def where(node: fx.Node) -> str:
 
 
 def names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
-    """Every parameter's or buffer's name → all names of that tensor, the first registered first."""
+    """Name of a parameter or buffer → all names of that tensor, in order of registration."""
     by_id: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         by_id.setdefault(id(tensor), []).append(name)
@@ -89,7 +89,7 @@ def names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
 
 
 def set_apart(program: torch.export.ExportedProgram, names: Container[str]) -> None:
-    """Rename results that bear one of ``names``, those of parameters, buffers and arguments: plans know values by name."""
+    """Rename results with one of ``names`` (parameters, …): plans refer to values by name."""
     for node in program.graph.nodes:
         if node.op == "call_function" and (old := node.name) in names:
             node._rename(f"{old}_result")
@@ -97,7 +97,7 @@ def set_apart(program: torch.export.ExportedProgram, names: Container[str]) -> N
 
 
 def plainly_named(program: torch.export.ExportedProgram) -> None:
-    """Rename inputs whose names Python could not read in the source that fx writes: ``class``, ``00``."""
+    """Rename inputs whose names are no identifiers in generated Python: ``class``, ``00``."""
     for node in program.graph.nodes:
         if node.op == "placeholder" and not is_plain(old := node.name):
             node._rename(f"x_{old}")
@@ -106,7 +106,7 @@ def plainly_named(program: torch.export.ExportedProgram) -> None:
 
 
 def argument_path(model: nn.Module, path: Sequence[Any]) -> str:
-    """The forward's own name of an argument: ``x``, ``labels``, ``batch['x'][1]``, ``inputs[0]`` of ``*inputs``."""
+    """The forward's name of an argument: ``x``, ``batch['x'][1]``, ``inputs[0]`` of ``*inputs``."""
     root, first, *rest = path
     if root.idx == 1:
         return str(first.key) + "".join(map(str, rest))

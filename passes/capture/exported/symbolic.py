@@ -1,9 +1,9 @@
-"""Sizes and numbers that depend on the data: what export's unbacked symbols become.
+"""Data-dependent sizes and numbers: export's unbacked symbols.
 
-No dim whose length depends on the data is ever cut, and a number read out of a tensor is a plain Python number that
-flows between nodes; generated code takes both from the values at run time. For costs each has an estimate.
-All ranks agree on them by construction: a number is read from a whole value, and a whole value is on every rank
-either the result of one collective, which hands the same bits to all, or of the same ops on the same operands.
+A dim of data-dependent length is never sharded, and a number read from a tensor is a plain Python
+number between nodes. Generated code reads both at run time; cost models use an estimate.
+All ranks agree on a number: it is read from a replicated value. That value results from one
+collective, or from equal ops on equal operands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoshard.passes.ir.graph import TensorType
 Number = int | float | bool
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _FALLBACK = 64
-"""guessed value of a number of which only the sign is known"""
+"""estimate of a number with no known bound"""
 
 prim = torch.ops.prim
 
@@ -47,7 +47,7 @@ OPS: dict[Any, torch._ops.OpOverload] = {
     math.ceil: aten.ceil.Scalar,
     math.floor: aten.floor.Scalar,
 }
-"""arithmetic on numbers as ops of torch, so that it is a node like any other"""
+"""Python arithmetic on numbers → torch op, so that it becomes an ordinary node"""
 
 _TYPED: dict[Any, tuple[torch._ops.OpOverload, torch._ops.OpOverload]] = {
     operator.abs: (prim.abs.int, prim.abs.float),
@@ -57,23 +57,23 @@ _TYPED: dict[Any, tuple[torch._ops.OpOverload, torch._ops.OpOverload]] = {
     torch.sym_max: (prim.max.int, prim.max.float),
     torch.sym_min: (prim.min.int, prim.min.float),
 }
-"""(op on ints, op on others)"""
+"""Python function → (op on ints, op on other numbers)"""
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether ``value`` is a number that only a run knows: it depends on the data, or is no int."""
+    """Whether ``value`` is a number known at run time only: data-dependent, or not an int."""
     return isinstance(value, _SYMBOLIC) and constant(value) is None and not is_length(value)
 
 
 def is_length(value: Any) -> bool:
-    """Whether ``value`` is an int that follows from the lengths of the inputs."""
+    """Whether ``value`` is a symbolic int computed from input lengths."""
     if not isinstance(value, torch.SymInt) or not value.node.expr.free_symbols:
         return False
     return not free_unbacked_symbols(value.node.expr)
 
 
 def constant(value: Any) -> Number | None:
-    """The number that ``value`` is in every call, or None if it is no number or depends on the data."""
+    """``value`` as a plain number if it is one in every call, else None."""
     if isinstance(value, int | float):
         return value
     if isinstance(value, _SYMBOLIC):
@@ -84,14 +84,14 @@ def constant(value: Any) -> Number | None:
 
 
 def number_op(target: Any, result: Any) -> torch._ops.OpOverload | None:
-    """The op for arithmetic on numbers ``target`` (a Python function), or None. ``result``: its symbolic result."""
+    """The torch op for Python function ``target`` on numbers, or None. ``result``: its result."""
     if target in _TYPED:
         return _TYPED[target][0 if isinstance(result, torch.SymInt | int) else 1]
     return OPS.get(target)
 
 
 def estimate(value: Any) -> Number:
-    """A plausible value of a number: half of what each unknown in it is at most. Never less than 2 for an int."""
+    """Estimate of a number: each unknown at half of its upper bound. At least 2 for an int."""
     if isinstance(value, torch.SymBool | bool):
         return True
     if isinstance(value, torch.SymFloat | float):
@@ -108,7 +108,7 @@ def estimate(value: Any) -> Number:
 
 
 def type_of(value: Any, grad: bool, length: Callable[[Any], int] = int) -> TensorType:
-    """The type of a fake tensor or of a symbolic number. ``length``: what a length that export left open stands for."""
+    """The type of a fake tensor or symbolic number. ``length``: export's dynamic length → ours."""
     if isinstance(value, torch.Tensor):
         unknown = tuple(d for d, n in enumerate(value.shape) if is_symbolic(n))
         shape = tuple(int(estimate(n)) if d in unknown else length(n) for d, n in enumerate(value.shape))

@@ -1,4 +1,4 @@
-"""Outputs and arguments of any class: registered with pytree, so that their tensors are found and put back."""
+"""Pytree registration of user classes among arguments and outputs: dataclasses, KV caches, …"""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SYMBOLS = torch.SymInt, torch.SymFloat, torch.SymBool
 _PLAIN = frozenset(
     (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, *_SYMBOLS)
 )
-"""what most attributes are, and what is a leaf; an open length knows the tensors of its trace, and is one all the same"""
+"""leaf types without tensors; a symbolic length refers to its trace, but counts as a leaf"""
 
 
 def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves of ``tree`` and its structure; the classes of the objects in it are registered first."""
+    """Leaves and structure of ``tree``, after registering the classes of objects in it."""
     while True:
         leaves, spec = pytree.tree_flatten(tree)
         if not any(_is_unknown(x) for x in leaves):
@@ -37,17 +37,17 @@ def flattened(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def flattened_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    """:func:`flattened` of ``(args, kwargs)``, whose structure is known where no argument is a container."""
+    """:func:`flattened` of ``(args, kwargs)``; without containers, the structure is cached."""
     leaves = [*args, *kwargs.values()]
-    if PLAIN.issuperset(map(type, leaves)) and not torch.compiler.is_compiling():  # which follows no cache
+    if PLAIN.issuperset(map(type, leaves)) and not torch.compiler.is_compiling():  # it skips caches
         return leaves, _flat(len(args), tuple(kwargs))
     return flattened((args, kwargs))
 
 
 def in_order(forward: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name as ``forward`` lists them: in which order they were given makes no other call, nor other ranks.
+    """Keyword arguments in the order of ``forward``'s signature: equal calls then flatten equally.
 
-    What it takes by ``**kwargs`` comes after, as it was given: it may look at that order.
+    Entries of ``**kwargs`` come last in the given order, which the forward may read.
     """
     if len(kwargs) < 2:
         return kwargs
@@ -57,7 +57,7 @@ def in_order(forward: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1 << 6)
 def _parameters(function: Any) -> tuple[str, ...]:
-    """The names of its arguments, but for those of ``*args`` and ``**kwargs``."""
+    """Parameter names of a function, without ``*args`` and ``**kwargs``."""
     with contextlib.suppress(TypeError, ValueError):
         return tuple(n for n, p in inspect.signature(function).parameters.items() if p.kind not in _REST)
     return ()
@@ -68,7 +68,7 @@ PLAIN = frozenset((torch.Tensor, bool, int, float, str, type(None)))
 
 
 def constant(x: Any) -> tuple[type, Any]:
-    """What tells a constant from all others: to Python True is 1, 0.0 is -0.0, and a NaN is none."""
+    """Comparison key of a constant: in Python True == 1, 0.0 == -0.0, and NaN != NaN."""
     if isinstance(x, float | complex):
         return type(x), (float if isinstance(x, float) else complex).__repr__(x)
     if isinstance(x, dict):
@@ -80,17 +80,17 @@ def constant(x: Any) -> tuple[type, Any]:
 
 @functools.lru_cache(maxsize=1 << 6)
 def _flat(count: int, names: tuple[str, ...]) -> pytree.TreeSpec:
-    """The structure of a call with so many arguments by place, and these by name."""
+    """The structure of a call with ``count`` positional arguments and keywords ``names``."""
     return pytree.tree_structure(((None,) * count, dict.fromkeys(names)))
 
 
 def _is_unknown(leaf: Any) -> bool:
-    """Whether a leaf is an object whose class has to be registered. Refuses one that cannot be looked into."""
+    """Whether the class of a leaf must be registered. Refuses objects that cannot be inspected."""
     try:
         if isinstance(leaf, torch.Tensor) or type(leaf) in _PLAIN:
             return False
         return _is_cache(type(leaf)) or _holds_tensor(leaf, set())
-    except Exception as error:  # the user's own class may raise anything, as where it is asked for __class__
+    except Exception as error:  # a user's class may raise anything, even for __class__
         raise CaptureError(
             f"an object of class {type(leaf).__name__} among the arguments or outputs cannot be looked into: it raises "
             f"{type(error).__name__} where it is asked what it is or holds. Pass tensors, or an object that answers."
@@ -98,10 +98,10 @@ def _is_unknown(leaf: Any) -> bool:
 
 
 def register_types(tree: Any) -> None:
-    """Register the class of every object in ``tree`` that holds tensors and that pytree does not know.
+    """Register the class of every object in ``tree`` that holds tensors and is unknown to pytree.
 
-    Dataclasses, caches and the like: their attributes with tensors become children, the others are kept as they are.
-    So does the class of a transformers cache that is still empty: the forward fills it, and gives it back.
+    Attributes with tensors become children, other attributes are constants of the structure.
+    An empty KV cache of transformers is registered, too: the forward fills and returns it.
     """
     for leaf in pytree.tree_leaves(tree):
         if _is_unknown(leaf):
@@ -111,7 +111,7 @@ def register_types(tree: Any) -> None:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those of a dataclass with slots, too."""
+    """Attributes of an object by name, including dataclass fields in ``__slots__``."""
     named = {n: x for n in _fields(type(value)) if (x := own(value, n)) is not NOTHING}
     attributes = own(value, "__dict__")
     return {**named, **attributes} if isinstance(attributes, dict) else named
@@ -126,7 +126,7 @@ _FIELDS = "__dataclass_fields__"
 
 
 def _is_cache(kind: type) -> bool:
-    """Whether it is a class of caches of transformers, or of their layers."""
+    """Whether ``kind`` is a KV cache class of transformers, or a layer of one."""
     found = _CACHES.get(kind)
     if found is None:
         found = _CACHES[kind] = any(c.__module__ == "transformers.cache_utils" for c in kind.__mro__)
@@ -134,11 +134,11 @@ def _is_cache(kind: type) -> bool:
 
 
 _CACHES: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
-"""what is known of classes: every step of a decoding asks for those of its cache"""
+"""class → :func:`_is_cache`: every decoding step asks for its cache's classes"""
 
 
 def _is_child(value: Any, of_cache: bool) -> bool:
-    """Whether an attribute becomes a child. ``of_cache``: whether the forward may fill what is empty."""
+    """Whether an attribute becomes a child. ``of_cache``: empty containers do, too."""
     if isinstance(value, torch.Tensor):
         return True
     if type(value) in _PLAIN:
@@ -165,7 +165,7 @@ def _holds_tensor(value: Any, seen: set[int]) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Context:
-    """Which attributes are children, and all other attributes, which are constants."""
+    """Pytree context of an object: names of its children, and the other attributes (constants)."""
 
     names: tuple[str, ...]
     others: dict[str, Any]
@@ -180,13 +180,13 @@ class _Context:
 
 
 _COUNTS = frozenset({"cumulative_length", "cumulative_length_int", "batch_size"})
-"""attributes of caches that count tokens or requests in Python: as constants they would make every length another call"""
+"""Python counters of KV caches: as constants they would give every length its own program"""
 _AT = 4
-"""the dim that is as long as a count: one that no other tensor of a cache has, so that it equals no other length"""
+"""the dim that holds a counter: no other cache tensor has it, so its length equals no other"""
 
 
 def _as_length(count: Any, device: Any) -> Any:
-    """A count as the length of an empty tensor: lengths may be open."""
+    """A counter as the length of an empty tensor, since lengths may be dynamic."""
     if isinstance(count, torch.Tensor) or not isinstance(count, int | torch.SymInt):
         return count
     if not isinstance(count, int) or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING):
@@ -198,7 +198,7 @@ def _as_length(count: Any, device: Any) -> Any:
 _TRACING = torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.PROXY
 
 
-@functools.lru_cache(maxsize=1 << 6)  # one tensor, however often it is asked: export knows its arguments by identity
+@functools.lru_cache(maxsize=1 << 6)  # cached: export knows its arguments by identity
 def _length(count: Any, device: Any) -> torch.Tensor:
     return torch.empty((*[0] * _AT, count), dtype=torch.bool, device=device)
 

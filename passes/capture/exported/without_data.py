@@ -1,4 +1,4 @@
-"""Examples, and the models that they are of, as tensors without data."""
+"""Example inputs as tensors without data: empty, or fake if anything is on the meta device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from autoshard.passes.capture.exported.attributes import LEFT
 
 
 def without_data(model: nn.Module, example: Example) -> Example:
-    """The example as distinct tensors on the model's device: export would merge a tensor that is passed twice.
+    """The example as distinct tensors: export would merge a tensor that is passed twice.
 
-    With anything on the meta device, the model's tensors too are replaced (by the caller undone) by fake
-    ones on a real device, so that the trace is the one of the real model. Its constants, plain attributes, keep their data.
+    If any tensor is on the meta device, fake tensors on a real device replace the model's, too
+    (the caller restores them), so the trace is the real model's. Constants keep their data.
     """
     tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
     if not any(t.is_meta for t in tensors):
@@ -48,7 +48,7 @@ def _empty(
         return _fake_parameter(tensor, device, mode)
     if type(tensor) in (torch.Tensor, nn.Parameter) and _is_filled(tensor):
         new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    else:  # which takes longer: a fake mode makes a fake of the tensor first
+    else:  # slower: a fake mode first fakes the tensor
         new = torch.empty_like(tensor.detach(), device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(new, requires_grad=tensor.requires_grad)
@@ -56,7 +56,7 @@ def _empty(
 
 
 def _fake_parameter(tensor: nn.Parameter, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
-    """As ``nn.Parameter`` of a fake tensor makes it, without the dispatch of each step, which takes most of the time."""
+    """``nn.Parameter`` of a fake tensor, without the dispatch of each step, its largest cost."""
     with _disable_current_modes():
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         fake = FakeTensor(mode, meta, device).requires_grad_(tensor.requires_grad)
@@ -65,5 +65,5 @@ def _fake_parameter(tensor: nn.Parameter, device: torch.device, mode: FakeTensor
 
 
 def _is_filled(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie next to one another, in row-major order."""
+    """Whether a tensor is dense, strided and row-major (contiguous)."""
     return tensor.layout is torch.strided and not tensor.is_quantized and tensor.is_contiguous()

@@ -1,1 +1,1 @@
-"""What is refused, and the sentence that says so."""
+"""Refusals: unsupported features of models, and the errors that name them and the way out."""

@@ -1,4 +1,4 @@
-"""Questions of a forward about how a tensor came to be, which one of a trace answers otherwise, or not at all."""
+"""Queries about a tensor's history or memory: ``grad_fn``, ``data_ptr()``. Traces answer wrongly."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _REQUIRES = getattr(torch.Tensor, "requires_grad").__get__  # noqa: B009
 
 
 class Asked(Observer):
-    """Refuses them; inputs require a gradient where the caller's do, also where none is recorded."""
+    """Refuses identity queries; ``requires_grad`` of an input is the caller's."""
 
     def __init__(self, refuse: Refusals) -> None:
         self.refuse = refuse
         self.trained: dict[int, bool] = {}
-        """of the inputs, by identity, whether they require a gradient"""
+        """id of an input → whether the caller's requires a gradient"""
 
     def begin(self, forward: Forward) -> None:
         self.trained = {id(x): trained for x, trained in zip(forward.inputs, forward.trained, strict=True)}

@@ -1,4 +1,4 @@
-"""What is refused at sight: on a model and its inputs before a trace, on single results after it."""
+"""Static checks: of a model and its inputs before the trace, of nodes and results after it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _ONE_DTYPE = frozenset(
     "linear matmul mm bmm addmm addmv mv dot baddbmm addbmm bilinear convolution conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d conv_transpose3d".split()
 )
-"""products whose kernels take operands of one dtype"""
+"""product ops whose operands must have one dtype"""
 
 
 def check_kinds(model: nn.Module) -> None:
-    """Refuse modules that no trace goes through, by their classes alone: these may answer nothing that is asked of them."""
+    """Refuse untraceable module classes: ScriptModule, DDP, uninitialised, without forward."""
     for path, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
@@ -48,7 +48,7 @@ def check_kinds(model: nn.Module) -> None:
 
 
 def check_model(model: nn.Module, training: bool) -> None:
-    """Refuse what can be seen on the model before it runs: wrappers, exotic parameters, hooks of the backward."""
+    """Refuse wrappers, non-dense parameters, and hooks of the backward if ``training``."""
     check_kinds(model)
     for path, module in model.named_modules():
         if training and (module._backward_hooks or module._backward_pre_hooks):
@@ -62,7 +62,7 @@ def check_model(model: nn.Module, training: bool) -> None:
 
 
 def check_example(model: nn.Module, example: Example) -> None:
-    """Refuse inputs that are no plain dense tensors."""
+    """Refuse inputs that are not plain dense tensors, and group-quantized KV caches."""
 
     def name(i: int) -> str:
         return argument_paths(model, example)[i]
@@ -79,12 +79,12 @@ def check_example(model: nn.Module, example: Example) -> None:
 
 
 def _quantizes_by_groups(x: Any) -> bool:
-    """Whether it is a layer of a cache as transformers has them for quanto and HQQ."""
+    """Whether ``x`` is a KV cache layer of transformers for quanto or HQQ."""
     return all(own(x, name) is not NOTHING for name in ("q_group_size", "residual_length"))
 
 
 def check_dense(x: torch.Tensor, name: Callable[[], str]) -> None:
-    """Refuse an input of this ``name`` that is no plain dense tensor."""
+    """Refuse input ``x``, called ``name()``, if it is not a plain dense tensor."""
     if x.layout != torch.strided or x.is_nested or x.is_quantized:
         kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
         raise CaptureError(
@@ -94,7 +94,7 @@ def check_dense(x: torch.Tensor, name: Callable[[], str]) -> None:
 
 
 def check_dtypes(graph: Graph) -> None:
-    """Refuse products of operands of several dtypes: their traces do not, and their kernels stop in the middle of a run."""
+    """Refuse products of mixed dtypes: they trace, but their kernels fail at run time."""
     for node in graph.nodes:
         if node.op._opname not in _ONE_DTYPE:
             continue
@@ -111,7 +111,7 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
     if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
         raise CaptureError(f"{kind} {name!r} has no shape yet: run the model once before compiling it")
     if kind == "buffer" and tensor.layout != torch.strided:
-        return  # what is not read does no harm: openai-whisper has one
+        return  # harmless if unread, as in openai-whisper
     wrapped = hasattr(type(tensor), "__tensor_flatten__")  # DTensor and other subclasses made of plain tensors
     if wrapped or tensor.layout != torch.strided:
         raise CaptureError(
@@ -127,7 +127,7 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
 
 
 def is_left_out(name: str, buffer: fx.Node) -> bool:
-    """Whether a buffer is sparse and nobody reads it. Refuses one that the forward reads."""
+    """Whether a buffer is sparse and unread. Refuses sparse buffers that the forward reads."""
     layout = buffer.meta["val"].layout
     if layout != torch.strided and buffer.users:
         raise CaptureError(
@@ -138,7 +138,7 @@ def is_left_out(name: str, buffer: fx.Node) -> bool:
 
 
 def check_observer(node: fx.Node) -> None:
-    """Refuse an observer of rows that has not seen any yet: its kernel resizes buffers, of which a trace does not hear."""
+    """Refuse a fresh per-row quantization observer: its kernel resizes buffers unseen."""
     if not str(node.target).startswith("aten._fused_moving_avg_obs_fq_helper"):
         return
     x, low, scale = (node.args[i].meta["val"] for i in (0, 3, 5))  # type: ignore[union-attr]
@@ -151,12 +151,12 @@ def check_observer(node: fx.Node) -> None:
 
 
 def has_no_data(constant: Any) -> bool:
-    """Whether what a program took from the model is a tensor without data, or no tensor."""
+    """Whether a program's constant is no tensor, or one without data."""
     return not isinstance(constant, torch.Tensor) or constant.is_meta or isinstance(constant, FakeTensor)
 
 
 def constant_of(name: str, tensor: Any) -> torch.Tensor:
-    """What a program took from the model as a constant. Refuses it where it has no data."""
+    """A constant of the program, detached. Refuses one without data."""
     if has_no_data(tensor):
         raise CaptureError(
             f"the model's tensor {name!r} is neither parameter nor buffer and has no data. Register it with "
@@ -167,7 +167,7 @@ def constant_of(name: str, tensor: Any) -> torch.Tensor:
 
 
 def check_result(node: fx.Node, value: Any) -> None:
-    """Refuse a result that is neither a dense tensor nor a number that is known at run time, or of another shape later."""
+    """Refuse a result that is neither a dense tensor nor a symbolic number."""
     check_observer(node)
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
         raise CaptureError(f"{where(node)}: {node.target} makes a tensor of layout {value.layout}; use dense tensors.")
@@ -176,9 +176,9 @@ def check_result(node: fx.Node, value: Any) -> None:
 
 
 def check_filled(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...], offset: int) -> None:
-    """Refuse an operand of as_strided with gaps in its memory, or a window that begins ``offset`` < 0 before it.
+    """Refuse an operand of as_strided with gaps in memory, or a negative ``offset``.
 
-    ``order``: of the operand's dims in memory; () if as numbered.
+    ``order``: the operand's dims by descending stride; () if in order.
     """
     known = all(isinstance(n, int) for n in (*operand.shape, *operand.stride()))
     if known and (offset < 0 or not operand.permute(order or tuple(range(operand.ndim))).is_contiguous()):
@@ -189,7 +189,7 @@ def check_filled(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...], o
 
 
 def not_an_op(node: fx.Node) -> str:
-    """Why a target that is no op is refused."""
+    """Error text for a node whose target is no op."""
     if is_symbolic(node.meta.get("val")):
         name = getattr(node.target, "__name__", str(node.target))
         return (
@@ -200,7 +200,7 @@ def not_an_op(node: fx.Node) -> str:
 
 
 def written(kind: OutputKind, target: str) -> str:
-    """Why an effect of the forward is refused."""
+    """Error text for an unsupported side effect of the forward."""
     if kind is OutputKind.USER_INPUT_MUTATION:
         return (
             f"the forward writes in place into its input {target!r}, and what it writes has a gradient. Write into a clone "

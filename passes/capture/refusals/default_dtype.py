@@ -1,4 +1,4 @@
-"""Another default dtype inside a forward: programs have that of the call alone."""
+"""A default dtype set inside a forward: programs have only that of the call."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from autoshard.passes.capture.observer import Call, Observer, Refusals
 
 
 class DefaultDtype(Observer):
-    """What makes a tensor of nothing is told the dtype, and what makes floats of integers is refused."""
+    """Adds ``dtype=`` to factory calls; refuses calls that make floats of integers."""
 
     def __init__(self, refusals: Refusals) -> None:
         self.refusals, self.outside = refusals, torch.get_default_dtype()
 
     def before(self, call: Call) -> Call | None:
-        """The same with the dtype said."""
+        """The call with an explicit dtype."""
         if torch.get_default_dtype() is self.outside or call.operands or call.kwargs.get("dtype") is not None:
             return None
         with contextlib.suppress(TypeError), _disable_current_modes():
@@ -30,7 +30,7 @@ class DefaultDtype(Observer):
         return None
 
     def after(self, call: Call, result: Any) -> Any:
-        """Refuse floats of integers alone."""
+        """Refuse a float result of integer operands."""
         if torch.get_default_dtype() is self.outside or not call.operands:
             return result
         floats = any(x.dtype.is_floating_point or x.dtype.is_complex for x in call.operands)

@@ -1,6 +1,7 @@
-"""Draws from Python's or NumPy's generator in a forward: refused, unless what is drawn decides nothing.
+"""Random draws outside torch (Python's, NumPy's, the system's) in a forward: refused.
 
-Layer dropout draws a number for every layer and compares it with a rate that is 0 most of the time.
+LayerDrop draws a number per layer and compares it with a rate that is mostly 0: the draw then
+decides nothing.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ UNIFORM = (
     (random, "random", "Python's random"), (random, "uniform", "Python's random"),
     (np.random, "random", "numpy's"), (np.random, "rand", "numpy's"), (np.random, "uniform", "numpy's"),
 )  # fmt: skip
-"""functions that draw a number from 0 to 1 when they are called without arguments, or with these bounds"""
+"""(module, function, generator): draws from [0, 1] without arguments or with these bounds"""
 
 ENTROPY = ((os, "urandom"), (random, "_urandom"))
-"""what ``uuid``, ``secrets`` and ``random.SystemRandom`` read"""
+"""functions behind ``uuid``, ``secrets`` and ``random.SystemRandom``"""
 
 
 class Draws(Observer):
-    """Refuses them, and the torch generator's advance where export did not see the draw; puts the generators back."""
+    """Refuses draws outside torch, and torch draws that export missed; restores the generators."""
 
     def __init__(self, refuse: Refusals) -> None:
         self.refuse = refuse
 
     def before(self, call: Call) -> Call | None:
-        """``generator=None`` is the default generator, whose draws are other overloads."""
+        """Drop ``generator=None``: with a generator argument, ops are other overloads."""
         if call.kwargs.get("generator", ...) is not None:
             return None
         return replace(call, kwargs={name: x for name, x in call.kwargs.items() if name != "generator"})
@@ -70,7 +71,7 @@ class Draws(Observer):
 
 @contextlib.contextmanager
 def none_drawn(model: nn.Module) -> Iterator[None]:
-    """Raise where a generator of the model's own, or of the code that it runs, advances inside; it is put back."""
+    """Refuse advances of generators in the model or its code; restore the generators."""
     before = [(name, x, own, own.read(x)) for name, x, own in _generators(model)]
     drawn: list[str] = []
     try:
@@ -85,7 +86,7 @@ def none_drawn(model: nn.Module) -> Iterator[None]:
 
 
 class _Own(NamedTuple):
-    """How the state of a generator is read and written."""
+    """Functions that read and write the state of a generator."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
@@ -100,7 +101,7 @@ _OWN = {
 }
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), random.SystemRandom)
 _REACHED = 10_000
-"""objects among which generators are looked for"""
+"""most objects searched for generators"""
 
 
 def _own(x: Any) -> _Own | None:
@@ -108,7 +109,7 @@ def _own(x: Any) -> _Own | None:
 
 
 def _generators(model: nn.Module) -> Iterator[tuple[str, Any, _Own]]:
-    """Those in attributes of the model, globals and closures of its code: what has it, the generator, and how it is read."""
+    """(holder, generator, access) in attributes of the model, globals and closures of its code."""
     seen = {id(random._inst), id(np.random.mtrand._rand)}
     todo: list[tuple[str, Any]] = [(f"{type(m).__name__}'s own", x) for m in model.modules() for x in vars(m).values()]
     for kind in {type(m) for m in model.modules()}:
@@ -131,7 +132,7 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, Any, _Own]]:
 def _is_filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # nothing is in it yet
+    except ValueError:  # an empty cell
         return False
 
 
@@ -152,7 +153,7 @@ def _drawing(original: Callable[..., Any], generator: str, refuse: Refusals) -> 
 
 
 def _seeded(make: Callable[..., Any], seed: int, generator: str, refuse: Refusals) -> Callable[..., Any]:
-    """``make``, refused where the forward makes a generator without a seed, its argument of this number."""
+    """``make``, refusing generators without a seed (argument number ``seed``) from user code."""
 
     def made(*args: Any, **kwargs: Any) -> Any:
         if (*args[seed:], *kwargs.values(), None)[0] is None and is_users(sys._getframe(1).f_code.co_filename):
@@ -163,7 +164,7 @@ def _seeded(make: Callable[..., Any], seed: int, generator: str, refuse: Refusal
 
 
 def _of_the_system(read: Callable[[int], bytes], refuse: Refusals) -> Callable[[int], bytes]:
-    """``read``, refused where the forward's own code asks for it, through Python's libraries or not."""
+    """``read``, refused if user code calls it, directly or through Python's library."""
 
     def reading(count: int) -> bytes:
         files = (f.f_code.co_filename for f in stack())
@@ -175,13 +176,13 @@ def _of_the_system(read: Callable[[int], bytes], refuse: Refusals) -> Callable[[
 
 
 def _states() -> tuple[Any, Any, Any]:
-    """Of the generators of Python, NumPy and torch, comparable."""
+    """Comparable states of the global generators of Python, NumPy and torch."""
     kind, keys, *rest = np.random.get_state()
     return random.getstate(), (kind, bytes(keys), *rest), bytes(torch.get_rng_state().numpy())  # type: ignore[arg-type]
 
 
 def _restore(before: tuple[Any, Any, Any]) -> None:
-    """Put the generators back to what :func:`_states` was."""
+    """Restore the global generators to ``before``, a result of :func:`_states`."""
     python, (kind, keys, *rest), torch_state = before
     random.setstate(python)
     np.random.set_state((kind, np.frombuffer(keys, np.uint32), *rest))
@@ -189,7 +190,7 @@ def _restore(before: tuple[Any, Any, Any]) -> None:
 
 
 class Drawn:
-    """A number from 0 to 1 that is not known: comparisons say what holds for all of them, all else is refused."""
+    """An unknown number in [0, 1]. Allows only comparisons with one outcome for all of [0, 1]."""
 
     def __init__(self, generator: str, refuse: Refusals) -> None:
         self.refuse, self.generator = refuse, generator
@@ -198,7 +199,7 @@ class Drawn:
         raise self.refuse(_message(self.generator))
 
     def _less(self, other: Any) -> bool:
-        """Whether it is less than ``other``; 0 and 1 themselves are as good as never drawn."""
+        """Whether it is less than ``other``, ignoring that 0 or 1 itself may be drawn."""
         if isinstance(other, int | float) and not 0 < other < 1:
             return other >= 1
         raise self.refuse(_message(self.generator))

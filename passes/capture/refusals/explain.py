@@ -1,4 +1,4 @@
-"""The error a user sees for what happened in a trace: where, what, and what to do."""
+"""Errors of a failed trace: place in the model, cause, and the way out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _IN_TRANSFORM = ("_unwrap_for_grad()", "_wrap_for_grad()")
 
 
 def explain(model: nn.Module, error: BaseException) -> CaptureError:
-    """The error a user sees for ``error``, raised while the model was traced: where, what, and what to do."""
+    """The user's error for ``error``, raised in a trace: place, cause, and the way out."""
     path, line, code = _locate(model, error)
     where = f"{path or 'the model'} ({line})" if line else path
     prefix = f"{where}: " if where else ""
@@ -87,25 +87,25 @@ def explain(model: nn.Module, error: BaseException) -> CaptureError:
 
 
 def _in_cpp(model: nn.Module) -> str:
-    """The first module that keeps an object of torch's C++ classes, and which."""
+    """Text that names the first module with an object of a torch C++ class; "" if there is none."""
     held = ((path, type(m).__name__, x) for path, m in model.named_modules() for x in vars(m).values())
     own = next((known for known in held if isinstance(known[2], torch.ScriptObject)), None)
     return "" if own is None else f"{own[1]} {own[0]!r} keeps an object of C++, {own[2]._type().name()}"
 
 
 def _sparse(model: nn.Module) -> list[str]:
-    """Names of buffers and attributes that are sparse."""
+    """Names of sparse buffers and plain attributes."""
     tensors = [*model.named_buffers(), *((name, x) for name, (x, _) in held(model).items())]
     return [name for name, x in tensors if x.layout != torch.strided]
 
 
 def is_data_dependent(error: BaseException) -> bool:
-    """Whether ``error`` says that Python needs the value of a tensor."""
+    """Whether ``error`` arose because Python asked for a tensor's value."""
     return type(error).__name__ in _DATA_DEPENDENT or "data-dependent" in str(error)
 
 
 def _locate(model: nn.Module, error: BaseException) -> tuple[str, str, str]:
-    """Module path, ``file:line`` and source text of the innermost frame of the user's code, and "" where unknown."""
+    """(module path, ``file:line``, source text) of the innermost user frame; "" if unknown."""
     names = {id(module): name for name, module in model.named_modules()}
     path = line = code = ""
     for frame, number in frames.of_traceback(error.__traceback__):
@@ -115,7 +115,7 @@ def _locate(model: nn.Module, error: BaseException) -> tuple[str, str, str]:
             path = names[id(owner)]
         if frames.is_users(file):
             line, code = frames.place(file, number), linecache.getline(file, number).strip()
-    if not line and (recorded := frames.users_lines(str(error))):  # the program is traced again without the model
+    if not line and (recorded := frames.users_lines(str(error))):  # no model in a second trace
         file, number = recorded[-1]
         line, code = frames.place(file, number), linecache.getline(file, number).strip()
     return path, line, code

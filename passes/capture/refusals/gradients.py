@@ -1,4 +1,4 @@
-"""What a forward does to gradients and a trace would lose: hooks, backwards, ``.data``."""
+"""Side effects on autograd that a trace loses: hooks, ``backward()``, ``.data``, ``set_()``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOST: dict[Any, str] = {
 
 
 class Gradients(Observer):
-    """Refuses them where gradients are wanted (``training``); an assignment to ``.data`` and ``set_()`` always."""
+    """Refuses them if ``training``; assignments to ``.data`` and ``set_()`` always."""
 
     def __init__(self, training: bool, refuse: Refusals) -> None:
         self.training, self.refuse = training, refuse
@@ -52,7 +52,7 @@ class Gradients(Observer):
         if self.training and (name := _LOST.get(func)) is not None:
             raise self.refuse(f"{name} is called in the forward; the compiled module would lose it. {_ADVICE}")
         turned_on = self.training and func in _REQUIRES and not args[0].requires_grad
-        # nobody sees the gradient of an intermediate tensor, and what outputs have is compared
+        # intermediate gradients are invisible; those of outputs are compared after the trace
         if turned_on and (*args[1:], *call.kwargs.values(), True)[0] and any(args[0] is x for x in self.inputs):
             raise self.refuse(
                 "the forward turns requires_grad on for its input, whose gradient the compiled module would not give. "
@@ -61,8 +61,8 @@ class Gradients(Observer):
         return None
 
     def _set(self, x: torch.Tensor, *sources: Any, **named: Any) -> torch.Tensor:
-        """``set_()``, of which modes for torch functions do not hear: of what was made in the trace, from one tensor."""
-        users = is_users(sys._getframe(2).f_code.co_filename)  # export calls it, too
+        """``set_()``, which bypasses function modes: only on a traced tensor, from one tensor."""
+        users = is_users(sys._getframe(2).f_code.co_filename)  # export itself calls set_()
         known = any(x is other for other in (*self.inputs, *self.held)) or not isinstance(x, FakeTensor)
         given = (*sources, *named.values())
         if users and (known or len(given) != 1 or not isinstance(given[0], torch.Tensor)):

@@ -1,8 +1,8 @@
-"""Tensors that a forward reads otherwise than as attributes of the model's modules.
+"""Tensors that a forward reads from outside the attributes of the model's modules.
 
-Parameters and buffers that the model registers are read through a plain list, dict or closure as well: what stands for
-them in the trace takes their places. Others (a global, those of a module hidden in a list) are constants of the graph.
-Autograd would give those that are trained a gradient, which a program does not.
+Registered parameters and buffers read through a list, dict or closure are replaced by their traced
+tensors. Others (a global, a module hidden in a list) become constants. A constant that requires a
+gradient is refused: eager computes its gradient, a program does not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _read: ContextVar[dict[int, tuple[torch.Tensor, int]]] = ContextVar("read")
 
 @contextlib.contextmanager
 def reading_outside() -> Iterator[Mapping[int, tuple[torch.Tensor, int]]]:
-    """Yields the tensors with data that traces inside have read, and their versions, by identity."""
+    """Yields id → (tensor with data that a trace inside has read, its version counter)."""
     found: dict[int, tuple[torch.Tensor, int]] = {}
     token = _read.set(found)
     try:
@@ -36,7 +36,7 @@ def reading_outside() -> Iterator[Mapping[int, tuple[torch.Tensor, int]]]:
 
 
 class ReadsOutside(Observer):
-    """Notes them, and refuses those that would get a gradient, where gradients are wanted (``training``)."""
+    """Records outside tensors. With ``training``, refuses those that would get a gradient."""
 
     def __init__(self, training: bool, refuse: Refusals) -> None:
         self.training, self.refuse = training, refuse
@@ -46,14 +46,14 @@ class ReadsOutside(Observer):
         self.own = {i: x for i, x in forward.own.items() if id(x) != i}
 
     def before(self, call: Call) -> Call | None:
-        """The call with what stands for the model's own tensors in the trace."""
+        """The call with the model's own tensors replaced by traced ones."""
         if self.own.keys().isdisjoint(map(id, call.operands)):
             return None
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: self.own.get(id(x), x), (call.args, call.kwargs))
         return replace(call, args=args, kwargs=kwargs)
 
     def after(self, call: Call, result: Any) -> Any:
-        """Refuse a result that has the gradient of such an operand."""
+        """Refuse a result that propagates a gradient to an outside tensor."""
         outside = [x for x in call.operands if _is_outside(x)]
         read = _read.get()
         for x in outside:
@@ -73,12 +73,12 @@ class ReadsOutside(Observer):
 
 
 def _is_outside(x: torch.Tensor) -> bool:
-    """Whether it has data: what a trace makes, and the model's own in it, have none."""
+    """Whether ``x`` has data: traced tensors, the model's among them, have none."""
     return type(x) in (torch.Tensor, nn.Parameter) and not x.is_meta and not x.is_inference()
 
 
 def _name(x: torch.Tensor) -> str:
-    """What the code that runs calls it."""
+    """Description of ``x`` by its name in the running user code, for errors."""
     for f in stack():
         if is_ours(f.f_code.co_filename):
             continue

@@ -1,4 +1,4 @@
-"""Writes into tensors of which several elements lie in one place of memory, of ``expand`` or ``unfold``: a trace loses them."""
+"""Writes into tensors with overlapping elements (``expand``, ``unfold``), which traces lose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoshard.passes.capture.observer import Call, Observer, Refusals
 
 
 class Overlaps(Observer):
-    """Refuses them. Eager does most, too, but not fills, and of writes by an index or mask it warns."""
+    """Refuses them. Eager allows fills, and only warns about writes by index or mask."""
 
     def __init__(self, refuse: Refusals) -> None:
         self.refuse = refuse
@@ -23,7 +23,7 @@ class Overlaps(Observer):
 
 
 def _overlaps(x: torch.Tensor) -> bool:
-    """Whether steps along one dim come to where steps along others have been; False where lengths are open."""
+    """Whether elements of ``x`` overlap in memory; symbolic lengths count only at stride 0."""
     if x.layout != torch.strided or x.is_nested:
         return False
     steps = [(s, n) for s, n in zip(x.stride(), x.shape, strict=True) if not (type(n) is int and n == 1)]
@@ -39,7 +39,7 @@ def _overlaps(x: torch.Tensor) -> bool:
 
 
 def _part(call: Call, x: torch.Tensor) -> torch.Tensor:
-    """What of ``x`` is written."""
+    """The part of ``x`` that ``call`` writes."""
     if call.func is not torch.Tensor.__setitem__:
         return x
     index = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)

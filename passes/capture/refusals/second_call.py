@@ -1,8 +1,8 @@
-"""What a forward leaves behind in attributes of the model, and whether its next call reads that.
+"""State that a forward leaves in attributes of the model, and whether its next call reads it.
 
-A counter, a first call that fills a cache, a list that grows: a program is of the first call and would go on as that. So a
-forward that leaves something is traced again as it left the model. Where both graphs are the same, no forward reads it. What
-grows in both calls is collected for somebody outside (a metric's list of batches), who would find it empty: it is refused.
+A program repeats the first call, despite counters, caches or growing lists. So the model is traced
+again from the state left by the first call. If both graphs are equal, no forward reads the state.
+State that grows in both calls is collected for code outside (a metric's batches): it is refused.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from autoshard.passes.capture.refusals.outside import reading_outside
 from autoshard.passes.ir.graph import Graph
 
 Found = list[tuple[str, Any, dict[str, Any], dict[str, Any]]]
-"""path, module (or class, or module of Python), its attributes, and what is in them: see :func:`_contents`"""
+"""(path, nn.Module, class or Python module, its attributes, their :func:`_contents`)"""
 
 _left: ContextVar[dict[str, tuple[dict[str, Any], str, Any, Contents]]] = ContextVar("left")
-"""of the last trace: dotted name → the module's attributes, the name of one, and what it is now and holds"""
+"""last trace: dotted name → (attributes of the module, attribute name, new value, its contents)"""
 _grows: ContextVar[list[str]] = ContextVar("grows")
-"""of the last trace: dotted names of those that hold more than before"""
+"""last trace: dotted names of attributes that grew"""
 
 _LARGE = 256
-"""items of a global container, or of one in it, that is not looked into"""
+"""largest global container (items) that is compared, nested ones included"""
 _ALL = _LARGE**2
-"""items of a global that are looked at: scripts keep data sets there, in lists of lists"""
+"""most items compared per global: scripts keep data sets there, in lists of lists"""
 
 _PARAMETERS_AGAIN = ("_flat_weights", "_flat_weight_refs")
-"""of recurrent layers: lists of their own parameters, which torch makes anew whenever one is replaced, as in a trace"""
+"""parameter lists of recurrent layers, which torch rebuilds whenever a trace replaces one"""
 _HOLDERS = {"parameter": "_parameters", "buffer": "_buffers", "module": "_modules"}
 
 
 @contextlib.contextmanager
 def leaving(model: nn.Module) -> Iterator[None]:
-    """Traces inside tell what their forward leaves, by :func:`leave`. Tensors of theirs do not stay in globals and classes."""
+    """Traces inside record state by :func:`leave`. Clears their tensors from globals and classes."""
     token, grows = _left.set({}), _grows.set([])
     before = [(place, dict(vars(place)), [(x, held_in(x)) for x in _containers(place)]) for place in _around(model)]
     try:
@@ -76,7 +76,7 @@ def leaving(model: nn.Module) -> Iterator[None]:
 
 
 def _containers(place: Any) -> Iterator[Any]:
-    """Small ones among the global names, or the attributes of a class."""
+    """Small containers among the attributes of a class or Python module."""
     return (x for x in vars(place).values() if isinstance(x, list | dict | set | deque) and size(x) <= _LARGE)
 
 
@@ -88,13 +88,13 @@ def _has_fake(x: Any) -> bool:
 
 
 def as_found(model: nn.Module) -> Found:
-    """The attributes of ``model`` before a call."""
+    """Snapshot of attributes before a call: modules, their classes and Python modules."""
     modules = [(p, m, dict(vars(m)), {k: _contents(v) for k, v in vars(m).items()}) for p, m in model.named_modules()]
     return modules + [(place.__name__, place, dict(vars(place)), _small(vars(place))) for place in _around(model)]
 
 
 def _around(model: nn.Module) -> Iterator[Any]:
-    """The classes of users that the model's modules are of, and the modules of Python that have these."""
+    """User classes of the model's modules, and the Python modules that define them."""
     own = dict.fromkeys(type(module) for module in model.modules())
     kinds = dict.fromkeys(kind for each in own for kind in each.__mro__)
     yield from (kind for kind in kinds if _is_of_user(kind))
@@ -106,7 +106,7 @@ def _is_of_user(kind: type) -> bool:
 
 
 def _small(names: Mapping[str, Any]) -> dict[str, Any]:
-    """What is in global names and attributes of classes: in small containers, functions, iterators and objects of users."""
+    """Contents of globals or class attributes, without large containers and dunder names."""
     found = {}
     for name, x in names.items():
         is_container = isinstance(x, list | dict | set | deque)
@@ -118,7 +118,7 @@ def _small(names: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_made(before: Found) -> None:
-    """Refuse a forward that makes parameters, buffers or modules: its program would make them in every call."""
+    """Refuse a forward that creates parameters, buffers or modules: a program would repeat it."""
     for path, module, _, contents in before:
         if not isinstance(module, nn.Module):
             continue
@@ -133,7 +133,7 @@ def check_made(before: Found) -> None:
 
 
 def leave(model: nn.Module, before: Found) -> None:
-    """Note what is otherwise than ``before`` the call that has ended."""
+    """Record attributes that differ from ``before`` the call that has ended."""
     found, grows = _left.get(), _grows.get()
     found.clear()
     grows.clear()
@@ -150,14 +150,14 @@ def leave(model: nn.Module, before: Found) -> None:
             if name in old and is_now == contents.get(name):
                 continue
             dotted = f"{path}.{name}" if path else name
-            # What is not the model's stays as the call left it.
+            # State outside the model stays as the call left it.
             found[dotted] = (now if own else {}, name, value, taken([value]) if own else [])
             if _is_longer(is_now, contents.get(name)):
                 grows.append(dotted)
 
 
 def _is_longer(now: Any, before: Any) -> bool:
-    """Whether :func:`_contents` has more items than before, or new ones for the first: what a call adds is kept for later."""
+    """Whether :func:`_contents` has more items than before, at any depth, or is a full deque that moved on."""
     if isinstance(now, frozenset) and isinstance(before, frozenset):
         return now > before
     if not (isinstance(now, tuple) and isinstance(before, tuple)) or len(now) < len(before):
@@ -168,8 +168,10 @@ def _is_longer(now: Any, before: Any) -> bool:
 
 
 def check_second_call(model: nn.Module, graph: Graph, again: Callable[[], Graph]) -> None:
-    """Refuse a forward of which ``again``, traced as the first call left the model, is another than ``graph``, or which adds to
-    what it keeps in both calls."""
+    """Refuse a forward whose second call differs or whose state grows in both calls.
+
+    ``again`` traces the model, here as the first call left it. ``graph``: of the first call.
+    """
     left, grows = dict(_left.get()), list(_grows.get())
     if not left:
         return
@@ -194,12 +196,12 @@ def check_second_call(model: nn.Module, graph: Graph, again: Callable[[], Graph]
 
 
 class SecondCallError(CaptureError):
-    """The next call of a forward computes something else. ``left``: what the first one leaves, by dotted name."""
+    """The second call computes something else. ``left``: state after the first, by dotted name."""
 
     def __init__(self, left: Mapping[str, tuple[dict[str, Any], str, Any, Contents]], graph: Graph) -> None:
         self.left, self.written = tuple(left), tuple(graph.mutations)
         self.places = [(attributes, name) for attributes, name, *_ in left.values()]
-        """the attributes of its module, or of none where it is in a class or global, and the name of one"""
+        """(attributes of the module, {} for classes and globals; attribute name)"""
         super().__init__(
             f"the forward leaves {', '.join(map(repr, left))} behind in the model, and its next call computes something else "
             "for it: a program is of one call. Keep what counts in a buffer that is there from the beginning; where the "
@@ -208,28 +210,28 @@ class SecondCallError(CaptureError):
 
 
 class _StandIns:
-    """For tensors that a traced call left: these have no data, and are no state that the model had."""
+    """Meta tensors in place of those left by a traced call, marked as no state of the model."""
 
     def __init__(self) -> None:
         self.found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x: Any) -> Any:
-        """``x``, or what stands for it."""
+        """``x``, with traced tensors replaced."""
         if isinstance(x, FakeTensor):
             left = torch.empty(tuple(map(int, x.shape)), dtype=x.dtype, device="meta")
             setattr(left, LEFT, True)
             return self.found.setdefault(id(x), (x, left))[1]
-        if not isinstance(x, tuple) or pytree.tree_is_leaf(x):  # as one of a class of its own
+        if not isinstance(x, tuple) or pytree.tree_is_leaf(x):  # such as a user's tuple class
             return x
         return pytree.tree_map(self, x, is_leaf=lambda y: y is not x)
 
     def in_held(self, held: Any) -> Any:
-        """What a container or object holds, with these."""
+        """Contents of a container or object, with traced tensors replaced."""
         return {k: self(v) for k, v in held.items()} if isinstance(held, dict) else type(held)(map(self, held))
 
 
 def _calls(graph: Graph) -> tuple[Any, ...]:
-    """What a graph computes, to be compared: values by their order, as what was traced and is dead has names, too."""
+    """Comparison key of a graph's computation, with values numbered: dead code uses up names."""
     values = itertools.chain((i.name for i in graph.inputs), *(n.outputs for n in graph.nodes))
     names = {name: str(i) for i, name in enumerate(values)}
     as_numbered = graph.renamed(names)
@@ -239,14 +241,14 @@ def _calls(graph: Graph) -> tuple[Any, ...]:
 
 
 def _bytes(x: torch.Tensor) -> Any:
-    """The values of a constant, or the tensor itself where it has none."""
+    """Dtype, shape and bytes of a constant; the tensor itself if it has no data."""
     if x.is_meta or isinstance(x, FakeTensor):
         return x
     return x.dtype, x.shape, x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 class _Same:
-    """An object, equal to itself alone; it is kept, so that no other takes its place in memory."""
+    """Comparison by identity. Keeps the object alive, so that no other reuses its id."""
 
     def __init__(self, x: Any) -> None:
         self.x = x
@@ -259,9 +261,9 @@ class _Same:
 
 
 def _contents(x: Any, depth: int = DEPTH, large: int = sys.maxsize, room: int = sys.maxsize) -> Any:
-    """What is in an attribute, to be compared: values of numbers and words, the identity of all else, and what these hold.
+    """Comparison key of an attribute: value of numbers and strings, identity and contents of others.
 
-    Containers of more than ``large`` items are not looked into, nor where there would be more than ``room`` in all.
+    Containers of more than ``large`` items, or more than ``room`` in total, compare by identity.
     """
     if (known := word(x)) is not None:
         return known

@@ -1,4 +1,7 @@
-"""Tensors of a model that share memory, as ``self.copy = self.linear.weight.data`` does: a program keeps each by itself."""
+"""Tensors of a model that share storage (``self.copy = self.linear.weight.data``).
+
+A program stores every parameter and buffer separately.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from autoshard.passes.ir.graph import Graph
 
 
 def memory_of(tensors: Iterable[torch.Tensor]) -> set[StorageWeakRef]:
-    """The storages that they lie in."""
+    """The storages of dense tensors."""
     return {StorageWeakRef(x.untyped_storage()) for x in tensors if x.layout == torch.strided}
 
 
 def check_shared(model: nn.Module, graph: Graph) -> None:
-    """Refuse a graph that reads a buffer or constant in a parameter's memory: it would not follow what an optimizer writes."""
+    """Refuse a read buffer or constant in a parameter's memory: it would miss optimizer steps."""
     owners: dict[StorageWeakRef, list[tuple[str, torch.Tensor]]] = {}
     for name, p in model.named_parameters():
         for memory in memory_of([p]):
@@ -39,7 +42,7 @@ def check_shared(model: nn.Module, graph: Graph) -> None:
 
 
 def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether bytes between the first and the last element of ``a`` are also such of ``b``, in one storage."""
+    """Whether the byte ranges of ``a`` and ``b`` in one storage overlap."""
     one, other = _bytes(a), _bytes(b)
     return max(one.start, other.start) < min(one.stop, other.stop)
 
@@ -51,12 +54,12 @@ def _bytes(x: torch.Tensor) -> range:
 
 
 def _named(model: nn.Module, name: str, memory: set[StorageWeakRef]) -> str:
-    """``name``, or that of the plain attribute that lies in ``memory``: a trace names constants itself."""
+    """The plain attribute in ``memory``, else ``name``: traces invent names for constants."""
     return next((n for n, (x, _) in held(model).items() if memory_of([x]) & memory), name)
 
 
 def sharing(model: nn.Module) -> str:
-    """Names of a buffer or plain attribute and of what shares its memory, as part of a sentence; "" where none do."""
+    """Names of two tensors that share storage, as text for an error; "" if none do."""
     found: dict[StorageWeakRef, str] = {}
     tensors = [*model.named_parameters(), *model.named_buffers(remove_duplicate=False)]
     for name, x in [*tensors, *((name, x) for name, (x, _) in held(model).items())]:
