@@ -1,1 +1,1 @@
-"""What a trace without data is asked, and what is answered: known values, conditions, loops, numbers."""
+"""Guards and specialization: answers to questions about values in a trace without data."""

@@ -1,4 +1,4 @@
-"""What an answer rests on, put into the graph: every call checks it, and the error names the user's line."""
+"""Guards: assertions in the graph behind answers of the trace. Errors name the user's line."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ INTEGERS = OTHER_VALUES
 
 
 def holds(condition: torch.Tensor | torch.SymBool, message: str, frame: FrameType | None = None) -> None:
-    """Each call raises RuntimeError, with the place of ``frame`` (default: the user's) and ``message``, unless it holds."""
+    """Assert ``condition`` in every call; the RuntimeError has ``frame``'s line and ``message``."""
     if isinstance(condition, torch.SymBool):
         condition = torch.scalar_tensor(torch.sym_ite(condition, 1, 0), dtype=torch.int64)
     torch._assert_async(condition, f"{place_of(frame or users_frame())}: {message}")
 
 
 def equals(x: torch.Tensor, value: Any, message: str) -> None:
-    """:func:`holds` of every element of ``x`` being ``value``."""
+    """Assert that every element of ``x`` equals ``value``."""
     holds((x == value).all(), message)
 
 
 def of_shape(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
-    """``x``, of which each call checks the shape, fixed in the graph."""
+    """``x`` with a static shape in the graph, asserted in every call."""
     result: torch.Tensor = exactly(x, shape, place_of(users_frame()))
     return result
 
 
 def assume(condition: Any) -> None:
-    """Later ops of the trace count on ``condition``, a statement about lengths; what checks it in a call is separate."""
+    """Let later ops of the trace rely on ``condition`` about lengths; this adds no guard."""
     torch._check(condition)

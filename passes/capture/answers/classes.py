@@ -1,8 +1,8 @@
-"""What a forward asks of classes: ``type(x)`` and ``isinstance(n, int)`` say what they say in eager.
+"""Class queries of user code: ``type(x)`` and ``isinstance(n, int)`` answer as in eager.
 
-In a trace tensors, parameters and numbers that depend on data or open lengths are of classes of the tracer's. What user code
-means by the name ``type`` is answered for these as for what they stand for, and so is ``x.__class__``, by which ``isinstance``,
-``match`` and ``functools.singledispatch`` tell classes.
+Traced tensors, parameters and symbolic numbers have classes of the tracer. User code sees eager's
+classes, through the name ``type`` and through ``x.__class__``, which ``isinstance``, ``match`` and
+``functools.singledispatch`` read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from autoshard.passes.capture.exported.attached import class_of
 from autoshard.passes.capture.observer import Observer, patched
 
 _STAND_FOR: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
-"""classes of numbers in a trace, and one of what they stand for"""
+"""class of symbolic numbers → a plain number of the eager class"""
 _ASKS_INSTANCE = type(nn.Parameter).__instancecheck__.__code__
 
 
 class Classes(Observer):
-    """While in place, code of the user's hears of eager's classes: that of modules, and of ``model``'s own."""
+    """Shows eager's classes to user code: in user modules and in ``model``'s own forwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -45,7 +45,7 @@ class Classes(Observer):
                 names.pop("type", None)
 
     def _namespaces(self) -> Iterator[dict[str, Any]]:
-        """The global names of the user's code: of its modules, and of forwards that are in none, as of torch.hub."""
+        """Globals of user modules, and of forwards outside any module, as from torch.hub."""
         found = [vars(module) for module in users_modules()]
         for kind in {kind for module in self.model.modules() for kind in type(module).__mro__}:
             names = getattr(vars(kind).get("forward"), "__globals__", None)
@@ -66,9 +66,9 @@ def _class(x: Any) -> type:
 
 @contextlib.contextmanager
 def _classes_of(*kinds: type) -> Iterator[None]:
-    """While inside, ``x.__class__`` of their instances is :func:`_class`, where user code asks.
+    """While inside, ``x.__class__`` of instances of ``kinds`` is :func:`_class` for user code.
 
-    ``kind.__class__ = …`` would set the metaclass, so it goes by the dict of the class.
+    Writes to the dict of the class: ``kind.__class__ = …`` would set the metaclass.
     """
     namespaces = [gc.get_referents(vars(kind))[0] for kind in kinds]
     try:
@@ -83,13 +83,13 @@ def _classes_of(*kinds: type) -> Iterator[None]:
 
 
 def _forget_lookups(kind: type) -> None:
-    """Python keeps what it found in classes until an attribute of theirs is set."""
+    """Clear Python's cache of lookups in a class, by setting an attribute."""
     kind.__module__ = kind.__module__
 
 
 def _asked_class(x: Any) -> type:
     frame = sys._getframe(1)
-    # functools.singledispatch; isinstance of a class of parameters
+    # skip frames of functools.singledispatch and of isinstance for parameter classes
     while (is_pythons(frame.f_code.co_filename) or frame.f_code is _ASKS_INSTANCE) and frame.f_back is not None:
         frame = frame.f_back
     asked_by_user = is_users(frame.f_code.co_filename) or frame.f_globals.get("__name__") == "__main__"
@@ -97,7 +97,7 @@ def _asked_class(x: Any) -> type:
 
 
 def _attribute(x: Any, name: str) -> Any:
-    """What ``x`` has no attribute for: one that a user set on the parameter or buffer that it stands for."""
+    """``__getattr__`` of traced tensors: an attribute set by the user on the original tensor."""
     known = vars(x).get("autoshard_of")
     if known is not None and (known.has(name) or is_users(sys._getframe(1).f_code.co_filename)):
         return known.attribute(name)
@@ -111,7 +111,7 @@ def _set_class(x: Any, kind: type) -> None:
 
 
 class _AsType(type):
-    """What ``type`` can do beside making classes: it is called with an object, and is the class of classes."""
+    """Metaclass of the stand-in for ``type``: ``type(x)``, and instance checks of classes."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is _Type:
@@ -132,7 +132,7 @@ class _AsType(type):
 
 
 class _Type(type, metaclass=_AsType):
-    """``type`` as user code has it while it is traced."""
+    """``type`` as user code sees it in a trace."""
 
     def __class_getitem__(cls, item: Any) -> Any:
         return type[item]

@@ -1,7 +1,7 @@
-"""``if`` on a tensor where one branch is for errors: the other is traced, and every call checks that it applies.
+"""``bool(tensor)`` if one branch handles errors: the other is traced, with a guard in the graph.
 
-Libraries test their arguments (``if labels.max() >= n: raise``, ``assert``) and look for overflow (``if not
-torch.isfinite(x).all(): x = x.clamp(…)``). Both ask for a truth value that a trace without data does not have.
+Libraries check arguments (``if labels.max() >= n: raise``, ``assert``) and overflow (``if not
+torch.isfinite(x).all(): x = x.clamp(…)``). A trace without data has no truth value for either.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UNIFORM = {
     torch.isfinite: True, torch.Tensor.isfinite: True, torch.isnan: False, torch.Tensor.isnan: False,
     torch.isinf: False, torch.Tensor.isinf: False,
 }  # fmt: skip
-"""what every element of the result is, if all numbers are finite"""
+"""function → its result's elements if all numbers are finite"""
 _SAME = (torch.all, torch.Tensor.all, torch.any, torch.Tensor.any)
 _NOT = (
     torch.logical_not,
@@ -43,22 +43,22 @@ _AND = (torch.logical_and, torch.Tensor.logical_and, torch.bitwise_and, torch.Te
 
 
 class Conditions(Observer):
-    """Follows tests for infinities and NaN through a trace, and answers ``bool(tensor)`` where it can.
+    """Tracks tests for inf and NaN through a trace, and answers ``bool(tensor)``.
 
-    Not in ``loops`` of unknown length, where a check would hold for all places.
+    Not in ``loops`` of unknown length, where the guard would apply to every iteration.
     """
 
     def __init__(self, loops: Loops) -> None:
         self.loops = loops
         self.uniform: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """tensor → what all its elements are if the numbers that were tested are finite"""
+        """tensor → value of all its elements if the tested numbers are finite"""
 
     def patches(self) -> Iterable[Patch]:
         yield replacing(torch.SymBool, "__bool__", self._number)
         yield torch, "_check_tensor_all_with", _check_all
 
     def before(self, call: Call) -> Answer | None:
-        """The answer to ``bool(tensor)``, with a check in the graph that it is so."""
+        """The answer to ``bool(tensor)``, with a guard in the graph."""
         if call.func != torch.Tensor.__bool__ or self.loops.running or call.frame is None:
             return None
         tensor, frame = call.args[0], call.frame
@@ -93,7 +93,7 @@ class Conditions(Observer):
             self.uniform[result] = all(known)
 
     def _number(self, original: Callable[[torch.SymBool], bool]) -> Callable[[torch.SymBool], bool]:
-        """``bool(number)``, which no mode for torch functions sees."""
+        """Wrapper of ``bool(number)``, which function modes do not see."""
 
         def truth(number: torch.SymBool) -> bool:
             try:
@@ -112,11 +112,11 @@ def _check_all(kind: type, condition: torch.Tensor, message: Callable[[], str] |
 
 
 def _truth_of_number(number: torch.SymBool, frame: FrameType) -> Answer | None:
-    """The answer to ``bool(number)``, which depends on the data, as :meth:`Conditions.before` of a tensor.
+    """The answer to ``bool(number)`` of a data-dependent number, with a guard.
 
-    Whether a length is less than 2 is answered too: it is not.
+    Comparisons of a length with 0, 1 or 2 are answered as for a long one.
     """
-    if get_proxy_mode() is None:  # inside an op, where the graph would not get the check
+    if get_proxy_mode() is None:  # inside an op: the graph would miss the guard
         return None
     if (wanted := unless_raised(frame)) is not None:
         answer = Answer(wanted, checks.FAILS)
@@ -127,12 +127,12 @@ def _truth_of_number(number: torch.SymBool, frame: FrameType) -> Answer | None:
     holds = number if answer.value else torch.sym_not(number)
     checks.holds(holds, f"{answer.because}: {text_of(frame)}", frame)
     if answer.because == checks.LONG:
-        checks.assume(holds)  # of a number it would make a constant
+        checks.assume(holds)  # for a tensor's number this would fix a constant
     return answer
 
 
 def _of_many(number: torch.SymBool) -> bool | None:
-    """What ``number`` is for long lengths, if it compares one with 0, 1 or 2; else None."""
+    """Truth of ``number`` for long lengths if it compares one with 0, 1 or 2, else None."""
     expression, shapes = number.node.expr, number.node.shape_env
     symbols = expression.free_symbols
     small = expression.is_Relational and any(side in (0, 1, 2) for side in expression.args)
@@ -143,7 +143,7 @@ def _of_many(number: torch.SymBool) -> bool | None:
 
 
 def unless_raised(frame: FrameType) -> bool | None:
-    """The truth value with which ``frame`` goes on, if the condition it evaluates is an assert or guards a raise."""
+    """The truth value that avoids the error if ``frame`` evaluates an assert or guards a raise."""
     line = frame.f_lineno
     tests = [
         (node.test, isinstance(node, ast.Assert))
@@ -161,7 +161,7 @@ def unless_raised(frame: FrameType) -> bool | None:
 
 @functools.cache
 def _checks(file: str) -> tuple[ast.Assert | ast.If, ...]:
-    """Every assert in ``file``, and every ``if`` that only raises."""
+    """Every assert in ``file``, and every ``if`` whose body ends in ``raise``, without ``else``."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except SyntaxError:
@@ -171,7 +171,7 @@ def _checks(file: str) -> tuple[ast.Assert | ast.If, ...]:
 
 
 def _leaves(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
-    """The parts of a condition that and, or, not combine, and what each is if the whole is as ``wanted``."""
+    """(operand of and, or, not; its truth value for ``test`` to be ``wanted``), recursively."""
     if isinstance(test, ast.BoolOp):
         for value in test.values:
             yield from _leaves(value, wanted)
@@ -182,11 +182,11 @@ def _leaves(test: ast.expr, wanted: bool) -> Iterator[tuple[ast.expr, bool]]:
 
 
 Span = tuple[tuple[int, int], tuple[int, int]]
-"""(line, column) of the start and the end of source text"""
+"""((line, column) of the start, (line, column) of the end) in source text"""
 
 
 def _operand(code: CodeType, offset: int) -> Span | None:
-    """Where the value that the instruction at ``offset`` tests was computed; None before Python 3.11."""
+    """Source span of the value tested by the instruction at ``offset``; None before Python 3.11."""
     before = [i for i in dis.get_instructions(code) if i.offset < offset and i.opname != "EXTENDED_ARG"]
     place = getattr(before[-1], "positions", None) if before else None
     if place is None or None in place:

@@ -1,6 +1,6 @@
-"""What a forward asks of torch: answered as in eager, where a trace has other modes and flags.
+"""Queries about torch's modes and flags, answered as in eager although a trace sets others.
 
-Is it compiled or exported? No: libraries have other programs for tracers, which round otherwise.
+``is_compiling()`` and ``is_exporting()`` are False: libraries' code for tracers rounds differently.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from autoshard.frames import is_ours, is_torchs, users_modules
 from autoshard.passes.capture.observer import Observer, Patch
 
 inference: ContextVar[bool] = ContextVar("inference", default=False)
-"""whether the code that is traced runs in inference mode; no trace does"""
+"""whether the traced code is in inference mode in eager; traces never are"""
 without_grad: ContextVar[bool] = ContextVar("without_grad", default=False)
-"""whether gradients are off where the forward begins, though those that it turns on itself are wanted"""
+"""whether gradients are off when the forward begins; it may turn them on itself"""
 
 _autograd: ContextVar[tuple[bool, bool] | None] = ContextVar("autograd", default=None)
-"""what :func:`autograd_modes` were where the code that is traced is called"""
+"""the caller's :func:`autograd_modes`"""
 
 _TRACED = (
     *((torch.compiler, name) for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")),
@@ -38,8 +38,7 @@ _MODES = (
     (None, torch._C, "_get_nnpack_enabled"),
     *((None, owner, "is_autocast_cache_enabled") for owner in (torch, torch._C)),
 )
-"""what an export turns off: the module with the attribute ``enabled`` that says so too, and the question"""
-
+"""modes that export turns off: (module with a flag ``enabled`` or None, owner, query function)"""
 
 _AUTOGRAD = (
     ("_is_fwd_grad_enabled", ((torch._C, "_is_fwd_grad_enabled"), (forward_ad, "_is_fwd_grad_enabled"))),
@@ -48,19 +47,19 @@ _AUTOGRAD = (
         ((torch._C, "_is_multithreading_enabled"), (torch.autograd, "is_multithreading_enabled")),
     ),
 )
-"""questions of torch._C about autograd's modes, and where they are asked"""
+"""(query of torch._C about autograd's modes, its aliases)"""
 
 
 def autograd_modes() -> tuple[bool, bool]:
-    """Whether forward-mode derivatives, and several threads in a backward, are on."""
+    """(forward-mode AD enabled, multithreaded backward enabled)"""
     return torch._C._is_fwd_grad_enabled(), torch._C._is_multithreading_enabled()
 
 
 @contextlib.contextmanager
 def as_called(grad: bool, in_inference: bool) -> Iterator[None]:
-    """Inside, nothing made is an inference tensor; traced forwards begin with gradients and hear of modes as said.
+    """Inside, inference mode is off, and traced forwards see the caller's modes as given.
 
-    What is saved for no backward of the caller's is not shown to hooks around the call: ``torch.utils.checkpoint`` counts.
+    Saved-tensor hooks are off, too: ``torch.utils.checkpoint`` counts tensors saved in the call.
     """
     tokens = without_grad.set(not grad), inference.set(in_inference), _autograd.set(autograd_modes())
     try:
@@ -73,7 +72,7 @@ def as_called(grad: bool, in_inference: bool) -> Iterator[None]:
 
 
 def unhooked() -> AbstractContextManager[Any]:
-    """Inside, no hooks see what is saved."""
+    """Disable saved-tensor hooks of the caller."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_same, _same)
@@ -84,11 +83,11 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 class AsInEager(Observer):
-    """While in place, code outside of torch hears what eager says. ``asked``: whether anyone did if it is compiled."""
+    """Answers mode queries outside torch as in eager. ``asked``: is_compiling() was queried."""
 
     asked = False
     answers = True
-    """whether those who ask if it is compiled hear no"""
+    """whether is_compiling() is answered with False"""
 
     def patches(self) -> Iterable[Patch]:
         replaced = {getattr(torch.compiler, name): self._no(getattr(torch.compiler, name)) for _, name in _TRACED}
@@ -126,7 +125,7 @@ def _answering(original: Callable[[], bool], answer: Callable[[], bool]) -> Call
 
 
 class _Flag:
-    """An attribute of a torch module that says ``now`` to others."""
+    """Descriptor of a torch module's flag: reads ``now`` outside torch."""
 
     def __init__(self, original: Any, now: bool) -> None:
         self.original, self.now = original, now
@@ -139,9 +138,9 @@ class _Flag:
 
 
 def _imported(replaced: dict[Any, Any]) -> Iterator[Patch]:
-    """The same for names that the user's modules have imported."""
+    """The same patches for names imported into user modules."""
     by_id = {id(original): new for original, new in replaced.items()}
     for module in users_modules():
         names = vars(module).copy()
-        if not by_id.keys().isdisjoint(map(id, names.values())):  # mostly it is, and this is the quick way to see it
+        if not by_id.keys().isdisjoint(map(id, names.values())):  # fast path: usually disjoint
             yield from ((module, name, by_id[id(value)]) for name, value in names.items() if id(value) in by_id)

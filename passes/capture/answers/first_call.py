@@ -1,7 +1,7 @@
-"""The first call of a model, made for real: it fills caches (tables of positions, grids) that later calls read.
+"""Warm-up call: a real first call of a model that fills caches, such as position tables or grids.
 
-A program is of a call that finds them filled. That is right wherever what fills them is no data and no parameter that is
-trained, and wherever the call that fills them gives what the next one gives. Both are checked.
+The program is of a call with filled caches. Two conditions are checked: cache values depend on no
+input and no trained parameter, and the first call's output equals the next one's.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ log = logging.getLogger("autoshard")
 
 
 def with_first_call(model: nn.Module, example: Example, again: Callable[[], Graph], error: SecondCallError) -> Graph:
-    """The graph, by ``again``, of ``model`` after a call with ``example``, which leaves its caches filled, and nothing else.
+    """The graph of ``model`` after a warm-up call with ``example``; only filled caches remain.
 
-    Raises ``error``, and leaves the model as it was, where its second call computes something else for another reason.
+    ``again`` traces the model. Raises ``error`` and restores the model if caches are no cause.
     """
     tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
     buffers = {name: attribute(model, name) for name in error.written}
     own = {id(vars(module)) for module in model.modules()}
     if any(id(attributes) not in own for attributes, _ in error.places) or any(t.is_meta for t in tensors):
-        raise error  # it is in a class or a global, or there is no data to make it of
+        raise error  # state in a class or global, or no data to compute it
     if any(isinstance(x, nn.Parameter) for x in buffers.values()):
         raise error
     before = _values(buffers)
@@ -73,13 +73,13 @@ def with_first_call(model: nn.Module, example: Example, again: Callable[[], Grap
 
 
 class _Dependent(TorchDispatchMode):
-    """Which tensors are computed of the values of ``sources``, or drawn."""
+    """Tracks tensors computed from values of ``sources``, or drawn at random."""
 
     def __init__(self, sources: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = {StorageWeakRef(x.untyped_storage()) for x in sources}
         self.asked = False
-        """whether Python was told such a value"""
+        """whether Python read a tracked value"""
 
     def __contains__(self, x: torch.Tensor) -> bool:
         return StorageWeakRef(x.untyped_storage()) in self.found
@@ -108,7 +108,7 @@ def _state(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _called(model: nn.Module, example: Example, *modes: _Dependent) -> Any:
-    """What ``model`` gives for a copy of ``example``, a source of the first of ``modes``; torch's generators are as before."""
+    """Output of ``model`` for a copy of ``example``, a source of ``modes[0]``. Forks torch's RNG."""
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), example
     )
@@ -140,7 +140,7 @@ def _put(buffers: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> N
 
 
 def _inside(values: list[Any], contents: Contents) -> Iterator[Any]:
-    """All that is in attributes, and in what these hold."""
+    """Attribute values, and the contents of their containers."""
     yield from values
     for _, held in contents:
         yield from held.values() if isinstance(held, dict) else held

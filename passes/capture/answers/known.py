@@ -1,11 +1,12 @@
-"""Tensors whose values do not depend on the input: made by factories (``torch.ones``), or from small buffers.
+"""Constant folding: values of tensors made by factories (``torch.ones``) or from small buffers.
 
-A forward may ask for them (``if mask.any()``, ``F.pad(x, (padding, 0))``), and a trace without data cannot say. They
-are computed on demand. What comes from a buffer is checked in every call: a buffer may be loaded or changed.
+A forward may ask for them (``if mask.any()``, ``F.pad(x, (padding, 0))``); they are computed on
+demand. Values from a buffer are guarded in every call, since a buffer may be loaded or changed.
 
-Two stores, this one and what fake tensors carry in :mod:`steering`: a trial of one failed. What they carry does not say
-where it comes from, and so what to check (a factory: nothing); it is computed whether asked for or not (10 times the
-capture, for a product of masks of 4096 x 4096); and here no call shows how long ``x[mask]`` is, which export finds inside.
+Fake tensors of integer specialization carry values, too. A common store failed for three reasons:
+their values do not record an origin, which decides about guards; they are computed even if unused
+(10 times the capture time for a product of 4096 x 4096 masks); and only export knows the length of
+``x[mask]``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from autoshard.passes.capture.exported.attributes import SMALL, VALUES
 from autoshard.passes.capture.observer import Answer, Call, Forward, Observer
 
 _LARGE = 2**20
-"""elements; more are not computed"""
+"""largest tensor (elements) that is computed"""
 _FACTORIES = frozenset(
     (torch.ones, torch.zeros, torch.full, torch.arange, torch.tensor, torch.eye, torch.linspace, torch.scalar_tensor)
 )
@@ -35,32 +36,32 @@ _OF_A_SHAPE = frozenset(
     (torch.ones_like, torch.zeros_like, torch.full_like, torch.Tensor.new_ones, torch.Tensor.new_zeros,
      torch.Tensor.new_full, torch.Tensor.new_tensor)
 )  # fmt: skip
-"""of their tensor operand only shape and dtype count"""
+"""factories that read only shape and dtype of their tensor operand"""
 _READS = frozenset(
     (torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.item)
 )
 _SIZES = (F.pad, torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-"""take numbers that decide about a size"""
+"""functions with number arguments that decide sizes"""
 
 
 @dataclass(frozen=True)
 class _Made:
     compute: Callable[[], Any]
     sources: frozenset[int]
-    """the factory calls and buffers that it comes from"""
+    """ids of the factory results and buffers that it is computed from"""
     from_buffer: bool
     counts: bool = False
-    """whether the forward has written to the buffer: it differs from call to call"""
+    """whether the forward has written to the buffer, so that it differs from call to call"""
 
 
 class Known(Observer):
-    """Remembers how such tensors were made, and computes them when their values are asked for."""
+    """Records how constant tensors are made, and computes them when the forward reads values."""
 
     def __init__(self, steered: bool = False) -> None:
         self.steered = steered
-        """whether the integers of the inputs count too: see :mod:`steering`"""
+        """whether integer inputs count as known, too"""
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """tensor of the trace → how it is computed"""
+        """traced tensor → its computation"""
 
     def begin(self, forward: Forward) -> None:
         for traced, buffer in forward.buffers:
@@ -96,7 +97,7 @@ class Known(Observer):
     def _note(
         self, result: Any, func: Any, args: Any, kwargs: Any, parts: dict[torch.Tensor, _Made], write: bool = False
     ) -> None:
-        """``result`` is ``func(*args, **kwargs)``; ``parts``: how its operands are computed."""
+        """Record ``result`` = ``func(*args, **kwargs)``. ``parts``: of its operands."""
         sources: frozenset[int]
         sources = frozenset().union(*(part.sources for part in parts.values())) if parts else frozenset((id(result),))
         from_buffer = any(part.from_buffer for part in parts.values())
@@ -117,15 +118,15 @@ class Known(Observer):
                     self.made[x] = _Made(lambda i=i: compute()[i], sources, from_buffer, counts)  # type: ignore[misc]
 
     def _forget(self, written: list[_Made]) -> None:
-        """After a write into one of ``written``: all that is made from the same sources may share its memory."""
+        """Forget all values with a source of ``written``: they may share its memory."""
         sources = {source for made in written for source in made.sources}
         for x in [x for x, made in self.made.items() if made.sources & sources]:
             del self.made[x]
 
     def value(self, tensor: torch.Tensor) -> Answer | None:
-        """The values of a tensor of one element. The graph gets a check of what comes from a buffer or an input.
+        """The value of a one-element tensor; guarded if it comes from a buffer or input.
 
-        Of a buffer that counts calls only truth values: each of its numbers would need a program of its own.
+        From a buffer that the forward writes, only bools: each number would need its own program.
         """
         if (made := self.made.get(tensor)) is not None and not (made.counts and tensor.dtype != torch.bool):
             with _off():
@@ -146,9 +147,9 @@ class Known(Observer):
             return replace(known, value=call.func(known.value))
 
     def _plain(self, tree: Any, in_size: bool) -> Any:
-        """``tree`` of numbers and slices, with the known scalar tensors in it as numbers.
+        """``tree`` with known scalar integer tensors replaced by numbers.
 
-        Integers of the inputs count where they decide about a size: in slices, and everywhere if ``in_size``.
+        Integer inputs are replaced only if they decide a size: in slices, or all if ``in_size``.
         """
 
         def number(x: Any, in_slice: bool = in_size) -> Any:
@@ -165,7 +166,7 @@ class Known(Observer):
 
 
 def _returning_first(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that writes into its first operand, and returns it: ``__setitem__`` returns nothing."""
+    """``func``, but returning its first operand, into which it writes, as for ``__setitem__``."""
 
     def write(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         func(x, *args, **kwargs)
@@ -176,7 +177,7 @@ def _returning_first(func: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _off() -> Iterator[None]:
-    """Inside, tensors with data are computed with, and nothing is traced."""
+    """Compute with real tensors inside, untraced."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
 
@@ -187,18 +188,18 @@ def _number(scalar: torch.Tensor) -> Any:
 
 
 def _is_open(tree: Any) -> bool:
-    """Whether a number in ``tree`` is not known."""
+    """Whether ``tree`` has a symbolic number."""
     return any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in pytree.tree_leaves(tree))
 
 
 def _is_fixed(tensor: torch.Tensor) -> bool:
-    """Whether it has a plain size, not too large a one, and no gradient."""
+    """Whether a tensor has a static shape, at most :data:`_LARGE` elements, and no gradient."""
     sizes = tensor.shape
     return not tensor.requires_grad and all(isinstance(n, int) for n in sizes) and tensor.numel() <= _LARGE
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    """Any tensor of that dtype with data, and of that shape; an open one does not count for a result of fixed shape."""
+    """A real uninitialised tensor of the same dtype and shape, or () if the shape is symbolic."""
     with _off():
         shape = tuple(tensor.shape) if all(isinstance(n, int) for n in tensor.shape) else ()
         return torch.empty(shape, dtype=tensor.dtype)

@@ -1,11 +1,11 @@
-"""Loops over the rows of ``nonzero()``, whose number depends on the data: one iteration per row that there can be.
+"""Loops over rows of ``nonzero()``, of data-dependent number: unrolled for every possible row.
 
     for expert in mask.sum((-1, -2)).greater(0).nonzero():  # [at most experts, 1]
         out.index_add_(0, tokens, ...)
 
-One graph must serve all inputs, so the body is traced for every place of the condition, and where the condition is
-false, what the body wrote in place is taken back: ``out = where(hit, out, out before)``. That is the same computation
-whatever the body does, as long as it hands on its results in place only; anything else is refused.
+One graph must serve all inputs, so the body is traced for every element of the condition. If an
+element is false, its iteration's in-place writes are undone: ``out = where(hit, out, out before)``.
+This is exact if the body's only results are in-place writes; other bodies are refused.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from autoshard.passes.capture.observer import Answer, Call, Observer, Patch, rep
 from autoshard.passes.rules.facts import is_random
 
 LOOP = "autoshard_loop"
-"""key in a node's meta: it was traced in the body of such a loop"""
+"""key in a node's meta: traced in the body of an unrolled loop"""
 LONGEST = 1024
-"""iterations; a longer loop would make a graph that nobody can read or search"""
+"""most iterations; graphs of longer loops are too large to read or search"""
 
 _NONZERO = (
     torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere, torch.where, torch.Tensor.where,
@@ -44,7 +44,7 @@ _SAME_ROWS = (
     torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.long, torch.Tensor.detach,
 )  # fmt: skip
 _NARROW = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.float16, torch.bfloat16)
-"""dtypes in which some numbers of rows are others"""
+"""dtypes that cannot represent all row numbers"""
 _CONTAINERS = (list, dict, set)
 _CHANGES = frozenset("append extend insert add update setdefault pop popitem remove discard clear".split())
 _ADVICE = "Hand on results in place only, as in out.index_add_(0, tokens, result)."
@@ -52,16 +52,16 @@ _ADVICE = "Hand on results in place only, as in out.index_add_(0, tokens, result
 
 @dataclass
 class Learnt:
-    """What one trace has shown for the next, per ``for`` statement (code and line)."""
+    """Findings of failed traces for the next one, per ``for`` statement (code, line)."""
 
     impossible: set[tuple[Any, int, tuple[int, ...]]] = field(default_factory=set)
-    """places where the body raises an IndexError, as it would in eager"""
+    """rows for which the body raises an IndexError, as in eager"""
     checked: set[tuple[Any, int]] = field(default_factory=set)
-    """statements whose body asks whether a length that depends on the data is 0"""
+    """statements whose body asks if a data-dependent length is 0"""
 
 
 class Index(int):
-    """A number of a row, in place of the tensor without dims that it is in eager."""
+    """A row number, an int in place of eager's 0-dim tensor."""
 
     def item(self) -> int:
         """The number."""
@@ -71,7 +71,7 @@ class Index(int):
 
 
 class Row:
-    """A row ``[k]`` of indices, in place of the tensor that it is in eager."""
+    """A row of indices, ints in place of eager's tensor of shape [k]."""
 
     def __init__(self, place: tuple[int, ...]) -> None:
         self.place = tuple(map(Index, place))
@@ -90,7 +90,7 @@ class Row:
         return [int(i) for i in self.place]
 
     def item(self) -> int:
-        """The only index. Raises ValueError where there are several."""
+        """The only index. Raises ValueError if there are several."""
         (only,) = self.place
         return int(only)
 
@@ -104,7 +104,7 @@ class Row:
 
 
 def _of_rows(call: Call) -> bool:
-    """Whether it iterates over the first dim: the others' lengths are known."""
+    """Whether ``call`` iterates over dim 0; other dims have known lengths."""
     dim = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)
     return dim in (0, -call.args[0].ndim)
 
@@ -115,12 +115,12 @@ class Loops(Observer):
     def __init__(self, learnt: Learnt) -> None:
         self.learnt = learnt
         self.conditions: dict[int, tuple[torch.Tensor, torch.Tensor, bool]] = {}
-        """id → a result of nonzero, its condition, and whether a row of it is a number"""
+        """id → (result of nonzero, its condition, whether its rows are numbers)"""
         self.running: list[_Loop] = []
         self.ended: dict[int, torch.Tensor] = {}
-        """what bodies made that have ended"""
+        """id → tensor made in a finished body"""
         self.open: list[_Loop] = []
-        """loops that have begun and not come to their end"""
+        """loops begun and not finished"""
 
     def patches(self) -> Iterable[Patch]:
         yield replacing(torch.fx.Graph, "create_node", marking(LOOP, lambda: bool(self.running)))
@@ -147,7 +147,7 @@ class Loops(Observer):
         return result
 
     def _remember(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
-        """Where rows of ``result`` are places of a condition, so that a loop over it is known to be bounded."""
+        """Record ``result`` if its rows index a condition: a loop over it is bounded."""
         if func in _NONZERO and isinstance(result, torch.Tensor):
             if all(isinstance(n, int) for n in args[0].shape):
                 self.conditions[id(result)] = (result, args[0], False)
@@ -161,7 +161,7 @@ class Loops(Observer):
                 self.conditions[id(result)] = (result, condition, flat or result.ndim == 1)
 
     def loop(self, rows: torch.Tensor, caller: FrameType | None, listed: bool = False) -> Iterator[Any]:
-        """The iterations over ``rows``; ``listed``: over ``rows.tolist()``."""
+        """An iterator over ``rows``, or over ``rows.tolist()`` if ``listed``."""
         frame = _user(caller)
         _, condition, flat = self.conditions[id(rows)]
         if condition.numel() > LONGEST:
@@ -170,7 +170,7 @@ class Loops(Observer):
         return _Loop(self, condition, flat, frame)
 
     def tolist(self, original: Callable[[Any], Any]) -> Callable[[torch.Tensor], Any]:
-        """``tensor.tolist()``, which no mode for torch functions sees."""
+        """Wrapper of ``tensor.tolist()``, which function modes do not see."""
 
         def tolist(tensor: torch.Tensor) -> Any:
             if id(tensor) in self.conditions:
@@ -180,7 +180,7 @@ class Loops(Observer):
         return tolist
 
     def learn(self, error: Exception) -> bool:
-        """Whether another trace may get past ``error``."""
+        """Whether ``error`` is a finding with which another trace may succeed."""
         if not self.running:
             return False
         loop, learnt = self.running[-1], self.learnt
@@ -192,7 +192,7 @@ class Loops(Observer):
         return len(learnt.impossible) + len(learnt.checked) > before
 
     def end(self, output: Any) -> None:
-        """Refuse loops that were left early, and outputs that a body made."""
+        """Refuse loops that were left early, and outputs made in a body."""
         if self.open:
             raise CaptureError("a loop over a tensor of unknown length is left before its end")
         if any(id(x) in self.ended for x in pytree.tree_leaves(output)):
@@ -200,7 +200,7 @@ class Loops(Observer):
 
 
 class _Loop:
-    """An iterator over the places of ``condition``."""
+    """An iterator over all indices of ``condition``."""
 
     def __init__(self, loops: Loops, condition: torch.Tensor, flat: bool, frame: FrameType) -> None:
         self.loops, self.condition, self.flat, self.frame = loops, condition, flat, frame
@@ -209,7 +209,7 @@ class _Loop:
         self.place: tuple[int, ...] | None = None
         self.made: dict[int, torch.Tensor] = {}
         self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """id → a tensor from outside that the body writes to, and its value before"""
+        """id → (outside tensor written by the body, its value before)"""
         self.filled: list[torch.Tensor] = []
         loops.open.append(self)
 
@@ -228,27 +228,27 @@ class _Loop:
         return Index(self.place[0]) if self.flat else Row(self.place)
 
     def end(self) -> None:
-        """Take back what the body wrote, where its condition is false."""
+        """Undo the body's writes if its condition is false."""
         self.loops.running.remove(self)
         self.loops.ended.update(self.made)
         self.made = {}
         written, self.written = list(self.written.values()), {}
         hit = self.condition[self.place] != 0
-        for filled in self.filled:  # where a body asks whether there is anything to do, it does nothing otherwise
+        for filled in self.filled:  # the body does nothing if a list that it checks is empty
             hit = hit & filled
         self.filled = []
         for tensor, before in written:
             tensor.copy_(torch.where(hit, tensor, before))
 
     def before(self, call: Call) -> None:
-        """Keep the value of what ``call`` is about to write to."""
+        """Save values of tensors that ``call`` is about to write."""
         for target in call.written:
             base = target if target._base is None else target._base
             if id(base) not in self.made and id(base) not in self.written:
                 self.written[id(base)] = (base, base.clone())
 
     def after(self, call: Call, result: Any) -> None:
-        """Note what the body has made."""
+        """Record tensors made in the body."""
         if self.statement in self.loops.learnt.checked and call.func in _NONZERO:
             for rows in (x for x in pytree.tree_leaves(result)[:1] if not isinstance(x.shape[0], int)):
                 checks.assume(rows.shape[0] > 0)
@@ -260,21 +260,21 @@ class _Loop:
 
 
 def _is_first_column(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether it is ``rows[:, 0]``."""
+    """Whether the call is ``rows[:, 0]``."""
     index = args[1] if func is torch.Tensor.__getitem__ else None
     plain = isinstance(index, tuple) and all(isinstance(i, int | slice) for i in index)
     return plain and index == (slice(None), 0)
 
 
 def _index(item: Any) -> Any:
-    """An index in which rows are lists."""
+    """``item`` with rows as lists."""
     if isinstance(item, Row):
         return item.tolist()
     return tuple(map(_index, item)) if isinstance(item, tuple) else item
 
 
 def check_draws(program: torch.export.ExportedProgram) -> None:
-    """Refuse draws of fixed size in a loop of unknown length: where the body is not run, eager draws nothing."""
+    """Refuse fixed-size draws in an unrolled loop: eager skips draws of skipped iterations."""
     for node in program.graph.nodes:
         shape = getattr(node.meta.get("val"), "shape", ())
         if node.meta.get(LOOP) and is_random(node) and all(isinstance(n, int) for n in shape):
@@ -293,9 +293,9 @@ def _user(found: FrameType | None) -> FrameType:
 
 
 def _check_body(frame: FrameType, listed: bool) -> None:
-    """Refuse a loop whose body hands on Python values, or may be left early, or whose iterations are counted.
+    """Refuse a loop that is no plain ``for``, may exit early, or assigns values read after it.
 
-    The frame is about to iterate, or where rows are ``listed``, about to get what it iterates over.
+    ``frame`` is about to iterate or, if ``listed``, to evaluate the iterable.
     """
     now, code = frame.f_lasti, dis.get_instructions(frame.f_code)
     begin = next(i for i in code if (i.offset > now if listed else i.offset == now))
@@ -329,7 +329,7 @@ def _check_body(frame: FrameType, listed: bool) -> None:
 
 
 def _kept(loop: ast.For, bound: set[str], frame: FrameType) -> list[str]:
-    """Python objects from outside that the body of ``loop`` changes: attributes, items of what is no tensor, containers."""
+    """Outside Python objects that the body of ``loop`` mutates: attributes, container items."""
 
     def value(node: ast.AST) -> Any:
         if isinstance(node, ast.Attribute):

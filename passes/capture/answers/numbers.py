@@ -1,7 +1,7 @@
-"""``int(tensor)`` and ``float(tensor)`` in a forward: the number stays open, as ``tensor.item()`` leaves it.
+"""``int(tensor)`` and ``float(tensor)`` in a forward: symbolic numbers, as from ``tensor.item()``.
 
-Python's own ``int`` must return a plain number, which a trace does not know. So where a trace meets such a call, the
-calling function gets an ``int`` and a ``float`` that read tensors with ``item()``, for the time of another trace.
+Python's ``int`` must return a plain number, which a trace does not know. So the trace is repeated
+with an ``int`` and a ``float`` in the calling function that read tensors with ``item()``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoshard.passes.capture.refusals.explain import is_data_dependent
 
 
 class _Type(type):
-    """A stand-in for a type of Python: instances and subclasses are those of the original, and open numbers."""
+    """Stand-in for ``int`` or ``float``; symbolic numbers are instances, too."""
 
     original: type
     symbol: type
@@ -63,13 +63,13 @@ STAND_INS: dict[str, _Type] = {"int": _Int, "float": _Float}
 
 @dataclass
 class Numbers(Observer):
-    """The functions in which a trace needed the value of a tensor as an ``int`` or a ``float``."""
+    """Functions in which a trace needed a tensor as an ``int`` or ``float``."""
 
     met: dict[CodeType, tuple[dict[str, Any], list[FunctionType]]] = field(default_factory=dict)
-    """code → its globals, and the functions that run it"""
+    """code → (its globals, functions that run it)"""
 
     def learn(self, error: BaseException | None) -> bool:
-        """Whether another trace may get past ``error``: the function it comes from is now known."""
+        """Whether ``error`` revealed a new function, so that another trace may avoid it."""
         known = len(self.met)
         while error is not None:
             frames = [f for f, _ in of_traceback(error.__traceback__) if _may_read(f.f_code.co_filename)]
@@ -80,10 +80,10 @@ class Numbers(Observer):
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """While inside, ``int`` and ``float`` of the functions that were met read tensors."""
+        """While inside, ``int`` and ``float`` read tensors in the known functions."""
         with contextlib.ExitStack() as stack:
             for code, (names, functions) in self.met.items():
-                if _has_method_of_that_name(code):  # such as x.float(): a code object has one table for both
+                if _has_method_of_that_name(code):  # x.float(): names share one table
                     for name, stand_in in STAND_INS.items():
                         if name not in names:
                             names[name] = stand_in
@@ -100,7 +100,7 @@ class Numbers(Observer):
 
 
 def _may_read(filename: str) -> bool:
-    """Whether ``int`` or ``float`` of a tensor in this file is the model's: torch's batch norm has one."""
+    """Whether ``int(tensor)`` in this file counts as the model's, also in torch's batch norm."""
     return is_users(filename) or filename == torch.nn.modules.batchnorm.__file__
 
 
@@ -110,7 +110,7 @@ def _has_method_of_that_name(code: CodeType) -> bool:
 
 
 def _functions(frame: FrameType) -> list[FunctionType]:
-    """The functions that run the frame's code. ``gc.freeze()`` hides objects from the collector: a method is looked up."""
+    """Functions that run the frame's code, by gc and by name: ``gc.freeze()`` hides objects."""
     code, owner = frame.f_code, frame.f_locals.get("self")
     looked_up = [vars(cls).get(code.co_name) for cls in type(owner).__mro__] + [frame.f_globals.get(code.co_name)]
     found = {id(f): f for f in (*gc.get_referrers(code), *looked_up) if isinstance(f, FunctionType)}

@@ -1,8 +1,8 @@
-"""``if`` on the values of a tensor, where the answer does not matter: both programs are the same, or one is an error.
+"""``if`` on tensor values whose answer does not matter: branches give one program, or one raises.
 
-Libraries ask such questions to choose between kernels, or to check their inputs. A trace cannot know the answer, so
-every sequence of answers is traced. A program that all of them give serves all inputs. As with ``torch._check``, a
-sequence that ends in the model's own ``raise`` is left out: those inputs are errors in eager.
+Libraries branch on values to choose kernels or to check inputs. Every answer is traced.
+If all give one program, it serves all inputs. A sequence that ends in the model's own ``raise`` is
+ignored, as with ``torch._check``: those inputs are errors in eager.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from autoshard.passes.capture.observer import patched, replacing
 from autoshard.passes.capture.refusals.explain import is_data_dependent
 
 Exported = tuple[ExportedProgram, list[bool] | None, Mapping[str, Open]]
-"""a program, which of its outputs need a gradient, and its inputs whose lengths are open"""
+"""(program, gradient flag per output tensor, path → dynamic input)"""
 
 LIMIT = 16
-"""traces, and questions in one trace"""
+"""most traces, and most questions per trace"""
 
 
 class Answers(TorchFunctionMode):
-    """While active, questions of the model's code are answered: ``given`` in order, then no."""
+    """Answers the model's questions about tensor truth: ``given`` in order, then False."""
 
     def __init__(self, given: tuple[bool, ...]) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class Answers(TorchFunctionMode):
 
     @property
     def all(self) -> tuple[bool, ...]:
-        """Every answer so far."""
+        """All answers so far."""
         return (*self.given, *[False] * self.asked)[: self.asked]
 
     def number(self, original: Callable[[torch.SymBool], bool]) -> Callable[[torch.SymBool], bool]:
-        """``bool(number)``, which no mode for torch functions sees."""
+        """Wrapper of ``bool(number)``, which function modes do not see."""
         return lambda symbol: self.ask(lambda: original(symbol))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +52,7 @@ class Answers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def ask(self, original: Callable[[], bool]) -> bool:
-        """The answer that the trace knows, else the next one that is given."""
+        """The answer if the trace knows it, else the next given one."""
         try:
             return original()
         except Exception as error:
@@ -68,7 +68,7 @@ def _asked_by_the_model() -> bool:
 
 
 def indifferent(trace: Callable[[], Exported]) -> Exported | None:
-    """What ``trace()`` gives whatever the answers are, or None where they matter."""
+    """The program that ``trace()`` returns for all answers, or None if they matter."""
     found: Exported | None = None
     pending: list[tuple[bool, ...]] = [()]
     for _ in range(LIMIT):
@@ -91,7 +91,7 @@ def indifferent(trace: Callable[[], Exported]) -> Exported | None:
 
 
 def _is_the_models(error: BaseException | None) -> bool:
-    """Whether a ``raise`` or ``assert`` in the model's code made ``error``: eager would raise it too."""
+    """Whether ``error`` comes from a ``raise`` or ``assert`` in the model's code, as in eager."""
     tb: TracebackType | None = error.__traceback__ if error is not None else None
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next
@@ -102,7 +102,7 @@ def _is_the_models(error: BaseException | None) -> bool:
 
 
 def _key(traced: Exported) -> Any:
-    """Equal for programs that compute the same in the same way."""
+    """Comparison key of a program: nodes, signature, constants, gradient flags."""
     program, grads, _ = traced
     nodes = [(n.op, str(n.target), str(n.args), str(n.kwargs), str(n.meta.get("val"))) for n in program.graph.nodes]
     constants = {name: repr(c.tolist()) for name, c in program.constants.items() if isinstance(c, torch.Tensor)}

@@ -1,4 +1,4 @@
-"""Other ways to a program where the plain trace fails: with other answers to what the model asks about values."""
+"""Retries of a failed trace, with other answers to questions about tensor values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from autoshard.passes.capture.refusals.explain import is_data_dependent
 
 @dataclass(frozen=True)
 class Retry:
-    """Another way to a program where those before it failed."""
+    """A fallback for a failed trace."""
 
     applies: Callable[[CaptureError], bool]
-    """whether to the first one's error"""
+    """whether it may help against the first trace's error"""
     export: Callable[[], Exported | None]
-    """None: it has nothing to offer"""
+    """traces; None: no program"""
     says: str
-    """what introduces its own error"""
+    """prefix of its error message"""
 
 
 def tried(first: Callable[[], Exported], *retries: Retry) -> Exported:
-    """What ``first`` gives, or where it fails the first of ``retries`` that applies and offers something."""
+    """The program of ``first``, else of the first of ``retries`` that applies and succeeds."""
     try:
         return first()
     except WrittenError:
@@ -44,5 +44,5 @@ def tried(first: Callable[[], Exported], *retries: Retry) -> Exported:
 
 
 def asks(error: CaptureError) -> bool:
-    """Whether ``error`` came of a question about the value of a tensor."""
+    """Whether ``error`` arose from a question about a tensor's value."""
     return is_data_dependent(error.__cause__ or error)

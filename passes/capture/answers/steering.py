@@ -1,9 +1,9 @@
-"""``if``, loops and sizes that the integers of the inputs decide: a program for inputs that decide alike.
+"""Control-flow specialization: branches, loops and sizes decided by integer and bool inputs.
 
-The edges of a graph, the lengths of sequences and masks are structure more than data: a model asks them which way to
-go. Where that cannot be left open, the trace carries the example's integers and truth values along, and all that
-follows from them alone, and takes its answers and sizes from there. Each becomes a check in the program, and a call for
-which one fails gets a program of its own. Numbers with a fraction, and random ones, never steer.
+Edges of a graph, sequence lengths and masks are structure: models branch on them. If a branch
+cannot stay symbolic, the trace carries the example's integers and bools, and values computed from
+them. Answers and sizes come from these values, each with a guard in the program. A call that fails
+a guard gets its own program. Floating-point and random numbers never specialize.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CLONE = "_clone_real_storage_from_tensor"
 
 @contextlib.contextmanager
 def values_at_hand() -> Iterator[None]:
-    """While inside, fake tensors are made with the values beside them, where these do not come from random numbers."""
+    """While inside, new fake tensors carry real values, unless these come from random numbers."""
     dispatch, defer = FakeTensorMode.dispatch, ShapeEnv.guard_or_defer_runtime_assert
 
     def without_draws(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,7 +42,7 @@ def values_at_hand() -> Iterator[None]:
             result = dispatch(self, func, types, args, kwargs)
         finally:
             self.propagate_real_tensors = before
-        if not known:  # parts of an op may have made memory that nobody wrote
+        if not known:  # an op's parts may have left memory unwritten
             for x in pytree.tree_leaves(result):
                 if isinstance(x, FakeTensor):
                     x.real_tensor = None
@@ -56,7 +56,7 @@ def values_at_hand() -> Iterator[None]:
     patches: tuple[Patch, ...] = (
         (FakeTensorMode, "dispatch", without_draws),
         (ShapeEnv, "guard_or_defer_runtime_assert", no_silent_answer),
-        (fake_utils, "_check_fake_real_tensors", lambda *args, **kwargs: None),  # it asks about offsets
+        (fake_utils, "_check_fake_real_tensors", lambda *args, **kwargs: None),  # guards offsets
     )
     if hasattr(meta_utils, _CLONE):  # torch >= 2.14
         patches += ((meta_utils, _CLONE, partial(_storage_beside, getattr(meta_utils, _CLONE))),)
@@ -65,7 +65,7 @@ def values_at_hand() -> Iterator[None]:
 
 
 def _storage_beside(clone: Any, x: torch.Tensor) -> torch.UntypedStorage:
-    """``clone`` of the storage with the values of ``x``, blank where it has none: those of inputs are put there later."""
+    """``clone`` of the storage of ``x``, uninitialised if ``x`` has no values yet (inputs)."""
     try:
         return clone(x)  # type: ignore[no-any-return]
     except AssertionError:
@@ -73,7 +73,7 @@ def _storage_beside(clone: Any, x: torch.Tensor) -> torch.UntypedStorage:
 
 
 class Steering(Observer):
-    """Lets the inputs of a trace have the integers of the example, and fixes the sizes that follow from them."""
+    """Gives traced inputs the example's integers, and fixes sizes computed from them."""
 
     def __init__(self, example: Any) -> None:
         self.inputs: list[Any] = []
@@ -92,30 +92,30 @@ class Steering(Observer):
                 x.real_tensor = value
 
     def after(self, call: Call, result: Any) -> Any:
-        """``result`` with lengths that depend on the data fixed where they are known.
+        """``result`` with known data-dependent lengths made static.
 
-        What shares memory with an operand stays: the check of a length makes a copy, and a write to that would be lost.
+        Results that share memory with an operand stay: the guard copies, and writes would be lost.
         """
         operands = {_storage(x) for x in call.operands}
         return pytree.tree_map_only(torch.Tensor, lambda x: x if _storage(x) in operands else _sized(x), result)
 
     def end(self, output: Any) -> None:
-        """After the forward, the fake tensors are as any others."""
+        """Stop propagating real values."""
         for x in self.inputs:
             if isinstance(x, FakeTensor):
                 x.fake_mode.propagate_real_tensors = False
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The value of a tensor of the trace where it is known."""
+    """The real value of a traced tensor, or None if unknown."""
     value: torch.Tensor | None = getattr(tensor, "real_tensor", None)
     return None if value is None or _storage(value) in _outdated(tensor) else value
 
 
 def _forget_written(func: Any, args: Any, kwargs: Any) -> bool:
-    """Take the values from what shares memory with a tensor that a call writes something unknown to.
+    """Invalidate values of tensors that share memory with one overwritten by unknown values.
 
-    Returns whether the values of the call's results follow from known ones.
+    Returns whether the call's results can be computed from known values.
     """
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
     for x in tensors:
@@ -137,7 +137,7 @@ def _forget_written(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _outdated(tensor: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Storages of values that are no longer those of the trace's tensors; the tensors keep them from being reused."""
+    """Storage id → stale value, kept alive so that the id is not reused."""
     if not isinstance(tensor, FakeTensor):
         return {}
     found: dict[int, torch.Tensor] = tensor.fake_mode.__dict__.setdefault("_autoshard_outdated", {})

@@ -1,4 +1,4 @@
-"""Queries about a tensor's history or memory: ``grad_fn``, ``data_ptr()``. Traces answer wrongly."""
+"""Queries about a tensor's history or memory: ``grad_fn``, ``data_ptr()``: answered wrongly."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ _HOLDERS = {"parameter": "_parameters", "buffer": "_buffers", "module": "_module
 
 @contextlib.contextmanager
 def leaving(model: nn.Module) -> Iterator[None]:
-    """Traces inside record state by :func:`leave`. Clears their tensors from globals and classes."""
+    """Traces inside record state by :func:`leave`. Clears traced tensors from globals."""
     token, grows = _left.set({}), _grows.set([])
     before = [(place, dict(vars(place)), [(x, held_in(x)) for x in _containers(place)]) for place in _around(model)]
     try:
@@ -157,7 +157,7 @@ def leave(model: nn.Module, before: Found) -> None:
 
 
 def _is_longer(now: Any, before: Any) -> bool:
-    """Whether :func:`_contents` has more items than before, at any depth, or is a full deque that moved on."""
+    """Whether :func:`_contents` has grown at any depth, or is a full deque that moved on."""
     if isinstance(now, frozenset) and isinstance(before, frozenset):
         return now > before
     if not (isinstance(now, tuple) and isinstance(before, tuple)) or len(now) < len(before):
@@ -261,7 +261,7 @@ class _Same:
 
 
 def _contents(x: Any, depth: int = DEPTH, large: int = sys.maxsize, room: int = sys.maxsize) -> Any:
-    """Comparison key of an attribute: value of numbers and strings, identity and contents of others.
+    """Comparison key of an attribute: values of numbers and strings, else identity and contents.
 
     Containers of more than ``large`` items, or more than ``room`` in total, compare by identity.
     """
