@@ -1,7 +1,4 @@
-"""Capture: an ``nn.Module`` and example inputs → :class:`~autoshard.passes.ir.graph.Graph`.
-
-Types of ``torch.export`` and fx end in this room.
-"""
+"""Capture: model and example inputs → :class:`~autoshard.passes.ir.graph.Graph`, by export."""
 
 from __future__ import annotations
 
@@ -181,8 +178,7 @@ def _graph(model: nn.Module, example: Example, training: bool, dynamic: Dynamic)
 def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
     """The functional exported program, gradient flags of its outputs, and its dynamic inputs.
 
-    Some models branch on ``torch.compiler.is_compiling()``. The eager branch is traced first, the
-    branch for tracers only if that fails.
+    A model may branch on ``is_compiling()``. The branch for tracers is traced if eager's fails.
     """
     eager, export = AsInEager(), functools.partial(_functional, model, example, training, dynamic)
 
@@ -211,10 +207,7 @@ def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dyn
 
 
 def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynamic, repeats: Repeats) -> Exported:
-    """The exported program, with two retries if the forward asks about tensor values.
-
-    First: a program that every sequence of answers gives. Second: the example's answers, guarded.
-    """
+    """The exported program, if the forward asks about values: for all answers or the example's."""
     trace = functools.partial(_traced, model, example, training, dynamic, Numbers(), repeats)
     finish = functools.partial(_finished, model, example, training)
 
@@ -256,10 +249,7 @@ def _traced(
     model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers, repeats: Repeats,
     steered: bool = False,
 ) -> Exported:  # fmt: skip
-    """The traced program. The trace is repeated while an observer learns from its error.
-
-    Loops over ``nonzero()``, scalar conversions and shared regions learn so.
-    """
+    """The traced program. The trace is repeated while an observer learns from its error."""
     learnt = Learnt()
     while True:
         watch = Watch(concerns(training, learnt, numbers, repeats, example if steered else None))

@@ -111,10 +111,7 @@ class Observer:
 
 
 class Refusals(Observer):
-    """Makes the error to raise from a message.
-
-    If the model swallowed the first error, it is raised after the trace.
-    """
+    """Makes errors from messages. The first is raised after the trace if the model swallowed it."""
 
     first: CaptureError | None = None
 

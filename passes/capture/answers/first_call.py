@@ -1,7 +1,6 @@
 """Warm-up call: a real first call of a model that fills caches, such as position tables or grids.
 
-The program is of a call with filled caches. Two conditions are checked: cache values depend on no
-input and no trained parameter, and the first call's output equals the next one's.
+Checked: cache values depend on no input and no trained parameter; both calls' outputs are equal.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def _state(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _called(model: nn.Module, example: Example, *modes: _Dependent) -> Any:
-    """Output of ``model`` for a copy of ``example``, a source of ``modes[0]``. Forks torch's RNG."""
+    """Output of ``model`` for a copy of ``example``, a source of ``modes[0]``. Forks the RNG."""
     args, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), example
     )

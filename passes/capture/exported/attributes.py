@@ -1,7 +1,6 @@
 """Tensors in plain attributes of a model: graph constants unless the forward writes them.
 
-Written ones are caches and states. A trace loses the writes, so the model is traced again with
-these tensors registered as buffers.
+Written ones (caches, states) are registered as buffers, and the model is traced again.
 """
 
 from __future__ import annotations

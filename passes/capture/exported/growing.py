@@ -1,7 +1,6 @@
 """Dynamic lengths from an example of length 1, such as a KV cache after its first token.
 
-A trace fixes a length of 1, since it broadcasts. The graph of a longer example serves it, too, if
-both graphs agree at 1.
+A trace fixes a length of 1, since it broadcasts. A longer example's graph may serve it, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Tensors of a model that share storage (``self.copy = self.linear.weight.data``).
-
-A program stores every parameter and buffer separately.
-"""
+"""Tensors of a model that share storage (``self.copy = self.linear.weight.data``)."""
 
 from __future__ import annotations
 

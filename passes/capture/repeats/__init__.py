@@ -1,1 +1,1 @@
-"""Equal modules are traced once: what the others call is compared with it, and written out after the trace."""
+"""Shared regions (regional compilation): equal modules are traced once, then inlined per call."""

@@ -1,8 +1,7 @@
-"""What a module calls, written down so that an equal module's calls can be compared with it.
+"""Recordings of a region's calls to torch, with which an equal module's calls are compared.
 
-Python of the second module runs as ever; only its tensors are blank, and every question to torch is answered as the first
-one was, if it is the same question. So nothing is assumed about attributes, globals, closures or hooks: what they change, they
-change in what is called.
+Python of an equal module runs on tensors without data. Each call must match the recording, and gets
+the recorded result. Effects of attributes, globals, closures and hooks show in the calls.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from autoshard.passes.capture.repeats.markers import Like, blank, like
 from autoshard.runtime.autocast import autocast_state
 
 Name = tuple[str, Any]
-"""a tensor's role in a call of a module: ("input", where), ("own", path), ("made", i) or ("outer", id)"""
+"""role of a tensor in a region: ("input", position), ("own", path), ("made", i) or ("outer", id)"""
 
 _FACTS = (torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, bool, int, type(None))
 _ASKED = frozenset(
     "size stride dim ndimension numel nelement element_size storage_offset get_device is_contiguous is_floating_point "
     "is_complex is_signed __len__ __get__ result_type promote_types can_cast".split()
 )
-"""functions whose answers follow from types"""
+"""functions whose answers depend on tensor metadata only"""
 
 
 class UnequalError(Exception):
-    """A call that is not the one written down, or cannot be."""
+    """A call that differs from the recording, or cannot be recorded."""
 
 
 def modes() -> Any:
-    """torch's own, which change what a call does, and no call says so."""
+    """Torch's modes that change calls: grad mode, autocast, default dtype."""
     return torch.is_grad_enabled(), autocast_state(), torch.get_default_dtype()
 
 
@@ -51,10 +50,10 @@ def _checkpoint() -> Any:
 
 
 class Tensors:
-    """The tensors of one call of a module, by role."""
+    """Tensors of one call of a region, by role."""
 
     def __init__(self, module: nn.Module, inputs: Mapping[Any, torch.Tensor]) -> None:
-        """``inputs``: by where they stand in the arguments, see :func:`~autoshard.passes.capture.repeats.roles.roles`."""
+        """``inputs``: argument position → tensor, see ``roles``."""
         self.names: dict[int, Name] = {}
         self.by_name: dict[Name, torch.Tensor] = {}
         self.versions: dict[Name, int] = {}
@@ -76,11 +75,11 @@ class Tensors:
         return self.names[id(x)]
 
     def place(self) -> Any:
-        """In which modes, and in which checkpoint of the module's own, a call is made."""
+        """(torch's modes, number of the region's checkpoint) of a call made now."""
         return modes(), self.checkpoints.setdefault(_checkpoint(), len(self.checkpoints))
 
     def written(self, tree: Any) -> Any:
-        """``tree`` as something that equals another module's where the same is meant. Raises :class:`UnequalError`."""
+        """Comparison key of ``tree``, tensors by role. May raise :class:`UnequalError`."""
         if isinstance(tree, torch.Tensor):
             return self.name(tree)
         if isinstance(tree, list | tuple):
@@ -100,7 +99,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Step:
-    """One call, and what came of it: tensors by role, all else as it was."""
+    """One recorded call and its result: tensors by role, other values unchanged."""
 
     func: Any
     place: Any
@@ -111,15 +110,15 @@ class Step:
 
 @dataclass
 class Recording:
-    """A call of a module that is being traced, or was."""
+    """Recording of a traced region."""
 
     number: int
     path: str
     state: Any
-    """types of its inputs, and torch's own state"""
+    """types of its inputs, and torch's modes"""
     tensors: Tensors
     leaves: frozenset[int]
-    """what is made in it and known to stay behind elsewhere than in its output"""
+    """numbers of tensors made in it that are kept elsewhere than in its output"""
     steps: list[Step] = field(default_factory=list)
     made: list[Like] = field(default_factory=list)
     failed: bool = False
@@ -132,10 +131,10 @@ class Recording:
         self.asked = call
 
     def after(self, call: Call, result: Any) -> None:
-        """``result`` is what the call gave. One that an observer answered does not come here, and is not repeated."""
+        """Record ``result``. Calls answered by observers are unseen: their region is not shared."""
         asked, self.asked = self.asked, None
         if asked is None or list(map(id, asked.operands)) != list(map(id, call.operands)):
-            self.failed = True  # values were put in the places of tensors
+            self.failed = True  # an observer replaced tensors by values
         try:
             given = self.tensors.written((call.args if asked is None else asked.args, dict(call.kwargs)))
             leaves, spec = pytree.tree_flatten(result, is_leaf=lambda x: isinstance(x, torch.Size))
@@ -158,7 +157,7 @@ class Recording:
         return _Role(self.tensors.names[id(leaf)])
 
     def finish(self, output: Any) -> list[torch.Tensor]:
-        """The tensors that leave the call. Raises :class:`UnequalError` where it cannot be repeated."""
+        """Tensors that leave the region. Raises :class:`UnequalError` if it cannot be shared."""
         if self.failed:
             raise UnequalError("it asks about values")
         tensors = self.tensors
@@ -184,14 +183,14 @@ class Recording:
         return found
 
     def replaced(self, output: Any, results: Sequence[torch.Tensor]) -> Any:
-        """``output`` with ``results`` in the places of what leaves the call."""
+        """``output`` with ``results`` in place of the tensors that leave the region."""
         by_name = self.tensors.by_name
         new = {id(by_name["made", i]): x for i, x in zip(self.exports, results, strict=True)}
         return pytree.tree_map_only(torch.Tensor, lambda x: new.get(id(x), x), output)
 
 
 def _are_kept(tensors: list[Any], *known: Any) -> bool:
-    """Whether anything but frames and the containers that are ``known`` holds one of ``tensors``."""
+    """Whether anything but frames and ``known`` containers references one of ``tensors``."""
     held, todo = {id(tensors)}, [known]
     while todo:
         holder: Any = todo.pop()
@@ -200,7 +199,7 @@ def _are_kept(tensors: list[Any], *known: Any) -> bool:
             todo += holder.values()
         elif isinstance(holder, list | tuple):
             todo += holder
-        if isinstance(holder, Mapping) and hasattr(holder, "__dict__"):  # has its items as attributes as well
+        if isinstance(holder, Mapping) and hasattr(holder, "__dict__"):  # items are attributes, too
             held.add(id(vars(holder)))
     return any(id(x) not in held and not isinstance(x, FrameType) for x in gc.get_referrers(*tensors))
 
@@ -230,7 +229,7 @@ def _names(written: Any) -> Iterator[Name]:
 
 
 class Replay:
-    """A call of an equal module, compared with ``recording`` step by step. ``results``: what leaves it."""
+    """A call of an equal module, compared with ``recording``. ``results``: leave it."""
 
     def __init__(self, recording: Recording, tensors: Tensors, results: Mapping[int, torch.Tensor]) -> None:
         self.recording, self.tensors = recording, tensors
@@ -243,7 +242,7 @@ class Replay:
         self.inside = {i: weakref.ref(x) for i, x in enumerate(made) if i not in results}
 
     def answer(self, call: Call) -> Any:
-        """What the same call gave. Raises :class:`UnequalError`."""
+        """The recorded result of ``call``. Raises :class:`UnequalError` if it is another call."""
         step = next(self.steps, None)
         if step is None or call.func != step.func:
             raise UnequalError(f"{_show(call.func)} is called, not {_show(step and step.func)}")
@@ -255,7 +254,7 @@ class Replay:
         return pytree.tree_unflatten([by_name[x.name] if isinstance(x, _Role) else x for x in step.gives], step.spec)
 
     def finish(self, output: Any) -> None:
-        """Raises :class:`UnequalError` where less was called, or what comes out is not what came out of the other."""
+        """Raises :class:`UnequalError` for missing calls, or an output of other tensors."""
         if next(self.steps, None) is not None:
             raise UnequalError("it calls less")
         for x in pytree.tree_leaves(output):
@@ -265,6 +264,6 @@ class Replay:
                     raise UnequalError("something else comes out")
 
     def left_behind(self) -> frozenset[int]:
-        """What was made in it and is still there, once nobody here holds it."""
+        """Numbers of inner tensors that outlive the call."""
         self.tensors.by_name.clear()
         return frozenset(i for i, x in self.inside.items() if x() is not None)

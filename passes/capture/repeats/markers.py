@@ -1,4 +1,4 @@
-"""The two ops that stand in a trace for calls of equal modules. They are gone when it is written out."""
+"""Marker ops of shared regions in a trace: a traced call and its repeats. Inlining removes them."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Sequence
 import torch
 
 Like = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
-"""sizes, strides, dtype and device of a tensor"""
+"""(sizes, strides, dtype, device) of a tensor"""
 
 REPEATED = "autoshard_repeated"
-"""key in a node's custom meta: the number of the traced call that it is part of"""
+"""key in a node's custom meta: number of its traced region"""
 
 RESULTS: dict[int, Sequence[Like]] = {}
-"""number of a traced call → its results; a trace adds and removes its own"""
+"""number of a traced region → its results; a trace adds and removes its own"""
 
 
 def like(x: torch.Tensor) -> Like:
-    """What ``x`` is made like."""
+    """Sizes, strides, dtype and device of ``x``."""
     return tuple(x.shape), x.stride(), x.dtype, x.device
 
 
 def blank(of: Like, device: torch.device | None = None) -> torch.Tensor:
-    """An uninitialised tensor like that."""
+    """An uninitialised tensor of these sizes, strides and dtype."""
     size, stride, dtype, own = of
     return torch.empty_strided(size, stride, dtype=dtype, device=device or own)
 
 
 @torch.library.custom_op("autoshard::called", mutates_args=())
 def called(operands: list[torch.Tensor], results: list[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """The end of the call that is traced: the ``results`` that leave it, and the ``operands`` that came in."""
+    """Marks the end of a traced region, with its ``operands`` and ``results``."""
     return [x.clone() for x in results]
 
 
@@ -40,7 +40,7 @@ def _(operands: list[torch.Tensor], results: list[torch.Tensor], number: int) ->
 
 @torch.library.custom_op("autoshard::called_again", mutates_args=())
 def called_again(operands: list[torch.Tensor], number: int) -> list[torch.Tensor]:
-    """The same call of an equal module with these operands."""
+    """Stands for a repeat of region ``number`` with other ``operands``."""
     raise NotImplementedError("an op of traces alone")
 
 

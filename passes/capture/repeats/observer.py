@@ -1,7 +1,7 @@
-"""Equal modules in a traced forward: one is traced, and calls of the others stand as one op each.
+"""Shared regions in a trace: one of several equal modules is traced, others become one op each.
 
-Modules are equal for a call where they make the same calls: see :mod:`calls`. Where one does not, the trace is made again with
-that module traced as well; where several do not, none of its kind is repeated.
+Modules are equal for a call if they make the same calls. If one differs, the trace is repeated with
+that module traced, too; after several mismatches no module of its kind is shared.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN, REPEA
 from autoshard.passes.capture.repeats.roles import roles
 
 FEWEST, MISTAKES = 3, 3
-"""modules that are worth it, and of one kind that may turn out to be another"""
+"""fewest equal modules that are shared; most mismatches per kind"""
 
 _unasked = torch._C.DisableTorchFunction
-"""around questions of our own about tensors: tracers and observers see none of them"""
+"""context for our own queries about tensors, hidden from tracers and observers"""
 
 log = logging.getLogger("autoshard")
 _numbers = itertools.count(1)
@@ -41,39 +41,39 @@ class _Member:
     kind: Any
     """equal for modules of equal structure"""
     attributes: frozenset[Any]
-    """plain ones: they say which of several to try first"""
+    """plain attributes, to choose the most similar recording first"""
 
 
 class Repeats(Observer):
-    """Of one model; without: none is repeated. It outlives a trace, as it learns from those that fail."""
+    """Shared regions of ``model`` (None: none). Outlives a trace, to learn from failed ones."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.members = {} if model is None else _members(model)
         self.unequal: set[tuple[str, str]] = set()
-        """(path, path of the one it was tried as)"""
+        """(path, path of the recording that it did not match)"""
         self.mistakes: Counter[Any] = Counter()
         self.leaves: defaultdict[str, frozenset[int]] = defaultdict(frozenset)
-        """path of a traced module → what it makes and leaves behind elsewhere than in its output"""
+        """path of a traced module → numbers of its tensors kept elsewhere than in its output"""
         self.recorded: dict[Any, list[tuple[_Member, Recording]]] = {}
         self.active: Recording | Replay | None = None
         self.numbers: list[int] = []
-        """of calls whose results are kept until :meth:`close`"""
+        """regions whose :data:`RESULTS` are kept until :meth:`close`"""
         self.learnt = False
 
     def patches(self) -> Iterable[Patch]:
         if self.members:
-            yield replacing(nn.Module, "_call_impl", self._watched)  # none of the model's own names changes
+            yield replacing(nn.Module, "_call_impl", self._watched)  # keeps the model's own names
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         self.recorded, self.active, self.learnt = defaultdict(list), None, False
         with super().around():
             yield
-        if self.learnt:  # the model swallowed it
+        if self.learnt:  # the model swallowed the error
             raise UnequalError("modules are not equal")
 
     def end(self, output: Any) -> None:
-        self.recorded = defaultdict(list)  # export looks for tensors that a trace leaves behind
+        self.recorded = defaultdict(list)  # export looks for leaked tensors
 
     def learn(self, error: Exception) -> bool:
         return self.learnt
@@ -102,7 +102,7 @@ class Repeats(Observer):
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            member = self.members.get(id(vars(module)))  # export wraps modules: these have their attributes
+            member = self.members.get(id(vars(module)))  # shared by export's wrappers
             if member is None or self.active is not None or self.mistakes[member.kind] >= MISTAKES:
                 return original(module, *args, **kwargs)
             with _unasked():
@@ -126,7 +126,7 @@ class Repeats(Observer):
         self.active = found
         try:
             with preserve_node_meta():
-                meta = get_current_meta()  # not annotate(): it would mark what stands around as well
+                meta = get_current_meta()  # annotate() would mark nodes around it, too
                 meta["custom"] = {**(meta.get("custom") or {}), REPEATED: found.number}
                 output = run()
         finally:
@@ -143,7 +143,7 @@ class Repeats(Observer):
         return found.replaced(output, _apart(CALLED(operands, results, found.number), found))
 
     def _repeat(self, member: _Member, found: Recording, tensors: Tensors, run: Callable[[], Any]) -> Any:
-        """The output of a call that is like ``found``. Raises :class:`UnequalError`, having learnt something, if it is not."""
+        """Output of a call that repeats ``found``. Else learns and raises :class:`UnequalError`."""
         outer = {name: x for name, x in found.tensors.by_name.items() if name[0] == "outer"}
         operands = [outer[name] if name in outer else tensors.by_name[name] for name in found.operands]
         results = dict(zip(found.exports, _apart(CALLED_AGAIN(operands, found.number), found), strict=True))
@@ -168,14 +168,14 @@ class Repeats(Observer):
 
 
 def _apart(results: list[torch.Tensor], found: Recording) -> list[torch.Tensor]:
-    """``results`` of a marker, of which only those have a gradient that had one."""
+    """``results`` of a marker, detached if the recorded ones had no gradient."""
     return [
         x if needs or not x.requires_grad else x.detach() for x, needs in zip(results, found.needs_grad, strict=True)
     ]
 
 
 def _state(tensors: Tensors) -> Any:
-    """What answers to the module's questions depend on beside the questions."""
+    """State on which answers to the module's queries depend: tensor types, torch's modes."""
     types = [
         (name, type(x), x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.requires_grad, x.is_leaf)
         for name, x in tensors.by_name.items()
@@ -184,7 +184,7 @@ def _state(tensors: Tensors) -> Any:
 
 
 def _members(model: nn.Module) -> dict[int, _Member]:
-    """Identity of its attributes → what is known of a module that has equals, but is not inside of one that has."""
+    """id of a module's attributes → member, for outermost modules with enough equals."""
     kinds = {
         path: (*_form(module), re.sub(r"\d+", "#", path))
         for path, module in model.named_modules(remove_duplicate=False)

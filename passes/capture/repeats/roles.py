@@ -1,7 +1,7 @@
-"""Where tensors stand in the arguments of a module that has equals: of a list with an entry for each of them, its own alone.
+"""Argument positions (roles) of tensors passed to a shared region.
 
-Every layer of a decoder is called with the caches of all. Its own have the same role in all layers; those of others are
-named where the layer reads them, as whatever else lies outside of it.
+A decoder layer gets the KV caches of all layers. Its own entry has the same role in every layer;
+entries of other layers count as outside tensors when it reads them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch.utils._pytree as pytree
 from autoshard.passes.ir.names import is_number
 
 FEWEST = 3
-"""entries of a list that may be one for each module: pairs, such as cosines and sines, are arguments of all"""
+"""shortest list with one entry per module; pairs (cosines and sines) belong to all modules"""
 
 OWN = "own"
 
 
 def roles(path: str, arguments: Any) -> dict[Any, torch.Tensor]:
-    """The tensors in the ``arguments`` (args, kwargs) of the module at ``path`` by where they stand, but those of others."""
+    """Position → tensor in ``arguments`` of the module at ``path``, its own entries only."""
     try:
         found = [(tuple(map(_entry, keys)), x) for keys, x in pytree.tree_flatten_with_path(arguments)[0]]
-    except ValueError:  # of a class that does not say how its parts are called
+    except ValueError:  # a pytree class without key paths
         found = [((i,), x) for i, x in enumerate(pytree.tree_leaves(arguments))]
     tensors = [(where, x) for where, x in found if isinstance(x, torch.Tensor)]
     number = next((int(name) for name in reversed(path.split(".")) if is_number(name)), -1)
@@ -43,5 +43,5 @@ def roles(path: str, arguments: Any) -> dict[Any, torch.Tensor]:
 
 
 def _entry(key: Any) -> Any:
-    """A key of a path as it is: a number in a list, a name in a dict or of an attribute."""
+    """A pytree key as a plain list index, dict key or attribute name."""
     return next((getattr(key, name) for name in ("idx", "key", "name") if hasattr(key, name)), str(key))

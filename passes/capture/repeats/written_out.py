@@ -1,4 +1,4 @@
-"""A program in which calls of equal modules stand as one op each, written out: copies of the one that was traced."""
+"""Inlining of shared regions: each repeat marker is replaced by a copy of the traced region."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN, REPEA
 
 
 def write_out(program: torch.export.ExportedProgram) -> None:
-    """In place; results are numbered as they stand. Raises :class:`UnequalError` where more leaves a call than was seen."""
+    """Inline regions in place, and renumber. Raises :class:`UnequalError` if other values leave."""
     graph = program.graph
     nodes = list(graph.nodes)
     called = {node.args[2]: node for node in nodes if node.target is CALLED}
     inside: dict[Any, list[fx.Node]] = defaultdict(list)
     for node in nodes:
-        # Constants that it makes are placeholders: every copy reads the one.
+        # Constants of a region are placeholders, which all copies share.
         if node.op != "placeholder" and (number := _custom(node).get(REPEATED)) in called:
             inside[number].append(node)
     constants = {s.arg.name for s in program.graph_signature.input_specs if s.kind is InputKind.CONSTANT_TENSOR}
@@ -45,7 +45,7 @@ def _custom(node: fx.Node) -> dict[str, Any]:
 
 
 def _check(called: fx.Node, inside: list[fx.Node], constants: set[str]) -> None:
-    """Raise :class:`UnequalError` unless ``inside`` reads operands and constants alone, and only ``called`` reads it."""
+    """Raise :class:`UnequalError` if unknown values enter or leave the region."""
     operands: Any = called.args[0]
     results: Any = called.args[1]
     known = {*inside, *operands}
@@ -57,7 +57,7 @@ def _check(called: fx.Node, inside: list[fx.Node], constants: set[str]) -> None:
 
 
 def _copy(graph: fx.Graph, again: fx.Node, called: fx.Node, inside: Iterable[fx.Node]) -> None:
-    """Put a copy of ``inside`` in the place of ``again``."""
+    """Replace marker ``again`` by a copy of ``inside``."""
     theirs: Any = called.args[0]
     ours: Any = again.args[0]
     copies: dict[fx.Node, fx.Node] = {}
@@ -85,7 +85,7 @@ def _replace(graph: fx.Graph, node: fx.Node, results: list[fx.Node]) -> None:
 
 
 class _Place:
-    """From where a module was called and where ``again`` stands, what is written at the nodes of a copy."""
+    """Meta of copied nodes: module stack, checkpoint number and stack trace of marker ``again``."""
 
     def __init__(self, called: fx.Node, again: fx.Node) -> None:
         self.again = again
@@ -112,7 +112,7 @@ class _Place:
         return self.new + path[len(self.old) :] if inside else path
 
     def _trace(self, trace: str | None) -> str | None:
-        """The lines that called ``again``, and those inside."""
+        """Stack trace of ``again``, followed by the frames inside the region."""
         again = self.again.meta.get("stack_trace")
         if not trace or not again:
             return trace
@@ -123,7 +123,7 @@ class _Place:
 
 
 def _number(program: torch.export.ExportedProgram) -> None:
-    """Name results, and number checkpoints, in the order in which they stand, as a trace does."""
+    """Rename results and renumber checkpoints in program order, as a trace does."""
     graph, checkpoints = program.graph, dict[Any, int]()
     names = graph._graph_namespace = fx.graph._Namespace()
     for node in graph.nodes:

@@ -1,1 +1,1 @@
-"""What a trace gets wrong, and what is traced in its place."""
+"""Polyfills: functions that tracing gets wrong, replaced by ones that it gets right."""

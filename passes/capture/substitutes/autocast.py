@@ -1,4 +1,4 @@
-"""Ops that autocast does not cast, but ops inside them: taken apart while it is on, as tracing would keep them whole."""
+"""Autocast in a trace: composite ops whose parts autocast casts are decomposed while it is on."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ COMPOSED = frozenset(
     }
 )
 NARROW = frozenset({aten.lstm.input})
-"""all of whose floats autocast makes narrow: its kernel for CPUs is one of autocast's own"""
+"""ops of which autocast casts all float operands: their CPU kernels are autocast's own"""
 REFUSED = frozenset({aten.bilinear.default})
-"""cast in the middle of a kernel"""
+"""ops that cast inside a kernel"""
 _HANDLE = proxy_tensor.maybe_handle_decomp
 
 
 def handled(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
-    """In place of ``maybe_handle_decomp``: the parts of ``op``, which autocast casts, or NotImplemented."""
+    """Replaces ``maybe_handle_decomp``: result by ``op``'s parts, or NotImplemented."""
     state = autocast_state()
     if state and op in REFUSED:
         raise CaptureError(
@@ -64,7 +64,7 @@ def handled(mode: Any, op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def with_kept_casts(graph: Graph) -> Graph:
-    """One cast of a parameter for all of its uses, as autocast keeps it: gradients are added before they are widened."""
+    """One cast per parameter, like autocast's cache: its gradients sum in low precision."""
     if not any(kept for _, _, kept in autocast_state()):
         return graph
     parameters = {i.name for i in graph.inputs if i.kind == "parameter" and graph.types[i.name].dtype == torch.float}
@@ -80,7 +80,7 @@ def with_kept_casts(graph: Graph) -> Graph:
 
 
 class Autocast(Observer):
-    """What autocast casts inside ops that a trace would keep whole."""
+    """Decomposes ops under autocast."""
 
     def patches(self) -> Iterable[Patch]:
         yield proxy_tensor, "maybe_handle_decomp", handled

@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint`` in a traced forward: what is inside is traced as it is, and marked as to be computed again."""
+"""Activation checkpointing (``torch.utils.checkpoint``): traced nodes are marked for recompute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if hasattr(checkpoint, f"{_GENERATOR}_impl"):  # torch >= 2.14
 
 
 class Checkpoints(Observer):
-    """Where gradients are wanted (``training``), stands in for both kinds of checkpoint; of nested ones the outer counts."""
+    """With ``training``, marks nodes of both kinds of checkpoint; nested: the outer."""
 
     def __init__(self, training: bool, refuse: Refusals) -> None:
         self.training, self.refuse = training, refuse
@@ -46,7 +46,7 @@ class Checkpoints(Observer):
             self.inside = False
 
     def _around(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """What ``checkpoint`` advances before and after the call."""
+        """Generator that ``checkpoint`` advances before and after the call."""
         with self._marked():
             yield
 
@@ -63,5 +63,5 @@ class Checkpoints(Observer):
 
 
 def checkpoint_of(node: fx.Node) -> int:
-    """The number of the checkpoint that ``node`` was computed in; 0: none."""
+    """Number of the checkpoint of ``node``; 0: none."""
     return int((node.meta.get("custom") or {}).get(CHECKPOINT, 0))

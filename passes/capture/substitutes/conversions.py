@@ -1,7 +1,4 @@
-"""``module.to(...)`` in a forward: parameters stay what they are, and each call converts them.
-
-Export cannot replace a parameter for good, which is what eager does in the first call.
-"""
+"""``module.to(...)`` in a forward: every call converts, as export cannot replace parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ log = logging.getLogger("autoshard")
 
 
 class Conversions(Observer):
-    """Those of modules; tensors convert as ever."""
+    """Converts parameters and buffers per call. Tensor conversions are traced as usual."""
 
     def patches(self) -> Iterable[Patch]:
         yield nn.Module, "_apply", _apply_per_call

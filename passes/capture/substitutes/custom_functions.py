@@ -1,8 +1,9 @@
-"""Custom ``autograd.Function`` in a traced forward: tracing would keep the forward and drop the backward.
+"""Custom ``autograd.Function`` in a trace, which would keep the forward and drop the backward.
 
-So a function becomes an op of its own, which runs it with its backward on whole tensors. In libraries the backward is
-often nothing but the derivative of the forward, as in hand-written activations, and nothing would be lost: those are
-tried out on random numbers, and traced through where both agree. Of a user's own that would be evidence, not proof.
+A function becomes an op that runs its forward and backward on unsharded tensors. In libraries the
+backward is often the plain derivative of the forward (hand-written activations). Library functions
+are tested on random numbers, and traced through if both agree. For a user's own function, such a
+test is no proof.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from autoshard.runtime.operations import functions
 from autoshard.runtime.operations.functions import Context
 
 LARGEST = 1 << 22
-"""elements of an operand up to which a function is tried out on operands as large; else on smaller ones"""
+"""largest operand (elements) that is tested at full size; larger ones are shrunk"""
 FEW = 16
-"""of a length in their stead: as many and more, equal ones alike"""
+"""shrunk operands keep lengths up to this; larger ones become a little larger, equal ones alike"""
 
 
 class CustomFunctions(Observer):
-    """Where gradients are wanted (``training``), they are kept whole or traced through; what cannot be is refused."""
+    """With ``training``, turns functions into ops or traces through them; refuses others."""
 
     def __init__(self, training: bool, refuse: Refusals) -> None:
         self.training, self.refuse = training, refuse
@@ -45,7 +46,7 @@ class CustomFunctions(Observer):
                 yield function, "forward", staticmethod(_as_forward(function, instead))
 
     def _instead(self, function: Any) -> Callable[..., Any]:
-        """What stands for ``function.apply``."""
+        """Replacement of ``function.apply``."""
         forward = function.forward
 
         def apply(*args: Any) -> Any:
@@ -64,7 +65,7 @@ class CustomFunctions(Observer):
 
 
 def _traced_or_op(function: Any) -> Callable[..., Any]:
-    """What stands for ``function.apply`` without gradients: its trace; an op where the forward takes gradients itself."""
+    """Replacement of ``apply`` without gradients: an op if the forward calls autograd."""
     forward = function.forward
 
     def apply(*args: Any) -> Any:
@@ -76,7 +77,7 @@ def _traced_or_op(function: Any) -> Callable[..., Any]:
 
 
 def _takes_gradients(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether the forward calls ``torch.autograd.grad``, which no trace without gradients can."""
+    """Whether the forward calls ``torch.autograd.grad``, which needs gradients."""
     taken, grad = [], torch.autograd.grad
 
     def noted(*args: Any, **kwargs: Any) -> Any:
@@ -89,11 +90,11 @@ def _takes_gradients(function: Any, forward: Callable[..., Any], args: Sequence[
 
 
 def _as_forward(function: Any, instead: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a function whose ``apply`` was bound to a name before the trace; it runs with gradients off."""
+    """A forward that calls ``instead``: for an ``apply`` bound to a name before the trace."""
 
     def forward(*args: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            torch._C._set_grad_enabled(True)  # behind the trace's back: eager records here too
+            torch._C._set_grad_enabled(True)  # hidden from the trace: eager records here, too
         try:
             return instead(*(args if functions.is_split(function) else args[1:]))
         finally:
@@ -111,28 +112,28 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 
 def _is_foreign(function: type) -> bool:
-    """Whether a forward may call it. torch's own are behind ops, which are kept whole, but for a few."""
+    """Whether to replace a function. Most of torch's are behind ops, which a trace keeps."""
     module = function.__module__
-    if module == "torch.utils.checkpoint":  # Checkpoints stands in for it
+    if module == "torch.utils.checkpoint":  # handled by Checkpoints
         return False
     return not module.startswith("torch.") or module.startswith(("torch.nn.", "torch.utils.", "torch.distributed."))
 
 
 def _is_a_librarys(function: type) -> bool:
-    """Whether ``function`` comes with an installed package other than torch."""
+    """Whether ``function`` is of an installed package other than torch."""
     file = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
     return frames.is_installed(file) and not function.__module__.startswith("torch.")
 
 
 def inline(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """The result of ``function.apply(*args)`` out of differentiable ops. ``forward``: the function's own."""
+    """``function.apply(*args)`` by differentiable ops. ``forward``: the function's own."""
     if functions.is_split(function):
         return forward(*args)
     return forward(Context(args), *args)
 
 
 def is_derivative(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether autograd through ``forward`` gives the values and gradients of ``function``, on random float64 numbers."""
+    """Whether autograd through ``forward`` gives ``function``'s gradients (random float64)."""
     same = False
     with _trial(function, forward):
         numbers = _numbers(args)
@@ -143,7 +144,7 @@ def is_derivative(function: Any, forward: Callable[..., Any], args: Sequence[Any
 
 
 def as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """The result of ``function.apply(*args)`` from an op that runs its backward too; a text says why there is none."""
+    """``function.apply(*args)`` as one op with its backward; a str explains why there is none."""
     tensors, others = functions.describe(args)
     if not functions.is_literal(others):
         return "has arguments that are neither tensors nor Python literals"
@@ -151,7 +152,7 @@ def as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> An
     single, problem = False, ""
     with _trial(function, forward) as failed, _Drawn() as draws:
         given = [_untraced(t) for t in tensors]
-        operands = [g.clone() if g.requires_grad else g for g in given]  # a leaf could not be written to
+        operands = [g.clone() if g.requires_grad else g for g in given]  # leaves cannot be written
         versions = [t._version for t in operands]
         results = _apply(function, functions.arguments(operands, others))
         single = isinstance(results, torch.Tensor)
@@ -173,12 +174,12 @@ def as_op(function: Any, forward: Callable[..., Any], args: Sequence[Any]) -> An
 
 
 def _untraced(t: torch.Tensor) -> torch.Tensor:
-    """Its type alone."""
+    """A meta tensor like ``t``."""
     return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device="meta", requires_grad=t.requires_grad)
 
 
 class _Drawn(TorchDispatchMode):
-    """``any``: whether an op drew random numbers inside."""
+    """``any``: whether an op inside drew random numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,7 +192,7 @@ class _Drawn(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _trial(function: Any, forward: Callable[..., Any]) -> Iterator[list[Exception]]:
-    """Inside, ``function`` runs on numbers, untraced; what it cannot do with them ends the block, and is in the list."""
+    """Run ``function`` untraced inside. An error ends the block, and is appended to the list."""
     failed: list[Exception] = []
     with (
         unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), functions.above_autograd(),
@@ -204,14 +205,14 @@ def _trial(function: Any, forward: Callable[..., Any]) -> Iterator[list[Exceptio
 
 
 def _last_line(error: Exception) -> str:
-    """Where in the user's code it was raised, as the beginning of a text."""
+    """Prefix of an error text: the user's line that raised ``error``, or ""."""
     lines = [(f.f_code.co_filename, n) for f, n in frames.of_traceback(error.__traceback__)]
     own = [frames.place(file, n) for file, n in lines if frames.is_users(file)]
     return f"{own[-1]}: " if own else ""
 
 
 def _restored(function: Any, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Inside, ``function`` has its own ``forward`` again."""
+    """Restore ``function``'s own ``forward`` inside."""
     return patched([(function, "forward", staticmethod(forward))])
 
 
@@ -224,9 +225,9 @@ def _is_large(args: Sequence[Any]) -> bool:
 
 
 def _numbers(args: Sequence[Any]) -> list[Any]:
-    """``args`` with random tensors in place of those that are traced; the global generator is left alone.
+    """``args`` with random tensors in place of traced ones; keeps the global generator.
 
-    Where one is large, all have smaller lengths, equal ones alike.
+    If one is too large, all are shrunk, equal lengths alike.
     """
     generator, lengths = torch.Generator().manual_seed(0), dict[int, int]()
 
@@ -248,7 +249,7 @@ def _numbers(args: Sequence[Any]) -> list[Any]:
 
 
 def _gradients(results: Any, operands: Sequence[Any]) -> list[torch.Tensor | None]:
-    """The results, and the gradients of a random combination of them."""
+    """Results, and gradients of a random linear combination of them."""
     results = list(results) if isinstance(results, tuple | list) else [results]
     generator = torch.Generator().manual_seed(1)
     wanted = [a for a in operands if isinstance(a, torch.Tensor) and a.requires_grad]
@@ -261,5 +262,5 @@ def _gradients(results: Any, operands: Sequence[Any]) -> list[torch.Tensor | Non
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     if a is None or b is None:
         return (a is None or not a.any()) and (b is None or not b.any())
-    # Constants such as 0.79788456 stand for sqrt(2/π) in hand-written derivatives.
+    # Hand-written derivatives have rounded constants, such as 0.79788456 for sqrt(2/π).
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-8)

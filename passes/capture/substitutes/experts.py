@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers as one op, whichever of their forms a configuration names: all compute the same."""
+"""Mixture-of-experts modules of transformers as one op, for every experts implementation."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _ACTIVATIONS = {
     "ReLU": "relu",
     "ReLUSquaredActivation": "relu_squared",
 }
-"""classes of activations → their names in ``autoshard.runtime.operations.gated``"""
+"""activation class → its name in ``autoshard.runtime.operations.gated``"""
 _WEIGHTS = {f"{name}_proj{bias}" for name in ("gate_up", "up", "down") for bias in ("", "_bias")}
 _FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
 
 
 class Experts(Observer):
-    """Has modules of experts call the op where it says all that they do; others run as their configuration says."""
+    """Makes expert modules call the op if it computes the same; others run as configured."""
 
     def patches(self) -> Iterable[Patch]:
-        if (module := sys.modules.get(_MODULE)) is not None:  # else nobody has it
+        if (module := sys.modules.get(_MODULE)) is not None:  # else it is not imported
             yield replacing(module.ExpertsInterface, "get_interface", _answering)
         if (module := sys.modules.get(_LLAMA4)) is not None:
             yield replacing(module.Llama4TextMoe, "forward", _routed)
@@ -66,7 +66,7 @@ def _answering(get: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Form(NamedTuple):
-    """What is between the two products, as the op has it."""
+    """Gated activation between an expert's two products, as arguments of the op."""
 
     activation: str
     limit: float | None = None
@@ -75,7 +75,7 @@ class Form(NamedTuple):
 
 
 def _form(module: Any) -> Form | None:
-    """That of a module which is two products and nothing else."""
+    """The form of a module that is two products and an activation; None for others."""
     if module.has_post_expert_norm or module._is_expert_parallel:
         return None
     if module.has_gate and module._apply_gate.__func__ is not sys.modules[_MODULE]._default_apply_gate:
@@ -86,9 +86,9 @@ def _form(module: Any) -> Form | None:
 
 
 def _asked(module: Any) -> Form | None:
-    """Of a gate of its own: the form that gives the same numbers, with the numbers that the module holds.
+    """The form that equals a custom gate on test inputs, with numbers from the module's attributes.
 
-    None where it may read a tensor that is no weight of a product: that has a gradient, or other numbers at another time.
+    None if the gate may read a tensor other than the weights: it may be trained or change.
     """
     if any(name not in _WEIGHTS for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())):
         return None
@@ -103,7 +103,7 @@ def _asked(module: Any) -> Form | None:
         made = made.unsqueeze(0)
         try:
             answer = module._apply_gate(made)
-        except RuntimeError:  # it asks for its own width
+        except RuntimeError:  # it requires its own width
             return None
         for form in itertools.product(names, (None, *sorted(numbers)), (0.0, 1.0), (not module.is_concatenated,)):
             if form[1] is not None and form[1] <= 0:
@@ -120,7 +120,7 @@ def _activation(function: Any) -> str | None:
 
 def _as_op(module: Any, form: Form, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     first, second = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
-    weights = weights.to(torch.promote_types(weights.dtype, first.dtype))  # as the product with them is computed
+    weights = weights.to(torch.promote_types(weights.dtype, first.dtype))  # product's dtype
     biases = (None, None)
     if module.has_bias:
         biases = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias), module.down_proj_bias
@@ -131,7 +131,7 @@ def _as_op(module: Any, form: Form, x: torch.Tensor, ids: torch.Tensor, weights:
 
 
 def _routed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Llama 4 gives every expert every token, times zero where it is not chosen: what is zero goes in and comes out."""
+    """Llama 4: every expert gets every token, times zero if not chosen; here only chosen tokens."""
 
     def routed(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if _activation(self.experts.act_fn) is None or torch.is_autocast_enabled(hidden_states.device.type):
@@ -161,7 +161,7 @@ def _chosen(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _beside_identities(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """LongCat has experts without weights after the others: they give back their rows."""
+    """LongCat: identity experts without weights follow the others."""
 
     def routed(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         activation, count = _activation(self.act_fn), self.num_routed_experts
@@ -169,7 +169,7 @@ def _beside_identities(forward: Callable[..., Any]) -> Callable[..., Any]:
             found: torch.Tensor = forward(self, x, ids, weights)
             return found
         first = self.gate_up_proj
-        if self.zero_expert_num:  # a split, whose parts are cut each: ranks would exchange rows for a slice
+        if self.zero_expert_num:  # parts of a split shard separately; a slice needs exchanges
             first = first.split([count, self.zero_expert_num])[0]
         form = activation, True, False
         weights = weights.to(torch.promote_types(weights.dtype, x.dtype))
@@ -182,7 +182,7 @@ def _beside_identities(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counting(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """JetMoE's routing, with numbers of rows as a tensor: in its own they are numbers of Python."""
+    """JetMoE's routing, with group sizes as a tensor instead of Python numbers."""
 
     def counted(self: Any, x: torch.Tensor) -> Any:
         if torch.is_autocast_enabled(x.device.type):
@@ -198,7 +198,7 @@ def _counting(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_groups(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """JetMoE's products of rows in the order of their experts."""
+    """JetMoE's expert products of sorted rows, as a grouped GEMM."""
 
     def multiplied(self: Any, rows: torch.Tensor, sizes: Any) -> Any:
         if not isinstance(sizes, torch.Tensor):

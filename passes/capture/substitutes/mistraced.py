@@ -1,9 +1,8 @@
-"""Functions of torch of which a trace loses something, written so that it does not.
+"""Polyfills of torch functions of which a trace loses something.
 
-Of recurrent networks the dropout between layers, of an instance norm the new running statistics, of a batch norm a
-momentum that is computed, of a dropout in evaluation that it returns its operand, of one in place what it is, of numbers that
-are drawn in place the order in memory, of a reduction that it computes in the dtype of ``out``, of those in ``_ROW_MAJOR`` and
-``_CHANNELS_LAST`` how dims of the result lie in memory: what is drawn like it later is drawn in that order.
+Dropout between recurrent layers; running statistics of instance norm; a computed momentum of batch
+norm; dropout in evaluation returning its operand; memory order of in-place draws; reductions in the
+dtype of ``out``; memory order of ``_ROW_MAJOR`` and ``_CHANNELS_LAST``, which later draws follow.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ Stack = Callable[..., tuple[torch.Tensor, ...]]
 _INSTANCE_NORM, _BATCH_NORM, _ALPHA_DROPOUT = torch.instance_norm, torch.batch_norm, torch.alpha_dropout
 _ROW_MAJOR = torch._C._nn.log_sigmoid, torch._C._nn.one_hot
 _CHANNELS_LAST = torch.roll, torch.Tensor.roll, torch.channel_shuffle
-"""and row-major where those of the operand are not last"""
+"""results are channels-last if the operand is, else row-major"""
 
 
 def _recurrent(function: Stack) -> Stack:
-    """``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``, layer by layer where there is dropout between layers."""
+    """``torch.lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``; layer by layer if there is dropout."""
 
     def stack(x: torch.Tensor, hx: Any, params: Any, *options: Any) -> tuple[torch.Tensor, ...]:
         packed = isinstance(params, torch.Tensor)
@@ -33,15 +32,13 @@ def _recurrent(function: Stack) -> Stack:
         states = (hx,) if isinstance(hx, torch.Tensor) else hx
         if not (dropout and train and num_layers > 1):
             out, *last = function(x, hx, params, *options)
-            # The decomposition of torch 2.11 and 2.12 leaves an LSTM's states a dim too many.
+            # Decomposed LSTMs of torch 2.11 and 2.12 return states with an extra dim.
             return out, *(y if y.dim() == s.dim() else y.reshape(s.shape) for y, s in zip(last, states, strict=True))
         x = x.transpose(0, 1) if batch_first else x
         ends, each = [], len(params) // num_layers
         for i in range(num_layers):
             x = torch.dropout(x, dropout, True) if i else x
-            part = tuple(
-                s.unflatten(0, (num_layers, -1))[i] for s in states
-            )  # of [layers · directions, batch, features]
+            part = tuple(s.unflatten(0, (num_layers, -1))[i] for s in states)  # [layers · directions, batch, features]
             given = part[0] if isinstance(hx, torch.Tensor) else part
             x, *end = stack(x, given, params[each * i :][:each], has_biases, 1, 0.0, train, bidirectional, False)
             ends.append(end)
@@ -57,7 +54,7 @@ def _instance_norm(
     x: torch.Tensor, weight: Vector, bias: Vector, running_mean: Vector, running_var: Vector, use_input_stats: bool,
     momentum: float, *options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """``torch.instance_norm``: its op writes running statistics and does not say so."""
+    """``torch.instance_norm``, whose schema hides that it writes running statistics."""
     if not use_input_stats:
         return _INSTANCE_NORM(x, weight, bias, running_mean, running_var, False, momentum, *options)
     out = _INSTANCE_NORM(x, weight, bias, None, None, True, momentum, *options)
@@ -73,7 +70,7 @@ def _batch_norm(
     x: torch.Tensor, weight: Vector, bias: Vector, running_mean: Vector, running_var: Vector, training: bool,
     momentum: Any, *options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """``torch.batch_norm``, whose op takes no momentum that the program computes, and its operand as it lays its result."""
+    """``torch.batch_norm`` with a computed momentum, and its operand in the result's format."""
     x = x.contiguous(memory_format=suggest_memory_format(x))
     if not (training and isinstance(momentum, torch.SymFloat)):
         return _BATCH_NORM(x, weight, bias, running_mean, running_var, training, momentum, *options)
@@ -87,7 +84,7 @@ def _batch_norm(
 
 
 def _laid(function: Callable[..., torch.Tensor], channels_last: bool) -> Callable[..., torch.Tensor]:
-    """One whose result a trace would lay as its operand, and eager row-major, or else with the channels last."""
+    """``function`` with eager's memory format: row-major, or channels-last like the operand."""
 
     def laid(input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # noqa: A002
         form = suggest_memory_format(input) if channels_last else torch.contiguous_format
@@ -97,7 +94,7 @@ def _laid(function: Callable[..., torch.Tensor], channels_last: bool) -> Callabl
 
 
 def _dropout(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.dropout`` and its like: where nothing is dropped the result is the operand itself, not a copy."""
+    """A dropout that returns the operand itself, not a copy, if nothing is dropped."""
 
     def dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
         return function(input, p, train) if train and p else input
@@ -106,7 +103,7 @@ def _dropout(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _dropout_(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``torch.dropout_`` and its like, as those that are not in place: taken apart, it keeps more than which elements are."""
+    """An in-place dropout by the functional one: decomposed, it would save more than the mask."""
 
     def dropped(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
         return input.copy_(function(input, p, train)) if train and p else input
@@ -115,13 +112,13 @@ def _dropout_(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _alpha_dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:  # noqa: A002
-    """``torch.alpha_dropout``, which draws in place inside: where dims are ordered in memory as they are numbered."""
+    """``torch.alpha_dropout``, which draws in memory order: permuted to row-major first."""
     order = order_in_memory(input)[0]
     return _ALPHA_DROPOUT(input.permute(order), p, train).permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _bernoulli_(self: torch.Tensor, p: Any = 0.5, **options: Any) -> torch.Tensor:
-    """The functional form of ``bernoulli_`` draws in the order of dims, eager in that of the elements in memory."""
+    """``bernoulli_`` in memory order, as in eager; its functional form draws in order of dims."""
     if isinstance(p, torch.Tensor):
         return self.bernoulli_(p, **options)
     self.permute(order_in_memory(self)[0]).bernoulli_(p, **options)
@@ -129,7 +126,7 @@ def _bernoulli_(self: torch.Tensor, p: Any = 0.5, **options: Any) -> torch.Tenso
 
 
 def _random_(self: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
-    """``random_(low, high)``, of which export writes Python with an argument called ``from``."""
+    """``random_(low, high)``: export would generate Python with an argument named ``from``."""
     given = (*bounds, *([options["to"]] if "to" in options else []))
     if len(given) != 2 or None in given or options.keys() - {"to"}:
         return self.random_(*bounds, **options)
@@ -137,7 +134,7 @@ def _random_(self: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
 
 
 def _standard_gamma(self: torch.Tensor) -> torch.Tensor:
-    """Its draw, which has no gradient, and the gradient beside it: of one device, once."""
+    """``torch._standard_gamma``: a draw, plus an explicit gradient term of value 0."""
     if not self.requires_grad:
         return torch._standard_gamma(self)
     fixed = self.detach()
@@ -146,7 +143,7 @@ def _standard_gamma(self: torch.Tensor) -> torch.Tensor:
 
 
 class _Dirichlet:
-    """In place of torch's Function of that name: the draw, and the gradient beside it."""
+    """Replaces torch's ``_Dirichlet``: a draw, plus explicit gradient terms of value 0."""
 
     @staticmethod
     def apply(concentration: torch.Tensor) -> torch.Tensor:
@@ -160,7 +157,7 @@ class _Dirichlet:
 
 
 def _gamma_sample(self: Any, sample_shape: Any = ()) -> torch.Tensor:
-    """``Gamma.rsample``, which clamps its value in place behind autograd's back: the gradient passes by."""
+    """``Gamma.rsample``, which clamps past autograd: the gradient ignores it."""
     shape = self._extended_shape(sample_shape)
     value: torch.Tensor = torch._standard_gamma(self.concentration.expand(shape)) / self.rate.expand(shape)
     fixed, least = value.detach(), torch.finfo(value.dtype).tiny
@@ -168,7 +165,7 @@ def _gamma_sample(self: Any, sample_shape: Any = ()) -> torch.Tensor:
 
 
 def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """What is overwritten has a gradient, of zeros; the functional form of ``copy_`` has none."""
+    """``copy_`` with a zero gradient for the old value; its functional form gives none."""
     if self.is_leaf or self._is_view() or not torch.is_grad_enabled():
         return self.copy_(src, non_blocking)
     new = src.to(self.dtype).clone()  # it may be the same tensor
@@ -176,7 +173,7 @@ def _copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) ->
 
 
 def _into(function: Callable[..., torch.Tensor], takes_dtype: bool) -> Callable[..., torch.Tensor]:
-    """A reduction with ``out=`` of another dtype: what is reduced is converted to that first, not the result."""
+    """A reduction with ``out=`` of another dtype: converts the operand first, not the result."""
 
     def reduced(input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:  # noqa: A002
         out = options.get("out")
@@ -221,4 +218,4 @@ PATCHES = (
     (torch.distributions.gamma.Gamma, "rsample", _gamma_sample),
     (torch.distributions.dirichlet, "_Dirichlet", _Dirichlet),
 )
-"""what ``torch.nn.functional`` calls where no function mode sees it"""
+"""functions that ``torch.nn.functional`` calls unseen by function modes"""

@@ -1,4 +1,4 @@
-"""Gradients off in a forward: ops are marked, and inference_mode is no_grad, which export keeps: with the same values."""
+"""Gradients off in a forward: nodes are marked; inference_mode is traced as no_grad."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MADE = {
     getattr(torch.Tensor, name).__get__: answer
     for name, answer in (("requires_grad", False), ("is_leaf", True), ("grad_fn", None))
 }
-"""the answers of what is made in inference mode, also where the forward turns gradients on"""
+"""attributes of tensors made in inference mode, even with gradients turned on"""
 
 
 class NoGrad(Observer):
     """Marks nodes with :data:`NO_GRAD`."""
 
     in_inference = False
-    """whether the forward is called in inference mode"""
+    """whether the caller is in inference mode"""
 
     def patches(self) -> Iterable[Patch]:
         yield replacing(torch.fx.Graph, "create_node", marking(NO_GRAD, lambda: not torch.is_grad_enabled()))

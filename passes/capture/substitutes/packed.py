@@ -1,7 +1,7 @@
-"""Packed sequences in a traced forward: padded ones, and recurrent layers that heed the lengths.
+"""Packed sequences in a trace: padded batches, and recurrent layers that stop at each length.
 
-What ``pack_padded_sequence`` gives out is as long as all sequences together, which a trace does not know. So a stand-in
-has the padded batch inside, row by row, and recurrent layers over it take of every sequence what lies before its end.
+``pack_padded_sequence`` returns one row per element of all sequences, a length unknown to a trace.
+A stand-in keeps the padded batch, and recurrent layers read each sequence to its end.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from autoshard.runtime.operations.draw import packed_noise
 
 _LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _TELLING = [getattr(torch.Tensor, n).__get__ for n in ("shape", "data", "T", "mT", "H", "mH", "real", "imag")]
-"""attributes that show more of a tensor than its kind"""
+"""attributes that read a tensor's shape or data"""
 _ADVICE = "Give layers the padded batch, and mask what comes after the last element of each sequence."
 
 
 @dataclass
 class _Batch:
-    """Sequences of ``lengths`` [b] in ``padded`` [steps, b, features], and the stand-ins for them."""
+    """Sequences of ``lengths`` [b] in ``padded`` [steps, b, features], and their stand-ins."""
 
     lengths: torch.Tensor
     padded: torch.Tensor
     rows: torch.Tensor
-    """[steps · b, features], in place of the packed data"""
+    """[steps · b, features]: stand-in for the packed data"""
     sizes: torch.Tensor
-    """in place of the batch sizes"""
+    """stand-in for the batch sizes"""
 
 
 class PackedSequences(Observer):
-    """Those of one trace. Every torch function that the forward calls and that :meth:`concerns` them is for :meth:`call`."""
+    """Packed sequences of one trace. Calls that :meth:`concerns` accepts go to :meth:`call`."""
 
     def __init__(self) -> None:
         self.batches: dict[int, _Batch] = {}
-        """id of a stand-in → its batch, which keeps it alive"""
+        """id of a stand-in → its batch, which keeps the stand-in alive"""
 
     def before(self, call: Call) -> Call | None:
         given = call.func, call.args, call.kwargs
@@ -51,7 +51,7 @@ class PackedSequences(Observer):
         return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor) and id(x) in self.batches]
 
     def concerns(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call makes a packed sequence, or asks more of one than its kind."""
+        """Whether a call makes a packed sequence, or reads more than metadata of one."""
         name = getattr(func, "__name__", "")
         if name == "_pack_padded_sequence":
             return True
@@ -60,7 +60,7 @@ class PackedSequences(Observer):
         return bool(self.batches) and not of_kind and bool(self._stand_ins_in((args, kwargs)))
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``func(*args, **kwargs)``. Raises :class:`CaptureError` where it would see that the data is a stand-in."""
+        """``func(*args, **kwargs)``. Raises :class:`CaptureError` if the stand-in would show."""
         name = getattr(func, "__name__", "")
         if name == "_pack_padded_sequence":
             return self.pack(*args)
@@ -82,15 +82,15 @@ class PackedSequences(Observer):
         return batch.rows, batch.sizes
 
     def pack(self, x: torch.Tensor, lengths: torch.Tensor, batch_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stand-ins for the data and the batch sizes."""
+        """``_pack_padded_sequence``: stand-ins for the data and the batch sizes."""
         if x.dim() != 3:
             raise CaptureError(f"a packed sequence of {x.dim()} dims. {_ADVICE}")
         x = x.transpose(0, 1) if batch_first else x
         inside = torch.arange(x.shape[0], device=lengths.device)[:, None] < lengths
-        return self._stand_ins(lengths, torch.where(inside[..., None], x, 0))  # no NaN there reaches a gradient
+        return self._stand_ins(lengths, torch.where(inside[..., None], x, 0))  # no NaN in gradients
 
     def pad(self, batch: _Batch, batch_first: bool, value: float, total: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The padded batch, ``total`` steps long, and the lengths."""
+        """``_pad_packed_sequence``: the padded batch of ``total`` steps, and the lengths."""
         x, steps = batch.padded, batch.padded.shape[0]
         x = torch.where((_steps(batch) < batch.lengths)[..., None], x, torch.full_like(x, value))
         if isinstance(total, int) and total >= steps:
@@ -105,12 +105,12 @@ class PackedSequences(Observer):
         self, func: Callable[..., Any], batch: _Batch, hx: torch.Tensor | tuple[torch.Tensor, ...], weights: list[torch.Tensor],
         biases: bool, layers: int, dropout: float, train: bool, bidirectional: bool,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Recurrent layers: the packed results of the last one, and the last states of each layer and direction."""
+        """Recurrent layers: packed results; final states per layer and direction."""
         x, ends, cells = batch.padded, [], []
         directions = 2 if bidirectional else 1
         each = len(weights) // (layers * directions)
         for layer in range(layers):
-            if layer and dropout and train:  # torch drops out of the packed data
+            if layer and dropout and train:  # torch applies dropout to packed data
                 x = x * (packed_noise(x.detach(), batch.lengths, dropout) if dropout < 1 else 0.0)
             results = []
             for reverse in range(directions):
@@ -133,9 +133,9 @@ def _last_cell(
     batch: _Batch, x: torch.Tensor, out: torch.Tensor, state: tuple[torch.Tensor, ...], weights: list[torch.Tensor],
     biases: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """The cells [1, b, hidden] of an LSTM after the last element of each sequence, of what it read and gave.
+    """LSTM cell states [1, b, hidden] after the end of each sequence, recomputed from ``out``.
 
-    Its own are those after the last step, which padding has changed.
+    The layer's own final cells are those after the last step, changed by padding.
     """
     h, c = state
     b_ih, b_hh = weights[2:4] if biases else (None, None)
@@ -156,7 +156,7 @@ def _same(batch: _Batch, x: torch.Tensor) -> torch.Tensor:
 
 
 def _reversed(batch: _Batch, x: torch.Tensor) -> torch.Tensor:
-    """``x`` [steps, b, features] with every sequence back to front; its padding stays where it is."""
+    """``x`` [steps, b, features] with each sequence reversed in front of its padding."""
     steps = _steps(batch)
     order = torch.where(steps < batch.lengths, batch.lengths - 1 - steps, steps)
     return x.gather(0, order[..., None].expand_as(x))

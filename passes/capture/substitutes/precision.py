@@ -1,4 +1,4 @@
-"""A model as mixed precision reads it: parameters in another dtype, floating inputs and outputs cast."""
+"""Mixed precision in a trace: parameters in another dtype, floating inputs and outputs cast."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from autoshard.precision import Precision
 
 @contextlib.contextmanager
 def reading_in(model: nn.Module, precision: Precision | None) -> Iterator[Mapping[str, torch.dtype]]:
-    """Inside, ``model`` is what a step in this precision computes; yields the dtypes in which its parameters are kept.
+    """Inside, ``model`` computes in ``precision``. Yields name → stored dtype of a parameter.
 
-    A forward that casts is left on it, for the caller to take away. A copy of the parameters is made for the time.
+    Parameters are copied meanwhile. The caller removes the casting forward.
     """
     if precision is None:
         yield {}
@@ -42,7 +42,7 @@ def reading_in(model: nn.Module, precision: Precision | None) -> Iterator[Mappin
 
 
 def _cast_around(model: nn.Module, precision: Precision) -> None:
-    """Have the forward cast its floating inputs and outputs."""
+    """Wrap the forward to cast floating inputs and outputs."""
     given = precision.param if precision.cast_inputs else None
     if given is None and precision.output is None:
         return
@@ -64,14 +64,14 @@ def _cast_around(model: nn.Module, precision: Precision) -> None:
 
 
 def _as(tree: Any, dtype: torch.dtype | None) -> Any:
-    """The floating tensors in ``tree`` in this dtype."""
+    """``tree`` with floating tensors cast to ``dtype``."""
     if dtype is None:
         return tree
     return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
 def with_precision(graph: Graph, kept: Mapping[str, torch.dtype], precision: Precision | None) -> Graph:
-    """``graph`` with the dtypes in which parameters are kept, and their gradients summed, in the types of parameters."""
+    """``graph`` with parameter types that tell the dtypes of storage and of gradient reduction."""
     if precision is None:
         return graph
     types = dict(graph.types)

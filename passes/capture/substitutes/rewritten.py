@@ -1,4 +1,4 @@
-"""Functions of torch that are traced as others: by one table, whatever the reason."""
+"""Polyfills of torch functions: one table of functions and their replacements."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def _equal(input: torch.Tensor, other: torch.Tensor) -> bool:  # noqa: A002
 
 REWRITTEN: dict[Any, Any] = UNCHECKED | MISTRACED
 _ASKING = {torch.equal: _equal, torch.Tensor.equal: _equal}
-"""those whose stand-in asks a question, for an observer to answer"""
+"""polyfills that ask for a truth value, which an observer answers"""
 
 
 class Rewritten(Observer):
-    """Puts the stand-ins in their places."""
+    """Replaces calls by their polyfills."""
 
     def patches(self) -> Iterable[Patch]:
         return PATCHES

@@ -1,7 +1,7 @@
-"""Functions of TorchScript in a traced forward: their programs as written, not those its optimiser makes of them.
+"""TorchScript functions in a trace: run as written, without TorchScript's optimiser.
 
-After a few calls TorchScript runs a function with a backward of its own, on detached operands, which a trace would
-take for the program. Export itself turns to the Python function, but asks whether it is exporting in the model's name.
+After a few calls TorchScript runs a function with its own backward on detached operands, which a
+trace would record. Export would use the Python function, but only if ``is_exporting()`` is True.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from autoshard.passes.capture.observer import Observer, Patch
 
 
 class Scripted(Observer):
-    """Those that the forward calls."""
+    """Runs TorchScript functions unoptimised."""
 
     def patches(self) -> Iterable[Patch]:
         yield torch.jit.ScriptFunction, "__call__", _call
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)`` of a ``torch.jit.ScriptFunction``, which no optimiser has seen."""
+    """``function(*args, **kwargs)`` of a ``torch.jit.ScriptFunction``, unoptimised."""
     written = getattr(function, "_torchdynamo_inline", None)
     if written is not None and _try_get_jit_cached_function(written) is not None:
         return written(*args, **kwargs)

@@ -1,7 +1,4 @@
-"""Functions of torch that look at values, to refuse or to warn, written without the look: one graph serves all values.
-
-What torch would refuse comes out as NaN.
-"""
+"""Polyfills of torch functions that check values, without the check. Refused inputs give NaN."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """``F.gaussian_nll_loss``: the variance is clamped to ``eps`` in the value, not in the gradient."""
+    """``F.gaussian_nll_loss``: ``var`` is clamped to ``eps`` in the value, not in the gradient."""
     if isinstance(var, float):
         var = torch.full_like(input, var)
     if input.shape[:-1] == var.shape:
@@ -45,7 +42,7 @@ def _cov(
     fweights: torch.Tensor | None = None,
     aweights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``torch.cov`` of [variables, observations], or of one variable; without degrees of freedom, infinite or NaN."""
+    """``torch.cov`` of [variables, observations], or one variable; inf or NaN if ill-defined."""
     x = input.reshape(1, -1) if input.dim() < 2 else input
     given = [w for w in (fweights, aweights) if w is not None]
     if not given:
@@ -77,7 +74,7 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """``F.ctc_loss``; where it would read lengths out of tensors, an op of our own for each sample, and their mean or sum."""
+    """``F.ctc_loss``; if lengths are tensors, an op of our own per sample, then mean or sum."""
     if not (isinstance(input_lengths, torch.Tensor) and isinstance(target_lengths, torch.Tensor)):
         return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
     each: torch.Tensor = ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
@@ -87,7 +84,7 @@ def _ctc_loss(
 
 
 def _grouped_mm(mat_a: torch.Tensor, mat_b: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
-    """``torch._grouped_mm``; in float32 and float16, which its kernel takes and its trace does not, as an op of our own."""
+    """``torch._grouped_mm``; in float32 and float16 an op of our own: traces refuse these."""
     options = dict(zip(("offs", "bias", "out_dtype"), given, strict=False)) | options
     ends = options.get("offs")
     plain = options.get("bias") is None and options.get("out_dtype") in (None, mat_a.dtype)
@@ -104,7 +101,7 @@ def _grouped_mm(mat_a: torch.Tensor, mat_b: torch.Tensor, *given: Any, **options
 
 
 def _masked_select(input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # noqa: A002
-    """``torch.masked_select`` as an index: what one mask selects has one length, which only an index remembers."""
+    """``torch.masked_select`` as an index: indices by one mask share a symbolic length."""
     if input.shape != mask.shape:
         input, mask = torch.broadcast_tensors(input, mask)  # noqa: A001
     return input[mask]

@@ -1,4 +1,4 @@
-"""The last elements along a dim of open length, as caches of sliding windows keep them: one graph for all lengths."""
+"""Trailing slices of a dynamic dim (KV caches of sliding windows): one graph for all lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoshard.passes.ir.sizes import ENDLESS
 
 @torch.library.custom_op("autoshard::last", mutates_args=())
 def last(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """The last ``count`` along a dim, or all where there are fewer: a slice, of which a trace knows the length."""
+    """The last ``count`` elements along ``dim``, or all if fewer: a slice of traceable length."""
     return x.narrow(dim, max(x.shape[dim] - count, 0), min(x.shape[dim], count)).clone()
 
 
@@ -26,7 +26,7 @@ def _(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 
 
 def as_slice(op: Any, args: Any) -> tuple[Any, Any]:
-    """What an operation of the trace, with its arguments, is in the graph."""
+    """(op, args) of the graph for an op of the trace: :func:`last` becomes a slice."""
     if op is not torch.ops.autoshard.last.default:
         return op, args
     x, dim, count = args
@@ -34,15 +34,15 @@ def as_slice(op: Any, args: Any) -> tuple[Any, Any]:
 
 
 def check_views(program: fx.GraphModule) -> None:
-    """Refuse writes into the last of a tensor, or into it once they are taken, in regions too: here they are a copy."""
+    """Refuse writes into a trailing slice or its source: the trace has a copy."""
     _check(program, _Views({}, set()))
 
 
 class _Views(NamedTuple):
     sources: dict[fx.Node, fx.Node]
-    """view → the node whose memory it shows"""
+    """view → node that owns its memory"""
     taken: set[fx.Node]
-    """of these the last were taken"""
+    """owners of which a trailing slice was taken"""
 
 
 def _check(program: fx.GraphModule, views: _Views) -> None:
@@ -70,7 +70,7 @@ def _check(program: fx.GraphModule, views: _Views) -> None:
 
 
 def _region(program: fx.GraphModule, region: fx.Node, views: _Views) -> None:
-    """Go on into the bodies of an operation of higher order, whose tensors are its last arguments."""
+    """Check the bodies of a higher-order op, whose last arguments are its tensors."""
     leaves = pytree.tree_leaves(region.args, is_leaf=lambda x: isinstance(x, fx.Node))
     bodies = [getattr(program, str(x.target)) for x in leaves if isinstance(x, fx.Node) and x.op == "get_attr"]
     for body in (x for x in bodies if isinstance(x, fx.GraphModule)):
@@ -88,12 +88,12 @@ def _region(program: fx.GraphModule, region: fx.Node, views: _Views) -> None:
 
 
 def asks_last(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call is :func:`indexed`."""
+    """Whether a call is an index that :func:`indexed` handles."""
     return func is torch.Tensor.__getitem__ and bool(_ends(*args))
 
 
 def indexed(x: torch.Tensor, index: tuple[slice, ...]) -> torch.Tensor:
-    """``x[index]``. Of a dim that is no longer than asked for torch takes all, in a graph for such lengths alone."""
+    """``x[index]`` for all lengths. For short dims, torch specializes the graph."""
     ends = _ends(x, index)
     for dim, count in ends.items():
         x = last(x, dim, count)
@@ -102,14 +102,14 @@ def indexed(x: torch.Tensor, index: tuple[slice, ...]) -> torch.Tensor:
 
 
 def _ends(x: torch.Tensor, index: Any) -> dict[int, int]:
-    """Dim → how many of its last are asked for."""
+    """Dim → number of trailing elements requested."""
     if not isinstance(index, tuple) or not all(isinstance(i, slice) for i in index):
         return {}
     return {d: -i.start for d, (i, n) in enumerate(zip(index, x.shape, strict=False)) if _is_short(i, n)}
 
 
 def _is_short(i: slice, length: Any) -> bool:
-    """Whether it asks for the last of an open length, for as many as there are in the example or more."""
+    """Whether slice ``i`` takes the end of a dynamic dim, at least the example's length."""
     if not isinstance(length, torch.SymInt) or not length.node.has_hint() or not isinstance(i.start, int):
         return False
     return i.start < 0 and (i.stop, i.step) == (None, None) and bool(length.node.hint <= -i.start)
