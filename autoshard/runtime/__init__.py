@@ -1,7 +1,6 @@
-"""What generated rank modules call: differentiable collectives on plain local tensors, and what they run on.
+"""What generated rank modules call: differentiable collectives on local tensors, and transports.
 
-Imports torch and nothing of the compiler.
-"""
+Imports torch and nothing of the compiler."""
 
 from torch import reshape
 

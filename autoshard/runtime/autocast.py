@@ -1,4 +1,4 @@
-"""torch.autocast around a call: programs are captured under it, contain its casts, and run without it."""
+"""torch.autocast around a call: programs are captured under it and contain its casts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator
 import torch
 
 KINDS = ("cpu", "cuda")
-"""the device types whose autocast counts"""
+"""device types whose autocast state is saved and restored"""
 
 
 def autocast_state() -> tuple[tuple[str, torch.dtype, bool], ...]:
-    """(device type, dtype, whether casts of parameters are kept) of every device type with autocast on."""
+    """(device type, dtype, whether casts of parameters are cached) where autocast is on."""
     kinds = [kind for kind in KINDS if torch.is_autocast_enabled(kind)]
     return tuple([(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()) for kind in kinds])
 
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Inside, no op is cast but by the program."""
+    """Disable autocast inside: the program contains the casts already."""
     if not (on := autocast_state()):
         yield
         return

@@ -1,4 +1,4 @@
-"""The order of an image's dims in memory, where convolutions run on CPUs."""
+"""Channels-last memory format for convolutions on CPUs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import torch
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [n, c, h, w] with its channels last in memory on a CPU, whose convolutions then reorder nothing.
+    """``x`` [n, c, h, w] in channels-last memory format on CPUs (oneDNN).
 
-    Elsewhere as it is.
-    """
+    On other devices ``x`` is unchanged."""
     return x.contiguous(memory_format=torch.channels_last) if _on_onednn(x) else x
 
 
 def channels_first(x: torch.Tensor) -> torch.Tensor:
-    """``x`` with its dims in memory as they are numbered, where :func:`channels_last` may have changed that."""
+    """``x`` contiguous again, where :func:`channels_last` may have changed its memory format."""
     return x.contiguous() if _on_onednn(x) else x
 
 
 def _on_onednn(x: torch.Tensor) -> bool:
-    """Or where only the memory of a step on CPUs is counted, which has the copy."""
+    """Includes meta tensors: the simulated memory of a CPU step has to count the copy."""
     return x.device.type in ("cpu", "meta") and torch.backends.mkldnn.is_available()

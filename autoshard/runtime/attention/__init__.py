@@ -1,1 +1,1 @@
-"""Attention on parts of heads and sequences, and the ring."""
+"""Attention on shards of heads and sequences: ring attention, zigzag order, KV head chunks."""

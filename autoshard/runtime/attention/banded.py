@@ -1,4 +1,4 @@
-"""Attention in which positions say which keys a query sees: the op that models' masks become."""
+"""Attention masked by position (causal, sliding window, ALiBi, document mask) as one custom op."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.runtime.operations.whole_op import differentiate
 
 
 def is_documents(mask: torch.Tensor) -> bool:
-    """Whether a mask says of which document every position is."""
+    """Whether ``mask`` is a document mask: integers, the document number of every position."""
     return not mask.dtype.is_floating_point and mask.dtype != torch.bool
 
 
@@ -35,18 +35,17 @@ def banded_op(
     dropout_p: float = 0.0,
     folded: int = 0,
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` in which a query sees the keys from ``before`` positions before it to ``after`` behind.
+    """``scaled_dot_product_attention``: query i sees keys i - ``before`` to i + ``after``.
 
-    query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d]; None: all keys on that side. ``attn_mask`` [..., s, t]
-    hides more: bool, or added to the scores; it gets no gradient. Integers [..., 1, t], with s = t, are numbers of documents:
-    a query sees the keys of its own. ``sloped``: the mask [..., h, 1, 1] has slopes, and slope · (key's position - query's) is
-    added to the scores (ALiBi, Press et al. 2022). ``sinks`` [h]: the score of one more key of every head, whose value is
-    zero (Xiao et al. 2023, as GPT-OSS has it); it gets a gradient. ``soft_cap``: scores x, scaled, are cap · tanh(x / cap)
-    before a mask is added (Gemma 2). ``dropout_p``: of the weights of keys. With it there is no backward here, which would draw
-    others: :func:`~autoshard.runtime.attention.ring.banded_rows` has one. ``folded``: of how many ranks the order is
-    in which queries, keys and values come and the result goes (:func:`~autoshard.runtime.attention.fold.folded_op`); a mask is
-    in that of the sequence.
-    """
+    query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d]; None: no limit.
+    ``attn_mask`` [..., s, t] hides more: bool, or added to the scores without a gradient. An
+    integer mask [..., 1, t] is a document mask (s = t). ``sloped``: the mask has ALiBi slopes [...,
+    h, 1, 1]; slope · (key position - query position) is added (Press et al. 2022). ``sinks`` [h]:
+    attention sink, the score of one more key whose value is zero (Xiao et al. 2023, GPT-OSS); it
+    gets a gradient. ``soft_cap``: scaled scores x become cap · tanh(x / cap) before the mask (Gemma
+    2). ``dropout_p``: of weights; then the op has no backward, which would draw again, but
+    :func:`~autoshard.runtime.attention.ring.banded_rows` has one. ``folded``: 0, or how many ranks
+    the zigzag order has in which operands and result lie; the mask is in sequence order."""
     form = before, after, scale, enable_gqa, sloped, sinks, soft_cap, dropout_p
     return _in_order(query, key, value, attn_mask, *form, folded=folded)
 
@@ -64,7 +63,7 @@ def _in_order(
 
 
 def by_distance(slopes: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
-    """What slopes [..., h, 1, 1] add to the scores of some rows and columns, each (start, length): [..., h, s, t]."""
+    """ALiBi bias [..., h, s, t] of slopes [..., h, 1, 1]; rows and columns: (start, length)."""
     row, column = (torch.arange(a, a + n, device=slopes.device) for a, n in (rows, columns))
     return wide(slopes) * (column - row.unsqueeze(-1))
 
@@ -75,7 +74,7 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> t
 
 
 def capped(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
-    """Scores between -cap and cap, nearly as they are where they are small."""
+    """Soft-capped scores: cap · tanh(scores / cap); None: unchanged."""
     return scores if cap is None else (scores / cap).tanh() * cap
 
 

@@ -1,8 +1,8 @@
-"""The folded order of :func:`~autoshard.runtime.attention.order.spans` as the order of a tensor along a dim.
+"""Zigzag (load-balanced) order of a sequence dim, and the conversion from and to sequence order.
 
-n equal chunks of a tensor in folded order are what the n ranks of a folded ring hold: what goes along the sequence position by
-position is cut in it as in any other order, and only attention has to know.
-"""
+In zigzag order each of n ranks holds one early and one late block, see
+:func:`~autoshard.runtime.attention.order.spans`. Operations that work position by position shard a
+tensor in zigzag order like any other. Only attention has to know the order."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from autoshard.runtime.transport.round_trip import Trip, round_trip
 
 @torch.library.custom_op("autoshard::folded", mutates_args=())
 def folded_op(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    """``x`` with ``dim``, a multiple of ``ranks`` long, brought from the order of the sequence into the folded one."""
+    """``x`` with ``dim`` (divisible by ``ranks``) brought from sequence order into zigzag order."""
     return reordered(x, dim, ranks, back=False)
 
 
 @torch.library.custom_op("autoshard::unfolded", mutates_args=())
 def unfolded_op(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    """The inverse of :func:`folded_op`."""
+    """The inverse of :func:`folded_op`: zigzag order to sequence order."""
     return reordered(x, dim, ranks, back=True)
 
 
@@ -53,12 +53,12 @@ _differentiate(unfolded_op, folded_op)
 
 
 def folded(x: torch.Tensor, dim: int, ranks: int, axes: Axes = ()) -> torch.Tensor:
-    """``x`` brought into folded order along ``dim``, which is whole or cut by ``axes``, of as many ranks in all."""
+    """``x`` brought into zigzag order along ``dim``: unsharded, or sharded by ``axes``."""
     return _brought(x, dim, ranks, axes, back=False)
 
 
 def unfolded(x: torch.Tensor, dim: int, ranks: int, axes: Axes = ()) -> torch.Tensor:
-    """``x`` brought from folded order along ``dim`` into that of the sequence, else as :func:`folded`."""
+    """``x`` brought from zigzag order along ``dim`` into sequence order; else as :func:`folded`."""
     return _brought(x, dim, ranks, axes, back=True)
 
 
@@ -79,7 +79,7 @@ def _brought(x: torch.Tensor, dim: int, ranks: int, axes: Axes, back: bool) -> t
 
 
 def reordered(x: torch.Tensor, dim: int, ranks: int, back: bool) -> torch.Tensor:
-    """:func:`folded`, or ``back`` :func:`unfolded`, of all of ``x``: half a chunk at a time."""
+    """All of local ``x`` into zigzag order (``back``: out of it), half a chunk at a time."""
     order = list(itertools.chain.from_iterable(spans(x.shape[dim], (ranks,), True)))
     there = sorted(order)
     held, wanted = (order, there) if back else (there, order)
@@ -88,10 +88,10 @@ def reordered(x: torch.Tensor, dim: int, ranks: int, back: bool) -> torch.Tensor
 
 
 def _swapped(move: Move, me: int, ranks: int, x: torch.Tensor, dim: int, back: bool) -> Journey:
-    """A rank's chunk, after it has swapped first halves with the rank mirrored in the ring."""
+    """This rank's chunk after it has swapped first halves with the mirrored rank of the ring."""
     mirror, early = ranks - 1 - me, bool(received(me, ranks))
     first = x.shape[dim] - x.shape[dim] // 2
-    at = x.shape[dim] - first if early and back else 0  # in folded order what came is last on early ranks
+    at = x.shape[dim] - first if early and back else 0  # early ranks hold the received half last
     sent = x.narrow(dim, at, first).contiguous()
     stays = x.narrow(dim, first if at == 0 else 0, x.shape[dim] - first)
     size = float(math.prod(sent.shape) * sent.element_size())

@@ -1,4 +1,4 @@
-"""Attention with heads, queries or keys cut over ranks."""
+"""Attention with heads, queries or keys sharded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from autoshard.runtime.transport.communicator import Axes, current
 
 
 def kv_heads(x: torch.Tensor, heads: int, axes: Axes, groups: int, group_axes: Axes = ()) -> torch.Tensor:
-    """The key or value head of each local query head: [..., local groups, t, d] → [..., local heads, t, d].
+    """The KV head of each local query head: [..., local groups, t, d] → [..., local heads, t, d].
 
-    Grouped-query attention: ``heads`` query heads cut by ``axes`` share ``groups`` key/value heads cut by
-    ``group_axes``. Where the cut of the groups is not the outer part of the cut of the heads, they are gathered first.
-    """
+    Grouped-query attention: ``heads`` query heads, sharded by ``axes``, share ``groups`` KV heads,
+    sharded by ``group_axes``. If ``group_axes`` are not the outer ones of ``axes``, KV heads are
+    gathered first."""
     comm = current()
     outer, cut = comm.active(group_axes), comm.active(axes)
     start = offset(groups, group_axes)
@@ -32,10 +32,9 @@ def kv_heads(x: torch.Tensor, heads: int, axes: Axes, groups: int, group_axes: A
 def causal_mask(
     query: torch.Tensor, key: torch.Tensor, queries: int = 0, query_axes: Axes = (), keys: int = 0, key_axes: Axes = ()
 ) -> torch.Tensor:
-    """This rank's part of the lower triangle: query i sees keys 0…i. query [..., s, e], key [..., t, e] → [s, t] bool.
+    """This rank's shard of the causal mask: query [..., s, e], key [..., t, e] → [s, t] bool.
 
-    ``queries`` and ``keys``: global lengths, cut by ``query_axes`` and ``key_axes``; left out where nothing cuts them.
-    """
+    ``queries`` and ``keys``: global lengths if sharded, by ``query_axes`` and ``key_axes``."""
     row = offset(queries, query_axes) + torch.arange(query.shape[-2], device=query.device)
     column = offset(keys, key_axes) + torch.arange(key.shape[-2], device=query.device)
     return column <= row.unsqueeze(-1)
@@ -53,13 +52,12 @@ def attention(
     cuts: Mapping[int, Axes],
     batch: int | None = None,
 ) -> torch.Tensor:
-    """Attention spelled out: where keys are cut, or where dropout must hit what it hits on one device.
+    """Unfused attention: for sharded keys, or for dropout that equals one device's.
 
-    query [..., s, e], key [..., t, e], value [..., t, d]; ``shape``: the global shape of the weights [..., s, t];
-    ``cuts``: the axes that cut each of its dims. Where keys are cut the result is P, and the softmax all-reduces maxima
-    and sums. Step by step like ATen's math path, so that the same seed drops the same weights. ``batch``: see
-    :func:`~autoshard.runtime.dropout`.
-    """
+    query [..., s, e], key [..., t, e], value [..., t, d]. ``shape``: global shape of the weights
+    [..., s, t]; ``cuts``: the axes that shard each of its dims. With sharded keys the result is P,
+    and the softmax all-reduces maxima and sums. Follows ATen's math path, so that a seed drops the
+    same weights. ``batch``: see :func:`~autoshard.runtime.dropout`."""
     root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     scores = (query * root) @ (key.transpose(-2, -1) * root)
     if attn_mask is not None:

@@ -1,11 +1,11 @@
-"""A causal ring in the order of the sequence, in which ranks that see few keys help those that see many.
+"""Balanced causal ring attention in sequence order: early ranks compute tiles of late ranks.
 
-Rank i sees the keys of the i ranks before it. In step t = 1 … n/2 it gets those of rank i - t; the first t ranks, which have
-none there, get queries of a late rank instead, compute them over their own keys, and give back the result with its
-log-sum-exp (Li et al. 2023, "DistFlashAttn"; which tiles: :func:`~autoshard.runtime.attention.order.shares`). The backward
-takes the same steps; what helps gets the result, its gradient and its log-sum-exp, too. What a rank computes for another goes
-straight there, in the operands' type, as kernels give it, and is added up in float32 at least.
-"""
+Rank i sees the keys of the i ranks before it. In step t = 1 … n/2 it receives the keys of rank i -
+t. The first t ranks have none to receive. They get queries of a late rank, compute them over their
+own keys, and return the result with its log-sum-exp (Li et al. 2023, DistFlashAttn; tiles:
+:func:`~autoshard.runtime.attention.order.shares`). The backward takes the same steps; helpers also
+get the result, its gradient and its log-sum-exp. Results for another rank go straight there in the
+operands' dtype, and are accumulated in float32 or wider."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class _Way:
-    """The messages of one way."""
+    """Messages of one direction: forward or backward."""
 
     def __init__(self, job: Job, of_rows: Tensors, of_keys: Tensors, for_rows: Shapes, for_keys: Shapes) -> None:
-        """What goes to other ranks of this one's rows, or of its keys, and the shapes of what comes back for all of these."""
+        """``of_…``: what this rank sends of its rows or keys; ``for_…``: shapes of what returns."""
         self.job, self.steps, self.longest = job, shares(job.rows), exchanged(job.rows)
         self.of_rows, self.of_keys = of_rows, of_keys
         self.sent: tuple[Shapes, Shapes] = _shapes(of_rows), _shapes(of_keys)
@@ -41,8 +41,9 @@ class _Way:
         other: Callable[[Share, Tensors], Tensors],
         take: Callable[[Share, Tensors], None],
     ) -> Generator[Hop, Arrival, None]:
-        """``own``: computes this rank's tile; ``other``: its share of a step with what came, → what goes back for that;
-        ``take``: what another rank made of a share for this one."""
+        """Run all steps. ``own`` computes this rank's tile, ``other`` a share with what arrived.
+
+        ``other`` returns what to send back for it, and ``take`` receives that of other ranks."""
         steps, behind = range(len(self.steps)), None
         arrival = (yield self.there(0)) if steps else None
         own()
@@ -58,21 +59,21 @@ class _Way:
             take(self.share(steps[-1], len(steps)), behind())
 
     def share(self, step: int, behind: int) -> Share:
-        """Of the rank so far behind this one."""
+        """The share, in ``step``, of the rank ``behind`` positions after this one."""
         return self.steps[step][(self.job.me + behind) % len(self.job.rows)]
 
     def there(self, step: int) -> Hop:
-        """What ``step`` computes with: queries to a rank that helps this one, else keys."""
+        """The operands of ``step``: queries to a rank that helps this one, else keys."""
         mine, theirs = self.share(step, 0), self.share(step, step + 1)
         sent = tuple(self.rows(x, theirs) for x in self.of_rows) if theirs.helps else self.of_keys
         return self.hop(step, step + 1, sent, self.sent, mine)
 
     def back(self, step: int, made: Tensors) -> Hop:
-        """What was made of that, to where it came from."""
+        """Results of ``step``, to the rank that its operands came from."""
         return self.hop(step, -step - 1, made, self.returned, self.share(step, step + 1))
 
     def hop(self, step: int, shift: int, sent: Tensors, shapes: tuple[Shapes, Shapes], share: Share) -> Hop:
-        """``shapes``: of all rows, of all keys; some of those, as ``share`` has them, come."""
+        """A hop in which rows or keys of ``share`` arrive; ``shapes``: of all rows, all keys."""
         n, me, first = len(self.job.rows), self.job.me, self.of_keys[0]
         coming = _long(shapes[0], share.rows[1]) if share.helps else _long(shapes[1], share.columns[1])
         sizes = (sum(map(math.prod, _long(of, length))) for of, length in zip(shapes, self.longest[step], strict=True))
@@ -81,7 +82,7 @@ class _Way:
         return Hop(self.job.move, (me + shift) % n, (me - shift) % n, (*sent, *none[0]), (*coming, *none[1]), size)
 
     def rows(self, x: torch.Tensor, share: Share) -> torch.Tensor:
-        """Of a tensor with this rank's rows those of a share."""
+        """Rows of ``share`` in a tensor that holds this rank's rows."""
         return x.narrow(-2, share.rows[0] - self.start, share.rows[1])
 
 
@@ -167,13 +168,13 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
 
 
 def _own(job: Job) -> Share:
-    """This rank's tile."""
+    """This rank's own (diagonal) tile."""
     (span,) = job.rows[job.me]
     return Share(span, span)
 
 
 def _stretch(share: Share, aligned: bool) -> tuple[Stretch, tuple[int, int]]:
-    """A tile, and where its rows lie in a mask, which has none."""
+    """The tile of a share, and its rows in a mask (there is none)."""
     return Stretch((share.rows,), (share.columns,), aligned), (0, share.rows[1])
 
 
@@ -182,20 +183,20 @@ def _shapes(xs: Tensors) -> Shapes:
 
 
 def _long(shapes: Shapes, length: int) -> Shapes:
-    """``shapes`` of another length of the sequence."""
+    """``shapes`` with another sequence length."""
     return tuple((*lead, length, last) for *lead, _, last in shapes)
 
 
 def _ratio(x: torch.Tensor) -> int:
-    """Elements of ``x`` that take as many bytes as one of a log-sum-exp."""
+    """How many elements of ``x`` take the bytes of one log-sum-exp."""
     return torch.promote_types(x.dtype, torch.float32).itemsize // x.dtype.itemsize
 
 
 def _bits(sums: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Log-sum-exps [..., s] as elements [..., s, 1 or 2] of what travels with them: no digit is lost."""
+    """Log-sum-exps [..., s] as bits of ``dtype`` [..., s, 1 or 2], to be sent without rounding."""
     return sums.contiguous().unsqueeze(-1).view(dtype)
 
 
 def _sums(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The log-sum-exps again."""
+    """The inverse of :func:`_bits`."""
     return bits.contiguous().view(dtype).squeeze(-1)

@@ -1,4 +1,4 @@
-"""What a rank of a ring knows: whose keys come when, where they lie, and what hides them."""
+"""One rank's task in ring attention: which keys arrive when, where they lie, what masks them."""
 
 from __future__ import annotations
 
@@ -21,75 +21,75 @@ from autoshard.runtime.transport.window import Chunks, Interval
 
 
 class Job(NamedTuple):
-    """What one rank of a ring does."""
+    """The task of one rank in ring attention, or in attention over gathered keys and values."""
 
     move: Move
     me: int
-    """its number"""
+    """this rank's number"""
     rows: tuple[Chunks, ...]
     """the queries of every rank"""
     columns: tuple[Chunks, ...]
-    """the keys of every rank, or those that all have"""
+    """the keys of every rank, or one entry that all ranks have"""
     band: Band
     scale: float
     folded: bool = False
     dropout_p: float = 0.0
     sloped: bool = False
-    """whether the mask has slopes by the distance"""
+    """whether the mask has ALiBi slopes"""
     soft_cap: float | None = None
     pieces: int = 1
-    """in how many the heads of keys and values are gathered, where they are"""
+    """number of head chunks in which keys and values are gathered, if they are"""
     batches: int = 1
-    """in how many parts of the batch each of these comes"""
+    """number of batch chunks of each head chunk"""
     carried: bool = False
-    """whether keys and values that are gathered come in folded order"""
+    """whether gathered keys and values arrive in zigzag order"""
 
     @property
     def some(self) -> bool:
-        """Whether it takes a block of rows at a time."""
+        """Whether rows are computed in blocks."""
         return self.sloped or self.band.before is not None
 
     @property
     def stops(self) -> tuple[Stop, ...]:
-        """The parts of the keys that come by."""
+        """The steps in which keys arrive."""
         return stops(self.rows, self.columns, self.band)
 
     def level(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """:func:`~autoshard.runtime.attention.tile.level_of` what is added to scores."""
+        """:func:`~autoshard.runtime.attention.tile.level_of` the mask; None for ALiBi slopes."""
         return None if self.sloped else tile.level_of(mask)
 
     def holder(self, stop: Stop) -> int:
-        """Whose keys are here at ``stop``."""
+        """The owner of the keys that are here at ``stop``."""
         return stop.holder(self.me, len(self.columns))
 
     def columns_at(self, stop: Stop, holder: int | None = None) -> Chunks:
-        """The keys of a rank that come to ``stop``; of that whose keys are here then, if none is given."""
+        """The keys of ``holder`` (default: the owner of the keys here) that arrive at ``stop``."""
         return carried(self.rows, self.columns, self.band, stop, self.holder(stop) if holder is None else holder)
 
     @property
     def swapped(self) -> list[tuple[Chunks, ...]]:
-        """What the folded order swaps of queries, keys and values: of what is folded, whose intervals."""
+        """The intervals of each operand whose halves zigzag order swaps: queries, keys, values."""
         orders = [self.rows, self.columns, self.columns]
         return [of for of in orders if self.folded and len(of[self.me % len(of)]) > 1]
 
     def came(self, rows: Chunks) -> bool:
-        """Whether some of these rows of the folded order came from the mirrored rank."""
+        """Whether some of ``rows`` came from the mirrored rank of the zigzag order."""
         start, length = self.rows[self.me][received(self.me, len(self.rows))]
         return any(start <= at < start + length for at, _ in rows)
 
     def hop(self, xs: Tensors, to: int, source: int, lengths: Sequence[int], longest: Sequence[int]) -> Hop:
-        """``xs`` to a rank; ``lengths``: of the sequences that come; ``longest``: of those that any rank sends."""
+        """Send ``xs``. ``lengths``: of what arrives; ``longest``: the most that any rank sends."""
         shapes = tuple((*x.shape[:-2], n, x.shape[-1]) for x, n in zip(xs, lengths, strict=True))
         sent = [(*x.shape[:-2], n, x.shape[-1]) for x, n in zip(xs, longest, strict=True)]
         size = sum(math.prod(s) for s in sent) * xs[0].element_size()
         return Hop(self.move, to, source, xs, shapes, size)
 
     def longest(self, stop: Stop) -> int:
-        """Of the keys of all ranks."""
+        """The most keys that any rank sends for ``stop``."""
         return longest(self.rows, self.columns, self.band, stop)
 
     def onward(self, xs: Tensors, of: Stop, to: Stop) -> Hop:
-        """Something of the keys that are here at ``of`` to the rank where they stop next; the same comes."""
+        """Send tensors of the keys here at ``of`` to the next rank that needs them; get alike."""
         n, own = len(self.columns), self.me if to.fresh else self.holder(of)
         here, there = self.columns_at(Stop() if to.fresh else of, own), self.columns_at(to, own)
         sent = tuple(narrowed(x, here, there) for x in xs)
@@ -98,7 +98,7 @@ class Job(NamedTuple):
         return self.hop(sent, *shift, [coming] * len(xs), [self.longest(to)] * len(xs))
 
     def home(self, xs: Tensors, of: Stop) -> Hop:
-        """What belongs to the keys that are here to the rank that they are of; what belongs to its own comes."""
+        """Return gradients of the keys here to their owner; receive those of this rank's keys."""
         n = len(self.columns)
         coming = length_of(self.columns_at(of, self.me))
         shift = (self.me - of.offset) % n, (self.me + of.offset) % n
@@ -107,11 +107,9 @@ class Job(NamedTuple):
     def swap(
         self, xs: Tensors, of: Sequence[tuple[Chunks, ...]], back: bool
     ) -> Generator[Hop, Arrival, tuple[Tensors, Arrival]]:
-        """Begin to swap first halves with the mirrored rank: (what it holds then, without what comes, which another call waits
-        for and puts there). ``of``: per tensor whose intervals, those of rows or of columns.
+        """Begin to swap first halves with the mirrored rank: (tensors, a call that completes them).
 
-        ``back``: from what it holds folded to what it holds else.
-        """
+        ``of``: per tensor the intervals of every rank. ``back``: from zigzag to sequence order."""
         ranks = len(self.rows)
         mirror = ranks - 1 - self.me
         at = received(self.me, ranks)
@@ -145,7 +143,7 @@ def masking_of(
     masks: tuple[torch.Tensor | None, torch.Tensor | None],
     kept: torch.Tensor | None,
 ) -> Masking:
-    """What changes the weights of ``t``, whose rows lie at ``rows`` in what a mask, its level and ``kept`` have."""
+    """The masking of tile ``t``; ``rows``: where its rows lie in mask, level and ``kept``."""
     mask, level = masks
     pairs = t.rows[0], t.columns[0]
     bias, noise, aligned = None, None, t.aligned and mask is None
@@ -170,7 +168,7 @@ def masking_of(
 
 
 def _shown(rows: Interval, columns: Interval, band: Band, device: torch.device) -> torch.Tensor:
-    """Which pairs of a tile a band shows."""
+    """Which pairs of a tile the band shows: [rows, columns] bool, or [1 or rows, columns]."""
     row = torch.arange(rows[0], sum(rows), device=device).unsqueeze(-1)
     column = torch.arange(columns[0], sum(columns), device=device)
     shown = torch.ones_like(column, dtype=torch.bool) if band.after is None else column <= row + band.after
@@ -178,7 +176,7 @@ def _shown(rows: Interval, columns: Interval, band: Band, device: torch.device) 
 
 
 def sink_of(job: Job, sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor) -> Any:
-    """The score of every row's sink [..., h, s], if there are any."""
+    """The sink score of every row [..., h, s]; None without sinks."""
     if sinks is None:
         return None
     rows = wide(sinks).unsqueeze(-1).expand(query.shape[:-1])
@@ -188,7 +186,7 @@ def sink_of(job: Job, sinks: torch.Tensor | None, level: torch.Tensor | None, qu
 def sinks_gradient(
     job: Job, sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor, *results: torch.Tensor
 ) -> Any:
-    """Of :func:`sink_of`, a key whose value is zero; ``results``: gradient of the result, result, log-sum-exp."""
+    """Gradient of ``sinks`` [h]; ``results``: gradient of the result, result, log-sum-exp."""
     if sinks is None:
         return None
     gradient, out, sums = results
@@ -198,14 +196,14 @@ def sinks_gradient(
 
 
 class Sum:
-    """A sum of gradients, each of a part of ``like``, in float32 at least."""
+    """Gradients of slices of ``like``, accumulated in float32 or wider."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self.like = like
         self.total: torch.Tensor | None = None
 
     def add(self, at: Interval, more: torch.Tensor) -> None:
-        """Of the positions ``at``; the memory of ``more`` is the sum's."""
+        """Add ``more`` at positions ``at``, and take over its memory."""
         if self.total is None and at == (0, self.like.shape[-2]):
             self.total = wide(more)
         else:
@@ -217,8 +215,7 @@ class Sum:
 
 
 def row_of(like: torch.Tensor, length: int) -> torch.Tensor:
-    """Room for a sequence, where the heads of a position lie side by side, as they come and as models go on: no copy joins
-    them."""
+    """An empty sequence of ``length`` in the layout [..., t, h, d], as models go on with it."""
     *lead, _, width = like.shape
     if not lead:
         return like.new_empty(length, width)
@@ -226,12 +223,12 @@ def row_of(like: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def narrowed(x: torch.Tensor, here: Chunks, there: Chunks) -> torch.Tensor:
-    """The part ``there`` of a tensor that holds ``here``: all of it, or one interval."""
+    """The interval ``there`` of a tensor that holds ``here``, or all of it."""
     return x if here == there else x.narrow(-2, *spot(here, there[0]))
 
 
 def spot(intervals: Chunks, interval: Interval, *more: Interval) -> Interval:
-    """Where an interval of the sequence, and ``more`` behind it, lie in a tensor that holds ``intervals``."""
+    """Where an interval of the sequence, and ``more`` right behind it, lie among ``intervals``."""
     if more:
         return spot(intervals, interval)[0], interval[1] + length_of(more)
     before = 0
@@ -243,8 +240,10 @@ def spot(intervals: Chunks, interval: Interval, *more: Interval) -> Interval:
 
 
 def _halves(x: torch.Tensor, held: Chunks, at: int, folded: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what stays, what the mirrored rank has in the other order) of a chunk, or of what is ``held`` in folded order, whose
-    interval number ``at`` came from there."""
+    """(half that stays, half that the mirrored rank has in the other order).
+
+    ``held``: the intervals in zigzag order, where number ``at`` came from the mirrored rank;
+    ``folded``: whether ``x`` is in zigzag order now."""
     stay = held[1 - at][1]
     if at and folded:
         return x[..., :stay, :], x[..., stay:, :]

@@ -1,4 +1,4 @@
-"""What one rank of a ring does, as a journey: its tiles, and what it sends between them, forward and backward."""
+"""Ring attention of one rank as a coroutine: tiles and messages, forward and backward."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from autoshard.runtime.transport.window import Chunks, Interval
 def forward(
     job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any, mask: Any, kept: Any
 ) -> Journey:
-    """→ result, and what the backward needs, in the order of the ring."""
-    folding: Arrival = tuple  # of nothing
+    """→ result, and what the backward needs, in ring (zigzag) order."""
+    folding: Arrival = tuple  # nothing to wait for
     if job.folded:
         (query, *_), folding = yield from job.swap((query, key, value)[: len(job.swapped)], job.swapped, False)
         if len(job.swapped) > 1:
@@ -41,7 +41,7 @@ def forward(
             result.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
         if arrival is not None:
             key, value = arrival()
-    folding()  # also where no row that came sees a key
+    folding()  # needed even if no received row sees a key
     out, sums = result.whole(query.dtype, sink_of(job, sinks, level, query))
     plain = out
     if job.folded:
@@ -53,7 +53,7 @@ def forward(
 def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
     """→ gradients of queries, keys, values and sinks."""
     query, key, value, sinks, mask, kept, out, sums = saved
-    folding: Arrival = tuple  # of nothing
+    folding: Arrival = tuple  # nothing to wait for
     if job.folded:
         (gradient,), folding = yield from job.swap((gradient,), (job.rows,), False)
     mine, own, level = Sum(query), (key, value), job.level(mask)
@@ -97,18 +97,18 @@ def _summed(xs: Tensors, ys: Tensors) -> Tensors:
 
 
 def _come_home(job: Job, owns: Tensors, behind: Arrival, stop: Stop) -> None:
-    """Add the gradients of this rank's keys that come from ``stop``."""
+    """Add the gradients of this rank's keys that return from ``stop``."""
     for x, y in zip(owns, behind(), strict=True):
         narrowed(x, job.columns[job.me], job.columns_at(stop, job.me)).add_(y)
 
 
 def _paired(stops: Sequence[Stop]) -> Iterator[tuple[Stop, Stop | None]]:
-    """Every stop with the one after it."""
+    """Every stop with the next one."""
     return zip(stops, (*stops[1:], None), strict=True)
 
 
 def _in_a_row(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Parts of a sequence as one."""
+    """Slices of a sequence, concatenated in the layout of :func:`row_of`."""
     if len(parts) == 1:
         return parts[0]
     lengths = [x.shape[-2] for x in parts]
@@ -127,10 +127,10 @@ def gradients(
     mine: Sum,
     folding: Arrival,
 ) -> Tensors:
-    """Of the keys and values at ``stop``, whose :func:`tiles` are ``found``; those of the queries are added to ``mine``.
+    """Gradients of the keys and values at ``stop``; those of the queries are added to ``mine``.
 
-    ``results``: the result's gradient, the result and log-sum-exps of this rank's rows; ``folding``: waits for rows that come.
-    """
+    ``found``: the :func:`tiles`; ``results``: gradient of the result, result and log-sum-exps of
+    this rank's rows; ``folding``: waits for rows that the mirrored rank sends."""
     totals = tuple(map(Sum, keys))
     for t, (q, k, v), masking in found:
         if job.folded and job.came(t.rows):
@@ -153,18 +153,18 @@ def tiles(
     masks: tuple[torch.Tensor | None, torch.Tensor | None],
     kept: torch.Tensor | None,
 ) -> Generator[tuple[Stretch, Tensors, Masking]]:
-    """What this rank computes at ``stop``. ``masks``, a mask and its level, and ``kept``: of its rows and all columns."""
+    """The tiles of this rank at ``stop``. Masks and ``kept`` cover its rows and all columns."""
     own, held = job.rows[job.me], job.columns_at(stop)
     apart = masks[0] is not None or kept is not None or job.some
     found = stretches(own, held, job.band, apart, job.some)
-    for t in sorted(found, key=lambda t: job.came(t.rows)) if job.folded else found:  # what comes is waited for later
+    for t in sorted(found, key=lambda t: job.came(t.rows)) if job.folded else found:  # pending rows last
         rows, columns = spot(own, *t.rows), spot(held, *t.columns)
         cut = query.narrow(-2, *rows), key.narrow(-2, *columns), value.narrow(-2, *columns)
         yield t, cut, masking_of(job, t, rows, query, masks, kept)
 
 
 class Result:
-    """What a rank's rows have so far."""
+    """Partial attention results of this rank's rows, merged by log-sum-exp."""
 
     def __init__(self, job: Job, query: torch.Tensor, value: torch.Tensor) -> None:
         self.rows, self.like, self.width = job.rows[job.me], query, value.shape[-1]
@@ -172,13 +172,13 @@ class Result:
         self.blocks = [b for r in self.rows for b in (blocks(r) if job.some else [r])]
 
     def add(self, several: Chunks, out: torch.Tensor, sums: torch.Tensor) -> None:
-        """Results over more keys."""
+        """Merge results over more keys."""
         lengths = [n for _, n in several]
         for rows, *part in zip(several, out.split(lengths, -2), sums.split(lengths, -1), strict=True):
             self.parts[rows] = tile.merge(*self.parts[rows], *part) if rows in self.parts else (part[0], part[1])
 
     def whole(self, dtype: torch.dtype, sinks: torch.Tensor | None) -> Tensors:
-        """All rows, with their log-sum-exps; ``sinks``: of a key of every row, whose value is zero."""
+        """All rows, with log-sum-exps; ``sinks``: score of one more key per row, of value zero."""
         found = [self.parts[r] if r in self.parts else self.none(r[1]) for r in self.blocks if r[1]] or [self.none(0)]
         out, sums = _in_a_row([out for out, _ in found]), torch.cat([sums for _, sums in found], -1)
         if sinks is not None:
@@ -186,7 +186,7 @@ class Result:
         return out.to(dtype), sums
 
     def none(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of rows that see nothing."""
+        """Result and log-sum-exp of rows that see no key."""
         lead = self.like.shape[:-2]
         like = wide(self.like)
         return like.new_zeros((*lead, rows, self.width)), like.new_full((*lead, rows), -torch.inf)

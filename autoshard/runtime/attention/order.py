@@ -1,4 +1,4 @@
-"""Which positions of a sequence each rank of a ring holds, and which of its tiles a mask shows. Numbers only."""
+"""Geometry of ring attention: positions per rank, zigzag order, tiles, ring steps. Numbers only."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from typing import NamedTuple
 from autoshard.runtime.transport.window import Chunks, Interval, chunks
 
 ROWS = 1024
-"""rows of a tile of a window: what of its columns some rows do not see is computed in vain"""
+"""rows of a tile under a sliding window: a larger tile computes more pairs that the window hides"""
 
 
 class Band(NamedTuple):
-    """Which keys a query sees by its position: those from ``before`` positions before it to ``after`` behind it."""
+    """Mask by position: query i sees keys i - ``before`` to i + ``after``; None: no limit."""
 
     before: int | None = None
-    """None: all of them"""
     after: int | None = None
 
     def pairs(self, queries: int, keys: int) -> float:
-        """Pairs of query and key that it shows."""
+        """Number of (query, key) pairs that the band shows."""
         return self._up_to(queries, keys, self.after) - (
             0.0 if self.before is None else self._up_to(queries, keys, -self.before - 1)
         )
 
     @staticmethod
     def _up_to(queries: int, keys: int, after: int | None) -> float:
-        """Pairs where the key is at most ``after`` positions behind the query."""
+        """Pairs whose key is at most ``after`` positions behind the query."""
         if after is None:
             return float(queries * keys)
         first, full = max(0, -after), min(queries, keys - after - 1)  # rows that see some, and that see all
@@ -43,12 +42,12 @@ ALL, CAUSAL = Band(), Band(None, 0)
 
 @lru_cache(maxsize=1024)
 def spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]:
-    """By number in a ring of axes of so many ranks: the intervals of a sequence of ``size`` that it holds.
+    """Per rank of a ring over axes of these sizes: its intervals of a sequence of ``size``.
 
-    ``folded``: every chunk's first half has been swapped with that of the rank mirrored in the ring. In a causal
-    mask the work of a row grows with its position, so that an early and a late half make every rank's work the same. They
-    lie in the order of the sequence. Of its own keys a late half sees more, with which a rank goes on while others come.
-    """
+    ``folded``: zigzag order. Each chunk's first half is swapped with that of the mirrored rank.
+    Under a causal mask the work of a row grows with its position, so an early and a late half give
+    all ranks equal work. The halves stay in sequence order. The late half sees more of the rank's
+    own keys, which are computed while others arrive."""
     cut = chunks(size, ranks)
     if not folded:
         return tuple((c,) for c in cut)
@@ -60,16 +59,15 @@ def spans(size: int, ranks: tuple[int, ...], folded: bool) -> tuple[Chunks, ...]
 def held(
     queries: int, keys: int, ranks: tuple[int, ...], folded: bool, carried: bool = False
 ) -> tuple[tuple[Chunks, ...], tuple[Chunks, ...]]:
-    """:func:`spans` of the queries and of the keys of a ring. ``carried``: both come in folded order.
+    """:func:`spans` of queries and keys of a ring. ``carried``: both arrive in zigzag order.
 
-    Of two ranks each sees all keys after one hop, which begins before anything is computed: only over both steps their work
-    has to be even, and so it is where queries alone are folded.
-    """
+    With two ranks, zigzag queries alone balance the work: each rank sees all keys after one hop,
+    which begins before any tile is computed."""
     return spans(queries, ranks, folded or carried), spans(keys, ranks, carried or (folded and math.prod(ranks) > 2))
 
 
 def received(rank: int, ranks: int) -> int:
-    """Which of a rank's intervals in folded order came from the mirrored one: the last, 1, on early ranks, else 0."""
+    """Index (1 on early ranks, else 0) of the zigzag interval that came from the mirrored rank."""
     return int(2 * rank < ranks - 1)
 
 
@@ -80,49 +78,49 @@ def _halves(interval: Interval) -> tuple[Interval, Interval]:
 
 
 def length_of(intervals: Chunks) -> int:
-    """Positions in all of them."""
+    """Total length of the intervals."""
     return sum(length for _, length in intervals)
 
 
 class Tile(NamedTuple):
-    """One interval of the queries against one of the keys."""
+    """One interval of queries against one of keys."""
 
     rows: Interval
     columns: Interval
     aligned: bool = False
-    """whether row i sees the columns up to i, as numbered in the tile: what kernels call causal"""
+    """whether local row i sees local columns 0 … i, as causal kernels do"""
     partial: bool = False
-    """whether a mask hides some of it in another way"""
+    """whether a mask hides some pairs in another way"""
 
     @property
     def pairs(self) -> float:
-        """Pairs of query and key that it computes; kernels skip most of what is behind the diagonal."""
+        """Computed (query, key) pairs; kernels skip most of those beyond the diagonal."""
         band = CAUSAL if self.aligned else ALL
         return band.pairs(self.rows[1], self.columns[1])
 
 
 def tiles(queries: Chunks, keys: Chunks, band: Band, some: bool = False) -> list[Tile]:
-    """The tiles of some rows and columns; what is hidden wholly is left out, as far as tiles can. ``some``: a block of rows
-    at a time."""
+    """Tiles of queries and keys without those that are fully masked. ``some``: blocks of rows."""
     stretches = [b for rows in queries for b in (blocks(rows) if some and band.before is None else [rows])]
     return [t for rows in stretches for columns in keys for t in _tiles(rows, columns, band)]
 
 
 class Stretch(NamedTuple):
-    """Tiles side by side in what a rank holds: one kernel computes them."""
+    """Adjacent tiles in local memory, computed by one kernel."""
 
     rows: Chunks
     columns: Chunks
     aligned: bool = False
-    """as :attr:`Tile.aligned`, counted in what is held"""
+    """as :attr:`Tile.aligned`, in local positions"""
     partial: bool = False
 
 
 def stretches(
     queries: Chunks, keys: Chunks, band: Band, apart: bool = False, some: bool = False
 ) -> tuple[Stretch, ...]:
-    """:func:`tiles`, unless ``apart`` as few as may be: of the two halves of a folded order those that see the same keys go
-    together, and with keys of their own they are one causal tile."""
+    """:func:`tiles` merged into as few kernels as possible, unless ``apart``.
+
+    Halves of zigzag order merge where they see the same keys; with their own they are one tile."""
     found = {(rows, columns): tiles((rows,), (columns,), band, some) for rows in queries for columns in keys}
     whole = {at for at, several in found.items() if several == [Tile(*at)]}
     aligned = {at for at, several in found.items() if several == [Tile(*at, aligned=True)]}
@@ -150,11 +148,11 @@ def _tiles(rows: Interval, columns: Interval, band: Band) -> Iterator[Tile]:
     if band.after is None:
         yield Tile(rows, columns)
         return
-    start += band.after  # the last key that the first row sees
+    start += band.after  # last key that the first row sees
     if first >= start + length:
         return
-    count = min(count, start + length - first)  # those behind no row sees
-    before = min(max(0, start - first), count)  # all rows see these
+    count = min(count, start + length - first)  # no row sees later keys
+    before = min(max(0, start - first), count)  # keys that all rows see
     if before:
         yield Tile(rows, (first, before))
     if before < count:
@@ -162,36 +160,36 @@ def _tiles(rows: Interval, columns: Interval, band: Band) -> Iterator[Tile]:
 
 
 def blocks(rows: Interval) -> list[Interval]:
-    """Rows that are computed at a time where a window ends on both sides."""
+    """Blocks of at most :data:`ROWS` rows, for a window that ends on both sides."""
     return [(i, min(ROWS, sum(rows) - i)) for i in range(rows[0], sum(rows), ROWS)]
 
 
 def _sees_all(rows: Interval, columns: Interval, band: Band) -> bool:
-    """Whether every row sees all of these columns."""
+    """Whether every row sees every column."""
     last_row, last_column = sum(rows) - 1, sum(columns) - 1
     begins = band.before is None or columns[0] >= last_row - band.before
     return begins and (band.after is None or last_column <= rows[0] + band.after)
 
 
 class Stop(NamedTuple):
-    """What a rank of a ring computes with at a time: the keys of the rank ``offset`` before it."""
+    """One step of a ring: the keys of the rank ``offset`` before this one are here."""
 
     offset: int = 0
     shift: int = 0
-    """how far they have come since the stop before"""
+    """distance that the keys moved since the previous stop"""
     fresh: bool = True
-    """whether from their own rank, not from that which had them before"""
+    """whether they come from their owner instead of the previous holder"""
     home: bool = True
-    """whether their gradients go to their own rank from here, not to the next rank that has them"""
+    """whether their gradients return to the owner from here instead of moving on"""
 
     def holder(self, rank: int, ranks: int) -> int:
-        """Whose keys they are."""
+        """The owner of the keys."""
         return (rank - self.offset) % ranks
 
 
 @lru_cache(maxsize=1024)
 def stops(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band) -> tuple[Stop, ...]:
-    """Where the keys of every rank go. Of a window: to the ranks that see some; else round the ring."""
+    """The schedule of all keys: around the ring, or under a window to the ranks that see some."""
     n = len(columns)
     if band.before is None:
         return (Stop(), *(Stop(i, 1, i == 1, i == n - 1) for i in range(1, n)))
@@ -200,7 +198,7 @@ def stops(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band) -> 
 
 
 def carried(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, stop: Stop, holder: int) -> Chunks:
-    """The keys of rank ``holder`` that come to ``stop``: of a window those that it shows there."""
+    """The keys of rank ``holder`` that arrive at ``stop``; under a window only the visible ones."""
     whole = band.before is None or not stop.offset
     return columns[holder] if whole else _shown(rows, columns, band, stop, holder)
 
@@ -224,34 +222,34 @@ def _shown(rows: tuple[Chunks, ...], columns: tuple[Chunks, ...], band: Band, st
 def work(
     queries: int, keys: int, ranks: tuple[int, ...], folded: bool, cut_keys: bool = True, band: Band = CAUSAL
 ) -> tuple[float, ...]:
-    """Pairs of query and key that each rank computes under a mask. ``cut_keys``: whether keys are cut, too."""
+    """(query, key) pairs each rank computes under a mask. ``cut_keys``: keys are sharded, too."""
     rows, columns = held(queries, keys, ranks, folded)
     columns = columns if cut_keys else (((0, keys),),)
     return tuple(sum(t.pairs for c in columns for t in tiles(mine, c, band)) for mine in rows)
 
 
 class Share(NamedTuple):
-    """What a rank computes in a step of a causal ring with helpers."""
+    """What a rank computes in one step of a balanced causal ring."""
 
     rows: Interval
     columns: Interval
     helps: bool = False
-    """whether the rows are another rank's, and the columns its own"""
+    """whether the rows belong to another rank and the columns to this one"""
 
     @property
     def pairs(self) -> float:
-        """Pairs of query and key that it computes."""
+        """Computed (query, key) pairs."""
         return float(self.rows[1] * self.columns[1])
 
 
 @lru_cache(maxsize=1024)
 def shares(cut: tuple[Chunks, ...]) -> tuple[tuple[Share, ...], ...]:
-    """By step and rank of a ring of n, beside every rank's own tile, half of which a causal mask hides.
+    """Per step and rank of a balanced ring of n: the tile besides its own diagonal tile.
 
-    In step t = 1 … n/2 a rank computes its rows over the columns of the rank t before it. The first t have none there, and
-    help the last t: with their own columns, over the rows of the rank t before them as the ring goes round. So every tile is
-    computed once, and all ranks have as much to do. Where t = n - t the two of every pair would have the same tile: half each.
-    """
+    In step t = 1 … n/2 a rank computes its rows over the columns of the rank t before it. The first
+    t ranks have no such columns. They help the last t: their own columns over the rows of the rank
+    t before them, modulo n. So each tile is computed once, and all ranks compute as much. For t = n
+    - t two ranks get the same tile: half each."""
     n = len(cut)
     return tuple(tuple(_share(cut, rank, step) for rank in range(n)) for step in range(1, n // 2 + 1))
 
@@ -267,7 +265,7 @@ def _share(cut: tuple[Chunks, ...], rank: int, step: int) -> Share:
 
 @lru_cache(maxsize=1024)
 def exchanged(cut: tuple[Chunks, ...]) -> tuple[tuple[int, int], ...]:
-    """By step of a ring with helpers: the most rows, and the most columns, that a rank sends."""
+    """Per step of a balanced ring: the most rows, and the most columns, that a rank sends."""
     return tuple(
         (max(s.rows[1] for s in ranks if s.helps), max(s.columns[1] for s in ranks if not s.helps))
         for ranks in shares(cut)
@@ -275,7 +273,7 @@ def exchanged(cut: tuple[Chunks, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def helped_work(size: int, ranks: tuple[int, ...]) -> tuple[float, ...]:
-    """Pairs of query and key that each rank of a causal ring with helpers computes."""
+    """(query, key) pairs that each rank of a balanced causal ring computes."""
     cut = spans(size, ranks, False)
     own = [CAUSAL.pairs(rows[0][1], rows[0][1]) for rows in cut]
     return tuple(pairs + sum(step[rank].pairs for step in shares(cut)) for rank, pairs in enumerate(own))

@@ -1,11 +1,10 @@
-"""Attention over keys and values that are gathered some heads at a time, or some sequences of one head.
+"""Attention over keys and values all-gathered in head chunks (or batch chunks of one head).
 
-Queries, keys and values are cut along the sequence, and queries stay. The keys and values of a group of heads, a *piece*, come
-from all ranks and meet the queries of the heads that share them, while those of the next piece come; then they are let go. Of a
-single head they come for some sequences of the batch at a time. In the backward they are gathered once more, and the gradients
-of a piece are summed and scattered while the next one's are computed, in float32 at least. So no more than two pieces of the
-whole sequence are ever held, and only a rank's own part is kept.
-"""
+Queries, keys and values are sharded along the sequence, and queries stay. Keys and values of one
+head chunk are gathered from all ranks and meet the query heads that share them, while the next
+chunk is gathered. Then they are freed. The backward gathers each chunk once more. It
+reduce-scatters the gradients of a chunk, in float32 or wider, while the next is computed. At most
+two chunks of the full sequence are in memory; only shards are saved."""
 
 from __future__ import annotations
 
@@ -25,15 +24,15 @@ from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Journe
 from autoshard.runtime.transport.window import Chunks, Interval, chunks
 
 HERE = Stop()
-"""where all keys of a piece are at once"""
+"""the only stop: all keys of a chunk are here at once"""
 QUERIES, KEYS, VALUES = range(3)
 
 Box = tuple[Interval, Chunks]
-"""the part of the batch, and of each operand the heads"""
+"""interval of the batch, and intervals of heads of queries, keys and values"""
 
 
 def heads_of(counts: Sequence[int], pieces: int) -> tuple[Chunks, ...]:
-    """The heads of every piece, of each operand, of so many heads as ``counts``: those that go together stay so."""
+    """Head intervals of every chunk for each operand; ``counts``: heads of the operands."""
     units = max(1, math.gcd(*counts))
     return tuple(
         tuple((start * n // units, length * n // units) for n in counts) for start, length in chunks(units, (pieces,))
@@ -41,12 +40,12 @@ def heads_of(counts: Sequence[int], pieces: int) -> tuple[Chunks, ...]:
 
 
 def boxes_of(batch: int, counts: Sequence[int], batches: int, pieces: int) -> tuple[Box, ...]:
-    """Every piece: :func:`heads_of`, of each of so many parts of the batch."""
+    """Every chunk: :func:`heads_of`, for each of ``batches`` parts of the batch."""
     return tuple(itertools.product(chunks(batch, (batches,)), heads_of(counts, pieces)))
 
 
 class _Pieces:
-    """A rank's operands by pieces."""
+    """One rank's operands by chunk."""
 
     def __init__(self, job: Job, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         self.move, self.keys, self.ranks = job.move, (key, value), len(job.rows) if job.carried else 1
@@ -56,26 +55,26 @@ class _Pieces:
         ((_, self.length),) = job.columns[0]
 
     def part(self, number: int, x: torch.Tensor, dim: int = -3, of: int = QUERIES) -> torch.Tensor:
-        """A piece of a tensor in which heads lie along ``dim``, behind the batch; all of what is the same for all of these."""
+        """Chunk ``number`` of a tensor: heads are ``dim``, the batch is before it."""
         sequences, heads = self.boxes[number]
         return _of(_of(x, dim, self.totals[of], heads[of]), dim - 1, self.batch, sequences)
 
     def gathered(self, number: int) -> Generator[Begun, Arrival, Arrival]:
-        """Begin to gather the keys and values of a piece: they come as one tensor, position by position."""
+        """Begin the all-gather of a chunk's keys and values, packed into one tensor by position."""
         return (yield from self._moved("S", "R", _packed(self._own(number))))
 
     def summed(self, found: list[torch.Tensor]) -> Generator[Begun, Arrival, Arrival]:
-        """Begin to sum gradients of whole keys and values, which are let go, over all ranks: those of own ones come."""
+        """Begin the reduce-scatter of gradients of full keys and values, and free ``found``."""
         x = self._in_order(_packed(found), back=False)
         found.clear()
         return (yield from self._moved("P", "S", x))
 
     def come(self, number: int, x: torch.Tensor) -> Tensors:
-        """The keys and values of a piece that came."""
+        """The keys and values of a chunk that arrived, in sequence order."""
         return self.unpacked(number, self._in_order(x, back=True))
 
     def unpacked(self, number: int, x: torch.Tensor) -> Tensors:
-        """What came of keys and values, [..., t, e] and [..., t, d]."""
+        """Keys [..., t, e] and values [..., t, d] of a packed tensor."""
         shapes = [(*own.shape[:-2], own.shape[-1]) for own in self._own(number)]
         columns = x.split([math.prod(shape) for shape in shapes], 1)
         return tuple(c.unflatten(1, shape).movedim(0, -2) for c, shape in zip(columns, shapes, strict=True))
@@ -85,7 +84,7 @@ class _Pieces:
         return (yield Collective(move, x))
 
     def _in_order(self, x: torch.Tensor, back: bool) -> torch.Tensor:
-        """Positions of the whole sequence as they travel; ``back``: as they are computed with, in the order of the sequence."""
+        """Positions in the order of the ranks' shards; ``back``: in sequence order, for tiles."""
         return reordered(x, 0, self.ranks, back) if self.ranks > 1 else x
 
     def _own(self, number: int) -> Tensors:
@@ -93,14 +92,14 @@ class _Pieces:
 
 
 class _Whole:
-    """A tensor with all heads of an operand that is made piece by piece; they lie along ``dim``."""
+    """A tensor with all heads of an operand, filled chunk by chunk; heads are ``dim``."""
 
     def __init__(self, pieces: _Pieces, of: int = QUERIES, dim: int = -3) -> None:
         self.pieces, self.of, self.dim = pieces, of, dim
         self.made: list[torch.Tensor] = []
 
     def put(self, number: int, x: torch.Tensor) -> None:
-        """``x``: of a piece, the first one first."""
+        """Put chunk ``number``; chunk 0 comes first."""
         if len(self.pieces.boxes) > 1 and not self.made:
             shape = list(x.shape)
             shape[self.dim] = self.pieces.totals[self.of]
@@ -115,7 +114,7 @@ class _Whole:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """With the parts of all pieces that were put."""
+        """The tensor with all chunks put so far."""
         return self.made[0]
 
 
@@ -179,7 +178,7 @@ def backward(job: Job, gradient: torch.Tensor, saved: Sequence[Any]) -> Journey:
 
 
 def _results(job: Job, here: Tensors, sinks: Any, query: torch.Tensor, mask: Any, level: Any, kept: Any) -> Tensors:
-    """Of a piece, whose keys and values are ``here``: the result and log-sum-exps of this rank's rows."""
+    """Result and log-sum-exps of this rank's rows for one chunk; ``here``: its keys and values."""
     rows = Result(job, query, here[1])
     for t, (q, k, v), masking in tiles(job._replace(folded=False), HERE, query, here[0], here[1], (mask, level), kept):
         rows.add(t.rows, *tile.forward(q, k, v, masking, job.scale))
@@ -189,7 +188,7 @@ def _results(job: Job, here: Tensors, sinks: Any, query: torch.Tensor, mask: Any
 def _gradients(
     job: Job, here: Tensors, results: Tensors, query: torch.Tensor, mask: Any, level: Any, kept: Any
 ) -> Tensors:
-    """Of a piece: of this rank's queries, and of all keys and values those that come of them."""
+    """Of one chunk: gradients of this rank's queries, and its summands for all keys and values."""
     in_order, mine = job._replace(folded=False), Sum(query)
     found = tiles(in_order, HERE, query, here[0], here[1], (mask, level), kept)
     theirs = gradients(in_order, HERE, found, here, results, mine, tuple)
@@ -197,7 +196,7 @@ def _gradients(
 
 
 def _of(x: torch.Tensor, dim: int, total: int, part: Interval) -> torch.Tensor:
-    """A part of a dim that has all, and has a number of them."""
+    """A slice of ``dim`` if it has its full length ``total``; a broadcast dim stays."""
     return x if x.dim() < -dim or x.shape[dim] != total else x.narrow(dim, *part)
 
 
@@ -206,13 +205,13 @@ def _parts(pieces: _Pieces, number: int, *xs: Any) -> list[Any]:
 
 
 def _put(pieces: _Pieces, of_keys: Sequence[_Whole], number: int, arrival: Arrival, dtype: torch.dtype) -> None:
-    """The gradients of a piece of this rank's keys and values where they belong."""
+    """Put the arrived key and value gradients of a chunk."""
     for whole, x in zip(of_keys, pieces.unpacked(number, *arrival()), strict=True):
         whole.put(number, x.to(dtype))
 
 
 def _packed(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[..., t, e] and [..., t, d] → [t, all the rest of both]: parts of the sequence lie one behind another."""
+    """[..., t, e] and [..., t, d] → [t, all other dims of both]: positions are contiguous."""
     rows = [x.movedim(-2, 0) for x in xs]
     widths = [math.prod(x.shape[1:]) for x in rows]
     out = xs[0].new_empty(len(rows[0]), sum(widths))

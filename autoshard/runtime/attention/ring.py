@@ -1,11 +1,12 @@
-"""Ring attention (Liu et al. 2023): queries stay, keys and values go round, results merge by log-sum-exp.
+"""Ring attention (Liu et al. 2023) and attention over gathered keys: context parallelism.
 
-Queries, keys and values are cut along the sequence. In every step a rank computes with the keys and values that it has,
-while it sends them to the next one. In the backward they go round once more, and their gradients behind them: a
-gradient starts at the rank after the keys' owner, and every rank adds its part. Of a window the keys that it shows go
-straight to the ranks that see them, and their gradients straight back. Nothing of the size of the whole sequence is ever
-held, and what positions hide is neither computed nor stored.
-"""
+Queries, keys and values are sharded along the sequence, and queries stay. In each step a rank
+computes with the keys and values it has while it sends them to the next rank. Partial results merge
+by log-sum-exp. In the backward keys and values go around the ring once more, followed by their
+gradients: a gradient starts at the rank after the owner of the keys, and each rank adds its
+summand. Under a sliding window the visible keys go straight to the ranks that see them, and their
+gradients straight back. Nothing of the full sequence's size is in memory, and masked tiles are
+neither computed nor stored."""
 
 from __future__ import annotations
 
@@ -52,21 +53,21 @@ def ring_attention(
     cuts: Mapping[int, Axes] | None = None,
     batch: int | None = None,
 ) -> torch.Tensor:
-    """Attention with queries, keys and values cut along the sequence by ``axes``: S → S.
+    """Ring attention: queries, keys and values sharded along the sequence by ``axes``, S → S.
 
-    query [..., s, e], key [..., t, e], value [..., t, d], attn_mask [..., s, whole t]; ``queries`` and ``keys``: the
-    global lengths. Key and value may have fewer heads, each of which several query heads share. ``before``, ``after``:
-    how many positions before and behind it a query sees; with ``is_causal`` none behind it. ``folded``: ranks that
-    are mirrored in the ring swap first halves before and after (of more than two ranks those of keys and values, too), so
-    that a causal mask leaves all ranks the same work; then no mask has rows. ``carried``: queries, keys and values come in
-    folded order, and so the result goes: nothing is swapped. ``helpers``: so it does where early ranks
-    compute for late ones (:mod:`~autoshard.runtime.attention.helped`), of as many queries as keys, without slopes, windows, a
-    mask with rows, and dropout. ``sloped``, ``sinks`` (of the heads that are
-    here), ``soft_cap``: as in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
+    query [..., s, e], key [..., t, e], value [..., t, d], attn_mask [..., s, full t]. ``queries``,
+    ``keys``: global lengths. Key and value may have fewer heads (GQA). ``before``, ``after``:
+    positions that a query sees before and behind it; none behind if ``is_causal``. ``folded``:
+    mirrored ranks swap first halves before and after (keys and values only among more than two
+    ranks), which balances causal work; then no mask may have rows. ``carried``: operands and result
+    are in zigzag order already, and nothing is swapped. ``helpers``: early ranks compute for late
+    ones instead (:mod:`~autoshard.runtime.attention.helped`); needs as many queries as keys, and no
+    ALiBi, window, mask with rows, or dropout. ``sloped``, ``sinks`` (local heads), ``soft_cap``: as
+    in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
 
-    For dropout, which hits what it hits on one device: ``shape``, the global one of the weights [..., s, t]; ``cuts``, the
-    axes that cut each of its dims but the last two; ``batch`` as in :func:`~autoshard.runtime.dropout`.
-    """
+    For dropout equal to one device's: ``shape``, the global shape of the weights [..., s, t];
+    ``cuts``, the axes that shard each dim but the last two; ``batch`` as in
+    :func:`~autoshard.runtime.dropout`."""
     comm = current()
     names = comm.active(axes)
     ranks = tuple(comm.mesh[a] for a in names)
@@ -104,13 +105,11 @@ def gathered_attention(
     cuts: Mapping[int, Axes] | None = None,
     batch: int | None = None,
 ) -> torch.Tensor:
-    """:func:`ring_attention` in which keys and values are gathered in so many ``pieces`` of their heads, each of them in
-    so many parts of the batch: S → S.
+    """:func:`ring_attention` with KV all-gathered in ``pieces`` head chunks × ``batches``: S → S.
 
-    While one piece is computed, the next one comes (:mod:`~autoshard.runtime.attention.pieces`). Operands without a dim of
-    heads, or of a batch, are not cut there. ``folded``: queries alone are swapped. ``carried``: nothing is; a rank puts the
-    keys that come into the order of the sequence.
-    """
+    While one chunk is computed, the next is gathered (:mod:`~autoshard.runtime.attention.pieces`).
+    Operands without a head or batch dim have one chunk there. ``folded``: queries alone are
+    swapped. ``carried``: nothing is swapped; each rank brings gathered keys into sequence order."""
     comm = current()
     names = comm.active(axes)
     folded, pieces, batches = (
@@ -134,7 +133,7 @@ def _move(names: tuple[str, ...]) -> Move:
 def _kept(
     job: Job, query: torch.Tensor, shape: Sequence[int], cuts: Mapping[int, Axes] | None, batch: int | None
 ) -> torch.Tensor | None:
-    """Which weights of this rank's queries dropout keeps, over all keys."""
+    """Which weights [..., s, t] of this rank's queries dropout keeps, over all keys: bool."""
     if not 0.0 < job.dropout_p < 1.0:
         return None
     kept = part(noise_like(query, job.dropout_p, shape, (), batch) != 0, cuts or {})
@@ -162,12 +161,11 @@ def banded_rows(
     cuts: Mapping[int, Axes] | None = None,
     batch: int | None = None,
 ) -> torch.Tensor:
-    """Attention of queries over whole keys and values; ``queries``: their global length, where ``axes`` cut them.
+    """Attention of queries over replicated keys; ``queries``: global length if sharded by ``axes``.
 
-    A query sees the keys from ``before`` positions before it to ``after`` behind it; None: all. ``attn_mask`` hides more,
-    cut by its rows where it has any. Others as in :func:`ring_attention`; under ``folded`` queries alone are swapped, and under
-    ``carried`` they alone are in folded order.
-    """
+    A query sees keys from ``before`` positions before it to ``after`` behind it; None: no limit.
+    ``attn_mask`` hides more, sharded by its rows if it has any. Else as :func:`ring_attention`.
+    ``folded``: queries alone are swapped. ``carried``: queries alone are in zigzag order."""
     comm = current()
     names = comm.active(axes)
     folded = folded and bool(names)
@@ -186,7 +184,7 @@ def _run(
     kept: torch.Tensor | None,
     way: ModuleType = journey,
 ) -> torch.Tensor:
-    """``operands``: queries, keys, values, and sinks or None; ``kept``: which weights dropout keeps."""
+    """``operands``: queries, keys, values, sinks or None; ``kept``: weights that dropout keeps."""
 
     def ahead(query: Any, key: Any, value: Any, sinks: Any) -> Generator[Hop, Arrival, Any]:
         out, *needed = yield from way.forward(job, query, key, value, sinks, mask, kept)

@@ -1,8 +1,7 @@
-"""Attention of some queries over some keys, and how the results over several stretches of keys become one.
+"""Attention block: some queries over some keys, with log-sum-exp, forward and backward.
 
-A tile gives the result and, per row, the logarithm of the sum of exponentials (log-sum-exp): with these, results over
-different keys merge, and with those of all keys the backward of one tile is the tile's part of the whole one (Dao 2023).
-"""
+Results over different keys merge by their log-sum-exps. Given the log-sum-exps over all keys, the
+backward of one tile is its summand of the full backward (FlashAttention-2, Dao 2023)."""
 
 from __future__ import annotations
 
@@ -15,32 +14,31 @@ from autoshard.runtime.attention.banded import capped
 from autoshard.runtime.operations.softmax import wide
 
 DEEP = 1000.0
-"""how far below zero what is added to all scores of a row may lie before their sums' logarithm loses digits"""
+"""how far below zero a row's additive mask may lie before its log-sum-exp loses digits"""
 ROWS = 1024
-"""rows of the attention matrix that are in memory at once where no fused kernel computes a tile"""
+"""rows of the attention matrix in memory at once where no fused kernel computes a tile"""
 
 
 class Masking(NamedTuple):
-    """What changes a tile's weights. Tensors broadcast to [..., s, t]."""
+    """Masks and dropout of one tile. Tensors broadcast to [..., s, t]."""
 
     causal: bool = False
     """row i sees columns 0…i"""
     bias: torch.Tensor | None = None
     """bool (False: hidden) or added to the scores; no gradient"""
     kept: torch.Tensor | None = None
-    """what dropout multiplies the weights with"""
+    """factor of the weights: 0 where dropped, else 1 / (1 - p)"""
     level: torch.Tensor | None = None
-    """what is taken off a row's scores [..., s, 1]: see :func:`level_of`"""
+    """[..., s, 1], subtracted from the scores: see :func:`level_of`"""
     soft_cap: float | None = None
-    """what scores stay below: see :func:`~autoshard.runtime.attention.banded.banded_op`"""
+    """see :func:`~autoshard.runtime.attention.banded.banded_op`"""
 
 
 def level_of(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """What is added to all scores of a row [..., s, 1] of a mask [..., s, t] at least, where that is very negative; else zeros.
+    """Maximum [..., s, 1] of an additive mask [..., s, t] where it is below -:data:`DEEP`, else 0.
 
-    Of a row that sees nothing, as padding's where masks have numbers, scores are all like -1e30: the logarithm of
-    their sum would not tell how many they are. None: there is no such row.
-    """
+    A row that sees nothing (padding under a numeric mask) has scores near -1e30 only, and their
+    log-sum-exp would lose the number of keys. None: there is no such row."""
     if mask is None or not mask.dtype.is_floating_point or mask.device.type == "meta":
         return None
     top = wide(mask).amax(-1, keepdim=True)
@@ -53,17 +51,16 @@ def level_of(mask: torch.Tensor | None) -> torch.Tensor | None:
 def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """query [..., s, e], key [..., t, e], value [..., t, d] → result [..., s, d], log-sum-exp [..., s] (-inf: sees none).
+    """query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d], log-sum-exp [..., s].
 
-    Both are in float32 at least. Key and value may have fewer heads: several query heads share one.
-    """
+    Both in float32 or wider; -inf if no key is seen. Key and value may have fewer heads (GQA)."""
     if _is_fused(query, key, value, masking):
         bias = _added(masking.bias, query)
         out, sums = _kernel(query, key, value, masking.causal, bias, scale)[:2]
         return wide(out), sums if bias is None else sums.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
     key, value = (_heads_of(query, x) for x in (key, value))
     parts = [_forward_rows(query, key, value, masking, scale, *rows) for rows in _blocks(query)]
-    if query.device.type == "meta" and parts:  # what is not computed has its shape
+    if query.device.type == "meta" and parts:  # one block was run, all have a shape
         (out, sums), rows = parts[0], query.shape[-2]
         parts = [(out.new_empty((*out.shape[:-2], rows, out.shape[-1])), sums.new_empty((*sums.shape[:-1], rows)))]
     return torch.cat([out for out, _ in parts], -2), torch.cat([sums for _, sums in parts], -1)
@@ -79,7 +76,7 @@ def backward(
     masking: Masking,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tile's part of the gradients of query, key and value; ``out`` and ``sums``: those over all keys."""
+    """The tile's summand of the gradients of query, key, value; ``out``, ``sums``: of all keys."""
     sums = sums.masked_fill(sums == -torch.inf, 0.0)
     if _is_fused(query, key, value, masking):
         bias = _added(masking.bias, query)
@@ -97,8 +94,8 @@ def backward(
 def merge(
     out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results over some keys and over others, with their log-sum-exps, as those over all of them; ``out`` is overwritten."""
-    share = (more_sums - sums).sigmoid().nan_to_num(0.0)  # of rows that see none of either
+    """Merge results over disjoint keys by their log-sum-exps; ``out`` is overwritten."""
+    share = (more_sums - sums).sigmoid().nan_to_num(0.0)  # NaN: the row sees no key of either
     return out.lerp_(more, share.unsqueeze(-1)), torch.logaddexp(sums, more_sums)
 
 
@@ -106,7 +103,7 @@ def merge(
 
 
 def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking) -> bool:
-    """Whether a kernel computes the tile without its matrix of weights."""
+    """Whether a fused kernel computes the tile, without its matrix of weights."""
     if (
         masking.kept is not None
         or masking.level is not None
@@ -123,7 +120,7 @@ def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, maski
         return False
     if not query.shape[-1] == key.shape[-1] == value.shape[-1] or key.shape[1] != value.shape[1]:
         return False
-    if query.device.type == "cuda":  # its kernel counts a causal mask from the last row
+    if query.device.type == "cuda":  # its kernel aligns a causal mask to the last row
         if masking.bias is not None or (masking.causal and query.shape[-2] != key.shape[-2]):
             return False
         return query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in range(8, 257, 8)
@@ -133,7 +130,7 @@ def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, maski
 def _kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, bias: torch.Tensor | None, scale: float
 ) -> tuple[Any, ...]:
-    """The result, its log-sum-exp, and what else the kernel's backward wants."""
+    """The result, its log-sum-exp, and what else the kernel's backward takes."""
     if query.device.type != "cuda":
         flash = aten._scaled_dot_product_flash_attention_for_cpu
         found: tuple[Any, ...] = flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
@@ -157,18 +154,18 @@ def _kernel_backward(
         flash = aten._scaled_dot_product_flash_attention_for_cpu_backward
         a, b, c = flash(gradient, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scale)
         return a, b, c
-    seed = torch.empty((), dtype=torch.int64, device=query.device)  # of a dropout that there is not
+    seed = torch.empty((), dtype=torch.int64, device=query.device)  # unused: there is no dropout
     lengths = None, None, query.shape[-2], key.shape[-2]
     given = (gradient, query, key, value, out, sums, *lengths, 0.0, causal, seed, seed)
     a, b, c = aten._scaled_dot_product_flash_attention_backward(*given, scale=scale)
     return a, b, c
 
 
-# --- spelled out, some rows at a time ---
+# --- unfused, in blocks of rows ---
 
 
 def _blocks(query: torch.Tensor) -> list[tuple[int, int]]:
-    """(start, length) of rows; on tensors without data, where one block shows what all need, the first."""
+    """(start, length) of blocks of rows; on meta tensors the first, whose memory is that of all."""
     rows = query.shape[-2]
     found = [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
     return found[:1] if query.device.type == "meta" else found
@@ -177,7 +174,7 @@ def _blocks(query: torch.Tensor) -> list[tuple[int, int]]:
 def _weights(
     query: torch.Tensor, key: torch.Tensor, masking: Masking, scale: float, start: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Scores of some rows [..., length, t], what dropout multiplies their weights with, and their slope under a soft cap."""
+    """Scores [..., length, t] of some rows, their dropout factor, derivative of the soft cap."""
     scores, slope = wide(query.narrow(-2, start, length) @ key.transpose(-2, -1)) * scale, None
     if masking.soft_cap is not None:
         scores = capped(scores, masking.soft_cap)
@@ -188,13 +185,13 @@ def _weights(
     if masking.bias is not None:
         bias = _added(masking.bias, scores)
         scores = scores + rows_of(bias, start, length)
-    if masking.level is not None:  # in this order: what was rounded away stays so
+    if masking.level is not None:  # after the mask is added, so that it rounds as in eager
         scores = scores - rows_of(masking.level.to(scores.dtype), start, length)
     return scores, None if masking.kept is None else masking.kept.narrow(-2, start, length), slope
 
 
 def rows_of(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    """Some rows of what has some, or the same for all."""
+    """Some rows of ``x``, or ``x`` where all rows share it."""
     return x if x.dim() < 2 or x.shape[-2] == 1 else x.narrow(-2, start, length)
 
 
@@ -231,7 +228,7 @@ def _backward_rows(
 
 
 def _added(bias: torch.Tensor | None, like: torch.Tensor) -> Any:
-    """A mask as what is added to the scores, with as many dims as these."""
+    """A mask as an additive bias."""
     if bias is None:
         return None
     if bias.dtype == torch.bool:
@@ -241,7 +238,7 @@ def _added(bias: torch.Tensor | None, like: torch.Tensor) -> Any:
 
 
 def _heads_of(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Keys or values with a head for every query head."""
+    """Keys or values repeated to one head per query head."""
     if query.dim() < 3 or x.dim() < 3 or x.shape[-3] in (1, query.shape[-3]):
         return x
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)

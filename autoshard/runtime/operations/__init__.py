@@ -1,1 +1,1 @@
-"""Operations on local tensors whose ranks exchange something, and the collectives that generated code calls."""
+"""Operations on shards with their internal communication, and the collectives of generated code."""

@@ -1,8 +1,8 @@
-"""Sums and means of rows of tables whose gradient is added up as it comes, where that is faster than torch's own.
+"""Embedding bags with a fast gradient on CPUs, where ``index_add_`` accumulates the rows.
 
-On CPUs the backward of ``embedding_bag`` sorts the numbers of the rows first, and that of ``embedding`` adds rows one by one
-through the dispatcher: both take two to three times what ``index_add_`` takes. On GPUs ``index_add_`` adds in any order.
-"""
+On CPUs the backward of ``embedding_bag`` sorts the indices first, and that of ``embedding`` adds
+rows one by one through the dispatcher. Both take two to three times as long as ``index_add_``. On
+GPUs the order in which ``index_add_`` adds is not deterministic."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from autoshard.runtime.transport.handed_on import HandingOn
 from autoshard.runtime.transport.node import Node
 
 ADDED = ("sum", "mean")
-"""modes in which rows are added"""
+"""modes that add rows"""
 
 
 def adds_rows(table: torch.Tensor, indices: torch.Tensor, sparse: bool) -> bool:
-    """Whether :func:`bagged` is for look-ups of these ``indices``. In less than single precision torch adds up in single."""
+    """Whether :func:`bagged` serves ``indices``. torch adds half precision in float32 itself."""
     accurate = table.dtype in (torch.float32, torch.float64)
     return accurate and table.device.type == "cpu" and not sparse and indices.numel() > 0 and table.is_contiguous()
 
 
 def bagged(indices: torch.Tensor, mode: str, padding: int, *tables: torch.Tensor) -> torch.Tensor:
-    """The "sum" or "mean" of the rows of every bag: indices [b, k], tables [rows, d], one after another → [b, d].
+    """Sum or mean of each bag's rows: indices [b, k], tables [rows, d] in a row → [b, d].
 
-    ``padding``: a row that gets no gradient; negative for none.
-    """
+    ``padding``: a row that gets no gradient; negative: none."""
     found: torch.Tensor = _Bagged.apply(indices, mode, padding, *tables)
     return found
 
@@ -60,10 +59,10 @@ def _add_rows(
     padding: int,
     mine: torch.Tensor | None = None,
 ) -> None:
-    """Add the ``gradient`` [b, d] of bags to the rows of ``total`` that ``indices`` [b, k] name; only where ``mine``."""
+    """Add gradients [b, d] of bags to rows ``indices`` [b, k] of ``total``; only where ``mine``."""
     bags, length = indices.shape
     added = gradient / length if mode == "mean" else gradient
-    if length > bags:  # few calls
+    if length > bags:  # one call instead of ``length``
         rows = added.repeat_interleave(length, 0)
         total.index_add_(0, indices.reshape(-1), rows if mine is None else rows * mine.reshape(-1, 1))
     else:
@@ -80,10 +79,9 @@ def bagged_each(
     tables: Sequence[torch.Tensor],
     mine: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`bagged` of each of several tables [rows, d] with its own indices [b, k], in one node → as many [b, d].
+    """:func:`bagged` of several tables [rows, d], each with its own indices [b, k], in one node.
 
-    ``mine`` [tables, b, k]: which of the indices count; others give zeros, whatever their rows hold.
-    """
+    ``mine`` [tables, b, k]: indices that count; others give zeros, whatever their rows hold."""
     found: tuple[torch.Tensor, ...] = _BaggedEach.apply(list(indices), mode, list(padding), mine, *tables)
     return found
 

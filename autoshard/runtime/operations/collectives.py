@@ -1,10 +1,10 @@
-"""The differentiable collectives that generated code calls on plain local tensors.
+"""Differentiable collectives of generated code, on plain local tensors.
 
-``axes`` is one mesh axis or a tuple of them (one flattened group, the first axis outermost). Chunks are as
-:func:`torch.chunk` cuts them, nested for several axes, so a rank may hold 0 rows. What each function does to the
-gradient follows from the placements it converts between (see :mod:`autoshard.runtime.transport.move`).
-Axes of size 1 cost nothing. Raises :class:`~autoshard.errors.MeshError` for an unknown axis.
-"""
+``axes`` is one mesh axis, or a tuple that is flattened into one group (first axis outermost).
+Chunks are those of :func:`torch.chunk`, nested for several axes, so a rank may hold 0 rows. The
+gradient of each function follows from the placements it converts
+(:mod:`autoshard.runtime.transport.move`). Axes of size 1 cost nothing. Raises
+:class:`~autoshard.errors.MeshError` for an unknown axis."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Whole = Literal["I", "R"]
 
 
 def enter(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """I → R. Forward: nothing. Backward: all-reduce (Megatron's f)."""
+    """I → R. Forward: identity. Backward: all-reduce (Megatron's f)."""
     return _move(x, "I", "R", axes)
 
 
 def leave(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """R → I. Forward: nothing. Backward: the group's first rank keeps the gradient, the others get zeros."""
+    """R → I. Forward: identity. Backward: the group's first rank keeps the gradient; others: 0."""
     return _move(x, "R", "I", axes)
 
 
 def all_reduce(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") -> torch.Tensor:
-    """P → I (backward: nothing) or P → R (backward: all-reduce). ``op`` "max" and "min" have no gradient."""
+    """P → I (backward: identity) or R (backward: all-reduce). ``op`` "max", "min": no gradient."""
     if op != "sum":
         x = x.detach()
         if op not in ("max", "min"):
@@ -43,7 +43,7 @@ def all_reduce(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") ->
 
 
 def statistic(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") -> torch.Tensor:
-    """As :func:`all_reduce`, inside an operation: where that runs again in the backward, what it was in the forward."""
+    """:func:`all_reduce` inside an operation; recomputation in the backward reuses its result."""
     comm, of = current(), functools.partial(all_reduce, axes=axes, to=to, op=op)
     return of(x) if comm.sums is None or not comm.active(axes) else comm.sums(x if op == "sum" else x.detach(), of)
 
@@ -56,8 +56,7 @@ def reduce_scatter(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
 def all_gather(x: torch.Tensor, dim: int, axes: Axes, to: Whole = "I", size: int | None = None) -> torch.Tensor:
     """S(dim) → I (backward: local slice) or R (backward: reduce-scatter).
 
-    ``size``: the length of ``dim`` after the gather; without it the cut is even.
-    """
+    ``size``: the length of ``dim`` after the gather; default: chunks are even."""
     return _move(x, "S", _whole(to), axes, dim, size)
 
 
@@ -67,17 +66,17 @@ def slice(x: torch.Tensor, dim: int, axes: Axes, of: Whole = "I") -> torch.Tenso
 
 
 def pad(x: torch.Tensor, dim: int, axes: Axes, size: int | None = None) -> torch.Tensor:
-    """S(dim) → P: this rank's chunk among zeros. Backward: local slice. ``size`` as in :func:`all_gather`."""
+    """S(dim) → P: this rank's chunk among zeros. Backward: local slice. See :func:`all_gather`."""
     return _move(x, "S", "P", axes, dim, size)
 
 
 def partial(x: torch.Tensor, axes: Axes, of: Whole = "I") -> torch.Tensor:
-    """I → P or R → P: the group's first rank keeps the value, the others get zeros. Backward: nothing, or the same."""
+    """I → P or R → P: the group's first rank keeps the value. Backward: identity, or likewise."""
     return _move(x, _whole(of), "P", axes)
 
 
 def all_to_all(x: torch.Tensor, src: int, dst: int, axes: Axes, size: int | None = None) -> torch.Tensor:
-    """S(src) → S(dst). Backward: all-to-all. ``size``: the length of dim ``src`` once gathered; default even."""
+    """S(src) → S(dst). Backward: all-to-all. ``size``: length of dim ``src`` once gathered."""
     comm = current()
     if not (names := comm.active(axes)):
         return x
@@ -86,10 +85,9 @@ def all_to_all(x: torch.Tensor, src: int, dst: int, axes: Axes, size: int | None
 
 
 def permute(x: torch.Tensor, axes: Axes, order: Axes, dim: int | None = None, size: int | None = None) -> torch.Tensor:
-    """Renumber chunks: number k along ``axes`` goes to the rank that is number k along ``order``. Backward: inverse.
+    """Renumber chunks: number k along ``axes`` goes to the rank with number k along ``order``.
 
-    All chunks have one shape, unless ``dim`` and its length ``size`` before the cut are given.
-    """
+    Backward: the inverse. Chunks have one shape unless ``dim`` and its ``size`` are given."""
     comm = current()
     names, target = comm.active(axes), comm.active(order)
     if sorted(names) != sorted(target):
@@ -102,13 +100,13 @@ def permute(x: torch.Tensor, axes: Axes, order: Axes, dim: int | None = None, si
 
 
 def size(n: int, axes: Axes) -> int:
-    """This rank's length of a global length ``n`` cut by ``axes``, outer to inner."""
+    """This rank's length of a dim of global length ``n`` sharded by ``axes``, outer to inner."""
     comm = current()
     return comm.chunk(n, comm.active(axes))[1]
 
 
 def offset(n: int, axes: Axes) -> int:
-    """Where this rank's chunk of a global length ``n`` cut by ``axes`` starts."""
+    """Start of this rank's chunk of a dim of global length ``n`` sharded by ``axes``."""
     comm = current()
     return comm.chunk(n, comm.active(axes))[0]
 

@@ -1,4 +1,4 @@
-"""CTC loss as one op. ATen's reads the lengths while it runs, so that it cannot be traced without data."""
+"""CTC loss as one op: ATen's reads the lengths on the host, so it cannot be traced without data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ctc_loss(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """The loss of each sample, [n] or []: log-probabilities [t, n, c] or [t, c]; targets [n, s] or one after another."""
+    """Loss per sample, [n] or []: log-probabilities [t, n, c] or [t, c]; targets [n, s] or flat."""
     return _each(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity).clone()
 
 
@@ -31,7 +31,7 @@ def _each(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    if log_probs.ndim == 3 and not log_probs.shape[1]:  # a rank's part of few samples; torch refuses none
+    if log_probs.ndim == 3 and not log_probs.shape[1]:  # no samples: torch refuses
         return log_probs.sum((0, 2))
     return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
 
@@ -41,5 +41,5 @@ def _(log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
     return log_probs.new_empty(log_probs.shape[1:-1])
 
 
-# ATen's backward needs a table that the op does not give out.
+# ATen's backward needs a table that the op does not return, so the forward is recomputed.
 differentiate(ctc_loss, _each, of=(0,))

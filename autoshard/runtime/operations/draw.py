@@ -1,4 +1,4 @@
-"""Random ops of the graph: drawn once at global shape, so that every layout sees the values of one device."""
+"""Random ops of the graph, drawn once at global shape: every layout has one device's values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from autoshard.runtime.transport.communicator import Axes, current, device
 def draw(
     op: str, *args: Any, dims: Mapping[int, Axes] | None = None, batch: int | None = None, **kwargs: Any
 ) -> torch.Tensor:
-    """This rank's part of ``aten.op(*args)``, of global shape: ``draw("rand", [8, 4], dims={0: "dp"})``.
+    """This rank's shard of ``aten.op(*args)``: ``draw("rand", [8, 4], dims={0: "dp"})``.
 
-    ``dims``: the axes that cut each sharded dim of the result; ``batch``: the dim that several micro-batches share, each of
-    which draws for the whole batch, of which sizes in ``args`` are, and takes its part. Tensor arguments are whole; no
-    gradient.
-    """
+    ``args`` have global shapes. ``dims``: the axes that shard each dim. ``batch``: the dim that
+    micro-batches divide; each slices a draw for the full batch. Tensor arguments are replicated."""
     args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
     if not any(isinstance(a, torch.Tensor) for a in args):
         kwargs.setdefault("device", device())
@@ -34,7 +32,7 @@ def draw(
 
 
 def draw_whole(op: str, *args: Any, **kwargs: Any) -> Any:
-    """The results of ``op(*args)``, named as ``aten::rand``, of whole arguments: drawn once for all ranks. No gradient."""
+    """The results of ``op(*args)`` (``aten::rand``) on replicated arguments, drawn once for all."""
     namespace, _, name = op.partition("::")
     whole = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
     return shared(getattr(getattr(torch.ops, namespace), name), *whole[0], **whole[1])
@@ -50,12 +48,11 @@ def draw_like(
     batch: int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """This rank's part of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` whose values do not matter.
+    """This rank's shard of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` with any values.
 
-    ``x``: this rank's part of ``t``, for its dtype and device; ``dims``: the axes that cut each sharded dim;
-    ``order``: the dims of ``t`` as they lie in memory, if not as they are numbered: normal draws of a transposed tensor
-    are others. ``batch``: see :func:`~autoshard.runtime.dropout`.
-    """
+    ``x``: this rank's shard of ``t``, for dtype and device. ``dims``: the axes that shard each dim.
+    ``order``: memory order of the dims of ``t``, which normal draws follow. ``batch``: see
+    :func:`~autoshard.runtime.dropout`."""
 
     def fill(shape: Sequence[int]) -> torch.Tensor:
         empty = partial(torch.empty, dtype=x.dtype, device=x.device)
@@ -74,10 +71,9 @@ def native_dropout(
     batch: int | None = None,
     train: bool | None = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``aten.native_dropout``: what ``runtime.dropout`` gives, and what was kept. In training it draws for every ``p``.
+    """``aten.native_dropout``: (result, kept mask). In training it draws for every ``p``.
 
-    ``train``: None trains, too, but torch's gradient is then that of the mask alone.
-    """
+    ``train=None`` trains, too, but torch's gradient is then the mask without the scale."""
     if train is False:
         return x, torch.ones_like(x, dtype=torch.bool)
 
@@ -93,7 +89,7 @@ def native_dropout(
 
 @torch.library.custom_op("autoshard::packed_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def packed_noise(x: torch.Tensor, lengths: torch.Tensor, p: float) -> torch.Tensor:
-    """What dropout multiplies the packed sequences of ``x`` [steps, batch, features] with, longest first; else 0."""
+    """Dropout factors of packed sequences ``x`` [steps, batch, features], longest first."""
     inside = torch.arange(x.shape[0], device=lengths.device)[:, None] < lengths
     whole = torch.zeros_like(x, memory_format=torch.contiguous_format)
     whole[inside] = noise((int(lengths.sum()), x.shape[2]), p, x.dtype, x.device)
@@ -104,6 +100,6 @@ packed_noise.register_fake(lambda x, lengths, p: torch.empty_like(x, memory_form
 
 
 def rrelu(x: torch.Tensor, lower: float, upper: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """``F.rrelu`` in training of a whole ``x``, and the slopes, which are drawn for its negative elements."""
+    """``F.rrelu`` of a replicated ``x`` in training, and the slopes of its negative elements."""
     slopes = shared(aten.rrelu_with_noise_functional, x.detach(), torch.zeros_like(x), lower, upper, True)[1]
     return x * slopes, slopes

@@ -1,4 +1,4 @@
-"""Look-ups, with sums over them, and in a table whose rows are cut: every rank looks up what it holds, and rows sum up."""
+"""Embedding look-ups, also pooled, in vocabulary-parallel tables: ranks look up their own rows."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from autoshard.runtime.transport.handed_on import register
 def vocab_embedding(
     weight: torch.Tensor, indices: torch.Tensor, size: int, axes: Axes, padding_idx: int = -1, sparse: bool = False
 ) -> torch.Tensor:
-    """Rows of a table of ``size`` rows cut by ``axes``: weight [size/n S, d], indices [...] → [..., d] P.
+    """Vocabulary-parallel embedding: weight [size/n S, d], indices [...] → [..., d] P.
 
-    A rank gives zeros for the rows it does not hold; an index that no rank holds raises. ``padding_idx``: a global row
-    that gets no gradient; negative for none. Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053). ``sparse``: the
-    gradient has the rows that were looked up here, and no others: an optimizer must not touch them.
+    Rows of other ranks are zeros; an index outside ``size`` raises. ``padding_idx``: global row
+    without a gradient; negative: none. ``sparse``: a sparse gradient of the rows looked up here
+    (the optimizer must skip others). After Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053).
     """
     rows = weight.shape[0]
     check_range(indices, size)
     if rows == 0:
-        return weight.new_zeros(*indices.shape, weight.shape[1]) + weight.sum(0)  # the sum keeps the gradient path
+        return weight.new_zeros(*indices.shape, weight.shape[1]) + weight.sum(0)  # keeps a gradient
     start = offset(size, axes)
     mine = (indices >= start) & (indices < start + rows)
     padding = padding_idx - start if start <= padding_idx < start + rows else None
@@ -51,13 +51,12 @@ def vocab_embedding_bag(
     sparse: bool = False,
     mode: str = "sum",
 ) -> tuple[torch.Tensor, None, None, None]:
-    """Sums (or "mean"s, or "max"ima) of the rows of each bag, of a table cut by ``axes``: weight [size/n S, d], indices [k] →
-    [bags, d] P.
+    """Vocabulary-parallel bags: weight [size/n S, d], indices [k] → [bags, d] P.
 
-    ``offsets``: where each bag starts in ``indices``. Rows of ``padding_idx`` (global; negative for none) do not count.
-    A tuple like that of ``aten.embedding_bag``, of whose results only the first is made, and like it raises a ``RuntimeError``
-    where bags begin elsewhere than at the first index, or end behind the last.
-    """
+    ``mode``: "sum", "mean" or "max". ``offsets``: where each bag starts in ``indices``. Rows
+    ``padding_idx`` (global; negative: none) do not count. Returns a tuple like
+    ``aten.embedding_bag`` with the first result only. Raises ``RuntimeError`` like it if bags do
+    not begin at the first index or end behind the last."""
     within = (offsets[:1] == 0).all() & (offsets[-1:] <= len(indices)).all()
     torch._assert_async(within, f"offsets of bags begin with 0 and stay within the {len(indices)} indices")
     starts = offsets[:-1] if include_last_offset else offsets
@@ -81,11 +80,11 @@ def vocab_embedding_bag(
 def _largest(
     weight: torch.Tensor, indices: torch.Tensor, bag: torch.Tensor, bags: int, size: int, axes: Axes, padding_idx: int
 ) -> torch.Tensor:
-    """Per bag and column the largest element, on the rank that has it, and zeros on others: [bags, d] P.
+    """Per bag and column the maximum, on the rank that has it, and zeros on others: [bags, d] P.
 
-    Of equal ones the first in its bag counts and gets the gradient, as in ``embedding_bag``; an empty bag has zeros. ``bag``:
-    of every index [k]. Ranks agree on the largest, and then on where it first comes.
-    """
+    Among equal elements the first of its bag gets the gradient, as in ``embedding_bag``; an empty
+    bag gives zeros. ``bag`` [k]: bag of each index. Ranks agree on the maximum, then on its first
+    position."""
     (many,), (rows, width) = indices.shape, weight.shape
     check_range(indices, size)
     start = offset(size, axes)
@@ -98,11 +97,11 @@ def _largest(
         at = torch.where(values == top[bag[own]], own.unsqueeze(1), many)
         first = indices.new_full((bags, width), many, dtype=torch.int64).scatter_reduce(0, places, at, "amin")
         first = statistic(first, axes, "R", "min")
-        padded = torch.cat([mine, mine.new_zeros(1)])  # of an empty bag no rank has the first
+        padded = torch.cat([mine, mine.new_zeros(1)])  # position ``many``: an empty bag
         here = padded[first]
         row = torch.where(here, torch.cat([indices, indices.new_zeros(1)])[first] - start, 0)
     if not rows:
-        return weight.new_zeros(bags, width) + weight.sum(0)  # the sum keeps the gradient path
+        return weight.new_zeros(bags, width) + weight.sum(0)  # keeps a gradient
     return torch.where(here, weight.gather(0, row), 0)
 
 
@@ -110,10 +109,9 @@ def _largest(
 def pooled_op(
     weight: torch.Tensor, indices: torch.Tensor, mode: str, padding_idx: int = -1, sparse: bool = False
 ) -> torch.Tensor:
-    """Rows of a table, summed ("sum") or averaged ("mean") over the last dim of the indices: [..., k] → [..., d].
+    """Rows of a table, pooled ("sum", "mean") over the last dim of indices: [..., k] → [..., d].
 
-    ``padding_idx``: a row that gets no gradient; negative for none. ``sparse``: whether the table's gradient is.
-    """
+    ``padding_idx``: a row without a gradient; negative: none. ``sparse``: a sparse gradient."""
     return pooled(weight, indices, mode, padding_idx, sparse)
 
 
@@ -150,7 +148,7 @@ def pooled(
     size: int = 0,
     axes: Axes = (),
 ) -> torch.Tensor:
-    """As :func:`pooled_op`; with ``axes`` the weight is a part of ``size`` rows, and the results are summands (P)."""
+    """:func:`pooled_op`; with ``axes`` the weight is a shard of ``size`` rows, the result P."""
     if axes:
         found = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
     elif adds_rows(weight, indices, sparse):
@@ -169,11 +167,10 @@ def pooled_together(
     sizes: Sequence[int] = (),
     axes: Axes = (),
 ) -> tuple[torch.Tensor, ...]:
-    """:func:`pooled` in each of several tables [rows, d], by indices [..., k] of one shape: as many results [..., d].
+    """:func:`pooled` in several tables [rows, d] by indices [..., k] of one shape → [..., d] each.
 
-    On CPUs by one node of the autograd graph, and, where the tables are parts of ``sizes`` rows cut by ``axes``, with one look
-    at which of all indices this rank holds.
-    """
+    On CPUs they are one autograd node. In sharded tables (``sizes`` rows) one comparison finds
+    local indices."""
     pads = list(padding) or [-1] * len(tables)
     if not all(adds_rows(t, i, sparse=False) for t, i in zip(tables, indices, strict=True)):
         each = zip(tables, indices, pads, sizes or [0] * len(tables), strict=True)

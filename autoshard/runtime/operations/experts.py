@@ -1,9 +1,8 @@
-"""Mixtures of experts: rows go to the experts that a router chose for them, and come back weighted.
+"""Mixture of experts: all-to-all dispatch of rows to experts, expert MLPs, weighted combine.
 
-Without capacity: every row is computed. Where experts are cut by axes that cut the rows as well, rows travel by an
-all-to-all whose sizes are exchanged first; the host waits for them once (Lepikhin et al. 2020, GShard; Gale et al. 2022,
-MegaBlocks).
-"""
+No capacity limit: every row is computed. Where axes shard both experts and rows, rows go to their
+experts by an all-to-all. Its sizes are exchanged first, and the host waits for them once (GShard,
+Lepikhin et al. 2020; MegaBlocks, Gale et al. 2022)."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ def experts_op(
     shift: float = 0.0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Rows ``x`` [..., w], each through the experts ``ids`` [..., k], summed with ``weights`` [..., k] → [..., v].
+    """Rows ``x`` [..., w] through experts ``ids`` [..., k], summed with ``weights`` [..., k].
 
-    An expert is ``activation(x @ first) @ second``; ``gated``: ``first`` makes [gate, up], and
-    ``activation(gate) * up`` goes into ``second``. Experts lie along dim 0: ``first`` [e, h, w] and ``second`` [e, v, h]
-    as of linear layers, ``transposed`` [e, w, h] and [e, h, v]. Biases: [e, h] and [e, v]. An id that names no expert, such
-    as -1, adds nothing. ``limit``, ``shift``: ``activation(min(gate, limit)) * (clamp(up, -limit, limit) + shift)``;
-    ``interleaved``: gates and what they gate alternate, instead of lying one after the other.
-    """
+    → [..., v]. An expert is ``activation(x @ first) @ second``; ``gated``: ``first`` makes [gate,
+    up], and ``activation(gate) * up`` goes into ``second``. Experts are dim 0: ``first`` [e, h, w],
+    ``second`` [e, v, h] as of linear layers; ``transposed``: [e, w, h], [e, h, v]. Biases: [e, h],
+    [e, v]. An id outside 0 … e - 1, such as -1, adds nothing. ``limit``, ``shift``:
+    ``activation(min(gate, limit)) * (clamp(up, -limit, limit) + shift)``. ``interleaved``: gate and
+    up features alternate instead of lying one after the other."""
     form = activation, gated, transposed, first_bias, second_bias, limit, shift, interleaved
     return experts(x, ids, weights, first, second, *form)
 
@@ -76,15 +75,15 @@ def experts(
     hidden: int = 0,
     hidden_axes: Axes = (),
 ) -> torch.Tensor:
-    """As :func:`experts_op`, with this rank's rows and its ``expert_axes`` part of ``count`` experts.
+    """:func:`experts_op` on this rank's rows and its ``expert_axes`` shard of ``count`` experts.
 
-    Rows travel over ``exchange_axes``, some of ``expert_axes``: results are whole there. Over the others each rank
-    gives the summand of its own experts. ``hidden_axes`` cut the ``hidden`` features between the products: results are
-    summands. There ``first`` is cut as one dim, of which most ranks have gates only or none; they exchange their parts, of
-    the weights or, where rows are few, of what these made of the rows.
-    """
+    Rows go through an all-to-all over ``exchange_axes``, some of ``expert_axes``. Over the other
+    axes each rank gives the summand of its own experts (P). ``hidden_axes`` shard the ``hidden``
+    features between the products: results are P. There ``first`` is sharded as one dim, so most
+    ranks have only gates or only ups. They exchange slices of the weights or, if rows are few,
+    products."""
     top, count = ids.shape[-1], count or first.shape[0]
-    if not expert_axes and not _is_known(ids):  # what goes to none is computed, as zeros: how many is not waited for
+    if not expert_axes and not _is_known(ids):  # zeros: no host sync for their count
         known = (ids >= 0) & (ids < count)
         ids, weights = ids.where(known, 0), weights.where(known, 0)
         x = x.masked_fill(~known.any(-1, keepdim=True), 0)
@@ -93,7 +92,7 @@ def experts(
     flat = x.reshape(-1, x.shape[-1])
     slots = slots_of(computed, flat.shape[0], top)
     rows = dealt(flat, slots)
-    routes = found()  # what ranks tell each other of their rows has had that time to arrive
+    routes = found()  # the sizes have had that time to arrive
     rows = _exchanged(rows, held, routes.splits)
     back = None if routes.splits is None else routes.splits.backward()
     ends = routes.ends[: first.shape[0]]
@@ -105,7 +104,7 @@ def experts(
         of_rows = exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[dim]))
         parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]
         made = [product(rows, part if transposed else part.mT, ends) for part in parts]
-        if first_bias is not None:  # which is not taken apart
+        if first_bias is not None:  # then the product is not split
             made = [made[0] + _of_rows(first_bias, ends, rows)]
         if apart and of_rows:
             made = split(made[0], 1, (hidden, hidden), hidden_axes)
@@ -123,36 +122,35 @@ differentiate(experts_op, experts)
 
 
 def exchanges_rows(rows: int, weights: int) -> bool:
-    """Whether gates and what they gate are brought together after the product: ``rows`` are fewer than ``weights``, the
-    elements of one of the features on a rank."""
+    """Whether ranks exchange gate and up products: fewer ``rows`` than ``weights`` per feature."""
     return rows < weights
 
 
 def _of_rows(bias: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """For every one of ``rows`` that of its expert."""
+    """The expert's bias for each row."""
     numbers = torch.arange(rows.shape[0], device=ends.device, dtype=ends.dtype)
     return bias.index_select(0, torch.searchsorted(ends, numbers, right=True))
 
 
 def _is_known(ids: torch.Tensor) -> bool:
-    """Whether the host need not wait for what they say."""
+    """Whether the host reads ``ids`` without a device sync."""
     return ids.device.type in ("cpu", "meta")
 
 
 class _Held(NamedTuple):
-    """Which experts the ranks that exchange rows hold."""
+    """The experts of the ranks that exchange rows."""
 
     comm: Communicator | None
     axes: tuple[str, ...]
     ranks: int
     most: int
-    """how many a rank holds at most"""
+    """the most experts of one rank"""
     together: int
-    """how many all of them hold"""
+    """experts of all these ranks"""
     places: torch.Tensor | None
-    """per expert, and for none: rank · most + number there; ranks · most where none of them holds it. None: all are here"""
+    """expert → rank · most + number there; ranks · most if no rank has it. None: all local"""
     sizes: Move | None
-    """how they tell each other how many rows go to each of their experts"""
+    """the all-to-all of the number of rows per expert"""
 
 
 def _held(count: int, expert_axes: Axes, exchange_axes: Axes, device: torch.device) -> _Held:
@@ -177,20 +175,20 @@ def _held(count: int, expert_axes: Axes, exchange_axes: Axes, device: torch.devi
 
 
 class _Routes(NamedTuple):
-    """Where rows go and how they lie there."""
+    """Where rows go, and how they lie there."""
 
     splits: Splits | None
-    """from the rank that has them to that of their expert, where they come by rank and stay by expert; None: they stay"""
+    """the all-to-all: rows arrive by rank and stay by expert; None: no exchange"""
     ends: torch.Tensor
-    """where the rows of each of this rank's experts end; it may hold fewer than most"""
+    """where the rows of each local expert end; a rank may hold fewer experts than ``most``"""
 
 
 def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, Callable[[], _Routes]]:
-    """The slots (rows of ``ids``, flat) that are computed, by rank and expert, and what waits for their routes, once."""
+    """Computed slots (flat ``ids``) by rank and expert; a call that waits for their routes."""
     if ids.is_meta:
         slots, balanced = _balanced(ids, held)
         return slots, lambda: balanced
-    # Whatever names no expert has the last of the places.
+    # An id that is no expert gets the last place.
     if held.places is None:
         keys = ids.where((ids >= 0) & (ids < held.most), held.most)
     else:
@@ -199,7 +197,7 @@ def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, Callable[[], 
     slots = keys.argsort(stable=True)
     sent = torch.bincount(keys, minlength=cells)[:cells]
     if held.places is None or held.comm is None or held.sizes is None:
-        ends = sent.cumsum(0, dtype=torch.int32)  # slots of no expert here come last
+        ends = sent.cumsum(0, dtype=torch.int32)  # slots of other ranks' experts come last
         every = held.places is None and not _is_known(ids)
         return slots if every else slots[: int(sent.sum())], lambda: _Routes(None, ends)
     comm, sent = held.comm, sent.view(held.ranks, -1)
@@ -207,7 +205,7 @@ def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, Callable[[], 
     arrived = known = None
     if ids.device.type == "cpu":
         gone = sent.tolist()
-    else:  # the host waits, once
+    else:  # one host sync
         arrived = arrive()
         gone, known = torch.stack([sent, arrived]).tolist()
 
@@ -222,7 +220,7 @@ def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, Callable[[], 
 
 
 def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
-    """The routes of tensors without data: every expert gets as many rows."""
+    """Routes on meta tensors: every expert gets as many rows."""
     ends = torch.empty(held.most, dtype=torch.int32, device="meta")
     if held.places is None:
         return torch.empty_like(ids), _Routes(None, ends)

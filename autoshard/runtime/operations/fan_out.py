@@ -1,4 +1,4 @@
-"""A value for several readers, whose gradients are added in a fixed order."""
+"""Ordered gradient accumulation: gradients of a value's readers are summed in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @torch.library.custom_op("autoshard::fan_out", mutates_args=())
 def fan_out(x: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """``count`` copies of ``x``. Backward: the last one's gradient first, as autograd adds those of later readers."""
+    """``count`` copies of ``x``. Backward: the last gradient first, as autograd does."""
     return [x.clone() for _ in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""An ``autograd.Function`` as an op, so that its own backward runs."""
+"""A user's ``autograd.Function`` as a custom op, so that its own backward runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.runtime.autocast import autocast_state, without_autocast
 
 
 class Context:
-    """What a Function's forward gets as ``ctx`` where nothing has to be kept for its backward."""
+    """``ctx`` of a Function's forward where nothing is saved for the backward."""
 
     def __init__(self, tensors: Sequence[Any]) -> None:
         self.needs_input_grad = tuple(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
@@ -32,11 +32,10 @@ class Context:
 
 @torch.library.custom_op("autoshard::function", mutates_args=())
 def function(name: str, tensors: Sequence[torch.Tensor], others: str, autocast: str) -> list[torch.Tensor]:
-    """``apply`` of the Function ``name`` ("module:class") on whole tensors.
+    """``apply`` of the Function ``name`` ("module:class") on unsharded tensors.
 
-    ``others``: its arguments as a Python literal, with None where the next of ``tensors`` stands in a pair
-    ``(True, None)``; an argument that is no tensor is ``(False, value)``. ``autocast``: as :func:`casting` says.
-    """
+    ``others``: arguments as a Python literal of pairs: ``(True, None)`` stands for the next of
+    ``tensors``, ``(False, value)`` for another argument. ``autocast``: see :func:`casting`."""
     with _casting_as(autocast), above_autograd():
         return [result.clone() for result in _results(find(name).apply(*arguments(tensors, others)))]
 
@@ -56,8 +55,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Runs the forward again: what it keeps for its backward stays inside the op."""
-    again = torch.is_grad_enabled()  # the gradients are to be differentiated
+    """Recompute the forward: what it saves for its backward stays inside the op."""
+    again = torch.is_grad_enabled()  # create_graph
     with torch.enable_grad():
         tensors = [
             t if again and t.requires_grad else t.detach().requires_grad_(not again and t.is_floating_point())
@@ -82,7 +81,7 @@ def describe(args: Sequence[Any]) -> tuple[list[torch.Tensor], str]:
 
 
 def is_literal(others: str) -> bool:
-    """Whether :func:`arguments` can read what :func:`describe` said of the arguments that are no tensors."""
+    """Whether :func:`arguments` can parse ``others``."""
     try:
         ast.literal_eval(others)
     except (ValueError, SyntaxError):
@@ -97,7 +96,7 @@ def arguments(tensors: Sequence[torch.Tensor], others: str) -> list[Any]:
 
 
 def casting() -> str:
-    """The autocast of this moment, as the op takes it: device types and dtypes."""
+    """The current autocast state, as the op takes it: device types and dtypes."""
     return " ".join(f"{kind}={str(dtype).removeprefix('torch.')}" for kind, dtype, _ in autocast_state())
 
 
@@ -108,10 +107,10 @@ _AUTOGRAD = [
 
 @contextlib.contextmanager
 def above_autograd() -> Iterator[None]:
-    """Inside an op's kernel, as outside of one: a forward may switch gradients on and take some itself.
+    """Inside an op's kernel, restore autograd dispatch: a forward may enable and take gradients.
 
-    Without the dispatcher of a trace, too, which keeps ops such as cross_entropy whole, with no derivative.
-    """
+    Disables the Python dispatcher of a trace, too: it keeps ops like cross_entropy without
+    derivative."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
         excluded = excluded.remove(key)
@@ -131,11 +130,11 @@ def _casting_as(autocast: str) -> Iterator[None]:
 
 
 _local: dict[str, Any] = {}
-"""classes that cannot be imported by their names, as those made inside functions"""
+"""classes that cannot be imported by name, for example those defined in functions"""
 
 
 def name_of(function: type) -> str:
-    """What :func:`find` finds it by in this process; elsewhere too where it can be imported."""
+    """The name by which :func:`find` finds the class, in other processes if it is importable."""
     name, number = f"{function.__module__}:{function.__qualname__}", 1
     while _found(name) is not function:
         if name not in _local and ("<locals>" in name or _found(name) is None or number > 1):
@@ -147,7 +146,7 @@ def name_of(function: type) -> str:
 
 
 def find(name: str) -> Any:
-    """The class that ``name`` says. Raises :class:`ImportError` where it is none."""
+    """The class called ``name``. Raises :class:`ImportError` if there is none."""
     found = _found(name)
     if found is None:
         raise ImportError(f"the autograd.Function {name!r} cannot be imported: define it at the top of a module")
@@ -165,7 +164,7 @@ def _found(name: str) -> Any:
 
 
 def is_split(function: Any) -> bool:
-    """Whether its forward comes without a context, and ``setup_context`` gets it later."""
+    """Whether its forward takes no context, and ``setup_context`` gets the context later."""
     return function.setup_context is not torch.autograd.Function.setup_context
 
 

@@ -1,4 +1,4 @@
-"""What experts make of their rows between the two products: activations, and gates times what they gate."""
+"""Expert MLPs: activations, gating, and both grouped products as one autograd node."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gated_by(
     shift: float = 0.0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """What goes into the second product; ``made``: gates and what they gate, in one or two tensors."""
+    """Input of the second product; ``made``: gate and up features, in one or two tensors."""
     if len(made) == 1:
         gate, up = (made[0][..., 0::2], made[0][..., 1::2]) if interleaved else made[0].chunk(2, -1)
     else:
@@ -52,7 +52,7 @@ DERIVATIVES: dict[str, Callable[..., Any]] = {
     "gelu": aten.gelu_backward.grad_input,
     "gelu_tanh": partial(aten.gelu_backward.grad_input, approximate="tanh"),
 }
-"""of the activations that :func:`gated_products` takes"""
+"""backward kernels of the activations that :func:`gated_products` supports"""
 
 
 def gated_products(
@@ -62,8 +62,9 @@ def gated_products(
     ends: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """Rows ``x`` [s, w] in groups that end at ``ends`` [e]: ``activation(gate) * up`` of the products [gate, up] with
-    ``first`` [e, w, 2h], times ``second`` [e, h, v] → [s, v]."""
+    """``(activation(gate) * up) @ second``, with [gate, up] = ``x @ first`` per group of rows.
+
+    ``x`` [s, w] in groups ending at ``ends`` [e], ``first`` [e, w, 2h], ``second`` [e, h, v]."""
     if not ends.shape[0]:
         return _plainly(x, first, second, ends, activation)
     found: torch.Tensor = _GatedProducts.apply(x, first, second, ends, activation)
@@ -71,8 +72,7 @@ def gated_products(
 
 
 class _GatedProducts(HandingOn):
-    """As one node: on a CPU what some groups made is used while the caches hold it, and gradients of gates, and of what
-    they gate, are written where they belong, not put together."""
+    """Both products in one node: blocks of groups stay in CPU caches, gradients need no cat."""
 
     @staticmethod
     def forward(
@@ -102,7 +102,7 @@ class _GatedProducts(HandingOn):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, first, second, ends, *kept = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
-        if torch.is_grad_enabled():  # it is to be differentiated
+        if torch.is_grad_enabled():  # create_graph
             out = _plainly(x, first, second, ends, ctx.activation)
             inputs = [t for t, n in zip((x, first, second), wanted, strict=True) if n]
             found = iter(torch.autograd.grad(out, inputs, gradient, create_graph=True))
@@ -144,5 +144,5 @@ def _plainly(
     ends: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """As :func:`gated_products`, of what autograd knows."""
+    """:func:`gated_products` composed of differentiable operations."""
     return product(gated_by(ACTIVATIONS[activation], [product(x, first, ends)]), second, ends)

@@ -1,4 +1,4 @@
-"""Grouped matrix products: consecutive groups of rows, each with a matrix of its own."""
+"""Grouped GEMM: consecutive groups of rows, each times its own matrix."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ import torch
 from autoshard.runtime.transport.handed_on import HandingOn, register
 
 CACHED = 1 << 17
-"""elements that a piece of rows makes on a CPU: a megabyte, of the two that its caches have for a core"""
+"""elements that a block of rows makes on a CPU: a megabyte, half of a core's cache"""
 
 
 @torch.library.custom_op("autoshard::grouped_mm", mutates_args=())
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool = False) -> torch.Tensor:
-    """Rows [s, k] in consecutive groups that end at ``ends`` [e], each times its matrix of [e, k, n] → [s, n].
+    """Rows [s, k] in groups ending at ``ends`` [e], each times its matrix of [e, k, n] → [s, n].
 
-    Rows after the last group are zero; ``full``: there are none.
-    """
+    Rows after the last group are zero; ``full``: there are none."""
     return _multiplied(x, weight, ends, full)
 
 
 @torch.library.custom_op("autoshard::grouped_outer", mutates_args=())
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Of the rows [s, k] and [s, n] of each group the sum of outer products → [e, k, n]."""
+    """Per group of rows [s, k] and [s, n] the sum of outer products → [e, k, n]."""
     return _outer(x, y, ends)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """As :func:`grouped_mm` where no rows follow the last group, for calls that nothing traces: an operator of torch's
-    library takes as long as the product of some rows."""
+    """:func:`grouped_mm` with all rows in groups; outside of a trace without a custom op's cost."""
     found: torch.Tensor = grouped_mm(x, weight, ends, True) if _is_traced(x) else _Product.apply(x, weight, ends)
     return found
 
@@ -41,19 +39,19 @@ def _is_traced(x: torch.Tensor) -> bool:
 
 
 class Piece(NamedTuple):
-    """Consecutive groups of rows that are worked on together, without autograd."""
+    """A block of consecutive groups computed together, without autograd."""
 
     groups: slice
     """their numbers"""
     lengths: tuple[int, ...]
-    """how many rows each has; (): one kernel takes all groups"""
+    """rows of each group; (): one kernel takes all groups"""
     rows: int
-    """how many all have"""
+    """rows of all groups"""
     ends: torch.Tensor
-    """where each group ends, of all rows"""
+    """where each group of the full tensor ends"""
 
     def times(self, x: torch.Tensor, matrices: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The piece's rows [s, k], each times its one of :func:`matrices` → [s, n]; in ``out``, if there is one."""
+        """The block's rows [s, k], each times its group's matrix → [s, n], in ``out`` if given."""
         if not self.lengths:
             return (grouped_mm if _is_traced(x) else _multiplied)(x, matrices, self.ends, True)
         if len(self.lengths) == 1:
@@ -64,13 +62,14 @@ class Piece(NamedTuple):
         return out
 
     def outer(self, x: torch.Tensor, y: torch.Tensor, out: Any) -> torch.Tensor | None:
-        """Of the rows [s, k] and [s, n] of each of its groups the sum of outer products, in its :func:`matrices` of ``out``;
-        where one kernel takes all: a new tensor, in memory as ``out`` [e, k, n]."""
+        """Per group the sum of outer products of rows [s, k] and [s, n], in this block's ``out``.
+
+        Where one kernel takes all groups: a new tensor, in memory order of ``out`` [e, k, n]."""
         if not self.lengths:
             made: Callable[..., torch.Tensor] = grouped_outer if _is_traced(x) else _outer
             return made(y, x, self.ends).mT if out.mT.is_contiguous() else made(x, y, self.ends)
         if len(self.lengths) == 1:
-            torch.mm(x.mT, y, out=out[0])  # of no rows: zeros
+            torch.mm(x.mT, y, out=out[0])  # zeros without rows
             return None
         for rows, theirs, into in zip(x.split(self.lengths), y.split(self.lengths), out, strict=True):
             torch.mm(rows.mT, theirs, out=into)
@@ -78,8 +77,9 @@ class Piece(NamedTuple):
 
 
 def pieces(x: torch.Tensor, ends: torch.Tensor, columns: int) -> list[Piece]:
-    """Rows [s, k] in groups that end at ``ends``, of which each makes ``columns`` elements: all where one kernel takes them;
-    on CPUs pieces that stay in the caches, and no part of a group."""
+    """Blocks of the rows [s, k], ``columns`` results each: one, or on CPUs as fit the caches.
+
+    No group is split."""
     if _is_traced(x) or x.device.type != "cpu":
         return [Piece(slice(None), (), x.shape[0], ends)]
     lengths = [b - a for a, b in itertools.pairwise([0, *ends.tolist()])]
@@ -93,12 +93,12 @@ def pieces(x: torch.Tensor, ends: torch.Tensor, columns: int) -> list[Piece]:
 
 
 def parts(of: Sequence[Piece], x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Of every piece the rows of ``x``."""
+    """Rows of ``x`` per block."""
     return x.split_with_sizes([piece.rows for piece in of]) if len(of) > 1 else (x,)
 
 
 def matrices(of: Sequence[Piece], weight: torch.Tensor) -> Sequence[Any]:
-    """Of every piece the matrices of its groups, in ``weight`` [e, k, n]; all of it where one kernel takes all groups."""
+    """Matrices of ``weight`` [e, k, n] per block; all of it where one kernel takes all groups."""
     if not of[0].lengths:
         return (weight,)
     each = weight.unbind()
@@ -121,7 +121,7 @@ def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
         return torch._grouped_mm(x.contiguous().mT, y.contiguous(), offs=ends)
     out = x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
     for e, a, b in _groups(ends):
-        torch.mm(x[a:b].mT, y[a:b], out=out[e])  # of no rows: zeros
+        torch.mm(x[a:b].mT, y[a:b], out=out[e])  # zeros without rows
     return out
 
 
@@ -142,14 +142,14 @@ def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _has_kernel(x: torch.Tensor, columns: int) -> bool:
-    """Whether torch's grouped product takes it: it knows no float64, and wants rows of whole 16 bytes."""
+    """Whether torch's grouped product supports it: no float64, rows of a multiple of 16 bytes."""
     units = (x.shape[1] * x.element_size(), columns * x.element_size())
     narrow = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return narrow and x.shape[0] > 0 and not any(n % 16 for n in units)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, ends, ctx.full = inputs  # the products keep each other where they are differentiated
+    x, weight, ends, ctx.full = inputs
     of_x, of_weight = ctx.needs_input_grad[:2]
     ctx.turned = weight.mT.is_contiguous()
     ctx.save_for_backward(x if of_weight else None, weight if of_x else None, ends)
@@ -162,7 +162,7 @@ def _backward(
     of_x = times(grad, weight.mT, ends, ctx.full) if ctx.needs_input_grad[0] else None
     if not ctx.needs_input_grad[1]:
         return of_x, None, None, None
-    # In memory as the weight is: else the gradient is copied to lie so.
+    # In the memory order of the weight, into which the gradient would be copied otherwise.
     return of_x, outer(grad, x, ends).mT if ctx.turned else outer(x, grad, ends), None, None
 
 

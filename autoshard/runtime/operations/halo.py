@@ -1,4 +1,4 @@
-"""Windows over a cut dim: every rank gets the positions of the operand that its own positions of the result read."""
+"""Halo exchange: windows (convolution, pooling) over a sharded dim, and slices of a sharded dim."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ def halo(
     transposed: bool = False,
     fill: float = 0.0,
 ) -> torch.Tensor:
-    """The positions of ``dim`` that this rank's positions of the result read, ``fill`` where they lie outside.
+    """The positions of ``dim`` that this rank's results read, with ``fill`` where they lie outside.
 
-    ``size``, ``to``: global lengths of operand and result, both cut by ``axes``. The op that follows pads nothing along
-    ``dim``. Neighbours send what is missing (any rank may, where chunks are short); backward: they get the gradients
-    of it, which are added.
-    """
+    ``size``, ``to``: global lengths of operand and result, both sharded by ``axes``. The next op
+    must not pad ``dim``. Neighbours send missing positions (any rank may, if chunks are short).
+    Backward: gradients are sent back and added."""
     comm = current()
     names = comm.active(axes)
     window = Window(kernel, stride, padding, dilation, transposed)
@@ -50,10 +49,9 @@ def halo(
 
 
 def split(x: torch.Tensor, dim: int, lengths: Sequence[int], axes: Axes) -> list[torch.Tensor]:
-    """The parts of a global dim that have these ``lengths`` together, all cut by ``axes`` as the dim itself is.
+    """Slices of a global dim with ``lengths``, each sharded by ``axes`` like the dim itself.
 
-    Ranks exchange what they hold of each other's parts; backward: the gradients.
-    """
+    Ranks exchange positions of each other's slices; backward: their gradients."""
     starts = [0, *itertools.accumulate(lengths)]
     size = starts.pop()
     return [halo(x, dim, size, n, axes, padding=-start) for start, n in zip(starts, lengths, strict=True)]
@@ -69,7 +67,7 @@ def crop(
     padding: int = 0,
     dilation: int = 1,
 ) -> torch.Tensor:
-    """This rank's positions of the result of a transposed op, from all that its operand of :func:`halo` made."""
+    """This rank's positions of a transposed op's result ``y``, made from :func:`halo`'s operand."""
     comm = current()
     results = comm.chunk(to, comm.active(axes))
     return y.narrow(dim, Window(kernel, stride, padding, dilation, True).surplus(results), results[1])
@@ -78,7 +76,7 @@ def crop(
 def average(
     y: torch.Tensor, dim: int, size: int, to: int, kernel: int, stride: int, padding: int, counted: int, axes: Axes
 ) -> torch.Tensor:
-    """Averages over whole windows become those over the positions that count: up to ``counted`` outside the operand."""
+    """Averages over full windows ``y`` → over positions within ``counted`` of the operand."""
     comm = current()
     first, length = comm.chunk(to, comm.active(axes))
     starts = torch.arange(first, first + length, device=y.device) * stride - padding

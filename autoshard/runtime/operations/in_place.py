@@ -1,4 +1,4 @@
-"""Writes into tensors that stay: what generated code calls in inference, where a state's old value is read no more."""
+"""In-place writes of generated inference code into states whose old value is not read again."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def write_slice(
     end: int | None = None,
     step: int = 1,
 ) -> torch.Tensor:
-    """``x.slice_scatter(source, dim, start, end, step)`` into ``x`` itself, which it returns."""
+    """``x.slice_scatter(source, dim, start, end, step)`` in place; returns ``x``."""
     aten.slice.Tensor(x, dim, start, end, step).copy_(source)
     return x
 
 
 def write_select(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    """``x.select_scatter(source, dim, index)`` into ``x`` itself, which it returns."""
+    """``x.select_scatter(source, dim, index)`` in place; returns ``x``."""
     x.select(dim, index).copy_(source)
     return x

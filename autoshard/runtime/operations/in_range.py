@@ -1,4 +1,4 @@
-"""Indices along a cut dim: one that no rank holds is an error, as on one device, and no zero."""
+"""Range check of indices along a sharded dim: an index that no rank holds raises."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import torch
 
 
 def check_range(index: torch.Tensor, size: int | torch.Tensor, *, least: int = 0, ignored: int | None = None) -> None:
-    """Raise where an index is below ``least`` or not below ``size`` (which it broadcasts with), and not the ``ignored`` one.
+    """Raise unless ``least`` ≤ ``index`` < ``size`` (broadcast), or the index is ``ignored``.
 
-    On the CPU a ``RuntimeError``; on other devices torch's assertion there, for which no host waits.
-    """
+    On CPUs a ``RuntimeError``; on other devices torch's asynchronous assertion (no host sync)."""
     inside = (index >= least) & (index < size)
     if ignored is not None:
         inside = inside | (index == ignored)

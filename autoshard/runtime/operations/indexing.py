@@ -1,8 +1,8 @@
-"""Look-ups and writes along a cut dim: every rank serves what it holds, look-ups sum up over the ranks.
+"""Look-ups and writes along a sharded dim: each rank serves its rows; look-ups sum over the ranks.
 
-``dim`` of the local ``x`` is cut by ``axes`` from a global length ``size``; indices are global and whole. The
-masked look-up of Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053), for any op that indexes.
-"""
+``dim`` of the local ``x`` is sharded by ``axes`` from a global length ``size``. Indices are global,
+replicated. The masked look-up of Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053) for any
+indexing op."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ torch.library.define("autoshard::part_of_batch", "(Tensor(a) self, int dim, int 
 
 @torch.library.impl("autoshard::part_of_batch", "CompositeImplicitAutograd")
 def _first_part(self: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """What the first of ``count`` micro-batches takes: of a graph alone there is no other."""
+    """The slice of the first of ``count`` micro-batches: a graph alone has no other."""
     return self.narrow(dim, 0, self.shape[dim] // count)
 
 
@@ -29,13 +29,13 @@ PART_OF_BATCH = torch.ops.autoshard.part_of_batch.default
 
 
 def part_of_batch(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-    """What the micro-batch that runs, one of ``count``, takes of an ``x`` of the whole batch, whose ``dim`` they share."""
+    """The running micro-batch's slice of ``x``, whose ``dim`` ``count`` micro-batches divide."""
     length = x.shape[dim] // count
     return x.narrow(dim, current().micro_batch[0] * length, length)
 
 
 def sharded_select(x: torch.Tensor, dim: int, index: int, size: int, axes: Axes) -> torch.Tensor:
-    """``x.select(dim, index)`` → P: the rank that holds the slice keeps it, the others give zeros."""
+    """``x.select(dim, index)`` → P: the owner of the slice keeps it, others give zeros."""
     place = (index + size if index < 0 else index) - offset(size, axes)
     if 0 <= place < x.shape[dim]:
         return x.select(dim, place)
@@ -43,7 +43,7 @@ def sharded_select(x: torch.Tensor, dim: int, index: int, size: int, axes: Axes)
 
 
 def sharded_slice(x: torch.Tensor, dim: int, start: int, length: int, size: int, axes: Axes) -> torch.Tensor:
-    """``length`` positions of ``x`` along ``dim`` from ``start`` → P: every rank gives those that it holds, and zeros."""
+    """``length`` positions of ``x`` along ``dim`` from ``start`` → P: local ones and zeros."""
     begin = max(start + size, 0) if start < 0 else start
     first = begin - offset(size, axes)
     a, b = (min(max(n, 0), x.shape[dim]) for n in (first, first + length))
@@ -74,12 +74,12 @@ def sharded_gather(x: torch.Tensor, dim: int, index: torch.Tensor, size: int, ax
 def sharded_index(
     x: torch.Tensor, indices: Sequence[torch.Tensor | None], cuts: Sequence[tuple[int, int, Axes]]
 ) -> torch.Tensor:
-    """``x[indices]`` with integer indices → P. ``cuts``: ``(dim, size, axes)`` of every indexed dim that is cut."""
+    """``x[indices]``, integer indices → P. ``cuts``: (dim, size, axes) of sharded indexed dims."""
     places = list(indices)
     mine: torch.Tensor | None = None
     for dim, size, axes in cuts:
         asked = places[dim]
-        assert asked is not None  # a cut dim without an index is no business of ours
+        assert asked is not None  # every sharded dim listed has an index
         places[dim], held = _held(asked, x.shape[dim], size, axes, -size)
         mine = held if mine is None else mine & held
     given = [i for i in places if i is not None]
@@ -97,7 +97,7 @@ def sharded_index(
 def sharded_scatter_add(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, size: int, axes: Axes
 ) -> torch.Tensor:
-    """``x.scatter_add(dim, index, source)`` → S(dim): every rank adds what falls into its part."""
+    """``x.scatter_add(dim, index, source)`` → S(dim): every rank adds to its own rows."""
     place, mine = _held(index, x.shape[dim], size, axes)
     if x.shape[dim] == 0:
         return x + source.narrow(dim, 0, 0).sum()
@@ -119,7 +119,7 @@ def sharded_index_add(
 def sharded_scatter(
     x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
 ) -> torch.Tensor:
-    """``x.scatter(dim, index, value)`` → S(dim): every rank writes what falls into its part."""
+    """``x.scatter(dim, index, value)`` → S(dim): every rank writes its own rows."""
     return _write(torch.scatter, x, dim, index, value, size, axes)
 
 
@@ -147,7 +147,7 @@ def _write(
     axes: Axes,
     least: int = 0,
 ) -> torch.Tensor:
-    """``write(x, dim, index, what)`` → S(dim), of what falls into this rank's part."""
+    """``write(x, dim, index, what)`` → S(dim), on this rank's rows."""
     place = _held_or_spare(index, x.shape[dim], size, axes, least)
     return write(_with_spare(x, dim), dim, place, what).narrow(dim, 0, x.shape[dim])
 
@@ -159,11 +159,11 @@ def sharded_index_put(
     accumulate: bool,
     cuts: Sequence[tuple[int, int, Axes]],
 ) -> torch.Tensor:
-    """``x.index_put(indices, values, accumulate)``, cut as before. ``cuts`` as in :func:`sharded_index`."""
+    """``x.index_put(indices, values, accumulate)``. ``cuts``: see :func:`sharded_index`."""
     places, whole = list(indices), x
     for dim, size, axes in cuts:
         asked = places[dim]
-        assert asked is not None  # a cut dim without an index is no business of ours
+        assert asked is not None  # every sharded dim listed has an index
         places[dim] = _held_or_spare(asked, x.shape[dim], size, axes, -size)
         whole = _with_spare(whole, dim)
     written: torch.Tensor = aten.index_put.default(whole, places, values, accumulate)
@@ -175,11 +175,9 @@ def sharded_index_put(
 def sharded_grouped_mm(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, groups: int, axes: Axes
 ) -> torch.Tensor:
-    """Rows [s, k] in consecutive groups, each times its own matrix [k, n], the matrices cut by ``axes`` → [s, n] P.
+    """Grouped GEMM, rows [s, k] times matrices [k, n] sharded by ``axes`` → [s, n] P.
 
-    ``ends``: where each of the ``groups`` groups ends; rows after the last are zero. Each rank multiplies the rows
-    of its groups only.
-    """
+    ``ends``: where each of ``groups`` groups ends; rows after the last are zero."""
     first = offset(groups, axes)
     bounds = [0, *ends.tolist()][first : first + weight.shape[0] + 1] or [0]
     parts = [x[a:b] @ w for a, b, w in zip(bounds, bounds[1:], weight, strict=False)]
@@ -190,7 +188,7 @@ def sharded_grouped_mm(
 
 
 def _held(index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where global indices lie in this rank's part (0 where they do not), and whether they do. ``least``: that torch takes."""
+    """(local position of global indices, 0 if another rank has the row; whether it is local)."""
     check_range(index, size, least=least)
     start = offset(size, axes)
     place = torch.where(index < 0, index + size, index) - start
@@ -199,16 +197,16 @@ def _held(index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0)
 
 
 def _held_or_spare(index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0) -> torch.Tensor:
-    """Where global indices lie in this rank's part; those of other ranks all in a spare row after the last."""
+    """Local position of global indices; a spare row after the last for other ranks' rows."""
     place, mine = _held(index, rows, size, axes, least)
     return torch.where(mine, place, rows)
 
 
 def _with_spare(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """``x`` and a row for what is not its own; what is written there is dropped, and so is its gradient."""
+    """``x`` with a spare row; writes to it and their gradients are dropped."""
     return torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)
 
 
 def _zeros(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Zeros that an empty ``x`` stays on the gradient path of."""
+    """Zeros that keep an empty ``x`` on the gradient path."""
     return x.new_zeros(list(shape)) + x.sum(dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""Classification losses with the samples, the classes, or both cut over ranks. Logits are never gathered."""
+"""Vocabulary-parallel cross entropy and NLL: samples, classes, or both sharded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ torch.library.define(_NAME, f"(Tensor self, Tensor target, {_OPTIONS}) -> Tensor
 
 @torch.library.impl(_NAME, "CompositeImplicitAutograd")
 def _classes_last(self: torch.Tensor, target: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
-    """``aten.cross_entropy_loss`` of logits [..., c], classes last, and class indices [...] or probabilities [..., c]."""
+    """``aten.cross_entropy_loss`` of logits [..., c]; indices [...] or probabilities [..., c]."""
     rows = target.flatten() if target.dim() < self.dim() else target.flatten(0, -2)
     found: torch.Tensor = aten.cross_entropy_loss(self.flatten(0, -2), rows, *options, **named)
     return found.view(self.shape[:-1]) if found.dim() else found
@@ -47,16 +47,16 @@ def cross_entropy(
     pieces: bool = False,
     counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``F.cross_entropy`` of logits [n, c, ...] or [c]: classes cut by ``class_axes``, samples by ``batch_axes``.
+    """``F.cross_entropy`` of logits [n, c, ...] or [c], never gathered.
 
-    ``target``: class indices [n, ...], or probabilities like ``logits``, cut alike. ``weight`` [classes] is whole.
-    The result is I along ``class_axes`` (backward: nothing on the wire) and along ``batch_axes`` S for
-    ``reduction="none"``, else P: with "mean" every rank divides by the count of all ranks, an all-reduce of one
-    number, or by ``samples`` for probabilities. ``counted``: the class indices of all ranks, where they are at hand; then
-    every rank counts these, and nothing is sent for it. Along ``class_axes`` the forward all-reduces the
-    maxima, then sum-exp and the target's logit packed (Megatron-LM). Of class indices ``pieces`` of the samples are
-    worked on one after another; over cut classes they are in any case.
-    """
+    Classes are sharded by ``class_axes``, samples by ``batch_axes``. ``target``: class indices [n,
+    ...], or probabilities sharded like ``logits``. ``weight`` [classes] is replicated. The result
+    is I along ``class_axes``. Along ``batch_axes`` it is S for ``reduction="none"``, else P: "mean"
+    divides by the count of all ranks, an all-reduce of one number, or by ``samples`` for
+    probabilities. ``counted``: class indices of all ranks, counted without communication. Along
+    ``class_axes`` the forward all-reduces the maxima, then sum-exp and target logit in one message
+    (Megatron-LM); the backward communicates nothing. With class indices, ``pieces`` computes slices
+    of the samples in turn, as sharded classes always do."""
     mean = reduction == "mean"
     known = not mean or target.is_floating_point()
     count = None if known else _count(logits, target, weight, ignore_index, batch_axes, counted)
@@ -85,7 +85,7 @@ def nll_loss(
     batch_axes: Axes = (),
     counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``F.nll_loss`` of [n, c, ...] or [c] cut as in :func:`cross_entropy`; the result is P along ``class_axes``."""
+    """``F.nll_loss`` of [n, c, ...] or [c], sharded as :func:`cross_entropy`; P on class axes."""
     mean = reduction == "mean"
     count = _count(log_probabilities, target, weight, ignore_index, batch_axes, counted) if mean else None
     if class_axes:
@@ -112,7 +112,7 @@ def _over_classes(
     classes: int,
     axes: Axes,
 ) -> torch.Tensor:
-    """Cross entropy per sample. With x the shifted logits: loss = Σ_c p_c·w_c·(log Σ exp x - x_c)."""
+    """Cross entropy per sample. With shifted logits x: loss = Σ_c p_c·w_c·(log Σ exp x - x_c)."""
     dim = min(logits.dim() - 1, 1)
     top = wide(maximum(logits, dim, axes))
     start, length = offset(classes, axes), logits.shape[dim]
@@ -139,9 +139,9 @@ def _over_classes(
 
 
 def _pick(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-    """``x`` at ``index`` along ``dim``; zero where another rank holds that index."""
+    """``x`` at ``index`` along ``dim``; zero where another rank has that index."""
     if x.shape[dim] == 0:
-        return x.sum(dim)  # zeros that keep the gradient path
+        return x.sum(dim)  # zeros on the gradient path
     mine = (index >= 0) & (index < x.shape[dim])
     return x.gather(dim, index.where(mine, 0).unsqueeze(dim)).squeeze(dim).masked_fill(~mine, 0)
 
@@ -154,10 +154,9 @@ def _count(
     axes: Axes,
     everywhere: torch.Tensor | None,
 ) -> Callable[[], torch.Tensor]:
-    """What "mean" divides by: samples of all ranks that are not ignored, weighted by their class.
+    """Divisor of "mean": samples of all ranks that are not ignored, weighted by their class.
 
-    Its sum is under way while the loss is computed; of ``everywhere``, the targets of all ranks, none is needed.
-    """
+    Its all-reduce overlaps the loss. ``everywhere``, the targets of all ranks, needs none."""
     given = target if everywhere is None else everywhere
     valid = given != ignore_index
     counted = (

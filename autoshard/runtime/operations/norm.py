@@ -1,4 +1,4 @@
-"""Normalisation whose statistics run over a cut dim. Means first, then variances: two all-reduces, and two backward."""
+"""Normalisation with statistics over a sharded dim: two all-reduces, means, then variances."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def layer_norm(
     eps: float,
     axes: Axes,
 ) -> torch.Tensor:
-    """``F.layer_norm`` over the last dims, of global ``shape``, some cut by ``axes``; weight and bias are cut alike."""
+    """``F.layer_norm`` over last dims of global ``shape``, sharded like weight and bias."""
     dims = tuple(range(x.dim() - len(shape), x.dim()))
     normal, _, _ = _normalise(wide(x), dims, math.prod(shape), eps, axes)
     return _affine(normal, weight, bias).to(x.dtype)
@@ -29,7 +29,7 @@ def layer_norm(
 def rms_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None, axes: Axes
 ) -> torch.Tensor:
-    """``F.rms_norm`` over the last dims, of global ``shape``, some cut by ``axes``; weight is cut alike."""
+    """``F.rms_norm`` over the last dims of global ``shape``, sharded like weight by ``axes``."""
     values = wide(x)
     dims = tuple(range(x.dim() - len(shape), x.dim()))
     squares = statistic(values.square().sum(dims, keepdim=True), axes, to="R") / math.prod(shape)
@@ -46,7 +46,7 @@ def group_norm(
     count: int,
     axes: Axes,
 ) -> torch.Tensor:
-    """``F.group_norm`` of x [n, c, ...] whose positions are cut by ``axes``; ``count``: elements of a group."""
+    """``F.group_norm`` of x [n, c, ...], positions sharded; ``count``: elements of a group."""
     grouped = wide(x).reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     normal, _, _ = _normalise(grouped, tuple(range(2, grouped.dim())), count, eps, axes)
     return _affine(normal.flatten(1, 2), _channels(weight, x), _channels(bias, x)).to(x.dtype)
@@ -63,11 +63,10 @@ def batch_norm(
     count: int,
     axes: Axes,
 ) -> tuple[torch.Tensor, ...]:
-    """Training BatchNorm of x [n, c, ...], samples or positions cut by ``axes``, by *global* statistics.
+    """Training BatchNorm of x [n, c, ...] by global statistics; all dims but c may be sharded.
 
-    ``count``: elements of a channel, globally. Returns (output, mean, rstd, new running mean, new running
-    variance) like ``aten._native_batch_norm_legit_functional``.
-    """
+    ``count``: elements of a channel, globally. Returns (output, mean, rstd, new running mean, new
+    running variance) like ``aten._native_batch_norm_legit_functional``."""
     output, mean, rstd, var = _batch_norm(x, weight, bias, eps, count, axes)
     unbiased = var * (count / max(count - 1, 1))
     new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
@@ -95,7 +94,7 @@ def _batch_norm(
 def _normalise(
     x: torch.Tensor, dims: tuple[int, ...], count: int, eps: float, axes: Axes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(x - mean) / std`` with mean and variance over ``dims`` of all ranks (R: every rank's values use them)."""
+    """``(x - mean) / std`` by global mean and variance over ``dims`` (R: all ranks use them)."""
     mean = statistic(x.sum(dims, keepdim=True), axes, to="R") / count
     centred = x - mean
     var = statistic(centred.square().sum(dims, keepdim=True), axes, to="R") / count
@@ -108,5 +107,5 @@ def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | N
 
 
 def _channels(vector: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """A value per channel, shaped to go with x [n, c, ...]."""
+    """A per-channel vector, reshaped to broadcast with x [n, c, ...]."""
     return None if vector is None else vector.view(-1, *(1,) * (x.dim() - 2))

@@ -1,9 +1,9 @@
-"""Products beside messages of their own: parts of what is multiplied go round an axis, or summands go where they are summed.
+"""Collective matmul (asynchronous tensor parallelism): products overlapped with ring messages.
 
-Asynchronous tensor parallelism, as in Wang et al. 2023, "Overlap communication with dependent computation via decomposition
-in large deep learning models": a rank multiplies the part that it has while the next one is on its way. n ranks send n - 1
-messages, of the bytes that a gather or a reduce-scatter sends. The gradient of either is the other.
-"""
+All-gather + matmul, and matmul + reduce-scatter, decomposed (Wang et al. 2023, "Overlap
+communication with dependent computation via decomposition in large deep learning models"). A rank
+multiplies one chunk while the next is on its way. n ranks send n - 1 messages of the same bytes.
+Each is the gradient of the other."""
 
 from __future__ import annotations
 
@@ -35,12 +35,11 @@ def gather_products(
     biases: Biases | None = None,
     again: bool = False,
 ) -> Tensors:
-    """``F.linear(whole, w, b)`` of every weight [n, k] and bias [n], with the whole of x [..., k] cut along ``dim``: S → R.
+    """``F.linear(full x, w, b)`` per weight [n, k], bias [n]; x [..., k] sharded by ``dim``: S → R.
 
-    ``dim``: not the last; ``size``: its length before the cut, where chunks may differ. Parts of x go round, each
-    multiplied with all weights where it is. Where weights want a gradient the whole of x is kept for it, but ``again``: then
-    the parts go round once more in the backward. No second derivative.
-    """
+    ``dim``: not the last; ``size``: its global length if chunks may differ. Chunks of x go around a
+    ring and are multiplied by all weights. If weights need a gradient, the full x is saved; with
+    ``again`` the backward sends the chunks around once more instead. No second derivative."""
     way = _Way.along(axes, x, dim, size)
     biases = (None,) * len(weights) if biases is None else biases
     keeps = not again and torch.is_grad_enabled() and any(w.requires_grad for w in weights)
@@ -50,11 +49,10 @@ def gather_products(
 
 
 def scatter_product(x: Tensor, weight: Tensor, dim: int, axes: Axes, *, bias: Tensor | None = None) -> Tensor:
-    """``F.linear(x, weight, bias)``, a summand of each rank, summed over the ranks and cut along ``dim``: P → S.
+    """``F.linear(x, weight, bias)``, summed over the ranks and sharded along ``dim``: P → S.
 
-    x [..., k], weight [n, k], bias [n]: a summand, too; ``dim``: not the last. A rank computes its summand of another's part
-    while that of the part before is on its way. No second derivative.
-    """
+    x [..., k], weight [n, k], bias [n] (a summand, too); ``dim``: not the last. A rank computes its
+    summand of one chunk while that of the chunk before is on its way. No second derivative."""
     way = _Way.along(axes, x, dim, x.shape[dim])
     name = f"a product whose sums go along {', '.join(way.move.axes)}"
     ahead, back = partial(_scattered, way), partial(_gathered_back, way)
@@ -62,19 +60,19 @@ def scatter_product(x: Tensor, weight: Tensor, dim: int, axes: Axes, *, bias: Te
 
 
 class _Way(NamedTuple):
-    """Round an axis: every rank sends to the next one."""
+    """A ring along mesh axes, and the sharded operand."""
 
     move: Move
     me: int
     chunks: Chunks
-    """of the dim that is cut, on every rank"""
+    """of the sharded dim, on every rank"""
     dim: int
     shape: tuple[int, ...]
-    """that of the operand here"""
+    """of the local operand"""
 
     @classmethod
     def along(cls, axes: Axes, x: Tensor, dim: int, size: int | None) -> _Way:
-        """Round ``axes``, on which ``dim`` of x is cut; ``size``: of the whole of it, where chunks may differ."""
+        """The ring along ``axes``, which shard ``dim`` of x; ``size``: its global length."""
         comm = current()
         names = comm.active(axes)
         move = named(Move("S", "S", names, order=names), always=True)
@@ -82,29 +80,29 @@ class _Way(NamedTuple):
         return cls(move, comm.index(names), comm.chunks(size, names), dim, tuple(x.shape))
 
     def before(self, distance: int) -> int:
-        """The rank so far before this one."""
+        """The rank ``distance`` before this one."""
         return (self.me - distance) % len(self.chunks)
 
     def shaped(self, length: int, features: int) -> tuple[int, ...]:
-        """That of the operand, but for the length of the dim and the features."""
+        """The operand's shape with another length of the dim and other features."""
         return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 : -1], features)
 
     def whole(self, like: Tensor, features: int) -> Tensor:
-        """An empty tensor of all parts."""
+        """An empty tensor of all chunks."""
         return like.new_empty(self.shaped(sum(length for _, length in self.chunks), features))
 
     def hop(self, x: Tensor, distance: int, number: int, into: Tensor | None = None) -> Hop:
-        """``x`` to the rank so far behind this one; a part of this ``number`` comes from the one so far before."""
+        """Send ``x`` to the rank ``distance`` behind, get chunk ``number`` from the one before."""
         shape, longest = (self.shaped(n, x.shape[-1]) for n in (self.chunks[number][1], self.chunks[0][1]))
         size = float(math.prod(longest) * x.element_size())
         return Hop(self.move, self.before(-distance), self.before(distance), (x,), (shape,), size, into)
 
     def rows(self, x: Tensor) -> Tensor:
-        """``x`` as [dims before, the dim and those behind it, features]: its parts are parts of the middle one."""
+        """``x`` as [dims before, the dim and those behind it, features]; chunks are along dim 1."""
         return x.reshape(math.prod(x.shape[: self.dim]), math.prod(x.shape[self.dim : -1]), x.shape[-1])
 
     def part(self, rows: Tensor, number: int) -> Tensor:
-        """Of the :meth:`rows` of a whole those that a rank has when it is cut."""
+        """Chunk ``number`` of the :meth:`rows` of a full tensor."""
         each = math.prod(self.shape[self.dim + 1 : -1])
         start, length = self.chunks[number]
         return rows.narrow(1, start * each, length * each)
@@ -115,7 +113,7 @@ Sum = Generator[Hop, Arrival, Tensor]
 
 
 def _around(way: _Way, x: Tensor, visit: Callable[[int, Tensor], object]) -> Trail:
-    """``visit`` every rank's ``x``, by number, while the next one comes."""
+    """Ring pass: ``visit(number, x)`` for every rank's ``x`` while the next one arrives."""
     for distance in range(len(way.chunks)):
         arrival = None
         if distance + 1 < len(way.chunks):
@@ -126,7 +124,7 @@ def _around(way: _Way, x: Tensor, visit: Callable[[int, Tensor], object]) -> Tra
 
 
 def _sums(way: _Way, summand: Callable[[int], Tensor]) -> Sum:
-    """The sum of all ranks' ``summand`` of this rank's number; one is computed while that before is on its way."""
+    """Ring reduce-scatter: the sum of all ranks' ``summand`` for this rank's chunk."""
     arrivals, found = list[Arrival](), None
     for distance in range(1, len(way.chunks)):
         part = summand(way.before(-distance))
@@ -143,7 +141,7 @@ def _sums(way: _Way, summand: Callable[[int], Tensor]) -> Sum:
 
 
 def _both(*journeys: Trail | Sum) -> Generator[Hop, Arrival, Any]:
-    """Journeys in turn, so that messages of each are on their way while another computes; what the last one returns."""
+    """Interleave coroutines, so that one computes while another's message is on its way."""
     arrivals: dict[Any, Arrival | None] = dict.fromkeys(journeys)
     result = None
     while arrivals:
@@ -159,7 +157,7 @@ def _both(*journeys: Trail | Sum) -> Generator[Hop, Arrival, Any]:
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """rows [b, m, k] @ weight [n, k].mT + bias: of parts, and into parts, of larger tensors without a copy of these."""
+    """rows [b, m, k] @ weight [n, k].mT + bias; reads and writes slices without copies."""
     columns = weight.mT.expand(len(rows), *weight.mT.shape)
     if bias is None:
         return torch.bmm(rows, columns, out=out)
@@ -171,7 +169,7 @@ def _of_weight(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _gathered(way: _Way, count: int, keeps: bool, x: Tensor, *operands: Tensor) -> Journey:
-    """→ products; the whole of x where it ``keeps`` that, its part else; the weights."""
+    """→ products; the full x if ``keeps``, else its chunk; the weights."""
     weights, biases = operands[:count], operands[count:]
     outs = [way.whole(x, len(w)) for w in weights]
     whole = way.whole(x, x.shape[-1]) if keeps else None
@@ -189,7 +187,7 @@ def _gathered(way: _Way, count: int, keeps: bool, x: Tensor, *operands: Tensor) 
 def _scattered_back(
     way: _Way, again: bool, gradients: Tensors, saved: Sequence[Any], wanted: Sequence[bool]
 ) -> Journey:
-    """→ gradients of what was multiplied, summed over the ranks and cut; of weights and of biases."""
+    """→ gradients of x, reduce-scattered, of weights and of biases."""
     x, *weights = saved
     count = len(weights)
     of_weights, of_biases = wanted[1 : 1 + count], wanted[1 + count :]
@@ -215,7 +213,7 @@ def _scattered_back(
 
 
 def _scattered(way: _Way, x: Tensor, weight: Tensor, bias: Tensor | None) -> Journey:
-    """→ this rank's part of the sum; what was multiplied, and the weight."""
+    """→ this rank's chunk of the sum; x and the weight."""
     rows = way.rows(x)
 
     def summand(number: int) -> Tensor:
@@ -227,7 +225,7 @@ def _scattered(way: _Way, x: Tensor, weight: Tensor, bias: Tensor | None) -> Jou
 
 
 def _gathered_back(way: _Way, gradients: Tensors, saved: Sequence[Any], wanted: Sequence[bool]) -> Journey:
-    """→ gradients of what was multiplied, of the weight and of the bias."""
+    """→ gradients of x, of the weight and of the bias."""
     (g,), (x, weight) = gradients, saved
     dy = way.whole(g, g.shape[-1]) if any(wanted[1:]) else None
     dx = way.whole(g, x.shape[-1]) if wanted[0] else None

@@ -1,4 +1,4 @@
-"""Random ops that agree with one device: the same seed gives the values that the unsharded model draws."""
+"""Dropout and random draws that equal one device's: same seed, same values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from autoshard.runtime.transport.process_group import TorchCommunicator
 def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``fn(*args, **kwargs)``, a random draw of global shape, the same on every rank.
 
-    In-process one rank draws for all, from torch's default generator. Under torch.distributed every rank draws, from
-    generators that :func:`synchronised_rng` has made equal. Every rank gets a tensor of its own.
-    """
+    In one process a single draw from torch's default generator serves all ranks. Under
+    torch.distributed every rank draws, from generators that :func:`synchronised_rng` made equal.
+    Each rank gets its own tensor."""
     comm = current()
     drawn = comm.shared(fn, args, kwargs)
     if isinstance(comm, TorchCommunicator):
@@ -30,11 +30,11 @@ def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def synchronised_rng(comm: Communicator) -> AbstractContextManager[None]:
-    """Inside, every rank draws what rank 0 would draw; put it around a forward that calls :func:`shared`.
+    """Inside, every rank draws what rank 0 would; wrap a forward that calls :func:`shared`.
 
-    Under torch.distributed rank 0's generator states are broadcast at the first draw; afterwards ranks seeded as rank 0
-    keep the advanced states, as it does, and others get their own back. In-process there is one generator and nothing to do.
-    """
+    Under torch.distributed rank 0's generator states are broadcast at the first draw. Afterwards
+    ranks seeded like rank 0 keep the advanced states, and others get their own back. No effect in
+    one process."""
     if isinstance(comm, TorchCommunicator) and comm.world_size > 1:
         return synchronised_generators(comm)
     return nullcontext()
@@ -49,14 +49,12 @@ def dropout(
     batch: int | None = None,
     again: bool = False,
 ) -> torch.Tensor:
-    """``F.dropout(training=True)`` of the global tensor, on this rank's part ``x``.
+    """``F.dropout(training=True)`` of the global tensor, on this rank's shard ``x``.
 
-    ``shape``: the global shape; ``dims``: the axes that cut each sharded tensor dim. Every element is dropped exactly
-    when the unsharded model drops it, from the same seed. ``order``: the dims of the unsharded model's tensor as they
-    lie in memory, if not as they are numbered: eager dropout draws in memory order. ``batch``: where ``x`` belongs to
-    one of several micro-batches, the dim that they share: this one takes its part of what the whole batch draws.
-    ``again``: the backward draws again what is dropped, and nothing is kept for it.
-    """
+    ``shape``: global shape; ``dims``: the axes that shard each dim. The unsharded model drops the
+    same elements from the same seed. ``order``: the dims of its tensor in memory order, which eager
+    draws follow. ``batch``: the dim that micro-batches divide; each takes its slice of the full
+    batch's draw. ``again``: the backward draws the mask again instead of saving it."""
     if not 0.0 <= p <= 1.0:
         raise LayoutError(f"dropout probability {p} is not between 0 and 1")
     if p == 0.0 or 0 in shape:
@@ -73,7 +71,7 @@ def dropout(
 
 
 def _later(draw: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """``draw``, to be called in the backward: it draws what it would draw now."""
+    """``draw`` for the backward: with the generator states and the micro-batch of now."""
     comm = current()
     now, micro_batch = comm.random_states(), comm.micro_batch
 
@@ -94,12 +92,12 @@ def _later(draw: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 def noise_like(
     x: torch.Tensor, p: float, shape: Sequence[int], order: Sequence[int] = (), batch: int | None = None
 ) -> torch.Tensor:
-    """What :func:`dropout` multiplies the whole tensor of ``shape`` with; ``x``: for its dtype and device."""
+    """Dropout factors of the full tensor of ``shape``; ``x``: for dtype and device."""
     return drawn(lambda s: current().shared(noise, (s, p, x.dtype, x.device), {}), shape, order, batch)
 
 
 class _Drop(HandingOn):
-    """``x * noise``; one byte per element is kept for the backward, or nothing where ``redraw`` gives the noise again."""
+    """``x * noise``; saves one byte per element, or nothing with ``redraw``."""
 
     @staticmethod
     def forward(
@@ -117,12 +115,12 @@ class _Drop(HandingOn):
 
 
 def scaled(kept: torch.Tensor, p: float) -> torch.Tensor:
-    """What eager dropout multiplies with, of ones where an element is kept; as ATen rounds it."""
+    """Dropout factors of ones where an element is kept, rounded like ATen's."""
     return kept.div_(1 - p) if kept.device.type == "cpu" else kept.mul_(1 / (1 - p))
 
 
 def noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What eager dropout multiplies with; every step as ATen does it, so that it takes the same draws."""
+    """Dropout factors, drawn step by step like ATen's."""
     if device.type == "cpu":
         return scaled(torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p), p)
     ones = torch.ones(shape, dtype=dtype, device=device)
@@ -132,7 +130,7 @@ def noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.de
 def drawn(
     draw: Callable[[tuple[int, ...]], torch.Tensor], shape: Sequence[int], order: Sequence[int], batch: int | None
 ) -> torch.Tensor:
-    """What ``draw`` makes in the memory order ``order``; of several micro-batches along dim ``batch`` the present one's."""
+    """What ``draw`` makes in memory order ``order``; with ``batch`` this micro-batch's slice."""
     index, count = current().micro_batch
     if batch is None or count == 1:
         return in_memory_order(order, draw, shape)
@@ -144,14 +142,14 @@ def drawn(
 def in_memory_order(
     order: Sequence[int], draw: Callable[[tuple[int, ...]], torch.Tensor], shape: Sequence[int]
 ) -> torch.Tensor:
-    """What ``draw(shape)`` makes, with dims that lie in memory in this ``order`` (none given: as they are numbered)."""
+    """What ``draw(shape)`` makes with dims in memory order ``order`` (empty: as numbered)."""
     if not order:
         return draw(tuple(shape))
     return draw(tuple(shape[d] for d in order)).permute([order.index(d) for d in range(len(order))])
 
 
 def part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
-    """This rank's part of the global tensor ``x``, in memory of its own: the rest is not kept for the backward."""
+    """This rank's shard of a global ``x``, copied: a view would keep all of ``x`` alive."""
     comm, cut = current(), x
     for dim, axes in dims.items():
         cut = cut.narrow(dim, *comm.chunk(x.shape[dim], comm.active(axes)))

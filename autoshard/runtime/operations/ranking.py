@@ -1,8 +1,7 @@
-"""The largest or smallest elements along a cut dim: each rank's best are gathered, and chosen from again.
+"""Top-k, maxima and sampling along a sharded dim: each rank's candidates are gathered and ranked.
 
-What is gathered is ``k`` values and indices per rank and row, never the tensor. Results are whole (I) on every rank,
-so the backward communicates nothing: each rank has the gradient of its own winners.
-"""
+Gathered are ``k`` values and indices per rank and row, never the tensor. Results are I, so the
+backward communicates nothing: each rank has the gradient of its own winners."""
 
 from __future__ import annotations
 
@@ -20,10 +19,9 @@ from autoshard.runtime.transport.communicator import Axes, current
 def topk(
     x: torch.Tensor, k: int, dim: int, size: int, axes: Axes, largest: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x.topk(k, dim, largest)``, sorted, with ``dim`` cut by ``axes`` from a length ``size``: S(dim) → I.
+    """``x.topk(k, dim, largest)``, sorted; ``dim`` (length ``size``) sharded by ``axes``: S → I.
 
-    Of equal candidates the one with the lower index comes first; torch promises no order.
-    """
+    Of equal candidates the lower index comes first; torch promises no order."""
     values, places = x.topk(min(k, x.shape[dim]), dim, largest)
     places, order = places.sort(dim)
     values, places = _candidates(values.gather(dim, order), places, k, dim, size, axes)
@@ -34,7 +32,7 @@ def topk(
 def max_dim(
     x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x.max(dim)``, values and first indices, with ``dim`` cut by ``axes`` from a length ``size``: S(dim) → I."""
+    """``x.max(dim)``, values and first indices; ``dim`` (length ``size``) sharded: S(dim) → I."""
     return _extreme(torch.max, x, dim, size, axes, keepdim)
 
 
@@ -46,7 +44,7 @@ def min_dim(
 
 
 def argmax(x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> torch.Tensor:
-    """``x.argmax(dim)`` with ``dim`` cut by ``axes`` from a length ``size``: S(dim) → R."""
+    """``x.argmax(dim)``; ``dim`` of length ``size`` sharded by ``axes``: S(dim) → R."""
     return max_dim(x.detach(), dim, size, axes, keepdim)[1]
 
 
@@ -63,12 +61,11 @@ def multinomial(
     order: Sequence[int] = (),
     batch: int | None = None,
 ) -> torch.Tensor:
-    """``torch.multinomial`` of ``count`` different elements of each row, from this rank's part ``x``.
+    """``torch.multinomial`` without replacement: ``count`` elements of each row of shard ``x``.
 
-    ``shape``: the global shape; ``dims``: the axes that cut each sharded dim. As in eager an element wins by its weight
-    over an exponential draw of its own, so that candidates are all that is sent. Raises RuntimeError as eager does.
-    ``order``, ``batch``: see :func:`~autoshard.runtime.draw_like`.
-    """
+    ``shape``: global shape; ``dims``: the axes that shard each dim. As in eager, an element is
+    ranked by its weight over an exponential draw, so only candidates are sent. Raises RuntimeError
+    like eager. ``order``, ``batch``: see :func:`~autoshard.runtime.draw_like`."""
     if x.numel() and not bool((x.max() < math.inf) & (x.min() >= 0)):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
     last = len(shape) - 1
@@ -83,10 +80,9 @@ def multinomial(
 
 
 def flat_argmax(x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes) -> torch.Tensor:
-    """``x.argmax()`` of a tensor of global ``shape``, ``cuts``: ``(dim, axes)`` of every cut dim, ``axes``: all of them.
+    """``x.argmax()`` of global ``shape``; ``cuts``: (dim, axes) of sharded dims; ``axes``: all.
 
-    No rank may be without elements.
-    """
+    Every rank must have elements."""
     return _flat(torch.max, x, shape, cuts, axes)
 
 
@@ -111,10 +107,9 @@ def _extreme(
 def _candidates(
     values: torch.Tensor, places: torch.Tensor, most: int, dim: int, size: int, axes: Axes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank's candidates (``most``, or all it has) in the order of the ranks, with their global indices.
+    """All ranks' candidates (``most``, or all they have) in rank order, with global indices.
 
-    Ranks that have fewer send fillers, which are left out afterwards: no value could stand for "none".
-    """
+    Ranks with fewer send fillers, which are removed by position: no value could mark them."""
     comm = current()
     lengths = [n for _, n in comm.chunks(size, comm.active(axes))]
     count = min(most, max(lengths))
@@ -131,7 +126,7 @@ def _candidates(
 def _flat(
     best: Any, x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes
 ) -> torch.Tensor:
-    """Equal values: the lowest index of all, since ranks do not stand in the order of flat indices."""
+    """Among equal values the lowest flat index wins: ranks are not in the order of flat indices."""
     value, place = best(x.detach().flatten(), 0, keepdim=True)
     start = dict.fromkeys(range(len(shape)), 0) | {d: offset(shape[d], a) for d, a in cuts}
     at = zip(torch.unravel_index(place, x.shape), start.values(), strict=True)

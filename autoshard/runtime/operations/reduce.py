@@ -1,8 +1,8 @@
-"""Reductions over cut dims whose parts do not simply add up. Results are whole (I) on every rank.
+"""Reductions over sharded dims that are no plain sums. Results are I.
 
-Where the op of the ranks' own results is the result (a norm of norms), those are gathered, one per rank, and the
-backward communicates nothing. ``dims``: the reduced dims; ``axes``: all mesh axes that cut any of them.
-"""
+If the op of the ranks' own results is the result (a norm of norms), those are gathered, one per
+rank, and the backward communicates nothing. ``dims``: the reduced dims; ``axes``: all axes that
+shard them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Dims = list[int]
 def logsumexp(
     x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """``x.logsumexp(dims)``: maxima, then the sums of what is shifted by them, so that a rank may hold -inf alone."""
+    """``x.logsumexp(dims)``: maxima, then shifted sums; a rank may hold -inf alone."""
     x = x if dtype is None else x.to(dtype)
     values = wide(x)
     top = maximum(values, dims, axes)
@@ -54,7 +54,7 @@ def all(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool = False) -> torch
 def vector_norm(
     x: torch.Tensor, order: float, dims: Dims, axes: Axes, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """``torch.linalg.vector_norm(x, order, dims)``; for an ``order`` infinite or negative no rank may be without elements."""
+    """``torch.linalg.vector_norm(x, order, dims)``. No empty shards if ``order`` is inf or < 0."""
     x = x if dtype is None else x.to(dtype)
     if math.isinf(order):
         return _extreme(x.abs(), dims, axes, keepdim, "amax" if order > 0 else "amin", True)
@@ -63,10 +63,10 @@ def vector_norm(
 
 
 def amax(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool = False, nan: bool = False) -> torch.Tensor:
-    """``x.amax(dims)``; equal maxima share the gradient. No rank may be without elements.
+    """``x.amax(dims)``; equal maxima share the gradient. No shard may be empty.
 
-    Of a NaN every element has the gradient NaN; with ``nan`` those that are NaN share it, as in ``x.max()``.
-    """
+    If the maximum is NaN, all elements have gradient NaN; with ``nan`` NaN elements share it
+    (``x.max()``)."""
     return _extreme(x, dims, axes, keepdim, "amax", nan)
 
 
@@ -76,14 +76,14 @@ def amin(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool = False, nan: bo
 
 
 def aminmax(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x.aminmax()``: both of :func:`amin` and :func:`amax`."""
+    """``x.aminmax()``: :func:`amin` and :func:`amax`."""
     return amin(x, dims, axes, keepdim), amax(x, dims, axes, keepdim)
 
 
 def var_mean(
     x: torch.Tensor, dims: Dims, count: int, axes: Axes, correction: float = 1, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``torch.var_mean(x, dims)``, ``count`` elements each, globally: first the mean of all ranks, then the squares."""
+    """``torch.var_mean(x, dims)`` over ``count`` global elements: means first, then squares."""
     values = wide(x)
     mean = statistic(values.sum(dims, keepdim=True), axes) / count
     squares = (values - enter(mean, axes)).square().sum(dims, keepdim=True)
@@ -115,21 +115,21 @@ def std(
 
 
 def bincount(x: torch.Tensor, weights: torch.Tensor | None, minlength: int, axes: Axes) -> torch.Tensor:
-    """``x.bincount(weights, minlength)`` of parts of ``x`` → P, on every rank as long as the largest value of all asks."""
+    """``x.bincount(weights, minlength)`` of shards → P, as long as the global maximum needs."""
     longest = x.max().to(torch.int64) + 1 if x.numel() else torch.zeros((), dtype=torch.int64, device=x.device)
     counts = torch.bincount(x, weights, max(minlength, int(statistic(longest, axes, op="max"))))
     if weights is None:
         return counts
-    return counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)  # of no elements: integers
+    return counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)  # ints if empty
 
 
 def _every(mine: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """The ranks' tensors, stacked along a new first dim."""
+    """All ranks' tensors, stacked along a new first dim."""
     return all_gather(mine.unsqueeze(0), 0, axes)
 
 
 def _extreme(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool, op: str, nan: bool) -> torch.Tensor:
-    """Gathered, for an all-reduced maximum may lose NaN. The gradient is shared by all elements that equal it."""
+    """Gathered, since an all-reduced maximum may lose NaN. Equal elements share the gradient."""
     reduce = torch.amax if op == "amax" else torch.amin
     best = reduce(_every(reduce(x.detach(), dims, keepdim=True), axes), 0)
     if x.requires_grad and torch.is_grad_enabled():
@@ -141,7 +141,7 @@ def _extreme(x: torch.Tensor, dims: Dims, axes: Axes, keepdim: bool, op: str, na
 
 
 class _Shared(HandingOn):
-    """``best`` as a function of ``x``, whose elements have the given ``share`` in its gradient."""
+    """``best`` as a function of ``x``, whose elements have ``share`` of its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, best: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""The sums over classes that a cross entropy consists of: of the logits nothing but themselves is kept for the backward.
+"""Sums over classes for cross entropy, in slices of rows: only the logits are saved.
 
-A piece of the rows is worked on at a time, forward and backward, so that neither probabilities nor anything else of the size
-of the logits is there beside them, but for their gradient.
-"""
+Forward and backward work on one slice at a time. So neither probabilities nor anything else of the
+logits' size is in memory besides the logits and their gradient."""
 
 from __future__ import annotations
 
@@ -16,19 +15,18 @@ from autoshard.runtime.operations.softmax import wide
 from autoshard.runtime.transport.handed_on import HandingOn
 
 PIECE = 1 << 23
-"""elements that are worked on at once, at least a row"""
+"""elements of a slice, which has at least one row"""
 ON_DEVICES = 8
-"""times as many on accelerators, which a kernel has to keep busy"""
+"""factor on accelerators, whose kernels need more elements"""
 
 
 def row_sums(
     logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, smoothed: bool
 ) -> torch.Tensor:
-    """[2 or 3, n, …]: sums of the rows of ``logits`` [n, c, …] less ``top`` [n, 1, …], or of [c] less [1].
+    """[2 or 3, n, …]: row sums of ``logits`` [n, c, …] - ``top`` [n, 1, …], or of [c] - [1].
 
-    They are those of exponentials; the entry at ``index`` [n, …], or 0 where that is none of them; if ``smoothed``, that
-    of all entries, weighted by ``share`` [c] where it is given.
-    """
+    They are: sum of exponentials; the entry at ``index`` [n, …], 0 if another rank has it; and if
+    ``smoothed`` the sum of all entries, weighted by ``share`` [c] if given."""
     found: torch.Tensor = _RowSums.apply(logits, top, index, share, smoothed)
     return found
 
@@ -53,7 +51,7 @@ class _RowSums(HandingOn):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         logits, top, index, share = ctx.saved_tensors
-        if torch.is_grad_enabled():  # it is to be differentiated
+        if torch.is_grad_enabled():  # create_graph
             sums = _sums(logits, top, index, share, ctx.smoothed)
             return *torch.autograd.grad(sums, logits, gradient, create_graph=True), None, None, None, None
         found = torch.empty_like(logits)
@@ -65,7 +63,7 @@ class _RowSums(HandingOn):
 def in_pieces(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float
 ) -> torch.Tensor:
-    """``F.cross_entropy`` of every sample, for whole rows ``logits`` [n, c, …] and class indices ``target`` [n, …]."""
+    """``F.cross_entropy`` per sample: unsharded logits [n, c, …], class indices [n, …]."""
     found: torch.Tensor = _InPieces.apply(logits, target, weight, ignore_index, smoothing)
     return found
 
@@ -90,7 +88,7 @@ class _InPieces(HandingOn):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         logits, target, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # it is to be differentiated
+        if torch.is_grad_enabled():  # create_graph
             losses = _losses(logits, target, weight, *ctx.options)
             (found,) = torch.autograd.grad(losses, logits, gradient, create_graph=True)
             return found, None, None, None, None
@@ -110,7 +108,7 @@ def _losses(
 
 
 def _pieces(logits: torch.Tensor) -> Iterator[Any]:
-    """Places of rows; of tensors without data those of the first piece, which takes as much memory as others."""
+    """Slices of rows; on meta tensors the first only, which takes as much memory as others."""
     if logits.dim() == 1:
         yield ...
         return
@@ -135,7 +133,7 @@ def _sums(
 def _gradient(
     logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, gradient: torch.Tensor
 ) -> torch.Tensor:
-    """That of ``logits``, given those of the sums [2 or 3, n, …]."""
+    """Gradient of ``logits``, given those of the sums [2 or 3, n, …]."""
     dim = _dim(logits)
     exponentials, picked, *rest = (g.unsqueeze(dim) for g in gradient)
     found = (wide(logits) - top).exp_().mul_(exponentials)
@@ -143,19 +141,19 @@ def _gradient(
         at, here = _places(index, found.shape[dim])
         found.scatter_(
             dim, at, found.gather(dim, at) + picked.masked_fill(~here.unsqueeze(dim), 0)
-        )  # one of a row each
+        )  # one element per row
     if rest:
         found += rest[0] if share is None else rest[0] * along(share, dim, found.dim())
     return found
 
 
 def _dim(logits: torch.Tensor) -> int:
-    """That of the classes."""
+    """The dim of the classes."""
     return min(logits.dim() - 1, 1)
 
 
 def _places(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(``index`` with a dim for the classes, 0 where it is none of ``size``; whether it is one)."""
+    """(``index`` with a class dim, 0 where it is outside ``size``; whether it is inside)."""
     here = (index >= 0) & (index < size)
     return index.where(here, 0).unsqueeze(min(index.dim(), 1)), here
 

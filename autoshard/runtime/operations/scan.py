@@ -1,7 +1,7 @@
-"""Scans along a dim that is cut over ranks: what earlier ranks add up to stands before a rank's own elements.
+"""Cumulative scans along a sharded dim: earlier ranks' totals come before a rank's elements.
 
-Every rank's total is gathered (one slice each), and the op itself runs on the earlier totals followed by the rank's
-elements. So special values and gradients are those of the op; backward, the totals' gradients are reduce-scattered.
+Every rank's total is gathered (one slice each), and the op itself runs on totals and elements. So
+special values and gradients are those of the op. Backward: reduce-scatter of the totals' gradients.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from autoshard.runtime.transport.communicator import Axes, current
 
 
 def cumsum(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``x.cumsum(dim)`` with ``dim`` cut by ``axes``: S(dim) → S(dim)."""
+    """``x.cumsum(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim)."""
     x = x if dtype is None else x.to(dtype)
     values = wide(x)
     return _after(torch.cumsum, values, values.sum(dim, keepdim=True), dim, axes).to(x.dtype)
 
 
 def cumprod(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``x.cumprod(dim)`` with ``dim`` cut by ``axes``: S(dim) → S(dim)."""
+    """``x.cumprod(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim)."""
     x = x if dtype is None else x.to(dtype)
     values = wide(x)
     return _after(torch.cumprod, values, values.prod(dim, keepdim=True), dim, axes).to(x.dtype)
 
 
 def logcumsumexp(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
-    """``x.logcumsumexp(dim)`` with ``dim`` cut by ``axes``: S(dim) → S(dim)."""
+    """``x.logcumsumexp(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim)."""
     values = wide(x)
     return _after(torch.logcumsumexp, values, values.logsumexp(dim, keepdim=True), dim, axes).to(x.dtype)
 
 
 def cummax(x: torch.Tensor, dim: int, size: int, axes: Axes) -> tuple[torch.Tensor, torch.Tensor]:
-    """``x.cummax(dim)``, values and indices, with ``dim`` cut by ``axes`` from a length ``size``: S(dim) → S(dim)."""
+    """``x.cummax(dim)``, values and indices; ``dim`` (length ``size``) sharded: S(dim) → S(dim)."""
     return _extremes(torch.cummax, x, dim, size, axes)
 
 
@@ -62,7 +62,7 @@ def _extremes(
     size: int,
     axes: Axes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The total of a rank is its last value with its global index; ranks without elements have none."""
+    """The total of a rank is its last value, with its global index; empty shards have none."""
     comm = current()
     names = comm.active(axes)
     start, length = comm.chunk(size, names)
@@ -77,7 +77,7 @@ def _extremes(
     if length:
         values, found = scan(x, dim)
         last, last_place = values.narrow(dim, length - 1, 1), found.narrow(dim, length - 1, 1) + start
-    else:  # any value, on the gradient path
+    else:  # an unused value on the gradient path
         last, last_place = (t.sum(dim, keepdim=True, dtype=t.dtype) for t in (x, places))
     joined, found = scan(torch.cat([before(last), x], dim), dim)
     indices = torch.cat([before(last_place), places], dim).gather(dim, found)

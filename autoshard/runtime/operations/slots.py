@@ -1,8 +1,8 @@
-"""Rows on their way to the experts that were chosen for them, and back: each way one pass over the rows, in both directions.
+"""Dispatch and combine of mixture-of-experts rows: one pass over the rows each way, and backward.
 
-A *slot* is one choice of one row: row · k + number of the choice. What goes there and back is gathered by numbers that are
-known from the order of the slots, so that nothing is summed into zeros: sums of a row's slots are bags of an embedding.
-"""
+A *slot* is one choice of one row: row · k + number of the choice. Dispatch and combine gather by
+numbers known from the order of the slots: a row's slots are an embedding bag, so nothing is summed
+into zeros."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from autoshard.runtime.transport.handed_on import HandingOn
 
 
 class Slots(NamedTuple):
-    """The slots that are computed."""
+    """The computed slots."""
 
     rows: torch.Tensor
-    """whose they are, in the order in which they are computed"""
+    """the row of each slot, in the order of computation"""
     places: torch.Tensor
-    """row after row, where in this order its slots are"""
+    """for the slots row by row: their place in that order"""
     starts: torch.Tensor
-    """where each row's begin among these"""
+    """where each row begins in ``places``"""
     present: torch.Tensor | None
-    """their numbers, row after row; None: all are computed"""
+    """slot numbers, row by row; None: all slots are computed"""
 
 
 def slots_of(order: torch.Tensor, rows: int, top: int) -> Slots:
-    """Of ``rows`` with ``top`` slots each those in ``order``, which are all or some of them."""
+    """The slots in ``order``: all or some of the ``top`` slots of each of ``rows``."""
     starts = torch.arange(0, rows * top, top, device=order.device)
     if order.shape[0] == rows * top:
         return Slots(order.floor_divide(top), _inverse(order), starts, None)
@@ -37,7 +37,7 @@ def slots_of(order: torch.Tensor, rows: int, top: int) -> Slots:
 
 
 def dealt(x: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """For every slot that is computed its row of ``x`` [t, w]."""
+    """Dispatch: the row of ``x`` [t, w] for every computed slot."""
     if not x.requires_grad:
         return x.index_select(0, slots.rows)
     found: torch.Tensor = _Dealt.apply(x, *slots[:3])
@@ -45,7 +45,7 @@ def dealt(x: torch.Tensor, slots: Slots) -> torch.Tensor:
 
 
 def collected(x: torch.Tensor, weights: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """Of ``x`` [s, v], made for the slots, the sums [t, v] for their rows, each times its one of ``weights`` [t · k]."""
+    """Combine: sums [t, v] of slots ``x`` [s, v] per row, times their ``weights`` [t · k]."""
     dtype = torch.result_type(x, weights)
     weights = weights if slots.present is None else weights.index_select(0, slots.present)
     found: torch.Tensor = _Collected.apply(x.to(dtype), weights.to(dtype), *slots[:3])
@@ -53,7 +53,7 @@ def collected(x: torch.Tensor, weights: torch.Tensor, slots: Slots) -> torch.Ten
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """Where in a permutation each number is."""
+    """The inverse permutation."""
     numbers = torch.arange(order.shape[0], device=order.device)
     return torch.empty_like(order).scatter_(0, order, numbers)
 
@@ -71,7 +71,7 @@ class _Dealt(HandingOn):
 
 
 class _Collected(HandingOn):
-    """The weights are those of the slots that are computed, row after row."""
+    """``weights`` are those of the computed slots, row by row."""
 
     @staticmethod
     def forward(
@@ -84,13 +84,13 @@ class _Collected(HandingOn):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, weights, rows, places, starts = ctx.saved_tensors
-        again = torch.is_grad_enabled()  # the gradients are to be differentiated
+        again = torch.is_grad_enabled()  # create_graph
         of_x = of_weights = None
         if weights is not None:
             own = torch.empty_like(weights).scatter_(0, places, weights)
             if again:
                 of_x = gradient.index_select(0, rows) * own.unsqueeze(1)
-            else:  # every row is a bag
+            else:  # bags of one row
                 of_x = _bags(rows, gradient, torch.arange(rows.shape[0], device=rows.device), own)
         if x is not None:
             bags = rows.index_select(0, places)
@@ -107,15 +107,15 @@ class _Collected(HandingOn):
 def _bags(
     rows: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sums of these rows of ``x`` in bags that begin at ``starts``, without what torch.nn.functional looks at in every call."""
+    """Sums of ``rows`` of ``x`` in bags from ``starts``; skips torch.nn.functional's checks."""
     found: torch.Tensor = torch.embedding_bag(x, rows, starts, False, 0, False, weights)[0]
     return found
 
 
 _dots = aten._embedding_bag_per_sample_weights_backward
-"""of every element of the bags the product of its row and of its bag's gradient"""
+"""per element of the bags: the product of its row and of its bag's gradient"""
 
 
 def _has_dots(x: torch.Tensor) -> bool:
-    """Whether there is such a kernel: on GPUs none for half precision."""
+    """Whether that kernel exists: on GPUs not for half precision."""
     return x.device.type == "cpu" or x.dtype.itemsize > 2

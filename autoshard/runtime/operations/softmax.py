@@ -1,4 +1,4 @@
-"""Softmax over a dim that is cut over ranks: a few lines on top of the collectives, which carry the gradient."""
+"""Softmax over a sharded dim, composed of collectives that carry the gradient."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from autoshard.runtime.transport.communicator import Axes
 
 
 def softmax(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``x.softmax(dim)`` with ``dim`` cut by ``axes``: S(dim) → S(dim).
+    """``x.softmax(dim)`` with ``dim`` sharded by ``axes``: S(dim) → S(dim).
 
-    Forward: all-reduce of the maxima and of the sums; backward: one all-reduce of the sums' gradient.
-    """
+    Forward: all-reduce of maxima and of sums; backward: one all-reduce of the sums' gradient."""
     exponentials, sums = _exponentials(x if dtype is None else x.to(dtype), dim, axes)[1:]
     return (exponentials / sums).to(x.dtype if dtype is None else dtype)
 
 
 def log_softmax(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``x.log_softmax(dim)`` with ``dim`` cut by ``axes``; communication as in :func:`softmax`."""
+    """``x.log_softmax(dim)`` with ``dim`` sharded by ``axes``; messages as in :func:`softmax`."""
     shifted, _, sums = _exponentials(x if dtype is None else x.to(dtype), dim, axes)
     return (shifted - sums.log()).to(x.dtype if dtype is None else dtype)
 
 
 def safe_softmax(x: torch.Tensor, dim: int, axes: Axes, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """:func:`softmax` that gives zeros for rows of nothing but -inf (attention with every key masked)."""
+    """:func:`softmax` with zeros for rows of -inf only (attention with every key masked)."""
     _, exponentials, sums = _exponentials(x if dtype is None else x.to(dtype), dim, axes, safe=True)
     return (exponentials / sums.masked_fill(sums == 0, 1)).to(x.dtype if dtype is None else dtype)
 
 
 def maximum(x: torch.Tensor, dims: int | list[int], axes: Axes) -> torch.Tensor:
-    """Maxima along dims cut by ``axes``, kept as dims of length 1; no gradient. An empty shard counts as -inf."""
+    """Maxima over sharded dims, kept as dims of length 1; no gradient. Empty shards are -inf."""
     x = x.detach()
     dims = [dims] if isinstance(dims, int) else dims
     shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
@@ -39,14 +38,14 @@ def maximum(x: torch.Tensor, dims: int | list[int], axes: Axes) -> torch.Tensor:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """``x`` in float32 where its type is too narrow to sum in."""
+    """``x`` upcast to float32 if it is half precision, which is too narrow to sum in."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _exponentials(
     x: torch.Tensor, dim: int, axes: Axes, safe: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``x - max``, its exponentials, and their sums over all ranks (R: every rank's values use them)."""
+    """``x - max``, its exponentials, and their global sums (R: every rank's values use them)."""
     x = wide(x)
     top = maximum(x, dim, axes)
     if safe:

@@ -1,4 +1,4 @@
-"""Matrices that are parameters of their own, as one tensor: those of experts, each a module, one after another."""
+"""Separate parameters as one tensor: stacked expert weights, and views of adjacent tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.runtime.transport.handed_on import HandingOn, register
 
 @torch.library.custom_op("autoshard::stacked", mutates_args=())
 def stacked_op(matrices: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
-    """Tensors [h, …] of e experts, ``parts`` of each one after another, as one: [e, parts · h, …]."""
+    """Tensors [h, …] of e experts, ``parts`` of each in a row, as one: [e, parts · h, …]."""
     return torch.stack(list(matrices)).view(-1, parts * matrices[0].shape[0], *matrices[0].shape[1:])
 
 
@@ -36,8 +36,9 @@ register(stacked_op, _backward, _save)
 
 
 def stacked(matrices: Sequence[torch.Tensor], parts: int = 1, owned: int | None = None) -> torch.Tensor:
-    """As :func:`stacked_op`. ``owned``: h, where this rank has some experts whole and of the others no rows; the result is
-    of the former. Where they lie one after another in memory nothing is copied."""
+    """:func:`stacked_op` without a copy where tensors are adjacent in memory.
+
+    ``owned``: h if this rank owns some experts, which are stacked, and no rows of the others."""
     length, many = owned, sum(m.shape[0] > 0 for m in matrices)
     if length is None:
         length, many = matrices[0].shape[0], len(matrices)
@@ -46,7 +47,7 @@ def stacked(matrices: Sequence[torch.Tensor], parts: int = 1, owned: int | None 
 
 
 class OneAfterAnother(HandingOn):
-    """Tensors as one along dim 0: without a copy where they lie so in memory."""
+    """Tensors concatenated along dim 0: a view if they are adjacent in memory."""
 
     @staticmethod
     def forward(ctx: Any, sparse: bool, *tensors: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ class OneAfterAnother(HandingOn):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         starts = itertools.accumulate(ctx.sizes, initial=0)
         if ctx.sparse:
-            if not gradient.is_sparse:  # none of them is here
+            if not gradient.is_sparse:  # this rank has no rows
                 none = torch.zeros(0, dtype=torch.int64, device=gradient.device)
                 return None, *(rows_only.from_rows(none, gradient[:0], 0) for _ in ctx.sizes)
             return None, *(rows_only.narrowed(gradient, 0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
@@ -65,7 +66,7 @@ class OneAfterAnother(HandingOn):
 
 
 def one_after_another(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``tensors`` as one along dim 0, without gradients: a view where they lie so in memory, those without rows left out."""
+    """:class:`OneAfterAnother` without gradients; tensors without rows are skipped."""
     here = [t for t in tensors if t.shape[0]]
     if not here:
         return tensors[0].new_empty(0, *tensors[0].shape[1:])
@@ -76,8 +77,7 @@ def one_after_another(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Tensors of one shape that lie at equal distances in one piece of memory as one, stacked along dim 0: a view, without
-    gradients; None where they do not lie so."""
+    """Tensors of one shape at equal distances in one storage, stacked as a view; else None."""
     first, start = tensors[0], tensors[0].storage_offset()
     distance = tensors[1].storage_offset() - start if len(tensors) > 1 else 0
     if distance < 0:
@@ -95,7 +95,7 @@ def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def are_neighbours(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether these lie one after another in one piece of memory."""
+    """Whether the tensors are contiguous and adjacent in one storage."""
     return all(
         a.is_contiguous()
         and b.is_contiguous()

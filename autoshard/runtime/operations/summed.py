@@ -1,4 +1,4 @@
-"""A sum over ranks that is under way while something else is computed."""
+"""An all-reduce that overlaps with computation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.runtime.transport.profiling import named, recorded
 
 
 def begin_sum(x: torch.Tensor, axes: Axes) -> Callable[[], torch.Tensor]:
-    """Begin to sum ``x`` over the ranks of ``axes``, without a gradient; what is returned waits for the sum, once."""
+    """Begin to sum ``x`` over the ranks of ``axes``, without gradient; call the result to wait."""
     comm, out = current(), x.detach()
     names = comm.active(axes)
     if not isinstance(comm, TorchCommunicator) or not names or comm.sums is not None:

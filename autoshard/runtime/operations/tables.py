@@ -1,8 +1,8 @@
-"""Tables that lie whole on one rank each: the owner looks up for all, and the rows of the batch go where they belong.
+"""Table-wise embedding: each table is on one owner rank, which looks up for the full batch.
 
-A rank looks up in all its tables at once, and one all-to-all carries what the ranks looked up (table-wise sharding of
-Naumov et al. 2019, DLRM; Ivchenko et al. 2022, TorchRec). Sizes are known beforehand: nothing waits for numbers.
-"""
+A rank looks up in all its tables at once, and one all-to-all carries the results (table-wise
+sharding of DLRM, Naumov et al. 2019; TorchRec, Ivchenko et al. 2022). Sizes are known: no host
+sync."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from autoshard.runtime.transport.window import chunks
 
 
 class Bags(NamedTuple):
-    """What is looked up in one table: ``indices`` [b, k] or [b], or flat with ``offsets``, where bags start."""
+    """Look-ups in one table: ``indices`` [b, k] or [b], or flat with ``offsets`` of the bags."""
 
     indices: torch.Tensor
     offsets: torch.Tensor | None = None
     weights: torch.Tensor | None = None
-    """of every index; only where bags are sums"""
+    """of every index; only for sums"""
     last_offset: bool = False
-    """whether the last offset is the end of the last bag"""
+    """whether the last offset ends the last bag"""
 
     @property
     def number(self) -> int:
@@ -62,13 +62,12 @@ def table_wise(
     sparse: bool = False,
     summed: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """Per table [rows, d], whole on its owner and empty elsewhere, the results [b/n S, d] of the bags in ``indices``.
+    """Per table [rows, d], on its owner and empty elsewhere: results [b/n S, d] of its bags.
 
-    Indices are whole along ``axes``, whose ranks the ``owners`` number; results are cut along the batch, or [b, d] P where
-    they are ``summed``: for a batch of fewer rows than ranks, the owner's rows and zeros elsewhere. ``mode``: how
-    rows of a bag become one, "sum", "mean" or "max". ``padding``: per table a row that is none; of an index outside of a bag
-    (``offsets`` absent) one that only gets no gradient.
-    """
+    ``indices`` are replicated along ``axes``, and ``owners`` number the ranks. Results are sharded
+    along the batch, or [b, d] P if ``summed``, for a batch smaller than the ranks: the owner's
+    rows, zeros elsewhere. ``mode``: "sum", "mean" or "max". ``padding``: per table a row that does
+    not count; without ``offsets`` it only gets no gradient."""
     comm = current()
     names = comm.active(axes)
     many = len(tables)
@@ -91,8 +90,8 @@ def table_wise(
         return _summands(found, order, owners, me, given)
     without = [
         x.reshape(-1)[:0] for x in weights if x is not None and x.requires_grad
-    ]  # a rank may look up in no table
-    if len(order) == 1 and order[0].by_row and not without:  # it lies as it is sent
+    ]  # weights of a rank that looks up in no table need gradients, too
+    if len(order) == 1 and order[0].by_row and not without:  # the memory order is the sending order
         goes = found[0].reshape(-1)
     else:
         cut = [
@@ -106,7 +105,7 @@ def table_wise(
 
 
 class Form(NamedTuple):
-    """What of a table, and of the bags that are looked up in it, decides how that goes: the same on all ranks."""
+    """Static form of a table's look-ups, the same on all ranks."""
 
     width: int
     dtype: torch.dtype
@@ -124,27 +123,27 @@ def _form(table: torch.Tensor, padding: int | None, bag: Bags) -> Form:
 
 
 class Group(NamedTuple):
-    """Tables that one look-up serves."""
+    """Tables that share one look-up."""
 
     numbers: tuple[int, ...]
     bags: int
     width: int
     by_row: bool
-    """whether the rows of all tables for one bag lie together, and so those of a part of the batch; else the bags of a table"""
+    """whether memory is [bags, tables, d], with contiguous batch slices, or [tables, bags, d]"""
     chunks: tuple[int, ...] = ()
-    """how many bags each rank gets"""
+    """bags of each rank"""
 
     def owned_by(self, rank: int, owners: Sequence[int]) -> list[int]:
-        """The numbers of the tables that lie on a rank."""
+        """Numbers of the tables that a rank owns."""
         return [i for i in self.numbers if owners[i] == rank]
 
     def in_order(self, rows: torch.Tensor, bags: int, tables: int) -> torch.Tensor:
-        """What was looked up for some bags in some tables as [bags, tables, d], or [tables, bags, d]."""
+        """Results ``rows`` as [bags, tables, d], or [tables, bags, d] unless ``by_row``."""
         return rows.view(*((bags, tables) if self.by_row else (tables, bags)), self.width)
 
 
 class Arrival(NamedTuple):
-    """What one rank sends of the tables of a group: ``size`` elements, for ``bags`` bags in the tables of these ``numbers``."""
+    """What a rank sends of a group: ``size`` elements, for ``bags`` bags in tables ``numbers``."""
 
     group: Group
     numbers: tuple[int, ...]
@@ -156,9 +155,9 @@ class Arrival(NamedTuple):
 def arranged(
     forms: tuple[Form, ...], owners: tuple[int, ...], axes: tuple[int, ...], me: int
 ) -> tuple[tuple[Group, ...], Splits, tuple[Arrival, ...]]:
-    """(groups, elements that are sent and received, what arrives, in its order) on rank ``me`` of axes of these lengths.
+    """(groups, all-to-all splits, what arrives) on rank ``me`` of axes of these lengths.
 
-    One look-up serves tables of one width, dtype and number of bags; of a table with padding another row each is none.
+    One look-up serves tables of one width, dtype and number of bags; a table with padding is alone.
     """
     found: dict[Any, list[int]] = {}
     for i, form in enumerate(forms):
@@ -184,7 +183,7 @@ def arranged(
 def _summands(
     found: Sequence[torch.Tensor], order: Sequence[Group], owners: Sequence[int], me: int, bags: Sequence[Bags]
 ) -> tuple[torch.Tensor, ...]:
-    """What was looked up, as the result [b, d] of every table; zeros where its owner is another rank."""
+    """Look-ups as the result [b, d] of every table; zeros for tables of other owners."""
     results: dict[int, torch.Tensor] = {}
     for group, out in zip(order, found, strict=True):
         weights = [bags[i].weights for i in group.numbers]
@@ -193,7 +192,7 @@ def _summands(
         here = dict(zip(mine, group.in_order(out, group.bags, len(mine)).unbind(int(group.by_row)), strict=True))
         for i in group.numbers:
             rows = here[i] if i in here else out.new_zeros(group.bags, out.shape[1])
-            results[i] = torch.cat([rows, out[:0], *joined])  # tables elsewhere get gradients, too
+            results[i] = torch.cat([rows, out[:0], *joined])  # keeps gradients
     return tuple(results[i] for i in range(len(bags)))
 
 
@@ -205,9 +204,9 @@ def _looked_up(
     sparse: bool,
     group: Group,
 ) -> torch.Tensor:
-    """[tables that are here · b, d], in the order of the group. ``tables``: also those that are not here."""
+    """[local tables · b, d], in the group's order. ``tables``: also those without local rows."""
     here = [t for t in tables if t.shape[0]]
-    if len(here) > 1 and not are_neighbours(here):  # a copy would take the memory of all of them
+    if len(here) > 1 and not are_neighbours(here):  # concatenation would copy all tables
         others = [t for t in tables if not t.shape[0]]
         each = zip(([here[0], *others], *([t] for t in here[1:])), bags, strict=True)
         found = [_looked_up(own, [bag], mode, padding, sparse, group) for own, bag in each]
@@ -243,13 +242,13 @@ def _looked_up(
 
 
 def _side_by_side(indices: Sequence[torch.Tensor], first: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """Indices [b, …] of tables of ``sizes`` rows from ``first`` on, as those of all: [b · tables, k], of a bag together."""
+    """Indices [b, …] of tables of ``sizes`` rows, offset by ``first``: [b · tables, k]."""
     shape, length = indices[0].shape, math.prod(indices[0].shape[1:])
     if len(indices) > 1:
         one = as_one(indices)
         every = torch.stack(list(indices), 1) if one is None else one.transpose(0, 1)
         starts, rows = (every.new_tensor(x).view(-1, *[1] * (len(shape) - 1)) for x in (first, sizes))
-        check_range(every, rows)  # one beyond its table would be found in the next
+        check_range(every, rows)  # an index beyond its table would read the next one
         return (every + starts).reshape(len(indices) * shape[0], length)
     return indices[0].reshape(shape[0], length)
 
@@ -262,7 +261,7 @@ _POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class _Placed(torch.autograd.Function):
-    """What came as the result of every table, and the way back: each gradient goes where it is sent from, copied once."""
+    """Arrived rows as each table's result; backward: gradients copied into the send buffer."""
 
     @staticmethod
     def forward(ctx: Any, moved: torch.Tensor, arrivals: Sequence[Arrival]) -> Any:
@@ -276,13 +275,13 @@ class _Placed(torch.autograd.Function):
         if not there:
             return None, None
         out = there[0][1].new_empty(ctx.size)
-        if torch.is_grad_enabled():  # it is to be differentiated
+        if torch.is_grad_enabled():  # create_graph
             parts = placed(out.requires_grad_(), ctx.arrivals)
             found, given = [parts[i] for i, _ in there], [g for _, g in there]
             return *torch.autograd.grad(found, out, given, create_graph=True), None
         for block, numbers, dim in _blocks(out, ctx.arrivals):
             of = [g for i in numbers if (g := gradients[i]) is not None]
-            if len(of) == len(numbers) and (one := as_one(of)) is not None:  # parts of one, as of a cat
+            if len(of) == len(numbers) and (one := as_one(of)) is not None:  # slices of one
                 block.copy_(one.movedim(0, dim))
                 continue
             for part, i in zip(block.unbind(dim), numbers, strict=True):
@@ -292,14 +291,14 @@ class _Placed(torch.autograd.Function):
 
 
 def _blocks(moved: torch.Tensor, arrivals: Sequence[Arrival]) -> Iterator[tuple[torch.Tensor, tuple[int, ...], int]]:
-    """What arrives for several tables, the numbers of these, and the dim along which they stand."""
+    """(arrived block, table numbers, the dim along which tables are stacked)."""
     sizes = [a.size for a in arrivals]
     for part, (group, numbers, bags, _) in zip(moved.split(sizes), arrivals, strict=True):
         yield group.in_order(part, bags, len(numbers)), numbers, int(group.by_row)
 
 
 def placed(moved: torch.Tensor, arrivals: Sequence[Arrival]) -> tuple[torch.Tensor, ...]:
-    """What came, owner after owner, as the result of every table."""
+    """The rows that arrived from each owner, as the result of every table."""
     found: dict[int, torch.Tensor] = {}
     for block, numbers, dim in _blocks(moved, arrivals):
         found.update(zip(numbers, block.unbind(dim), strict=True))

@@ -1,4 +1,4 @@
-"""Ops on whole tensors whose backward runs their forward again: what differentiates by itself needs no second form."""
+"""Backward of custom ops on unsharded tensors by recomputing a differentiable forward."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from autoshard.runtime.transport.handed_on import register
 
 
 def differentiate(op: Any, forward: Callable[..., torch.Tensor], of: Collection[int] | None = None) -> None:
-    """Register the backward of a custom op that computes what ``forward`` does, of the same arguments.
+    """Register a backward for custom op ``op`` that recomputes ``forward`` of the same arguments.
 
-    ``of``: the numbers of the arguments that get gradients; None: all tensors.
-    """
+    ``of``: numbers of the arguments that get gradients; None: all tensors."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.form = [None if isinstance(x, torch.Tensor) else x for x in inputs]
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs))
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        again = torch.is_grad_enabled()  # the gradients are to be differentiated
+        again = torch.is_grad_enabled()  # create_graph
         wanting = [n and (of is None or i in of) for i, n in enumerate(ctx.needs_input_grad)]
         saved = zip(ctx.saved_tensors, itertools.chain(wanting, itertools.repeat(False)), strict=False)
         given = [t if t is None or (again and n) else t.detach().requires_grad_(n) for t, n in saved]

@@ -1,1 +1,1 @@
-"""Parameters on their way into the computation, and their gradients back: buckets, prefetch, what is made again."""
+"""Parameters and gradients: buckets, prefetch, gradient reduction, recomputation."""

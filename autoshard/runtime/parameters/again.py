@@ -1,9 +1,9 @@
-"""What is not kept for the backward, but made again in it: gathered parameters, and results of parts of the forward.
+"""Recompute (rematerialize, activation checkpointing) gathered parameters and parts of the forward.
 
-Autograd asks :func:`keep` about every tensor that it saves. One that lies in a storage of such a value is kept as "which
-value of which source, and where in it"; the backward asks the source, which makes all of its values at once. In one
-process the backward is one thread for all ranks, so a part of the forward runs again on all of them together.
-"""
+Autograd passes every tensor that it saves to :func:`keep`. A tensor in a recomputable storage is
+packed as "which value of which source, and where in it". The backward asks the source, which
+rematerializes all its values at once. In one process the backward is one thread for all ranks, so a
+part runs again on all of them together."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ CHANGED = (
 
 
 class Source(ABC):
-    """What makes values again. ``packed``: places that autograd remembers them by."""
+    """Rematerializes values. ``packed``: how many places autograd saved."""
 
     def __init__(self) -> None:
         self.packed = self.unpacked = 0
         self.thread: int | None = None
-        """where it was made, if nothing is kept by a place in it after the forward of this thread"""
+        """thread of the forward after which no more places in it are saved; None: no limit"""
 
     def asked(self, number: int) -> None:
-        """One more place in value ``number`` is remembered."""
+        """Autograd saved one more place in value ``number``."""
         self.packed += 1
 
     @abstractmethod
     def make(self) -> None:
-        """Make all values again."""
+        """Rematerialize all values."""
 
     @abstractmethod
     def value(self, number: int) -> torch.Tensor | None:
-        """One of them, if it is there."""
+        """Value ``number`` if it exists now."""
 
     @abstractmethod
     def drop(self) -> None:
-        """Free them."""
+        """Free all values."""
 
     def get(self, number: int) -> torch.Tensor:
-        """A value, made again where it is not there; all are freed after their last use, or when the backward ends."""
+        """A value, rematerialized if needed; freed after the last use or at the backward's end."""
         found = self.value(number)
         if found is None:
             self.make()
@@ -71,14 +71,14 @@ class Source(ABC):
 
 
 def _drop(source: weakref.ref[Source]) -> None:
-    """Free its values, if it is still there: a backward that held it would hold what it is made from, too."""
+    """Free the values of a live source; the engine's callback must not keep it alive."""
     found = source()
     if found is not None:
         found.drop()
 
 
 class _Place(NamedTuple):
-    """A tensor that is not kept: where it lies in a value; without ``size`` all of it."""
+    """A tensor that is not saved: its position in a value; without ``size`` all of it."""
 
     source: Source
     number: int
@@ -88,13 +88,13 @@ class _Place(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A tensor that is kept: without its place in the graph, which would hold itself, and as it was."""
+    """A saved tensor, detached (its graph node would hold itself), with its version."""
 
     tensor: torch.Tensor
     version: int
 
     def get(self, what: str = "") -> torch.Tensor:
-        """It. Raises :class:`RuntimeMismatchError` if it was changed in place; ``what``: whose it is."""
+        """The tensor. Raises :class:`RuntimeMismatchError` if it changed; ``what``: its name."""
         if _version(self.tensor) != self.version:
             what = what or f"a tensor of shape {list(self.tensor.shape)} that the backward needs"
             raise RuntimeMismatchError(CHANGED.format(what))
@@ -106,11 +106,11 @@ def _version(x: torch.Tensor) -> int:
 
 
 _known: dict[int, tuple[StorageWeakRef, Source, int, torch.dtype]] = {}
-"""Storages of values by address. The weak reference keeps the address from being used again."""
+"""Recomputable storages by address. The weak reference keeps the address from being reused."""
 
 
 def can_be_made_again(value: torch.Tensor, source: Source, number: int) -> None:
-    """Have what autograd saves of ``value`` from now on be kept as a place."""
+    """From now on autograd packs tensors in the storage of ``value`` as places in ``source``."""
     storage = value.untyped_storage()
     _known[storage._cdata] = (StorageWeakRef(storage), source, number, value.dtype)
 
@@ -121,8 +121,9 @@ _told: dict[int, Callable[[torch.Tensor], object]] = {}
 
 @contextlib.contextmanager
 def telling(tell: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Inside, ``tell`` is called with each tensor that this thread keeps for the backward. Hooks for saved tensors that are
-    around those here hear of none."""
+    """Inside, call ``tell`` with each tensor that this thread saves for the backward.
+
+    Saved-tensor hooks outside of those here do not see them."""
     here = threading.get_ident()
     _told[here] = tell
     try:
@@ -132,7 +133,7 @@ def telling(tell: Callable[[torch.Tensor], object]) -> Iterator[None]:
 
 
 def keep(x: torch.Tensor) -> Kept | _Place:
-    """What is kept of a tensor for the backward."""
+    """The pack hook for saved tensors."""
     entry = _known.get(x.untyped_storage()._cdata)
     if entry is None or x.dtype != entry[3]:
         if _told and (tell := _told.get(threading.get_ident())) is not None:
@@ -144,7 +145,7 @@ def keep(x: torch.Tensor) -> Kept | _Place:
 
 
 def kept(x: Kept | _Place, what: str = "") -> torch.Tensor:
-    """The tensor that :func:`keep` was given. ``what``: whose it is, for errors."""
+    """The unpack hook of :func:`keep`. ``what``: name of the tensor in errors."""
     if isinstance(x, Kept):
         return x.get(what)
     value = x.source.get(x.number)
@@ -153,19 +154,19 @@ def kept(x: Kept | _Place, what: str = "") -> torch.Tensor:
 
 @contextlib.contextmanager
 def forgetting() -> Iterator[None]:
-    """Around a forward: values that :func:`can_be_made_again` are not kept for the backward. Copies of them are."""
+    """Around a forward: recomputable values are not saved for the backward. Copies of them are."""
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, kept):
             yield
     finally:
         forget_freed()
-        here = threading.get_ident()  # ranks of one process are threads
+        here = threading.get_ident()  # in-process ranks are threads
         for address in [a for a, (_, source, *_) in _known.items() if source.thread == here]:
             del _known[address]
 
 
 def forget_freed() -> None:
-    """Drop what is known of storages that are gone."""
+    """Remove entries of freed storages."""
     for address in [a for a, (storage, *_) in _known.items() if storage.expired()]:
         del _known[address]
 
@@ -174,12 +175,12 @@ def forget_freed() -> None:
 
 
 def again(part: Callable[..., Any], *inputs: Any, draws: bool = False) -> Any:
-    """``part(*inputs)``; what autograd saves of what it makes is made again in the backward, by running it once more.
+    """``part(*inputs)`` with activation checkpointing: the backward recomputes what it saves.
 
-    ``inputs``: tensors (and plain values), all that the part reads; they are kept. ``draws``: whether it takes random
-    numbers: it takes the same ones again. Its collectives run again, too, in the same order on every rank, but the sums that
-    its operations make for themselves.
-    """
+    ``inputs``: all tensors and plain values that the part reads; they are saved. ``draws``: whether
+    it draws random numbers; then it draws the same again. Its collectives run again in the same
+    order on every rank, except sums inside operations
+    (:func:`~autoshard.runtime.operations.collectives.statistic`), which are saved."""
     if not torch.is_grad_enabled() or not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
         return part(*inputs)
     comm = current()
@@ -206,29 +207,29 @@ def _summing(comm: Communicator, how: Callable[[torch.Tensor, Reduce], torch.Ten
 
 
 class _Run:
-    """What one rank ran: the part, and what it read. ``values``: what autograd saved inside, in order; ``~n``: output n."""
+    """One rank's run of a part. ``values``: what autograd saved, by number; ``~n``: output n."""
 
     def __init__(self, part: Callable[..., Any], inputs: Sequence[Any], states: list[torch.Tensor] | None) -> None:
         self.part, self.states, self.saved = part, states, 0
         self.micro_batch = current().micro_batch
         self.flags = [isinstance(x, torch.Tensor) and x.requires_grad for x in inputs]
         self.own = {x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)}
-        # Inputs that are made again themselves are kept as places.
+        # Inputs that are recomputed themselves are packed as places.
         self.inputs = [keep(x) if isinstance(x, torch.Tensor) else x for x in inputs]
         self.values: dict[int, torch.Tensor] = {}
         self.asked: Counter[int] = Counter()
-        """outputs → how often what reads them outside asks for them"""
+        """output → number of saved places in it outside"""
         self.left: Counter[int] = Counter()
         self.sums: list[Kept | _Place] = []
 
     def sum(self, x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
-        """``reduce(x)``, which an operation makes for itself. It is small beside what it is of, and kept."""
+        """``reduce(x)`` inside an operation; saved, since it is small."""
         found = reduce(x)
         self.sums.append(keep(found.detach().clone()))
         return found
 
     def summed(self) -> Callable[[torch.Tensor, Reduce], torch.Tensor]:
-        """What gives those sums once more, in order; nobody asks for a gradient of them."""
+        """Replays those sums in order; none needs a gradient."""
         left = iter(self.sums)
 
         def sum_(x: torch.Tensor, reduce: Reduce) -> torch.Tensor:
@@ -237,12 +238,12 @@ class _Run:
         return sum_
 
     def given(self) -> list[Any]:
-        """The inputs, those that were not kept made again."""
+        """The inputs, rematerialized if they were not saved."""
         what = f"what {self.part.__name__} reads"
         return [kept(x, what) if isinstance(x, Kept | _Place) else x for x in self.inputs]
 
     def repeat(self, *inputs: Any) -> None:
-        """Run the part once more; what autograd saves is what it saved."""
+        """Run the part again and collect what autograd saves."""
         made: dict[int, torch.Tensor] = {}
         pairs = zip(inputs, self.flags, strict=True)
         fresh = [x.detach().requires_grad_(f) if isinstance(x, torch.Tensor) else x for x, f in pairs]
@@ -253,7 +254,7 @@ class _Run:
                 made[len(made)] = x.detach()
 
         comm = current()
-        # In a schedule of stages another micro-batch's forward may have run since; what is drawn depends on whose it is.
+        # In a pipeline another micro-batch may have run since, and draws depend on the micro-batch.
         entered, comm.micro_batch = comm.micro_batch, self.micro_batch
         try:
             with torch.autograd.graph.saved_tensors_hooks(note, _nothing), _summing(comm, self.summed()):
@@ -270,10 +271,9 @@ class _Run:
 
 
 class _Part(Source):
-    """A part as one rank remembers it. ``runs``: of all ranks of this process, which run again together.
+    """A checkpointed part as one rank remembers it. ``runs``: of all ranks of this process.
 
-    Places hold it, and it holds the runs; they do not hold it, so that all goes with the last place.
-    """
+    Places hold it, and it holds the runs, not vice versa: all is freed with the last place."""
 
     def __init__(self, comm: Communicator, run: _Run) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class _Part(Source):
         self.runs: Sequence[_Run] = ()
 
     def keep(self, x: torch.Tensor) -> Kept | _Place:
-        """What is kept of a tensor that autograd saves inside: inputs as they are, all else as a number."""
+        """The pack hook inside the part: inputs as they are, all else as a number."""
         if x.untyped_storage()._cdata in self.run.own:
             return keep(x)
         self.packed += 1
@@ -293,7 +293,7 @@ class _Part(Source):
         self.run.asked[number] += 1
 
     def value(self, number: int) -> torch.Tensor | None:
-        """See :meth:`Source.value`: freed once it was asked for as often as in the forward. What was saved inside was once."""
+        """See :meth:`Source.value`: an output is freed after all its uses, others after one."""
         values, left = self.run.values, self.run.left
         left[number] -= 1
         return values.get(number) if left[number] > 0 else values.pop(number, None)

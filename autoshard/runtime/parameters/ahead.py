@@ -1,9 +1,8 @@
-"""Prefetch: gathers of parameters that begin before their bucket is used, while those before it are computed with.
+"""Prefetch: parameter all-gathers begin before their bucket is used and overlap with computation.
 
-The first forward of a rank module notes in which order it gathers, and what. From then on the first ``depth`` gathers begin
-with the forward, and every other one ``depth`` buckets ahead. All ranks run the same program, so all of them begin the same
-gathers at the same place.
-"""
+The first forward of a rank module records the order of its gathers. From then on the first
+``depth`` gathers begin with the forward, and every other one ``depth`` buckets ahead. All ranks
+begin the same gathers at the same place."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from autoshard.runtime.parameters.bucket import Bucket
 from autoshard.runtime.parameters.flat_bucket import FlatBucket
 
 Arriving = Callable[[], list[torch.Tensor]]
-"""waits for a gather, and gives what it brought"""
+"""waits for a gather and returns the gathered tensors"""
 
 
 class _Planned(NamedTuple):
-    """A gather in the order of the forward. ``names``: of the parameters; None where not all are read as they are kept."""
+    """A gather in forward order. ``names``: of its parameters; None if some are read otherwise."""
 
     bucket: FlatBucket
     names: tuple[str, ...] | None
@@ -31,7 +30,7 @@ class _Planned(NamedTuple):
 
 
 class Ahead:
-    """The gathers of one rank module. At most ``depth`` are under way beside the one that is waited for."""
+    """Prefetcher of one rank module; at most ``depth`` gathers besides the one waited for."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -44,7 +43,7 @@ class Ahead:
 
     @contextlib.contextmanager
     def forward(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Around a forward that reads these ``tensors``, by name."""
+        """Around a forward that reads ``tensors`` by name."""
         before, _scope.ahead = _scope.ahead, self
         self.tensors, self.at = tensors, 0
         try:
@@ -58,7 +57,7 @@ class Ahead:
                 self.order.clear()
 
     def gather(self, bucket: FlatBucket, xs: Sequence[torch.Tensor], shared: bool) -> list[torch.Tensor]:
-        """The next bucket's tensors, gathered; those after it begin."""
+        """The next bucket's tensors, gathered; begins the gathers after it."""
         if not self.known:
             names = {id(x): name for name, x in self.tensors.items()}
             read = tuple(names.get(id(x), "") for x in xs)
@@ -79,7 +78,7 @@ class Ahead:
                 self.under_way[number] = begun
 
     def skip(self) -> None:
-        """A bucket's tensors are there already."""
+        """The next bucket is gathered already."""
         self.at += 1
 
 
@@ -91,13 +90,13 @@ _scope = _Scope()
 
 
 def gathered(bucket: Bucket, xs: Sequence[torch.Tensor], phase: str, shared: bool) -> list[torch.Tensor]:
-    """``bucket.forward(xs, phase)``, begun ahead where the rank module does so. ``shared``: by the micro-batches of a step."""
+    """``bucket.forward(xs, phase)``, prefetched if enabled. ``shared``: among micro-batches."""
     if _scope.ahead is None or phase != "forward" or not isinstance(bucket, FlatBucket) or not bucket.gathers:
         return bucket.forward(xs, phase)
     return _scope.ahead.gather(bucket, xs, shared)
 
 
 def there(bucket: Bucket) -> None:
-    """What :func:`gathered` would bring is there already."""
+    """The bucket that :func:`gathered` would gather is gathered already."""
     if _scope.ahead is not None and isinstance(bucket, FlatBucket) and bucket.gathers:
         _scope.ahead.skip()

@@ -1,9 +1,8 @@
-"""Parameters on their way into a block, and their gradients on the way back, overlapped with the computation.
+"""Parameters of a block and their gradients: DDP and FSDP collectives, overlapped with computation.
 
-A block's parameters travel together (:mod:`autoshard.runtime.parameters.buckets`). In the backward their gradients are reduced
-by an asynchronous collective and reach the parameters through :func:`wait_gradients`: autograd itself never adds or
-reads a gradient that is still under way.
-"""
+A block's parameters move in one bucket (:mod:`autoshard.runtime.parameters.buckets`). In the
+backward an asynchronous collective reduces their gradients, which reach the parameters through
+:func:`wait_gradients`: autograd itself never adds or reads a gradient that is still under way."""
 
 from __future__ import annotations
 
@@ -40,13 +39,12 @@ Dtype = torch.dtype | None
 def enter_parameters(
     tensors: Sequence[torch.Tensor], axes: Axes, *, dtype: Dtype = None, reduce_dtype: Dtype = None
 ) -> Tensors:
-    """I → R for the parameters of a block, as in data parallelism. Forward: nothing.
+    """I → R for the parameters of a block (data parallelism). Forward: identity.
 
-    Backward: the gradients are flattened into one buffer per dtype and all-reduced, asynchronously for parameters that
-    come from :func:`wait_gradients`, or with those of all blocks where :attr:`Communicator.summed_last` says so. In mixed
-    precision values come in ``dtype``, and gradients are summed in ``reduce_dtype`` and arrive in the parameter's own.
-    Tensors that have entered already, see :func:`enter_ahead`, come as they are.
-    """
+    Backward: one all-reduce of a flat buffer per dtype. It is asynchronous for parameters from
+    :func:`wait_gradients`, or shared by all blocks if :attr:`Communicator.summed_last` says so.
+    Mixed precision: values come in ``dtype``; gradients are summed in ``reduce_dtype`` and arrive
+    in the parameter's dtype. Tensors that entered already (:func:`enter_ahead`) are unchanged."""
     comm = current()
     names = comm.active(axes)
     if names == comm.summed_last and dtype is None:
@@ -65,7 +63,7 @@ def enter_parameters(
 
 
 def _entered(comm: Communicator, moving: Sequence[torch.Tensor], names: tuple[str, ...], dtypes: Dtypes) -> Tensors:
-    """``moving`` through a bucket: that of the forward before, where it ran the same program."""
+    """``moving`` through a bucket, which later forwards of the same program reuse."""
     pending = getattr(moving[0].grad_fn, "pending", None)
     if not isinstance(pending, Gradients):
         moves = [Move("I", "R", names)] * len(moving)
@@ -79,11 +77,10 @@ def _entered(comm: Communicator, moving: Sequence[torch.Tensor], names: tuple[st
 
 
 def to_enter_ahead(pending: Gradients, alone: frozenset[int]) -> list[tuple[Entering, FlatBucket]]:
-    """What may enter its block before a forward: what did so in an earlier one, which :func:`enter_parameters` gives as it is.
+    """Buckets of parameters that may enter before the forward, as they did in an earlier one.
 
-    One block after another this takes a fifth of the time that it does between products, which leave the caches cold.
-    ``alone``: numbers of the parameters that the forward reads there and nowhere else.
-    """
+    Block by block this takes a fifth of the time that it takes between products, which leave the
+    caches cold. ``alone``: numbers of the parameters that the forward reads in that block only."""
     return [
         (key, bucket)
         for key, bucket in pending.buckets.items()
@@ -94,9 +91,9 @@ def to_enter_ahead(pending: Gradients, alone: frozenset[int]) -> list[tuple[Ente
 def enter_ahead(
     entering: Sequence[tuple[Entering, FlatBucket]], xs: Sequence[torch.Tensor], pending: Gradients, begun: torch.Tensor
 ) -> dict[int, torch.Tensor]:
-    """By number the parameters ``entering``, of all that are ``xs``. ``begun``: a tensor behind which the node is that comes
-    last in the backward, and takes ``pending``.
-    """
+    """Parameter number → tensor for the buckets ``entering``; ``xs``: all parameters.
+
+    ``begun``: a tensor behind the node that comes last in the backward and takes ``pending``."""
     found: dict[int, torch.Tensor] = {}
     for place, (key, bucket) in enumerate(entering):
         moved: Tensors = _Ahead.apply(pending, bucket, key.numbers, [xs[n] for n in key.numbers], begun)
@@ -108,8 +105,7 @@ def enter_ahead(
 
 
 AT_ONCE = 1 << 62
-"""the place in the order of nodes, which is that of the forward, of those that autograd runs as soon as their gradients are
-there; leaves come first"""
+"""sequence number of nodes that autograd runs as soon as their gradients exist (after leaves)"""
 
 
 def gather_parameters(
@@ -124,16 +120,16 @@ def gather_parameters(
     dtype: Dtype = None,
     reduce_dtype: Dtype = None,
 ) -> Tensors:
-    """S → R (or I) for the parameters of a block, as in FSDP. Forward: one all-gather per dtype.
+    """S → R (or I) for the parameters of a block (FSDP). Forward: one all-gather per dtype.
 
-    ``dims``: the cut dim of each tensor; ``sizes``: its length after the gather (default, None: the cut is even). Backward:
-    one reduce-scatter per dtype (``to="I"``: a local slice), asynchronous as in :func:`enter_parameters`.
-    ``replicas``: axes that hold equal shards (I → R there, as in HSDP); the reduced shards are all-reduced over them.
-    ``zero``: the stage of ZeRO (Rajbhandari et al., arXiv:1910.02054). At 3 the gathered tensors are not kept for the
-    backward inside :func:`regather`; below they are, and the micro-batches of a step share them. At 1 these also share
-    the reduction of their gradients, which the last one makes.
-    ``dtype``: what is gathered is cast to first; it and ``reduce_dtype`` as in :func:`enter_parameters`.
-    """
+    ``dims``: the sharded dim of each tensor; ``sizes``: its global length (default: even shards).
+    Backward: one reduce-scatter per dtype (``to="I"``: local slice), asynchronous as in
+    :func:`enter_parameters`. ``replicas``: axes with equal shards (HSDP, I → R); reduced shards are
+    all-reduced over them. ``zero``: ZeRO stage (Rajbhandari et al., arXiv:1910.02054). At 3
+    gathered tensors are not saved for the backward inside :func:`regather`. Below 3 they are, and
+    the micro-batches of a step share them. At 1 micro-batches also share the reduction of
+    gradients, in the last one's backward. ``dtype``: cast before the gather; it and
+    ``reduce_dtype`` as in :func:`enter_parameters`."""
     comm = current()
     names = comm.active(axes)
     if to not in ("I", "R"):
@@ -147,10 +143,9 @@ def gather_parameters(
 
 
 def wait_gradients(*parameters: torch.Tensor) -> Tensors:
-    """The parameters as they are, to be used for everything that follows; call it once, where the forward begins.
+    """The parameters unchanged, for all that follows; call once where the forward begins.
 
-    In the backward it comes last: it waits for the gradients under way and hands every parameter its own.
-    """
+    Its backward comes last. It waits for the reductions and hands each parameter its gradient."""
     trained = [p for p in parameters if p.requires_grad]
     if not trained or not torch.is_grad_enabled() or isinstance(current(), InProcessCommunicator):
         return parameters
@@ -173,7 +168,7 @@ class _Wait(Node):
 
 
 class _Move(Node):
-    """A bucket as one node of the autograd graph."""
+    """A bucket as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, bucket: Bucket, zero: int, *xs: torch.Tensor) -> Tensors:
@@ -182,14 +177,14 @@ class _Move(Node):
         trained = ctx.needs_input_grad[2:]
         nodes = [x.grad_fn for x, wanted in zip(xs, trained, strict=True) if wanted]
         alone = nodes.count(nodes[0]) == len(nodes)
-        ctx.owner = getattr(nodes[0], "pending", None) if alone else None  # by another name: this is a node, too
+        ctx.owner = getattr(nodes[0], "pending", None) if alone else None  # "pending" is _Wait's
         if ctx.owner is not None:
             ctx.owner.expect(bucket)
             ctx.numbers = [ctx.owner.number(x) if wanted else -1 for x, wanted in zip(xs, trained, strict=True)]
         out, shared = _moved(bucket, xs, zero)
         ctx.sums = shared if zero == 1 else None
         ctx.in_two = current().later is not None
-        ctx.waits = bucket.home.deferred  # now: in a pipeline other micro-batches begin before this one's backward
+        ctx.waits = bucket.home.deferred  # now: other micro-batches may begin
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in out]
         if not all(trained):
             ctx.mark_non_differentiable(*(y for y, wanted in zip(out, trained, strict=True) if not wanted))
@@ -203,7 +198,7 @@ class _Move(Node):
             if ctx.waits:
                 return None, None, *(None for _ in gradients)
             gradients = tuple(ctx.sums.take(gradients if ctx.in_two else None))
-        if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
+        if torch.is_grad_enabled():  # create_graph: as differentiable nodes, nothing left in flight
             return None, None, *moved_back(ctx.bucket, gradients, wanted, ctx.shapes)
         pending = ctx.owner
         if pending is not None:
@@ -222,7 +217,7 @@ class _Move(Node):
 
 
 class _Ahead(Node):
-    """A bucket of parameters that enter their block before the forward: one edge of the graph leads on, not one for each."""
+    """A bucket that enters before the forward, as one node with one input edge."""
 
     @staticmethod
     def forward(
@@ -241,7 +236,7 @@ class _Ahead(Node):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         pending, numbers = ctx.owner, ctx.numbers
-        if torch.is_grad_enabled():  # create_graph: as nodes that have a derivative, nothing left under way
+        if torch.is_grad_enabled():  # create_graph: as differentiable nodes, nothing left in flight
             shapes = [(x.shape, x.dtype, x.device) for x in ctx.xs]
             moved = moved_back(ctx.bucket, gradients, [True] * len(gradients), shapes)
             pending.parts += [(n, g, ()) for n, g in zip(numbers, moved, strict=True) if g is not None]
@@ -252,7 +247,7 @@ class _Ahead(Node):
 
 
 def _moved(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int) -> tuple[Tensors, Gathered | None]:
-    """What comes out of ``bucket``, and that of all micro-batches where they share it."""
+    """(the bucket's output, the output shared by micro-batches if any)."""
     step, phase = bucket.home.step, current().phase
     if zero == 3 or step is None:
         return tuple(gathered(bucket, xs, phase, zero < 3)), None
@@ -281,27 +276,26 @@ def _through(bucket: Bucket, xs: Sequence[torch.Tensor], zero: int = 3) -> Tenso
 class _Scope(threading.local):
     depth = 0
     ahead = 0
-    """how many buckets the backward gathers ahead"""
+    """number of buckets that the backward prefetches"""
 
     def __init__(self) -> None:
         self.before: list[weakref.ref[_Gather]] = []
-        """the gathers of this forward so far"""
+        """gathers of this forward so far"""
 
 
 _scope = _Scope()
 
 
 class _Gather(Source):
-    """A bucket that can be gathered once more for the backward, and is dropped after its last use.
+    """A bucket that the backward gathers once more and frees after its last use.
 
-    ``before``: those that the forward gathered before it (and, in time, after it). The backward, which needs them in the
-    opposite order, begins ``ahead`` of them when it makes this one.
-    """
+    ``before``: gathers of the same forward, in order. The backward needs them in reverse order and
+    prefetches ``ahead`` of them when it makes this one."""
 
     def __init__(self, bucket: Bucket, xs: Tensors, before: list[weakref.ref[_Gather]], ahead: int) -> None:
         super().__init__()
         self.bucket = bucket
-        self.xs = [keep(x) for x in xs]  # of two gathers one after another the second's are made again themselves
+        self.xs = [keep(x) for x in xs]  # the input of a second gather is recomputed itself
         self.full: list[torch.Tensor] | None = None
         self.arriving: Callable[[], list[torch.Tensor]] | None = None
         self.before, self.number, self.ahead = before, len(before), ahead
@@ -318,7 +312,7 @@ class _Gather(Source):
         self.full = arrive()
 
     def given(self) -> list[torch.Tensor]:
-        """What it gathers. Raises :class:`RuntimeMismatchError` if that was changed in place."""
+        """The shards. Raises :class:`RuntimeMismatchError` if one was changed in place."""
         return [kept(x, "a sharded parameter") for x in self.xs]
 
     def _begin_others(self) -> None:
@@ -329,7 +323,7 @@ class _Gather(Source):
                 torch.autograd.Variable._execution_engine.queue_callback(other.discard)
 
     def discard(self) -> None:
-        """The backward is over: what has begun in vain is dropped."""
+        """Drop a prefetch that the backward did not use."""
         if self.arriving is not None:
             self.arriving()
             self.arriving = None
@@ -345,11 +339,10 @@ class _Gather(Source):
 
 @contextlib.contextmanager
 def regather(ahead: int = 0) -> Iterator[None]:
-    """Around a block's forward: parameters that :func:`gather_parameters` gathers inside are not kept for the backward,
-    which gathers their bucket again, once. Copies (a cast under autocast, say) are kept as usual.
+    """Around a block's forward: gathered parameters are not saved for the backward.
 
-    ``ahead``: how many buckets before the one that it needs the backward begins to gather.
-    """
+    It repeats the gather of each bucket (:func:`gather_parameters`). Copies (a cast under autocast)
+    are saved. ``ahead``: number of buckets that the backward prefetches."""
     _scope.depth += 1
     before = _scope.before, _scope.ahead
     _scope.before, _scope.ahead = [], ahead

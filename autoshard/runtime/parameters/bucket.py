@@ -1,8 +1,7 @@
-"""Several tensors that go together: what they go through, forward and backward, whatever carries it out.
+"""Bucket: several tensors moved together, forward and backward, over any communicator.
 
-A bucket has a *face* for every rank whose tensors it sees: one under torch.distributed, all of them in-process.
-Tensors come and go as one list, face after face.
-"""
+A bucket has a *face* for every rank whose tensors it sees: one under torch.distributed, all of them
+in-process. Tensors come and go as one list, face after face."""
 
 from __future__ import annotations
 
@@ -21,23 +20,21 @@ Begin = Callable[[], Any]
 
 
 class Dtypes(NamedTuple):
-    """In which dtypes tensors travel, and arrive; None: in their own."""
+    """Dtypes in which values and gradients are sent; None: their own."""
 
     forward: torch.dtype | None = None
     backward: torch.dtype | None = None
-    """of gradients; in this one they are summed"""
+    """of gradients, which are also summed in it"""
 
 
 PLAIN = Dtypes()
 
 
 class Bucket(ABC):
-    """``moves``: one for each tensor of each face, all of one verb; ``replicas``: axes that hold the same shards.
+    """``moves``: one per tensor and face, all of one verb; ``replicas``: HSDP's axes.
 
-    ``listed``: whether the plan lists every member, as it does for parameters; profiles then say how many there are.
-    ``dtypes``: of mixed precision. ``deferred``: whether the backward may leave the last sum to a later one, see
-    :attr:`awaited`.
-    """
+    ``listed``: the plan lists each member (parameters), so profiles state their number. ``dtypes``:
+    mixed precision. ``deferred``: the sum over :attr:`awaited` may be left to a later backward."""
 
     def __init__(
         self,
@@ -50,7 +47,7 @@ class Bucket(ABC):
         self.moves, self.replicas, self.listed, self.dtypes = tuple(moves), replicas, listed, dtypes
         first = self.moves[0]
         self.awaited = replicas or (first.axes if first.verb == "enter" else ())
-        """axes whose sum comes last in the backward, so that it may be taken once for several; () where there is none"""
+        """axes of the backward's last sum, which several backwards may share; () if none"""
         self.deferred = deferred and bool(self.awaited)
 
     @property
@@ -60,7 +57,7 @@ class Bucket(ABC):
 
     @property
     def last_move(self) -> Move:
-        """What the replicas do with the reduced shards' gradients."""
+        """The all-reduce of the reduced shards over the replicas."""
         return Move("P", "I", self.replicas, module=self.moves[0].module)
 
     @abstractmethod
@@ -69,10 +66,10 @@ class Bucket(ABC):
 
     @abstractmethod
     def of(self, moves: Sequence[Move], dtype: torch.dtype | None = None) -> Bucket:
-        """A bucket of other moves on the same ranks, in this dtype."""
+        """A bucket of other moves on the same ranks, in ``dtype``."""
 
     def duals(self, present: Sequence[int]) -> list[Bucket]:
-        """What the gradients of the tensors with these numbers go through, one after the other."""
+        """Buckets that gradients of the tensors ``present`` go through in turn."""
         back = self.of([self.moves[i].backward() for i in present], self.dtypes.backward)
         return [back, self.of([self.last_move] * len(present))] if self.replicas else [back]
 
@@ -80,17 +77,16 @@ class Bucket(ABC):
     def backward(
         self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
-        """Gradients, perhaps still under way: ``(gradients, works to wait for, works to begin later)``.
+        """(gradients, perhaps still under way; works to wait for; works to begin later).
 
-        A gradient that is None on every rank stays None and is not communicated. ``keeps``: without the sum over
-        :attr:`awaited`; ``earlier``: what was kept of earlier backward passes, None where nothing was, to go into it.
-        """
+        A gradient that is None on every rank stays None and is not communicated. ``keeps``: without
+        the sum over :attr:`awaited`. ``earlier``: summands of earlier backwards to add, or None."""
 
 
 def record(
     comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str, dtype: torch.dtype | None = None
 ) -> None:
-    """Log one collective for several tensors. ``dtype``: in which they travel, where that is not their own."""
+    """Log one collective for several tensors. ``dtype``: in which they are sent, or their own."""
     if not comm.logs:
         return
     axes = moves[0].axes
@@ -101,7 +97,7 @@ def record(
 
 
 def by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
-    """Indices of the tensors that exist, by dtype, in the order of first appearance."""
+    """Indices of tensors that are not None by dtype, in order of first appearance."""
     there = [i for i, x in enumerate(xs) if x is not None]
     if len({xs[i].dtype for i in there}) < 2:  # type: ignore[union-attr]
         return [there] if there else []
@@ -113,7 +109,7 @@ def by_dtype(xs: Sequence[torch.Tensor | None]) -> list[list[int]]:
 
 
 def each(moves: Sequence[Move], change: Callable[[Move], Move]) -> list[Move]:
-    """Every move changed; several tensors often share one."""
+    """``change`` of every move; equal moves are changed once."""
     if moves.count(moves[0]) == len(moves):
         return [change(moves[0])] * len(moves)
     known: dict[int, Move] = {}

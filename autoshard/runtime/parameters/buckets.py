@@ -1,4 +1,4 @@
-"""Several tensors moved together: one collective per dtype instead of one per tensor."""
+"""Moving several tensors through one bucket: one collective per dtype instead of one per tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.runtime.transport.profiling import named, recorded
 
 
 class JointBucket(Bucket):
-    """The same for all in-process ranks at once, without flat buffers; logged as one collective per dtype."""
+    """A bucket of all in-process ranks, without flat buffers; logged like one with them."""
 
     def __init__(
         self,
@@ -48,10 +48,9 @@ class JointBucket(Bucket):
     def backward(
         self, gradients: Gradients, earlier: Gradients = (), keeps: bool = False
     ) -> tuple[Sequence[torch.Tensor | None], list[Any], list[Begin]]:
-        """See :meth:`Bucket.backward`. Nothing is under way afterwards.
+        """See :meth:`Bucket.backward`; nothing is under way afterwards.
 
-        Here gradients are kept whole, whose summands cost nothing to add: a sum that waits is one that is not counted.
-        """
+        Gradients are unsharded here, so their sum is free: a deferred sum is only not logged."""
         waits, gradients = self.deferred, _as(gradients, self.dtypes.backward)
         out = self._execute([m.backward() for m in self.moves], gradients, "backward", waits and not self.replicas)
         if self.replicas:
@@ -64,7 +63,7 @@ class JointBucket(Bucket):
         if moves[0].verb not in LOCAL and not waits:
             for members in by_dtype(xs[: self.count]):
                 record(first, [moves[i] for i in members], [x for i in members if (x := xs[i]) is not None], phase)
-        # The forward runs in any rank's thread; every rank records it where it waits for it.
+        # The forward runs in any rank's thread, so each rank records it where it waits.
         shown = self.count if self.listed else 1
         with recorded(first, moves[0], phase, shown) if phase == "backward" and not waits else contextlib.nullcontext():
             self._carry_out(moves, xs, out)
@@ -88,10 +87,9 @@ def carried(
     listed: bool = False,
     dtypes: Dtypes = PLAIN,
 ) -> Tensors:
-    """Every tensor moved: ``through(bucket, tensors)``, on all faces' tensors where this process holds all ranks.
+    """Every tensor moved: ``through(bucket, tensors)``, with all faces' tensors in one process.
 
-    ``what``: the caller's name, for errors; ``replicas``, ``listed`` and ``dtypes`` as in :class:`Bucket`.
-    """
+    ``what``: the caller's name, for errors. Other arguments: see :class:`Bucket`."""
     comm = current()
     module = named(moves[0], always=isinstance(comm, TorchCommunicator)).module
     moves = each(moves, lambda move: move._replace(module=module))
@@ -113,5 +111,5 @@ def carried(
 
 
 def _as(xs: Any, dtype: torch.dtype | None) -> Any:
-    """Every tensor in this dtype."""
+    """Every tensor cast to ``dtype``."""
     return [x if x is None or dtype is None else x.to(dtype) for x in xs]

@@ -1,4 +1,4 @@
-"""Buckets under torch.distributed: one flat buffer, and one collective, per dtype."""
+"""Buckets under torch.distributed: one flat buffer and one collective per dtype."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autoshard.runtime.transport.work import all_gather_single
 
 
 class Kind(NamedTuple):
-    """What buckets have in common that may go together."""
+    """What buckets must have in common to be joined."""
 
     verb: str
     target: str
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
 
 
 class FlatBucket(Bucket):
-    """One flat buffer per dtype on torch.distributed. Chunks that are uneven are padded at the end of a rank's row."""
+    """One flat buffer per dtype. Uneven chunks are padded at the end of a rank's row."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class FlatBucket(Bucket):
         super().__init__(moves, replicas, listed, dtypes, comm.deferred)
         self.comm = comm
         self._joints: dict[tuple[FlatBucket, ...], FlatBucket] = {}
-        """by what comes after this bucket: both as one"""
+        """buckets behind this one → all of them as one"""
 
     @property
     def home(self) -> Communicator:
@@ -61,7 +61,7 @@ class FlatBucket(Bucket):
         out: list[Any] = list(xs)
         verb = self.moves[0].verb
         if verb == "enter" and self.dtypes.forward is None:
-            return [x.detach() for x in xs]  # cheaper than a view: what autograd knows of views is kept for each
+            return [x.detach() for x in xs]  # cheaper than views, whose metadata autograd keeps
         if verb in LOCAL:
             xs = [x.view_as(x) for x in xs] if self.dtypes.forward is None else [x.to(self.dtypes.forward) for x in xs]
             return [self.comm.local(m, x) for m, x in zip(self.moves, xs, strict=True)]
@@ -76,7 +76,7 @@ class FlatBucket(Bucket):
 
     @torch.no_grad()
     def begin(self, xs: Sequence[torch.Tensor], phase: str) -> Callable[[], list[torch.Tensor]]:
-        """Begin an all-gather of ``xs``; what is returned waits for it, once, and gives the gathered tensors."""
+        """Begin an all-gather of ``xs``; call the result once to wait for the gathered tensors."""
         begun = []
         for members in by_dtype(xs):
             moves, parts = [self.moves[i] for i in members], [xs[i] for i in members]
@@ -98,7 +98,7 @@ class FlatBucket(Bucket):
 
     @functools.cached_property
     def kind(self) -> Kind:
-        """Buckets of one kind may go together."""
+        """Buckets of one kind may be joined."""
         first = self.moves[0]
         return Kind(first.verb, first.target, first.axes, self.replicas, self.dtypes, self.deferred)
 
@@ -147,7 +147,7 @@ class FlatBucket(Bucket):
     def _begin(
         self, moves: list[Move], xs: list[torch.Tensor], phase: str, dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, Any | None, list[torch.Tensor]]:
-        """A flat buffer, the work that fills it, and the moved tensors: parts of it. ``dtype``: of the buffer."""
+        """(flat buffer of ``dtype``, work that fills it, moved tensors: views of it)."""
         verb, dtype = moves[0].verb, dtype or xs[0].dtype
         if verb in LOCAL:
             parts = [self.comm.local(m, x) for m, x in zip(moves, xs, strict=True)]
@@ -173,7 +173,7 @@ class FlatBucket(Bucket):
         return moved[0], None, moved
 
     def _as_one(self, moves: list[Move], xs: list[torch.Tensor]) -> torch.Tensor | None:
-        """Activations that move alike and lie at equal distances in memory, stacked: to be cut and put together at once."""
+        """Activations with equal moves at equal distances in memory, stacked into one tensor."""
         alike = len(xs) > 1 and not self.listed and moves.count(moves[0]) == len(moves)
         return as_one(xs) if alike else None
 
@@ -186,7 +186,7 @@ class FlatBucket(Bucket):
     ) -> Begin:
         def begin() -> Any:
             if before is not None:
-                before.wait()  # once only: gloo copies its result out in every wait
+                before.wait()  # once: gloo copies its result out in every wait
             for part, kept in zip(parts, earlier, strict=True):
                 if kept is not None:
                     part.add_(kept)
@@ -198,14 +198,14 @@ class FlatBucket(Bucket):
         return begin
 
     def _flat(self, xs: list[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """``xs`` one after another in a buffer, and what lies there of each."""
+        """``xs`` concatenated in a buffer, and the views of each."""
         shapes = tuple([x.shape for x in xs])
         kept = is_kept(xs[0], shapes, dtype)
         if len(xs) == 1 and not kept:
             alone = xs[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
             return alone.view(-1), [alone]
         if xs[0].dtype == dtype and not kept:
-            flat = torch._C._nn.flatten_dense_tensors(xs)  # one call; of one tensor it would be that one
+            flat = torch._C._nn.flatten_dense_tensors(xs)  # one tensor would be returned as it is
             return flat, _views_like(flat, xs)
         buffer, parts = self.comm.buffer(xs[0], shapes, dtype)
         torch.cat([x.reshape(-1) for x in xs], out=buffer)
@@ -226,7 +226,7 @@ class FlatBucket(Bucket):
             mine = xs[0].new_empty(row, dtype=dtype)
             length = sum(x.numel() for x in xs)
             torch.cat([x.reshape(-1) for x in xs], out=mine[:length])
-            if length < row:  # else NCCL's check for NaN may find one
+            if length < row:  # NCCL's NaN check reads the padding
                 mine[length:].zero_()
         out = mine.new_empty(group.size * row)
         work = self.comm.begin(group, all_gather_single, raw(out), raw(mine))
@@ -286,7 +286,7 @@ class FlatBucket(Bucket):
         return out, work, parts_of(out, rows[group.number])
 
     def _alone(self, moves: list[Move], rows: list[list[list[int]]], group: Any, dtype: Any, x: torch.Tensor) -> bool:
-        """Whether the bucket is one tensor whose chunks follow one another as they lie in memory: nothing is copied."""
+        """Whether it is one tensor whose chunks are contiguous: no copy is needed."""
         even = group.order is None and rows[0] == rows[-1]
         return even and len(moves) == 1 and moves[0].dim == 0 and x.dtype == dtype and x.is_contiguous()
 
@@ -297,12 +297,12 @@ class FlatBucket(Bucket):
 
 
 def _behind_first(move: Move) -> Move:
-    """The same of a tensor that has one more dim, in front."""
+    """The same move of a tensor with one more dim in front."""
     return move._replace(**{name: n + 1 for name in ("dim", "to_dim") if (n := getattr(move, name)) >= 0})
 
 
 def _views_like(buffer: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Consecutive views of ``buffer`` in the shapes of ``xs``, by one call where none is empty: torch forgets its shape."""
+    """Consecutive views of ``buffer`` shaped as ``xs``; torch's call loses shapes of empty ones."""
     if 0 in [x.numel() for x in xs]:
         return parts_of(buffer, [x.shape for x in xs])
     return list(torch._C._nn.unflatten_dense_tensors(buffer, xs))

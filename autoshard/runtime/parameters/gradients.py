@@ -1,9 +1,8 @@
-"""The gradients of one forward's parameters in its backward: reductions under way, and sums that wait for a later one.
+"""Gradients of one forward's parameters: overlapped reductions, and deferred sums.
 
-A gradient that reaches a parameter through several conversions comes in parts. Each part is summed over the ranks, or
-still a summand over some axes: then the conversion was made while :attr:`Communicator.deferred` held. Whoever keeps
-the parameters keeps such summands, and hands them over where a later backward takes the sum: one for all.
-"""
+A gradient that reaches a parameter through several conversions comes in parts. A part is reduced,
+or still a summand over some axes if it was converted while :attr:`Communicator.deferred` held. The
+owner of the parameters keeps summands for the later backward that sums them all."""
 
 from __future__ import annotations
 
@@ -19,21 +18,20 @@ from autoshard.runtime.parameters.together import moved_back
 from autoshard.runtime.transport.communicator import Communicator
 
 SMALL = 2**20
-"""bytes of gradients below which a bucket goes with the next one: of the first that is sent, and of those in shards"""
+"""bytes of gradients below which a bucket joins the next: for the first one sent, and for shards"""
 
 LARGE = 25 * 2**20
-"""of all-reduces while another is under way, as in DistributedDataParallel"""
+"""the same for all-reduces while another is under way, as in DistributedDataParallel"""
 
 UNDER_WAY = 2
-"""reduce-scatters of :data:`SMALL` bytes or more that may be under way: each holds whole gradients, sent and received, until it
-is waited for"""
+"""reduce-scatters of :data:`SMALL` bytes or more in flight; each holds full gradients"""
 
 Earlier = Callable[[Sequence[int], tuple[str, ...]], Mapping[int, torch.Tensor]]
-"""(numbers of parameters, axes) → by number the summand over these axes that was kept of it, and is no longer"""
+"""(parameter numbers, axes) → by number its stored summand over these axes, which is handed over"""
 
 
 class Entering(NamedTuple):
-    """What goes through a bucket on its way into a block: parameters by their ``numbers`` in the forward."""
+    """Key of a bucket that enters a block: its parameters' ``numbers`` in the forward."""
 
     numbers: tuple[int, ...]
     axes: tuple[str, ...]
@@ -43,11 +41,12 @@ class Entering(NamedTuple):
 
 
 class Gradients:
-    """``earlier``: gives what earlier backward passes left; called in the backward, once for a parameter and its axes.
+    """Collects the gradients of one backward.
 
-    ``last``: numbers of parameters whose gradients autograd brings as summands, and the bucket through which they go together
-    when all of them are there. ``buckets``: of the blocks' parameters, as forwards of the same program found them before.
-    """
+    ``earlier``: gives summands of earlier backward passes; called once for a parameter and its
+    axes. ``last``: numbers of parameters whose gradients autograd brings as summands, and the
+    bucket that sums them when all are there. ``buckets``: of the blocks' parameters, found by
+    earlier forwards of the same program."""
 
     def __init__(
         self,
@@ -59,26 +58,26 @@ class Gradients:
         self.comm, self.earlier, self.last = comm, earlier, last
         self.buckets: dict[Entering, FlatBucket] = {} if buckets is None else buckets
         self.numbers: Sequence[int] | None = None
-        """which parameters are the results of the node that comes last in the backward; None: all"""
+        """parameter numbers of the last node's results; None: all"""
         self.expected = Counter[Kind]()
-        """buckets of a kind whose gradients are still to come"""
+        """kind → buckets whose gradients are still to come"""
         self.works: list[Any] = []
         self.whole: list[Any] = []
-        """those of them that hold much"""
+        """works that hold full gradients"""
         self.later: list[Begin] = []
         self.parts: list[tuple[int, torch.Tensor, tuple[str, ...]]] = []
-        """(number of the parameter, part of its gradient, axes over which it is a summand)"""
+        """(parameter number, part of its gradient, axes over which it is a summand)"""
         self.held: list[tuple[FlatBucket, Sequence[int], Sequence[torch.Tensor | None]]] = []
-        """small buckets, that go with the next ones"""
+        """small buckets that wait to be joined with the next"""
         self.summands: dict[int, tuple[str, ...]] = {}
-        """after :meth:`finish`: the parameters whose gradient is a summand, and over which axes"""
+        """after :meth:`finish`: parameter number → axes over which its gradient is a summand"""
 
     def number(self, x: torch.Tensor) -> int:
-        """Which parameter a result of the node that comes last in the backward is."""
+        """Parameter number of ``x``, a result of the node that comes last in the backward."""
         return x.output_nr if self.numbers is None else self.numbers[x.output_nr]
 
     def begin_later(self) -> None:
-        """Begin what had to wait for an earlier reduction: by now that has had a block's time to finish."""
+        """Begin what waited for earlier reductions, which had a block's time to finish."""
         self.works += [begin() for begin in self.later]
         self.later.clear()
 
@@ -88,11 +87,10 @@ class Gradients:
             self.expected[bucket.kind] += 1
 
     def move(self, bucket: Bucket, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Begin to move the ``gradients`` of the parameters with these ``numbers`` back through ``bucket``.
+        """Begin to move the ``gradients`` of parameters ``numbers`` back through ``bucket``.
 
-        Small ones wait for the next of their kind: a message has its price, however short it is. Behind the last of a kind
-        there is none: what else the backward does goes beside its message.
-        """
+        Small ones wait for the next of their kind, since each message has latency. The last of a
+        kind is sent at once, so that it overlaps with the rest of the backward."""
         if not isinstance(bucket, FlatBucket):
             self._move(bucket, numbers, gradients)
             return
@@ -131,11 +129,10 @@ class Gradients:
                 first.wait()
 
     def finish(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Every parameter's gradient, of its parts and what autograd itself brought (``gradients``), under way until
-        :meth:`wait`.
+        """Every parameter's gradient: parts plus autograd's, in flight until :meth:`wait`.
 
-        The latter comes from uses that no bucket carries; a parameter may have both, and then nothing is under way.
-        """
+        Autograd's come from uses outside of buckets. If a parameter has both, nothing is in
+        flight."""
         gradients = gradients if self.last[1] is None else self._sum_last(self.last[1], gradients)
         self._flush()
         self.begin_later()
@@ -154,13 +151,13 @@ class Gradients:
         return [self._sum(number, found) if found else None for number, found in enumerate(parts)]
 
     def wait(self) -> None:
-        """Wait for everything that is under way."""
+        """Wait for all works."""
         for work in self.works:
             work.wait()
         self.works, self.whole = [], []
 
     def _sum_last(self, bucket: FlatBucket, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Begin the last sums; what autograd brought without these. With create_graph they are nodes of the graph."""
+        """Begin the last sums; returns autograd's other gradients. create_graph: as nodes."""
         numbers, rest = self.last[0], list(gradients)
         given = [gradients[n] for n in numbers]
         summed: Sequence[torch.Tensor | None] = [None] * len(given)
@@ -185,11 +182,11 @@ class Gradients:
         return total
 
     def together(self, *axes: tuple[str, ...]) -> tuple[str, ...]:
-        """All these axes, in the order of the mesh."""
+        """The union of ``axes``, in mesh order."""
         return tuple(a for a in self.comm.mesh if any(a in names for names in axes))
 
     def summand(self, x: torch.Tensor, over: tuple[str, ...], axes: tuple[str, ...]) -> torch.Tensor:
-        """A summand ``over`` some axes as one over ``axes``, which has these and more: the first rank along those keeps it."""
+        """A summand over ``over`` as one over ``axes``: the first rank along the others has it."""
         more = tuple(a for a in axes if a not in over)
         return x if not more or self.comm.index(more) == 0 else torch.zeros_like(x)
 

@@ -1,11 +1,10 @@
-"""Products with weights, whose backward can come in two parts: the operand's gradient at once, the weight's later.
+"""Split backward (zero bubble): the operand's gradient at once, the weight's gradient later.
 
-A schedule that splits the backward (zero bubble; Qi et al., arXiv:2401.10241) sends the gradient of a stage's input as soon
-as it is there, and makes those of weights where it would wait. While :attr:`Communicator.later` is a list, a product is a
-node that autograd reaches from its result and from its operand, but no weight from it. Its backward gives dX, and puts a
-second node into the list, behind which the weight is: that one's backward makes dW, and all that follows (casts,
-reductions) is autograd's. Else the functions here are those of torch.
-"""
+A zero-bubble schedule (Qi et al., arXiv:2401.10241) sends the gradient of a stage's input as soon
+as possible and computes weight gradients where it would wait. While :attr:`Communicator.later` is a
+list, a product is an autograd node between its result and its operand, without the weight. Its
+backward gives dX and appends a second node to the list. That node's backward gives dW, and autograd
+does the rest (casts, reductions). Else these are torch's ops."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ Tensor = torch.Tensor
 
 
 class _Product(NamedTuple):
-    """``of(x, w)`` is linear in both; a bias, if there is one, is added along ``channel`` of the result."""
+    """``of(x, w)`` is linear in both; a bias is added along ``channel`` of the result."""
 
     of: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     operand: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -94,7 +93,7 @@ def _product(product: _Product, x: Tensor, weight: Tensor, bias: Tensor | None =
         operands.extend((x, dy))
         later.append(weights)
 
-    # A result of operands without gradients has to have one: the weight's.
+    # If the operand needs no gradient, the result needs one for the weight.
     reached = None if x.requires_grad else torch.empty(0, requires_grad=True)
     values = weight.detach(), None if bias is None else bias.detach()
     out: Tensor = _Operand.apply(product, put, reached, x, *values)
@@ -127,12 +126,12 @@ class _Operand(HandingOn):
 
 
 class _Weights(torch.autograd.Function):
-    """A scalar behind which the weight and the bias of a product are; its backward gives theirs, of ``operands``."""
+    """A scalar in front of the weight and bias of a product; its backward gives dW and db."""
 
     @staticmethod
     def forward(ctx: Any, product: _Product, operands: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.product, ctx.operands = product, operands
-        ctx.like = weight.new_empty(()).expand(weight.shape)  # does not hold it
+        ctx.like = weight.new_empty(()).expand(weight.shape)  # its shape, without its memory
         return weight.new_zeros(())
 
     @staticmethod

@@ -1,9 +1,8 @@
-"""Small collectives that are ready together, in one message, forward and backward: their latency is paid once.
+"""Coalesced collectives: small messages that are ready together share one, forward and backward.
 
-Each function does to every tensor what its namesake in :mod:`autoshard.runtime.operations.collectives` does to one; ``dims``
-and ``sizes`` have an entry per tensor. Tensors of different dtypes go in one message per dtype. A tensor that gets no
-gradient takes no part in the backward.
-"""
+Each function does to several tensors what its namesake in
+:mod:`autoshard.runtime.operations.collectives` does to one; ``dims`` and ``sizes`` have an entry
+per tensor. There is one message per dtype. The backward leaves out tensors without a gradient."""
 
 from __future__ import annotations
 
@@ -23,13 +22,13 @@ Lengths = Sequence[int | None] | None
 
 
 def enter_together(xs: Sequence[torch.Tensor], axes: Axes) -> Tensors:
-    """I → R. Forward: nothing. Backward: one all-reduce."""
+    """I → R. Forward: identity. Backward: one all-reduce."""
     names = current().active(axes)
     return _together("enter_together", [Move("I", "R", names)] * len(xs), xs)
 
 
 def all_reduce_together(xs: Sequence[torch.Tensor], axes: Axes, to: Whole = "I") -> Tensors:
-    """P → I (backward: nothing) or P → R (backward: one all-reduce)."""
+    """P → I (backward: identity) or P → R (backward: one all-reduce)."""
     names = current().active(axes)
     if to == "R" or not names:
         return _together("all_reduce_together", [Move("P", to, names)] * len(xs), xs)
@@ -48,7 +47,7 @@ def reduce_scatter_together(xs: Sequence[torch.Tensor], dims: Sequence[int], axe
 def all_gather_together(
     xs: Sequence[torch.Tensor], dims: Sequence[int], axes: Axes, to: Whole = "I", sizes: Lengths = None
 ) -> Tensors:
-    """S(dim) → I (backward: local slices) or R (backward: one reduce-scatter). ``sizes``: lengths after the gather."""
+    """S(dim) → I (backward: slices) or R (backward: reduce-scatter). ``sizes``: global lengths."""
     names = current().active(axes)
     full = lengths_of(xs, dims, names, sizes)
     moves = [Move("S", to, names, d, n) for d, n in zip(dims, full, strict=True)]
@@ -66,7 +65,7 @@ def all_to_all_together(
 
 
 def lengths_of(xs: Sequence[torch.Tensor], dims: Sequence[int], axes: tuple[str, ...], sizes: Lengths) -> list[int]:
-    """``sizes``, and where they are not given what they are if the cut is even: a rank may own no row of a tensor."""
+    """``sizes``, or the global lengths of even shards: a rank may have no rows."""
     ranks, given = current().size_of(axes), sizes if sizes is not None else [None] * len(xs)
     return [x.shape[d] * ranks if n is None else n for x, d, n in zip(xs, dims, given, strict=True)]
 
@@ -84,7 +83,7 @@ def _through(bucket: Bucket, xs: Sequence[torch.Tensor], phase: str = "") -> Ten
 
 
 class _Together(torch.autograd.Function):
-    """A bucket of activations as one node of the autograd graph; its backward is the dual bucket."""
+    """A bucket of activations as one autograd node; its backward is the dual bucket."""
 
     @staticmethod
     def forward(ctx: Any, bucket: Bucket, phase: str, *xs: torch.Tensor) -> Tensors:
@@ -106,7 +105,7 @@ def moved_back(
     wanted: Sequence[bool],
     shapes: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
 ) -> list[torch.Tensor | None]:
-    """The gradients of what went through ``bucket``, differentiable; ``shapes``: of what came out."""
+    """Differentiable gradients of the tensors of ``bucket``; ``shapes``: of its results."""
     present = _present(bucket, [w and g is not None for w, g in zip(wanted, gradients, strict=True)])
     out: list[torch.Tensor | None] = [None] * len(gradients)
     if present:
@@ -121,13 +120,13 @@ def moved_back(
 
 
 def _present(bucket: Bucket, wanted: Sequence[bool]) -> list[int]:
-    """Numbers of the tensors that take part in the backward: where all ranks are here, if any rank's does."""
+    """Numbers of the tensors in the backward: in one process, if any rank has a gradient."""
     count = bucket.count if isinstance(bucket, JointBucket) else len(wanted)
     return [i for i in range(len(wanted)) if any(wanted[i % count :: count])]
 
 
 class _Sum(HandingOn):
-    """P → I with the sum at hand: a node for each tensor, so that no gradient waits for another or brings it about."""
+    """P → I, given the sum: one node per tensor, so that no gradient waits for another."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

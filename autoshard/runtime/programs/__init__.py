@@ -1,1 +1,1 @@
-"""Generated programs as they are run: their base classes, saved directories, stages on torch's schedules."""
+"""Generated programs at run time: base classes, saved directories, pipeline stages."""

@@ -1,4 +1,4 @@
-"""The ranks along the axis of stages: which stages each runs, and what one of them tells the others."""
+"""Ranks along the pipeline-stage axis: which stages each runs, and messages among them."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from autoshard.runtime.transport.wire import raw
 
 
 class Along:
-    """This rank among those of ``group``, which have its coordinates along all other axes."""
+    """This rank in ``group``, whose ranks have its coordinates along all other axes."""
 
     def __init__(self, group: Any, notes: Notes) -> None:
         self.group, self.notes = group, notes
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def runs(self, stage: int) -> int:
-        """The rank that runs a stage."""
+        """The rank that runs ``stage``."""
         return stage % self.ranks
 
     def is_mine(self, stage: int) -> bool:
-        """Whether this rank runs it."""
+        """Whether this rank runs ``stage``."""
         return self.runs(stage) == self.rank
 
     def tell(self, stage: int, x: torch.Tensor, what: str) -> None:
-        """``x`` of the rank that runs ``stage``, into that of all others. Collective."""
+        """Broadcast ``x`` in place from the rank that runs ``stage``. Collective."""
         if x.numel() and self.ranks > 1:
             src = dist.get_global_rank(self.group, self.runs(stage))
             self._run(what, lambda: dist.broadcast(raw(x), src, group=self.group, async_op=True))
 
     def add_up(self, x: torch.Tensor, stages: Sequence[int], what: str) -> None:
-        """Sum ``x`` in place over the ranks that run ``stages``; each of these ranks calls it, in the same order.
+        """Sum ``x`` in place over the ranks that run ``stages``; each calls it, in the same order.
 
-        Some ranks send each other what they have. In a process group of theirs they might wait for ever: torch names one
-        by how many its members have, and those that share other parameters too have more.
-        """
+        A subset of the ranks exchanges messages. Its own process group could deadlock: torch names
+        a group by how many its members have, and ranks that share other parameters have more."""
         ranks = sorted({self.runs(stage) for stage in stages})
         if self.rank not in ranks or len(ranks) == 1:
             return
@@ -52,7 +51,7 @@ class Along:
         elif len(ranks) == self.ranks:
             total = x.contiguous()
             self._run(what, lambda: dist.all_reduce(total, group=self.group, async_op=True))
-        else:  # in the same order on all: the same bits
+        else:  # the same order on all ranks: bitwise equal sums
             total = functools.reduce(torch.add, self._of_each(ranks, x.contiguous(), what))
         if total is not x:
             x.copy_(total)
@@ -60,7 +59,9 @@ class Along:
     def _of_each(
         self, ranks: Sequence[int], x: torch.Tensor, what: str, lengths: Sequence[int] | None = None
     ) -> list[torch.Tensor]:
-        """``x`` of each of ``ranks``, in messages: of one shape, or as long as ``lengths`` says. Each of them calls it."""
+        """``x`` of each of ``ranks``, in point-to-point messages; each of them calls it.
+
+        All have one shape, or ``lengths`` along dim 0."""
         parts, ops = [], []
         for place, r in enumerate(ranks):
             if r == self.rank:
@@ -80,15 +81,12 @@ class Along:
         return every
 
     def _run(self, what: str, begin: Callable[[], Any]) -> None:
-        """Wait for the collective, or the messages, that ``begin`` begins.
-
-        Raises :class:`CommunicationError` where these cannot end.
-        """
+        """Begin and wait. Raises :class:`CommunicationError` if a rank failed or is gone."""
         self.notes.settle()
         what = f"{what}, among stages"
         try:
             work = begin()
-            if isinstance(work, list):  # with gloo a wait for a message that is cut short ends the connection
+            if isinstance(work, list):  # gloo ends the connection if a wait for a message times out
                 for message in work:
                     message.wait()
                 return

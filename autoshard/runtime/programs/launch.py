@@ -1,4 +1,4 @@
-"""Run a saved directory: ``torchrun --nproc-per-node N rank_module.py``, or all ranks in one ``python`` process."""
+"""Run a saved directory: ``torchrun … rank_module.py``, or all ranks in one ``python`` process."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Outputs = Sequence[Any]
 def main(rank_module: type[RankModule] | Sequence[type[RankModule]], file: str) -> None:
     """Load this rank's shards from beside ``file``, take training steps, print the loss.
 
-    ``rank_module``: the class that a rank runs, or those of all stages. ``--inputs``: a safetensors file with the global
-    inputs by name; without it inputs are random, of the shapes and value ranges in ``inputs.json``. Raises
-    :class:`MeshError` for a wrong number of processes, :class:`PlanError` for operations of a library that is not imported.
-    """
+    ``rank_module``: the class of a rank, or those of all stages. ``--inputs``: a safetensors file
+    with the global inputs by name; default: random inputs as described in ``inputs.json``. Raises
+    :class:`MeshError` for a wrong number of processes, :class:`PlanError` for operations of a
+    library that is not imported."""
     _check_operations(Path(file))
     classes = [rank_module] if isinstance(rank_module, type) else [*rank_module]
     parser = argparse.ArgumentParser(description=classes[0].__doc__)
@@ -55,7 +55,7 @@ def main(rank_module: type[RankModule] | Sequence[type[RankModule]], file: str) 
 
 
 def _check_operations(file: Path) -> None:
-    """Raise :class:`PlanError` for an operation of a library that nothing here imports: the model's code did."""
+    """Raise :class:`PlanError` for a custom op whose library (of the model) is not imported."""
     for library, name in sorted(set(re.findall(r"\btorch\.ops\.(\w+)\.(\w+)", file.read_text(encoding="utf-8")))):
         if not hasattr(getattr(torch.ops, library), name):
             raise PlanError(f"nothing has defined torch.ops.{library}.{name}: import what does at the top of {file}")
@@ -76,12 +76,12 @@ def _in_process(classes: Sequence[type[RankModule]], folder: Path, options: argp
         torch.manual_seed(number)
         drawn, made = states(), []
         for index in range(step.count):
-            set_states(drawn)  # every micro-batch takes its part of what the whole batch draws
+            set_states(drawn)  # each micro-batch slices the full batch's draws
             for comm in world.ranks:
                 comm.enter(index, step.count)
             outputs = _through(world, step, held, index, inputs)
             losses = [x for x in (_loss(step, of_rank) for of_rank in outputs) if x is not None and x.requires_grad]
-            if losses:  # one graph spans all ranks, and every rank's loss is the whole loss
+            if losses:  # one graph spans all ranks, and each rank has the full loss
                 torch.autograd.backward(losses)
             made.append(outputs[0])
         for comm in world.ranks:
@@ -97,7 +97,7 @@ def _in_process(classes: Sequence[type[RankModule]], folder: Path, options: argp
 def _through(
     world: World, step: SavedStep, held: Sequence[Sequence[Held]], index: int, inputs: Mapping[str, torch.Tensor]
 ) -> list[Outputs]:
-    """What the last stage gives for a micro-batch, on every rank."""
+    """The last stage's outputs for a micro-batch, on every rank."""
     received: list[Outputs] = [()] * world.size
     outputs: list[Outputs] = []
     for number, stage in enumerate(step.stages):
@@ -110,7 +110,7 @@ def _through(
 
 
 def _add_up(parameters: Sequence[torch.Tensor]) -> None:
-    """The gradient of a parameter that several stages hold."""
+    """Sum the gradients of a parameter that several stages share."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     if gradients:
         total = torch.stack(gradients).sum(0)
@@ -123,7 +123,7 @@ def _add_up(parameters: Sequence[torch.Tensor]) -> None:
 
 @contextmanager
 def _processes() -> Iterator[torch.device]:
-    """torch.distributed, and where this rank computes."""
+    """Initialise torch.distributed; yields this rank's device."""
     import torch.distributed as dist
 
     cuda = torch.cuda.is_available()
@@ -135,7 +135,7 @@ def _processes() -> Iterator[torch.device]:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    if not cuda:  # gloo's threads sometimes abort the interpreter's own way out ("terminate called …")
+    if not cuda:  # gloo's threads sometimes abort the interpreter's exit ("terminate called …")
         sys.stdout.flush()
         os._exit(0)
 
@@ -176,7 +176,7 @@ def _distributed(
 
 
 def _one_after_another(held: Held, comm: TorchCommunicator, inputs: Mapping[str, torch.Tensor]) -> list[Outputs]:
-    """The outputs of all micro-batches of a step without stages."""
+    """Outputs of all micro-batches of a step without stages."""
     drawn, made = comm.random_states(), list[Outputs]()
     for index in range(held.step.count):
         set_states(drawn)
@@ -201,7 +201,7 @@ def _of_stage(
 
 
 def _on_schedule(pipeline: Pipeline, along: Along, held: Held, comm: TorchCommunicator) -> list[Outputs]:
-    """The outputs of all micro-batches, on the ranks of the last stage."""
+    """Outputs of all micro-batches, on the ranks of the last stage."""
     state = packed(pipeline.device) if pipeline.draws and 0 in pipeline.mine else None
     with bind(comm):
         pipeline.step(comm.notes, list(held.trained.values()), state)
@@ -220,7 +220,7 @@ def _on_schedule(pipeline: Pipeline, along: Along, held: Held, comm: TorchCommun
 
 
 def _name_lines(classes: Sequence[type[RankModule]], file: Path) -> None:
-    """Modules in profiles from ``lines.json`` beside ``file``, unless that is gone or ``file`` was edited since."""
+    """Name modules in profiles from ``lines.json``, unless ``file`` was edited since."""
     table = file.with_name("lines.json")
     if table.exists():
         with reading(table):
@@ -261,7 +261,7 @@ def _synthetic(described: Mapping[str, Any], generator: torch.Generator) -> torc
 
 
 def _loss(step: SavedStep, outputs: Outputs) -> torch.Tensor | None:
-    """The output that is said to be the loss; else the first scalar."""
+    """The output marked as the loss; else the first scalar."""
     if step.loss is not None:
         loss: torch.Tensor = outputs[step.loss]
         return loss
@@ -271,7 +271,7 @@ def _loss(step: SavedStep, outputs: Outputs) -> torch.Tensor | None:
 
 
 def _print(number: int, step: SavedStep, made: Sequence[Outputs]) -> None:
-    """``made``: the outputs of every micro-batch; their losses add up."""
+    """Print the sum of the losses. ``made``: outputs of every micro-batch."""
     losses = [x.detach() for x in (_loss(step, outputs) for outputs in made) if x is not None]
     if losses:
         print(f"step {number}: loss {torch.stack(losses).sum().item():.6f}", flush=True)

@@ -1,4 +1,4 @@
-"""Base classes of generated code: a tree of scopes whose tensors are bound by name, and running a saved directory."""
+"""Base classes of generated code: a module tree whose tensors are bound by name."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from autoshard.runtime.parameters.block import regather
 
 
 class Scope(nn.Module):
-    """A node of the module tree; children and tensors whose names are no identifiers are items: ``self.layers[0]``.
+    """A node of the module tree. Names that are no identifiers are items: ``self.layers[0]``.
 
-    ``self.layers[2:5]`` are the children of these numbers; a scope with numbered children can be iterated over.
-    """
+    ``self.layers[2:5]``: a list of numbered children, over which a scope can be iterated."""
 
     def __getitem__(self, name: int | str | slice) -> Any:
         if isinstance(name, slice):
@@ -30,12 +29,12 @@ class Scope(nn.Module):
         return iter(self[: len(self._modules)])
 
     def place(self, path: str, child: nn.Module) -> None:
-        """Put ``child`` at dotted ``path``, with scopes on the way."""
+        """Put ``child`` at dotted ``path``, and create scopes on the way."""
         *parents, last = path.split(".")
         _hold(self.scope(".".join(parents)), last, child)
 
     def scope(self, path: str) -> nn.Module:
-        """The scope at dotted ``path`` ("" is this one), made where it does not exist."""
+        """The scope at dotted ``path`` ("" is this one), created if needed."""
         scope: nn.Module = self
         for part in path.split(".") if path else ():
             if part not in scope._modules:
@@ -45,19 +44,19 @@ class Scope(nn.Module):
 
 
 def _hold(scope: nn.Module, name: str, child: nn.Module) -> None:
-    """Have ``child`` in ``scope``; as a plain attribute, too, unless that means something else: torch looks for it last."""
+    """Attach ``child``; also as a plain attribute (found faster) unless the name is taken."""
     scope._modules[name] = child
     if name not in scope.__dict__ and not hasattr(type(scope), name):
         scope.__dict__[name] = child
 
 
 class Block(Scope):
-    """A module of the original model. ``TENSORS``: its parameters and buffers: local/global shape and layout."""
+    """A module of the original model. ``TENSORS``: name → local/global shape and layout."""
 
     TENSORS: ClassVar[Mapping[str, str]] = {}
 
     block_path = ""
-    """where it is in the model; "" for the root"""
+    """path in the model; "" for the root"""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,16 +66,16 @@ class Block(Scope):
 
 
 class RankModule(Block):
-    """What one rank runs. ``BLOCKS``: path → class of the blocks with their own forward."""
+    """The program of one rank. ``BLOCKS``: path → class of blocks with a forward of their own."""
 
     MESH: ClassVar[Mapping[str, int]] = {}
     BLOCKS: ClassVar[Mapping[str, type[Block]]] = {}
     AGAIN: ClassVar[bool] = False
-    """whether it has parts that run again in the backward"""
+    """whether parts are recomputed in the backward"""
     GATHERS: ClassVar[bool] = False
-    """whether it gathers parameters, which are then gathered again in the backward instead of being kept"""
+    """whether gathered parameters are gathered again in the backward instead of saved"""
     PREFETCH: ClassVar[int] = 0
-    """how many buckets of parameters are gathered ahead of the one that is used, forward and backward"""
+    """number of parameter buckets gathered ahead, forward and backward"""
 
     _slots: Mapping[str, tuple[dict[str, Any], str]]
     _ahead: Ahead
@@ -88,7 +87,7 @@ class RankModule(Block):
             placed.__dict__["block_path"] = path
             self.place(path, placed)
         for name, own in (("_slots", dict(self._find_slots())), ("_ahead", Ahead(self.PREFETCH))):
-            self.__dict__[name] = own  # as a module or parameter may be called, too
+            self.__dict__[name] = own  # a module or parameter may have the same name
 
     def _find_slots(self) -> Iterator[tuple[str, tuple[dict[str, Any], str]]]:
         holders = [("", type(self)), *((f"{path}.", block) for path, block in self.BLOCKS.items())]
@@ -98,7 +97,7 @@ class RankModule(Block):
                 yield f"{prefix}{name}", (self.scope(path)._parameters, leaf)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward; first :meth:`bind_tensors`."""
+        """The forward; call :meth:`bind_tensors` first."""
         if not (self.PREFETCH or self.GATHERS or self.AGAIN):
             return super().__call__(*args, **kwargs)
         ahead = self._ahead.forward(self._bound()) if self.PREFETCH else contextlib.nullcontext()
@@ -109,7 +108,7 @@ class RankModule(Block):
             return super().__call__(*args, **kwargs)
 
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that are bound, of this rank."""
+        """The bound tensors of this rank."""
         return list(self._bound().values())
 
     def _bound(self) -> dict[str, torch.Tensor]:
@@ -118,22 +117,22 @@ class RankModule(Block):
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Original names of all parameters and buffers it reads."""
+        """Original names of all its parameters and buffers."""
         return tuple(self._slots)
 
     def bind_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Use these local tensors (by original name) from now on; they need not be leaves."""
+        """Use these local tensors, by original name, from now on; they need not be leaves."""
         for name, (held, leaf) in self._slots.items():
             held[leaf] = tensors[name]
 
     def release_tensors(self) -> None:
-        """Forget the bound tensors."""
+        """Drop the bound tensors."""
         for held, leaf in self._slots.values():
             held[leaf] = None
 
 
 def require(*conditions: bool) -> None:
-    """Raise :class:`~autoshard.errors.RuntimeMismatchError` unless the inputs have lengths that the program holds for."""
+    """Raise :class:`~autoshard.errors.RuntimeMismatchError` unless all conditions hold."""
     if not all(conditions):
         number = conditions.index(False) + 1
         raise RuntimeMismatchError(

@@ -1,8 +1,8 @@
-"""The stages of a program on this rank, run by the schedules of torch.distributed.pipelining.
+"""Pipeline stages of a program on this rank, run by torch.distributed.pipelining's schedules.
 
-A stage takes and gives local tensors in the layouts of the plan, so that every shape is known and no rank asks
-another. Where the model draws, the state of the generator goes along: a stage begins where the one before ended.
-"""
+A stage takes and gives local tensors in the layouts of the plan, so every shape is known and no
+rank asks another. If the model draws, generator state goes along: a stage begins where the one
+before ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autoshard.runtime.transport.wire import raw
 
 Locals = list[torch.Tensor]
 Run = Callable[[int, int, Locals], Sequence[torch.Tensor]]
-"""(stage, micro-batch, what it receives) → what its rank module gives"""
+"""(stage, micro-batch, received tensors) → outputs of its rank module"""
 
 
 @dataclass(frozen=True)
@@ -34,45 +34,45 @@ class Message:
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
-    """whether its gradient comes back: one from the loss reaches it"""
+    """whether its gradient comes back, since the loss depends on it"""
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the ranks along the axis of stages have to know of one another."""
+    """What ranks along the stage axis have to know of one another."""
 
     schedule: str
     count: int
-    """of micro-batches"""
+    """number of micro-batches"""
     messages: tuple[tuple[Message, ...], ...]
-    """per stage what it sends; of the last its loss, where there is a backward"""
+    """messages of each stage; for the last one its loss in training"""
     loss: int | None
-    """which of its results the last stage gives as the loss; None: there is no backward"""
+    """which output of the last stage is the loss; None: no backward"""
     draws: bool
     """whether any stage draws random numbers"""
 
 
 class Pipeline:
-    """The stages of a program that this rank runs."""
+    """The stages that this rank runs."""
 
     def __init__(self, form: Form, along: Along, device: torch.device, run: Run) -> None:
         self.form, self.device, self.run = form, device, run
         self.count, self.draws, self.training = form.count, form.draws, form.loss is not None
         self.last = len(form.messages) - 1
         self.made: dict[int, list[Sequence[Any]]] = {}
-        """stage → per micro-batch what its rank module gave, but for what it sent"""
+        """stage → per micro-batch the outputs of its rank module, without what it sent"""
         self.state: torch.Tensor | None = None
-        """of the generators, where the first stage begins every micro-batch"""
+        """generator state where the first stage begins every micro-batch"""
         self.end: torch.Tensor | None = None
-        """of the generators, where the last stage ended"""
+        """generator state where the last stage ended"""
         self.notes = along.notes
         self.failed: Exception | None = None
-        """what went wrong on this rank; it sends zeros then, so that no other rank waits for it"""
+        """this rank's failure; it sends zeros from then on, so that no other rank waits for it"""
         self.later: list[torch.Tensor] | None = [] if form.schedule == "zero_bubble" and self.training else None
-        """what makes the gradients of weights, of the backward that ran last"""
+        """scalars whose backward gives the weight gradients of the latest backward"""
         self.mine = [*filter(along.is_mine, range(self.last + 1))]
         self.modules = [_StageModule(partial(self._forward, number)) for number in self.mine]
-        from autoshard.runtime.programs.schedules import Stage, scheduled  # takes longer than all else of the runtime
+        from autoshard.runtime.programs.schedules import Stage, scheduled  # its import is slow
 
         made = [
             Stage(
@@ -91,10 +91,9 @@ class Pipeline:
         self.schedule = scheduled(form.schedule, made, self.count, along.ranks, training=self.training)
 
     def step(self, notes: Notes, leaves: Locals, state: torch.Tensor | None) -> None:
-        """Forward, and in training backward, of all micro-batches; ``made`` has what came out.
+        """Forward (and in training backward) of all micro-batches; ``made`` has the outputs.
 
-        ``leaves``: the parameters that are trained; ``state``: of the generators, in the first stage.
-        """
+        ``leaves``: trained parameters; ``state``: of the generators, in the first stage."""
         self.made, self.state, self.end = {number: [] for number in self.mine}, state, None
         for module in self.modules:
             module.leaves = leaves
@@ -106,7 +105,7 @@ class Pipeline:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
                 self.schedule.step(**given, return_outputs=False)
-        except RuntimeError as error:  # of a message: what a stage does itself fails without one
+        except RuntimeError as error:  # of a message: errors of a stage itself go to _fail
             raise lost(error, notes, "the messages between stages") from error
         finally:
             current().later = None
@@ -114,24 +113,24 @@ class Pipeline:
                 module.leaves = []
 
     def _weights(self) -> Callable[[], None]:
-        """The second part of the backward that ran: the gradients of weights. Torch calls it for W."""
+        """Weight gradients of the latest backward, as torch calls it for W."""
         assert self.later is not None
         found = self.later[:]
         self.later.clear()
         return partial(_backward, found)
 
     def _fail(self, error: Exception) -> None:
-        """Remember what a stage failed with, without torch's account of what it was doing."""
+        """Remember a stage's error, without the wrappers that torch adds."""
         while error.__cause__ is not None and str(error).strip().startswith(("[Stage", "Failed to run")):
             error = error.__cause__  # type: ignore[assignment]
         self.failed = self.failed or error
         if self.later is not None:
             self.later.clear()
-        if not is_of_other_values(error):  # then the call goes on, with another program
+        if not is_of_other_values(error):  # else the call is repeated, with another program
             self.notes.leave(error)  # ranks of the same stage may wait for this one
 
     def _forward(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
-        """What a stage sends; the last one its loss."""
+        """The messages of a stage; for the last one its loss."""
         if self.failed is None:
             try:
                 return self._sent_by(number, received, index)
@@ -152,7 +151,7 @@ class Pipeline:
                 state = self.state
             generators.set_states(unpacked(state, self.device))
         results = self.run(number, index, self._taken(number, received))
-        count = self.sent(number)  # these are not kept any longer than their backward needs them
+        count = self.sent(number)  # what is sent lives only as long as its backward needs it
         kept = (x.detach() if isinstance(x, torch.Tensor) else x for x in results[count:])
         self.made[number].append([*[None] * count, *kept])
         end = packed(self.device) if self.draws else None
@@ -164,11 +163,11 @@ class Pipeline:
         return (*sent, end) if end is not None else tuple(sent)
 
     def sent(self, number: int) -> int:
-        """How many of its results stage ``number`` sends: the first of them."""
+        """Number of outputs, the first ones, that stage ``number`` sends."""
         return len(self.form.messages[number]) if number < self.last else 0
 
     def _message(self, number: int) -> tuple[torch.Tensor, ...]:
-        """What stage ``number`` sends, without data; the last one "sends" the loss."""
+        """Meta tensors like the messages of stage ``number``; the last one "sends" the loss."""
         if number < 0:
             return ()
         found = []
@@ -180,13 +179,13 @@ class Pipeline:
         return tuple(found)
 
     def _taken(self, number: int, received: Sequence[torch.Tensor]) -> Locals:
-        """Messages as the values that they are."""
+        """Received messages in the dtypes of their values."""
         pairs = zip(self.form.messages[number - 1] if number else (), received, strict=True)
         return [x if x.requires_grad else x.view(message.dtype) for message, x in pairs]
 
 
 class _StageModule(nn.Module):
-    """What torch takes for a stage: ``run(received, micro-batch)``, and the leaves that are trained."""
+    """The stage module for torch: ``run(received, micro-batch)``, and trained leaves."""
 
     def __init__(self, run: Callable[[Sequence[torch.Tensor], int], Any]) -> None:
         super().__init__()
@@ -198,7 +197,6 @@ class _StageModule(nn.Module):
         return iter(self.leaves)
 
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
-        """See the class."""
         return self.run(received, int(index))
 
 
@@ -209,11 +207,11 @@ def _backward(scalars: list[torch.Tensor]) -> None:
 
 
 def packed(device: torch.device) -> torch.Tensor:
-    """The states of the generators as one message."""
+    """Generator states as one message."""
     return torch.cat(generators.states(cuda=device.type == "cuda")).to(device)
 
 
 def unpacked(state: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
-    """What :func:`packed` packed."""
+    """The inverse of :func:`packed`."""
     sizes = [x.numel() for x in generators.states(cuda=device.type == "cuda")]
     return [x.clone() for x in state.cpu().split(sizes)]

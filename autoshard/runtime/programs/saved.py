@@ -1,4 +1,4 @@
-"""A saved step on this rank: its micro-batches and stages, as ``step.json`` says; without that file one of each."""
+"""A saved step on this rank: micro-batches and stages of ``step.json``; by default one of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Inputs = Mapping[str, torch.Tensor]
 
 @contextlib.contextmanager
 def reading(path: Path, remedy: str = "save the module again with sharded.save()") -> Iterator[None]:
-    """Raise :class:`PlanError`, with what to do, where the file read inside is missing, cut short or garbled."""
+    """Raise :class:`PlanError` with ``remedy`` if the file read inside is missing or corrupt."""
     from safetensors import SafetensorError
 
     try:
@@ -35,36 +35,36 @@ def reading(path: Path, remedy: str = "save the module again with sharded.save()
 
 @dataclass(frozen=True)
 class SavedStage:
-    """``arguments``: per argument of its forward an input and the dim that micro-batches share, or which message it is."""
+    """``arguments``: per forward argument (input, micro-batch dim), or number of a message."""
 
     arguments: tuple[int | tuple[str, int | None], ...]
     sent: int
     mutated: tuple[str, ...]
-    """original names of buffers whose new values come after all else"""
+    """original names of buffers whose new values are the last outputs"""
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """What a step does beside what the classes of its stages say."""
+    """The schedule of a step, besides the classes of its stages."""
 
     stages: tuple[SavedStage, ...]
     ranks: tuple[tuple[int, ...], ...]
-    """per rank along the axis of stages the processes that have its place"""
+    """per rank along the stage axis: the processes of its stages, by place"""
     schedule: str
     count: int
-    """of micro-batches"""
+    """number of micro-batches"""
     loss: int | None
-    """which output of the last stage is the loss, that of a micro-batch a summand; None where that is not said"""
+    """which output of the last stage is the loss (a summand per micro-batch); None: unknown"""
     training: bool
     draws: bool
     messages: tuple[tuple[Mapping[str, Any], ...], ...]
-    """per stage what it sends: dtype, whether it carries a gradient, and the shape on every rank of a stage"""
+    """per stage what it sends: dtype, whether it carries a gradient, shape on every rank"""
     tied: Mapping[str, tuple[int, ...]]
-    """parameters of several stages, and these"""
+    """parameters that several stages share → these stages"""
 
     @staticmethod
     def beside(folder: Path, classes: Sequence[type[RankModule]], mutated: Sequence[str]) -> SavedStep:
-        """What ``step.json`` in ``folder`` says."""
+        """The step that ``step.json`` in ``folder`` describes."""
         path = folder / "step.json"
         if not path.exists():
             names = list(inspect.signature(classes[0].forward).parameters)[1:]
@@ -90,7 +90,7 @@ class SavedStep:
             )
 
     def form(self, place: int) -> Form:
-        """Of the rank that has this place among those of its stage."""
+        """The form for ranks with this ``place`` among those of their stage."""
         messages = tuple(
             tuple(Message(tuple(m["shapes"][place]), getattr(torch, m["dtype"]), m["grad"]) for m in sent)
             for sent in self.messages
@@ -98,16 +98,16 @@ class SavedStep:
         return Form(self.schedule, self.count, messages, self.loss if self.training else None, self.draws)
 
     def of_rank(self, rank: int) -> tuple[int, int]:
-        """Which along the axis of stages a process is, and its place among those of its stage."""
+        """(position of a process along the stage axis, its place within its stage)."""
         return next((k, row.index(rank)) for k, row in enumerate(self.ranks) if rank in row)
 
     def homes(self, fqn: str) -> list[int]:
-        """The ranks along the axis of stages that hold a parameter of several stages."""
+        """The ranks along the stage axis that hold a shared parameter."""
         return sorted({stage % len(self.ranks) for stage in self.tied[fqn]})
 
 
 class Held:
-    """What one process holds: the modules of its stages, and its shards as leaves."""
+    """State of one process: the modules of its stages, and its shards as leaves."""
 
     def __init__(
         self, classes: Sequence[type[RankModule]], step: SavedStep | None, folder: Path, rank: int, device: torch.device
@@ -134,11 +134,11 @@ class Held:
             self.inputs = json.loads(described.read_text()) if described.exists() else {}
         self.written: dict[str, torch.Tensor] = {}
         self.fresh = [*self.trained.values()]
-        """what has had no gradient yet, of which is not known of what kind it is"""
+        """parameters without a gradient so far: dense or sparse is unknown"""
         self.optimizers: list[torch.optim.Optimizer] = []
 
     def call(self, number: int, index: int, received: Sequence[torch.Tensor], inputs: Inputs) -> tuple[Any, ...]:
-        """What stage ``number`` sends and returns in micro-batch ``index``. ``inputs``: global."""
+        """Outputs of stage ``number`` in micro-batch ``index``. ``inputs``: global."""
         stage, module = self.step.stages[number], self.modules[number]
         own = {name: self.tensors[name] for name in module.tensor_names}
         module.bind_tensors(dict(zip(own, wait_gradients(*own.values()), strict=True)))
@@ -149,7 +149,7 @@ class Held:
         return outputs[:first]
 
     def _part(self, inputs: Inputs, name: str, dim: int | None, index: int) -> torch.Tensor:
-        """What this rank brings of an input to a micro-batch."""
+        """This rank's shard of an input in a micro-batch."""
         x = inputs[name]
         if dim is not None:
             length = x.shape[dim] // self.step.count
@@ -159,8 +159,8 @@ class Held:
         return x
 
     def update(self, lr: float) -> None:
-        """What the forward wrote of buffers, and a step of AdamW; of SparseAdam where gradients are sparse."""
-        self.tensors |= self.written  # of an input nothing reads it
+        """Write mutated buffers, and step AdamW (SparseAdam for sparse gradients)."""
+        self.tensors |= self.written  # a mutated input's value is not read again
         for kind, is_sparse in ((torch.optim.AdamW, False), (torch.optim.SparseAdam, True)):
             own = [x for x in self.fresh if x.grad is not None and x.grad.is_sparse == is_sparse]
             if own:

@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining, whose import brings TorchDynamo's: only where stages run."""
+"""Schedules of torch.distributed.pipelining; the import loads TorchDynamo: only with stages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _KINDS = {
 
 
 def scheduled(name: str, stages: Sequence[Stage], count: int, ranks: int, *, training: bool) -> Any:
-    """What runs ``count`` micro-batches through the ``stages`` of this rank, of ``ranks`` along the axis."""
+    """The schedule of ``count`` micro-batches on this rank's ``stages``."""
     kind: Any = _KINDS[name]
     if not training or (name == "1f1b" and count < ranks):
-        kind = _KINDS["gpipe"]  # of so few micro-batches 1F1B is the same
+        kind = _KINDS["gpipe"]  # with fewer micro-batches than ranks 1F1B is the same
     if len(stages) > 1 and not training:
         kind = _KINDS["interleaved"]
     multiple = kind not in (_KINDS["gpipe"], _KINDS["1f1b"])
@@ -28,7 +28,7 @@ def scheduled(name: str, stages: Sequence[Stage], count: int, ranks: int, *, tra
 
 
 class Stage(pipelining.PipelineStage):
-    """A stage whose failures are told to ``fail``; the schedule goes on, with zeros for what it would have sent."""
+    """A stage that reports errors to ``fail``, while the schedule goes on and sends zeros."""
 
     def __init__(self, fail: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

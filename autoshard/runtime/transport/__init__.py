@@ -1,1 +1,1 @@
-"""What carries tensors between ranks: moves, and the communicators that run them, of processes and of threads."""
+"""Transport between ranks: moves, and communicators over processes or threads."""

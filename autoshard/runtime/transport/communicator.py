@@ -1,4 +1,4 @@
-"""What the collectives run on: the mesh as one rank sees it, and which communicator this thread uses."""
+"""Communicator: the mesh as one rank sees it, and which one this thread uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Axes = str | Sequence[str]
 
 
 class Executed(NamedTuple):
-    """One executed collective. ``bytes``: ring bytes per rank. The axes of a permute stand in mesh order."""
+    """A logged collective. ``bytes``: ring bytes per rank. Axes of a permute are in mesh order."""
 
     kind: str
     axes: tuple[str, ...]
@@ -38,35 +38,34 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 class Communicator(ABC):
     """One rank of a named mesh, row-major (the last axis varies fastest).
 
-    ``log``: set it to a list to have every executed collective appended as :class:`Executed`.
-    Subclasses say how tensors move: :meth:`apply` and :meth:`shared`.
-    """
+    ``log``: set it to a list to log every collective as :class:`Executed`. Subclasses move
+    tensors."""
 
     log: list[Executed] | None = None
 
     device: torch.device | None = None
-    """where new tensors of this rank go; None: torch's default"""
+    """device of new tensors; None: torch's default"""
 
     phase: str = "forward"
-    """in which forwards run: "backward" while one runs again"""
+    """of forwards: "backward" during recomputation"""
 
     micro_batch: tuple[int, int] = (0, 1)
-    """which of how many micro-batches runs"""
+    """(index, count) of the running micro-batch"""
 
     step: Step | None = None
-    """what the micro-batches share, where there are several"""
+    """state shared by micro-batches, if there are several"""
 
     summed_last: tuple[str, ...] = ()
-    """axes over which :class:`Gradients` sums, when the backward ends, what enters over them in the forward that runs"""
+    """axes over which :class:`Gradients` sums once at the end of the backward"""
 
     deferred: bool = False
-    """whether forward passes leave their parameters' gradients as summands, to be added up in a later backward"""
+    """whether parameter gradients stay summands, to be summed in a later backward"""
 
     later: list[torch.Tensor] | None = None
-    """of a backward in two parts: scalars whose own backward is the second part of it; None: it comes in one"""
+    """split backward: collects scalars whose backward is the second part; None: not split"""
 
     sums: Callable[[torch.Tensor, Reduce], torch.Tensor] | None = None
-    """how operations sum over ranks for themselves while a part runs that runs again in the backward"""
+    """how operations sum over ranks inside a part that is recomputed in the backward"""
 
     def __init__(self, axes: Mapping[str, int], rank: int) -> None:
         self.mesh = dict(axes)
@@ -75,14 +74,14 @@ class Communicator(ABC):
         if not 0 <= rank < self.world_size:
             raise MeshError(f"rank {rank} is not on a mesh of {self.world_size} ranks ({self.mesh})")
         self.memo: dict[Any, Any] = {}
-        """what operations have worked out for this rank, each under a key of its own"""
+        """cache of operations, by keys of their own"""
         self._active: dict[Axes, tuple[str, ...]] = {}
         self._chunks: dict[tuple[tuple[str, ...], int], Chunks] = {}
         self._index: dict[tuple[str, ...], int] = {}
         self._steps: dict[int, Step] = {}
 
     def enter(self, index: int, count: int, stage: int = 0) -> None:
-        """Micro-batch number ``index`` of ``count`` runs from now on, in this ``stage``; 0 of 1: the whole batch."""
+        """From now on micro-batch ``index`` of ``count`` runs in ``stage``; 0 of 1: all."""
         self.micro_batch = (index, count)
         if count == 1:
             self._steps.clear()
@@ -94,41 +93,40 @@ class Communicator(ABC):
 
     @abstractmethod
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
-        """Carry out ``move`` on this rank's ``x``, differentiably."""
+        """Execute ``move`` on this rank's ``x``, differentiably."""
 
     def start(self, move: Move, x: torch.Tensor, phase: str) -> Callable[[], torch.Tensor]:
-        """Begin ``move`` on this rank's ``x``, without autograd: what is returned waits for it, once, and gives what came.
+        """Begin ``move`` on this rank's ``x``, without autograd; call the result once to wait.
 
-        What needs no meeting of ranks may go on beside it.
-        """
+        Work that needs no meeting of ranks may overlap."""
         moved = self.apply(move, x)
         return lambda: moved
 
     @abstractmethod
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)`` with one draw from the random generators for all ranks together."""
+        """``fn(*args, **kwargs)`` with one random draw for all ranks."""
 
     @abstractmethod
     def exchange(self, hops: Sequence[Begun], phase: str) -> Sequence[Arrival]:
-        """Begin one hop, or one collective, of every rank that this process runs, in their order."""
+        """Begin one hop or collective of every rank in this process, in rank order."""
 
     def meet(self, what: str, value: Any, joint: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        """``joint(values)`` of all ranks that this process runs, once; this rank's part of what it gives."""
+        """Call ``joint(values)`` once for all ranks in this process; returns this rank's entry."""
         return joint([value])[0]
 
     def gathered(self, what: str, mine: Any) -> Sequence[Any]:
-        """``mine`` of every rank that this process runs, in their order; ``what`` they all have come for."""
+        """``mine`` of every rank in this process, in rank order; ``what``: name for errors."""
         return (mine,)
 
     def repeat(self, runs: Sequence[tuple[Callable[..., None], Sequence[Any]]]) -> None:
-        """Run what each rank of this process ran before once more, in a backward."""
+        """Recompute in a backward: run every rank's function on its inputs."""
         ((run, inputs),) = runs
         with bind(self), self.in_backward():
             run(*inputs)
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """Collectives of forwards inside count as the backward's."""
+        """Collectives of forwards inside are logged as the backward's."""
         before, self.phase = self.phase, "backward"
         try:
             yield
@@ -136,11 +134,11 @@ class Communicator(ABC):
             self.phase = before
 
     def random_states(self) -> list[torch.Tensor]:
-        """Of the generators that the next draw for all ranks takes its numbers from."""
+        """States of the generators that the next draw for all ranks uses."""
         return states()
 
     def active(self, axes: Axes) -> tuple[str, ...]:
-        """``axes`` as a tuple, without the axes of size 1. Raises :class:`MeshError` for an unknown axis."""
+        """``axes`` as a tuple without size-1 axes. Raises :class:`MeshError` for unknown axes."""
         axes = axes if isinstance(axes, str) else tuple(axes)
         try:
             return self._active[axes]
@@ -154,7 +152,7 @@ class Communicator(ABC):
             return result
 
     def size_of(self, axes: tuple[str, ...]) -> int:
-        """Ranks in the flattened group ``axes``."""
+        """Number of ranks in the flattened group ``axes``."""
         return math.prod(self.mesh[a] for a in axes)
 
     def index(self, axes: tuple[str, ...]) -> int:
@@ -164,7 +162,8 @@ class Communicator(ABC):
         return self._index[axes]
 
     def group(self, axes: tuple[str, ...], rank: int | None = None) -> tuple[int, ...]:
-        """Ranks that differ from ``rank`` (default: this one) only along ``axes``, the first axis outermost."""
+        """Ranks that differ from ``rank`` (default: this one) only along ``axes``, first
+        outermost."""
         stride, strides = 1, {}
         for name in reversed(self.mesh):
             strides[name] = stride
@@ -175,7 +174,7 @@ class Communicator(ABC):
         return tuple(base + sum(s) for s in steps)
 
     def chunks(self, size: int, axes: tuple[str, ...]) -> Chunks:
-        """``(start, length)`` for every rank of the group: ``size`` cut by ``axes`` as torch.chunk does."""
+        """(start, length) of ``size`` on every rank of the group, sharded as torch.chunk does."""
         key = (axes, size)
         if key not in self._chunks:
             self._chunks[key] = chunks(size, (self.mesh[a] for a in axes))
@@ -186,17 +185,17 @@ class Communicator(ABC):
         return self.chunks(size, axes)[self.index(axes)]
 
     def local(self, move: Move, x: torch.Tensor) -> torch.Tensor:
-        """The moves that need no communication."""
+        """Execute a move that needs no communication."""
         if x.is_sparse:
             return sparse.local(move, x, self.chunks, self.index(move.axes))
         match move.verb:
             case "enter" | "leave":
                 return x
             case "partial":
-                # A copy on the first rank, too: in the memory of what is made again, its backward alone would make that.
+                # Copied on the first rank, too: a view could be recomputed there alone.
                 return x.clone() if self.index(move.axes) == 0 else torch.zeros_like(x)
             case "slice":
-                # A copy: a view would keep the whole tensor alive.
+                # A copy: a view would keep the full tensor alive.
                 start, length = self.chunk(move.size, move.axes)
                 return x.narrow(move.dim, start, length).clone(memory_format=torch.contiguous_format)
             case "pad":
@@ -208,24 +207,21 @@ class Communicator(ABC):
 
     @property
     def logs(self) -> bool:
-        """Whether anyone wants to know of collectives."""
+        """Whether collectives are logged."""
         return self.log is not None
 
     def record(self, kind: str, axes: tuple[str, ...], phase: str, ring_bytes: float) -> None:
-        """Append to :attr:`log`, if there is one."""
+        """Append to :attr:`log` if it is set."""
         if self.log is not None:
             self.log.append(Executed(kind, self.named(kind, axes), phase, ring_bytes))
 
     def named(self, kind: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """How a log names a group: a permute renumbers its axes, so their order says nothing."""
+        """Axes of a group in logs: a permute renumbers its axes, so their order means nothing."""
         return tuple(a for a in self.mesh if a in axes) if kind == "permute" else axes
 
 
 def in_order_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
-    """``moved`` with its dims in memory in the order of those of ``x``: a redistribution does not change it.
-
-    Kernels follow that order, so another one would round otherwise than on one device.
-    """
+    """``moved`` in the memory format (dim order) of ``x``, since kernels round by memory order."""
     if moved is x or x.is_sparse or x.is_contiguous():
         return moved
     strides = x.stride()
@@ -263,10 +259,10 @@ class _Binding:
 
 
 def bind(comm: Communicator) -> AbstractContextManager[Communicator]:
-    """Let the collectives called in this thread run on ``comm``."""
+    """Let collectives called in this thread run on ``comm``."""
     return _Binding(comm)
 
 
 def device() -> torch.device:
-    """Where new tensors of this rank go: the device of the bound communicator."""
+    """Device of new tensors of this rank: that of the bound communicator."""
     return current().device or torch.get_default_device()

@@ -1,4 +1,4 @@
-"""What one process moves, as a node of the autograd graph."""
+"""Moves of one process as autograd nodes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from autoshard.runtime.transport.move import Move
 
 
 class Differentiable(HandingOn):
-    """A move of this rank as a node of the autograd graph; its backward is the dual move.
+    """A move of this rank as an autograd node; its backward is the dual move.
 
-    None comes on all ranks or on none: they run the same program.
-    """
+    A gradient is None on all ranks or on none, since they run the same program."""
 
     @staticmethod
     def forward(ctx: Any, comm: Any, move: Move, phase: str, x: torch.Tensor) -> torch.Tensor:

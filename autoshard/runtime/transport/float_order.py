@@ -1,4 +1,4 @@
-"""Floats as integers in the same order, for reductions to a maximum or minimum: NaN is beyond all."""
+"""Floats as integers in the same order, for max and min reductions; NaN is the extreme."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def ordered(x: torch.Tensor, op: str) -> torch.Tensor:
-    """``x`` as integers; reduced as floats, backends lose a NaN that is not on the first rank. :func:`floats` undoes it."""
+    """Order-preserving integers of ``x``: float reductions of backends may lose a NaN."""
     x = x.to(_wide(x.dtype))
     integer = torch.int64 if x.dtype == torch.float64 else torch.int32
     limits = torch.iinfo(integer)
@@ -14,15 +14,15 @@ def ordered(x: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def floats(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What :func:`ordered` made integers of, in ``dtype``."""
+    """The inverse of :func:`ordered`, in ``dtype``."""
     return _flipped(keys).view(_wide(dtype)).to(dtype)
 
 
 def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """A negative float's bits below the sign grow with its size: between them and their order. Its own inverse."""
+    """Make negative floats' bits increase with their value. Its own inverse."""
     return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What has integers of its size on every backend."""
+    """Float32 or wider: dtypes with integers of their size on every backend."""
     return torch.promote_types(dtype, torch.float32)

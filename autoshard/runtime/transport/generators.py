@@ -1,4 +1,4 @@
-"""The states of torch's random generators, and how the ranks' come to be equal for one forward."""
+"""States of torch's random generators, and their synchronisation across ranks for one forward."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ import torch.distributed as dist
 
 
 def states(cuda: bool | None = None) -> list[torch.Tensor]:
-    """Of the CPU's default generator and, if ``cuda``, the current GPU's; None: where one is in use. All are on the CPU: no
-    device is waited for."""
+    """States (CPU tensors) of the CPU generator and, if ``cuda``, the current GPU's.
+
+    ``cuda=None``: if CUDA is initialised. No device sync."""
     cuda = torch.cuda.is_initialized() if cuda is None else cuda
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
 
 
 def set_states(found: Sequence[torch.Tensor]) -> None:
-    """Put the generators back to what :func:`states` was."""
+    """Restore generators to the result of :func:`states`."""
     torch.set_rng_state(found[0])
     for state in found[1:]:
         torch.cuda.set_rng_state(state)
 
 
 class Generators:
-    """The generators of one forward. They agree from its first draw on: a forward that draws nothing sends nothing."""
+    """Generators of one forward, synchronised at its first draw: without draws nothing is sent."""
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
         self.own: list[torch.Tensor] | None = None
         """this rank's states before the first draw"""
         self.alike = True
-        """whether they were rank 0's"""
+        """whether they equalled rank 0's"""
 
     def __enter__(self) -> None:
         self.comm.generators = self
@@ -56,11 +57,11 @@ class Generators:
             set_states(taken)
 
     def restore(self) -> None:
-        """Ranks seeded as rank 0 keep their advanced states, as it does; others get their own back."""
+        """Ranks seeded as rank 0 keep the advanced states, others get their own back."""
         if self.own is not None and not self.alike:
             set_states(self.own)
 
 
 def synchronised_generators(comm: Any) -> AbstractContextManager[Any]:
-    """See :func:`autoshard.runtime.synchronised_rng`. Inside another one the generators are that one's."""
+    """See :func:`autoshard.runtime.synchronised_rng`. A nested one has no effect."""
     return nullcontext() if comm.generators is not None else Generators(comm)

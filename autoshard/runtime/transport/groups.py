@@ -1,10 +1,9 @@
-"""Process groups, and what else the modules of this process share under torch.distributed.
+"""Process groups, and other objects that modules of this process share under torch.distributed.
 
-A group costs sockets and threads (gloo has three for each), so modules on the same ranks use the same ones. Groups of one
-purpose are shared alone: what runs beside compute does not stand behind what is waited for. That every rank begins the
-same collectives on a group in the same order holds over modules as it does within one: ranks call the same modules in the same
-order, one at a time, and none any longer once a collective was given up.
-"""
+A group costs sockets and threads (three with gloo), so modules on the same ranks share groups. A
+group has one purpose: what overlaps with compute must not queue behind what is waited for. All
+ranks begin the same collectives on a group in the same order, over modules, too: ranks call the
+same modules in the same order, one at a time, and none after a collective was given up."""
 
 from __future__ import annotations
 
@@ -18,22 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh
 T = TypeVar("T")
 
 _world: Any = None
-"""the default group that what was made belongs to"""
+"""the default process group to which the shared objects belong"""
 _made: dict[Hashable, Any] = {}
 
 
 _caches: list[Any] = []
-"""functools' caches of what has process groups"""
+"""functools caches of objects with process groups"""
 
 
 def forgotten(cached: T) -> T:
-    """A decorator for a function that caches: what it made has process groups, and ends with them."""
+    """Decorator of a cached function whose results have process groups: cleared with them."""
     _caches.append(cached)
     return cached
 
 
 def once(key: Hashable, make: Callable[[], T]) -> T:
-    """What ``make()`` gave for ``key`` first, since torch.distributed was initialised."""
+    """The result of the first ``make()`` for ``key`` since torch.distributed was initialised."""
     global _world
     if _world is not dist.group.WORLD:
         for cached in (_made.clear, *(c.cache_clear for c in _caches)):
@@ -46,10 +45,9 @@ def once(key: Hashable, make: Callable[[], T]) -> T:
 
 
 def group_of(ranks: Sequence[int], purpose: str, backend: str | None = None) -> Any:
-    """The process group of these global ``ranks``, sorted, for a purpose. Its members ask for the first time together.
+    """The process group of sorted global ``ranks`` for a purpose. Members first ask together.
 
-    ``backend``: default, that of torch.distributed.
-    """
+    ``backend``: default, that of torch.distributed."""
     ranks = sorted(ranks)
 
     def make() -> Any:
@@ -59,6 +57,6 @@ def group_of(ranks: Sequence[int], purpose: str, backend: str | None = None) -> 
 
 
 def mesh_of(kind: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """The DeviceMesh of global ``ranks`` in this shape. All ranks ask for the first time together."""
+    """The DeviceMesh of global ``ranks`` in this shape. All ranks first ask together."""
     key = "mesh", kind, names, tuple(ranks.shape), *ranks.flatten().tolist()
     return once(key, lambda: DeviceMesh(kind, ranks, mesh_dim_names=names))

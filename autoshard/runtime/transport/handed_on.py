@@ -1,8 +1,7 @@
-"""Functions where no gradient comes: none goes on, as through torch's own operations.
+"""Autograd functions without materialised zero gradients: None stays None, as in torch's own ops.
 
-Torch makes zeros for a Function of one's own otherwise. A parameter behind it then has a gradient of zeros where one
-device has none, and an optimizer's decay and momentum move it.
-"""
+By default a user's Function gets zeros for a missing gradient. A parameter behind it then has a
+gradient of zeros where one device has none, and the optimizer's decay and momentum move it."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from autoshard.runtime.transport.node import Node
 
 
 class HandingOn(Node):
-    """The base of Functions whose ``backward`` wants the gradient of their only result."""
+    """Base of Functions with one result; ``backward`` is not called without a gradient."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -33,7 +32,7 @@ class HandingOn(Node):
 
 
 def handing_on(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``backward`` of one result, for where the context makes no zeros: not called without a gradient."""
+    """Wrap ``backward`` of one result so that a None gradient gives None gradients."""
 
     @functools.wraps(backward)
     def handed_on(ctx: Any, gradient: torch.Tensor | None) -> Any:
@@ -46,12 +45,12 @@ def handing_on(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_batched(gradient: torch.Tensor) -> bool:
-    """Whether ``gradient`` is many of them, under vmap."""
+    """Whether ``gradient`` is a batch of gradients under vmap."""
     return is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient)
 
 
 def refuse_batched(batched: bool) -> None:
-    """Raise :class:`CaptureError` where gradients come ``batched``: a program's collectives move one."""
+    """Raise :class:`CaptureError` if ``batched``: collectives of a program move one gradient."""
     if batched:
         raise CaptureError(
             "a backward through a sharded module runs under vmap (vectorize=True, is_grads_batched=True, torch.func.vmap), and "

@@ -1,10 +1,9 @@
-"""All ranks in one process: each is a thread, one of which runs at a time.
+"""Simulated ranks: all ranks are threads of one process, and one of them runs at a time.
 
-A rank runs until it needs the others, leaves its tensor and lets the next rank run. The last to arrive carries out
-the collective for all of them. Ranks therefore never race, random draws come in rank order, and a rank that does not
-come is noticed at once instead of waited for. Where a gradient flows, the collective is one autograd node over all
-ranks' tensors: one graph spans the mesh, and a plain ``loss.backward()`` in the caller runs it.
-"""
+A rank runs until it needs the others, leaves its tensor and lets the next rank run. The last to
+arrive executes the collective for all. So ranks never race, random draws come in rank order, and a
+rank that never comes is an error at once. Where a gradient flows, a collective is one autograd node
+over all ranks' tensors: one graph spans the mesh, and a plain ``loss.backward()`` runs it."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ Tensors = tuple[torch.Tensor, ...]
 class World:
     """A simulated mesh, for example ``World({"dp": 2, "tp": 2})``.
 
-    ``log``: a list that receives every executed collective once (bytes per rank, of rank 0's group), or None.
-    """
+    ``log``: None, or a list that receives every collective once (bytes per rank, rank 0's
+    group)."""
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         self.log: list[Executed] | None = None
@@ -50,11 +49,11 @@ class World:
         return len(self.ranks)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Sequence[Any]] | None = None) -> list[Any]:
-        """``fn(*args[rank])`` on every rank; returns the results by rank. Rank 0 runs in the calling thread.
+        """``fn(*args[rank])`` on every rank; returns results by rank. Rank 0 runs in this thread.
 
-        Grad and inference mode, autocast and the default device of the caller hold in every rank. The first exception
-        of any rank is raised here. Raises :class:`RuntimeMismatchError` where ranks call different collectives.
-        """
+        Grad and inference mode, autocast and default device of the caller hold in every rank.
+        Raises the first exception of any rank, and :class:`RuntimeMismatchError` if collectives
+        differ between ranks."""
         if self._schedule is not None:
             raise RuntimeMismatchError("this in-process mesh is already running; a nested run needs a World of its own")
         if self._threads is None or self._process != os.getpid():  # threads do not survive a fork
@@ -85,9 +84,8 @@ class World:
     def meet(self, rank: int, what: Any, value: Any, joint: Joint) -> Any:
         """Wait for all ranks; ``joint(values by rank)`` runs once and gives each rank its result.
 
-        ``what``: what this rank has come for, printable; ranks that come for different things raise
-        :class:`RuntimeMismatchError`.
-        """
+        ``what``: printable purpose of the call. Ranks with different ones raise
+        :class:`RuntimeMismatchError`."""
         if self._schedule is None:
             raise RuntimeMismatchError(f"{what}: a collective of the in-process mesh outside World.run")
         return self._schedule.meet(rank, what, value, joint)
@@ -133,7 +131,7 @@ class InProcessCommunicator(Communicator):
         self.world = world
 
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Communicator.apply`. Local moves that no gradient passes need no meeting."""
+        """See :meth:`Communicator.apply`. Local moves without a gradient need no meeting."""
         if move.verb in LOCAL and not (x.requires_grad and torch.is_grad_enabled()):
             return in_order_of(x, self.local(move, x))
         move = named(move)
@@ -187,7 +185,7 @@ class InProcessCommunicator(Communicator):
         self.world.run(again, list(runs))
 
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See :meth:`Communicator.shared`: the last rank to arrive draws, and all get the one result."""
+        """See :meth:`Communicator.shared`: the last rank to arrive draws once for all."""
         what = f"shared {getattr(fn, '__name__', fn)}"
         return self.world.meet(self.rank, what, None, lambda _: [fn(*args, **kwargs)] * self.world.size)
 
@@ -210,7 +208,7 @@ def _joint(world: World, moves: tuple[Move, ...], xs: Tensors, phase: str) -> Se
 
 
 class _Joint(torch.autograd.Function):
-    """One move of all ranks as one node of the autograd graph."""
+    """One move of all ranks as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, world: World, moves: tuple[Move, ...], phase: str, *xs: torch.Tensor) -> Tensors:
@@ -222,7 +220,7 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if all(g is None for g in gradients):  # as of a head whose loss is not asked for: eager has none, either
+        if all(g is None for g in gradients):  # no rank's result is used, as in eager
             return None, None, None, *gradients
         given = tuple(
             torch.zeros(shape, dtype=dtype, device=device) if g is None else g
@@ -240,7 +238,7 @@ def _all_reduce(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[
 
 def _reduce_scatter(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     total = _reduced(move, xs)
-    # Copies: a view would keep the whole sum alive.
+    # Copies: a view would keep the full sum alive.
     parts = (total.narrow(move.dim, *c) for c in comm.chunks(move.size, move.axes))
     return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
@@ -256,7 +254,7 @@ def _all_to_all(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[
 
 
 def _exchanged(moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Rows by the numbers in the moves' splits."""
+    """All-to-all of rows, by the moves' splits."""
     ways = [move.splits for move in moves if move.splits is not None]
     sent = [way.going(x).split(way.sent) for way, x in zip(ways, xs, strict=True)]
     return [way.staying(torch.cat(parts)) for way, parts in zip(ways, zip(*sent, strict=True), strict=True)]

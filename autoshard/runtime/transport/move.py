@@ -1,9 +1,8 @@
-"""A move: the conversion of one tensor from one placement to another along one group of mesh axes.
+"""A move converts one tensor from one placement to another along a group of mesh axes.
 
-The table of the layout algebra in code, for what runs and for what is planned. Where a gradient flows, the gradient of
-``X → Y`` is ``dual(Y) → dual(X)``, with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the backward of every move is a move again, and
-nothing else has to be known.
-"""
+The table of the layout algebra in code, for what runs and for what is planned. The gradient of ``X
+→ Y`` is ``dual(Y) → dual(X)``, with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the adjoint of a move is a
+move."""
 
 from __future__ import annotations
 
@@ -33,37 +32,36 @@ CONVERSIONS = {
     ("R", "P"): "partial",
     ("S", "S"): "all_to_all",
 }
-"""(source, target) → the function of ``autoshard.runtime`` that converts: one of the collectives, or a local one."""
+"""(source, target) → function of ``autoshard.runtime`` that converts: a collective or local"""
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 
 DIRECT = 1 << 16
-"""bytes that a rank sends, or gets, where more than two ranks of gloo send each other all of what they sum: of few numbers"""
+"""bytes · ranks up to which more than two ranks of gloo send each other their summands"""
 
 EXCHANGED = 1 << 22
-"""bytes up to which two ranks of gloo send each other what they sum"""
+"""bytes up to which two ranks of gloo send each other their summands"""
 
 LOCAL = frozenset(CONVERSIONS.values()).difference(COLLECTIVES)
-"""Functions that look at this rank's tensor only."""
+"""moves without communication"""
 
 UNNAMED = "?"
 
 
 def is_few(size: float, ranks: int) -> bool:
-    """Whether ``size`` bytes on each of so many ranks are few to sum."""
+    """Whether ``ranks`` ranks of gloo send each other their summands of ``size`` bytes."""
     return size * ranks <= DIRECT
 
 
 def dual(source: str, target: str) -> tuple[str, str]:
-    """The conversion of the gradient: (source, target)."""
+    """(source, target) of the gradient's conversion."""
     return DUAL[target], DUAL[source]
 
 
 def ring_volume(verb: str, ranks: int) -> int:
-    """What each of ``ranks`` puts on the wire, ring algorithm: in elements of the smaller chunk, times ``ranks``.
+    """Elements that each rank sends in a ring algorithm, in units of chunk size / ``ranks``.
 
-    All-reduce 2(n-1)/n of the whole; all-gather, reduce-scatter and all-to-all n-1 chunks; a permute one.
-    """
+    All-reduce: 2(n-1)/n of the full tensor; permute: one chunk; other collectives: n-1 chunks."""
     if verb == "all_reduce":
         return 2 * (ranks - 1)
     if verb == "permute":
@@ -72,37 +70,36 @@ def ring_volume(verb: str, ranks: int) -> int:
 
 
 class Splits(NamedTuple):
-    """Rows that this rank, number ``me`` of its group, sends to each rank of the group, and receives from each."""
+    """Rows that rank number ``me`` of a group sends to each rank, and receives from each."""
 
     sent: tuple[int, ...]
     received: tuple[int, ...]
     me: int
     before: Order | None = None
-    """into which rows are put before they go; None: they go as they lie"""
+    """order into which rows are put before sending; None: as they lie"""
     after: Order | None = None
-    """into which they are put where they arrive; None: they stay as they come"""
+    """order into which received rows are put; None: as they arrive"""
 
     def backward(self) -> Splits:
         before, after = self.after and self.after.turned(), self.before and self.before.turned()
         return Splits(self.received, self.sent, self.me, before, after)
 
     def going(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows as they go."""
+        """Rows in the order of sending."""
         return x if self.before is None else self.before.of(x)
 
     def staying(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows that came, as they stay."""
+        """Received rows in their final order."""
         return x if self.after is None else self.after.of(x)
 
 
 class Move(NamedTuple):
     """``source → target`` over the flattened group ``axes`` (first axis outermost).
 
-    ``dim`` is the sharded tensor dim and ``size`` its length before the cut. An all-to-all goes from a cut of ``dim``
-    to a cut of ``to_dim`` (length ``to_size``). ``order`` makes it a permute: the same chunks, numbered along
-    ``order`` afterwards. ``exchange`` makes it a halo: other intervals of ``dim`` than the chunks. ``splits`` makes it an
-    all-to-all of as many rows (dim 0) as they say, in the order of the ranks, or in others of their own.
-    """
+    ``dim``: the sharded dim, ``size``: its global length. An all-to-all changes the sharded dim to
+    ``to_dim`` of length ``to_size``. ``order`` makes it a permute: the same chunks, numbered along
+    ``order``. ``exchange`` makes it a halo exchange: other intervals of ``dim`` than chunks.
+    ``splits`` makes it an all-to-all of as many rows (dim 0)."""
 
     source: str
     target: str
@@ -114,31 +111,31 @@ class Move(NamedTuple):
     order: tuple[str, ...] = ()
     op: str = "sum"
     module: str = UNNAMED
-    """what it is made for, in profiles and errors; :data:`UNNAMED` where none was running, or nobody has asked"""
+    """module that it serves, in profiles and errors; :data:`UNNAMED` if none"""
     exchange: Exchange | None = None
     splits: Splits | None = None
 
     @property
     def verb(self) -> str:
-        """What happens to the values: one of :data:`COLLECTIVES` or :data:`LOCAL`, or a halo."""
+        """What happens to the values: one of :data:`COLLECTIVES` or :data:`LOCAL`, or "halo"."""
         if self.exchange is not None:
             return "halo"
         return "permute" if self.order else CONVERSIONS[self.source, self.target]
 
     @property
     def kind(self) -> str:
-        """What logs, profiles and plans call it: neighbours that send each other a halo permute."""
+        """Its name in logs, profiles and plans, where a halo is a permute."""
         return "permute" if self.exchange is not None else self.verb
 
     @property
     def key(self) -> Move:
-        """What every rank must agree on. Lengths may differ between groups, where other axes cut unevenly."""
+        """What all ranks must agree on. Lengths may differ between groups of uneven shards."""
         between = None if self.exchange is None else Exchange((), ())
         splits = None if self.splits is None else Splits((), (), 0)
         return self._replace(size=-1, to_size=-1, module=UNNAMED, exchange=between, splits=splits)
 
     def backward(self) -> Move:
-        """The move of the gradient."""
+        """The adjoint: the move of the gradient."""
         if self.exchange is not None:
             return self._replace(exchange=self.exchange.backward())
         if self.splits is not None:
@@ -150,13 +147,12 @@ class Move(NamedTuple):
         return Move(*dual(self.source, self.target), self.axes, self.dim, self.size, module=self.module)
 
     def ring_bytes(self, x: torch.Tensor, ranks: int) -> float:
-        """Bytes on the wire per rank, ring algorithm, for this rank's input ``x`` in a group of ``ranks``.
+        """Bytes each rank sends by a ring algorithm, for this rank's ``x`` in a group of ``ranks``.
 
-        Chunks that differ in length all count as the longest, as in the plan. That is what is sent by an all-gather and
-        a reduce-scatter, which pad; an all-to-all and a permute send no more than that. A halo counts what the rank
-        gets that gets most; rows that are sent by ``splits`` count as they are. Of a sparse gradient every other rank gets
-        this rank's rows and their numbers, whatever the move.
-        """
+        Uneven chunks count as the longest, as in the plan: all-gather and reduce-scatter pad to
+        that, all-to-all and permute send no more. A halo counts the most that a rank receives;
+        ``splits`` count exactly. Of a sparse gradient every other rank gets the rows and their
+        numbers."""
         if x.is_sparse:
             return float((ranks - 1) * (x.coalesce().indices().nbytes + x.coalesce().values().nbytes))
         if self.splits is not None:
@@ -180,14 +176,14 @@ class Move(NamedTuple):
 
 
 def piece(move: Move, sender: int, receiver: int, x: torch.Tensor) -> torch.Tensor:
-    """A halo's part of the sender's ``x`` that goes to the receiver; both by number in the group."""
+    """The part of the sender's ``x`` that a halo sends to the receiver; both are group numbers."""
     assert move.exchange is not None
     start, length = move.exchange.piece(sender, receiver)
     return x.narrow(move.dim, start - move.exchange.held[sender][0] if length else 0, length)
 
 
 def together(move: Move, receiver: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What a halo gives the receiver, from the pieces of all ranks of the group: one after another, or summed."""
+    """A halo's result on the receiver: the pieces of all ranks, concatenated or summed."""
     assert move.exchange is not None
     first, count = move.exchange.wanted[receiver]
     spots = [move.exchange.piece(k, receiver) for k in range(len(pieces))]

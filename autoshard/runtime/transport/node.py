@@ -1,4 +1,4 @@
-"""Nodes of the autograd graph that are made in every step."""
+"""Base class of autograd nodes that are created in every step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 
 class Node(torch.autograd.Function):
-    """An autograd function without what torch looks for in each of its arguments: what a transform of torch.func that has
-    ended left there. It takes as many calls of Python as a node of many parameters has arguments, thrice.
-    """
+    """``autograd.Function`` whose ``apply`` skips the search for dead functorch wrappers.
+
+    The search takes three Python calls per argument, and nodes of many parameters have many."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
-        """As :meth:`torch.autograd.Function.apply`."""
+        """See :meth:`torch.autograd.Function.apply`."""
         if torch._C._are_functorch_transforms_active():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]

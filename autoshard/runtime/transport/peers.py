@@ -1,9 +1,8 @@
-"""What a rank learns of the others while it waits for them: that one failed and why, or that one is gone.
+"""Failure detection: a waiting rank learns that another one failed and why, or is gone.
 
-A rank that fails alone leaves a note in the store of torch.distributed. A rank that waits for a collective looks there
-once a second, so that it raises soon and says why instead of waiting for the timeout of its process group. There it also
-finds out that it waits in another call than the others.
-"""
+A failing rank leaves a note in the store of torch.distributed. A rank that waits for a collective
+looks there once a second, so that it raises soon and gives the reason, instead of waiting for its
+process group's timeout. It also notices that it waits in another call than the others."""
 
 from __future__ import annotations
 
@@ -23,41 +22,40 @@ from autoshard.runtime.transport.groups import once
 log = logging.getLogger("autoshard")
 
 PATIENCE = datetime.timedelta(seconds=1)
-"""how long a rank waits before it looks whether another one failed, and between looks"""
+"""how long a rank waits before its first look at the others' notes, and between looks"""
 
 LONG = 30
-"""looks after which a rank says that it still waits"""
+"""looks after which a rank logs that it still waits"""
 
 _numbers = itertools.count()
 
 Claim = tuple[str, int] | tuple[str, int, Sequence[int]]
-"""what must be the same on every rank, and a number for it; the rank with which each agrees, where not with rank 0"""
+"""(what must be equal on all ranks, its number[, per rank the rank to agree with, else 0])"""
 
 
 class Common:
-    """What the modules on the groups of one initialisation of torch.distributed have in common."""
+    """State shared by modules on the groups of one initialisation of torch.distributed."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        """of the initialisation, which its store may outlive"""
+        """of the initialisation; the store may outlive it"""
         self.modules = 0
         self.calls = 0
-        """calls that began, of all modules; one for the making of each"""
+        """calls begun, of all modules, and one per module created"""
         self.latest = 0
-        """the number of the module that was called last"""
+        """number of the module called last"""
         self.failed_in: set[int] = set()
-        """the calls that failed on this rank"""
+        """calls that failed on this rank"""
         self.broken = False
-        """whether a collective was given up: those that follow would meet the wrong ones of other ranks"""
+        """whether a collective was given up; later ones would meet wrong ones of other ranks"""
         self.lost = False
-        """whether that was an agreement"""
+        """whether that collective was an agreement"""
 
 
 class Notes:
-    """The calls of one module, and their failures. Every rank makes as many of these, in the same order.
+    """Calls of one module, and their failures. Ranks create as many, in the same order.
 
-    As a context: what fails inside is told to the others.
-    """
+    As a context manager it reports errors inside to the other ranks."""
 
     def __init__(self) -> None:
         self.common = once("common", Common)
@@ -65,51 +63,51 @@ class Notes:
         self.common.calls += 1
         self.number = self.common.modules
         self.at = self.common.calls
-        """which of all modules' calls is this one's latest"""
+        """number of the module's latest call among all modules' calls"""
         self._presented = 0, 0
-        """that call, and how many times it was presented before: several compilations are no call"""
+        """(call, times it was presented before): compilations are no calls"""
         self.call = 0
-        """calls that began; 0: it is being compiled"""
+        """calls begun; 0: compiling"""
         self.meetings = 0
-        """how many of them were no calls of the model, but something else that all ranks do together"""
+        """calls that were no model calls, but other joint work of all ranks"""
         self.doing = "a call"
         self.claims: Callable[[], tuple[Claim, ...]] = tuple
-        """what this rank's present call is, for the others to compare with theirs"""
+        """identity of this rank's current call, for comparison"""
         self.settle: Callable[[], None] = lambda: None
-        """called before every collective: what the ranks must agree on before they begin one"""
+        """called before every collective: agreement that must come first"""
 
     @property
     def failed(self) -> int:
-        """How many calls failed on this rank, of any module."""
+        """Number of failed calls on this rank, of any module."""
         return len(self.common.failed_in)
 
     @property
     def broken(self) -> bool:
-        """Whether a collective was given up, of any module."""
+        """Whether a collective of any module was given up."""
         return self.common.broken
 
     def give_up(self) -> None:
-        """Let this rank begin no collective any longer."""
+        """Let this rank begin no more collectives."""
         self.common.broken = True
 
     def begin(self, meeting: bool = False) -> None:
-        """A call, or a ``meeting``, begins."""
+        """Begin a call, or a ``meeting``."""
         self.common.calls += 1
         self.at, self.call, self.meetings = self.common.calls, self.call + 1, self.meetings + meeting
 
     def calls_again(self) -> bool:
-        """Whether this module was called last; from now on it is."""
+        """Whether this module was also the last one called; from now on it is."""
         before, self.common.latest = self.common.latest, self.number
         return before == self.number
 
     def present(self, doing: str, claims: Callable[[], tuple[Claim, ...]]) -> None:
-        """Say what this rank does now. ``claims``: see :attr:`claims`."""
+        """State what this rank does now. ``claims``: see :attr:`claims`."""
         self.doing, self.claims = doing, claims
         at, number = self._presented
         self._presented = self.at, number + 1 if at == self.at else 0
 
     def leave(self, error: BaseException) -> None:
-        """Tell the other ranks that this call fails here. The first rank's note stays."""
+        """Report to the other ranks that this call fails here. The first rank's note stays."""
         if self.at in self.common.failed_in:
             return
         self.common.failed_in.add(self.at)
@@ -125,10 +123,9 @@ class Notes:
             self.leave(error)
 
     def look(self) -> str:
-        """What another rank that failed in this call, or alone in the one before, left, or in what its call is another.
+        """Why to stop waiting: another rank's failure in this or the last call, or a mismatch.
 
-        "" where there is nothing to tell: the others are late.
-        """
+        "": nothing is known, the others are late."""
         with contextlib.suppress(Exception):
             for call in {self.at, self.at - 1} - self.common.failed_in:
                 if _store().check([self._key(call)]):
@@ -137,7 +134,7 @@ class Notes:
         return ""
 
     def _other_call(self) -> str:
-        """In what this rank's call differs from that of the rank which waited in it first; "" where it is not known yet."""
+        """How this rank's call differs from that of the rank that waited in it first; else ""."""
         mine = {what: number for what, number, *peers in self.claims() if not peers}
         if not mine:
             return ""
@@ -158,10 +155,9 @@ class Notes:
 
 
 def wait(work: Any, notes: Notes, what: Callable[[], str]) -> None:
-    """Wait for a collective of gloo. Raises :class:`CommunicationError` where it cannot end.
+    """Wait for a gloo collective. Raises :class:`CommunicationError` if it cannot end.
 
-    ``what``: its name, for messages.
-    """
+    ``what``: its name, for messages."""
     for looks in itertools.count(1):
         try:
             work.wait(PATIENCE)
@@ -182,14 +178,14 @@ def wait(work: Any, notes: Notes, what: Callable[[], str]) -> None:
 def lost(error: Exception, notes: Notes, what: str) -> CommunicationError:
     """The error of a collective that the backend gave up."""
     told = notes.look()
-    notes.give_up()  # it is among what ranks compare, so the look comes first
+    notes.give_up()  # after the look, since ranks compare it
     if not told:
         told = f"another rank is gone (ended, killed, or out of reach), or did not come in time: {error}"
     return CommunicationError(f"{what}: {told}")
 
 
 def _succeeds(work: Any) -> bool:
-    """Whether a collective that ended just after the wait for it has its result."""
+    """Whether a collective that ended right after the wait has its result."""
     try:
         work.wait()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Ranks as processes: the collectives on torch.distributed (NCCL on GPUs, gloo on CPUs)."""
+"""Ranks as processes: collectives on torch.distributed (NCCL on GPUs, gloo on CPUs)."""
 
 from __future__ import annotations
 
@@ -37,12 +37,11 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Reduc
 
 
 class TorchCommunicator(Communicator):
-    """This process's rank. Process groups are made when axes are first used, on all their members at once, or are those that
-    another communicator of this process uses already.
+    """The rank of this process. Process groups are created when axes are first used, or shared.
 
-    ``ranks``: the global rank of every mesh rank (default: 0, 1, …). Raises :class:`MeshError` where torch.distributed
-    is not initialised or has too few ranks.
-    """
+    All members of a group create it together. ``ranks``: the global rank of every mesh rank
+    (default: 0, 1, …). Raises :class:`MeshError` without an initialised torch.distributed, or with
+    too few ranks."""
 
     def __init__(self, axes: Mapping[str, int], ranks: Sequence[int] | None = None) -> None:
         if not dist.is_initialized():
@@ -62,7 +61,7 @@ class TorchCommunicator(Communicator):
 
     @classmethod
     def of(cls, mesh: Any) -> TorchCommunicator:
-        """The communicator of a torch ``DeviceMesh``, on the process groups that the mesh has already."""
+        """The communicator of a torch ``DeviceMesh``, on its process groups."""
         names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.mesh.ndim))
         comm = cls(dict(zip(names, mesh.mesh.shape, strict=True)), mesh.mesh.flatten().tolist())
         for i, name in enumerate(names):
@@ -70,7 +69,7 @@ class TorchCommunicator(Communicator):
         return comm
 
     def process_group(self, axes: tuple[str, ...]) -> Group:
-        """The process group of the flattened ``axes``. Every member has to ask for the first time together."""
+        """The process group of the flattened ``axes``. All members ask together at first."""
         if axes not in self._groups:
             members = tuple(self.ranks[r] for r in self.group(axes))
             ordered = tuple(sorted(members))
@@ -84,24 +83,24 @@ class TorchCommunicator(Communicator):
         return self._groups[axes]
 
     def beside(self, axes: tuple[str, ...]) -> Group:
-        """The process group for what runs beside compute: parameters on their way, and their gradients.
+        """The process group for what overlaps with compute: parameters and gradients.
 
-        A communicator works off its collectives one after another, so one that the next operation waits for would stand
-        behind them: they have one of their own, as in Megatron-LM and FSDP2. gloo has threads for several at once.
-        """
+        NCCL executes a group's collectives in order, so one that the next operation waits for would
+        queue behind them. They have their own group, as in Megatron-LM and FSDP2. gloo has threads
+        for several."""
         group = self.process_group(axes)
         return group if group.gloo else self._own(group)
 
     def _own(self, group: Group) -> Group:
-        """``group`` with a communicator of its own. Every member has to ask for the first time together."""
+        """``group`` with a communicator of its own. All members ask together at first."""
         return group._replace(handle=group_of(group.members, "beside"))
 
     def host_group(self) -> Group:
-        """All ranks, for tensors on the CPU.
+        """All ranks, for CPU tensors.
 
-        A group of its own where no backend is for CPUs (NCCL), and where gloo is beside another: on the CPU part of
-        "cpu:gloo,cuda:nccl" checkpoints are saved in the background, and whose collectives come first would be chance.
-        """
+        It is a separate gloo group if the backend has none for CPUs (NCCL), or has gloo besides
+        another: the CPU part of "cpu:gloo,cuda:nccl" also saves checkpoints in the background, so
+        the order would be random."""
         world = self.process_group(self.active(tuple(self.mesh)))
         config = dist.get_backend_config(world.handle)
         if world.gloo or ("cpu:" in config and "cpu:gloo" not in config):
@@ -109,15 +108,15 @@ class TorchCommunicator(Communicator):
         return world._replace(handle=group_of(self.ranks, "host", "gloo"), gloo=True)
 
     def buffer(self, like: torch.Tensor, shapes: Shapes, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A flat buffer where ``like`` is, and tensors of these ``shapes`` that lie in it: for gradients, which are kept."""
+        """A flat buffer on the device of ``like``, and views of ``shapes`` in it: for gradients."""
         return self.spare.take(like, shapes, dtype, self.notes.call - self.notes.meetings)
 
     def during(self, move: Move | None, phase: str) -> None:
-        """The collectives that follow are for this move in this phase; for none: ``phase`` says for what."""
+        """Name the collectives that follow: a move in a phase, or (no move) ``phase``."""
         self._at = (move, phase)
 
     def begin(self, group: Group, collective: Callable[..., Any], *args: Any) -> Underway:
-        """``collective(*args)`` of torch.distributed on ``group``, asynchronously."""
+        """Begin ``collective(*args)`` of torch.distributed on ``group``."""
         self.notes.settle()
         what = partial(self.name, group, *self._at)
         try:
@@ -127,7 +126,7 @@ class TorchCommunicator(Communicator):
         return Underway(work, self.notes if group.gloo else None, what)
 
     def run(self, group: Group, collective: Callable[..., Any], *args: Any) -> None:
-        """``collective(*args)`` of torch.distributed on ``group``. Raises as :meth:`Underway.wait` does."""
+        """``collective(*args)`` on ``group``. Raises as :meth:`Underway.wait` does."""
         if group.gloo:
             self.begin(group, collective, *args).wait()
         else:
@@ -135,35 +134,33 @@ class TorchCommunicator(Communicator):
             collective(*args, group=group.handle)
 
     def reduce_scatter(self, group: Group, out: torch.Tensor, parts: torch.Tensor) -> Underway | Added:
-        """Begin to sum ``parts``, one shaped as ``out`` for each rank, one after another, into every rank's ``out``.
+        """Begin to sum ``parts``, one per rank, shaped as ``out``, into every rank's ``out``.
 
-        gloo's own sends as much as an all-reduce; the parts are exchanged and added here instead: half of that.
-        """
+        gloo's own sends as much as an all-reduce; an all-to-all and a local sum send half of it."""
         if not group.gloo:
             return self.begin(group, reduce_scatter_single, out, parts)
         received = torch.empty_like(parts)
         return Added(self.begin(group, dist.all_to_all_single, received, parts), received, out)
 
     def all_reduce(self, group: Group, x: torch.Tensor) -> Underway | Added:
-        """Begin to sum ``x``, contiguous, over the ranks, in place.
+        """Begin to sum contiguous ``x`` over the ranks, in place.
 
-        gloo's ring takes 2 (n - 1) turns, each of which wakes threads of every rank: see :func:`to_exchange`.
-        """
+        gloo's ring wakes threads of every rank 2 (n - 1) times: see :func:`to_exchange`."""
         if group.gloo and (sent := to_exchange(group, x)) is not None:
             received, parts, counts = sent
             return Added(self.begin(group, all_to_all_rows, received, parts, counts, counts), received, x)
         return self.begin(group, all_reduce_sum, x)
 
     def name(self, group: Group, move: Move | None, phase: str) -> str:
-        """A collective as an error names it."""
+        """A collective's name in errors."""
         if move is not None:
-            move = move if move.module != UNNAMED else named(move, always=True)  # it is waited for where it began
+            move = move if move.module != UNNAMED else named(move, always=True)  # same line as the begin
             phase = collective_name(move.kind, self.named(move.kind, move.axes), move.module, phase)
         return f"{phase} among ranks {', '.join(map(str, group.members))}"
 
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():
-            move = named(move, always=True)  # for the backward, where no line of generated code runs
+            move = named(move, always=True)  # for the backward, in which no generated code runs
             result: torch.Tensor = Differentiable.apply(self, move, self.phase, x)
             return result
         return self.execute(named(move), x, self.phase)
@@ -186,7 +183,7 @@ class TorchCommunicator(Communicator):
             return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
 
     def start(self, move: Move, x: torch.Tensor, phase: str) -> Callable[[], torch.Tensor]:
-        """See :meth:`Communicator.start`: rows, gathers and sums that are scattered are under way."""
+        """See :meth:`Communicator.start`: row all-to-alls, all-gathers, reduce-scatters."""
         if move.splits is None and move.verb not in _STARTED:
             moved = self.execute(move, x, phase)
             return lambda: moved
@@ -211,13 +208,13 @@ class TorchCommunicator(Communicator):
             return [self.send(self.process_group(hop.move.axes), hop)]
 
     def send(self, group: Group, hop: Hop) -> Arrival:
-        """Begin to send, and to receive."""
+        """Begin to send and to receive."""
         receiver, sender = group.members[hop.to], group.members[hop.source]
         counts = [numel(shape) for shape in hop.shapes]
         sent = hop.tensors[0].reshape(-1) if len(hop.tensors) == 1 else behind(hop.tensors)
         out = sent.new_empty(sum(counts)) if hop.into is None else hop.into.view(-1)
         works: Sequence[Any] = ()
-        if group.gloo:  # whose waits for a single message end a connection when they time out
+        if group.gloo:  # a single message's wait ends the connection if it times out
             members = sorted(group.members)
             gets = [out.numel() if m == sender else 0 for m in members]
             gives = [sent.numel() if m == receiver else 0 for m in members]
@@ -232,19 +229,19 @@ class TorchCommunicator(Communicator):
         def arrive() -> tuple[torch.Tensor, ...]:
             for work in works:
                 work.wait()
-            sent.numel()  # not freed before
+            sent.numel()  # keeps it alive until here
             return tuple(x.view(s) for x, s in zip(torch.split(out, counts), hop.shapes, strict=True))
 
         return arrive
 
     def random_states(self) -> list[torch.Tensor]:
-        """See :meth:`Communicator.random_states`; inside :func:`synchronised_rng` the ranks agree on them."""
+        """See :meth:`Communicator.random_states`; synchronised in :func:`synchronised_rng`."""
         if self.generators is not None:
             self.generators.agree()
         return super().random_states()
 
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """See :meth:`Communicator.shared`: every rank draws; the generators agree (synchronised_rng)."""
+        """See :meth:`Communicator.shared`: every rank draws, from synchronised generators."""
         if self.generators is not None:
             self.generators.agree()
         return fn(*args, **kwargs)
@@ -287,7 +284,7 @@ def _start_gather(
     def arrive() -> torch.Tensor:
         if work is not None:
             work.wait()
-        sent.numel()  # not freed before
+        sent.numel()  # keeps it alive until here
         if in_place:
             return out
         pieces = group.in_order(parts.unbind(0))
@@ -314,7 +311,7 @@ def _start_reduce_scatter(
 
     def arrive() -> torch.Tensor:
         work.wait()
-        parts.numel()  # not freed before
+        parts.numel()  # keeps it alive until here
         return out.narrow(move.dim, 0, mine).contiguous()
 
     return arrive
@@ -332,7 +329,7 @@ def _all_to_all(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tens
 
 
 def _start_rows(comm: TorchCommunicator, splits: Splits, group: Group, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Rows go from where they lie to where they stay, unless an order of theirs or of the process group is another."""
+    """All-to-all of rows, reordered before and after by ``splits`` and the group's order."""
     gives, gets = splits.sent, splits.received
     x = splits.going(x)
     if group.order is not None:
@@ -344,7 +341,7 @@ def _start_rows(comm: TorchCommunicator, splits: Splits, group: Group, x: torch.
 
     def arrive() -> torch.Tensor:
         work.wait()
-        sent.numel()  # not freed before
+        sent.numel()  # keeps it alive until here
         return splits.staying(out if group.order is None else torch.cat(group.in_order(out.split(gets))))
 
     return arrive
@@ -363,7 +360,7 @@ def _halo(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) ->
 def _exchanged(
     comm: TorchCommunicator, sent: list[torch.Tensor], counts: list[int], group: Group
 ) -> tuple[torch.Tensor, ...]:
-    """A tensor to every member, and from every member a flat one of ``counts`` elements, in the process group's order."""
+    """Send a tensor to every member; flat tensors of ``counts`` elements arrive, in group order."""
     buffer = behind(sent)
     out = buffer.new_empty(sum(counts))
     comm.run(group, _exchange(group), raw(out), raw(buffer), counts, [s.numel() for s in sent])

@@ -1,9 +1,8 @@
-"""Collectives in profiles of a run, named as in the predicted timeline: ``all_gather@tp blocks.0.attention.q forward``.
+"""Names of collectives in profiles, as in the predicted timeline: ``all_gather@tp mlp forward``.
 
-The compiler leaves a table of the lines of generated code that communicate. While a profiler runs, and always under
-torch.distributed, where errors bear these names too, a collective looks for the line it is called from; its backward
-bears the same module's name.
-"""
+The compiler leaves a table of the lines of generated code that communicate. While a profiler runs,
+and always under torch.distributed (for errors), a collective looks for the line that calls it; its
+backward has the same name."""
 
 from __future__ import annotations
 
@@ -27,11 +26,10 @@ _NOTHING = contextlib.nullcontext()
 
 
 def name_lines(rank_module: type[Any], modules: Mapping[int, str]) -> None:
-    """Tell profiles which module each line of the file of ``rank_module`` communicates for.
+    """Register the module for which each line of the file of ``rank_module`` communicates.
 
-    ``modules``: line number → path of the module, relative to the block whose method the line is in; ``@block.mlp`` is
-    relative to the block that the variable ``block`` of a loop holds.
-    """
+    ``modules``: line number → module path, relative to the block of the method; ``@block.mlp`` is
+    relative to the block in the loop variable ``block``."""
     rank_module.forward.__globals__[_TABLE] = modules
 
 
@@ -41,15 +39,14 @@ def collective_name(kind: str, axes: Sequence[str], module: str, phase: str) -> 
 
 
 def named(move: Move, always: bool = False) -> Move:
-    """``move`` with the module whose line of generated code is being run, if a profiler runs or ``always``."""
+    """``move`` with the module of the running generated line, if a profiler runs or ``always``."""
     return move._replace(module=_running_module()) if always or profiler._is_profiler_enabled else move
 
 
 def recorded(comm: Communicator, move: Move, phase: str, members: int = 1) -> contextlib.AbstractContextManager[Any]:
-    """Show what runs inside in the profile under the name of the collective; local moves and no profile: nothing.
+    """Show what runs inside in the profile as this collective; local moves are not shown.
 
-    A bucket of several ``members`` bears the name of its first, and how many more there are; one of all blocks' the root's.
-    """
+    A bucket of several ``members`` has the name of its first and how many follow."""
     if not profiler._is_profiler_enabled or move.verb in LOCAL:
         return _NOTHING
     name = collective_name(move.kind, comm.named(move.kind, move.axes), move.module, phase)
@@ -57,7 +54,7 @@ def recorded(comm: Communicator, move: Move, phase: str, members: int = 1) -> co
 
 
 def _running_module() -> str:
-    """The module that the innermost line of generated code on the stack communicates for; "?" without one."""
+    """The module of the innermost generated line on the stack; "?" without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _TABLE not in frame.f_globals:
         frame = frame.f_back

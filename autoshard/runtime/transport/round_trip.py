@@ -1,8 +1,7 @@
-"""Journeys as functions that autograd differentiates: one there, and one back with the gradients.
+"""Per-rank coroutines as autograd functions: one for the forward, one for the backward.
 
-The way back needs all ranks at once: so there is one node of the autograd graph for the journeys of this process, and one on
-each rank that holds what its way back needs, where autograd asks this rank's hooks.
-"""
+The backward needs all ranks at once, so the journeys of a process are one autograd node. Another
+node on each rank saves what its backward needs, where this rank's saved-tensor hooks apply."""
 
 from __future__ import annotations
 
@@ -19,19 +18,19 @@ Operands = tuple[torch.Tensor | None, ...]
 
 
 class Trip(NamedTuple):
-    """What one rank does."""
+    """The forward and backward coroutines of one rank."""
 
     name: str
-    """as errors tell it, in lower case"""
+    """for errors, in lower case"""
     ahead: Callable[..., Journey]
-    """operands → results, and behind them what the way back needs"""
+    """operands → results, followed by what the backward needs"""
     back: Callable[[Tensors, Sequence[Any], Sequence[bool]], Journey]
-    """(gradients of the results, what it needs, which operands want a gradient) → the operands' gradients"""
+    """(result gradients, what it needs, which operands want gradients) → operand gradients"""
     results: int = 1
 
 
 def round_trip(comm: Communicator, trip: Trip, *operands: torch.Tensor | None) -> Tensors:
-    """The results of ``trip``, on which all ranks go. No second derivative."""
+    """The results of ``trip``, which all ranks run. No second derivative."""
     held: dict[str, Any] = {}
     visit = _Visit(trip, operands, held)
     made: Tensors = comm.meet(trip.name, visit, lambda visits: _joint(comm, visits))
@@ -44,16 +43,16 @@ def round_trip(comm: Communicator, trip: Trip, *operands: torch.Tensor | None) -
 
 
 class _Visit(NamedTuple):
-    """A rank that comes with its part."""
+    """One rank's trip and operands."""
 
     trip: Trip
     operands: Operands
     held: dict[str, Any]
-    """where its node leaves what the way back needs"""
+    """where its node leaves what the backward needs"""
 
 
 def _joint(comm: Communicator, visits: Sequence[_Visit]) -> list[Tensors]:
-    """Of every rank: its results, and what its way back needs."""
+    """Per rank: its results, and what its backward needs."""
     phase, made, count = comm.phase, list[Tensors](), visits[0].trip.results
     xs = tuple(x for visit in visits for x in visit.operands)
     if not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in xs):
@@ -69,13 +68,13 @@ def _ahead(comm: Communicator, visits: Sequence[_Visit], phase: str, xs: Operand
 
 
 def _of_each(xs: Sequence[Any], ranks: int) -> list[Any]:
-    """What belongs to each rank, of as many things for each."""
+    """``xs`` split evenly by rank."""
     count = len(xs) // ranks
     return [xs[i * count : (i + 1) * count] for i in range(ranks)]
 
 
 class _Trips(torch.autograd.Function):
-    """The journeys of all ranks of this process; the results are those of :class:`_Hold` where a gradient flows."""
+    """The journeys of all ranks in this process; a gradient comes through :class:`_Hold`."""
 
     @staticmethod
     def forward(
@@ -93,7 +92,7 @@ class _Trips(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         name, ranks = ctx.trips[0][0].name, len(ctx.trips)
-        # once_differentiable leaves no path to what `torch.autograd.grad` is asked for, which then takes it for constant.
+        # once_differentiable would cut the path to the inputs, and they would seem unused.
         if torch.is_grad_enabled():
             raise RuntimeMismatchError(
                 f"create_graph=True: {name} has no second derivative. Leave create_graph out, or differentiate the model "
@@ -112,7 +111,7 @@ class _Trips(torch.autograd.Function):
 
 
 class _Hold(torch.autograd.Function):
-    """One rank's results: holds what the way back needs, where autograd asks this rank's hooks, and hands it over there."""
+    """One rank's results: saves what the backward needs and hands it to :class:`_Trips`."""
 
     @staticmethod
     def forward(ctx: Any, held: dict[str, Any], results: int, *xs: torch.Tensor | None) -> Any:

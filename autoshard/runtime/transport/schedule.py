@@ -1,8 +1,7 @@
-"""The threads of the in-process ranks, one of which runs at a time.
+"""Threads of the in-process ranks, one of which runs at a time.
 
-A rank that has to wait hands the turn to the next one that can run; nobody polls and nothing times out. That a rank
-will never come is a fact the schedule knows, so a mistake in one rank ends the run instead of hanging it.
-"""
+A waiting rank hands the turn to the next one that can run; nothing polls or times out. The schedule
+knows when a rank will never come, so a mistake in one rank ends the run instead of hanging it."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Joint = Callable[[list[Any]], Sequence[Any]]
 
 
 class Threads:
-    """One waiting thread for every rank but 0, which runs in the caller. They end with this object."""
+    """One waiting thread per rank but 0, which runs in the caller. They end with this object."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -51,7 +50,7 @@ def _release(turns: list[threading.Lock], job: list[Callable[[int], None] | None
 
 
 class Schedule:
-    """One run: whose turn it is, who waits with what, and what went wrong first."""
+    """One run: whose turn it is, who waits with what, and the first failure."""
 
     def __init__(self, threads: Threads) -> None:
         self.failure: BaseException | None = None
@@ -64,7 +63,7 @@ class Schedule:
         self._done.acquire()
 
     def rank_main(self, rank: int, fn: Callable[[], None]) -> None:
-        """What a rank's thread does in its first turn, up to the end of the run."""
+        """Body of a rank's thread, from its first turn to the end of the run."""
         try:
             if self.failure is None:
                 fn()
@@ -77,7 +76,7 @@ class Schedule:
         self._pass_on(rank)
 
     def wait(self) -> None:
-        """Until every rank has ended; then raise the first failure."""
+        """Wait until every rank has ended; raise the first failure."""
         self._done.acquire()
         if self.failure is not None:
             raise self.failure
@@ -105,8 +104,8 @@ class Schedule:
         return self._results[rank]
 
     def _pass_on(self, rank: int) -> None:
-        """Give the turn to the next rank that can run; if none can but some wait, they wait in vain."""
-        if self._running != rank:  # an interrupt ended this rank while another one runs
+        """Give the turn to the next rank that can run; if all others wait in vain, fail."""
+        if self._running != rank:  # an interrupt ended this rank in another one's turn
             return
         ready = [r for r in range(self._size) if r not in self._ended and r not in self._waiting]
         if not ready and self._waiting:
@@ -141,7 +140,7 @@ class _Aborted(BaseException):
 
 
 class ThreadState:
-    """The caller's thread-local torch state, to be restored in the threads of the other ranks."""
+    """The caller's thread-local torch state, restored in the threads of other ranks."""
 
     def __init__(self) -> None:
         self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -151,7 +150,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Grad mode, inference mode, autocast, default device and CUDA stream of the caller."""
+        """Inside, the caller's grad and inference mode, autocast, default device, CUDA stream."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))

@@ -1,4 +1,4 @@
-"""Rows that lie in segments, put into another order of these."""
+"""Permutation of rows by segments, as received by an all-to-all."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 
 class Order(NamedTuple):
-    """Rows that lie in segments, one after another, in the order of the transpose of these."""
+    """Rows of segments [a, b], reordered as the segments of the transpose."""
 
     lengths: Sequence[Sequence[int]]
     """of the segments, [a, b]"""
     numbers: tuple[torch.Tensor, torch.Tensor] | None
-    """where each of the rows lies in the other order, and there and back; None: the few segments are put together anew"""
+    """index of each row in the other order, both ways; None: few segments, concatenated instead"""
 
     def turned(self) -> Order:
-        """The other way."""
+        """The inverse order."""
         return Order([*zip(*self.lengths, strict=True)], self.numbers and self.numbers[::-1])
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
@@ -31,11 +31,11 @@ class Order(NamedTuple):
 
 
 FEW = 64
-"""segments that are put together in less time than their rows are numbered, and gathered"""
+"""segments up to which concatenation is faster than gathering rows by index"""
 
 
 def by_columns(lengths: Sequence[Sequence[int]], device: torch.device) -> Order:
-    """Of rows on ``device`` in segments of ``lengths`` [a, b], one after another: the order in segments of its transpose."""
+    """The order of rows in segments of ``lengths`` [a, b] as segments of the transpose [b, a]."""
     columns, rows = len(lengths[0]), sum(map(sum, lengths))
     if columns * len(lengths) <= FEW:
         return Order(lengths, None)
@@ -43,7 +43,7 @@ def by_columns(lengths: Sequence[Sequence[int]], device: torch.device) -> Order:
     turned = list(itertools.chain.from_iterable(zip(*lengths, strict=True)))
     places = [0, *itertools.accumulate(turned)]
     begins = (start for b in range(columns) for start in starts[b:-1:columns])
-    ways = [start - place for start, place in zip(begins, places, strict=False)]  # from there to here
+    ways = [start - place for start, place in zip(begins, places, strict=False)]  # source - target
     way, length = torch.tensor([ways, turned], device=device).unbind()
     numbers = torch.arange(rows, device=device)
     order = way.repeat_interleave(length, output_size=rows).add_(numbers)

@@ -1,8 +1,7 @@
-"""Flat buffers on CPUs, and the tensors that lie in them, which are used again in the next step.
+"""Buffer pool: flat CPU buffers, and the views in them, are reused in the next step.
 
-An allocator of main memory gives large pieces back to the system when they are freed, and the system clears every page
-of the next one: that takes longer than the copies into it. Devices have allocators that keep what they have.
-"""
+A CPU allocator returns large buffers to the system when they are freed, and the system clears every
+page of the next one, which takes longer than the copies. Devices have caching allocators."""
 
 from __future__ import annotations
 
@@ -16,16 +15,16 @@ from typing import NamedTuple
 import torch
 
 LEAST = 1 << 20
-"""bytes of a buffer that is kept: smaller ones stay with the allocator"""
+"""bytes from which a buffer is pooled; smaller ones stay with the allocator"""
 
 CALLS = 2
-"""calls after which a buffer that nobody used is freed"""
+"""calls after which an unused buffer is freed"""
 
 Shapes = tuple[torch.Size, ...]
 
 
 class Kept(NamedTuple):
-    """A buffer, the tensors that lie one after another in it, and the call that took it last."""
+    """A pooled buffer, its consecutive views, and the call that took it last."""
 
     buffer: torch.Tensor
     parts: list[torch.Tensor]
@@ -33,12 +32,12 @@ class Kept(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody else has it, a part, or a view of one: gradients of parameters are such parts."""
+        """Whether nothing else uses it or a view of it; gradients of parameters are views."""
         storage, parts = self.buffer.untyped_storage(), self.parts
         users: int = torch._C._storage_Use_Count(storage._cdata)
         if users != 2 + len(parts):  # the buffer, ``storage``, the parts
             return False
-        if sys.getrefcount(storage) != 3:  # the name, C++, this call
+        if sys.getrefcount(storage) != 3:  # the local name, C++, this call
             return False
         if {*map(sys.getrefcount, parts)} != {2} or {*map(torch.Tensor._use_count, parts)} != {1}:  # type: ignore[attr-defined]
             return False
@@ -49,19 +48,18 @@ _IN_GRAPH = operator.attrgetter("requires_grad")
 
 
 class Spare:
-    """Buffers by what lies in them. One is free again as soon as nobody holds a view of it."""
+    """Buffers by shapes and dtype. One is free as soon as no view of it is in use."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Shapes, torch.dtype], deque[Kept]] = {}
-        """those of one form, the one that was taken longest ago first"""
+        """(shapes, dtype) → buffers, least recently taken first"""
 
     def take(
         self, like: torch.Tensor, shapes: Shapes, dtype: torch.dtype, call: int
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A flat buffer where ``like`` is, of any content, and what lies in it: tensors of these ``shapes``.
+        """A flat buffer on the device of ``like``, uninitialised, and views of ``shapes`` in it.
 
-        ``call``: the number of the present call.
-        """
+        ``call``: the number of the current call."""
         if not is_kept(like, shapes, dtype):
             buffer = like.new_empty(_size(shapes), dtype=dtype)
             return buffer, parts_of(buffer, shapes)
@@ -76,7 +74,7 @@ class Spare:
             del kept[found]
             self._forget(call, kept)
         kept.append(Kept(buffer, parts, call))
-        return buffer.view(-1), [*parts]  # another tensor and another list: as long as they live the buffer is in use
+        return buffer.view(-1), [*parts]  # new objects: while they live, the buffer is in use
 
     def _forget(self, call: int, *rows: deque[Kept]) -> None:
         for kept in rows:
@@ -84,17 +82,17 @@ class Spare:
                 kept.popleft()
 
     def clear(self) -> None:
-        """Keep none."""
+        """Free all buffers."""
         self._kept.clear()
 
 
 def is_kept(like: torch.Tensor, shapes: Sequence[torch.Size], dtype: torch.dtype) -> bool:
-    """Whether a buffer for tensors of these ``shapes`` where ``like`` is serves again."""
+    """Whether a buffer for ``shapes`` on the device of ``like`` is pooled."""
     return like.device.type == "cpu" and _size(shapes) * dtype.itemsize >= LEAST
 
 
 def parts_of(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Tensors of these ``shapes``, one after another in ``buffer``, which may be longer."""
+    """Consecutive views of ``shapes`` in ``buffer``, which may be longer."""
     sizes = [math.prod(shape) for shape in shapes]
     rest = buffer.numel() - sum(sizes)
     parts = torch.split(buffer, [*sizes, rest] if rest else sizes)

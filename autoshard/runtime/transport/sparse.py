@@ -1,8 +1,8 @@
-"""Sparse gradients of tables: COO tensors with rows as values, moved by gathering the rows that every rank has.
+"""Sparse gradients of embedding tables (COO, rows as values), moved by all-gathers of their rows.
 
-They stand where dense gradients do, so every move has a form for them: summands, chunks and wholes of a table's gradient
-are lists of rows. An all-gather of rows and their numbers carries each of them; nothing has the table's size.
-"""
+They take the place of dense gradients, so every move has a form for them: summands, chunks and full
+gradients are lists of rows, moved by an all-gather of rows and numbers; nothing has the table's
+size."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ChunksOf = Callable[[int, tuple[str, ...]], Sequence[tuple[int, int]]]
 
 
 def rows_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(numbers [k], rows [k, …]) of a sparse gradient, each number once."""
+    """(numbers [k], rows [k, …]) of a sparse gradient, without duplicates."""
     x = x.coalesce()
     return x.indices()[0], x.values()
 
 
 def from_rows(numbers: torch.Tensor, rows: torch.Tensor, size: int) -> torch.Tensor:
-    """The sparse gradient of ``size`` rows that has these; a number may come several times."""
+    """A sparse gradient of ``size`` rows from these; numbers may repeat."""
     return torch.sparse_coo_tensor(numbers.unsqueeze(0), rows, (size, *rows.shape[1:]), check_invariants=False)
 
 
@@ -38,7 +38,7 @@ def summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def narrowed(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor:
-    """The chunk of a sparse gradient along ``dim``."""
+    """A chunk of a sparse gradient along ``dim``."""
     numbers, rows = rows_of(x)
     if dim:
         return from_rows(numbers, rows.narrow(dim, start, length).contiguous(), x.shape[0])
@@ -47,7 +47,7 @@ def narrowed(x: torch.Tensor, dim: int, start: int, length: int) -> torch.Tensor
 
 
 def padded(x: torch.Tensor, dim: int, start: int, size: int) -> torch.Tensor:
-    """A sparse gradient with nothing around what it has of ``size`` along ``dim``, from ``start`` on."""
+    """A sparse gradient padded to ``size`` along ``dim``, with its rows from ``start`` on."""
     numbers, rows = rows_of(x)
     if not dim:
         return from_rows(numbers + start, rows, size)
@@ -57,7 +57,7 @@ def padded(x: torch.Tensor, dim: int, start: int, size: int) -> torch.Tensor:
 
 
 def gathered(move: Move, x: torch.Tensor, ranks: int, gather: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
-    """The sparse gradient of every rank. ``gather``: carries out an all-gather; of sizes first, for which the host waits."""
+    """The sparse gradients of all ranks. ``gather``: an all-gather; the host waits for sizes."""
 
     def every(part: torch.Tensor) -> Sequence[torch.Tensor]:
         return gather(Move("S", "R", move.axes, 0, ranks * len(part)), part).tensor_split(ranks)
@@ -71,7 +71,7 @@ def gathered(move: Move, x: torch.Tensor, ranks: int, gather: Callable[..., torc
 
 
 def joined(move: Move, parts: Sequence[torch.Tensor], chunks: ChunksOf, number: int) -> torch.Tensor:
-    """What ``move`` gives rank ``number`` of a group, from the sparse gradients of all."""
+    """The result of ``move`` on rank ``number``, from the sparse gradients of its group."""
     if move.verb == "all_reduce":
         return summed(parts)
     if move.verb == "reduce_scatter":
@@ -97,7 +97,7 @@ def local(move: Move, x: torch.Tensor, chunks: ChunksOf, number: int) -> torch.T
 
 
 def cast_table(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``table`` in another dtype; its sparse gradient comes back in the table's own."""
+    """``table`` in another dtype; its sparse gradient is cast back."""
     found: torch.Tensor = _Cast.apply(table, dtype)
     return found
 

@@ -1,4 +1,4 @@
-"""Which positions of an operand the positions of a result read, and what ranks give each other for it. Numbers only."""
+"""Chunks of a sharded dim, windows over it, and the halo exchange they need. Numbers only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Chunks = tuple[Interval, ...]
 
 
 def chunks(size: int, ranks: Iterable[int]) -> Chunks:
-    """``size`` cut by axes of so many ranks, outer to inner, each as torch.chunk cuts; the last ones may be empty."""
+    """``size`` split over axes of these sizes, outer to inner, like torch.chunk; may be empty."""
     parts: list[Interval] = [(0, size)]
     for n in ranks:
         parts = [piece for start, length in parts for piece in _cut(start, length, n)]
@@ -29,8 +29,7 @@ def _cut(start: int, length: int, ranks: int) -> list[Interval]:
 class Window(NamedTuple):
     """Result o reads operand positions o·stride - padding + k·dilation for 0 ≤ k < kernel.
 
-    ``transposed``: the other way round, operand i adds to the results i·stride - padding + k·dilation.
-    """
+    ``transposed``: operand i adds to the results i·stride - padding + k·dilation."""
 
     kernel: int = 1
     stride: int = 1
@@ -40,35 +39,35 @@ class Window(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """From the first to the last position of one window."""
+        """Distance from the first to the last position of one window."""
         return self.dilation * (self.kernel - 1)
 
     def read(self, results: Interval) -> Interval:
-        """The operand positions that these results need; they may lie outside the operand."""
+        """Operand positions that ``results`` need; they may lie outside the operand."""
         start, length = results
         if not length:
             return 0, 0
         if not self.transposed:
             return start * self.stride - self.padding, (length - 1) * self.stride + self.reach + 1
-        # The first and last that reach the results, and further where these leave results at an end to the bias.
+        # First and last that reach the results; further if end results get the bias only.
         first, last = start + self.padding, start + length - 1 + self.padding
         low = min(first // self.stride, -((self.reach - first) // self.stride))
         high = max(last // self.stride, -((self.reach - last) // self.stride))
         return low, high - low + 1
 
     def surplus(self, results: Interval) -> int:
-        """Transposed: how many results in front of these the operand positions of :meth:`read` make."""
+        """Transposed: results in front of these that the positions of :meth:`read` also make."""
         return results[0] - self.read(results)[0] * self.stride + self.padding
 
 
 def within(interval: Interval, size: int) -> Interval:
-    """The part of an interval that lies in [0, size)."""
+    """The part of an interval in [0, size)."""
     low, high = (min(max(end, 0), size) for end in (interval[0], sum(interval)))
     return low, high - low
 
 
 class Exchange(NamedTuple):
-    """Intervals of one dim, by rank of a group: those held, and those wanted. What several hold is summed."""
+    """Intervals of one dim per rank of a group: held and wanted. Overlapping ones are summed."""
 
     held: Chunks
     wanted: Chunks
@@ -78,36 +77,36 @@ class Exchange(NamedTuple):
         return Exchange(self.wanted, self.held)
 
     def piece(self, sender: int, receiver: int) -> Interval:
-        """What the sender has of what the receiver wants."""
+        """The part of what the receiver wants that the sender holds."""
         (start, length), (first, count) = self.held[sender], self.wanted[receiver]
         low = max(start, first)
         return low, max(0, min(start + length, first + count) - low)
 
     @property
     def received(self) -> int:
-        """Positions that come from other ranks, on the rank that gets most."""
+        """The most positions that any rank receives from others."""
         ranks = range(len(self.held))
         return max(sum(self.piece(s, r)[1] for s in ranks if s != r) for r in ranks)
 
 
 class Halo(NamedTuple):
-    """A window over a dim that ranks cut, in operand and result."""
+    """A window over a dim that is sharded in operand and result."""
 
     results: Chunks
-    """the result's chunks"""
+    """chunks of the result"""
     reads: Chunks
-    """what they read; it may lie outside the operand"""
+    """positions that they read; they may lie outside the operand"""
     exchange: Exchange
-    """from the operand's chunks to what of it is read"""
+    """from chunks of the operand to the positions read"""
     forward: int
-    """positions that the rank gets that gets most"""
+    """the most positions that a rank receives"""
     backward: int
-    """the same of the gradient"""
+    """the same for the gradient"""
 
 
 @lru_cache(maxsize=4096)
 def halo_of(window: Window, size: int, to: int, ranks: tuple[int, ...]) -> Halo:
-    """``size``, ``to``: global lengths of operand and result, both cut by axes of so many ranks, outer to inner."""
+    """``size``, ``to``: global lengths of operand and result, sharded by axes of these sizes."""
     results = chunks(to, ranks)
     reads = tuple(map(window.read, results))
     moved = Exchange(chunks(size, ranks), tuple(within(r, size) for r in reads))

@@ -1,4 +1,4 @@
-"""Tensors as backends send them."""
+"""Tensors as backends send them: supported dtypes, padding, packing."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ _SENT_AS = {
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
-    """The same bits in a dtype of the same size that backends send; tensors that they can send are unchanged."""
+    """The same bits in a dtype that backends can send; supported dtypes are unchanged."""
     other = _SENT_AS.get(x.dtype)
     return x if other is None else x.view(other)
 
 
 def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
-    """``shape``, but ``length`` along ``dim``."""
+    """``shape`` with ``length`` along ``dim``."""
     return [*shape[:dim], length, *shape[dim + 1 :]]
 
 
 def numel(shape: Sequence[int]) -> int:
-    """Elements of a tensor of this shape."""
+    """Number of elements of a shape."""
     return torch.Size(shape).numel()
 
 
 def outermost(shape: Sequence[int], dim: int) -> bool:
-    """Whether parts along ``dim`` lie in memory one behind another: no dim in front of it has more than one index."""
+    """Whether chunks along ``dim`` are contiguous: all dims in front of it have size 1."""
     return numel(shape[:dim]) == 1
 
 
 def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """``x`` with zeros at the end of ``dim`` up to ``length``."""
+    """``x`` zero-padded at the end of ``dim`` to ``length``."""
     if x.shape[dim] == length:
         return x
     out = x.new_zeros(with_length(x.shape, dim, length))
@@ -51,7 +51,7 @@ def padded(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
 
 
 def behind(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of ``pieces``, of one dtype, one piece behind another in a flat tensor; whatever their strides, one copy."""
+    """``pieces``, of one dtype, packed into a flat tensor with one copy, whatever their strides."""
     counts = [x.numel() for x in pieces]
     out = pieces[0].new_empty(sum(counts))
     for place, x in zip(out.split(counts), pieces, strict=True):

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed as they are begun, and what is waited for: the group, the work, the sum that is left."""
+"""Pending collectives of torch.distributed: process group, work handle, and sums to finish."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def all_reduce_sum(x: torch.Tensor, group: Any, async_op: bool = True) -> Any:
-    """Begin ``dist.all_reduce(x, group=group)``, without what that looks up in every call."""
+    """Begin ``dist.all_reduce(x, group=group)`` without its per-call checks."""
     return group.allreduce([torch.view_as_real(x) if x.is_complex() else x])
 
 
 def all_to_all_rows(
     out: torch.Tensor, x: torch.Tensor, gets: list[int], gives: list[int], group: Any, async_op: bool = True
 ) -> Any:
-    """Begin ``dist.all_to_all_single(out, x, gets, gives, group)`` likewise."""
+    """Begin ``dist.all_to_all_single(out, x, gets, gives, group)`` without its checks."""
     if x.is_complex():
         out, x = torch.view_as_real(out), torch.view_as_real(x)
     return group.alltoall_base(out, x, gets, gives)
@@ -40,11 +40,11 @@ class Group(NamedTuple):
     members: tuple[int, ...]
     """global ranks, in the order of the axes"""
     order: tuple[int, ...] | None
-    """number along the axes of each member in the process group's own order; None: the same"""
+    """number along the axes of each member in the process group's order; None: the same order"""
     gloo: bool
 
     def in_order(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Parts that lie in the process group's order, in the order of the axes."""
+        """``parts`` in the process group's order, put in the order of the axes."""
         if self.order is None:
             return list(parts)
         out = list(parts)
@@ -54,12 +54,11 @@ class Group(NamedTuple):
 
 
 def to_exchange(group: Group, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]] | None:
-    """(what arrives, what is sent, elements for each member; none: equal parts) where ranks that sum ``x`` send each other all
-    of it, and meet once; None where it goes round a ring.
+    """(receive buffer, sent tensor, elements per member or []) to exchange summands, else None.
 
-    Two ranks send as much as in a ring, and do so unless the turns do not matter beside the bytes, but the memory for what
-    arrives would. More do with few numbers; of one number their ring has a single segment.
-    """
+    An exchange meets once, a ring 2 (n - 1) times. Two ranks send as much as in a ring, and
+    exchange unless the buffer would be large. More ranks exchange few numbers; for one number their
+    ring has a single segment."""
     if not x.is_floating_point():
         return None
     if group.size == 2 and x.nbytes <= EXCHANGED:
@@ -76,12 +75,12 @@ class Underway(NamedTuple):
 
     work: Any
     notes: Notes | None
-    """of the rank, where gloo carries it"""
+    """of the rank, if gloo executes it"""
     what: Callable[[], str]
     """its name, for messages"""
 
     def wait(self) -> None:
-        """Wait for its result, once. Raises :class:`CommunicationError` where gloo knows that it cannot come."""
+        """Wait for its result, once. Raises :class:`CommunicationError` if gloo cannot get it."""
         if self.notes is None:
             self.work.wait()
         else:
@@ -89,15 +88,15 @@ class Underway(NamedTuple):
 
 
 class Added(NamedTuple):
-    """A sum under way as an all-to-all: a reduce-scatter, or an all-reduce of little, or between two ranks."""
+    """A pending sum by all-to-all: a reduce-scatter, a small all-reduce, or one of two ranks."""
 
     work: Underway
     received: torch.Tensor
-    """what all ranks have; where it is as much as ``out``, what the other one of two has"""
+    """all ranks' summands; if it is as large as ``out``, the other one's of two"""
     out: torch.Tensor
 
     def wait(self) -> None:
-        """Wait for the others' parts and add them up."""
+        """Wait for the summands and add them up."""
         self.work.wait()
         ranks = self.received.numel() // max(1, self.out.numel())
         if ranks == 1:
