@@ -1,6 +1,7 @@
-"""The rule registry. Every module of :mod:`.families` that defines ``RULES: tuple[Rule, ...]`` takes part.
+"""The registry of sharding rules: each ``RULES: tuple[Rule, ...]`` in a module of :mod:`.families`.
 
-``BY_NAME`` of a module holds rules of ops that exist only once another library is imported: ``{str(op): op → Rule}``.
+``BY_NAME`` of a module, ``{str(op): op → Rule}``, holds rules of ops that exist only after another
+library is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from autoshard.passes.rules.base import Rule
 
 
 def rule_for(op: torch._ops.OpOverload) -> Rule | None:
-    """The rule of ``op``, or None: the op then runs on whole tensors."""
+    """The sharding rule of ``op``, or None: the op then runs on full tensors."""
     rules = _registry()
     found = rules.get(op)
     if found is None and (make := _by_name().get(str(op))):
@@ -32,13 +33,13 @@ def register(rule: Rule) -> None:
 
 
 def all_rules() -> tuple[Rule, ...]:
-    """Every registered rule, by the op's name."""
+    """Every registered rule, sorted by the op's name."""
     return tuple(sorted(_registry().values(), key=lambda rule: str(rule.op)))
 
 
 @cache
 def _registry() -> dict[torch._ops.OpOverload, Rule]:
-    """Built on first use: the rule modules import the notation, which imports this package."""
+    """Rules by op, built on first use: rule modules import this package."""
     rules = (rule for module in _modules() for rule in getattr(module, "RULES", ()))
     return {rule.op: rule for rule in rules if not isinstance(rule.op, Absent)}
 
@@ -49,5 +50,5 @@ def _by_name() -> dict[str, Callable[[torch._ops.OpOverload], Rule]]:
 
 
 def _modules() -> list[ModuleType]:
-    families = importlib.import_module(f"{__name__}.families")  # they import the notation, which imports this package
+    families = importlib.import_module(f"{__name__}.families")
     return [importlib.import_module(f"{families.__name__}.{m.name}") for m in pkgutil.iter_modules(families.__path__)]

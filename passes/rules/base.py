@@ -1,4 +1,4 @@
-"""What a sharding rule is: an op's strategies along ONE mesh axis, and its local form."""
+"""Sharding rules: an op's strategies along one mesh axis, and its local (per-shard) form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.passes.rules.factors import Factors, Space, positive
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a local form may look at: the node, the graph's types, and the layouts chosen for it."""
+    """The input of a local form: node, types of the graph, and the layouts chosen for the node."""
 
     node: Node
     graph: Graph
@@ -27,13 +27,13 @@ class Site:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     choice: tuple[Strategy, ...]
-    """the strategy of every mesh axis"""
+    """the strategy chosen on every mesh axis"""
     of_micro_batch: bool = False
-    """parts are micro-batches, whose graph is planned then: how a rank works on its part of one is asked there"""
+    """ranks stand for micro-batches, whose graphs are planned later: no tuning for a rank here"""
 
     @property
     def example(self) -> Site:
-        """The site with the example's lengths, where types are symbolic: for costs."""
+        """The site with the example's sizes in place of symbolic ones, for costs."""
         if not self.graph.symbols.read:
             return self
         types = {name: self.graph.types[name].example for name in (*self.node.inputs, *self.node.outputs)}
@@ -50,42 +50,42 @@ class Site:
         return self.graph.types[self.node.outputs[i]]
 
     def unchanged(self, /, **changes: Any) -> Call:
-        """The same op, with some arguments replaced."""
+        """The op's own call, with some arguments replaced."""
         return Call(self.node.op, *self.node.with_arguments(**changes))
 
     def axes_of(self, name: str, dim: int) -> tuple[str, ...]:
-        """Mesh axes that cut ``dim`` of the operand ``name``, outer to inner; none where the operand is absent."""
+        """Mesh axes that shard ``dim`` of operand ``name``, outer to inner; () if it is absent."""
         position = self.node.positions.get(name)
         return () if position is None else self.inputs[position].axes_of(dim)
 
     @property
     def cut_dim(self) -> tuple[int, tuple[str, ...]]:
-        """The dim that the op works along, and the axes that cut it; none of a scalar."""
+        """The op's ``dim`` argument, non-negative, and the mesh axes that shard it."""
         shape = self.in_type(0).shape
         dim: int = positive(self.node.argument("dim"), max(1, len(shape)))
         return dim, self.inputs[0].axes_of(dim) if shape else ()
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of an operand on rank 0."""
+        """The shape of an operand's shard on rank 0, which holds the largest shard."""
         i = self.node.positions[name]
         return self.inputs[i].max_local_shape(self.in_type(i).shape)
 
     @property
     def grad(self) -> bool:
-        """Whether a gradient flows through any result."""
+        """Whether any result requires a gradient."""
         return any(self.graph.types[name].grad for name in self.node.outputs)
 
     def reductions(
         self, axes: tuple[str, ...], size: float, forward: Sequence[str], backward: Sequence[str]
     ) -> tuple[Internal, ...]:
-        """All-reduces of ``size`` bytes each over ``axes``: what they reduce, forward, and backward if a gradient flows."""
+        """All-reduces of ``size`` bytes, one per name; ``backward`` only with a gradient."""
         if self.mesh.size_of(axes) == 1:
             return ()
         phases = [("forward", what) for what in forward] + [("backward", what) for what in backward if self.grad]
         return tuple(Internal("all_reduce", axes, size, phase, what) for phase, what in phases)
 
     def gathered(self, axes: tuple[str, ...], size: float, what: str, to: str) -> tuple[Internal, ...]:
-        """An all-gather of ``size`` bytes per rank over ``axes`` to I or R; to R, its backward reduce-scatters."""
+        """All-gather of ``size`` bytes per rank to I, or to R, whose backward reduce-scatters."""
         ranks = self.mesh.size_of(axes)
         if ranks == 1:
             return ()
@@ -95,7 +95,7 @@ class Site:
         return forward, Internal("reduce_scatter", axes, ranks * size, "backward", f"gradient of the {what}")
 
     def local_sizes(self, layout: Layout, shape: Sequence[int]) -> list[int | Local]:
-        """The local lengths of a tensor of global ``shape``: ints where no axis cuts it."""
+        """The local sizes of a tensor of global ``shape``; ints for unsharded dims."""
         return [Local(n, axes) if (axes := layout.cutting(d)) else n for d, n in enumerate(shape)]
 
 
@@ -110,76 +110,76 @@ Rounding = Literal["", "exact", "sum", "product"]
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an op beside how it may be divided; :mod:`~autoshard.passes.rules.facts` answers from it.
+    """Facts about an op besides its sharding, see :mod:`~autoshard.passes.rules.facts`.
 
-    The defaults hold of any op: it may keep all that it sees.
+    The defaults are safe for any op: autograd may save everything.
     """
 
     saves: str | Callable[[Node, Types], str | None] | None = None
-    """what autograd keeps for the backward of operands and results, by their names in the schema; None: all of them
+    """names of operands and results that autograd saves for the backward; None: all of them
 
-    ``"self result"``: these two; ``"self: other; other: self"``: each where the other wants a gradient. The results
-    are ``result``, ``result1``, …
+    ``"self result"`` saves both. ``"self: other; other: self"`` saves each if the other requires a
+    gradient. Results are ``result``, ``result1``, …
     """
     intermediates: Callable[[Node, Types], Sequence[TensorType]] | None = None
-    """what it keeps beside these: tensors that are no operands, nor results that are read; from local types, local ones"""
+    """other tensors autograd saves, no operands or used results; local types give local ones"""
     view: bool | None = None
-    """whether it returns a view of its operand, at no cost; None: as its schema says"""
+    """whether it returns a view of its operand at no cost; None: as its schema says"""
     draws: Callable[[Mapping[str, Any]], bool] | None = None
-    """whether it draws from the generator, given its arguments by name; None: as its tags say"""
+    """whether it uses the random generator, given its arguments by name; None: as its tags say"""
     redrawn: bool = False
-    """whether what it keeps beside operands and results is drawn, so that the backward can draw it again without these"""
+    """whether the other saved tensors are random draws that recomputation can draw again"""
     effect: bool = False
-    """whether it counts where nobody reads its result"""
+    """whether the op must stay although its result is unused"""
     rounding: Rounding | Callable[[Node], Rounding] = ""
-    """what a float32 island may rely on: elements rounded correctly each by itself, sums, or products of matrices"""
+    """safe in float32 upcast regions: each element correct "exact", a "sum", a matrix "product"."""
     chains: bool = False
-    """whether a compiler computes it in one kernel with elementwise neighbours, though no tag of torch says so"""
+    """whether a compiler fuses it with elementwise neighbours though torch has no such tag"""
     function: bool = False
-    """whether it computes more for an element than an addition does: exp, softmax, a norm"""
+    """whether one element costs more than an addition: exp, softmax, a norm"""
     looks_up: bool = False
-    """whether it reads of its first operand no more than it gives"""
+    """whether it reads only as many elements of its first operand as it returns"""
     joins: bool = False
-    """whether its operands together are what it gives, also where a rank owns some of them and has no rows of the others"""
+    """whether its result joins its operands; a rank may own some and lack rows of others"""
     backward: float | None = None
-    """backward FLOPs per forward FLOP; None: one more product per operand that wants a gradient, two at most"""
+    """backward FLOPs / forward FLOPs; None: a product per operand with a gradient, at most two"""
     addend: str = ""
-    """of a product, the argument whose gradient takes none: a bias that is added to it, gates that weigh its rows"""
+    """operand of a product whose gradient needs no product: an added bias, routing weights"""
     kernels: int = 1
-    """how many run one after another, forward, and as many backward: more than one reads what another wrote"""
+    """kernels in a row in the forward, and again in the backward; each reads the one before"""
 
 
 UNKNOWN, NOTHING = Facts(), Facts(saves="")
-"""of any op; of one that keeps nothing"""
+"""the default for any op; an op that saves nothing"""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """An op's strategies and local form. ``flops(node, graph)``: multiply-adds count 2; 0 for elementwise ops."""
+    """An op's strategies and local form. ``flops``: a multiply-add counts 2, elementwise ops 0."""
 
     op: torch._ops.OpOverload
     space: SpaceOf
     local: LocalFormOf | None = None
-    """None: the same op on local tensors with unchanged arguments"""
+    """None: the op itself on shards, with unchanged arguments"""
     flops: Callable[[Node, Graph], float] | None = None
     notation: str = ""
-    """the rule as its author wrote it, for reports"""
+    """the rule as its author wrote it, shown in reports"""
     collectives: CollectivesOf | None = None
-    """what the local form communicates, in order of execution, all-reduces of its forward by ``statistic``; None: nothing"""
+    """collectives of the local form in execution order; forward all-reduces use ``statistic``"""
     sized: bool = True
-    """whether the local form needs lengths of dims that are whole; else the others may depend on the data"""
+    """whether the local form needs lengths of unsharded dims, so that they cannot be unknown"""
     facts: Facts = UNKNOWN
     named: str = ""
-    """the function of the runtime that runs in the op's place, also on whole tensors"""
+    """the runtime function that replaces the op, also on full tensors"""
 
     def strategies(self, node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        """Every way to run ``node`` along one mesh axis."""
+        """Every strategy of ``node`` along one mesh axis."""
         found = self.space(node, graph)
         return found.strategies(node, graph) if isinstance(found, Factors) else found
 
 
 def ops(names: str) -> tuple[torch._ops.OpOverload, ...]:
-    """aten ops, as in ``"conv1d.default conv2d.default"``, without those that this torch lacks."""
+    """aten ops from ``"conv1d.default conv2d.default"``, without those this torch lacks."""
     pairs = (name.split(".") for name in names.split())
     found = (getattr(getattr(aten, packet), overload) for packet, overload in pairs)
     return tuple(op for op in found if not isinstance(op, Absent))
@@ -195,17 +195,17 @@ def rules(
     facts: Facts = UNKNOWN,
     sized: bool = True,
 ) -> list[Rule]:
-    """The rules of several aten ops, named as for :func:`ops`."""
+    """One rule for each of several aten ops, named as for :func:`ops`."""
     return [Rule(op, space, local, None, notation, collectives, sized, facts) for op in ops(names)]
 
 
 def stating(facts: Facts, rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """``rules``, all with the same facts."""
+    """``rules`` with the same facts."""
     return tuple(replace(rule, facts=facts) for rule in rules)
 
 
 def along_cut(function: str, *given: str) -> LocalFormOf:
-    """``function`` of the runtime where the op's dim is cut: of self, dim, these arguments, the dim's length, and axes."""
+    """Local form over a sharded dim: ``function(self, dim, *given, length, axes)``."""
 
     def local(site: Site) -> Call:
         node, (dim, axes) = site.node, site.cut_dim
@@ -218,7 +218,7 @@ def along_cut(function: str, *given: str) -> LocalFormOf:
 
 
 def over_cut(function: str) -> LocalFormOf:
-    """The same of self, dim and axes, with the result's dtype where it is another."""
+    """Local form over a sharded dim: ``function(self, dim, axes)``, with dtype if changed."""
 
     def local(site: Site) -> Call:
         dim, axes = site.cut_dim
@@ -232,10 +232,10 @@ def over_cut(function: str) -> LocalFormOf:
 
 
 def indices(node: Node, types: Types) -> tuple[TensorType, ...]:
-    """:attr:`Facts.intermediates` of an op that gives elements and where they lie, where only the elements are read."""
+    """:attr:`Facts.intermediates` of ops with values and indices: unused indices are saved."""
     return () if 1 in node.output_slots else (TensorType(types[node.outputs[0]].shape, torch.int64),)
 
 
 def each_other(*names: str) -> str:
-    """:attr:`Facts.saves` of a product of these operands: for the gradient of each all others."""
+    """:attr:`Facts.saves` of a product: the gradient of each operand needs all others."""
     return "; ".join(f"{a}: {' '.join(b for b in names if b != a)}" for a in names)

@@ -1,4 +1,4 @@
-"""What the rules must cover before a graph is planned."""
+"""Checks that rules cover a graph before it is planned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoshard.passes.rules.rigid import is_rigid
 
 
 def check_random(graph: Graph) -> None:
-    """Raise :class:`RuleError` for a random op without a rule that has a gradient: it is drawn once for all ranks, without."""
+    """Raise :class:`RuleError` for a random op with a gradient and no rule: one draw has none."""
     for node in graph.nodes:
         if is_random(node) and rule_for(node.op) is None and any(graph.types[o].grad for o in node.outputs):
             raise RuleError(
@@ -40,9 +40,6 @@ def check_rules(graph: Graph) -> None:
 
 
 def has_rule(node: Node, graph: Graph) -> bool:
-    """Whether a rule says how ``node`` may be divided, or there is nothing to divide.
-
-    That is so for a check without a result, and where a size or number depends on the data.
-    """
+    """Whether ``node`` has a sharding rule or needs none (checks, data-dependent sizes)."""
     silent = not node.op._schema.returns
     return silent or rule_for(node.op) is not None or is_rigid(node, graph.types, None)

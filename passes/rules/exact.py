@@ -1,10 +1,12 @@
-"""float32 islands in a float64 model, such as norms, rotary tables and losses that a library computes in float32.
+"""float32 upcast regions in a float64 model: norms, rotary tables, losses that a library upcasts.
 
-Whoever trains in float64 compares digits, and float32 values that are rounded otherwise than on one device differ in
-the eighth. So an island is cut only where the result is the same to the last bit, and runs on full tensors elsewhere:
-there each op sees what it sees on one device. What counts beside the values is the order of dims in memory, which
-sums and complex products follow, and the order in which gradients are added. Redistributions keep the former
-(:func:`autoshard.runtime.transport.communicator.in_order_of`) where chunks show it, :func:`fan_out` fixes the latter.
+Users who train in float64 compare digits, and a float32 value that rounds differently is off in the
+eighth. So a region is sharded only where the result is bit-equal to one device. Elsewhere it runs
+on full tensors.
+
+Two more orders matter. Sums and complex products follow the order of dims in memory: see
+:func:`autoshard.runtime.transport.communicator.in_order_of`. :func:`fan_out` fixes the order in
+which gradients are added.
 """
 
 from __future__ import annotations
@@ -20,14 +22,11 @@ from autoshard.passes.rules.facts import is_view, rounding
 
 SINGLE = (torch.float32, torch.complex64)
 LEAST = 2
-"""positions on every rank: kernels take chunks that are empty, or one long, for row-major ones"""
+"""least positions per rank: kernels take empty chunks, and chunks of one position, for row-major"""
 
 
 def exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """Without those that could change the last bits of a float32 island in a float64 model, forward or backward.
-
-    Neither values nor gradients are summed over ranks.
-    """
+    """Strategies that keep a float32 upcast region bit-exact: nothing is summed over ranks."""
     if not is_single_in_double(node, graph):
         return strategies
     types = [graph.types[n] for n in (*node.inputs, *node.outputs)]
@@ -43,7 +42,7 @@ def exact(strategies: tuple[Strategy, ...], node: Node, graph: Graph) -> tuple[S
     def is_kept(strategy: Strategy) -> bool:
         placements = (*strategy.inputs, *strategy.outputs)
         if product and strategy.divides and not all(isinstance(p, Shard) for p in placements):
-            return False  # only whole products are divided among ranks: a kernel's blocks follow the sizes
+            return False  # kernel blocks depend on sizes: products on shards or on full tensors
         return all(map(is_exact, types, placements))
 
     return tuple(replace(s, least=LEAST) for s in strategies if is_kept(s))
@@ -55,14 +54,14 @@ def is_single_in_double(node: Node, graph: Graph) -> bool:
 
 
 def _may_cut(node: Node, graph: Graph) -> bool:
-    """Whether each element of ``node``'s results and gradients is computed alike, however many there are beside it."""
+    """Whether results and gradients of ``node`` are bit-equal when computed on shards."""
     types = [graph.types[n] for n in (*node.inputs, *node.outputs)]
     if any(t.dtype.is_complex for t in types) or _spreads(node, graph):
         return False
     rounded = rounding(node)
-    if rounded == "product":  # products with vectors take other kernels
+    if rounded == "product":  # products with vectors use other kernels
         return len(node.inputs) < 4 and all(n > 1 for t in types for n in t.shape[-2:])
-    if rounded == "sum":  # along the last dim row by row, along others by blocks of columns
+    if rounded == "sum":  # the last dim is summed row by row, others in blocks of columns
         operand, result = types[0], types[-1]
         kept = len(result.shape) if len(result.shape) < len(operand.shape) else len(operand.shape) - 1
         return not operand.permuted and operand.shape[:kept] == result.shape[:kept]

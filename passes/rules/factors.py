@@ -1,8 +1,8 @@
-"""From factors to strategies: the one sentence of which every sharding rule is an instance.
+"""Factors (einsum-like loop dims of an op) and the strategies that follow from them.
 
-Sharding factor f along one mesh axis gives: operands that have f → Shard, operands that lack it → Replicate,
-results that have f → Shard, results that lack it → Partial. Beside the factors an op runs on whole values
-(all Invariant, or all Replicate), and on summands of each operand in which it is linear.
+Sharding factor f along one mesh axis gives: operands with f → Shard, without f → Replicate; results
+with f → Shard, without f → Partial. An op also runs on full tensors (all I or all R), and on
+partial sums of operands in which it is linear.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 
 Dims = tuple[str | None, ...]
-"""a factor per tensor dim; None: the dim must be whole"""
+"""one factor per tensor dim; None: the dim must be unsharded"""
 
 ADDED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
     | {torch.uint8, torch.int8, torch.int32, torch.int64}
 )
-"""dtypes whose summands collectives add up: of others, such as booleans and int16, there are none"""
+"""dtypes that collectives can sum, so that Partial exists; not bool or int16"""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors of one node: per entry of ``node.inputs`` and ``node.outputs`` a factor per tensor dim."""
+    """The factors of one node: for each input and output one factor per tensor dim."""
 
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims, ...]
     sizes: Mapping[str, int]
-    """length of every factor; a factor without one, or of length 1, is not sharded"""
+    """length of every factor; only factors longer than 1 are sharded"""
     even: frozenset[str] = frozenset()
-    """factors that lead a compound dim: their chunks must be equal"""
+    """factors that lead a compound dim: their chunks must have equal size"""
     addends: frozenset[int] = frozenset()
-    """operands added to a sum over factors they lack: Partial there, so that they are added once"""
+    """operands added to a sum over factors they lack; Partial there, so they are added once"""
     linear: tuple[tuple[int, ...], ...] = ()
     """groups of operands in which the op is jointly linear"""
     reduced: Mapping[str, Placement] = field(default_factory=dict)
-    """placement of results that lack the factor, where that is not Partial("sum")"""
+    """placement of results that lack the factor, if not Partial("sum")"""
     filled: frozenset[str] = frozenset()
-    """factors of which every rank must hold a part: the kernel takes no empty one"""
+    """factors of which no rank may hold an empty chunk, since the kernel fails on it"""
 
     def strategies(self, node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        """Every strategy: I, R, one per factor, one per linear group."""
+        """Every strategy: I, R, one per factor, one per linear group of operands."""
         return (
             *whole(len(self.inputs), len(self.outputs)),
             *(self._along(f) for f, n in self.sizes.items() if int(n) > 1 and self._shardable(f, node, graph)),
@@ -56,7 +56,7 @@ class Factors:
         )
 
     def _shardable(self, factor: str, node: Node, graph: Graph) -> bool:
-        """Once at most in every operand and result, with summands only of what is added up."""
+        """Whether no tensor has ``factor`` twice and results without it have a summable dtype."""
         if max((dims.count(factor) for dims in self.inputs + self.outputs), default=0) != 1:
             return False
         if not isinstance(self.reduced.get(factor, P), Partial):
@@ -79,21 +79,21 @@ class Factors:
 
 
 Space = Union[tuple[Strategy, ...], Factors]
-"""the strategies of a node, or the factors that they follow from"""
+"""the strategies of a node, or the factors that give them"""
 
 
 def whole(inputs: int, outputs: int) -> tuple[Strategy, ...]:
-    """The two strategies every op has: whole values, with whole gradients or with summands of gradients."""
+    """The two strategies of any op on full tensors: I (full gradients), R (partial gradients)."""
     return Strategy("I", (I,) * inputs, (I,) * outputs), Strategy("R", (R,) * inputs, (R,) * outputs)
 
 
 def undivided(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """The space of an op that runs on whole tensors only."""
+    """The space of an op that runs on full tensors only."""
     return whole(len(node.inputs), len(node.outputs))
 
 
 def alike(node: Node, graph: Graph) -> Factors:
-    """The factors of an op whose results have the shape of its operand: every dim is one."""
+    """Factors of an op whose results have the shape of its one operand: every dim is a factor."""
     (shape,) = graph.shapes(node.inputs)
     dims = numbered(shape)
     return Factors((dims,), (dims,) * len(node.outputs), sizes_of(shape))
@@ -104,7 +104,7 @@ def _place(dims: Dims, factor: str, lacking: Placement) -> Placement:
 
 
 def _can_be_summed(node: Node, graph: Graph, group: tuple[int, ...]) -> bool:
-    """Whether summands of these operands make summands of the results: no rounding to integers."""
+    """Whether partial sums of these operands give partial sums of the results, without rounding."""
     ins = [graph.types[node.inputs[i]].dtype for i in group]
     outs = [graph.types[name].dtype for name in node.outputs]
     if not ins or not ADDED.issuperset(ins + outs):
@@ -117,7 +117,7 @@ def _is_fractional(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-# What rules are written with.
+# Building blocks of rules.
 
 
 def inputs(node: Node, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
@@ -126,12 +126,12 @@ def inputs(node: Node, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
 
 
 def positive(dim: int, rank: int) -> int:
-    """``dim`` counted from the front."""
+    """``dim`` as a non-negative number."""
     return dim + rank if dim < 0 else dim
 
 
 def dims_argument(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    """A ``dim`` argument as non-negative dims; None and () mean all of them."""
+    """A ``dim`` argument as sorted non-negative dims; None and () mean all dims."""
     listed = (dims,) if isinstance(dims, int) else tuple(dims or range(rank))
     return tuple(sorted({positive(d, rank) for d in listed}))
 
@@ -148,25 +148,25 @@ def sizes_of(shape: Sequence[int]) -> dict[str, int]:
 
 
 def broadcast(shape: Sequence[int], to: Sequence[int], names: Dims) -> Dims:
-    """Factors of an operand of ``shape`` that broadcasts to a shape whose dims are ``names`` (right-aligned)."""
+    """Factors of a ``shape`` that broadcasts to ``to`` (right-aligned) with factors ``names``."""
     start = len(to) - len(shape)
     return tuple(names[start + d] if _meet(n, to[start + d]) else None for d, n in enumerate(shape))
 
 
 def _meet(a: int, b: int) -> bool:
-    """Whether two lengths are equal. Raises :class:`RuleError` for symbolic ones that are and do not show it."""
+    """Whether two lengths are equal. Raises :class:`RuleError` if they are in the example only."""
     if a != b and int(a) == int(b) != 1:
         raise RuleError(f"the lengths {a} and {b} are equal, but not in all calls as far as can be seen")
     return a == b
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape that tensors of these shapes broadcast to."""
+    """The shape to which tensors of these shapes broadcast."""
     rank = max(map(len, shapes), default=0)
     padded = [(1,) * (rank - len(s)) + tuple(s) for s in shapes]
     return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
 
 
 def wide_bytes(dtype: torch.dtype) -> int:
-    """Bytes an element takes in sums: float32 at least."""
+    """Bytes per element in sums: at least float32."""
     return max(4, dtype.itemsize)

@@ -1,7 +1,4 @@
-"""What is known of an op beside how it may be divided: from its rule, and of an op without one from its schema.
-
-An op without a rule may keep all that it sees.
-"""
+"""Facts about ops, from their rules or schemas: views, randomness, saved tensors."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ from autoshard.passes.rules.base import UNKNOWN, Facts, Rounding, Types
 
 
 def facts_of(op: torch._ops.OpOverload) -> Facts:
-    """The facts of the op's rule; those that hold of any op where it has none."""
+    """The facts of the op's rule, or the safe defaults."""
     rule = rule_for(op)
     return UNKNOWN if rule is None else rule.facts
 
 
 def is_view(op: torch._ops.OpOverload) -> bool:
-    """Whether ``op`` returns a view of its operand, at no cost."""
+    """Whether ``op`` returns a view of its operand at no cost."""
     stated = facts_of(op).view
     if stated is not None:
         return stated
@@ -40,7 +37,7 @@ def _is_alias(op: torch._ops.OpOverload) -> bool:
 
 
 def is_view_named(name: str) -> bool:
-    """:func:`is_view` of an op by its full name, such as ``aten.view.default``; no view where it is not loaded."""
+    """:func:`is_view` by full name such as ``aten.view.default``; False if it is not loaded."""
     op: Any = torch.ops
     for part in name.split("."):
         op = getattr(op, part, None)
@@ -48,7 +45,7 @@ def is_view_named(name: str) -> bool:
 
 
 def is_random(node: Node | fx.Node) -> bool:
-    """Whether ``node`` draws from the generator."""
+    """Whether ``node`` uses the random generator."""
     op = _op(node)
     if op is None:
         return False
@@ -57,12 +54,12 @@ def is_random(node: Node | fx.Node) -> bool:
 
 
 def can_redraw(node: Node) -> bool:
-    """Whether the backward may draw again what autograd keeps of ``node`` beside operands and results."""
+    """Whether recomputation may redraw the random intermediates that autograd saves."""
     return facts_of(node.op).redrawn and is_random(node)
 
 
 def has_effect(node: Node | fx.Node) -> bool:
-    """Whether ``node`` counts where nobody reads its result: it draws, has none, or checks a length."""
+    """Whether dead-code elimination keeps ``node``: random, no result, or a check."""
     op = _op(node)
     return op is not None and (is_random(node) or not op._schema.returns or facts_of(op).effect)
 
@@ -73,7 +70,7 @@ def _op(node: Node | fx.Node) -> torch._ops.OpOverload | None:
 
 
 def makes_tensor(node: Node) -> bool:
-    """Whether the op makes a tensor from none (arange, zeros, …), so that it has to be told the device."""
+    """Whether the op is a factory (arange, zeros, …), so that it needs a device argument."""
     kinds = {a.name: str(a.type) for a in node.op._schema.arguments}
     return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
 
@@ -86,26 +83,26 @@ def _arguments(op: torch._ops.OpOverload, node: Node | fx.Node) -> dict[str, Any
 
 
 def rounding(node: Node) -> Rounding:
-    """What a float32 island may rely on: see :attr:`Facts.rounding`."""
+    """What float32 upcast regions may rely on, see :attr:`Facts.rounding`."""
     stated = facts_of(node.op).rounding
     return stated(node) if callable(stated) else stated
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What autograd keeps of one op for its backward."""
+    """Tensors of one op that autograd saves for the backward."""
 
     operands: frozenset[int] = frozenset()
     """positions in ``node.inputs``"""
     results: frozenset[int] = frozenset()
     """positions in ``node.outputs``"""
     intermediates: tuple[TensorType, ...] = ()
-    """tensors that are neither"""
+    """tensors that are neither operands nor results"""
 
 
 @known_of_node
 def saved(node: Node, types: Types) -> Saved:
-    """What autograd keeps of ``node``; ``types`` may be those of one rank. A view is kept with all of its base."""
+    """What autograd saves of ``node``; ``types`` may be local. A view keeps all of its base."""
     if not any(types[name].grad for name in node.outputs):
         return Saved()
     facts, operands = facts_of(node.op), _operand_names(node)
@@ -124,12 +121,12 @@ def saved(node: Node, types: Types) -> Saved:
 
 
 def saves_operand(node: Node, types: Mapping[str, TensorType], position: int) -> bool:
-    """Whether autograd keeps the value of operand ``position`` of ``node`` for the backward."""
+    """Whether autograd saves operand ``position`` of ``node`` for the backward."""
     return position in saved(node, types).operands
 
 
 def _kept(stated: str, wanting: set[str]) -> set[str]:
-    """Names in :attr:`Facts.saves`, where the operands ``wanting`` want a gradient."""
+    """Saved names of a :attr:`Facts.saves` text, if the operands ``wanting`` require gradients."""
     kept: set[str] = set()
     for part in stated.split(";"):
         operand, colon, names = part.rpartition(":")
@@ -139,5 +136,5 @@ def _kept(stated: str, wanting: set[str]) -> set[str]:
 
 
 def _operand_names(node: Node) -> list[tuple[str, str]]:
-    """Per entry of ``node.inputs`` its argument's name, alone and with its number in a list of tensors."""
+    """Names of each of ``node.inputs``: its argument, and that with its index in a list."""
     return [(name, f"{name}{i}") for name, value in node.given for i, _ in enumerate(refs(value))]

@@ -1,4 +1,4 @@
-"""Run a :class:`~autoshard.passes.ir.graph.Graph` op by op on full tensors: the meaning of a captured graph."""
+"""Interpreter: runs a :class:`~autoshard.passes.ir.graph.Graph` op by op on full tensors."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def interpret(
 ) -> dict[str, Any]:
     """All values of ``graph`` by name, computed with the real ops and recorded by autograd.
 
-    ``inputs``: a tensor for each of ``graph.inputs`` (constants may be left out), parameters with
-    ``requires_grad`` as you want it. ``observe(node, results)`` is called after each node, in order.
-    Nothing is written back: see ``graph.mutations`` for new values of buffers and inputs. Raises KeyError for a missing input.
+    ``inputs``: one tensor per entry of ``graph.inputs`` (constants are optional); set
+    ``requires_grad`` yourself. ``observe(node, results)`` is called after each node. Buffers are
+    not written back: new values are in ``graph.mutations``. Raises KeyError for a missing input.
     """
     values: dict[str, Any] = dict(graph.constants)
     values.update({i.name: inputs[i.name] for i in graph.inputs if i.kind != "constant" or i.name in inputs})
@@ -44,7 +44,7 @@ def interpret(
 
 
 def outputs(graph: Graph, values: Mapping[str, Any]) -> Any:
-    """The model's own output object, rebuilt from the values :func:`interpret` returned."""
+    """The model's output object, rebuilt from the values of :func:`interpret`."""
     import torch.utils._pytree as pytree
 
     flat = [map_refs(out, lambda ref: values[ref.name]) for out in graph.outputs]

@@ -1,11 +1,12 @@
 """Factor notation: ``rule(aten.linear.default, "... k, n k, n -> ... n")`` is a sharding rule.
 
-A letter (or word) is a factor, shared between operands and results. ``...`` stands for any leading dims, which
-broadcast from the right; ``(h d)`` is one tensor dim made of several factors, the first the outermost; ``_`` is a
-dim that must be whole. A factor missing from the results is summed over. An operand whose dim is 1 where
-the factor is longer lacks the factor (it broadcasts). Operands stand in the order of the op's schema;
-optional ones (a bias) may be absent from a call; a list of tensors has one term, which is that of each. After einops
-and Shardy's factor rules.
+A letter or word is a factor. ``...`` stands for leading dims, which broadcast from the right. ``(h
+d)`` is one dim made of several factors, outermost first. ``_`` is a dim that must be unsharded. A
+factor missing from the results is summed over.
+
+An operand with dim 1 where the factor is longer lacks the factor: it broadcasts. Operands stand in
+schema order; optional ones may be absent from a call. A list of tensors has one term. Sources:
+einops, Shardy's factor rules.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z][A-Za-z0-9]*|[_()])")
 
 @dataclass(frozen=True)
 class Notation:
-    """A parsed notation."""
+    """A parsed rule text."""
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
@@ -47,7 +48,7 @@ class Notation:
 
 
 def parse(text: str) -> Notation:
-    """``"b s k, n k -> b s n"`` as terms. Raises :class:`RuleError` that names the term and the fix."""
+    """Parse ``"b s k, n k -> b s n"``. Raises :class:`RuleError` naming the term and the fix."""
     sides = text.split("->")
     if len(sides) != 2:
         raise RuleError(f"rule {text!r}: write operands, one '->', results, for example 'm k, k n -> m n'")
@@ -106,10 +107,10 @@ def rule(
 ) -> Rule:
     """A :class:`Rule` from notation.
 
-    ``linear``: groups of operands (numbers, in schema order) in which the op is jointly linear: ``((0,), (1,))``
-    for a product, ``((0, 1),)`` for a sum; or a function of the node that returns them. ``addends``: operands
-    added to the result, such as a bias. ``facts``: what else is known of the op.
-    Raises :class:`RuleError` where op and notation do not fit.
+    ``linear``: groups of operands (numbers in schema order) in which the op is jointly linear, or a
+    function of the node: ``((0,), (1,))`` for a product, ``((0, 1),)`` for a sum. ``addends``:
+    operands added to the result, such as a bias. Raises :class:`RuleError` where op and notation do
+    not fit.
     """
     try:
         parsed = parse(notation)
@@ -140,7 +141,7 @@ def rule(
 def bind(
     notation: Notation, node: Node, graph: Graph, linear: Groups = (), addends: frozenset[int] = frozenset()
 ) -> Factors:
-    """The factors of ``node`` under ``notation``, from its operands' and results' global shapes."""
+    """The factors of ``node`` under ``notation``, from global shapes."""
     slots, shapes = node.input_slots, [*graph.shapes(node.inputs), *graph.shapes(node.outputs)]
     terms, sizes = spelled(notation, node, graph)
     dims, even = _leading(terms, shapes, sizes)
@@ -156,8 +157,8 @@ def bind(
 
 
 def spelled(notation: Notation, node: Node, graph: Graph) -> tuple[list[Term], dict[str, int]]:
-    """The terms of operands and results, with ``...`` written out, and the length of every factor."""
-    listed = len(node.op._schema.returns) == 1  # its results then are those of a list, if it has several
+    """Terms of operands and results with ``...`` expanded, and the length of every factor."""
+    listed = len(node.op._schema.returns) == 1  # one return with several outputs is a list of tensors
     results = [notation.results[0 if listed else s] for s in node.output_slots]
     terms = [*(notation.operands[s] for s in node.input_slots), *results]
     shapes = [*graph.shapes(node.inputs), *graph.shapes(node.outputs)]
@@ -168,7 +169,7 @@ def spelled(notation: Notation, node: Node, graph: Graph) -> tuple[list[Term], d
 
 
 def _present(groups: Groups, slots: Sequence[int], node: Node) -> Groups:
-    """Groups of operand numbers as positions in ``node.inputs``; a group with a constant in it is no longer linear."""
+    """Groups as positions in ``node.inputs``, without those with a nonzero constant."""
     names = tensor_arguments(node.op)
     constants = {
         names.index(a.name)
@@ -183,7 +184,7 @@ def _present(groups: Groups, slots: Sequence[int], node: Node) -> Groups:
 def _spell_ellipsis(
     terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], texts: Sequence[str], where: str
 ) -> list[Term]:
-    """Terms with ``...`` written out as the factors ``...0, ...1``, aligned from the right."""
+    """Terms with ``...`` expanded to factors ``...0, ...1``, aligned from the right."""
     extra = []
     for term, shape, text in zip(terms, shapes, texts, strict=True):
         spare = len(shape) - len(term) + ((ELLIPSIS,) in term)
@@ -205,7 +206,7 @@ def _spell_ellipsis(
 
 
 def _sizes(terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], where: str) -> dict[str, int]:
-    """Length of every factor. One factor of a compound dim may be inferred from the others."""
+    """Length of every factor; one factor of a compound dim is inferred from the others."""
     sizes: dict[str, int] = {}
     compound = []
     for term, shape in zip(terms, shapes, strict=True):
@@ -231,7 +232,7 @@ def _sizes(terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], where: str)
 def _leading(
     terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
 ) -> tuple[list[Dims], frozenset[str]]:
-    """Per tensor dim the factor that may be sharded: the outermost of the dim, where the dim does not broadcast."""
+    """Per tensor dim the factor that may be sharded: the outermost, unless the dim broadcasts."""
     inner: set[str] = set()
     even: set[str] = set()
     found: list[list[str | None]] = []

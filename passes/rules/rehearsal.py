@@ -1,7 +1,7 @@
-"""What a statement makes, keeps and needs in between: found by running it, forward and backward, on tensors without data.
+"""Abstract run: a statement on meta tensors, forward and backward, to measure its memory.
 
-Nothing is tabled: autograd itself says what it keeps of an op or of a function of the runtime, and a dispatch mode sees
-every tensor in between. Statements that are equal in all that matters run once, so that equal layers cost nothing.
+There is no table: autograd reports what it saves, and a dispatch mode sees every temporary tensor.
+Equal statements run once, so equal layers cost nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from autoshard.runtime.transport.move import LOCAL, Move
 from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Hop
 
 SCRATCH = frozenset({aten.native_batch_norm_backward.default})
-"""operations whose kernels on CPUs allocate as much as their first operand while they run, which no dispatch mode sees: where
-gradient and operand lie alike in memory, which is taken for granted here"""
+"""ops whose CPU kernels allocate scratch as large as operand 0, unseen by dispatch modes"""
 
 
 class Form(NamedTuple):
-    """A local tensor, but for its data."""
+    """Shape, strides, dtype and requires_grad of a local tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,16 +45,16 @@ class Form(NamedTuple):
         return cls(tuple(x.shape), tuple(x.stride()), x.dtype, x.requires_grad)
 
     def empty(self) -> torch.Tensor:
-        """Such a tensor on the meta device."""
+        """A meta tensor of this form."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta").requires_grad_(self.grad)
 
 
 Results = dict[Any, tuple[Form] | None]
-"""by operation, and how its operands look, the form of its result; None where it is more than one new tensor"""
+"""(op, forms of its operands) → form of the result; None unless that is one new tensor"""
 
 
 class Made(NamedTuple):
-    """One result. ``storage``: the number of the operand whose memory it shares, or ~n: the n-th new storage."""
+    """One result. ``storage``: index of the operand that shares its memory; ~n: new storage n."""
 
     form: Form
     storage: int
@@ -63,24 +62,23 @@ class Made(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One statement's memory. Storages are numbered as in :class:`Made`."""
+    """Memory of one statement, in bytes. Storages are numbered as in :class:`Made`."""
 
     made: tuple[Made | None, ...]
     new: tuple[int, ...]
-    """bytes of each new storage that outlives the statement: of results, or kept"""
+    """bytes of each new storage that outlives the statement (results, saved tensors)"""
     kept: tuple[int, ...] = ()
-    """storages that autograd keeps"""
+    """storages that autograd saves"""
     forward_peak: int = 0
-    """most bytes of new tensors at once in the forward"""
+    """peak bytes of new tensors in the forward"""
     gradients: tuple[int | None, ...] = ()
-    """per operand: bytes of its gradient; None where it gets none, -1 - n where it is the gradient of result n"""
+    """per operand: bytes of its gradient; None: none; -1 - n: it is the gradient of result n"""
     backward_peak: int = 0
-    """most bytes of new tensors at once in the backward, those of ``gradients`` included, less what it has freed by then of
-    what is kept for this statement alone"""
+    """peak bytes of new tensors in the backward, less saved tensors that were freed by then"""
 
 
 def rehearsal_on(mesh: Mesh) -> Rehearsal:
-    """The one of this mesh. What it knows serves all programs: those of a search, of other lengths, of evaluation."""
+    """The shared :class:`Rehearsal` of ``mesh``: all programs use one cache."""
     return _rehearsal(mesh.axes, mesh.shape, mesh.hardware.cpu)
 
 
@@ -90,7 +88,7 @@ def _rehearsal(axes: tuple[str, ...], shape: tuple[int, ...], cpu: bool) -> Rehe
 
 
 class Rehearsal:
-    """Runs statements of programs for rank 0 of a mesh, which holds the largest parts."""
+    """Abstract runs of statements on rank 0 of a mesh, which holds the largest shards."""
 
     def __init__(self, axes: Mapping[str, int], cpu: bool = False) -> None:
         """``cpu``: whether the mesh is one of CPUs."""
@@ -98,11 +96,11 @@ class Rehearsal:
         self.axes = {repr(name): size for name, size in axes.items()}
         self.mentioned = re.compile("|".join(map(re.escape, self.axes)) or "(?!)")
         self.known: dict[Any, tuple[Call, Outcome | None]] = {}
-        """with the call, whose functions keep their addresses, by which keys may tell them apart, while they are here"""
+        """with the call: keys contain addresses of its functions, which must stay alive"""
         self.results: Results = {}
 
     def run(self, call: Call, operands: Mapping[str, Form], training: bool) -> Outcome | None:
-        """The outcome of ``call``, whose :class:`Ref` name ``operands``; None where it needs data."""
+        """The memory of ``call``, whose :class:`Ref` name ``operands``; None if it needs data."""
         numbers = {name: i for i, name in enumerate(operands)}
         key = (
             self._told(repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x))),
@@ -119,7 +117,7 @@ class Rehearsal:
         return self.known[key][1]
 
     def _told(self, text: str) -> str:
-        """``text`` with axes by size and in the order that they are mentioned: rank 0 can tell no more of them."""
+        """``text`` with each axis as its size and order of mention: rank 0 sees no more of it."""
         names: dict[str, str] = {}
         return self.mentioned.sub(lambda m: names.setdefault(m[0], f"{self.axes[m[0]]}.{len(names)}"), text)
 
@@ -153,7 +151,7 @@ class Rehearsal:
         return Outcome(results, tuple(new), keeps, forward_peak, gradients, backward_peak)
 
     def _value(self, tree: Any, given: Mapping[str, torch.Tensor]) -> Any:
-        """``tree`` with tensors for references and numbers for lengths, its calls run."""
+        """``tree`` with tensors for references, numbers for local lengths, and its calls run."""
 
         def value(item: Any) -> Any:
             match item:
@@ -193,7 +191,7 @@ def _group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> torch.Tensor:
-    """As on CPUs, which do not copy an operand with the channels last, as it is done without data."""
+    """Group norm as on CPUs: unlike the meta kernel they do not copy a channels-last operand."""
     n, c = x.shape[:2]
     x = x.contiguous(memory_format=suggest_memory_format(x))
     out: torch.Tensor = aten.native_group_norm(x, weight, bias, n, c, x.shape[2:].numel(), num_groups, eps)[0]
@@ -211,7 +209,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernel that devices choose: one that keeps no attention matrix, where it can be used."""
+    """Scaled dot-product attention by a fused kernel where one applies, as real devices choose."""
     one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
     plain = len(query.shape) == 4 and one_width and key.shape[-3] == value.shape[-3]
     if plain and not dropout_p and not (attn_mask is not None and attn_mask.requires_grad):
@@ -228,7 +226,7 @@ def _attention(
 def _backward(
     made: Sequence[torch.Tensor | None], operands: Sequence[torch.Tensor], seen: _Storages
 ) -> tuple[tuple[int | None, ...], int]:
-    """The gradients of ``operands``, and the most bytes that are new to ``seen`` at once."""
+    """Bytes of the gradients of ``operands``, and the peak of new bytes in ``seen``."""
     ends = [x for x in made if x is not None and x.requires_grad]
     wanting = [x for x in operands if x.requires_grad]
     if not ends or not wanting:
@@ -247,9 +245,9 @@ def _backward(
 
 
 class _Storages(TorchDispatchMode):
-    """Counts the bytes of storages that are new, other than those of ``known``, as they come and go.
+    """Dispatch mode that counts live bytes of new storages, except those of ``known``.
 
-    ``kept``: those of them that are there at first, and not among ``known``, count as less when they go.
+    Tensors in ``kept`` exist at the start; the peak is reduced when they are freed.
     """
 
     def __init__(
@@ -259,7 +257,7 @@ class _Storages(TorchDispatchMode):
         kept: Iterable[torch.Tensor] = (),
         inside: Set[Any] = frozenset(),
     ) -> None:
-        """``results``: of operations that ran before; others are added. ``inside``: as :data:`SCRATCH`."""
+        """``results``: cache of earlier ops, extended here. ``inside``: as :data:`SCRATCH`."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.results, self.inside = results, inside
         self.ignored: dict[int, StorageWeakRef] = {}
@@ -271,7 +269,7 @@ class _Storages(TorchDispatchMode):
         self.ignored.update({key: ref for key, (ref, _) in zip(alone, self.kept, strict=True)})
 
     def ignore(self, known: Iterable[torch.Tensor]) -> None:
-        """Do not count these. Weak references keep their addresses from being used again."""
+        """Do not count these tensors. Weak references keep their addresses from being reused."""
         self.ignored.update({_storage(x): StorageWeakRef(x.untyped_storage()) for x in known})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -288,19 +286,19 @@ class _Storages(TorchDispatchMode):
         return out
 
     def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What ``func`` gives: many operations without data run in Python, so those that ran before are not run again."""
+        """The result of ``func``, from the cache if known: many meta kernels run in slow Python."""
         schema = func._schema
         if schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
             return func(*args, **kwargs)
         try:
             key = func, torch.get_default_dtype(), _looks(args), _looks(kwargs)
             known = self.results.get(key, ())
-        except TypeError:  # no key
+        except TypeError:  # unhashable arguments
             return func(*args, **kwargs)
         if known:
             return known[0].empty()
         out = func(*args, **kwargs)
-        if func is aten.convolution.default:  # lies as its operand does, but without data as its dims are numbered
+        if func is aten.convolution.default:  # real kernels keep the operand's memory format, the meta kernel does not
             out = out.contiguous(memory_format=suggest_memory_format(args[0]))
         if known == ():
             self.results[key] = (Form.of(out),) if _is_alone(out, (args, kwargs)) else None
@@ -308,12 +306,12 @@ class _Storages(TorchDispatchMode):
 
 
 def _looks(x: Any) -> Any:
-    """Equal where operations without data give results of equal form. TypeError: there is no telling."""
+    """Cache key: equal keys give results of equal form. Raises TypeError if there is none."""
     match x:
         case torch.Tensor():
             if (
                 not x.dim() or x.dtype.is_complex or x.device.type != "meta"
-            ):  # numbers, and numbers yet to be conjugated
+            ):  # scalars, and complex tensors with lazy conjugation
                 raise TypeError
             return tuple(x.shape), x.stride(), x.dtype
         case tuple() | list():
@@ -321,11 +319,11 @@ def _looks(x: Any) -> Any:
         case dict():
             return tuple((name, _looks(value)) for name, value in x.items())
     hash(x)
-    return type(x), x  # 1 is not True
+    return type(x), x  # True == 1, but they are different arguments
 
 
 def _is_alone(out: Any, operands: Any) -> bool:
-    """Whether ``out`` is one tensor that fills a storage of its own."""
+    """Whether ``out`` is one tensor that fills its own storage."""
     if not isinstance(out, torch.Tensor) or out.device.type != "meta" or out.dtype.is_complex:
         return False
     shared = any(isinstance(x, torch.Tensor) and _storage(x) == _storage(out) for x in pytree.tree_leaves(operands))
@@ -342,7 +340,7 @@ def _flat(made: Any) -> list[torch.Tensor | None]:
 
 
 class _Absent(Communicator):
-    """A rank without others: moves have the shapes and the gradients of real ones."""
+    """Communicator of a single rank: results and gradients have the right shapes, no peers."""
 
     device = torch.device("meta")
 
@@ -354,7 +352,7 @@ class _Absent(Communicator):
         return self.execute(move, x)
 
     def execute(self, move: Move, x: torch.Tensor) -> torch.Tensor:
-        """``move`` without autograd."""
+        """Run ``move`` without autograd."""
         if move.verb in LOCAL:
             return in_order_of(x, self.local(move, x))
         if move.splits is not None:

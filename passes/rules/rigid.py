@@ -1,4 +1,4 @@
-"""Where a length or number depends on the data: what runs on full tensors, and what is never cut."""
+"""Data-dependent sizes: which ops run on full tensors only, and which dims stay unsharded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from autoshard.passes.rules.base import Rule
 
 
 def is_rigid(node: Node, types: Mapping[str, TensorType], rule: Rule | None) -> bool:
-    """Whether ``node`` runs on full tensors only, although ``rule`` may know better for fixed sizes.
+    """Whether ``node`` must run on full tensors, because a size or number depends on the data.
 
-    That is where it makes a number or reads one as such, or where the rule's local form would compute with a length
-    that depends on the data. A number that stands where the op takes a tensor (``x * n``) is like a scalar tensor.
+    True if it makes or takes such a number, or if the rule's local form computes with such a
+    length. A number in place of a tensor operand (``x * n``) counts as a scalar tensor.
     """
     used = [types[name] for name in (*node.inputs, *node.outputs)]
     if all(t.number is None and not t.unknown for t in used):
@@ -31,7 +31,7 @@ def is_rigid(node: Node, types: Mapping[str, TensorType], rule: Rule | None) -> 
 
 
 def leaves_whole(strategy: Strategy, types: Sequence[TensorType]) -> bool:
-    """Whether ``strategy`` cuts no dim of unknown length and no number. ``types``: of every operand and result."""
+    """Whether ``strategy`` leaves dims of unknown length and numbers unsharded."""
     for placement, type_ in zip((*strategy.inputs, *strategy.outputs), types, strict=True):
         if isinstance(placement, Shard) and placement.dim in type_.unknown:
             return False

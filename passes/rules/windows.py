@@ -1,4 +1,4 @@
-"""Dims along which an op slides a window: they can be cut where neighbours exchange halos."""
+"""Sliding-window dims: they can be sharded where neighbouring ranks exchange halos."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoshard.runtime.transport.window import Halo, Window, halo_of
 
 @dataclass(frozen=True, slots=True)
 class Sliding:
-    """One dim, the same of the first operand and of the result; ``size``, ``to``: its global lengths there."""
+    """One windowed dim of the first operand and of the result, with its global lengths."""
 
     dim: int
     size: int
@@ -30,32 +30,32 @@ class Sliding:
 
     @property
     def fixed(self) -> bool:
-        """Whether its lengths are the same in every call: what neighbours exchange is planned from them."""
+        """Whether both lengths are static, so that the halo exchange can be planned."""
         return not isinstance(self.size, Size) and not isinstance(self.to, Size)
 
     def axes(self, site: Site) -> tuple[str, ...]:
-        """Mesh axes that cut it, outer to inner."""
+        """Mesh axes that shard the dim, outer to inner."""
         return site.inputs[0].axes_of(self.dim)
 
     def halo(self, site: Site) -> Halo:
-        """What the ranks on it read and exchange."""
+        """The positions that each rank reads, and its halo exchange."""
         ranks = tuple(site.mesh.size_of(a) for a in self.axes(site))
         return halo_of(self.window, self.size, self.to, ranks)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of the runtime's functions: what is not the default."""
+        """Keyword arguments for the runtime: the window's fields that differ from the defaults."""
         default = Window()
         return {k: v for k, v in self.window._asdict().items() if v != getattr(default, k)}
 
 
 def cut(site: Site, slidings: Sequence[Sliding]) -> tuple[Sliding, ...]:
-    """Those that an axis cuts."""
+    """The windowed dims that some mesh axis shards."""
     return tuple(s for s in slidings if site.mesh.size_of(s.axes(site)) > 1)
 
 
 def haloed(site: Site, x: Any, slidings: Sequence[Sliding], fill: float = 0.0) -> Any:
-    """``x`` with the positions that this rank's results read, where it has not just these."""
+    """``x`` with halo: the positions that this rank's results read."""
     for s in slidings:
         halo = s.halo(site)
         if halo.reads == halo.exchange.held:
@@ -67,7 +67,7 @@ def haloed(site: Site, x: Any, slidings: Sequence[Sliding], fill: float = 0.0) -
 
 
 def cropped(site: Site, y: Any, slidings: Sequence[Sliding]) -> Any:
-    """This rank's results of a transposed op, where its operand of :func:`haloed` makes more."""
+    """Results of a transposed op, cropped where the operand with its halo makes more."""
     for s in slidings:
         halo, window = s.halo(site), s.window
         made = [(n - 1) * window.stride + window.reach + 1 for _, n in halo.reads]
@@ -79,7 +79,7 @@ def cropped(site: Site, y: Any, slidings: Sequence[Sliding]) -> Any:
 
 
 def each(node: Node, name: str, count: int) -> list[int]:
-    """An argument that is a length per position dim, or one for all of them; an absent stride is the kernel."""
+    """A per-dim argument as one int per position dim; an absent stride equals the kernel size."""
     if name not in [a.name for a in node.op._schema.arguments]:
         return [1] * count
     value = node.argument(name)
@@ -91,7 +91,7 @@ SlidingsOf = Callable[[Node, Graph], tuple[Sliding, ...]]
 
 
 def both_ways(axes: tuple[str, ...], row: float, halo: Halo, grad: bool, what: str, back: str) -> Iterator[Internal]:
-    """A halo of positions of ``row`` bytes, if it brings any, and its gradient."""
+    """Halo exchange of positions of ``row`` bytes, and its gradient; empty halos give none."""
     if halo.forward:
         yield Internal("permute", axes, row * halo.forward, "forward", what)
         if grad:
@@ -99,7 +99,7 @@ def both_ways(axes: tuple[str, ...], row: float, halo: Halo, grad: bool, what: s
 
 
 def halos(slidings: SlidingsOf) -> CollectivesOf:
-    """The halos, dim by dim, and their gradients in the backward."""
+    """Collectives of the halo exchanges, dim by dim, and of their gradients."""
 
     def collectives(site: Site) -> tuple[Internal, ...]:
         if not (along := cut(site, slidings(site.node, site.graph))):
