@@ -1,1 +1,1 @@
-"""The rules, a family of operations in each file."""
+"""Sharding rules, one family of ops per file."""

@@ -1,4 +1,4 @@
-"""Scaled dot product attention: batch, heads, queries, keys and the value's last dim."""
+"""Scaled dot-product attention: sharded batch, heads, queries, keys (ring attention), features."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _shapes(node: Node, graph: Graph) -> dict[str, tuple[int, ...]]:
 
 
 def is_grouped(node: Node, graph: Graph) -> bool:
-    """Whether several query heads share a key head, or a value head."""
+    """Whether several query heads share a key or value head (grouped-query attention)."""
     query, key, value = (graph.shape(node.argument(name)) for name in OPERANDS[:3])
     return bool(node.argument("enable_gqa")) and not query[-3] == key[-3] == value[-3]
 
 
 def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
-    """Global shape of the attention matrix [..., s, t]."""
+    """Global shape of the attention matrix [..., queries, keys]."""
     shapes = _shapes(node, graph)
     key = shapes["key"]
     lead = [s[:-2] for s in (shapes["query"], key)]
@@ -43,13 +43,14 @@ def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
 
 
 def _strategies(node: Node, graph: Graph) -> Space:
-    """Softmax is over the keys: they need the distributed form, all others are independent. Linear in the value.
+    """Softmax over sharded keys needs the distributed form; all other factors are independent.
 
-    With fewer key than query heads, either both are cut ("heads"), or the query heads alone ("query heads").
+    Linear in the value. With fewer key heads than query heads, either both are sharded ("heads"),
+    or only the query heads are ("query heads").
     """
     shapes = _shapes(node, graph)
     shape = weights_shape(node, graph)
-    if graph.shapes(node.outputs)[0][:-2] != shape[:-2]:  # the value alone has more batch dims
+    if graph.shapes(node.outputs)[0][:-2] != shape[:-2]:  # only the value has more batch dims
         return undivided(node, graph)
     lead = tuple("heads" if d == len(shape) - 3 else f"batch{d}" for d in range(len(shape) - 2))
     sizes = dict(zip(lead, shape, strict=False))
@@ -77,14 +78,14 @@ def _strategies(node: Node, graph: Graph) -> Space:
 
 
 def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
-    """Factors of an operand's dims before the last two (of a mask: all dims); dims that broadcast lack theirs."""
+    """Factors of an operand's leading dims (a mask: all dims); broadcast dims have none."""
     kept = shape if names[-1:] == ("keys",) else shape[:-2]
     named = names[len(names) - len(kept) :]
     return tuple(f if f is not None and n == sizes[f] else None for f, n in zip(named, kept, strict=True))
 
 
 def _query_heads(node: Node, shape: tuple[int, ...], dims: dict[str, Dims]) -> Strategy:
-    """Query heads cut, key and value heads whole: each rank picks those its query heads use."""
+    """Query heads sharded, key and value heads replicated: each rank picks those it needs."""
     cut = {name for name in ("query", "attn_mask", "sinks") if "heads" in dims[name]}
     placements = tuple(Shard(dims[name].index("heads")) if name in cut else R for name in node.positions)
     return Strategy("query heads", placements, (Shard(len(shape) - 3),), shape[-3], divides=True)
@@ -121,7 +122,7 @@ def _local(site: Site) -> Call:
 
 
 def _in_order(site: Site, name: str, around: str) -> Any:
-    """An operand, in the order of the sequence where it comes folded and is not cut along it."""
+    """An operand in sequential order; zigzag is undone unless the operand is sharded in it."""
     x, order = site.node.argument(name), ring.order_of(site.node)
     if not order or around in ring.ALONG or (around and name == "query"):
         return x
@@ -129,7 +130,7 @@ def _in_order(site: Site, name: str, around: str) -> Any:
 
 
 def _heads(site: Site, name: str, x: Any) -> Call:
-    """Of keys or values ``x``: the head of each local query head."""
+    """``kv_heads``: of keys or values ``x``, the head for each local query head."""
     heads: list[Any] = [
         weights_shape(site.node, site.graph)[-3],
         spell(_axes(site, "query", 3)),
@@ -141,12 +142,12 @@ def _heads(site: Site, name: str, x: Any) -> Call:
 
 
 def _ring(site: Site) -> str:
-    """Which ring, pieces or folded order it takes, if any."""
+    """The label of the chosen sequence strategy (ring, head chunks, zigzag queries), or ""."""
     return next((label for label in (*ring.ALONG, ring.FOLDED_ROWS) if site.axes(label)), "")
 
 
 def _forgets_mask(site: Site) -> bool:
-    """Whether torch's own op would give a learnt mask no gradient: on a rank that holds no queries (torch 2.13)."""
+    """Whether torch's op drops a learnt mask's gradient: some rank has no queries (torch 2.13)."""
     mask, out, last = site.node.positions.get("attn_mask"), site.outputs[0], site.mesh.size - 1
     if mask is None or not site.in_type(mask).grad:
         return False
@@ -156,7 +157,7 @@ def _forgets_mask(site: Site) -> bool:
 def _spelled_out(
     site: Site, operands: tuple[Any, ...], mask: Any, shape: tuple[int, ...], rows_and_keys: dict[int, tuple[str, ...]]
 ) -> Call:
-    """The runtime's attention: it needs to know how the attention matrix is cut."""
+    """The runtime's attention, told how the attention matrix is sharded."""
     given = {
         "attn_mask": mask,
         "dropout_p": site.node.argument("dropout_p") or None,
@@ -170,13 +171,13 @@ def _spelled_out(
 
 
 def _axes(site: Site, name: str, from_end: int) -> tuple[str, ...]:
-    """Axes that cut a dim of an operand, counted from the end."""
+    """Mesh axes that shard an operand's dim, counted from the end."""
     rank = len(site.in_type(site.node.positions[name]).shape)
     return site.axes_of(name, rank - from_end) if rank >= from_end else ()
 
 
 def _collectives(site: Site) -> tuple[Internal, ...]:
-    """Where keys are cut: maxima and sums of every row. Where key heads are cut inside query heads: those heads."""
+    """Row maxima and sums over sharded keys; gathers of key heads that query heads need."""
     node, graph = site.node, site.graph
     found: tuple[Internal, ...] = ()
     group_axes, key_axes = _axes(site, "key", 3), _axes(site, "key", 2)
@@ -195,14 +196,14 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _gathered(site: Site, name: str, axes: tuple[str, ...]) -> Internal:
-    """The gather of an operand's heads."""
+    """All-gather of the heads of key or value."""
     local, i = site.local_shape(name), site.node.positions[name]
     size = math.prod(local) * site.mesh.size_of(axes) * site.in_type(i).dtype.itemsize
     return Internal("all_gather", axes, size, "forward", f"{name} heads")
 
 
 def _flops(node: Node, graph: Graph) -> float:
-    """Two products per pair of query and key; those that positions hide are not counted."""
+    """FLOPs of two products per visible pair of query and key."""
     shapes, weights = _shapes(node, graph), weights_shape(node, graph)
     queries, keys = weights[-2:]
     pairs = ring.band_of(node).pairs(int(queries), int(keys))
@@ -210,7 +211,7 @@ def _flops(node: Node, graph: Graph) -> float:
 
 
 def _is_fused(node: Node, types: Types) -> bool:
-    """Whether nothing keeps an attention matrix: one kernel computes it, or tiles of the runtime."""
+    """Whether no attention matrix is saved: a fused kernel or tiles of the runtime compute it."""
     if node.op is banded_op._opoverload:
         return True
     query, key, value, *mask = (types[name] for name in node.inputs)
@@ -233,7 +234,7 @@ def _saves(node: Node, types: Types) -> str | None:
 
 
 def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
-    """Of a kernel the sums of exponentials of all rows; else the attention matrix, and what it is the product of."""
+    """Fused: log-sum-exp of every row. Otherwise the attention matrix and scaled operands."""
     query, key = (types[name] for name in node.inputs[:2])
     if _is_fused(node, types):
         kept = [TensorType((*query.shape[:-1], key.shape[-2]), torch.bool)] if node.argument("dropout_p", 0.0) else []
@@ -247,7 +248,7 @@ FACTS = Facts(
     intermediates=_intermediates,
     draws=lambda given: given.get("dropout_p", 0.0) != 0,
     rounding="product",
-    backward=2.0,  # three operands want a gradient: five products in its backward against two in its forward
+    backward=2.0,  # three gradients: five products in the backward, two in the forward
 )
 
 _SPELLED = "... heads queries _, ... heads keys _, ... heads keys embed, ... queries keys -> ... heads queries embed"

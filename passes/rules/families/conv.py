@@ -1,4 +1,4 @@
-"""Convolutions: samples, channels, groups, and positions, whose halos neighbours exchange."""
+"""Convolutions: sharded samples, channels, groups, and positions with halo exchange."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ def is_transposed(node: Node) -> bool:
 
 
 def _convolution(node: Node, graph: Graph) -> Factors:
-    """x [n, i, ...], weight [o, i, ...], bias [o]; the channels in are summed over, the bias is added once.
+    """x [n, i, ...], weight [o, i, ...], bias [o]: sums over input channels, bias added once.
 
-    With groups, whole groups of channels in and out go together. Every rank holds channels and makes positions: ATen
-    has no empty kernels.
+    Groups of channels are sharded as units. No rank may be empty: ATen has no empty kernels.
     """
     x, weight = graph.shape(node.argument("input")), graph.shape(node.argument("weight"))
     slidings = _slidings(node, graph)
@@ -61,7 +60,7 @@ def _convolution(node: Node, graph: Graph) -> Factors:
 
 
 def _padding(node: Node, kernel: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(before, after) per position dim."""
+    """(before, after) for each position dim."""
     padding = node.argument("padding")
     if padding == "same":
         reaches = [d * (k - 1) for d, k in zip(each(node, "dilation", len(kernel)), kernel, strict=True)]
@@ -72,7 +71,7 @@ def _padding(node: Node, kernel: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _slidings(node: Node, graph: Graph) -> tuple[Sliding, ...]:
-    """The positions' dims."""
+    """The windowed position dims."""
     x, kernel = graph.shape(node.argument("input")), graph.shape(node.argument("weight"))[2:]
     (y,), first = graph.shapes(node.outputs), len(x) - len(kernel)
     padding, dilation = _padding(node, kernel), each(node, "dilation", len(kernel))
@@ -111,14 +110,14 @@ def _local_convolution(site: Site) -> Call:
 
 
 def _convolution_flops(node: Node, graph: Graph) -> float:
-    """2 · positions · kernel volume: positions of the result, or of the input where it is transposed."""
+    """2 · positions · kernel volume; positions of the input if transposed, else of the result."""
     weight = graph.shape(node.argument("weight"))
     moved = graph.shape(node.argument("input")) if is_transposed(node) else graph.shapes(node.outputs)[0]
     return 2.0 * math.prod(moved) * math.prod(weight[1:])
 
 
 def _padded(node: Node, types: Types) -> TensorType | None:
-    """The copy that uneven padding makes of the input."""
+    """The padded copy of the input that asymmetric "same" padding saves."""
     if node.argument("padding") != "same":
         return None
     x, weight = (types[name] for name in node.inputs[:2])

@@ -1,4 +1,4 @@
-"""Counting elements by value: every rank counts what it holds, and counts add up."""
+"""Counts by value (histc, bincount): each rank counts its shard, and counts are summed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autoshard.passes.rules.factors import Factors, numbered, sizes_of
 
 
 def _histc(node: Node, graph: Graph) -> Factors:
-    """Counts per bin, between given limits: every element counts by itself."""
+    """Counts per bin within given limits."""
     (shape,) = graph.shapes(node.inputs)
     ranged = node.argument("min") != node.argument("max")
     return Factors((numbered(shape, () if ranged else range(len(shape))),), ((None,),), sizes_of(shape))
 
 
 def _bincount(node: Node, graph: Graph) -> Factors:
-    """Counts, or sums of weights, per value."""
+    """Counts, or sums of weights, per integer value."""
     shapes = graph.shapes(node.inputs)
     linear = ((1,),) if len(shapes) == 2 else ()
     return Factors((("d0",),) * len(shapes), ((None,),), sizes_of(shapes[0]), linear=linear)

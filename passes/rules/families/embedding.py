@@ -1,4 +1,4 @@
-"""Embedding tables: cut by rows (vocabulary), by columns, or looked up for a part of the indices."""
+"""Embedding look-ups: tables sharded by rows (vocabulary-parallel), by columns, or table-wise."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ LOOK_UPS = frozenset(
     {aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx, pooled_op._opoverload}
 )
 TABLE = "table"
-"""the label of the strategy in which an axis gives tables, each whole, to ranks, and what they look up to all"""
+"""table-wise strategy: each rank owns full tables and sends what it looks up to all ranks"""
 OF_TABLES = frozenset({TABLE, "vocab", "embed"})
-"""the labels of strategies in which an axis divides tables"""
+"""labels of strategies in which a mesh axis divides tables"""
 TABLE_SUMS = "table sums"
-"""the same with what the owner looks up as a summand, of which others have zeros: the batch may be of any length"""
+"""table-wise, with the owner's rows as a partial sum (others: zeros): any length of batch"""
 
 
 def _table_wise(node: Node, graph: Graph, factors: Factors) -> Space:
-    """The strategies of ``factors``, and those of a table that lies whole on one rank where it may."""
+    """The strategies of ``factors``, and table-wise ones if the table may have one owner."""
     if not graph.types[node.inputs[node.positions["weight"]]].tables:
         return factors
     placed = tuple(Owned() if name == "weight" else R for name in node.positions)
@@ -46,7 +46,7 @@ def _table_wise(node: Node, graph: Graph, factors: Factors) -> Space:
 
 
 def _local_table(site: Site, mode: str, **bags: object) -> Call:
-    """``bags``: keyword arguments of ``runtime.table_wise``, without those that are None."""
+    """``bags``: keyword arguments of ``runtime.table_wise``; None is left out."""
     axes, node = _axes_of_owners(site), site.node
     owners, owner = site.inputs[node.positions["weight"]].owner, 0
     for axis in axes:
@@ -61,12 +61,12 @@ def _local_table(site: Site, mode: str, **bags: object) -> Call:
 
 
 def _axes_of_owners(site: Site) -> tuple[str, ...]:
-    """The axes along which the table has an owner."""
+    """The mesh axes along which the table has an owner rank."""
     return site.axes(TABLE) or site.axes(TABLE_SUMS)
 
 
 def _exchanged(site: Site) -> tuple[Internal, ...]:
-    """What ranks look up for others, and its gradient: of tables in balance, each rank's share, in one message of all."""
+    """All-to-all of looked-up rows and their gradients, assuming tables in balance."""
     axes = site.axes(TABLE)
     if site.mesh.size_of(axes) == 1:
         return ()
@@ -76,12 +76,12 @@ def _exchanged(site: Site) -> tuple[Internal, ...]:
 
 
 def _share(site: Site) -> float:
-    """Of the latency of a message that brings what is looked up in several tables."""
+    """Share of one message's latency, where several tables' look-ups share the message."""
     return 1.0 / site.in_type(site.node.positions["weight"]).together
 
 
 def _of_bags(site: Site) -> tuple[Internal, ...]:
-    """As :func:`_exchanged`; of a table cut by rows the largest elements, and where in its bag each is first."""
+    """As :func:`_exchanged`; "max" over sharded rows all-reduces maxima and their places."""
     axes, node = site.axes("vocab"), site.node
     if not axes or BAG_MODES[node.argument("mode")] != "max":
         return _exchanged(site)
@@ -104,12 +104,12 @@ def _local_pooled(site: Site) -> Call:
 
 
 def _looked_up(node: Node, graph: Graph, pooled: bool = False) -> Space:
-    """Index dims (``pooled``: all but the last), columns, and rows: ranks look up the rows they hold, and these sum up (P)."""
+    """Factors: index dims (``pooled``: not the last), columns, and rows, whose look-ups sum up."""
     indices, weight = graph.shape(node.argument("indices")), graph.shape(node.argument("weight"))
     kept = indices[:-1] if pooled else indices
     named = numbered(kept)
     sizes = {**sizes_of(kept), "vocab": weight[0], "embed": weight[1]}
-    if node.argument("scale_grad_by_freq", False):  # frequencies are those of the whole batch
+    if node.argument("scale_grad_by_freq", False):  # frequencies are those of the full batch
         sizes = {"embed": weight[1]}
     factors = Factors(
         inputs(node, {"weight": ("vocab", "embed"), "indices": (*named, *(None,) * pooled)}),
@@ -136,10 +136,10 @@ def _local_embedding(site: Site) -> Call:
 
 
 def look_ups(node: Node, choice: Sequence[Strategy], ranks: Sequence[int], together: int = 1) -> float:
-    """Kernels that a look-up runs on a rank: with those of a sum over it, and, in a table cut by rows, of the range of indices,
-    of which of them the rank holds, of their places and of zeros for others. Of whole tables a rank looks up its own alone.
+    """Kernels of one look-up on a rank, as a fraction where it looks up only its own tables.
 
-    ``together``: look-ups with a sum that go in one call, which has all but one of these once
+    A pooled look-up has one more, a table sharded by rows four: index range, mask, places, zeros.
+    ``together``: grouped look-ups share all but one
     (:func:`~autoshard.runtime.operations.embedding.pooled_together`).
     """
     pooled, owned = node.op is pooled_op._opoverload, {TABLE, TABLE_SUMS}
@@ -150,9 +150,9 @@ def look_ups(node: Node, choice: Sequence[Strategy], ranks: Sequence[int], toget
 
 
 def in_one_call(graph: Graph) -> dict[Hashable, list[Node]]:
-    """Look-ups in tables that may lie whole on one rank each: those that are alike, and none needs what another has found.
+    """Groups of equal, independent look-ups in tables that may be placed table-wise.
 
-    What goes in one call is decided so in :mod:`autoshard.passes.lower.tables`.
+    :mod:`autoshard.passes.lower.tables` groups the calls in the same way.
     """
     depth: dict[str, int] = {}
     found: dict[Hashable, list[Node]] = {}
@@ -167,7 +167,7 @@ def in_one_call(graph: Graph) -> dict[Hashable, list[Node]]:
 
 
 def _form(node: Node) -> tuple[Any, ...]:
-    """How a look-up pools, and whether its bags are jagged, with weights, with the last one's end."""
+    """How a look-up pools; whether its bags are jagged, weighted, with the last offset."""
     if node.op == aten.embedding.default:
         return "sum", False
     if node.op == pooled_op._opoverload:
@@ -177,19 +177,19 @@ def _form(node: Node) -> tuple[Any, ...]:
 
 
 def gives_sparse(site: Site) -> bool:
-    """Whether the table's gradient is sparse: every use of it asks for that, as in eager the sum with a dense one is dense."""
+    """Whether the table's gradient is sparse: every use asks for it, as in eager."""
     return site.in_type(site.node.positions["weight"]).sparse
 
 
 def _bag(node: Node, graph: Graph) -> Space:
-    """Columns and rows always; bags where all are equally long, so that their indices can be cut."""
+    """Columns and rows are factors; bags too if all have equal length."""
     weight, bags = graph.shape(node.argument("weight")), graph.shape(node.argument("offsets"))[0]
     sizes: dict[str, int] = {"embed": weight[1]}
     if not node.argument("scale_grad_by_freq"):
         sizes["vocab"] = weight[0]
     if bag_length(node, graph) and not node.argument("scale_grad_by_freq"):
         sizes["bags"] = bags
-    if node.output_slots != (0,):  # the op's book-keeping is wanted too
+    if node.output_slots != (0,):  # the op's bookkeeping results are used too
         sizes = {}
     flat: Dims = ("bags",)
     dims: dict[str, Dims] = {"weight": ("vocab", "embed"), "indices": flat, "offsets": (None,)}
@@ -201,14 +201,14 @@ def _bag(node: Node, graph: Graph) -> Space:
         ),
         sizes,
         even=frozenset({"bags"}),
-        filled=frozenset({"embed"}),  # CUDA's kernels read past an empty gradient
+        filled=frozenset({"embed"}),  # CUDA kernels read past an empty gradient
         linear=((node.positions["weight"],),) if "vocab" in sizes and BAG_MODES[node.argument("mode")] != "max" else (),
     )
     return _table_wise(node, graph, factors)
 
 
 def bag_length(node: Node, graph: Graph) -> int:
-    """The length of all bags where ``F.embedding_bag`` made the offsets from 2-D indices; 0 where it is not known."""
+    """Length of all bags if ``F.embedding_bag`` made the offsets from 2-D indices, else 0."""
     made = graph.producers.get(node.argument("offsets").name)
     if made is None or made.op is not aten.arange.start_step or node.argument("include_last_offset"):
         return 0
@@ -225,7 +225,7 @@ def _local_bag(site: Site) -> Call:
         if not bag_length(captured, site.graph):
             raise PlanError(f"{node.name} ({node.fqn}, {node.source}): bags of unequal length cannot be sharded")
         count = Local(site.graph.shape(offsets)[0], bags)
-        offsets = Call(aten.slice.Tensor, (offsets, 0, 0, count), {})  # starts count from this rank's first index
+        offsets = Call(aten.slice.Tensor, (offsets, 0, 0, count), {})  # offsets are relative to this rank
     if _axes_of_owners(site):
         return _local_table(
             site,
@@ -251,7 +251,7 @@ def _local_bag(site: Site) -> Call:
 
 
 def _padding(site: Site) -> int | None:
-    """The row that bags leave out, counted from the first."""
+    """``padding_idx`` as a non-negative row, or None."""
     padding = site.node.argument("padding_idx", None)
     return padding if padding is None else positive(padding, site.in_type(site.node.positions["weight"]).shape[0])
 

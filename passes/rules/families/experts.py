@@ -1,4 +1,7 @@
-"""Mixtures of experts: rows cut, experts cut, or both along one axis, over which rows travel to their experts."""
+"""Mixture of experts: sharded rows, sharded experts, or all-to-all dispatch and combine.
+
+With rows and experts sharded along one axis, dispatch sends rows to the ranks of their experts.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from autoshard.passes.rules.families.splits import exchanged
 from autoshard.runtime.operations.experts import exchanges_rows, experts_op
 
 EXCHANGE = "exchange"
-"""the label of the strategy in which an axis cuts rows and experts, and rows travel; with the dim, of another than the first"""
+"""label: rows and experts sharded, all-to-all dispatch; a dim other than the first is appended"""
 
 
 def _strategies(node: Node, graph: Graph) -> Space:
-    """Rows are independent, and linear in the routing weights and in the last matrices.
+    """Factors: rows, experts (summed), hidden features (summed), output columns.
 
-    Experts are summands, and so are the features between their products.
+    Linear in the routing weights and in the second matrices.
     """
     (*rows, _), _, _, first, _, *biases = graph.shapes(node.inputs)
     named = tuple(_of_dim("rows", d) for d in range(len(rows)))
@@ -49,24 +52,24 @@ def _strategies(node: Node, graph: Graph) -> Space:
     exchanges = tuple(
         _exchange(d, n, int(first[0]), len(node.inputs)) for d, n in enumerate(rows) if len(rows) == 1 or n != 1
     )
-    if node.argument("interleaved"):  # a chunk of pairs has both
+    if node.argument("interleaved"):  # a chunk of (gate, up) pairs has both
         pairs = (replace(s, label="pairs", even=True, alone=True) if s.label == "hidden" else s for s in found)
         return (*pairs, *exchanges)
     halves = tuple(_halves(s) for s in found if s.label == "hidden" and node.argument("gated"))
-    if biases and halves:  # those of gates, and of what they gate, are not brought together
+    if biases and halves:  # biases of gate and up are not exchanged
         found = tuple(s for s in found if s.label != "hidden")
     return (*found, *exchanges, *halves)
 
 
 def _halves(hidden: Strategy) -> Strategy:
-    """Each rank holds its part of the gates and of what they gate."""
+    """Each rank holds its chunk of gate and of up."""
     dims = {i: p.dim for i, p in enumerate(hidden.inputs) if i in (3, 5) and isinstance(p, Shard)}
     inputs = tuple(Grouped(dims[i]) if i in dims else p for i, p in enumerate(hidden.inputs))
     return replace(hidden, label="hidden/2", inputs=inputs, even=True)
 
 
 def _hidden(node: Node, graph: Graph) -> int:
-    """Features between the products."""
+    """Hidden features between the two products."""
     return graph.shapes(node.inputs)[4][1 if node.argument("transposed") else 2]
 
 
@@ -75,14 +78,14 @@ def _of_dim(label: str, dim: int) -> str:
 
 
 def _exchange(dim: int, rows: int, experts: int, operands: int) -> Strategy:
-    """A rank computes what comes to its experts: where there are fewer than ranks, some would have nothing to do."""
+    """All-to-all dispatch. ``work``: with fewer experts than ranks some ranks are idle."""
     inputs = (Shard(dim),) * 3 + (Shard(0),) * (operands - 3)
     label, work = _of_dim(EXCHANGE, dim), ("experts", experts)
     return Strategy(label, inputs, (Shard(dim),), rows, divides=True, joins="none", work=work)
 
 
 def exchanges(strategy: Strategy) -> bool:
-    """Whether rows travel over the axis that has it."""
+    """Whether the strategy uses all-to-all dispatch."""
     return strategy.label.partition(" ")[0] == EXCHANGE
 
 
@@ -108,7 +111,7 @@ def _local(site: Site) -> Call:
 
 
 def _collectives(site: Site) -> tuple[Internal, ...]:
-    """Numbers of rows, rows to their experts, results back, and the gradients of both. In expectation: even routing."""
+    """All-to-alls of row counts, rows, results and gradients, in expectation of even routing."""
     axes = _exchange_axes(site)
     ranks = site.mesh.size_of(axes)
     if ranks == 1:
@@ -127,8 +130,7 @@ def _collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _of_parts(site: Site) -> tuple[Internal, ...]:
-    """Gates, and what they gate, from a cut of both as one dim: ranks exchange what they hold of the other, of the weights
-    or of the rows that went through them."""
+    """Exchanges for gate and up sharded as one dim: of weights, or of rows."""
     axes, first = site.axes("hidden"), site.in_type(3)
     if site.mesh.size_of(axes) == 1 or not site.node.argument("gated"):
         return ()
@@ -143,17 +145,17 @@ def _of_parts(site: Site) -> tuple[Internal, ...]:
 
 
 KERNELS = 20
-"""of which two are grouped products: the others sort rows, bring them together and back, activate and weigh them"""
+"""two are grouped GEMMs; others sort, gather, activate, weigh and scatter rows"""
 
 
 def _flops(node: Node, graph: Graph) -> float:
-    """Two products per row and expert that it goes to."""
+    """Two products per row and chosen expert."""
     _, ids, _, first, second = (graph.types[name] for name in node.inputs[:5])
     return 2.0 * ids.numel * (math.prod(first.shape[1:]) + math.prod(second.shape[1:]))
 
 
 def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
-    """Rows in the order of their experts, what is between the products, results, and where they lie."""
+    """Saved: sorted rows, tensors between the products, results, and row indices."""
     x, ids, _, first, second, *biases = (types[name] for name in node.inputs)
     wide = first.shape[2 if node.argument("transposed") else 1]
     hidden = second.shape[1 if node.argument("transposed") else 2]

@@ -1,4 +1,4 @@
-"""Ops that make a tensor of a given size: any dim can be made sharded, and no gradient flows."""
+"""Tensor factories: any dim of the result can be sharded, no gradient flows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.passes.rules.factors import Factors, broadcast, numbered, sizes_o
 
 
 def factory_strategies(node: Node, graph: Graph) -> Factors:
-    """Every dim of the result is a factor; a tensor fill value broadcasts (it is a scalar)."""
+    """Every dim of the result is a factor; a tensor fill value is a scalar and broadcasts."""
     (shape,) = graph.shapes(node.outputs)
     dims = numbered(shape)
     inputs = tuple(broadcast(s, shape, dims) for s in graph.shapes(node.inputs))
@@ -20,12 +20,12 @@ def factory_strategies(node: Node, graph: Graph) -> Factors:
 
 
 def _of_local_size(site: Site) -> Call:
-    """A tensor of the local lengths."""
+    """The op with local sizes."""
     return site.unchanged(size=site.local_sizes(site.outputs[0], site.out_type().shape))
 
 
 def _cut(site: Site) -> Call:
-    """Values that depend on the position: make all of them, keep this rank's chunk."""
+    """Values depend on positions: make the full tensor and keep this rank's chunk."""
     made = site.unchanged()
     for dim in range(len(site.out_type().shape)):
         axes = site.outputs[0].axes_of(dim)
@@ -35,7 +35,7 @@ def _cut(site: Site) -> Call:
 
 
 def like_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """``zeros_like(x)``: x gives the shape only, so also summands of x do."""
+    """``zeros_like(x)``: only x's shape is used, so x may also be Partial."""
     (shape,) = graph.shapes(node.outputs)
     dims = numbered(shape)
     found = Factors((dims,), (dims,), sizes_of(shape)).strategies(node, graph)
@@ -43,7 +43,7 @@ def like_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 
 
 def new_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """``x.new_zeros(size)``: x gives dtype and device only, so any placement of x goes with any of the result."""
+    """``x.new_zeros(size)``: only x's dtype and device are used, so any placement pair works."""
     (source,), (shape,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     held: list[tuple[Placement, int | None]] = [(I, None), (R, None), (P, None)]
     held += [(Shard(d), n) for d, n in enumerate(source) if int(n) > 1]
@@ -68,7 +68,7 @@ _LIKE = "zeros_like.default ones_like.default full_like.default"
 FILLED = frozenset(
     getattr(aten, name).default for name in "new_zeros new_ones new_full zeros_like ones_like full_like".split()
 )
-"""ops whose value no operand decides, be it theirs that gives the shape"""
+"""ops whose values do not depend on operands, not even on the one that gives the shape"""
 
 ZEROS = Facts(saves="", rounding="exact")
 

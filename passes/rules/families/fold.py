@@ -1,6 +1,6 @@
-"""The folded order of a sequence, entered and left (:mod:`autoshard.runtime.attention.fold`).
+"""To and from zigzag order (:mod:`autoshard.runtime.attention.fold`): mirrored ranks swap.
 
-Along the sequence it is cut by as many ranks as the order is of: those that are mirrored swap half a chunk.
+Along the sequence it is sharded by as many ranks as the order has; each swaps half a chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoshard.runtime.attention.fold import folded_op, unfolded_op
 
 ORDERS = FOLDED, UNFOLDED = folded_op._opoverload, unfolded_op._opoverload
 SWAPPED = "swapped"
-"""the strategy that cuts the sequence"""
+"""label of the strategy that shards the sequence"""
 
 
 def _strategies(node: Node, graph: Graph) -> Space:

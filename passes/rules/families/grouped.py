@@ -1,4 +1,4 @@
-"""Grouped matrix products of mixtures of experts: rows sorted by expert, a matrix per expert."""
+"""Grouped GEMM for mixture of experts: rows sorted by expert, one matrix per expert."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from autoshard.runtime.operations.grouped import grouped_mm
 
 
 def _grouped(node: Node, graph: Graph) -> Space:
-    """Rows [s, k] times matrices [e, k, n], by the ends of the groups [e] → [s, n]; other forms stay whole."""
+    """Rows [s, k] · matrices [e, k, n], group ends [e] → [s, n]; other forms stay replicated."""
     shapes = graph.shapes(node.inputs)
     if [len(s) for s in shapes] != [2, 3, 1]:
         return whole(len(shapes), 1)
     (s, k), (e, _, n), _ = shapes
     even: frozenset[str] = frozenset()
-    if node.op is aten._grouped_mm.default:  # its kernels want rows of whole 16 bytes, so those units are cut
+    if node.op is aten._grouped_mm.default:  # its kernel needs rows of multiples of 16 bytes
         unit = 16 // graph.types[node.inputs[0]].dtype.itemsize
         k, n, even = k // unit, n // unit, frozenset("kn")
     return Factors(
@@ -33,7 +33,7 @@ def _grouped(node: Node, graph: Graph) -> Space:
 
 
 def _local(site: Site) -> Call:
-    """Sharded rows: the groups' ends as this rank's rows see them. Sharded matrices: the rows of this rank's groups."""
+    """Sharded rows: shift the group ends. Sharded matrices: only rows of this rank's groups."""
     node = site.node
     if len(site.inputs) != 3:
         return site.unchanged()
@@ -49,7 +49,7 @@ def _local(site: Site) -> Call:
 
 
 def _flops(node: Node, graph: Graph) -> float:
-    """Every row meets one matrix."""
+    """One matrix per row."""
     return 2.0 * graph.shapes(node.inputs)[0][-1] * graph.types[node.outputs[0]].numel
 
 
@@ -66,4 +66,4 @@ def grouped_rule(op: torch._ops.OpOverload) -> Rule:
 RULES: tuple[Rule, ...] = (grouped_rule(aten._grouped_mm.default), grouped_rule(grouped_mm._opoverload))
 
 BY_NAME = {"transformers.grouped_mm_fallback.default": grouped_rule}
-"""rules of ops that exist once another library is imported"""
+"""makers of rules for ops that exist only after another library is imported"""

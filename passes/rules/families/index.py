@@ -1,7 +1,7 @@
-"""Look-ups and writes by index tensors.
+"""Look-ups and writes by index tensors: index, gather, scatter, index_add and their kin.
 
-Index dims and dims beside the indexed one are factors as usual. The indexed dim is one too: each rank serves the
-part it holds, so that a look-up gives summands and an adding write stays in place.
+All dims are factors, the indexed one too: each rank serves the part it holds. A look-up then gives
+partial sums, and an accumulating write stays local.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from autoshard.runtime.operations.indexing import PART_OF_BATCH
 def _index_factors(
     source: Sequence[int], indices: Sequence[Ref | None], graph: Graph
 ) -> tuple[Dims, list[Dims], Dims, dict[str, int]]:
-    """Advanced indexing: factors of the source, of each index tensor, of the result, and their lengths.
+    """Advanced indexing: factors of source, index tensors and result, and their lengths.
 
-    Index dims (broadcast together) are factors ``i0, i1, …``, source dims are ``d0, d1, …``. The index
-    dims stand where the indexed dims were if those are adjacent, else first.
+    Index dims are ``i0, i1, …``, source dims ``d0, d1, …``. Index dims stand at the indexed dims if
+    those are adjacent, else first.
     """
     indexed = [d for d, ref in enumerate(indices) if ref is not None]
     shapes = [graph.shape(ref) for ref in indices if ref is not None]
@@ -55,7 +55,7 @@ def _index_factors(
 
 
 def _is_masked(indices: Sequence[Ref | None], graph: Graph) -> bool:
-    """Whether a boolean mask selects: how many elements it takes is known only at run time."""
+    """Whether a boolean mask selects, so that the result's length depends on the data."""
     return any(ref is not None and graph.types[ref.name].dtype in (torch.bool, torch.uint8) for ref in indices)
 
 
@@ -76,16 +76,16 @@ def _local_index(site: Site) -> Call:
 
 
 def _cuts(site: Site) -> list[tuple[int, int, Any]]:
-    """(dim, global length, axes) of every indexed dim that is cut."""
+    """(dim, global length, axes) of every sharded indexed dim."""
     shape, layout = site.in_type(0).shape, site.inputs[0]
     indexed = [d for d, i in enumerate(site.node.argument("indices")) if i is not None]
     return [(d, shape[d], spell(layout.axes_of(d))) for d in indexed if layout.axes_of(d)]
 
 
 def _index_put(node: Node, graph: Graph) -> Space:
-    """Accumulating, index dims are summed: each rank adds its own values to a summand of the source.
+    """Accumulating: index dims are summed, each rank adds to a partial sum of the source.
 
-    Where an indexed dim is cut, each rank writes what falls into its part.
+    Over a sharded indexed dim each rank writes only into its chunk.
     """
     indices, accumulate = node.argument("indices"), bool(node.argument("accumulate"))
     if _is_masked(indices, graph):
@@ -118,9 +118,9 @@ def _index_select(node: Node, graph: Graph) -> Factors:
 
 
 def _along(shapes: Sequence[Sequence[int]], dim: int, inner: str | None) -> tuple[list[Dims], dict[str, int]]:
-    """Factors of source, index (and values) of gather and scatter: dims on which all of them have equal length.
+    """Factors of gather and scatter: dims in which source, index and values have equal length.
 
-    Index and values carry ``inner`` in ``dim``.
+    Index and values have factor ``inner`` in ``dim``.
     """
     first = shapes[0]
     equal = [d for d, n in enumerate(first) if d == dim or all(s[d] == n for s in shapes if s)]
@@ -143,7 +143,7 @@ def _gather(node: Node, graph: Graph) -> Space:
 
 
 def _scatter(node: Node, graph: Graph, adds: bool) -> Space:
-    """Adding, the index dim is summed; replacing, it is whole. Linear in source and values together."""
+    """Adding, index dims are summed; otherwise unsharded. Linear in source and values."""
     shapes = graph.shapes(node.inputs)
     if not all(shapes):
         return undivided(node, graph)
@@ -152,7 +152,7 @@ def _scatter(node: Node, graph: Graph, adds: bool) -> Space:
 
 
 def _index_add(node: Node, graph: Graph, adds: bool) -> Space:
-    """index_add (summed over the index), index_copy and index_fill (index whole)."""
+    """index_add sums over the index; index_copy and index_fill keep it unsharded."""
     shapes = graph.shapes(node.inputs)
     source, index = shapes[:2]
     if not source or not index:
@@ -166,12 +166,12 @@ def _index_add(node: Node, graph: Graph, adds: bool) -> Space:
 
 
 def _source(adds: bool) -> frozenset[int]:
-    """The operand that is added to, if so."""
+    """Operand 0 as addend, if the op adds to it."""
     return frozenset({0}) if adds else frozenset()
 
 
 def _jointly(node: Node) -> tuple[tuple[int, ...], ...]:
-    """A write is linear in the source and what is written, but for a constant that is not zero."""
+    """A write is linear in source and values, unless it writes a nonzero constant."""
     constant = node.argument("value", 0)
     if not isinstance(constant, Ref) and constant != 0:
         return ()
@@ -179,7 +179,7 @@ def _jointly(node: Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _take_along_flat(node: Node, graph: Graph) -> Factors:
-    """``take``: the source is whole, every index dim is a factor."""
+    """``take``: the source is unsharded, every index dim is a factor."""
     source, index = graph.shapes(node.inputs)
     names: Dims = tuple(f"i{k}" for k in range(len(index)))
     sizes = {f"i{k}": n for k, n in enumerate(index)}
@@ -193,7 +193,7 @@ def _one_hot(node: Node, graph: Graph) -> Factors:
 
 
 def _bucketize(node: Node, graph: Graph) -> Factors:
-    """``bucketize``: boundaries are whole, every dim of the values is a factor."""
+    """``bucketize``: boundaries are unsharded, every dim of the values is a factor."""
     (result,) = graph.shapes(node.outputs)
     names = numbered(result)
     inputs: tuple[Dims, ...] = (names, (None,)) if len(node.inputs) == 2 else ((None,),)
@@ -201,7 +201,7 @@ def _bucketize(node: Node, graph: Graph) -> Factors:
 
 
 def _scatter_reduce(node: Node, graph: Graph) -> Space:
-    """Only a sum that includes the source splits over the index."""
+    """Only a sum that includes the source is shardable over the index."""
     adds = node.argument("reduce") == "sum" and node.argument("include_self")
     found = _scatter(node, graph, adds)
     if not isinstance(found, Factors):
@@ -212,7 +212,7 @@ def _scatter_reduce(node: Node, graph: Graph) -> Space:
 
 
 def _searchsorted(node: Node, graph: Graph) -> Factors:
-    """The sorted dim is whole; leading dims are shared where the sequence has them."""
+    """The sorted dim is unsharded; leading dims are shared if the sequence has them."""
     shapes, (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     names = numbered(result)
     sequence: Dims = (*(names[:-1] if len(shapes[0]) > 1 else ()), None)
@@ -234,7 +234,7 @@ _WRITES, _REPLACES = partial(_scatter, adds=False), partial(_index_add, adds=Fal
 
 
 def _part_of_batch(node: Node, graph: Graph) -> Factors:
-    """Of a whole dim; the others are factors."""
+    """A micro-batch's chunk: its dim is unsharded, other dims are factors."""
     (shape,) = graph.shapes(node.inputs)
     dims = tuple(None if d == node.argument("dim") else f"d{d}" for d in range(len(shape)))
     sizes = {f: n for f, n in zip(dims, shape, strict=True) if f is not None}

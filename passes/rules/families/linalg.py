@@ -1,4 +1,4 @@
-"""Factorisations and solvers: matrices of a batch are independent, and so are right-hand sides; the rest is whole."""
+"""Factorisations and solvers: sharded batches of matrices and right-hand sides."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ MATRIX = 2
 
 
 def _batches(*kept: int) -> Callable[[Node, Graph], Factors]:
-    """Leading dims of every operand and result are factors, aligned from the right; ``kept``: trailing whole dims.
+    """Leading dims (aligned from the right) are factors; ``kept`` trailing dims are unsharded.
 
-    One number per operand, then per slot of the result. A result of another form (one that was not asked for) is whole.
+    ``kept`` has one number per operand, then one per result slot. Results of another rank (not
+    asked for) are unsharded.
     """
 
     def factors(node: Node, graph: Graph) -> Factors:
@@ -45,13 +46,13 @@ def _batches(*kept: int) -> Callable[[Node, Graph], Factors]:
 
 
 def _independent(inputs: Sequence[Dims], outputs: Sequence[Dims], sizes: Mapping[str, int]) -> Factors:
-    """Only factors that every result has: a result without it would be a sum, which no factorisation is."""
+    """Only factors of every result: a result without one would be a sum, which is wrong here."""
     kept = {f: n for f, n in sizes.items() if all(f in dims for dims in outputs)}
     return Factors(tuple(inputs), tuple(outputs), kept)
 
 
 def _solve_ex(node: Node, graph: Graph) -> Factors:
-    """A X = B, or X A = B: ``linalg_solve`` gives X, ``linalg_solve_ex`` (X, info), ``_linalg_solve_ex`` (X, LU, pivots, info).
+    """A X = B or X A = B; results X, (X, info) or (X, LU, pivots, info) by op.
 
     A right-hand side with one dim less than A is a batch of vectors.
     """
@@ -76,7 +77,7 @@ def _with_columns(dims: Dims, from_end: int) -> Dims:
 
 
 def _index_reduce(node: Node, graph: Graph) -> Factors:
-    """Other dims than the indexed one are factors."""
+    """All dims but the indexed one are factors."""
     source, index, values = graph.shapes(node.inputs)
     whole = (positive(node.argument("dim"), len(source)),) if source else ()
     dims = numbered(source, whole)

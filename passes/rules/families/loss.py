@@ -1,4 +1,4 @@
-"""Losses: the samples cut, the classes cut, or both; softmax over a cut dim. "mean" divides by the global count."""
+"""Losses and softmax: sharded samples, sharded classes (vocabulary-parallel), global counts."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from autoshard.runtime.operations.loss import cross_entropy_op
 
 REDUCTIONS = ("none", "mean", "sum")
 LARGE = 1 << 27
-"""elements of a rank's logits from which on a cross entropy works on pieces of them"""
+"""elements of local logits from which on cross entropy runs in chunks"""
 
 
-# --- cross entropy and negative log likelihood: [n, c, ...] or [c]; ours: [..., c] ---
+# --- cross entropy and NLL: [n, c, ...] or [c]; our op: [..., c] ---
 
 CLASSES_LAST = cross_entropy_op
 
 
 def class_dim_of(node: Node, graph: Graph) -> int:
-    """The dim of the logits that the classes of a classification loss are."""
+    """The dim of the logits that holds the classes."""
     rank = len(graph.shape(node.argument("self")))
     return rank - 1 if node.op is CLASSES_LAST else min(rank - 1, 1)
 
 
 def _samples(node: Node, graph: Graph) -> Factors:
-    """Samples and further positions are factors; so are the classes of operands that have them."""
+    """Sample and position dims are factors, and the classes of operands that have them."""
     logits, target = graph.shape(node.argument("self")), graph.shape(node.argument("target"))
     class_dim = class_dim_of(node, graph)
     named: Dims = tuple("vocab" if d == class_dim else f"d{d}" for d in range(len(logits)))
@@ -56,12 +56,12 @@ def _samples(node: Node, graph: Graph) -> Factors:
 
 
 def _cross_entropy(node: Node, graph: Graph) -> Factors:
-    """Samples: none → S, sum and mean → P. Classes: the result comes out whole (I) on every rank."""
+    """Samples: "none" → S, "sum" and "mean" → P. Sharded classes: the result is I."""
     return replace(_samples(node, graph), reduced={"vocab": I})
 
 
 def _cross_entropy_collectives(site: Site) -> tuple[Internal, ...]:
-    """Maxima, then the sums packed; then the count that "mean" divides by. Nothing backward."""
+    """Maxima, then packed sums, then the count of "mean". Nothing in the backward."""
     logits = site.in_type(0)
     class_dim = class_dim_of(site.node, site.graph)
     local = site.local_shape("self")
@@ -74,7 +74,7 @@ def _cross_entropy_collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _nll_collectives(site: Site) -> tuple[Internal, ...]:
-    """The count that "mean" divides by; of whole labels every rank counts all."""
+    """The count of "mean"; with unsharded labels every rank counts all of them itself."""
     if REDUCTIONS[site.node.argument("reduction")] != "mean":
         return ()
     weight, labels = site.node.positions.get("weight", 0), site.node.positions["target"]
@@ -83,20 +83,20 @@ def _nll_collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _batch_axes(site: Site) -> tuple[str, ...]:
-    """Axes that cut the logits, but not their classes."""
+    """Mesh axes that shard the logits, except their classes."""
     class_dim = class_dim_of(site.node, site.graph)
     placed = zip(site.mesh.axes, site.inputs[0].placements, strict=True)
     return tuple(a for a, p in placed if isinstance(p, Shard) and p.dim != class_dim)
 
 
 def _sums(node: Node, graph: Graph) -> int:
-    """Sums per sample that are all-reduced together."""
+    """Number of sums per sample in one all-reduce."""
     logits, target = graph.shape(node.argument("self")), graph.shape(node.argument("target"))
     return 3 if node.argument("label_smoothing") or target == logits else 2
 
 
 def _local_classification(function: str) -> Callable[[Site], Call]:
-    """The op itself where every rank's part stands for itself, else the runtime function."""
+    """The op itself if shards are independent, else the runtime function."""
 
     def local(site: Site) -> Call:
         node = site.node
@@ -129,7 +129,7 @@ def _local_classification(function: str) -> Callable[[Site], Call]:
 
 
 def _in_pieces(site: Site) -> bool:
-    """Whether a cross entropy works on pieces of the samples: else probabilities and their gradient are as large as logits."""
+    """Whether cross entropy runs in chunks, to save probabilities and gradients of logits' size."""
     integers = not site.in_type(1).dtype.is_floating_point
     large = math.prod(site.local_shape("self")) >= LARGE
     known = site.node.op in (aten.cross_entropy_loss.default, CLASSES_LAST)
@@ -137,7 +137,7 @@ def _in_pieces(site: Site) -> bool:
 
 
 def _of_rows(site: Site) -> Call:
-    """Classes last: as of a rank's rows, flat."""
+    """Classes last: cross entropy of flattened rows."""
     node, flat = site.node, aten.flatten.using_ints
     found = _local_classification("cross_entropy")(site)
     fn = aten.cross_entropy_loss.default if found.fn is CLASSES_LAST else found.fn
@@ -153,7 +153,7 @@ def _of_rows(site: Site) -> Call:
 
 
 def _softmax_collectives(site: Site) -> tuple[Internal, ...]:
-    """Over a cut dim the ranks all-reduce maxima and sums."""
+    """Over a sharded dim: all-reduces of maxima and sums."""
     dim, axes = site.cut_dim
     rows = math.prod(n for d, n in enumerate(site.local_shape("self")) if d != dim)
     size = rows * wide_bytes(site.out_type().dtype)
@@ -161,7 +161,7 @@ def _softmax_collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _over_dim(names: str, function: str) -> list[Rule]:
-    """Rules of ops like softmax, which ``function`` of the runtime computes where their dim is cut."""
+    """Rules of softmax-like ops, with the runtime's ``function`` over a sharded dim."""
 
     return rules(
         names,
@@ -173,11 +173,11 @@ def _over_dim(names: str, function: str) -> list[Rule]:
     )
 
 
-# --- losses that go element by element, and row by row ---
+# --- elementwise and rowwise losses ---
 
 
 def _elementwise(node: Node, graph: Graph) -> Factors:
-    """All operands broadcast; with a reduction the result lacks every factor, so it is P."""
+    """All operands broadcast; a reduced result lacks every factor, so it is P."""
     shapes = graph.shapes(node.inputs)
     shape = broadcast_shape(*shapes)
     dims = numbered(shape)
@@ -186,7 +186,7 @@ def _elementwise(node: Node, graph: Graph) -> Factors:
 
 
 def _rowwise(node: Node, graph: Graph) -> Space:
-    """Operands [n, ...] with a loss per row; ``weight`` is per class."""
+    """Operands [n, ...], one loss per row; ``weight`` is per class."""
     shapes = graph.shapes(node.inputs)
     rows = shapes[0][0] if len(shapes[0]) == 2 else 0
     weight = node.positions.get("weight")
@@ -198,7 +198,7 @@ def _rowwise(node: Node, graph: Graph) -> Space:
 
 
 def _local_mean(count: Callable[[Site], int]) -> Callable[[Site], Call]:
-    """Where the loss reduces over sharded elements: the local sum, for "mean" over the global count."""
+    """Reduced over sharded elements: the local sum, for "mean" over the global count."""
 
     def local(site: Site) -> Call:
         reduction = REDUCTIONS[site.node.argument("reduction")]
@@ -212,7 +212,7 @@ def _local_mean(count: Callable[[Site], int]) -> Callable[[Site], Call]:
 
 
 def _local_sum(site: Site) -> Call:
-    """The op's own sum, but for one that leaves the result for no rows unset (torch 2.13)."""
+    """The op's sum; one op leaves the result for zero rows unset (torch 2.13)."""
     if site.node.op is aten.multi_margin_loss.default:
         return Call(aten.sum.default, (site.unchanged(reduction=0),), {})
     return site.unchanged(reduction=2)
@@ -227,7 +227,7 @@ def _rows(site: Site) -> int:
 
 
 def _has_classes(node: Node, types: Types) -> bool:
-    """Whether targets are classes without smoothing, not probabilities."""
+    """Whether targets are class indices without label smoothing."""
     target = types[node.inputs[node.positions["target"]]]
     return not target.dtype.is_floating_point and not node.argument("label_smoothing")
 
@@ -237,7 +237,7 @@ def _log_softmax(node: Node, types: Types) -> tuple[TensorType, ...]:
 
 
 def _total_weight(node: Node, types: Types) -> tuple[TensorType, ...]:
-    """What "mean" divides by."""
+    """The divisor of "mean"."""
     return (TensorType((), types[node.inputs[0]].dtype),)
 
 

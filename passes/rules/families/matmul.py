@@ -1,4 +1,4 @@
-"""Contractions: linear layers, matrix products, einsum."""
+"""Contractions: linear, matmul, einsum, and batched linear algebra."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PRODUCT: Groups = ((0,), (1,))
 
 
 def _flops(factors: Callable[[Node, Graph], Factors]) -> Callable[[Node, Graph], float]:
-    """2 · product of all factors."""
+    """FLOPs: 2 · product of all factors."""
     return lambda node, graph: 2.0 * math.prod(factors(node, graph).sizes.values())
 
 
 def _contraction(op: torch._ops.OpOverload, notation: str, addend: int | None = None) -> Rule:
-    """A product of two operands, with an optional addend; all of it is linear in each factor plus the addend."""
+    """A product of two operands plus an optional addend: jointly linear in factor and addend."""
     parsed = parse(notation)
     factors = [i for i in range(len(parsed.operands)) if i != addend]
     linear = tuple((i,) if addend is None else tuple(sorted((i, addend))) for i in factors)
@@ -37,7 +37,7 @@ def _contraction(op: torch._ops.OpOverload, notation: str, addend: int | None = 
 
 
 def _by_rank(node: Node, graph: Graph) -> str:
-    """matmul's notation: 1-D operands are vectors, leading dims broadcast."""
+    """Notation of matmul: 1-D operands are vectors, leading dims broadcast."""
     left, right = (len(shape) for shape in graph.shapes(node.inputs))
     a = "k" if left == 1 else "... m k"
     b = "k" if right == 1 else "... k n"
@@ -50,7 +50,7 @@ def _matmul(node: Node, graph: Graph) -> Factors:
 
 
 def _with_addend(op: torch._ops.OpOverload, product: str, result: str) -> Rule:
-    """``addmm`` and its like, whose first operand broadcasts to the result."""
+    """``addmm`` and its kin: the first operand broadcasts to the result."""
 
     def factors(node: Node, graph: Graph) -> Factors:
         rank = len(graph.shapes(node.inputs)[0])
@@ -64,11 +64,11 @@ def _with_addend(op: torch._ops.OpOverload, product: str, result: str) -> Rule:
 
 
 def _equation_terms(node: Node, graph: Graph) -> tuple[list[list[str]], list[str]]:
-    """Factors of each operand and of the result of an einsum equation, ``...`` spelled ``...0, ...1`` from the left."""
+    """Factors of einsum operands and result; ``...`` becomes ``...0, ...1`` from the left."""
     equation = node.argument("equation").replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
-    if not arrow:  # implicit result: '...' and then the letters that occur once, sorted
+    if not arrow:  # implicit result: '...', then the letters that occur once, sorted
         letters = left.replace(".", "").replace(",", "")
         right = ("..." if "..." in left else "") + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
     extra = [len(s) - len(t.replace("...", "")) for t, s in zip(terms, graph.shapes(node.inputs), strict=True)]
@@ -102,7 +102,7 @@ def _einsum(node: Node, graph: Graph) -> Factors:
 
 
 def _einsum_flops(node: Node, graph: Graph) -> float:
-    """As if more than two operands were contracted in one loop nest."""
+    """FLOPs as of one loop nest over all operands."""
     factors = _einsum(node, graph)
     return 2.0 * math.prod(factors.sizes.values()) * max(1, len(factors.inputs) - 1)
 
@@ -124,7 +124,7 @@ def _tensordot(node: Node, graph: Graph) -> Factors:
 
 
 def _copied(node: Node, types: Types) -> dict[str, TensorType]:
-    """Operands of a product of batches that are copied: one that broadcasts, and a batch behind a single matrix."""
+    """Operands of a batched product that torch copies: broadcast, or a batch right of a matrix."""
     given = dict(zip(("self", "other"), (types[name] for name in node.inputs), strict=True))
     left, right = (x.shape for x in given.values())
     if len(right) > 2 >= len(left):
@@ -147,11 +147,11 @@ def _matmul_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
 
 
 def _einsum_saves(node: Node, types: Types) -> str:
-    """An operand may be kept as a permuted copy, which is as large."""
+    """An operand may be saved as a permuted copy of equal size."""
     return each_other(*(f"tensors{i}" for i in range(len(node.inputs))))
 
 
-# Ops on batches of matrices, by what they make of each, and by what their backward reads.
+# Ops on batches of matrices, by result and by what autograd saves.
 _TO_MATRIX = {
     "result": "linalg_inv.default inverse.default linalg_cholesky.default cholesky.default",
     "self": "matrix_exp.default",

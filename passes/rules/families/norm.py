@@ -1,4 +1,4 @@
-"""Normalisation: dims outside the statistics are independent; over dims inside, the ranks all-reduce sums."""
+"""Normalisation: other dims are independent; over normalised dims ranks all-reduce statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.passes.rules.factors import Dims, Factors, inputs, numbered, size
 
 def _last_dims(distributed: bool) -> SpaceOf:
     def strategies(node: Node, graph: Graph) -> Factors:
-        """Leading dims; where ``distributed``, also the normalised ones."""
+        """Leading dims; the normalised ones only if ``distributed``."""
         type_ = graph.types[node.argument("input").name]
         normalised = len(node.argument("normalized_shape"))
         first = len(type_.shape) - normalised
@@ -54,12 +54,12 @@ def _last_dims_collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _both_ways(site: Site, axes: tuple[str, ...], size: float, statistics: tuple[str, ...]) -> tuple[Internal, ...]:
-    """Statistics forward, and their gradients in reverse order."""
+    """All-reduces of statistics, and in reverse order of their gradients."""
     return site.reductions(axes, size, statistics, [f"gradient of the {s}" for s in reversed(statistics)])
 
 
 def _normalised_axes(site: Site) -> tuple[str, ...]:
-    """Axes that cut any of the normalised dims."""
+    """Mesh axes that shard any normalised dim."""
     rank = len(site.in_type(0).shape)
     dims = range(rank - len(site.node.argument("normalized_shape")), rank)
     return tuple(a for d in dims for a in site.axes_of("input", d))
@@ -69,7 +69,7 @@ def _normalised_axes(site: Site) -> tuple[str, ...]:
 
 
 def _group_norm(node: Node, graph: Graph) -> Factors:
-    """Samples, whole groups of channels, and positions (statistics over all ranks)."""
+    """Factors: samples, groups of channels, and positions (with all-reduced statistics)."""
     type_ = graph.types[node.argument("input").name]
     groups = node.argument("num_groups")
     dims: Dims = ("n", "groups", *numbered(type_.shape)[2:])
@@ -102,7 +102,7 @@ def _group_norm_collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _batch_norm(node: Node, graph: Graph) -> Factors:
-    """Channels are independent. Samples and positions: global statistics in training, independent otherwise."""
+    """Channels are independent; samples and positions share statistics in training."""
     type_ = graph.types[node.argument("input").name]
     dims = tuple("c" if d == 1 else f"d{d}" for d in range(len(type_.shape)))
     per_channel: Dims = ("c",)
@@ -117,7 +117,7 @@ def _batch_norm(node: Node, graph: Graph) -> Factors:
         inputs(node, {"input": dims, **named}),
         results,
         sizes,
-        # ATen's backward crashes where a rank holds nothing
+        # ATen's backward crashes on an empty shard
         filled=frozenset({"c"}) if _trains(node) else frozenset(sizes),
         reduced={f: R for f in dims if f != "c"},
     )
@@ -128,7 +128,7 @@ def _trains(node: Node) -> bool:
 
 
 def _sample_axes(site: Site) -> tuple[str, ...]:
-    """Axes that cut what the statistics run over."""
+    """Mesh axes that shard the dims of the statistics."""
     return tuple(a for d in range(len(site.in_type(0).shape)) if d != 1 for a in site.inputs[0].axes_of(d))
 
 
@@ -153,12 +153,12 @@ def _local_batch_norm(site: Site) -> Call:
 
 
 def _instance_norm(node: Node, graph: Graph) -> Factors:
-    """Samples and channels are independent. Running statistics are read: the captured graph writes them elsewhere."""
+    """Samples and channels are independent; running statistics are only read here."""
     shape = graph.shape(node.argument("input"))
     dims: Dims = ("n", "c", *(None for _ in shape[2:]))
     named: dict[str, Dims] = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), ("c",))
     sizes = {"n": shape[0], "c": shape[1]}
-    filled = frozenset({"n", "c"})  # ATen fails where a rank has no sample, or no channel
+    filled = frozenset({"n", "c"})  # ATen fails on zero samples or channels
     return Factors(inputs(node, {"input": dims, **named}), (dims,), sizes, filled=filled)
 
 
@@ -169,26 +169,26 @@ _BATCH = "n c ..., c, c, c, c -> n c ..., c, c, c, c"
 
 
 def _moments(shape: Sequence[int], node: Node, types: Types) -> tuple[TensorType, ...]:
-    """Mean and reciprocal deviation, of ``shape``, where they are no results that are read."""
+    """Mean and reciprocal standard deviation, of ``shape``, where they are not used results."""
     dtype = torch.promote_types(types[node.inputs[0]].dtype, torch.float32)
     return tuple(TensorType(tuple(shape), dtype) for slot in (1, 2) if slot not in node.output_slots)
 
 
 def _rows(node: Node, types: Types) -> tuple[int, ...]:
-    """The input's shape with ones in place of what is normalised."""
+    """The input's shape with ones in place of normalised dims."""
     shape, count = types[node.inputs[0]].shape, len(node.argument("normalized_shape"))
     return (*shape[: len(shape) - count], *(1,) * count)
 
 
 def _rms_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
-    """The reciprocal root for the gradient of the input, the normalised input for that of the weight."""
+    """Reciprocal root for the input's gradient, normalised input for the weight's."""
     x, *weight = (types[name] for name in node.inputs)
     kept = _moments(_rows(node, types), node, types)[:1] if 1 not in node.output_slots and x.grad else ()
     return (*kept, *(TensorType(x.shape, x.dtype) for w in weight if w.grad))
 
 
 def _instance_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
-    """Moments, and copies of weight and running statistics, for each sample and channel."""
+    """Statistics and copies of weight and running statistics, per sample and channel."""
     x, copies = types[node.inputs[0]], len({"weight", "running_mean", "running_var"} & set(node.positions))
     return (TensorType((x.shape[0] * x.shape[1],), x.dtype),) * (copies + 2 * bool(node.argument("use_input_stats")))
 

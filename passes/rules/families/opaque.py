@@ -1,4 +1,4 @@
-"""Ops of the runtime whose insides no rule knows: by samples, or on whole tensors only."""
+"""Runtime ops without a detailed rule: CTC loss by samples, others on full tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.runtime.operations.functions import function
 
 
 def _ctc_samples(node: Node, graph: Graph) -> Space:
-    """Samples, where their targets are rows of one tensor."""
+    """Samples, if the targets are rows of one tensor."""
     log_probs, targets, inputs, lengths = graph.shapes(node.inputs)
     if (len(log_probs), len(targets), len(inputs), len(lengths)) != (3, 2, 1, 1):
         return undivided(node, graph)

@@ -1,6 +1,6 @@
-"""Along a dim that is split into parts later, an axis may cut every part: ranks then hold theirs of each.
+"""Fused dims (q, k, v; gate and up) sharded segment by segment (:class:`Grouped`).
 
-Splits end it, and views of the dim as (parts, part).
+A later split of the dim, or a view as (segments, size), ends it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoshard.passes.rules.families.splits import RULES, lengths_of
 
 SPLITS = frozenset(rule.op for rule in RULES)
 QKV = 3
-"""queries, keys and values: the parts of a dim that is seen as (3, part, …)"""
+"""number of segments of a fused query, key, value projection"""
 _CARRY = SPLITS | {
     aten.linear.default,
     aten.addmm.default,
@@ -30,11 +30,11 @@ _CARRY = SPLITS | {
     aten.transpose.int,
     aten._to_copy.default,
 }
-"""operations whose local form is the same on chunks of parts"""
+"""ops with the same local form on chunks of segments"""
 
 
 def parts_of_split(node: Node, graph: Graph) -> Parts | None:
-    """The dim that a split shares out, and the parts, if a layout can say them."""
+    """The split dim and the ratio of its segments, if a layout can express them."""
     shape, *lengths_as_values = graph.shapes(node.inputs)
     if lengths_as_values:
         return None
@@ -49,8 +49,8 @@ def parts_of_split(node: Node, graph: Graph) -> Parts | None:
 
 
 def viewed_parts(node: Node, graph: Graph) -> Parts | None:
-    """The dim that a view makes (3, part, …) of, and three equal parts: queries, keys and values of one projection."""
-    if node.op is not aten.reshape.default or len(node.inputs) > 1:  # lengths may be values of the graph
+    """The dim that a view turns into (3, size, …), with three equal segments: fused q, k, v."""
+    if node.op is not aten.reshape.default or len(node.inputs) > 1:  # sizes may be values
         return None
     (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     for left, right in view_groups(source, result):
@@ -61,7 +61,7 @@ def viewed_parts(node: Node, graph: Graph) -> Parts | None:
 
 
 def _viewed(node: Node, graph: Graph) -> Strategy:
-    """Every part is cut before, and the dim after that of the parts behind."""
+    """Before the view every segment is sharded, after it the dim behind the segments."""
     (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     (dim, parts) = viewed_parts(node, graph) or (0, (1, 1))
     (right,) = (right for left, right in view_groups(source, result) if left == (dim,))
@@ -70,7 +70,7 @@ def _viewed(node: Node, graph: Graph) -> Strategy:
 
 
 def in_parts(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[Strategy]:
-    """Those of ``found`` that cut dims which have parts, with every part cut."""
+    """Variants of ``found`` that shard fused dims segment by segment."""
     types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
     if types and types[0].parts and viewed_parts(node, graph) == types[0].parts:
         yield _viewed(node, graph)
@@ -89,7 +89,7 @@ def in_parts(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[St
 
 
 def _parts(placement: Shard, type_: TensorType) -> tuple[int, ...]:
-    """The parts of the dim that is cut; none: it has none."""
+    """The segments of the sharded dim, or ()."""
     return type_.parts[1] if type_.parts and type_.parts[0] == placement.dim else ()
 
 

@@ -1,4 +1,4 @@
-"""Ops that take pieces of tensors or put pieces together: slices, joins, splits, pads, flips, transforms."""
+"""Slicing, concatenation, padding, flips, FFT, and other ops that rearrange parts of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoshard.runtime.transport.window import Window
 def _in_place(
     whole: Callable[[Node, tuple[int, ...]], Sequence[int]], linear: bool = True, filled: bool = False
 ) -> Callable[[Node, Graph], Factors]:
-    """Ops that keep the number of dims; ``whole(node, shape)``: the dims that must be whole."""
+    """Ops that keep the number of dims; ``whole(node, shape)``: dims that must be unsharded."""
 
     def factors(node: Node, graph: Graph) -> Factors:
         shapes = graph.shapes(node.inputs)
@@ -38,7 +38,7 @@ def _in_place(
 
 
 def _dim(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    """Those that the op names."""
+    """The dims that the op names."""
     return dims_argument(node.argument("dim", node.argument("dims", None)), len(shape))
 
 
@@ -46,13 +46,13 @@ def _last_two(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
     return range(len(shape))[-2:]
 
 
-# --- slices and pads: windows of one position, shifted ---
+# --- slices and pads: shifted windows of one position ---
 
 
 def _slide(node: Node, graph: Graph) -> tuple[Sliding, ...]:
-    """Dims that are cut before and after though the op shifts or shortens them; all others that it changes are whole.
+    """Dims that a slice or pad shifts and that stay sharded, with halos.
 
-    Of a slice that drops half or more, most positions would move to another rank.
+    Not if a slice drops half or more: most positions would move to another rank.
     """
     (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     shifts = _shifts(node, shape)
@@ -61,7 +61,7 @@ def _slide(node: Node, graph: Graph) -> tuple[Sliding, ...]:
 
 
 def _shifts(node: Node, shape: tuple[int, ...]) -> dict[int, int]:
-    """Dims that a slice of step 1 or a constant pad changes, and how many positions it puts in front of them."""
+    """Changed dims → positions put in front; of slices with step 1 and constant pads."""
     if "pad" not in str(node.op):
         start = node.argument("start") or 0
         fixed = {d: n for d in _changed(node, shape) if not isinstance(n := shape[d], Size)}
@@ -72,7 +72,7 @@ def _shifts(node: Node, shape: tuple[int, ...]) -> dict[int, int]:
 
 
 def _changed(node: Node, shape: tuple[int, ...]) -> Sequence[int]:
-    """Dims that a slice or a pad changes."""
+    """Dims that a slice or pad changes."""
     if "pad" in str(node.op):
         pad = node.argument("pad")
         return sorted({len(shape) - 1 - i // 2 for i in range(len(pad)) if pad[i]})
@@ -87,8 +87,7 @@ def _is_constant(node: Node) -> bool:
 
 
 def _few(node: Node, graph: Graph) -> bool:
-    """Whether a slice takes so few positions that their sum over ranks, zero where they are not held, is sent faster than
-    all positions are gathered."""
+    """Whether a slice is so short that all-reducing it is cheaper than a gather of the operand."""
     (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     if "pad" in str(node.op) or node.argument("step") != 1 or not (changed := _changed(node, shape)):
         return False
@@ -97,19 +96,19 @@ def _few(node: Node, graph: Graph) -> bool:
 
 
 def _shifted(node: Node, graph: Graph) -> Factors:
-    """A slice or a pad. A pad is linear if it pads with zeros or with the operand's own values."""
+    """A slice or pad; linear if it pads with zeros or with the operand's own values."""
     (shape,), slidings = graph.shapes(node.inputs), _slide(node, graph)
     gone = set(_changed(node, shape)) - {s.dim for s in slidings}
     dims = numbered(shape, gone)
     linear = "pad" not in str(node.op) or not _is_constant(node) or not node.argument("value")
     sizes = sizes_of(shape) | {s.factor: s.to for s in slidings}
-    filled = frozenset() if _is_constant(node) else frozenset(sizes)  # mirrors have no kernel for nothing
+    filled = frozenset() if _is_constant(node) else frozenset(sizes)  # mirrors need elements
     taken = numbered(shape) if _few(node, graph) else dims
     return Factors((taken,), (dims,), sizes, filled=filled, linear=((0,),) if linear else ())
 
 
 def _local_shifted(site: Site) -> Call:
-    """The halo is the slice and the pad; a pad of other dims remains."""
+    """The halo exchange does slice and pad; pads of other dims remain."""
     node, along = site.node, cut(site, _slide(site.node, site.graph))
     if not along:
         return _local_few(site) if _few(node, site.graph) else site.unchanged()
@@ -132,7 +131,7 @@ def _local_few(site: Site) -> Call:
 
 
 def _cat(node: Node, graph: Graph) -> Factors:
-    """Joined along a whole dim; ``torch.cat`` lets 1-D empty tensors pass, which have no other dims."""
+    """Concatenation along an unsharded dim; 1-D empty tensors are allowed by torch."""
     (result,) = graph.shapes(node.outputs)
     dims = numbered(result, (positive(node.argument("dim"), len(result)),))
     inputs = tuple(dims if len(s) == len(result) else (None,) * len(s) for s in graph.shapes(node.inputs))
@@ -140,14 +139,14 @@ def _cat(node: Node, graph: Graph) -> Factors:
 
 
 def _rotated(node: Node, graph: Graph) -> Factors:
-    """``rot90`` flips and swaps two dims, which stay whole."""
+    """``rot90`` flips and swaps two unsharded dims."""
     (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     turned = dims_argument(node.argument("dims"), len(shape))
     return Factors((numbered(shape, turned),), (numbered(result, turned),), sizes_of(shape), linear=((0,),))
 
 
 def _stacks(dim: int) -> Callable[[Node, Graph], Factors]:
-    """``hstack`` and its like: a join along ``dim`` where every operand has it; other ranks stay whole."""
+    """``hstack`` and its kin: concatenation along ``dim`` if every operand has it."""
 
     def factors(node: Node, graph: Graph) -> Factors:
         shapes, (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
@@ -168,7 +167,7 @@ def _stack(node: Node, graph: Graph) -> Factors:
 
 
 def _removed(node: Node, graph: Graph, whole: bool) -> Factors:
-    """Results lack ``dim``; where that is cut, only one rank holds the selected slice, so results are summands."""
+    """The result lacks ``dim``; if that is sharded, one rank holds the slice, so it is Partial."""
     (shape,) = graph.shapes(node.inputs)
     dim = positive(node.argument("dim"), len(shape))
     dims = numbered(shape, (dim,) if whole else ())
@@ -184,7 +183,7 @@ def _select_scatter(node: Node, graph: Graph) -> Factors:
 
 
 def _columns(node: Node, graph: Graph) -> Factors:
-    """im2col and col2im: samples, and channels where they divide, for only then are chunks of them chunks of rows."""
+    """im2col, col2im: samples, and channels in equal chunks, which are then chunks of rows."""
     (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     image = shape if "im2col" in str(node.op) else result
     lead: Dims = ("n",) if max(len(shape), len(result)) == 4 else ()
@@ -194,18 +193,18 @@ def _columns(node: Node, graph: Graph) -> Factors:
 
 
 def _weight_norm(node: Node, graph: Graph) -> Factors:
-    """Each slice along ``dim`` is normalised by itself; of the norms only that dim is longer than 1."""
+    """Slices along ``dim`` are independent; norms have length 1 in all other dims."""
     shapes = graph.shapes(node.inputs)
     dim = node.argument("dim")  # -1: one norm of all
     inputs = tuple(tuple("d" if d == dim else None for d in range(len(s))) for s in shapes)
     outputs = tuple(tuple("d" if d == dim else None for d in range(len(s))) for s in graph.shapes(node.outputs))
     linear = ((1,),) if node.op is aten._weight_norm.default else ()
-    # filled: the kernel dies of an empty chunk
+    # the kernel crashes on an empty chunk
     return Factors(inputs, outputs, {"d": shapes[0][dim]} if dim >= 0 else {}, filled=frozenset("d"), linear=linear)
 
 
 def _meshgrid(node: Node, graph: Graph) -> Factors:
-    """Every result has a dim per operand; ``indexing="xy"`` swaps the first two."""
+    """One dim per operand in every result; ``indexing="xy"`` swaps the first two."""
     shapes, results = graph.shapes(node.inputs), graph.shapes(node.outputs)
     names = [f"d{d}" for d in range(len(shapes))]
     order = list(names)
@@ -225,7 +224,7 @@ def _broadcast_tensors(node: Node, graph: Graph) -> Factors:
 
 
 def _diagonal(node: Node, graph: Graph) -> Factors:
-    """``diagonal``, or what is written into one."""
+    """``diagonal`` and ``diagonal_scatter``."""
     shape, *written = graph.shapes(node.inputs)
     gone = {positive(node.argument(name), len(shape)) for name in ("dim1", "dim2")}
     dims = numbered(shape, gone)
@@ -236,7 +235,7 @@ def _diagonal(node: Node, graph: Graph) -> Factors:
 
 
 def _renorm(node: Node, graph: Graph) -> Factors:
-    """Each slice along ``dim`` by itself."""
+    """Slices along ``dim`` are independent."""
     (shape,) = graph.shapes(node.inputs)
     dim = positive(node.argument("dim"), len(shape))
     dims: Dims = tuple("d" if d == dim else None for d in range(len(shape)))
@@ -244,7 +243,7 @@ def _renorm(node: Node, graph: Graph) -> Factors:
 
 
 def _unpooled(positions: int) -> Callable[[Node, Graph], Factors]:
-    """The last dims are whole; the kernel takes no empty channels."""
+    """The last dims are unsharded; the kernel takes no empty channels."""
 
     def factors(node: Node, graph: Graph) -> Factors:
         shape = graph.shapes(node.inputs)[0]
@@ -262,15 +261,15 @@ def _unfold(node: Node, graph: Graph) -> Factors:
 
 
 def _pixels(node: Node, graph: Graph) -> Factors:
-    """Channels and positions in blocks: a chunk is made of whole blocks, the last three dims are cut evenly."""
+    """Blocks of channels and positions: the last three dims are sharded in equal blocks."""
     (shape,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     dims = numbered(shape)
     sizes = {f: min(a, b) for f, a, b in zip(dims, shape, result, strict=True) if f is not None}
-    even, filled = frozenset(f for f in dims[-3:] if f), frozenset(sizes)  # ATen's backward fails on an empty chunk
+    even, filled = frozenset(f for f in dims[-3:] if f), frozenset(sizes)  # backward fails if empty
     return Factors((dims,), (dims,), sizes, even, filled=filled, linear=((0,),))
 
 
-# A transform of no rows is an error, so no rank may hold an empty chunk.
+# FFT of zero rows is an error, so no rank may hold an empty chunk.
 _FFT = """
     fft_fft.default fft_ifft.default fft_irfft.default fft_hfft.default
     fft_fftn.default fft_ifftn.default fft_irfftn.default fft_fftshift.default fft_ifftshift.default

@@ -35,7 +35,7 @@ UNARY = {
         sgn special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
     """,
 }
-"""elementwise functions, by what autograd keeps of them"""
+"""elementwise functions by what autograd saves"""
 
 BINARY = {
     "": """
@@ -89,16 +89,16 @@ SAVES = {
     "float_power.Tensor_Scalar": "self",
     "remainder.Scalar_Tensor": "",
 }
-"""by the op's name; sums and copies, which are not here, keep nothing"""
+"""by op name; ops that are missing (sums, copies) save nothing"""
 
 EXACT = frozenset("_to_copy to type_as clone contiguous add sub mul div neg abs sqrt rsqrt where masked_fill".split())
-"""rounded correctly, or not at all. Kernels of exp, sin or sigmoid round otherwise in a vector than at its end"""
+"""correctly rounded; kernels of exp or sin round differently within vectors and at their end"""
 FUNCTIONS = frozenset(
     "exp log log1p expm1 sin cos tanh sigmoid erf gelu silu mish softplus elu selu pow rsqrt sqrt".split()
 )
 """computed by series or tables"""
 _POWERS = (1, 2, 3)
-"""exponents that are products, and in the derivative too"""
+"""exponents computed as products, also in the derivative"""
 
 
 def _power(node: Node) -> Rounding:
@@ -121,7 +121,7 @@ def facts(op: torch._ops.OpOverload) -> Facts:
 
 
 def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    """The op's forms that take and return single tensors, and write to none."""
+    """Overloads that take and return single tensors and write to none."""
     packet = getattr(aten, name)
     found = [getattr(packet, overload) for overload in packet.overloads()]
     return [op for op in found if not op._schema.is_mutable and _takes_tensors(op)]
@@ -134,7 +134,7 @@ def _takes_tensors(op: torch._ops.OpOverload) -> bool:
 
 
 def elementwise(op: torch._ops.OpOverload, linear: Groups | Callable[[Node, Graph], Groups] = ()) -> Rule:
-    """The rule of an op that broadcasts its operands and works element by element."""
+    """The rule of an elementwise op with broadcasting."""
     operands = ", ".join(["..."] * len(tensor_arguments(op)))
     return rule(op, f"{operands} -> {', '.join(['...'] * len(op._schema.returns))}", linear=linear, facts=facts(op))
 
@@ -144,7 +144,7 @@ def _quotient(node: Node, graph: Graph) -> Groups:
 
 
 def _scaled(name: str, group: tuple[int, ...]) -> Callable[[Node, Graph], Groups]:
-    """Linear in ``group`` where the constant ``name`` that stands beside it is 0."""
+    """Linear in ``group`` if the constant argument ``name`` is 0."""
     return lambda node, graph: (group,) if node.argument(name) == 0 else ()
 
 
@@ -196,7 +196,7 @@ _OTHER = [aten.max.other, aten.min.other, aten.fill.Scalar]
 
 
 def _prelu(node: Node, graph: Graph) -> Factors:
-    """One slope for all elements, or one per channel, which is dim 1."""
+    """One slope for all elements, or one per channel (dim 1)."""
     shape, slopes = graph.shapes(node.inputs)
     dims = numbered(shape)
     slope = ("d1",) if len(shape) > 1 and len(slopes) == 1 and slopes[0] == shape[1] else (None,) * len(slopes)
@@ -204,7 +204,7 @@ def _prelu(node: Node, graph: Graph) -> Factors:
 
 
 def _log_sigmoid(node: Node, graph: Graph) -> Factors:
-    """What is kept for the backward is empty on a GPU."""
+    """The saved buffer is empty on a GPU."""
     (shape,) = graph.shapes(node.inputs)
     kept = graph.types[node.outputs[-1]].shape
     dims = numbered(shape)

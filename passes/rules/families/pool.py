@@ -1,4 +1,4 @@
-"""Pooling, interpolation and mirrored pads: samples and channels; positions where windows slide over them."""
+"""Pooling, interpolation, mirrored pads: sharded samples, channels, and windowed positions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from autoshard.runtime.transport.window import Window
 
 
 def _positions(node: Node, rank: int) -> range:
-    """The dims of positions, whose number the op's name tells."""
+    """The position dims; the op's name has their number."""
     found = re.search(r"([123])d", str(node.op))
     return range(rank - int(found.group(1) if found else 2), rank)
 
 
 def _along(slidings: SlidingsOf, linear: bool) -> SpaceOf:
     def strategies(node: Node, graph: Graph) -> Factors:
-        """Every dim but positions, and those over which windows slide. Every rank holds channels and makes results."""
+        """All dims but positions, and windowed positions; no empty channels and results."""
         shape, result = graph.shapes(node.inputs)[0], graph.shapes(node.outputs)[0]
         first = _positions(node, len(shape)).start
         sizes = {f"d{d}": shape[d] for d in range(first)} | {s.factor: s.to for s in slidings(node, graph) if s.fixed}
@@ -50,7 +50,7 @@ def _none(node: Node, graph: Graph) -> tuple[Sliding, ...]:
 
 
 def _windows(node: Node, graph: Graph) -> tuple[Sliding, ...]:
-    """The positions of max_pool and avg_pool. Indices into the plane know no shards."""
+    """Position dims of max_pool and avg_pool; not if indices into the plane are used."""
     shape, result = graph.shapes(node.inputs)[0], graph.shapes(node.outputs)[0]
     if node.output_slots != (0,):
         return ()
@@ -61,7 +61,7 @@ def _windows(node: Node, graph: Graph) -> tuple[Sliding, ...]:
 
 
 def _unpadded(site: Site, along: Sequence[Sliding], x: Any) -> Call:
-    """The pool of ``x``, which has its padding along these dims."""
+    """The pool of ``x``, which already includes the padding along ``along``."""
     dims = _positions(site.node, len(site.in_type(0).shape))
     padding = each(site.node, "padding", len(dims))
     apart = {s.dim for s in along}
@@ -79,7 +79,7 @@ def _local_max(site: Site) -> Call:
 
 
 def _local_average(site: Site) -> Call:
-    """An average over a window that reaches outside counts fewer positions."""
+    """Windows that reach outside the operand divide by fewer positions."""
     node = site.node
     along = cut(site, _windows(node, site.graph))
     if not along:
@@ -97,11 +97,11 @@ def _local_average(site: Site) -> Call:
     return result
 
 
-# --- windows that divide the positions ---
+# --- adaptive pools with equal windows ---
 
 
 def _divisions(node: Node, graph: Graph) -> tuple[Sliding, ...]:
-    """Positions of an adaptive pool whose windows are all equally long and do not overlap."""
+    """Position dims of an adaptive pool with equal windows that do not overlap."""
     shape, result = graph.shapes(node.inputs)[0], graph.shapes(node.outputs)[0]
     if node.output_slots != (0,):
         return ()
@@ -110,7 +110,7 @@ def _divisions(node: Node, graph: Graph) -> tuple[Sliding, ...]:
 
 
 def _is_mean(node: Node, result: Sequence[int]) -> bool:
-    """Whether an adaptive average is one over all positions, of which ranks can make summands."""
+    """Whether an adaptive average covers all positions, so that ranks make partial sums."""
     return "adaptive_avg" in str(node.op) and all(result[d] == 1 for d in _positions(node, len(result)))
 
 
@@ -130,11 +130,11 @@ def _local_adaptive(site: Site) -> Call:
     return site.unchanged(self=haloed(site, node.argument("self"), along), output_size=size)
 
 
-# --- repetitions ---
+# --- nearest-neighbour interpolation ---
 
 
 def _repeats(node: Node, graph: Graph) -> tuple[Sliding, ...]:
-    """Positions that nearest-neighbour interpolation repeats. Powers of two, for which sources round alike anywhere."""
+    """Positions repeated by powers of two: source indices round alike on every rank."""
     shape, result = graph.shapes(node.inputs)[0], graph.shapes(node.outputs)[0]
     dims = _positions(node, len(shape))
     times = [result[d] // shape[d] for d in dims]
@@ -186,7 +186,7 @@ PADDED = (
 
 
 def _saves(node: Node, types: Types) -> str:
-    """Of a mean over all positions nothing."""
+    """A mean over all positions saves nothing."""
     named = node.op not in (aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
     return "" if named and all(n == 1 for n in node.argument("output_size")) else "self"
 

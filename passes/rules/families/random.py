@@ -1,4 +1,4 @@
-"""Random ops. Every rank takes its part of one draw of global shape, so values do not depend on the layout."""
+"""Random ops: each rank takes its slice of one draw of global shape, whatever the layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoshard.passes.rules.families.factory import factory_strategies, like_str
 
 
 def cuts(site: Site) -> dict[int, str | tuple[str, ...]]:
-    """Tensor dim → the mesh axes that cut it, for the first result."""
+    """Tensor dim → mesh axes that shard it, of the first result."""
     return _cuts_of(site.outputs[0])
 
 
@@ -29,19 +29,19 @@ def _cuts_of(layout: Layout) -> dict[int, str | tuple[str, ...]]:
 
 
 def _lengths(site: Site) -> tuple[Any, ...]:
-    """The operand's global shape; a length that depends on the data is read from it at run time."""
+    """The operand's global shape; unknown lengths are read at run time."""
     type_, x = site.in_type(0), site.node.args[0]
     return tuple(Call(aten.sym_size.int, (x, d), {}) if d in type_.unknown else n for d, n in enumerate(type_.shape))
 
 
 def _order(site: Site) -> dict[str, Any]:
-    """How the operand lies in memory on one device, where that is not as its dims are numbered; the micro-batches' dim."""
+    """Options of a draw: memory order on one device if unusual, and the micro-batch dim."""
     found = {"order": site.node.order or None, "batch": site.node.batch}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _dropout(node: Node, graph: Graph) -> Factors:
-    """Linear: summands may be masked alike. The mask of native_dropout is not linear."""
+    """Linear in the operand, with one mask for all partial sums; native_dropout's mask is not."""
     (shape,) = graph.shapes(node.inputs)
     dims = numbered(shape)
     linear = ((0,),) if node.output_slots == (0,) else ()
@@ -76,7 +76,7 @@ def _local_draw(site: Site) -> Call:
 
 
 def _rrelu(node: Node, graph: Graph) -> Space:
-    """In training it draws for the negative elements, in their order: whole."""
+    """In training it draws for negative elements in order, so it runs on full tensors."""
     if node.argument("training"):
         return undivided(node, graph)
     shape = graph.shapes(node.inputs)[0]
@@ -92,7 +92,7 @@ def _local_rrelu(site: Site) -> Call:
 
 
 def _multinomial(node: Node, graph: Graph) -> Space:
-    """Where eager chooses by one draw for each element, rows and what is chosen from may be cut."""
+    """Rows and choices may be sharded where eager makes one draw per element."""
     (shape,) = graph.shapes(node.inputs)
     count = node.argument("num_samples")
     if isinstance(count, Ref) or (node.argument("replacement") and count != 1):
@@ -111,7 +111,7 @@ def _local_multinomial(site: Site) -> Call:
 
 
 def _candidates(site: Site) -> tuple[Internal, ...]:
-    """What the ranks choose from where that is cut: a number and an index for each sample."""
+    """All-gathers of candidates over sharded choices: value and index per sample."""
     shape, local = site.in_type(0).shape, site.local_shape("self")
     axes, count = site.inputs[0].axes_of(len(shape) - 1), site.node.argument("num_samples")
     each = math.prod(local[:-1]) * (min(count, local[-1]) if axes else 1)
@@ -120,7 +120,7 @@ def _candidates(site: Site) -> tuple[Internal, ...]:
 
 
 def _of_values(node: Node, graph: Graph) -> Factors:
-    """Of whole operands; any dim of the result may be cut."""
+    """Operands are replicated; any dim of the result may be sharded."""
     (shape,) = graph.shapes(node.outputs)
     whole = tuple((None,) * len(s) for s in graph.shapes(node.inputs))
     return Factors(whole, (numbered(shape),), sizes_of(shape))
@@ -142,12 +142,12 @@ OF_VALUES = (
 
 
 def _drops(given: Mapping[str, Any]) -> bool:
-    """Whether dropout draws: nothing or all is dropped without."""
+    """Whether dropout draws; not if p is 0 or 1."""
     return bool(given["train"]) and given["p"] not in (0, 1)
 
 
 def _noise(node: Node, types: Types) -> tuple[TensorType, ...]:
-    """What dropout multiplies with."""
+    """The multiplier of dropout."""
     return (replace(types[node.inputs[0]], grad=False),) if node.argument("train") and node.argument("p") else ()
 
 

@@ -1,4 +1,4 @@
-"""Ops that order a dim. Where they want the best few of it, it may be cut: the ranks gather their candidates."""
+"""Sort, top-k, argmax: over a sharded dim the ranks gather their best candidates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Strategies = SpaceOf
 
 
 def _along(distributed: bool) -> Strategies:
-    """Results keep the other dims; without ``keepdim`` the ordered one is gone. Where that is cut, they are whole."""
+    """Other dims are kept; over a sharded ordered dim the result is I on every rank."""
 
     def strategies(node: Node, graph: Graph) -> Space:
         (shape,) = graph.shapes(node.inputs)
@@ -40,7 +40,7 @@ def _along(distributed: bool) -> Strategies:
 
 
 def _flat(node: Node, graph: Graph) -> Factors:
-    """``argmax()`` of all elements, of which every rank needs some; flat indices need every length."""
+    """``argmax()`` over all elements; every rank needs some, flat indices need all lengths."""
     (shape,) = graph.shapes(node.inputs)
     sizes = {} if graph.types[node.inputs[0]].unknown else sizes_of(shape)
     result: Dims = (None,) * len(graph.types[node.outputs[0]].shape)
@@ -59,7 +59,7 @@ def _local_topk(site: Site) -> Call:
 
 
 def _local_extreme(function: str) -> Callable[[Site], Call]:
-    """``max.dim`` and its like, and ``argmax`` with or without a dim."""
+    """``max.dim`` and its kin, and ``argmax`` with or without a dim."""
 
     def local(site: Site) -> Call:
         node, shape = site.node, site.in_type(0).shape
@@ -86,7 +86,7 @@ def _all_axes(site: Site) -> tuple[str, ...]:
 
 
 def _collectives(site: Site) -> tuple[Internal, ...]:
-    """Candidates and their indices; nothing backward."""
+    """All-gathers of candidates and their indices; nothing in the backward."""
     node, local = site.node, site.local_shape("self")
     if node.argument("dim") is None:
         axes, each = _all_axes(site), 1

@@ -1,4 +1,4 @@
-"""Reductions and scans over tensor dims."""
+"""Reductions over tensor dims: sum, mean, max, variance, norms."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from autoshard.passes.rules.factors import (
 
 
 def _reduced_dims(node: Node, graph: Graph) -> tuple[int, ...]:
-    """Dims that a reduction removes: all of them where it takes no ``dim``."""
+    """Reduced dims: all of them if the op has no ``dim``."""
     return dims_argument(node.argument("dim", None), len(graph.shapes(node.inputs)[0]))
 
 
 def _reduction(
     node: Node, graph: Graph, sharded: Placement | None, linear: bool = False, filled: bool = False
 ) -> Factors:
-    """Strategies of a reduction; ``sharded``: what the result is where a reduced dim is sharded (None: never is)."""
+    """Factors of a reduction; ``sharded``: the result's placement over a sharded reduced dim."""
     shape = graph.shapes(node.inputs)[0]
     gone = _reduced_dims(node, graph)
     keep = bool(node.argument("keepdim", False))
@@ -56,7 +56,7 @@ _filled: SpaceOf = partial(_reduction, sharded=I, filled=True)
 
 
 def _extreme(op: str) -> SpaceOf:
-    """max/min: Partial(op) where no gradient is asked; no rank may hold an empty shard, it has no maximum."""
+    """max/min: Partial(op) without a gradient; an empty shard has no maximum."""
 
     def space(node: Node, graph: Graph) -> Factors:
         return _reduction(node, graph, I if graph.types[node.inputs[0]].grad else Partial(op), filled=True)
@@ -65,13 +65,13 @@ def _extreme(op: str) -> SpaceOf:
 
 
 def _combined(node: Node, graph: Graph) -> Factors:
-    """Over a cut dim a runtime function combines what the ranks have; its result is whole on every rank."""
+    """Over a sharded dim a runtime function combines the ranks' results; the result is I."""
     type_ = graph.types[node.inputs[0]]
     return _reduction(node, graph, None if type_.dtype.is_complex else I)
 
 
 def _moments(node: Node, graph: Graph) -> Factors:
-    """Variances of more elements than ``correction``; of fewer they are infinite or NaN, and so is the gradient."""
+    """Variances, if there are more elements than ``correction``; otherwise inf or NaN."""
     type_ = graph.types[node.inputs[0]]
     known = not set(type_.unknown) & set(_reduced_dims(node, graph))
     defined = known and _count(node, graph) > _correction(node) and not type_.dtype.is_complex
@@ -84,34 +84,34 @@ def _norm(node: Node, graph: Graph) -> Factors:
 
 
 def _order(node: Node) -> float:
-    """Which norm; 2 where none is named."""
+    """The norm's order, 2 by default."""
     given = node.argument("p", node.argument("ord", None))
     return 2.0 if given is None else float(given)
 
 
 def _correction(node: Node) -> float:
-    """What is subtracted from the count: 1 by default."""
+    """Subtracted from the count, 1 by default."""
     given = node.argument("correction", node.argument("unbiased", None))
     return 1 if given is None else float(given)
 
 
 def _count(node: Node, graph: Graph) -> int:
-    """Elements that are reduced to one, globally."""
+    """Global number of elements per result."""
     shape = graph.shapes(node.inputs)[0]
     return math.prod(shape[d] for d in _reduced_dims(node, graph))
 
 
 def _reduced_axes(site: Site) -> tuple[str, ...]:
-    """Axes that cut any of the reduced dims."""
+    """Mesh axes that shard any reduced dim."""
     return tuple(a for d in _reduced_dims(site.node, site.graph) for a in site.inputs[0].axes_of(d))
 
 
 Extra = Callable[[Site], Mapping[str, Any]]
-"""arguments of a runtime function beside the tensor, the dims and the axes"""
+"""keyword arguments of a runtime function besides tensor, dims and axes"""
 
 
 def _local(function: str, extra: Extra = lambda site: {}) -> LocalFormOf:
-    """The runtime function where a reduced dim is cut, else the op itself."""
+    """The runtime function over a sharded reduced dim, else the op itself."""
 
     def local(site: Site) -> Call:
         node, axes = site.node, _reduced_axes(site)
@@ -126,7 +126,7 @@ def _local(function: str, extra: Extra = lambda site: {}) -> LocalFormOf:
 
 
 def _local_extreme(function: str) -> LocalFormOf:
-    """Without a gradient the op itself, whose results are Partial."""
+    """Without a gradient the op itself, with Partial results."""
     shared = _local(
         function, lambda site: {} if site.node.op in (aten.amax.default, aten.amin.default) else {"nan": True}
     )
@@ -134,7 +134,7 @@ def _local_extreme(function: str) -> LocalFormOf:
 
 
 def _cast(site: Site) -> dict[str, Any]:
-    """The dtype in which the op works, where that is not the operand's."""
+    """The op's working dtype, if it is not the operand's."""
     dtype = site.out_type().dtype
     return {} if dtype == site.in_type(0).dtype else {"dtype": dtype}
 
@@ -151,7 +151,7 @@ def _with_count(site: Site) -> dict[str, Any]:
 
 
 def _bytes(site: Site) -> float:
-    """Bytes of one rank's result."""
+    """Bytes of the local result."""
     gone = _reduced_dims(site.node, site.graph)
     rows = math.prod(n for d, n in enumerate(site.local_shape("self")) if d not in gone)
     dtype = site.out_type().dtype
@@ -167,7 +167,7 @@ def _logsumexp_collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _extreme_collectives(site: Site) -> tuple[Internal, ...]:
-    """The extremes, and how many elements share the gradient of each."""
+    """The extremes, and counts of equal elements that share a gradient."""
     axes, type_, size = _reduced_axes(site), site.in_type(0), _bytes(site)
     exact = size * site.out_type().dtype.itemsize / wide_bytes(site.out_type().dtype)
     found = site.gathered(axes, exact, "extremes", "I")
@@ -183,7 +183,7 @@ def _norm_collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _moments_collectives(site: Site) -> tuple[Internal, ...]:
-    """Means first, then squares; backward, the gradient of the means under the squares."""
+    """Means, then squares; in the backward the gradient of the means."""
     squared = 0 in site.node.output_slots
     return site.reductions(
         _reduced_axes(site), _bytes(site), ("sums", "squares"), ("gradient of the means",) if squared else ()
@@ -191,7 +191,7 @@ def _moments_collectives(site: Site) -> tuple[Internal, ...]:
 
 
 def _mean_local(site: Site) -> Call:
-    """Where a reduced dim is sharded: the local sum over the global count."""
+    """Over a sharded dim: the local sum over the global count."""
     node = site.node
     shape = site.in_type(0).shape
     gone = _reduced_dims(node, site.graph)
@@ -205,7 +205,7 @@ def _mean_local(site: Site) -> Call:
 
 
 def _paired(node: Node, graph: Graph) -> Factors:
-    """``cosine_similarity``: two operands that broadcast, compared along a whole ``dim`` that goes."""
+    """``cosine_similarity``, cross product: operands broadcast, ``dim`` is unsharded."""
     shapes, (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     common = broadcast_shape(*shapes)
     dim = positive(node.argument("dim"), len(common))
@@ -225,7 +225,7 @@ def _combining(
     saves: str = "self result",
     function: bool = False,
 ) -> list[Rule]:
-    """Reductions over cut dims by a function of the runtime."""
+    """Reductions that a runtime function combines over sharded dims."""
     return rules(
         names, space, local, f"{_DROPPED}, combined", collectives, sized=False, facts=Facts(saves, function=function)
     )

@@ -1,8 +1,7 @@
-"""Queries, keys and values cut along the sequence: ring attention, where keys and values, and their gradients, go round, and
-keys and values that are gathered in pieces.
+"""Context parallelism: ring attention, zigzag order, keys and values gathered in head chunks.
 
-The run time is :mod:`autoshard.runtime.attention.ring`; here is what it may be used for, what it sends, and how even its
-work is.
+In ring attention keys, values and their gradients move around the ranks of the sequence.
+:mod:`autoshard.runtime.attention.ring` runs it. Here: strategies, collectives and load balance.
 """
 
 from __future__ import annotations
@@ -44,46 +43,46 @@ LABELS = (RING, FOLDED, HELPED)
 PIECES, FOLDED_PIECES = "gathered in pieces", "folded, gathered in pieces"
 GATHERED = (PIECES, FOLDED_PIECES)
 ALONG = (*LABELS, *GATHERED)
-"""strategies that cut queries, keys and values"""
+"""strategies that shard queries, keys and values"""
 FOLDED_ROWS = "folded queries"
-"""queries alone are cut, and swapped so that under a causal mask all ranks have the same work"""
+"""only queries are sharded, in zigzag order, so that causal work is even"""
 SEQUENCE = ("queries", "keys", FOLDED_ROWS, *ALONG)
-"""strategies that cut queries or keys; no two of them go together, but where both are plain"""
+"""strategies that shard queries or keys; two of them combine only if both are plain"""
 IN_FOLDED_ORDER = (FOLDED, FOLDED_ROWS, FOLDED_PIECES)
 PIECE = 128 * 2**20
-"""bytes that the keys and values of a piece have at most, unless one head of a sequence has more: two pieces and
-their gradients, which are wider, take less than a gigabyte"""
+"""most bytes of keys and values per chunk; two chunks and their gradients stay below 1 GB"""
 LAUNCHES = 10
-"""kernels that a piece adds, forward and backward, for each of its three collectives"""
+"""kernels per chunk and collective, forward and backward"""
 MERGE_KERNELS = 6
-"""elementwise kernels that merge a tile's result into that of the tiles before it"""
+"""elementwise kernels that merge the result of a tile"""
 PASSES = 6
-"""times that a matrix of weights is read or written: scores, their scale, the softmax's two passes, the last product"""
+"""reads and writes of an unfused attention matrix: scores, scale, softmax (2), product"""
 PASSES_OF_DROPOUT = 12
-"""the same where all weights are spelled out, as dropout wants: with a mask, rows that see nothing, and what is dropped"""
+"""the same with dropout: also mask, rows without keys, dropped weights"""
 
 
 def band_of(node: Node) -> Band:
-    """The keys that a query of an attention sees by its position."""
+    """The keys that a query sees by position."""
     if node.op is banded_op._opoverload:
         return Band(node.argument("before"), node.argument("after"))
     return CAUSAL if node.argument("is_causal") else ALL
 
 
 def order_of(node: Node) -> int:
-    """Of how many ranks the folded order is in which an attention reads and makes the sequence; 0: its own."""
+    """Number of ranks of the zigzag order of an attention's operands; 0: sequential order."""
     order: int = node.argument("folded", 0)
     return order
 
 
 def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strategy, ...]:
-    """The ring, and under a causal mask the folded orders and the ring with helpers, which leave all ranks the same work.
+    """Ring attention, head chunks, and with a causal mask zigzag orders and a ring with helpers.
 
-    A ring not where the mask wants a gradient. No other axis may cut queries or keys in another way, nor features of
-    values, so that tiles have a fused kernel. What comes in folded order is cut by as many ranks as that is of.
+    The balanced forms give all ranks equal causal work. No ring if the mask has a gradient. Other
+    axes may not shard queries, keys or value features otherwise, so that tiles have a fused kernel.
+    Operands in zigzag order are sharded by as many ranks as the order has.
     """
     mask, found = node.argument("attn_mask"), list[tuple[str, tuple[str, ...]]]()
-    rows = mask is not None and _has_rows(graph.shape(mask), queries)  # which would have to be folded as well
+    rows = mask is not None and _has_rows(graph.shape(mask), queries)  # not in zigzag order
     causal = band_of(node) == CAUSAL and not rows
     if mask is None or not graph.types[mask.name].grad:
         even = causal and queries == keys
@@ -105,7 +104,7 @@ def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strat
 
 
 def _placed(name: str, shape: Sequence[int], queries: int) -> Placement:
-    """Along the sequence; a mask by its rows, where it has any; sinks whole."""
+    """Sharded along the sequence; masks by rows if they have any; sinks replicated."""
     if name == "sinks":
         return R
     if name != "attn_mask":
@@ -118,9 +117,9 @@ def _has_rows(mask: Sequence[int], queries: int) -> bool:
 
 
 def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ...], shape: tuple[int, ...]) -> Call:
-    """The runtime's attention tile by tile; ``label``: "" where keys are whole, and queries are not folded.
+    """The runtime's tiled attention; ``label`` "" if keys are unsharded and not in zigzag order.
 
-    ``axes``: that cut the queries; ``shape``: the global one of the weights [..., s, t].
+    ``axes`` shard the queries; ``shape``: global attention matrix [..., queries, keys].
     """
     node, band = site.node, band_of(site.node)
     scale = {} if node.argument("scale") is None else {"scale": node.argument("scale")}
@@ -148,21 +147,21 @@ def local(site: Site, label: str, operands: tuple[Any, ...], axes: tuple[str, ..
 
 
 class _Cut(NamedTuple):
-    """Keys and values in pieces."""
+    """Keys and values in head chunks."""
 
     pieces: int
-    """of the heads"""
+    """chunks of the heads"""
     batches: int
-    """parts of the batch that each of these comes in"""
+    """chunks of the batch for each chunk of heads"""
     widths: tuple[int, ...]
-    """of every piece the elements of a position's keys and values"""
+    """per chunk: elements of keys and values at one position"""
 
 
 def _cut(site: Site, axes: tuple[str, ...], keys: int) -> _Cut:
-    """The pieces of keys and values that are gathered over ``axes``: some heads of the batch, or some sequences of one head.
+    """Chunks of keys and values gathered over ``axes``: some heads, or sequences of one head.
 
-    Nothing hides what comes first, and each piece has a latency: w seconds on the wire and a of latencies are least,
-    w/n + n·a, in n = √(w/a) pieces.
+    The first chunk is exposed and each has a latency: w seconds on the wire and latency a give w/n
+    + n·a, least for n = √(w/a) chunks.
     """
     shapes = [_features(site, name) for name in ("query", "key", "value")]
     counts = [s[-2] if len(s) > 1 else 1 for s in shapes]
@@ -186,27 +185,28 @@ def _cut(site: Site, axes: tuple[str, ...], keys: int) -> _Cut:
 
 
 class Tiling(NamedTuple):
-    """How the busiest rank computes attention."""
+    """Attention work of the busiest rank."""
 
     pairs: float = 1.0
-    """pairs of query and key that it computes, over its share of those that count"""
+    """computed pairs of query and key / its share of visible pairs"""
     keys: int = 0
-    """how many a kernel sees at a time"""
+    """keys per kernel call"""
     tiles: int = 1
-    """results over some keys, which are merged"""
+    """partial results that are merged"""
     pieces: int = 1
-    """of heads or sequences, each of which has as many"""
+    """chunks of heads or sequences, each with as many tiles"""
     matrix: float = 0.0
-    """keys of every row whose weights are written down: by no fused kernel"""
+    """keys per row in an unfused attention matrix"""
     passes: int = PASSES
-    """times that these are read or written"""
+    """reads and writes of that matrix"""
 
 
 def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> Tiling:
-    """Only pairs that positions show count. What they hide is left out, but where keys alone are cut: there the mask is a
-    tensor, and all are computed. Where queries are cut, under a causal mask the rank with the last ones computes most, but
-    in folded order.
-    Where the value's features are cut, every rank computes all weights.
+    """Attention work of the busiest rank under ``choice``.
+
+    Only pairs visible by position count; hidden ones are skipped unless only keys are sharded,
+    where the mask is a tensor. With sharded queries and a causal mask the last rank has most work,
+    unless the order is zigzag. With sharded value features every rank computes all weights.
     """
     queries, keys = (int(graph.types[name].shape[-2]) for name in node.inputs[:2])
     band, ranks = band_of(node), dict[str, tuple[int, ...]]()
@@ -231,7 +231,7 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
     matrix = keys if "embed" in ranks else 0.0
     if node.argument("soft_cap", None) is not None or (drops and banded):
         matrix = pairs * counting / queries
-    elif drops:  # a causal mask is a tensor; in tiles products in single precision take as much longer as it leaves out
+    elif drops:  # the mask is a tensor; tiles lose in float32 products what they save in pairs
         pairs = (whole if label == "queries" else pairs) * queries * keys / counting
         matrix = pairs * counting / queries
     if label not in LABELS:
@@ -252,7 +252,7 @@ def tiling(node: Node, graph: Graph, mesh: Mesh, choice: Sequence[Strategy]) -> 
 
 
 def in_tiles(node: Node, graph: Graph, tile: int) -> float:
-    """Pairs that are computed over pairs that count, where a causal mask leaves out ``tile`` keys at a time; 0: each."""
+    """Computed / visible pairs if a causal mask skips ``tile`` keys at a time; 0: single keys."""
     if not tile or band_of(node) != CAUSAL:
         return 1.0
     queries, keys = (int(graph.types[name].shape[-2]) for name in node.inputs[:2])
@@ -261,8 +261,10 @@ def in_tiles(node: Node, graph: Graph, tile: int) -> float:
 
 
 def reordered(node: Node, choice: Sequence[Strategy], shapes: Sequence[tuple[int, ...]]) -> int:
-    """Elements that a rank puts into another order, of operands and a result of these local shapes: those in folded order that
-    it has, or gathers, of the whole sequence."""
+    """Elements that a rank reorders: operands and results in zigzag order that it holds in full.
+
+    ``shapes``: local ones of operands and the result.
+    """
     order, labels = order_of(node), {s.label for s in choice}
     if not order or FOLDED in labels:
         return 0
@@ -273,12 +275,12 @@ def reordered(node: Node, choice: Sequence[Strategy], shapes: Sequence[tuple[int
 
 
 def _at_a_time(band: Band, keys: int) -> int:
-    """How many of ``keys`` a kernel sees at a time."""
+    """Keys per kernel call, of ``keys``."""
     return keys if band.before is None else min(keys, ROWS + band.before + (band.after or 0))
 
 
 def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Internal, ...]:
-    """Hops of keys and values, and in the backward those of their gradients behind them; swaps of a folded order."""
+    """Ring hops of keys, values and their gradients; swaps into and out of zigzag order."""
     axes = site.axes(label)
     ranks = tuple(site.mesh.size_of(a) for a in axes)
     if label == HELPED:
@@ -314,7 +316,7 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
     found = swap("forward", "the operands", query, key + value)
     found += hops("forward", "keys and values", element, 1.0, 1.0) + _gathers(site, label, int(keys), "forward")
     found += swap("forward", "the result", result)
-    if site.grad:  # the last gradients come home when nothing is left to compute
+    if site.grad:  # the last gradients arrive when nothing is left to overlap
         part = element / (element + wide)
         found += swap("backward", "the result's gradient", result)
         found += hops("backward", "keys and values", element, part, part)
@@ -325,8 +327,10 @@ def collectives(site: Site, label: str, queries: int, keys: int) -> tuple[Intern
 
 
 def _gathers(site: Site, label: str, keys: int, phase: str) -> list[Internal]:
-    """Of keys and values in pieces, each beside the work on the one before; in the backward their gradients are summed and
-    scattered beside the work on the one after, where the two share the time."""
+    """Head chunks: each gather overlaps the chunk before, each reduce-scatter the one after.
+
+    A backward gather and reduce-scatter share that time.
+    """
     if label not in GATHERED:
         return []
     axes, dtype = site.axes(label), site.in_type(0).dtype
@@ -348,9 +352,9 @@ def _gathers(site: Site, label: str, keys: int, phase: str) -> list[Internal]:
 
 
 def _with_helpers(site: Site, axes: tuple[str, ...], longest: tuple[tuple[int, int], ...]) -> tuple[Internal, ...]:
-    """In every step keys and values or queries, and what was made of them; ``longest``: of both, as elements of a sequence.
+    """Per step, keys and values or queries are sent to helpers, and results back.
 
-    A message runs beside the tile that was there when it began: of the work of n/2 tiles the own one is half of one.
+    ``longest``: rows and columns per message. A message overlaps the tile of its step.
     """
     dtype, ranks = site.in_type(0).dtype, math.prod(site.mesh.size_of(a) for a in axes)
     query, key, value = (math.prod(_features(site, name)) for name in ("query", "key", "value"))
@@ -363,7 +367,7 @@ def _with_helpers(site: Site, axes: tuple[str, ...], longest: tuple[tuple[int, i
         sizes = [[max(r * rows, c * columns) * dtype.itemsize for rows, columns in longest] for r, c in (there, back)]
         found = []
         for t, (out, home) in enumerate(zip(*sizes, strict=True)):
-            together = (out, sizes[1][t - 2]) if t > 1 else (out,)  # what comes home of the step before last
+            together = (out, sizes[1][t - 2]) if t > 1 else (out,)  # from the step before last
             found.append(_hop(axes, out, phase, f"keys or queries, step {t + 1}", work[t] * out / (sum(together) or 1)))
             rest = work[t + 2] if t + 2 < len(work) else 0.0
             following = sizes[0][t + 2] if t + 2 < len(longest) else 0.0
@@ -381,7 +385,7 @@ def _hop(axes: tuple[str, ...], size: float, phase: str, what: str, beside: floa
 
 
 def _features(site: Site, name: str) -> tuple[int, ...]:
-    """The local shape of an operand, without the sequence; key heads that query heads share, where these are cut alone."""
+    """Local shape of an operand without the sequence; key heads as many as query heads use."""
     *lead, _, last = site.local_shape(name)
     if name != "query" and site.axes("query heads"):
         lead[-1] = site.local_shape("query")[-3]

@@ -1,4 +1,4 @@
-"""Scans: every dim is a factor; along the scanned one the ranks gather their totals."""
+"""Scans (cumsum, cummax): over a sharded dim the ranks gather their totals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views, copies along new dims, and permutations: ops that name every element once or more and compute nothing."""
+"""Views, repeats and permutations: ops that rearrange elements and compute nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoshard.passes.rules.families.factory import factory_strategies
 
 
 def view_groups(source: Sequence[int], result: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Smallest groups of dims with equal products, left to right; dims of length 1 belong to none.
+    """Smallest groups of dims with equal products, left to right, without dims of length 1.
 
     >>> view_groups((2, 12, 5), (2, 3, 4, 5))
     [((0,), (0,)), ((1,), (1, 2)), ((2,), (3,))]
@@ -33,7 +33,7 @@ def view_groups(source: Sequence[int], result: Sequence[int]) -> list[tuple[tupl
         m, n = source[left[0]], result[right[0]]
         while m != n:
             shorter = m < n
-            if not (a if shorter else b):  # symbolic products whose equality does not show
+            if not (a if shorter else b):  # symbolic products, not provably equal
                 return groups
             if shorter:
                 left.append(a.pop(0))
@@ -46,7 +46,7 @@ def view_groups(source: Sequence[int], result: Sequence[int]) -> list[tuple[tupl
 
 
 def view_factors(source: Sequence[int], result: Sequence[int]) -> Factors:
-    """Per group the outermost factor of both sides: rows of equal length, so a compound group must divide evenly."""
+    """Per group the outermost dims of both sides; compound groups need equal chunks."""
     before: list[str | None] = [None] * len(source)
     after: list[str | None] = [None] * len(result)
     sizes: dict[str, int] = {}
@@ -69,12 +69,12 @@ def _view(node: Node, graph: Graph) -> Factors:
 
 
 def _to(site: Site) -> list[int | Local]:
-    """The local lengths of the result."""
+    """The result's local shape."""
     return site.local_sizes(site.outputs[0], site.out_type().shape)
 
 
 def _sized(op: torch._ops.OpOverload) -> LocalFormOf:
-    """A local form that calls ``op`` on the first operand and the local shape of the result."""
+    """Local form: ``op`` on the first operand with the result's local shape."""
 
     def local(site: Site) -> Call:
         return Call(op, (site.node.args[0], _to(site)), {})
@@ -90,14 +90,14 @@ def _unflatten(site: Site) -> Call:
 
 
 def _squeeze(site: Site) -> Call:
-    """Only dims that are globally 1: a chunk of length 1 stays."""
+    """Only dims of global length 1: a chunk of length 1 stays."""
     shape = site.in_type(0).shape
     asked = dims_argument(site.node.argument("dim", None), len(shape))
     return Call(aten.squeeze.dims, (site.node.args[0], [d for d in asked if d < len(shape) and shape[d] == 1]), {})
 
 
 def _view_dtype(node: Node, graph: Graph) -> Factors:
-    """The same bytes as another dtype: the last dim changes its length where the element size does."""
+    """A view as another dtype: the last dim is unsharded if its length changes."""
     (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     dims = numbered(source, () if source == result else (len(source) - 1,))
     return Factors((dims,), (dims,), sizes_of(source))
@@ -108,7 +108,7 @@ def _expand(node: Node, graph: Graph) -> Factors:
 
 
 def _repeat(node: Node, graph: Graph) -> Factors:
-    """A dim is a factor where it is kept (repeated once) or made from nothing (length 1 before)."""
+    """A dim is a factor if it is repeated once, or had length 1."""
     (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
     padded = (1,) * (len(result) - len(source)) + tuple(source)
     after = tuple(f"d{d}" if a in (1, n) else None for d, (a, n) in enumerate(zip(padded, result, strict=True)))
@@ -146,7 +146,7 @@ def _swap(first: str, second: str) -> Callable[[Node, int], Sequence[int]]:
 
 
 def _reverse(last: int | None) -> Callable[[Node, int], Sequence[int]]:
-    """The last two dims swapped, or all dims reversed."""
+    """Last two dims swapped, or all dims reversed."""
     return lambda node, rank: range(rank)[::-1] if last is None else [*range(rank)[:-2], *range(rank)[-2:][::-1]]
 
 
@@ -161,7 +161,7 @@ def _move(node: Node, rank: int) -> Sequence[int]:
 
 
 def _repeat_interleave(node: Node, graph: Graph) -> Factors:
-    """Every element ``n`` times in place: equal chunks stay in place too."""
+    """Every element ``n`` times in place: equal chunks stay aligned."""
     (source,) = graph.shapes(node.inputs)
     dim = node.argument("dim")
     if dim is None:
@@ -172,7 +172,7 @@ def _repeat_interleave(node: Node, graph: Graph) -> Factors:
 
 
 def _repeat_interleave_local(site: Site) -> Call:
-    """The total length, where given, is the global one; it follows from the operands."""
+    """Without ``output_size``, which is global."""
     args, kwargs = site.node.with_arguments(output_size=None)
     return Call(site.node.op, args, {k: v for k, v in kwargs.items() if k != "output_size"})
 

@@ -1,6 +1,6 @@
-"""Splits along a dim that is cut: every part is cut alike, and ranks exchange what the others' parts need.
+"""Splits of a sharded dim: all results stay sharded, and ranks exchange halos.
 
-So the parts of a fused projection (gates and what they gate, queries, keys and values) stay sharded.
+So the segments of a fused projection (gate and up; query, key, value) stay sharded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoshard.runtime.transport.window import Halo, Window, halo_of
 
 
 def parts_of(size: int, lengths: Sequence[int], ranks: tuple[int, ...]) -> Iterator[Halo]:
-    """What ranks exchange for each part of a dim of ``size``; both are cut by axes of so many ranks, outer to inner."""
+    """Halo exchange per result of a split; ``ranks`` of the dim's axes, outer to inner."""
     for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
         yield halo_of(Window(padding=length - end), size, length, ranks)
 
@@ -28,7 +28,7 @@ def parts_of(size: int, lengths: Sequence[int], ranks: tuple[int, ...]) -> Itera
 def exchanged(
     axes: tuple[str, ...], row: float, size: int, lengths: Sequence[int], ranks: tuple[int, ...], grad: bool
 ) -> tuple[Internal, ...]:
-    """The collectives of a split; ``row``: bytes per position of the dim on a rank."""
+    """Collectives of a split; ``row``: bytes per position of the dim on a rank."""
     parts = enumerate(parts_of(size, lengths, ranks))
     found = (
         both_ways(axes, row, halo, grad, f"halo of part {i}", f"gradient of the halo of part {i}") for i, halo in parts
@@ -37,7 +37,7 @@ def exchanged(
 
 
 def _split(node: Node, graph: Graph) -> Factors:
-    """The dim is cut where every part leaves each rank a chunk."""
+    """The dim may be sharded if each rank gets a chunk of every result."""
     (shape,) = graph.shapes(node.inputs)
     dim = positive(node.argument("dim"), len(shape))
     lengths = lengths_of(node, shape[dim])
@@ -48,7 +48,7 @@ def _split(node: Node, graph: Graph) -> Factors:
 
 
 def lengths_of(node: Node, size: int) -> list[int]:
-    """Of all parts of a split."""
+    """Lengths of all results of a split."""
     if (given := node.argument("split_sizes", None)) is not None:
         return list(given)
     step = node.argument("split_size", None)
@@ -69,7 +69,7 @@ def _local(site: Site) -> Call:
 
 
 def _of_parts(site: Site, dim: int, ranks: int) -> Call:
-    """Of a rank's chunks of all parts."""
+    """A local split of this rank's chunks of all segments."""
     lengths = [n // ranks for n in lengths_of(site.node, site.in_type(0).shape[dim])]
     return Call(aten.split.sizes, (site.node.args[0], lengths, dim), {})
 

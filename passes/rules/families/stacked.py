@@ -1,4 +1,4 @@
-"""Experts whose matrices are parameters of their own: each on one rank, or all cut alike."""
+"""Stacked expert weights: separate parameters, each owned by one rank or all sharded alike."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from autoshard.runtime.operations.stacked import stacked_op
 
 STACKED = stacked_op._opoverload
 OWNERS = "owners"
-"""the label of the strategy in which an axis gives experts, each whole, to ranks, in their order"""
+"""label: an axis distributes full experts over ranks, in order"""
 
 
 def _stacked(node: Node, graph: Graph) -> Space:
-    """Dims of all matrices cut alike; where each expert has several, every one of these parts of its first dim."""
+    """All matrices sharded alike; if an expert has several, each of these segments of dim 0."""
     (first, *others), parts = graph.shapes(node.inputs)[0], node.argument("parts")
     rest = tuple(f"d{i}" for i in range(1, 1 + len(others)))
     rows = "rows" if parts == 1 else None
