@@ -1,4 +1,4 @@
-"""Micro-batches: a mesh axis in time. The graph of one of them, and what the whole step makes of all."""
+"""Micro-batches (gradient accumulation) as a mesh axis in time: their graph and number."""
 
 from autoshard.passes.microbatch.body import MicroBatches, check_lengths, micro_batched
 from autoshard.passes.microbatch.count import AUTO, count_of, in_parts

@@ -1,4 +1,4 @@
-"""The graph of one micro-batch: every operation in its local form along the axis of micro-batches."""
+"""The graph of one micro-batch: every op in its local form along the micro-batch axis."""
 
 from __future__ import annotations
 
@@ -31,34 +31,32 @@ from autoshard.passes.rules.facts import is_random
 from autoshard.runtime.operations.indexing import PART_OF_BATCH
 
 SHARE = 0.1
-"""of the work, without a backward: what every micro-batch may do of the whole batch"""
+"""without a backward: share of the FLOPs that every micro-batch may repeat for the full batch"""
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A step of several micro-batches: what each of them takes of the inputs, and how their outputs make the step's."""
+    """A step of several micro-batches: how inputs are divided and outputs combined."""
 
     count: int
     inputs: Mapping[str, tuple[str, int | None]]
-    """input of one micro-batch → the input of the step, and the dim that they share; None: it is whole"""
+    """input of one micro-batch → (input of the step, the dim that is divided); None: not divided"""
     outputs: tuple[int | str | None, ...]
-    """per flat output: the dim along which they are put together, "sum", or None where it is the same in all"""
+    """per flat output: dim of concatenation, "sum", or None where all micro-batches agree"""
     loss: int | None
-    """position of the loss among the flat outputs, whose gradients are made; None without a backward"""
+    """position of the loss among the flat outputs; None without a backward"""
     others: Mapping[int, str] = field(default_factory=dict)
-    """position → what it is called, of other scalars that carry a gradient on one device"""
+    """position → name, of other scalars that carry a gradient on one device"""
     before: Graph | None = None
-    """what is computed of the whole inputs before the first micro-batch; its outputs are inputs of the step, too"""
+    """loop-invariant part: runs once on the full inputs; its outputs are inputs of the step"""
 
 
 def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | None = None) -> tuple[Graph, MicroBatches]:
-    """The graph of one of ``count`` micro-batches of ``graph``, exact: their losses add up to the whole batch's.
+    """The exact graph of one of ``count`` micro-batches: the losses sum to the full batch's.
 
-    ``asked``: what a micro-batch takes of the inputs of these names; of others, what the rules find.
-
-    Raises :class:`PlanError` for an operation that needs the whole batch in the middle, such as batch norm; with a
-    backward for a model without a differentiable scalar output; without one for work that would be done in every
-    micro-batch again.
+    ``asked``: placement per input from hints; for other inputs the rules find the batch dim. Raises
+    :class:`PlanError` for an op that needs the full batch (batch norm), for training without a
+    scalar loss, and for inference in which every micro-batch would repeat the work.
     """
     _check(graph, count)
     loss, others = loss_of(graph, _asked(count)) if graph.training else (None, {})
@@ -82,11 +80,12 @@ def micro_batched(graph: Graph, count: int, asked: Mapping[str, Placement] | Non
 
 
 def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
-    """``graph`` with what depends on inputs alone, such as masks, as inputs; and the graph of these, None for nothing.
+    """Hoist ops of inputs alone, such as masks, out of the micro-batches.
 
-    They are computed of the whole batch, and micro-batches take their parts of them.
+    Returns ``graph`` with their results as inputs, and the graph of these ops, or None. They run
+    once on the full batch, and micro-batches slice their results.
     """
-    # A number that nothing decides stays: it is added to the loss in shares.
+    # A constant scalar stays: each micro-batch adds its share to the loss.
     numbers = {n.name for n in graph.nodes if not n.inputs and all(not graph.types[o].shape for o in n.outputs)}
     free = floating(graph) - numbers
     nodes = tuple(n for n in graph.nodes if n.name not in free)
@@ -105,14 +104,14 @@ def beforehand(graph: Graph) -> tuple[Graph, Graph | None]:
         outputs=tuple(map(Ref, made)),
         mutations={},
     )
-    kept = tuple(i for i in graph.inputs if i.name in read or i.kind == "parameter")  # also one that nobody reads
+    kept = tuple(i for i in graph.inputs if i.name in read or i.kind == "parameter")  # unused ones too
     inputs = (*kept, *(Input(name, "input", name) for name in made))
     types = {n: t for n, t in graph.types.items() if n not in graph.producers or graph.producers[n].name not in free}
     return replace(graph, inputs=inputs, nodes=nodes, types={**types, **{n: graph.types[n] for n in made}}), before
 
 
 def check_lengths(count: int, are_open: bool) -> None:
-    """Raise :class:`PlanError` for several micro-batches of a step whose lengths are open."""
+    """Raise :class:`PlanError` for several micro-batches with dynamic lengths."""
     if are_open and count > 1:
         raise PlanError(
             f"micro_batches={count} with open lengths (dynamic) and a backward is not supported: leave out dynamic, and "
@@ -131,9 +130,9 @@ def _check(graph: Graph, count: int) -> None:
 
 
 def _separated(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Separation:
-    """Checked: every micro-batch might run the model on the whole batch, and take its part of the result.
+    """The separation, checked: micro-batches may not each run the model on the full batch.
 
-    With a backward each of them may work on an input of another length, such as the names of classes.
+    With a backward, work on inputs of other lengths (class names) may be repeated.
     """
     found = separation(graph, count, asked)
     work = {n.name: node_flops(n, graph, rule_for(n.op)) for n in graph.nodes}
@@ -145,7 +144,7 @@ def _separated(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Sepa
 
 
 def _raise_as_whole(graph: Graph, again: Sequence[Node], count: int) -> NoReturn:
-    """Refuse that every micro-batch runs ``again`` of the whole batch."""
+    """Raise :class:`PlanError`: every micro-batch would run ``again`` on the full batch."""
     made = {name for node in again for name in node.outputs}
     for node in graph.nodes:
         if made.isdisjoint(node.inputs):
@@ -160,7 +159,7 @@ def _raise_as_whole(graph: Graph, again: Sequence[Node], count: int) -> NoReturn
 
 
 def _of_batch(graph: Graph, found: Separation, asked: Mapping[str, Placement]) -> set[str]:
-    """Operations on inputs that are as long as those that micro-batches share, but for those that hints give them whole."""
+    """Ops on inputs as long as the divided ones, except inputs that hints keep undivided."""
     uses = [(n, p) for node in graph.nodes for n, p in zip(node.inputs, found.choices[node.name].inputs, strict=True)]
     lengths = {
         (p.dim, graph.types[n].shape[p.dim]) for n, p in uses if n not in graph.producers and isinstance(p, Shard)
@@ -179,7 +178,7 @@ def _of_batch(graph: Graph, found: Separation, asked: Mapping[str, Placement]) -
 
 
 def _asked(count: int) -> str:
-    """What of the user's wishes is not possible: stages run micro-batches, too, be it one."""
+    """The option to name in an error: stages use micro-batches too, even a single one."""
     return f"micro_batches={count}" if count > 1 else "stages"
 
 
@@ -196,13 +195,13 @@ class _Body:
         self.types: dict[str, TensorType] = {i.name: graph.types[i.name] for i in self.held}
         self.inputs: dict[str, tuple[str, int | None]] = {}
         self.read: dict[tuple[str, int | None], str] = {}
-        """(input, its dim that is cut) → its name"""
+        """(input, divided dim or None) → its name"""
         self.kinds = {i.name: i for i in graph.inputs}
         self.shares: dict[str, str] = {}
-        """a value that no input decides → a micro-batch's share of it"""
+        """value that depends on no input → a micro-batch's share of it"""
         self.taken = {*graph.types, *(n.name for n in graph.nodes)}
         self.parts: dict[tuple[str, int], str] = {}
-        """(value that is whole, its dim that is cut) → a micro-batch's part of it"""
+        """(undivided value, dim) → a micro-batch's chunk of it"""
 
     def run(self) -> Graph:
         graph = self.graph
@@ -227,7 +226,7 @@ class _Body:
         return value if name == source else replace(value, name=name, fqn=f"{value.fqn} (whole batch)")
 
     def _input(self, name: str, dim: int | None) -> str:
-        """The name under which an input is read, cut along ``dim`` or whole."""
+        """The name of an input, divided along ``dim`` or not."""
         key = (name, dim)
         if key not in self.read:
             taken = any(source == name for source, _ in self.inputs.values())
@@ -244,7 +243,7 @@ class _Body:
         return replace(type_, shape=shape)
 
     def _local(self, node: Node) -> Iterator[Node]:
-        """The operations that ``node`` is in one micro-batch."""
+        """The nodes that compute ``node`` in one micro-batch."""
         graph, strategy = self.graph, self.found.choices[node.name]
         uses = [canonical(p, graph.types[n].grad) for n, p in zip(node.inputs, strategy.inputs, strict=True)]
         for name, use in zip(node.inputs, uses, strict=True):
@@ -265,14 +264,14 @@ class _Body:
             yield from self._flat(replace(node, args=(), kwargs={}), _with_names(call, node, names))
 
     def _fresh(self, stem: str) -> str:
-        """A name that no value has, and no operation."""
+        """A name that no value and no node has."""
         names = itertools.chain((stem,), (f"{stem}_{number}" for number in itertools.count(1)))
         found = next(name for name in names if name not in self.taken)
         self.taken.add(found)
         return found
 
     def _read_as(self, name: str, use: Placement) -> str:
-        """The name of a value as an operation reads it."""
+        """The name under which a reader gets a value."""
         if self._is_input(name):
             return self._input(name, use.dim if isinstance(use, Shard) else None)
         if self._is_shared(name, use):
@@ -283,7 +282,7 @@ class _Body:
         return not self._is_input(name) and self.found.placed.get(name, R) == R
 
     def _part(self, name: str, use: Placement, reader: Node) -> Iterator[Node]:
-        """What makes a micro-batch's part of a value that is whole."""
+        """Slice a micro-batch's chunk from an undivided value."""
         if not isinstance(use, Shard) or not self._is_whole(name) or (name, use.dim) in self.parts:
             return
         made = self.parts[name, use.dim] = self._fresh(f"{name}_part")
@@ -293,11 +292,11 @@ class _Body:
         yield replace(node, outputs=(made,), output_slots=(0,))
 
     def _is_shared(self, name: str, use: Placement) -> bool:
-        """Whether what is whole is read as a summand."""
+        """Whether an undivided value is read as a partial sum."""
         return use == P and self._is_whole(name)
 
     def _share(self, name: str, use: Placement, reader: Node) -> Iterator[Node]:
-        """What makes a micro-batch's share of a value that no input decides: they add up to it."""
+        """Divide a value that depends on no input by the count: the shares sum to it."""
         if not self._is_shared(name, use) or name in self.shares:
             return
         self.shares[name] = self._fresh(f"{name}_share")
@@ -307,7 +306,7 @@ class _Body:
         yield replace(made, outputs=(self.shares[name],), output_slots=(0,))
 
     def _flat(self, node: Node, call: Call) -> Iterator[Node]:
-        """A call with calls among its arguments as nodes, the innermost first; the last one defines what ``node`` does."""
+        """Nested calls as nodes, innermost first; the last node defines the results of ``node``."""
         made: list[Node] = []
 
         def plain(item: Any) -> Any:
@@ -325,13 +324,13 @@ class _Body:
             return Ref(name)
 
         args, kwargs = map_tree(call.args, plain), map_tree(call.kwargs, plain)
-        assert not isinstance(call.fn, str)  # strategies with such a form are not offered
+        assert not isinstance(call.fn, str)  # strategies with other forms are not offered
         last = replace(node, op=call.fn, args=args, kwargs=kwargs)
         self._check(last)
         yield from (*made, last)
 
     def _evaluated(self, node: Node) -> Sequence[torch.Tensor]:
-        """The node's results, on the meta device."""
+        """The node's results on the meta device."""
 
         def empty(item: Any) -> Any:
             if not isinstance(item, Ref):
@@ -345,7 +344,7 @@ class _Body:
         return [x for x in pytree.tree_leaves(node.op(*args, **kwargs)) if isinstance(x, torch.Tensor)]
 
     def _check(self, node: Node) -> None:
-        """Raise :class:`PlanError` where a local form does not make what the micro-batch needs."""
+        """Raise :class:`PlanError` if a local form gives results of wrong shape."""
         results = self._evaluated(node)
         for slot, name in zip(node.output_slots, node.outputs, strict=True):
             if slot < len(results) and tuple(results[slot].shape) != self.types[name].shape:
@@ -362,7 +361,7 @@ def _renamed(node: Node, names: Sequence[str]) -> Node:
 
 
 def _with_names(call: Call, node: Node, names: Sequence[str]) -> Call:
-    """The local form with the names under which the micro-batch reads its operands."""
+    """The local form with the micro-batch's names of its operands."""
     local = dict(zip(node.inputs, names, strict=True))
     renamed: Call = map_tree(call, lambda item: Ref(local.get(item.name, item.name)) if isinstance(item, Ref) else item)
     return renamed

@@ -1,4 +1,4 @@
-"""Numbers that are added to a sum over micro-batches: each of them adds its share."""
+"""Constants added to a sum over micro-batches: each of them adds its share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SUMS = frozenset(
     {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.subtract.Tensor, aten.subtract.Scalar}
     | {aten.rsub.Scalar}
 )
-"""of a tensor and ``other``"""
+"""ops on a tensor and ``other``"""
 
 
 def on_summands(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-    """The strategy of a sum with a number on summands of its operand; run as :func:`with_share` says, it gives summands.
+    """The strategy of tensor + constant on partial sums; run it with :func:`with_share`.
 
-    None of other operations, and where integers are added: these have no shares.
+    None for other ops, nor for integers, which have no shares.
     """
     if node.op not in SUMS or len(node.inputs) != 1 or isinstance(node.argument("other"), Ref):
         return ()
@@ -31,6 +31,6 @@ def on_summands(node: Node, graph: Graph) -> tuple[Strategy, ...]:
 
 
 def with_share(node: Node, count: int) -> Node:
-    """``node`` with the share that each of ``count`` micro-batches has of the number it adds."""
+    """``node`` with its constant divided by ``count``."""
     args, kwargs = node.with_arguments(other=node.argument("other") / count)
     return replace(node, args=args, kwargs=kwargs)

@@ -1,4 +1,4 @@
-"""How many micro-batches: the number with which the step is cheapest, of those with which it fits."""
+"""Choose the number of micro-batches: the cheapest step that fits into memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ log = logging.getLogger("autoshard.plan")
 
 Found = TypeVar("Found")
 AUTO = 0
-"""in place of a number: to be chosen"""
+"""micro_batches="auto"."""
 PRIMES = (2, 3, 5, 7, 11, 13)
-"""of which one has to divide the batch"""
+"""one of them must divide the batch"""
 
 
 def count_of(asked: Any) -> int:
-    """A user's ``micro_batches``: a number, or AUTO for "auto". Raises :class:`PlanError` for anything else."""
+    """Parse ``micro_batches``: a number, or "auto" as AUTO. Raises :class:`PlanError` otherwise."""
     if asked == "auto":
         return AUTO
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
@@ -38,14 +38,13 @@ def in_parts(
     always: bool = False,
     cuts: Mapping[str, Placement] | None = None,
 ) -> Found:
-    """What ``make`` gives for the graph of one of as many micro-batches as are ``asked`` for: a number, or AUTO.
+    """``make`` for the graph of one of ``asked`` micro-batches; AUTO: choose their number.
 
-    AUTO: the number whose step takes the fewest ``seconds``. Tried are the divisors of the batch, from 1 upwards, until
-    something is found and one more part makes the step no cheaper: more parts take less memory, and more time otherwise.
-    ``always``: one alone is a micro-batch, too, and a call without a backward runs in several where it can. ``cuts``:
-    what is asked for, as of :func:`micro_batched`.
-    Raises :class:`PlanError` as ``make`` and :func:`micro_batched` do; where no number has a plan, with what was said
-    of the most parts.
+    AUTO tries divisors of the batch upwards, until a plan exists and the next is no faster by
+    ``seconds``: more micro-batches take less memory but more time. ``always``: also for one
+    micro-batch, and for calls without a backward where possible. ``cuts``: as ``asked`` of
+    :func:`micro_batched`. Raises :class:`PlanError` as ``make`` and :func:`micro_batched` do; if no
+    number works, the error of the largest.
     """
     if asked != AUTO:
         return make(*_part(graph, asked, always, cuts))
@@ -85,7 +84,7 @@ def _part(
 
 
 def _counts(graph: Graph, always: bool, cuts: Mapping[str, Placement] | None) -> list[int]:
-    """Divisors of the batch; 1 alone where the model does not fall into micro-batches."""
+    """Divisors of the batch; [1] if the model does not divide into micro-batches."""
     if not (graph.training or always) or graph.symbols.read:
         return [1]
     lengths = [n for i in graph.inputs if i.kind == "input" for n in graph.types[i.name].shape]

@@ -1,8 +1,8 @@
-"""Samples of several inputs that are one batch of the model, ``net(cat([a, b]))``, as of siamese models: a micro-batch takes
-its part of each, and works on these joined.
+"""Batches concatenated from several inputs, ``net(cat([a, b]))``, as in siamese networks.
 
-Along a dim that is joined of parts a value lies in micro-batches as :class:`Grouped`: chunk i of every part. Operations that
-look at each sample by itself carry it on; a split into the same parts, or a view of the dim as (parts, part), ends it.
+A micro-batch takes a chunk of each input. Along the concatenated dim values are :class:`Grouped`:
+chunk i of every segment. Per-sample ops keep that; a split into the segments, or a view as
+(segments, size), ends it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from autoshard.passes.rules.families.shape import view_groups
 
 _JOINS = frozenset({aten.cat.default, aten.concat.default, aten.concatenate.default})
 ENDS = "apart"
-"""label of what takes the parts of a dim apart: its local form is of them, that of others as if the dim was cut as one"""
+"""label of ops that end the segments; only their local form sees them, others see one dim"""
 
 
 def joined_by(node: Node, graph: Graph) -> Parts | None:
-    """The dim along which ``node`` joins its operands, and the ratio of their lengths; None for other operations."""
+    """The dim along which ``node`` concatenates, and the ratio of lengths; None for other ops."""
     if node.op not in _JOINS or len(node.inputs) < 2:
         return None
     (result,), shapes = graph.shapes(node.outputs), graph.shapes(node.inputs)
@@ -39,7 +39,7 @@ def joined_by(node: Node, graph: Graph) -> Parts | None:
 
 
 def sliced_as_split(graph: Graph) -> Graph:
-    """``graph`` with slices that are one of the parts of a joined dim, ``h[:len(a)]``, as a result of a split into these."""
+    """``graph`` with slices of a concatenated dim to one segment, ``h[:len(a)]``, as splits."""
     joins = {found for node in graph.nodes if (found := joined_by(node, graph))}
     nodes = tuple(_split(node, graph, joins) for node in graph.nodes) if joins else graph.nodes
     return replace(graph, nodes=nodes) if nodes != graph.nodes else graph
@@ -63,10 +63,10 @@ def _split(node: Node, graph: Graph, joins: set[Parts]) -> Node:
 def along_parts(
     found: Sequence[Strategy], node: Node, graph: Graph, count: int, joined: Mapping[str, Parts]
 ) -> Iterator[Strategy]:
-    """The strategies of ``node`` along dims that are joined: it makes one, carries it on, or takes it apart.
+    """Strategies along concatenated dims: ``node`` makes one, keeps it, or splits it.
 
-    ``found``: those that need nothing of other micro-batches where a dim is cut as one; ``joined``: the operands' dims.
-    Draws are not carried: they are taken in the order of the whole batch.
+    ``found``: strategies without communication for a plain dim; ``joined``: the operands' dims.
+    Random ops are excluded: they draw in the order of the full batch.
     """
     if (parts := joined_by(node, graph)) is not None:
         dim, size = parts[0], math.gcd(*(shape[parts[0]] for shape in graph.shapes(node.inputs)))
@@ -91,7 +91,7 @@ def along_parts(
 
 
 def _apart(node: Node, graph: Graph, count: int, joined: Mapping[str, Parts]) -> Iterator[Strategy]:
-    """As a split into the parts, or a view of the dim as (parts, part)."""
+    """A split into the segments, or a view as (segments, size)."""
     parts = joined.get(node.inputs[0])
     if parts is None:
         return
@@ -108,7 +108,7 @@ def _apart(node: Node, graph: Graph, count: int, joined: Mapping[str, Parts]) ->
 
 
 def as_one(strategy: Strategy) -> Strategy:
-    """What ``strategy`` runs as: what is cut in every part as if it was one, unless the parts are taken apart."""
+    """``strategy`` with segments as one plain dim, unless the op ends them."""
     if strategy.label == ENDS:
         return strategy
     inputs, outputs = (

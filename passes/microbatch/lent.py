@@ -1,4 +1,4 @@
-"""Operands that lend a fill their shape only: without them it is free of how micro-batches share these."""
+"""Fills like an operand (``zeros_like``) as fills by size, independent of its micro-batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _FILLED: dict[Any, Any] = {
     aten.full_like.default: aten.full.default,
     aten.new_full.default: aten.full.default,
 }
-"""op of a tensor like its operand → the same of a size"""
+"""fill like an operand → fill by size"""
 
 
 def of_their_own(graph: Graph) -> Graph:
-    """``graph`` with such fills by size and dtype; those in another memory order, or of unknown lengths, stay."""
+    """``graph`` with fills by size; not with another memory order or unknown lengths."""
     nodes = tuple(_alone(node, graph) for node in graph.nodes)
     return graph if nodes == graph.nodes else remove_dead(replace(graph, nodes=nodes))
 

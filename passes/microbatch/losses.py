@@ -1,4 +1,4 @@
-"""Means over what counts only: the sum of a micro-batch over the count of the whole batch."""
+"""Classification losses: "mean" as a micro-batch's sum over the full batch's count."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from autoshard.passes.rules.base import ops
 from autoshard.passes.rules.families.loss import CLASSES_LAST, class_dim_of
 
 MEAN, SUM = 1, 2
-"""ATen's numbers of reductions"""
+"""ATen's enum of reductions"""
 
 COUNTED = frozenset(
     {aten.cross_entropy_loss.default, CLASSES_LAST, aten.nll_loss_nd.default, aten.nll_loss.default}
     | {aten.nll_loss2d.default}
 )
-"""losses whose mean divides by how many targets are not ignored, or by the weights of their classes"""
+"""losses whose mean divides by the number, or weights, of targets that are not ignored"""
 
 _NUMBERS = dict.fromkeys(ops("argmax.default argmin.default multinomial.default"), 0) | dict.fromkeys(
     ops("max.dim min.dim topk.default sort.default"), 1
 )
-"""ops that give numbers of classes, never less than 0, and as which result"""
+"""ops whose result of this index holds class numbers, never negative"""
 _MOVED = frozenset(
     ops(
         "reshape.default unsqueeze.default squeeze.dim select.int slice.Tensor transpose.int permute.default expand.default "
         "detach.default clone.default flip.default _to_copy.default"
     )
 )
-"""ops that give only elements of their operand"""
+"""ops that only rearrange or select elements"""
 
 
 def separable_means(graph: Graph) -> Graph:
-    """``graph`` with means of classification losses as a sum, over a count that depends on the targets alone."""
+    """``graph`` with the mean of each classification loss as a sum over a count of targets."""
     types = dict(graph.types)
     whole: dict[str, str] = {}
     nodes: list[Node] = []
@@ -70,7 +70,7 @@ def _divided(
 
     positions = graph.shape(target)
     weight = node.argument("weight")
-    if types[target.name].dtype.is_floating_point or (weight is None and _all_count(node, graph)):  # or probabilities
+    if types[target.name].dtype.is_floating_point or (weight is None and _all_count(node, graph)):
         logits = graph.shape(node.argument("self"))
         samples = 1
         for d, n in enumerate(logits):
@@ -97,7 +97,7 @@ def _divided(
 
 
 def _all_count(loss: Node, graph: Graph) -> bool:
-    """Whether no label is ignored, whatever the data: these are numbers of classes that the model found, as a teacher's are."""
+    """Whether no label is ever ignored: the model itself computes class numbers (a teacher)."""
     value: Ref = loss.argument("target")
     while (node := graph.producers.get(value.name)) is not None and node.op in _MOVED:
         value = node.args[0]
@@ -107,13 +107,13 @@ def _all_count(loss: Node, graph: Graph) -> bool:
 
 
 def averaged(node: Node, graph: Graph) -> Node | None:
-    """The loss, a sum, that ``node`` divides by how many labels count; None for other operations."""
+    """The summed loss that ``node`` divides by a count of labels; None for other ops."""
     total = graph.producers.get(node.inputs[0]) if node.op is aten.div.Tensor and len(node.inputs) == 2 else None
     return total if total is not None and total.op in COUNTED and total.argument("reduction") == SUM else None
 
 
 def of_own_labels(loss: Node, graph: Graph) -> str:
-    """Why a mean over labels that the model makes does not fall into micro-batches, and what to do."""
+    """Error text: a mean over labels that the model computes does not divide into micro-batches."""
     maker = graph.producers.get(loss.argument("target").name)
     return (
         f"{located(loss)} averages over those labels of the whole batch that count, and the model makes the labels itself "
@@ -123,7 +123,7 @@ def of_own_labels(loss: Node, graph: Graph) -> str:
 
 
 def located(node: Node | None) -> str:
-    """An operation with its module and line, in messages."""
+    """An op with its module and line, for messages."""
     if node is None:
         return "an input"
     return f"{node.op} in {node.fqn or '(root)'}" + (f" at {node.source}" if node.source else "")
@@ -132,9 +132,9 @@ def located(node: Node | None) -> str:
 def _copied(
     value: str, graph: Graph, types: dict[str, TensorType], whole: dict[str, str], free: Collection[str]
 ) -> Iterator[Node]:
-    """What makes ``value`` from the inputs once more: it is read whole for the count, and cut for the loss.
+    """A copy of the ops that make ``value``, unsharded for the count besides the loss's chunk.
 
-    Only operations that may be made anywhere, ``free``, are copied. Of others a micro-batch takes its part.
+    Only ops of inputs alone (``free``) are copied; of other values a micro-batch takes its chunk.
     """
     node = graph.producers.get(value)
     if node is None or value in whole or node.name not in free:

@@ -1,6 +1,6 @@
-"""Values picked out of every sample by its number, ``x[arange(batch), positions]``, as operations that look at each sample.
+"""Indexing by sample number, ``x[arange(batch), positions]``, as a per-sample gather.
 
-So classifiers of sequences take their last token, and losses written by hand the logit of the label.
+Sequence classifiers take their last token so, hand-written losses the label's logit.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _NUMBERS = {
     aten.arange.start: ("start", "end"),
     aten.arange.start_step: ("start", "end"),
 }
-"""op → its arguments; the step is 1 where as many numbers come out as there are samples"""
+"""op → its arguments; as many results as samples imply step 1"""
 _SHAPES = {aten.reshape.default, aten.unsqueeze.default}
-"""what may turn numbers into a column"""
+"""ops that may make a column of the numbers"""
 
 
 def picked_by_sample(graph: Graph) -> Graph:
-    """``graph`` with such an ``index`` as a ``gather`` along the second dim."""
+    """``graph`` with such an ``index`` as a ``gather`` along dim 1."""
     types = dict(graph.types)
     nodes: list[Node] = []
     for node in graph.nodes:
@@ -51,7 +51,7 @@ def _is_by_sample(node: Node, graph: Graph) -> bool:
 
 
 def _counts(numbers: Ref, samples: int, graph: Graph) -> bool:
-    """Whether these are the numbers from 0 on, as many as there are samples."""
+    """Whether ``numbers`` is arange(samples)."""
     node = graph.producers.get(numbers.name)
     while node is not None and node.op in _SHAPES:
         node = graph.producers.get(node.inputs[0])
@@ -74,7 +74,7 @@ def _gathered(node: Node, graph: Graph, types: dict[str, TensorType]) -> Iterato
         return Ref(f"{out}_{name}")
 
     column, wide = (samples, many, *(1 for _ in rest)), (samples, many, *rest)
-    # A negative position counts from the end; one that is out of range stays so.
+    # Negative positions count from the end; others out of range still fail.
     if index.dtype != torch.int64:
         yield from made(
             "long", aten._to_copy.default, index := replace(index, dtype=torch.int64), positions, dtype=torch.int64

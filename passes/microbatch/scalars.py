@@ -1,4 +1,4 @@
-"""Which output of a step is its loss, and what outputs are called."""
+"""The loss among the outputs of a step, and names of outputs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autoshard.passes.ir.graph import Graph, Ref
 
 
 def loss_of(graph: Graph, asked: str) -> tuple[int, dict[int, str]]:
-    """The position of the loss among the flat outputs; of the other scalars that carry a gradient, and what these are called.
+    """The flat position of the loss; positions and names of other scalars with a gradient.
 
-    The loss is the scalar of that name, else the first. Raises :class:`PlanError` where none carries a gradient; ``asked``:
-    what was asked for.
+    The loss is the scalar named "loss", else the first. Raises :class:`PlanError` if there is none;
+    ``asked``: the option that needs it, for the message.
     """
     outputs = enumerate((graph.types[o.name] if isinstance(o, Ref) else None) for o in graph.outputs)
     found = [i for i, type_ in outputs if type_ is not None and type_.grad and not type_.shape]
@@ -27,12 +27,12 @@ def loss_of(graph: Graph, asked: str) -> tuple[int, dict[int, str]]:
 
 
 def output_named(position: int, names: dict[int, str]) -> str:
-    """What a message calls an output."""
+    """How a message names an output."""
     return f"output {names[position]!r}" if position in names else f"output number {position}"
 
 
 def names_of(spec: Any) -> dict[int, str]:
-    """Position of a flat output → its key or field, of outputs that have one at the top."""
+    """Flat position → key or field, of outputs at the top level."""
     children = [] if spec.is_leaf() else spec.children()
     labels = getattr(spec.context, "_fields", getattr(spec.context, "names", spec.context))
     if not isinstance(labels, list | tuple) or len(labels) != len(children):

@@ -1,7 +1,8 @@
-"""Which dim of every value the micro-batches share: the rules of a mesh axis whose ranks come one after the other.
+"""The divided dim of every value: rules along a mesh axis whose ranks run one after another.
 
-Nothing is sent along such an axis. A value that is cut stays cut; one that is whole is made again in every
-micro-batch; a summand is summed at the exit only. What would need all micro-batches in the middle has no strategy.
+Nothing is sent along the micro-batch axis. A sharded value stays sharded, a replicated one is
+recomputed in every micro-batch, and partial sums are summed at the outputs only. An op that needs
+all micro-batches in between has no strategy.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from autoshard.passes.rules.families.factory import FILLED
 from autoshard.passes.search import CostNetwork, solve
 
 LATER_DIM = 1e-3
-"""what a cut of an input costs for each dim before it: the first dim that can be cut is the batch"""
+"""cost per dim before the divided one: the first dim that can be divided is the batch"""
 PART = 1.0
-"""what it costs to take a part of what is made whole"""
+"""cost of slicing a replicated value"""
 
 
 @dataclass(frozen=True)
 class Separation:
-    """The strategy of every node along the axis of micro-batches, and where outputs come from."""
+    """The strategy of every node along the micro-batch axis, and the placement of outputs."""
 
     mesh: Mesh
     choices: dict[str, Strategy]
     placed: dict[str, Placement]
-    """value → how its node makes it; inputs are what each reader asks for"""
+    """value → its placement; each reader of an input states its own"""
     outputs: tuple[Placement | None, ...]
 
     @property
@@ -57,9 +58,9 @@ class Separation:
 
 
 def separation(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Separation:
-    """How ``graph`` falls into ``count`` micro-batches. ``asked``: input → what each of them takes of it; free if not given.
+    """Divide ``graph`` into ``count`` micro-batches. ``asked``: input → placement from hints.
 
-    Raises :class:`PlanError`: what needs all of them, and where.
+    Raises :class:`PlanError` that names the op which needs the full batch.
     """
     network = _Separating(graph, Mesh({MICRO_BATCH: count}), asked)
     network.build()
@@ -74,13 +75,13 @@ class _Separating:
     variables: dict[str, Sequence[Any]] = field(default_factory=dict)
     costs: dict[str, np.ndarray] = field(default_factory=dict)
     edges: list[tuple[str, str, np.ndarray]] = field(default_factory=list)
-    """(definition, reader, infinite where it is impossible)"""
+    """(producer, reader, table: inf where impossible)"""
     joined: dict[str, Parts] = field(default_factory=dict)
-    """value → its dim that is joined of several inputs' samples, and the ratio of their numbers"""
+    """value → its concatenated dim, and the ratio of segments"""
     own: frozenset[str] = frozenset()
-    """values of no input: every micro-batch may add its share of one to what is summed"""
+    """values that depend on no input: a micro-batch may add its share to a sum"""
     partible: frozenset[str] = frozenset()
-    """values without a gradient that are made once, such as draws: every micro-batch may take its part of one"""
+    """values without gradient that are made once, such as draws: a micro-batch may slice them"""
 
     def build(self) -> None:
         graph = self.graph
@@ -132,7 +133,7 @@ class _Separating:
         self.edges.append((made[0], reader, np.array(table).reshape(len(made[1]), len(uses))))
 
     def _of_input(self, name: str, placement: Placement) -> float:
-        """What it costs to read an input so: any dim that the micro-batches divide may be cut, unless hints name it."""
+        """Cost of reading an input as ``placement``: any dim may be the batch, unless hints say."""
         if self.asked.get(name, placement) != placement:
             return np.inf
         if not isinstance(placement, Shard) or isinstance(placement, Grouped):
@@ -140,18 +141,18 @@ class _Separating:
         return LATER_DIM * placement.dim
 
     def _exits(self, name: str) -> list[Placement]:
-        """A loss is a sum over the micro-batches; other outputs are put together again."""
+        """Placements of an output: the loss must be a sum, others may be concatenated."""
         type_ = self.graph.types[name]
         if not type_.shape and type_.grad:
             return [P]
         return [R, P, *(Shard(d) for d in range(len(type_.shape)))]
 
     def _strategies(self, node: Node) -> list[Strategy]:
-        """The node's strategies that need nothing of other micro-batches."""
+        """Strategies of the node that need no communication between micro-batches."""
         every = axis_strategies(node, self.graph, False)
         if not (alone := [s for s in every if s.label != "I" and self._stands_alone(s, node)]):
             raise PlanError(f"{located(node)} cannot run in micro-batches")
-        # A float32 island in a float64 model may be rounded otherwise than in one batch; a parameter's cast has to be.
+        # a float32 upcast region may round differently here; a parameter's cast must run
         exact = axis_strategies(node, self.graph)
         found = [s for s in alone if s in exact]
         offered = [*found, *(s for s in alone if s.label == "R" and s not in found)] if found else alone
@@ -175,7 +176,7 @@ class _Separating:
             return True
         if internal_collectives(node, graph, self.mesh, (strategy,), placed):
             return False
-        if is_random(node):  # it draws for the whole batch and takes its part
+        if is_random(node):  # draws for the full batch, then slices
             return True
         return is_plain(local_call(node, graph, self.mesh, strategy))
 
@@ -189,7 +190,7 @@ class _Separating:
         return Separation(self.mesh, choices, self._placed(chosen, graph.nodes), outputs)
 
     def _chosen(self, costs: Mapping[str, np.ndarray]) -> dict[str, Any] | None:
-        """The states of these variables that fit together at the least cost; None where none do."""
+        """The cheapest consistent states of these variables, or None."""
         place = {variable: i for i, variable in enumerate(costs)}
         edges = tuple((place[a], place[b], table) for a, b, table in self.edges if a in place and b in place)
         try:
@@ -199,7 +200,7 @@ class _Separating:
         return {variable: self.variables[variable][choice[i]] for variable, i in place.items()}
 
     def _placed(self, chosen: Mapping[str, Any], nodes: Sequence[Node]) -> dict[str, Placement]:
-        """How ``nodes`` make their values."""
+        """Value → placement, of the results of ``nodes``."""
         types = self.graph.types
         return {
             name: canonical(chosen[f"node:{n.name}"].outputs[slot], types[name].grad)
@@ -208,7 +209,7 @@ class _Separating:
         }
 
     def _why_not(self) -> str:
-        """Where the fewest values would have to be put together in the middle."""
+        """Error text: where the full batch would be needed."""
         count, types = self.mesh.size, self.graph.types
         for i in self.graph.inputs:
             asked, shape = self.asked.get(i.name), types[i.name].shape
@@ -233,9 +234,7 @@ class _Separating:
         )
         for i in self.graph.inputs:
             shape = types[i.name].shape
-            if (
-                i.kind == "input" and shape and shape[0] % count and shape[0] > min(1, longest - 1)
-            ):  # 1 among others: no batch
+            if i.kind == "input" and shape and shape[0] % count and shape[0] > min(1, longest - 1):  # 1 is no batch
                 return (
                     f"micro_batches={count}: input {i.fqn!r} has shape {list(shape)}, and its batch of {shape[0]} does not "
                     f"divide into {count}. Choose a number of micro-batches that divides the batch.{jagged}"
@@ -254,23 +253,23 @@ class _Separating:
         )
 
     def _culprit(self) -> Node | None:
-        """The first operation up to which not all values that carry a gradient can be cut, or summands."""
+        """The first op up to which a value with a gradient can be neither sharded nor Partial."""
         nodes = self.graph.nodes
         if self._divided(len(nodes)) is not None:
             return None
         return nodes[bisect.bisect(range(1, len(nodes)), False, key=lambda n: self._divided(n) is None)]
 
     def _divided(self, number: int, ends: Sequence[str] = ()) -> dict[str, Any] | None:
-        """States with which the first ``number`` operations do none of their work for the whole batch; None where none do.
+        """States in which the first ``number`` ops repeat no work for the full batch, or None.
 
-        ``ends``: variables of what is written that count, too.
+        ``ends``: variables of written buffers that count, too.
         """
         types = self.graph.types
         costs = {v: cost for v, cost in self.costs.items() if v.startswith("input:") or v in ends}
         for node in self.graph.nodes[:number]:
             variable = f"node:{node.name}"
             wanted = [slot for slot, name in enumerate(node.outputs) if name in self.spread and types[name].grad]
-            # Of products no summands: their other dims are no batch.
+            # products: no partial sums, since a summed dim is not the batch
             refused = {R, P} if node_flops(node, self.graph, rule_for(node.op)) else {R}
             wrong = [any(canonical(s.outputs[i], True) in refused for i in wanted) for s in self.variables[variable]]
             costs[variable] = np.where(wrong, np.inf, self.costs[variable])
@@ -278,7 +277,7 @@ class _Separating:
 
     @cached_property
     def spread(self) -> frozenset[str]:
-        """Values that the batch decides: there they are to be cut, or summands."""
+        """Values that depend on the batch: they must be sharded or Partial."""
         graph, count = self.graph, self.mesh.size
         given = (i.name for i in graph.inputs if i.kind == "input")
         found = {name for name in given if any(n % count == 0 for n in graph.types[name].shape)}
@@ -288,7 +287,7 @@ class _Separating:
         return frozenset(found - self.own)
 
     def _whole_for(self, node: Node) -> str:
-        """What ``node`` would have to have of the whole batch, and what to do."""
+        """Error text: the values that ``node`` needs of the full batch, and what to do."""
         graph, number = self.graph, self.graph.nodes.index(node)
         if (loss := averaged(node, graph)) is not None:
             return of_own_labels(loss, graph)
@@ -307,7 +306,7 @@ class _Separating:
         )
 
     def _term_with(self, node: Node) -> str:
-        """The scalar beside the loss that ``node`` leads to, as a part of a sentence."""
+        """The output scalar besides the loss that ``node`` computes, as part of a sentence."""
         graph, names = self.graph, names_of(self.graph.out_spec)
         reached = outputs_reached(graph)
         for i, o in enumerate(graph.outputs):
@@ -318,16 +317,16 @@ class _Separating:
 
 
 def _of_no_input(graph: Graph) -> frozenset[str]:
-    """Floating values that no input of the step decides, such as a penalty on weights; parameters and buffers themselves."""
+    """Float values that depend on no input: parameters, buffers, penalties on weights."""
     found = {i.name for i in graph.inputs if i.kind != "input"}
     for node in graph.nodes:
-        if node.op in FILLED or found.issuperset(node.inputs):  # what is drawn whole is the same in every micro-batch
+        if node.op in FILLED or found.issuperset(node.inputs):  # draws are full
             found.update(node.outputs)
     return frozenset(name for name in found if graph.types[name].dtype.is_floating_point)
 
 
 def _partible(graph: Graph) -> frozenset[str]:
-    """Values of known lengths that carry no gradient, and that may not be made anywhere: of draws, and what reads these."""
+    """Values of known length without gradient that depend on random draws."""
     free, types = floating(graph), graph.types
     made = (name for node in graph.nodes if node.name not in free for name in node.outputs)
     return frozenset(n for n in made if not (types[n].grad or types[n].unknown) and types[n].number is None)
@@ -350,5 +349,5 @@ def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Call
 
 
 def is_plain(call: Call) -> bool:
-    """Whether a local form is made of operations of torch alone, and does not ask which micro-batch it is."""
+    """Whether a local form has torch ops only and does not use the micro-batch's number."""
     return not any(isinstance(x, Offset) or (isinstance(x, Call) and isinstance(x.fn, str)) for x in walk(call))

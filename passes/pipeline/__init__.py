@@ -1,4 +1,4 @@
-"""Pipeline stages: a graph cut along an axis of the mesh into graphs that run one after another."""
+"""Pipeline stages: a graph cut along a mesh axis into graphs that run one after another."""
 
 from autoshard.passes.pipeline.boundaries import boundaries, following, stages_per_rank, with_parameters
 from autoshard.passes.pipeline.cut import cut

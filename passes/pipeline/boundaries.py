@@ -1,4 +1,4 @@
-"""Where to cut a graph: between operations, so that the step is as short as can be; or where it was cut before."""
+"""Stage boundaries: for the shortest step, or as in an earlier call of the model."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from autoshard.passes.pipeline.choose import Boundaries
 from autoshard.passes.pipeline.pieces import Pieces, weights_prepared
 
 EACH = 16
-"""stages of a rank, at most, where their number is chosen"""
+"""most stages per rank (virtual stages) that are tried"""
 BETTER = 0.002
-"""the share of the step for which a rank gets one stage more: less than an estimate knows"""
+"""least gain for one more stage per rank, as a share of the step: estimates know no better"""
 GAIN = 0.05
-"""the share of the step for which it is cut elsewhere than between numbered modules: stages of whole layers read better,
-and equal ones are planned once"""
+"""least gain for a cut inside a layer, as a share of the step: equal stages are planned once"""
 
 
 def boundaries(
     pieces: Pieces, schedule: str, ranks: int, batches: int, chunks: int = 1, budget: float = math.inf
 ) -> tuple[int, ...]:
-    """Positions in the graph's nodes before which ``ranks`` · ``chunks`` stages are cut, for the shortest step.
+    """Positions in the graph's nodes before which stages begin, for the shortest step.
 
-    ``budget``: bytes per rank. Raises :class:`PlanError` where there are fewer operations to cut between.
+    ``ranks`` · ``chunks`` stages, ``budget`` bytes per rank. Raises :class:`PlanError` for too few
+    ops.
     """
     graph, count = pieces.graph, ranks * chunks
     if count == 1:
@@ -37,7 +37,7 @@ def boundaries(
         found = pieces.cutting(pieces.between(places), schedule, ranks, batches, chunks, limit).shortest()
         return found, [places[end - 1] for end in found.ends[:-1]]
 
-    for limit in (budget, math.inf):  # what no estimate fits, the plans of the stages may
+    for limit in (budget, math.inf):  # stages may fit where estimates do not
         try:
             found, cuts = shortest(pieces.places, limit)
             break
@@ -48,7 +48,7 @@ def boundaries(
     if len(blocks) + 1 >= count:
         try:
             whole, between = shortest(blocks, limit)
-        except PlanError:  # too much in one of them
+        except PlanError:  # a block does not fit
             return tuple(cuts)
         if whole.seconds <= found.seconds * (1 + GAIN):
             return tuple(between)
@@ -56,9 +56,10 @@ def boundaries(
 
 
 def stages_per_rank(pieces: Pieces, schedule: str, ranks: int, batches: int, budget: float = math.inf) -> int:
-    """How many stages of whole blocks make the step of an interleaved ``schedule`` shortest: 2 to :data:`EACH`.
+    """The number of stages per rank with the shortest interleaved step: 2 to :data:`EACH`.
 
-    More of them shorten the bubble, and send more messages; of as good ones, the fewest. 2 where none stays within ``budget``.
+    More stages shorten the bubble and send more messages; ties go to fewer. 2 if none fits
+    ``budget``.
     """
     parts, found, least = pieces.between(pieces.block_ends), 2, math.inf
     for chunks in range(2, min(EACH, len(parts) // ranks) + 1):
@@ -72,9 +73,10 @@ def stages_per_rank(pieces: Pieces, schedule: str, ranks: int, batches: int, bud
 
 
 def following(pieces: Pieces, homes: Mapping[str, tuple[int, ...]], count: int) -> tuple[int, ...]:
-    """The boundaries that leave every parameter in the stages that ``homes`` says: of another graph of the same model.
+    """Boundaries of another graph of the same model that keep parameters in their stages ``homes``.
 
-    Raises :class:`PlanError` where its operations read them in another order, and where it writes what several stages hold.
+    Raises :class:`PlanError` if ops read the stages' parameters in another order, or write one that
+    several stages hold.
     """
     graph, free = pieces.graph, pieces.free
     for fqn in graph.mutations:
@@ -88,7 +90,7 @@ def following(pieces: Pieces, homes: Mapping[str, tuple[int, ...]], count: int) 
     found, stage, everywhere = list[int](), 0, frozenset(range(count))
     for place, node in enumerate(graph.nodes):
         known = everywhere.intersection(*(stages.get(n, everywhere) for n in node.inputs))
-        if node.name in free:  # it is made where it is read, as the cast of a parameter is
+        if node.name in free:  # computed where it is read, such as a parameter's cast
             stages |= dict.fromkeys(node.outputs, known)
             continue
         least = min((k for k in known if k >= stage), default=None)
@@ -103,14 +105,14 @@ def following(pieces: Pieces, homes: Mapping[str, tuple[int, ...]], count: int) 
     return (
         *found,
         *[len(graph.nodes)] * (count - 1 - len(found)),
-    )  # the last may have nothing to do, as an encoder's call
+    )  # last stages may be empty, as when only an encoder runs
 
 
 def with_parameters(graph: Graph, cuts: Sequence[int]) -> tuple[int, ...]:
-    """``cuts`` moved forward in the graph where a stage would have nothing to train: optimizers refuse to have nothing.
+    """``cuts`` moved forward where a stage would train nothing: optimizers refuse to be empty.
 
-    Without a backward: where it would have no parameter of its own, which later calls, also in training, find their stages by;
-    a tied head is none.
+    Without a backward: where it has no parameter of its own, by which later calls find their
+    stages; a tied head does not count.
     """
     parameters = [i.name for i in graph.inputs if i.kind == "parameter"]
     trained = {n for n in parameters if (graph.types[n].grad if graph.training else len(graph.uses[n]) == 1)}

@@ -1,15 +1,15 @@
-"""Where a pipeline is cut: the boundaries that make its step shortest, within the memory of what is in flight.
+"""Pipeline partitioning: the stage boundaries with the shortest step that fits into memory.
 
-A graph comes as pieces, the stretches between its possible cuts. Stage ``i`` takes ``t_i`` seconds per micro-batch, with
-its messages and with what it makes again because memory is short. A step of ``m`` micro-batches on ``p`` ranks of ``v``
-stages takes at most
+A graph comes as segments between possible cuts. Stage ``i`` takes ``t_i`` seconds per micro-batch,
+with messages and recomputation. A step of ``m`` micro-batches with ``v`` stages per rank takes at
+most
 
     f · Σ t_i / v + (m · v − f) · max t_i
 
-with ``f`` the share of the work that fills and drains the pipeline: 1, or less where a split backward fills the gaps. For
-``v = f = 1`` that is Alpa's Σ t_i + (m − 1) · max t_i (Zheng et al. 2022), and as there it is minimised over a bound on
-``t_i``, with a dynamic program for the sum. The sum falls as the bound rises: a bisection leaves out bounds that cannot
-be better, so that the result is exact.
+with ``f`` the share of the work that fills and drains the pipeline: 1, or less where a split
+backward fills the gaps. With ``v = f = 1`` this is Alpa's Σ t_i + (m − 1) · max t_i (Zheng et al.
+2022). As there, a dynamic program minimises the sum for each bound on ``t_i``. The sum falls as the
+bound rises, so a bisection skips bounds that cannot be better. The result is exact.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from autoshard.passes.pipeline.timeline import Orders, StageSeconds, in_flight, 
 Array = np.ndarray
 
 TRIES = 100
-"""cuts that are simulated, at most, where none is proven the shortest before"""
+"""most cuts that are simulated before one is proven shortest"""
 MOVES = 10
-"""times that one boundary is moved, at most, where a rank has several stages"""
+"""most moves of one boundary, with several stages per rank"""
 MIXES = 16
-"""bounds of the first stages of all ranks, at most, for each of which the least of the others is found"""
+"""most bounds on first stages that are tried, with several stages per rank"""
 
 
 @dataclass(frozen=True)
 class Boundaries:
-    """A cut of pieces into stages. ``ends``: per stage the number of the first piece that is not in it."""
+    """Boundaries of stages. ``ends``: per stage the index behind its last segment."""
 
     ends: tuple[int, ...]
     seconds: float
-    """of the step: by the formula, or simulated"""
+    """seconds of the step, by formula or simulation"""
     stages: tuple[StageSeconds, ...]
-    """what one micro-batch takes on each"""
+    """per stage the seconds of one micro-batch"""
 
 
 @dataclass(frozen=True)
 class Cutting:
-    """The choice of boundaries for one schedule. ``budget``: bytes per rank."""
+    """The search for boundaries under one schedule. ``budget``: bytes per rank."""
 
     pieces: Sequence[Piece]
     schedule: str
@@ -62,14 +62,14 @@ class Cutting:
     budget: float = math.inf
     training: bool = True
     paces: Sequence[float] = ()
-    """of ranks that share processors, see :func:`timeline`"""
+    """speeds of ranks that share processors, see :func:`timeline`"""
     host: float = 0.0
-    """what each action takes beside its operations"""
+    """seconds of the host per action"""
 
     def best(self) -> Boundaries:
-        """The boundaries with the least seconds.
+        """The boundaries with the least seconds by formula.
 
-        Raises :class:`PlanError` where there are more stages than pieces, or where no cut stays within the budget.
+        Raises :class:`PlanError` for fewer segments than stages, or if no cut fits the budget.
         """
         if self.stages > len(self.pieces):
             raise PlanError(
@@ -87,12 +87,12 @@ class Cutting:
         return Boundaries(ends, total, stages)
 
     def shortest(self) -> Boundaries:
-        """The boundaries whose simulated step is the shortest.
+        """The boundaries with the shortest simulated step.
 
-        It starts with :meth:`best`: the formula is an upper bound of a step, of stages that differ some percent above it.
-        With one stage per rank, cuts are then simulated, those with the lowest :meth:`_floor` first, until no other can be
-        shorter, or :data:`TRIES` were: mostly after a few. With several, all cuts are where these are so few; else those of
-        :meth:`_even`, and what moving one boundary makes of the best, until that makes it no shorter (:data:`MOVES`).
+        The formula is an upper bound, some percent too high for unequal stages. One stage per rank:
+        simulate cuts in order of their lower bound :meth:`_floor`, until it exceeds the best step
+        or :data:`TRIES` are done. Several: simulate all cuts if they are few, else those of
+        :meth:`_even`, then move one boundary at a time (:data:`MOVES`).
         """
         step, found, left = math.inf, tuple[int, ...](), TRIES if self.chunks == 1 else MOVES
         rest = self._floors_from() if self.chunks == 1 else []
@@ -105,7 +105,7 @@ class Cutting:
                     step, found = seconds, ends
             if self.chunks == 1:
                 several = list(itertools.islice(self._by_floor(waiting, rest, step), min(count, left)))
-                left, count = left - len(several), 1 if self.paces else 2 * count  # many at once take little more
+                left, count = left - len(several), 1 if self.paces else 2 * count  # a batch is cheap
             else:
                 several, left = self._beside(found) if left and step < before else [], left - 1
         stages = self._stages(found)
@@ -113,7 +113,7 @@ class Cutting:
         return Boundaries(found, step, stages)
 
     def _starts(self) -> list[tuple[int, ...]]:
-        """The ends of the cuts that are simulated first."""
+        """Ends of the cuts that are simulated first."""
         if self.chunks == 1:
             return [self.best().ends]
         pieces = len(self.pieces)
@@ -123,24 +123,24 @@ class Cutting:
         return [ends for ends in every if self._fits(ends)] or [self.best().ends]
 
     def _beside(self, ends: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The ends of the cuts that differ in one boundary, by one piece."""
+        """Ends of the cuts with one boundary moved by one segment."""
         moved = ((*ends[:i], ends[i] + by, *ends[i + 1 :]) for i in range(len(ends) - 1) for by in (-1, 1))
         return [other for other in moved if self._fits(other)]
 
     def _fits(self, ends: tuple[int, ...]) -> bool:
-        """Whether every stage has something, and stays within the budget."""
+        """Whether no stage is empty or exceeds the budget."""
         spans = zip((0, *ends), ends, strict=False)
         return all(np.isfinite(took[span]) for took, span in zip(self.took, spans, strict=True))
 
     def bubble(self, found: Boundaries) -> float:
-        """Seconds that the busiest rank waits in the step of a cut."""
+        """Bubble: seconds that the busiest rank waits in the step."""
         if self.paces:
             return timeline(self._order, found.stages, self.paces).bubble_s
         took = [self.batches * sum(s.of(kind) for kind in self._kinds) + s.once for s in found.stages]
         return found.seconds - max(sum(took[rank :: self.ranks]) for rank in range(self.ranks))
 
     def _simulated(self, several: Sequence[tuple[int, ...]]) -> Sequence[float]:
-        """Seconds of the steps of cuts, each by its ends."""
+        """Seconds of the step of each cut."""
         cuts = [stages for ends in several if (stages := self._stages(ends)) is not None]
         assert len(cuts) == len(several)
         if self.paces:
@@ -160,7 +160,7 @@ class Cutting:
     def _by_floor(
         self, waiting: list[tuple[float, int, tuple[int, ...]]], rest: Sequence[Array], step: float
     ) -> Iterator[tuple[int, ...]]:
-        """The ends of cuts whose floor is below ``step``, the lowest first; ``waiting``: a heap of cuts begun, by floor."""
+        """Cuts with a lower bound below ``step``, best first; ``waiting``: heap of partial cuts."""
         while waiting and waiting[0][0] < step * (1 - 1e-9):
             floor, _, ends = heappop(waiting)
             if (stage := len(ends)) == self.stages:
@@ -171,10 +171,10 @@ class Cutting:
                 heappush(waiting, (float(floors[end]), -stage, (*ends, int(end))))
 
     def _floor(self, stage: int, first: int | slice = slice(None)) -> Array:
-        """Seconds that no step is below in which ``stage`` has the pieces from ``first``: float64 [pieces + 1], by its end;
-        for all of them [pieces + 1, pieces + 1].
+        """Lower bound in seconds of a step whose ``stage`` starts at segment ``first``.
 
-        The first rank is done last, but where a split backward fills its gaps; then comes what it does once.
+        float64 [segments + 1] by its end; for all ``first`` [segments + 1, segments + 1]. The first
+        rank ends last, unless a split backward fills its gaps, and then runs its updates.
         """
         once = np.concatenate([[0.0], np.cumsum([p.once for p in self.pieces])])
         own = once - once[first, None] if stage == 0 or self.schedule == "zero_bubble" else once[1]
@@ -182,11 +182,11 @@ class Cutting:
         return found
 
     def _floor_of_batches(self, stage: int, first: int | slice) -> Array:
-        """See :meth:`_floor`: until all micro-batches are done.
+        """The part of :meth:`_floor` up to the end of all micro-batches.
 
-        Before its work the first micro-batch goes through the stages ahead, and after it the last one back. What is behind
-        it, it waits for: without a backward, and in GPipe, for all of that; in 1F1B twice, after the first forward and after
-        the last, but for the forwards, or backwards, that it may do meanwhile.
+        The first micro-batch passes the stages ahead before this stage's work, the last passes them
+        after it. The stage also waits for those behind it: without a backward and in GPipe for all
+        their work, in 1F1B twice, less the forwards or backwards that it may run meanwhile.
         """
         forward, work = self._done
         send, back = self._messages
@@ -195,7 +195,7 @@ class Cutting:
         own = self.took[stage][first] - send + send[first, None] - back[first, None] + back
         meanwhile = min(self.batches, self.ranks - stage) - 1
         found: Array = self.batches * own + (forward if self.schedule == "zero_bubble" else work)[first, None]
-        if self.paces:  # all that is here may be done while others wait
+        if self.paces:  # work may run while others wait
             found = found / max(self.paces)
         if self.paces or self.chunks > 1 or self.schedule == "zero_bubble" or stage == self.stages - 1:
             return found
@@ -208,8 +208,7 @@ class Cutting:
         return found
 
     def _floors_from(self) -> list[Array]:
-        """Per stage, and after the last, float64 [pieces + 1]: the floor of what is left for it and those behind it, by
-        where it starts."""
+        """Lower bounds of all remaining stages, by start: per stage float64 [segments + 1]."""
         none = np.full(len(self.pieces) + 1, np.inf)
         none[-1] = 0.0
         found = [none]
@@ -230,7 +229,7 @@ class Cutting:
 
     @cached_property
     def fill(self) -> float:
-        """The share of the work that fills and drains the pipeline."""
+        """Share of the work that fills and drains the pipeline."""
         work, weights = (
             math.fsum(x) for x in zip(*((p.forward + p.backward, p.weights) for p in self.pieces), strict=True)
         )
@@ -238,9 +237,10 @@ class Cutting:
 
     @cached_property
     def took(self) -> tuple[Array, ...]:
-        """Per stage: float64 [pieces + 1, pieces + 1], seconds of a micro-batch on the pieces from row to column.
+        """Per stage float64 [segments + 1, segments + 1]: seconds on segments from row to column.
 
-        Infinite where there are none, and where they do not fit. Ranks with as much in flight share one.
+        inf if there are none or they do not fit. Stages with equal micro-batches in flight share
+        one.
         """
         known: dict[int, Array] = {}
         for n in self.flying:
@@ -262,18 +262,18 @@ class Cutting:
 
     @cached_property
     def _done(self) -> tuple[Array, Array]:
-        """float64 [pieces + 1] each: seconds forward, and of both ways, of all pieces before."""
+        """float64 [segments + 1] each: seconds of all segments before, forward and in total."""
         forward = self._sums("forward")[0]
         return forward, forward + self._sums("backward")[0]
 
     @cached_property
     def _messages(self) -> tuple[Array, Array]:
-        """float64 [pieces + 1] each: seconds of the message, and of the gradients back, over a boundary before each piece."""
+        """float64 [segments + 1] each: seconds of messages, and of gradients, at each boundary."""
         send = np.array([0.0, *(p.send for p in self.pieces[:-1]), 0.0])
         return send, np.array([0.0, *(p.send_back for p in self.pieces[1:]), 0.0])
 
     def _sums(self, what: str) -> Array:
-        """float64 [pieces + 1, pieces + 1]: the sum over the pieces from row to column."""
+        """float64 [segments + 1, segments + 1]: sums over segments from row to column."""
         values = [getattr(p, what) for p in self.pieces]
         values = [p.kept if math.isnan(x) else x for x, p in zip(values, self.pieces, strict=True)]
         before: Array = np.concatenate([[0.0], np.cumsum(values)])
@@ -281,15 +281,17 @@ class Cutting:
         return found
 
     def _largest(self) -> Array:
-        """float64 [pieces + 1, pieces + 1]: the most that one of the pieces needs while it runs."""
+        """float64 [segments + 1, segments + 1]: the largest working memory of one segment."""
         found = np.zeros((len(self.pieces) + 1,) * 2)
         for first in range(len(self.pieces)):
             found[first, first + 1 :] = np.maximum.accumulate([p.most for p in self.pieces[first:]])
         return found
 
     def _cut(self, bound: float, later: float | None = None) -> tuple[float, tuple[int, ...]] | None:
-        """The least sum of ``t_i`` that are at most ``bound``, and the ends of the stages; ``later``: of those that are not
-        the first of their rank, another bound."""
+        """The least sum of ``t_i`` ≤ ``bound``, and the stages' ends.
+
+        ``later``: another bound for stages that are not the first of their rank.
+        """
         best = np.full(len(self.pieces) + 1, np.inf)
         best[0] = 0.0
         chosen = []
@@ -306,16 +308,15 @@ class Cutting:
         return float(best[-1]), tuple(reversed(ends))
 
     def _even(self) -> list[tuple[int, ...]]:
-        """Where a rank has several stages, cuts whose later stages are smaller than the first, or larger: ends of each.
+        """Cuts whose ranks have smaller, or larger, later stages than first ones: ends of each.
 
-        With one bound for all, three layers on some stage are three on every one: a rank then has six where five would do.
+        One bound for all is too coarse: if some stage has three layers all may, and a rank six
+        where five suffice.
         """
         took = np.unique(np.concatenate([t[np.isfinite(t)] for t in {id(t): t for t in self.took}.values()]))
         each = float(self._done[1][-1]) / self.stages
         near = took[(took > each / 2) & (took < 2 * each)]
-        levels = near[np.append(np.diff(near) > 1e-6 * each, True)[: len(near)]] * (
-            1 + 1e-9
-        )  # sums of equal pieces are one
+        levels = near[np.append(np.diff(near) > 1e-6 * each, True)[: len(near)]] * (1 + 1e-9)  # equal sums
         found = dict[tuple[int, ...], None]()
         for i in np.unique(np.linspace(0, len(levels) - 1, MIXES).astype(int)) if len(levels) else ():
             low, high, best = -1, len(levels), None
@@ -328,7 +329,7 @@ class Cutting:
         return list(found)
 
     def _lowest(self, bounds: Array) -> int | None:
-        """The first of ``bounds`` under which there is a cut."""
+        """Index of the first of ``bounds`` that allows a cut."""
         if not len(bounds) or self._cut(bounds[-1]) is None:
             return None
         low, high = -1, len(bounds) - 1
@@ -338,7 +339,7 @@ class Cutting:
         return high
 
     def _candidates(self, bounds: Array, low: int, high: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-        """(seconds, ends): one of them is the best of all cuts under ``bounds[low]`` to ``bounds[high]``."""
+        """(seconds, ends), among them the best cut under ``bounds[low]`` to ``bounds[high]``."""
         best, sums = math.inf, dict[int, float]()
         waiting = [(low, high)]
         while waiting:
@@ -357,7 +358,7 @@ class Cutting:
         return self.fill * total / self.chunks + (self.batches * self.chunks - self.fill) * slowest
 
     def _stages(self, ends: tuple[int, ...]) -> tuple[StageSeconds, ...] | None:
-        """What every stage takes; None where one does not fit."""
+        """Seconds of every stage; None if one does not fit."""
         if not self._fits(ends):
             return None
         return tuple(self.stage(i, *span) for i, span in enumerate(zip((0, *ends), ends, strict=False)))
@@ -376,7 +377,7 @@ class Cutting:
         )
 
     def _does_not_fit(self) -> str:
-        """The sentence for a budget within which there is no cut; its figure is no more than any cut holds."""
+        """Error text if no cut fits; its bytes are a lower bound of every cut."""
         kept, state = (float(self._sums(what)[0, -1]) for what in ("least", "state"))
         least = (min(self.flying) * kept / self.chunks + state) / self.ranks
         return (

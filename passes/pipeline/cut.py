@@ -1,8 +1,8 @@
-"""Cut a graph into stages: contiguous parts in topological order, joined by the values that cross.
+"""Cut a graph into pipeline stages: contiguous parts in topological order.
 
-A stage talks to its neighbours only, so a value that a later stage reads goes through all between. What depends on
-inputs alone (masks, positions, rotary tables) does not cross where it takes less to make it: every stage that reads it
-makes it itself. So one rule serves lists of blocks, encoders beside decoders, and models with skips.
+A stage sends to its neighbours only: a value for a later stage passes through those between. Values
+of inputs alone (masks, positions, rotary tables) are recomputed by each reading stage where that is
+faster than sending them. Lists of blocks, encoder-decoders and skips need no special case.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from autoshard.passes.pipeline.stage import Stage, Stages
 
 
 def cut(pieces: Pieces, boundaries: Sequence[int], loss: int | None = None, idle: bool = False) -> Stages:
-    """The graph of ``pieces`` cut before the operations at ``boundaries`` (positions in its nodes, ascending).
+    """The graph of ``pieces`` cut before the nodes at ``boundaries`` (ascending positions).
 
-    ``loss``: position of the flat output that the last stage has to return, wherever it is made. ``idle``: whether stages
-    may have no operations. Raises :class:`PlanError` where they have none otherwise, and for a value that cannot cross.
+    ``loss``: flat output that the last stage must return. ``idle``: stages may be empty. Raises
+    :class:`PlanError` for an empty stage otherwise, and for a value that cannot be sent.
     """
     return _Cut(pieces, boundaries, loss, idle).run()
 
@@ -46,7 +46,7 @@ class _Cut:
             self.mutations[self._written_in(name)][fqn] = name
 
     def _passed_on(self, pieces: Pieces) -> set[str]:
-        """Operations of inputs alone whose results go from the first stage that reads them, their home now, to the others."""
+        """Ops of inputs alone that their first reading stage runs, and sends to the others."""
         found, stages, types = set[str](), dict[str, set[int]](), self.graph.types
         for node in reversed(self.graph.nodes):
             if node.name not in pieces.free:
@@ -81,14 +81,14 @@ class _Cut:
         return stages
 
     def _made_in(self, value: str) -> int:
-        """The stage that returns a value: the one that makes it, or the first to read an input; the last, where any can."""
+        """The stage that returns a value: its producer, the first to read an input, or the last."""
         node = self.graph.producers.get(value)
         if node is not None:
             return self.last if node.name in self.floating else self.home[node.name]
         return min(self._readers(value), default=self.last)
 
     def _readers(self, value: str) -> set[int]:
-        """The stages that compute with a value, or with what they make of it for themselves."""
+        """The stages that compute with a value, directly or with ops they duplicate."""
         found, wanted = set[int](), [value]
         while wanted:
             for node in self.graph.uses[wanted.pop()]:
@@ -103,7 +103,7 @@ class _Cut:
         return 0 if node is None else self.home[node.name]
 
     def _own(self, k: int) -> tuple[Node, ...]:
-        """The operations of stage ``k``: those of its part, and what it makes for itself, in program order."""
+        """Nodes of stage ``k`` with those it duplicates, in program order."""
         mine = [n for n in self.graph.nodes if self.home[n.name] == k and n.name not in self.floating]
         wanted = [*(name for n in mine for name in n.inputs), *self._returned(k)]
         made: dict[str, Node] = {}
@@ -120,7 +120,7 @@ class _Cut:
         return [*(o.name for o in outputs if isinstance(o, Ref)), *self.mutations[k].values()]
 
     def _crossing(self, own: Sequence[tuple[Node, ...]]) -> list[tuple[str, ...]]:
-        """Per boundary the values that cross it, in program order."""
+        """Per boundary the values sent over it, in program order."""
         last_read: dict[str, int] = {}
         for k, nodes in enumerate(own):
             last_read.update(dict.fromkeys((name for n in nodes for name in n.inputs), k))
@@ -149,7 +149,7 @@ class _Cut:
         received = crossing[k - 1] if k else ()
         sent = crossing[k] if k < self.last else ()
         read = {name for n in nodes for name in n.inputs} | set(self._returned(k))
-        read |= {s.value for s in graph.symbols.read}  # every stage knows the open lengths from the user's inputs
+        read |= {s.value for s in graph.symbols.read}  # which give dynamic lengths
         kept = [i for i in graph.inputs if i.name in read or i.fqn in self.mutations[k]]
         inputs = (*kept, *(Input(name, "input", _fqn(name, kept)) for name in received))
         names = [*(i.name for i in inputs), *(o for n in nodes for o in n.outputs)]
@@ -173,7 +173,7 @@ class _Cut:
         )
 
     def _check_buffers(self, stages: Stages) -> None:
-        """What is written, a buffer or an input, is read in one stage: others would not see what it becomes."""
+        """Raise :class:`PlanError` if a written buffer or input is read in several stages."""
         for fqn in self.graph.mutations:
             homes = [s.number for s in stages.each if any(i.fqn == fqn and s.reads(i.name) for i in s.graph.inputs)]
             if len(homes) > 1:

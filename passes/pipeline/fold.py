@@ -1,7 +1,6 @@
-"""A graph with its equal blocks left out: small enough to be planned for many meshes, and what it stands for.
+"""A graph without its repeated blocks: quick to plan for many meshes.
 
-The result computes something else, but an operation of a kept block costs what the same one costs in all blocks that the
-block stands for.
+The smaller graph computes something else, but its ops cost as much as in the blocks left out.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from autoshard.passes.ir.graph import Graph, Node, map_refs
 from autoshard.passes.ir.paths import block_path
 
 KEPT = 2
-"""blocks of a row of equal ones that stay: the first may have other neighbours than the others"""
+"""equal consecutive blocks that stay: the first may have other neighbours"""
 
 
 @dataclass(frozen=True)
 class Folded:
-    """``graph`` has some of the blocks. ``blocks``: per numbered module of the whole, in order, the one that stands for it."""
+    """``graph`` lacks blocks. ``blocks``: for each numbered module in order, its representative."""
 
     graph: Graph
     blocks: tuple[str, ...]
 
     def sequence(self, graph: Graph) -> tuple[tuple[tuple[Node, ...], ...], tuple[int, ...]]:
-        """Rows of operations, of a block or between two; and which of them make the whole, one after another.
+        """Rows of nodes, of a block or between two; the order of rows that makes the full graph.
 
-        ``graph``: that of this, or of one micro-batch of it.
+        ``graph``: this one, or that of one of its micro-batches.
         """
         rows = _rows(graph.nodes)
         where: dict[str, list[int]] = {}
@@ -47,7 +46,7 @@ class Folded:
 
 
 def folded(graph: Graph) -> Folded:
-    """``graph`` with :data:`KEPT` blocks of each row of equal ones; blocks are the outermost numbered modules."""
+    """``graph`` with :data:`KEPT` of equal consecutive blocks (outermost numbered modules)."""
     parts = _rows(node for node in graph.nodes if block_path(node.fqn))
     forms = [_form(graph, nodes) for _, nodes in parts]
     stand: list[str] = []
@@ -67,12 +66,12 @@ def folded(graph: Graph) -> Folded:
 
 
 def _rows(nodes: Iterable[Node]) -> list[tuple[str, tuple[Node, ...]]]:
-    """Operations one after another of one block, or of none: ""."""
+    """Consecutive nodes of one block; "" is none."""
     return [(path, tuple(row)) for path, row in itertools.groupby(nodes, lambda node: block_path(node.fqn))]
 
 
 def _form(graph: Graph, nodes: Sequence[Node]) -> tuple[Any, tuple[str, ...]]:
-    """What blocks that are equal have in common; and the values that others read of it, in order."""
+    """Signature that equal blocks share, and the values that others read of the block."""
     own = {n.name for n in nodes}
     numbers: dict[str, int] = {}
 
@@ -93,7 +92,7 @@ def _form(graph: Graph, nodes: Sequence[Node]) -> tuple[Any, tuple[str, ...]]:
 
 
 def _without(graph: Graph, dropped: set[str], renamed: Mapping[str, str]) -> Graph:
-    """``graph`` without some operations; values of theirs are read under another name."""
+    """``graph`` without ``dropped`` nodes; their values are read under other names."""
     graph = replace(graph, nodes=tuple(n for n in graph.nodes if n.name not in dropped)).renamed(renamed)
     read = {name for node in graph.nodes for name in node.inputs}
     inputs = tuple(i for i in graph.inputs if i.kind == "input" or i.name in read)

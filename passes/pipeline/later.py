@@ -1,4 +1,4 @@
-"""A backward in two parts, for schedules that split it: products with weights by functions that can make dW later."""
+"""Split backward (zero bubble): functions that compute weight gradients (dW) later."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PRODUCTS: dict[Any, str] = {
     aten.conv2d.default: "conv",
     aten.conv3d.default: "conv",
 }
-"""operations on a value, a weight and perhaps a bias → functions of the runtime; other gradients come in the first part"""
+"""op (value, weight[, bias]) → runtime function; gradients of other inputs come first"""
 
 
 def in_two_parts(program: Program) -> Program:
-    """``program`` with its products of a value and a parameter, or a conversion, view or cast of one, by those functions."""
+    """``program`` with products of a value and a weight (or its view, cast) by these functions."""
     weights = set(program.graph.parameters)
     statements = []
     for s in program.statements:
@@ -38,7 +38,7 @@ def in_two_parts(program: Program) -> Program:
 
 
 def _same(op: torch._ops.OpOverload) -> bool:
-    """Whether the backward of ``op`` may run in both parts, as where a weight is read otherwise, too: it keeps nothing."""
+    """Whether the backward of ``op`` may run in both parts: it saves nothing."""
     return is_view(op) or op is aten._to_copy.default
 
 
@@ -52,6 +52,6 @@ def _fits(s: Statement, weights: set[str], program: Program) -> bool:
     ranks = [len(program.types[ref.name].shape) for ref in (x, weight)]
     kind = PRODUCTS[s.call.fn]
     known = ranks[1] == 2 if kind == "linear" else ranks[0] == ranks[1] or (kind == "matmul" and ranks[1] == 2)
-    if s.call.fn is aten.matmul.default and ranks[1] > 2:  # may stretch a dim
+    if s.call.fn is aten.matmul.default and ranks[1] > 2:  # may broadcast
         return False
     return known and x.name not in weights and weight.name in weights and (bias is None or bias.name in weights)

@@ -1,4 +1,4 @@
-"""The parts that a pipeline is cut between."""
+"""Segments of a graph between possible stage boundaries."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of the graph that is never cut. Seconds of one micro-batch, bytes on the busiest rank."""
+    """Costs of a segment: seconds of one micro-batch, bytes on the busiest rank."""
 
     forward: float
     backward: float
     weights: float = 0.0
-    """seconds of the backward that make gradients of weights"""
+    """seconds of the backward for weight gradients"""
     send: float = 0.0
-    """seconds of the message to the next piece, if it lies on another stage"""
+    """seconds to send activations to the next segment, if on another stage"""
     send_back: float = 0.0
-    """seconds of the gradients to the piece before, if it lies on another stage"""
+    """seconds to send gradients to the segment before, if on another stage"""
     state: float = 0.0
-    """bytes that stay: parameters, gradients, the optimizer's state"""
+    """bytes of parameters, gradients and optimizer state"""
     kept: float = 0.0
-    """bytes that one micro-batch keeps for the backward"""
+    """bytes of activations per micro-batch"""
     most: float = 0.0
-    """bytes that it needs beside while it runs"""
+    """bytes of working memory"""
     least: float = math.nan
-    """bytes that one micro-batch keeps where all else is made again; NaN: nothing can be made again"""
+    """bytes of activations per micro-batch with full recomputation; NaN: cannot be recomputed"""
     again: float = 0.0
-    """seconds that this takes"""
+    """seconds of full recomputation"""
     carry: float = 0.0
-    """seconds that either end works for the message to the next piece"""
+    """processor seconds at either end to send activations"""
     carry_back: float = 0.0
-    """seconds that either end works for the gradients to the piece before"""
+    """processor seconds at either end to send gradients"""
     once: float = 0.0
-    """seconds of what comes once a step, behind all micro-batches"""
+    """seconds once per step, after all micro-batches"""

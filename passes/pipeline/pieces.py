@@ -1,7 +1,8 @@
-"""A graph as pieces between its possible cuts: what each takes and holds, for the choice of boundaries.
+"""A graph as segments between possible stage boundaries, with their costs.
 
-Figures are those of one micro-batch on one rank of the rest of the mesh, taken as if all work, messages and states were
-spread evenly over it: what the plan of a stage adds, such as collectives, is alike in equal blocks and moves no boundary.
+Costs are those of one micro-batch on one rank of the rest of the mesh, as if work, messages and
+state were spread evenly. Collectives of a stage's plan are not included: they are alike in equal
+blocks and move no boundary.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from autoshard.passes.propagate.prices.cost import optimizer_seconds
 from autoshard.passes.rules.facts import is_view
 
 SHORT = 1e-5
-"""seconds for which nothing is sent: to begin a message, and to wait for it, takes as long"""
+"""seconds that it takes at least to start a message and to wait for it"""
 
 MOST = 256
-"""possible cuts, at most: of those with nearly the same work before them, only the ones that less crosses"""
+"""most possible cuts; among cuts after nearly equal work those with the smallest messages"""
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """``graph``, that of one micro-batch, on ``mesh``, the mesh without the axis of stages.
+    """``graph`` of one micro-batch on ``mesh`` without the axis of stages.
 
-    ``route``: the links between the ranks of two stages; ``optimizer``: whose state counts.
+    ``route``: links between the ranks of two stages; ``optimizer`` determines state.
     """
 
     graph: Graph
@@ -50,7 +51,7 @@ class Pieces:
 
     @cached_property
     def places(self) -> tuple[int, ...]:
-        """Positions in ``graph.nodes`` before which it may be cut; between two of them something has its place."""
+        """Positions in ``graph.nodes`` where it may be cut; no segment is empty."""
         found, fixed, prepared = list[int](), False, weights_prepared(self.graph)
         for position, node in enumerate(self.graph.nodes):
             if node.name not in self.free:
@@ -69,9 +70,9 @@ class Pieces:
 
     @cached_property
     def block_ends(self) -> tuple[int, ...]:
-        """Those of :attr:`places` that are between two numbered modules, such as layers, or before or behind them all.
+        """Those of :attr:`places` between numbered modules (layers), and before and behind all.
 
-        Of a stretch of operations that belong to neither, the place that least crosses.
+        Between two modules: the place with the smallest messages.
         """
         paths = [block_path(n.fqn) for n in self.graph.nodes]
         found, nodes = list[int](), self.graph.nodes
@@ -91,7 +92,7 @@ class Pieces:
         return min(range(first, max(first, last) + 1), key=lambda p: self.crossing[0][p])
 
     def between(self, places: Sequence[int]) -> list[Piece]:
-        """The pieces between cuts before the operations at ``places``."""
+        """The segments between cuts at ``places``."""
         sent, back = self.crossing
         ends = (0, *places, len(self.graph.nodes))
         return [self._piece(first, end, sent, back) for first, end in itertools.pairwise(ends)]
@@ -127,7 +128,7 @@ class Pieces:
         chunks: int = 1,
         budget: float = math.inf,
     ) -> Cutting:
-        """The choice of boundaries between ``pieces`` of this graph, on this hardware. ``budget``: bytes per rank."""
+        """The search for boundaries between ``pieces``. ``budget``: bytes per rank."""
         hardware, training = self.mesh.hardware, self.graph.training
         paces, host = hardware.paces(ranks, self.mesh.size), hardware.on_processor(hardware.actions)
         return Cutting(pieces, schedule, ranks, batches, chunks, budget, training, paces, host)
@@ -141,17 +142,16 @@ class Pieces:
 
     @cached_property
     def free(self) -> frozenset[str]:
-        """Operations that any stage could make for itself, of inputs alone."""
+        """Ops of inputs alone, which any stage can duplicate."""
         return floating(self.graph, math.inf)
 
     def is_made_again(self, node: Node, times: int, hops: int) -> bool:
-        """Whether to run ``node``, one of :attr:`free`, and what is run for it, so many times more takes no longer than to
-        pass its results on over ``hops`` boundaries."""
+        """Whether ``times`` runs of ``node`` beat ``hops`` sends of its results."""
         message = self._message(sum(self.graph.types[name].nbytes for name in node.outputs))
         return times * self._work_for(node) <= max(SHORT, hops * message)
 
     def _work_for(self, node: Node) -> float:
-        """Seconds of an operation with those before it, which start while others run."""
+        """Seconds of a node and its producers; they start while others run."""
         needed, wanted = {node.name: node}, [node]
         while wanted:
             for name in wanted.pop().inputs:
@@ -168,7 +168,7 @@ class Pieces:
 
     @cached_property
     def seconds(self) -> dict[str, tuple[float, float, float]]:
-        """Operation → seconds forward, backward, and those of the latter that make gradients of weights."""
+        """Node → seconds: forward, backward, and the latter's part for weight gradients."""
         found = {}
         for node in self.graph.nodes:
             space = self.alone[node]
@@ -178,7 +178,7 @@ class Pieces:
         return found
 
     def _weights(self, node: Node) -> float:
-        """The share of the backward that a schedule can make later: one product of each operand that wants one."""
+        """Share of the backward that can run later: one product per operand with a gradient."""
         factors = [name for name in node.inputs[:2] if self.graph.types[name].grad] if node.op in PRODUCTS else []
         return sum(name in self.weights for name in factors) / max(1, len(factors))
 
@@ -188,7 +188,7 @@ class Pieces:
 
     @cached_property
     def kept(self) -> dict[str, float]:
-        """Operation → bytes of what it makes that the backward needs, and of what autograd keeps beside."""
+        """Node → bytes of activations it makes and autograd saves, and of other saved tensors."""
         if not self.graph.training:
             return {}
         tables, base, found = KeepTables(self.graph, self.alone.mesh), dict[str, str](), dict[str, float]()
@@ -208,7 +208,7 @@ class Pieces:
 
     @cached_property
     def states(self) -> dict[str, float]:
-        """Operation that reads a parameter first → bytes of it, its gradient and the optimizer's state."""
+        """First reader of a parameter → bytes of parameter, gradient and optimizer state."""
         found = dict[str, float]()
         for node, type_ in self._first_reads():
             size = float(type_.nbytes)
@@ -219,8 +219,7 @@ class Pieces:
 
     @cached_property
     def updates(self) -> dict[str, tuple[float, float]]:
-        """Operation that reads a trained parameter first → seconds of its update, once a step, and per micro-batch those in
-        which its gradient is added to that of earlier ones."""
+        """First reader of a weight → seconds of its update, and per micro-batch of accumulation."""
         found, alone = dict[str, tuple[float, float]](), self.alone.mesh
         for node, type_ in self._first_reads():
             if type_.grad and self.graph.training:
@@ -231,7 +230,7 @@ class Pieces:
         return found
 
     def _first_reads(self) -> Iterator[tuple[Node, TensorType]]:
-        """Every parameter's type, with the operation that reads it first."""
+        """(first reader, type) of every parameter."""
         seen = set[str]()
         for node in self.graph.nodes:
             for name in node.inputs:
@@ -240,13 +239,13 @@ class Pieces:
                     yield node, self.graph.types[name]
 
     def touched(self, node: Node) -> float:
-        """Bytes of an operation's operands and results, beside weights."""
+        """Bytes of a node's operands and results, without weights."""
         names = {*node.inputs, *node.outputs} - self.weights
         return sum(self.graph.types[n].nbytes for n in names) / self.mesh.size
 
     @cached_property
     def crossing(self) -> tuple[np.ndarray, np.ndarray]:
-        """Per position the bytes that a cut before it sends forward, and those of gradients that come back."""
+        """Per position: bytes that a cut there sends forward, and of gradients back."""
         graph, count = self.graph, len(self.graph.nodes)
         place = {n.name: i for i, n in enumerate(graph.nodes)}
         sent, back = np.zeros(count + 1), np.zeros(count + 1)
@@ -262,7 +261,7 @@ class Pieces:
 
 
 def of_weights(graph: Graph) -> frozenset[str]:
-    """Parameters, and what is computed from them alone."""
+    """Parameters, and values computed from them alone."""
     found = set(graph.parameters)
     for node in graph.nodes:
         if node.inputs and found.issuperset(node.inputs):
@@ -271,9 +270,9 @@ def of_weights(graph: Graph) -> frozenset[str]:
 
 
 def weights_prepared(graph: Graph) -> frozenset[int]:
-    """Positions behind an operation on weights alone, such as autocast's cast, up to its first reader in the same module.
+    """Positions between an op on weights alone (a cast) and its first reader in the module.
 
-    A cut there would part a module's weights: calls in another state, which read them together, could not follow it.
+    A cut there would separate weights that calls in another state read together.
     """
     weights, place, found = of_weights(graph), {n.name: i for i, n in enumerate(graph.nodes)}, set[int]()
     for position, node in enumerate(graph.nodes):

@@ -1,4 +1,4 @@
-"""What cutting a graph gives: the stages, each with an ordinary graph of its own, and what goes from one to the next."""
+"""Pipeline stages of a graph, each with a graph of its own, and what they send."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from autoshard.passes.ir.graph import Graph
 class Stage:
     """A contiguous part of a graph, as a graph.
 
-    Its inputs are the parameters, buffers and constants that it reads, the user's inputs that it reads, and
-    ``received``; its outputs are ``sent``, then the model's outputs at ``results``.
+    Inputs: the parameters, buffers, constants and user inputs that it reads, then ``received``.
+    Outputs: ``sent``, then the model's outputs at ``results``.
     """
 
     number: int
     graph: Graph
     received: tuple[str, ...]
-    """values that the stage before sends, in its order; inputs of ``graph`` of these names"""
+    """values from the stage before, in its order: inputs of ``graph`` with these names"""
     sent: tuple[str, ...]
-    """values that the next stage receives; some may only pass through"""
+    """values for the next stage; some only pass through"""
     results: tuple[int, ...]
-    """positions among the whole graph's flat outputs of those that it returns"""
+    """its positions among the model's flat outputs"""
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of the user's inputs that it reads."""
+        """Names of the user's inputs that the stage reads."""
         received = frozenset(self.received)
         return tuple(i.name for i in self.graph.inputs if i.kind == "input" and i.name not in received)
 
     def reads(self, name: str) -> bool:
-        """Whether it reads the data of an input: some are given for their shapes, which open lengths are read from."""
+        """Whether the data of an input are read, not only its dynamic shape."""
         return bool(self.graph.uses[name]) or name in self.graph.returned
 
     @property
     def held(self) -> tuple[str, ...]:
-        """Original names of the parameters and buffers that it reads or writes."""
+        """Original names of the parameters and buffers that the stage reads or writes."""
         return tuple(i.fqn for i in self.graph.inputs if i.kind in ("parameter", "buffer"))
 
     @property
     def message_bytes(self) -> int:
-        """Bytes that it sends forward, whole; of those that carry a gradient as many come back."""
+        """Bytes that it sends forward, unsharded; as many return for values with a gradient."""
         return sum(self.graph.types[name].nbytes for name in self.sent)
 
 
 @dataclass(frozen=True)
 class Stages:
-    """``whole``, the graph of one micro-batch, cut before the operations at ``boundaries``."""
+    """``whole``, the graph of one micro-batch, cut before the nodes at ``boundaries``."""
 
     whole: Graph
     boundaries: tuple[int, ...]
-    """positions in ``whole.nodes``, ascending; one fewer than there are stages"""
+    """positions in ``whole.nodes``, ascending, one fewer than stages"""
     each: tuple[Stage, ...]
 
     def __len__(self) -> int:
@@ -64,7 +64,8 @@ class Stages:
     def homes(self) -> Mapping[str, tuple[int, ...]]:
         """Original name of a parameter or buffer → the stages that hold it.
 
-        What none reads, such as counters in evaluation, goes to its module's: another call reads it there.
+        One that no stage reads (counters in evaluation) stays with its module, where other calls
+        read it.
         """
         found: dict[str, tuple[int, ...]] = {i.fqn: () for i in self.whole.inputs if i.kind in ("parameter", "buffer")}
         for stage in self.each:
@@ -74,14 +75,14 @@ class Stages:
         return {fqn: stages or (_beside(fqn, read, found),) for fqn, stages in found.items()}
 
     def reached(self, loss: int | None) -> frozenset[str]:
-        """The values that a gradient reaches from the model's output ``loss``; without one, none."""
+        """Values that a gradient reaches from output ``loss``; none without one."""
         if loss is None:
             return frozenset()
         return frozenset(name for name, outputs in outputs_reached(self.whole).items() if outputs >> loss & 1)
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """Parameters that several stages hold: their gradients are summed over these."""
+        """Parameters of several stages, whose gradients are summed over them."""
         names = {i.fqn for i in self.whole.inputs if i.kind == "parameter"}
         return {fqn: stages for fqn, stages in self.homes.items() if fqn in names and len(stages) > 1}
 
@@ -96,7 +97,7 @@ class Stages:
 
 
 def _beside(fqn: str, read: Sequence[str], stages: Mapping[str, tuple[int, ...]]) -> int:
-    """The last stage that reads a tensor of the innermost module that holds ``fqn`` and one that is read."""
+    """The last stage that reads a tensor of the innermost module around ``fqn``."""
     path = fqn.split(".")[:-1]
     for depth in range(len(path), 0, -1):
         module = ".".join(path[:depth]) + "."

@@ -1,7 +1,7 @@
-"""The steps of many cuts at once, and what no cut can be below; where ranks share no processors.
+"""Step times of many stage cuts at once, and a lower bound for all; no shared processors.
 
-There every action ends at the latest of what it waits for, and its own seconds later: a step is the longest path through
-the actions of a schedule. :func:`~autoshard.passes.pipeline.timeline.timeline` draws the same step of one cut.
+An action ends its own seconds after the last of what it waits for: a step is the longest path.
+:func:`~autoshard.passes.pipeline.timeline.timeline` gives one cut's timeline.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from autoshard.passes.search.highs import run, solver
 Array = np.ndarray
 
 TOLERANCE = 1e-6
-"""by which rows may be missed, as a part of all work: the solver's is 1e-7"""
+"""constraint tolerance of the bound, as a share of all work; the solver's is 1e-7"""
 
 
 def step_seconds(orders: Orders, cuts: Sequence[Sequence[StageSeconds]]) -> Array:
-    """float64 [cuts]: seconds of the step of each; a cut has what a micro-batch takes on every stage.
+    """float64 [cuts]: seconds of the step of each cut, from the seconds of its stages.
 
-    Raises :class:`ValueError` where an order never ends.
+    Raises :class:`ValueError` for an order that deadlocks.
     """
     last = len(cuts[0]) - 1
     kinds = sorted({a.kind for order in orders for a in order})
@@ -42,7 +42,7 @@ def step_seconds(orders: Orders, cuts: Sequence[Sequence[StageSeconds]]) -> Arra
 
 
 def _added(cut: Sequence[StageSeconds], kind: str, stage: int) -> float:
-    """Seconds of an action, and of the message that it waits for."""
+    """Seconds of an action and of the message it waits for."""
     source = stage - {"F": 1, "W": 0}.get(kind, -1)
     if kind == "W" or not 0 <= source < len(cut):
         return cut[stage].of(kind)
@@ -51,8 +51,10 @@ def _added(cut: Sequence[StageSeconds], kind: str, stage: int) -> float:
 
 @lru_cache(maxsize=4)
 def _in_turn(orders: Orders, last: int) -> tuple[tuple[int, tuple[str, int], int, int], ...]:
-    """All actions, each behind those that it waits for: rank, kind and stage, the number of the one whose message it waits
-    for (-1: none), and its own where somebody waits for its message (else -1)."""
+    """All actions in a feasible order, as (rank, (kind, stage), needed action, own number).
+
+    Numbers are -1 without a message to wait for, or without a receiver.
+    """
     steps, _ = numbered(orders, last)
     found, done, made = list[tuple[int, tuple[str, int], int, int]](), [0] * len(orders), set[int]()
     waiting: dict[int, int] = {}
@@ -75,18 +77,17 @@ def _in_turn(orders: Orders, last: int) -> tuple[tuple[int, tuple[str, int], int
 
 
 def least_seconds(orders: Orders, stages: int, work: Mapping[str, float]) -> float:
-    """Seconds that the step of no cut into ``stages`` is below. ``work``: by kind of action, what one micro-batch takes on all.
+    """Lower bound in seconds of the step of any cut; ``work``: by kind, of one micro-batch.
 
-    Between two of its actions a rank does all that its order has there; the first comes after all that its micro-batch does
-    before it on other stages, and the second before all that follows. So much is the step at least, for every rank and
-    every first and last action of a stage; and the work is dealt out to the stages such that the largest of these is least,
-    by a linear programme.
+    From a first to a last action of a stage, a rank runs all its actions between. Other stages'
+    parts of these two micro-batches come before and after. The step is at least their sum. A linear
+    program distributes the work over the stages such that the largest sum is least.
     """
     kinds = sorted({a.kind for order in orders for a in order})
     column = {(kind, s): i * stages + s for i, kind in enumerate(kinds) for s in range(stages)}
     rows = np.array([_path(column, pair, within) for order in orders for pair, within in _spans(order)])
     dealt = np.repeat(np.eye(len(kinds)), stages, axis=1)
-    # The last column is the step. Work is in parts of all of it, so that the programme is of the size of 1.
+    # The last column is the step. Work is scaled to sum to 1.
     whole = sum(work[kind] for kind in kinds) or 1.0
     table = np.block([[rows, np.full((len(rows), 1), -1.0)], [dealt, np.zeros((len(kinds), 1))]])
     parts = np.array([work[kind] / whole for kind in kinds])
@@ -95,7 +96,7 @@ def least_seconds(orders: Orders, stages: int, work: Mapping[str, float]) -> flo
 
 
 def _spans(order: Sequence[Action]) -> Iterator[tuple[tuple[Action, Action], Mapping[tuple[str, int], int]]]:
-    """The first and the last action of every kind and stage of a rank, in pairs, with what it does from one to the other."""
+    """First and last actions of each (kind, stage) of a rank in pairs, with the work between."""
     first, last = dict[tuple[str, int], int](), dict[tuple[str, int], int]()
     for place, action in enumerate(order):
         first.setdefault(action[:2], place)
@@ -117,13 +118,13 @@ def _spans(order: Sequence[Action]) -> Iterator[tuple[tuple[Action, Action], Map
 def _path(
     column: Mapping[tuple[str, int], int], pair: tuple[Action, Action], within: Mapping[tuple[str, int], int]
 ) -> Array:
-    """float64 [columns]: how often the path has the work of each."""
+    """float64 [columns]: multiplicity of each (kind, stage) on the path."""
     found = np.zeros(len(column))
     for what, times in within.items():
         found[column[what]] += times
     (begin, end), back = pair, "I" if ("I", 0) in column else "B"
     for (kind, stage), i in column.items():
-        # The way of a micro-batch: forward through all stages, then back; what else a stage does leads to no other.
+        # A micro-batch runs forward through all stages, then back; W leads to no other stage.
         if begin.kind == "F":
             found[i] += kind == "F" and stage < begin.stage
         else:
@@ -136,8 +137,7 @@ def _path(
 
 
 def _smallest(table: Array, low: Array, high: Array) -> float:
-    """The least value of the last of variables that are not negative, with ``table`` times them between two bounds; less
-    :data:`TOLERANCE`, for a bound."""
+    """Least value of the last of variables x ≥ 0 with low ≤ ``table`` x ≤ high, less TOLERANCE."""
     programme, columns = highspy.HighsLp(), table.shape[1]
     programme.num_row_, programme.num_col_ = table.shape
     programme.col_cost_ = np.eye(columns)[-1]

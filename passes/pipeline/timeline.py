@@ -1,11 +1,11 @@
-"""When every rank of a pipeline works: the order of its work under a schedule, start and end of each piece, the bubble.
+"""Pipeline schedules: order of actions per rank, simulated start and end times, the bubble.
 
-The orders are those of :mod:`torch.distributed.pipelining`, which runs them. Stage ``s`` of ``ranks · chunks`` lies on
-rank ``s % ranks``. The letters are torch's: F forward, B backward, and where a schedule splits the backward, I for the
-gradients of the inputs and W for those of the weights.
+The orders are those of :mod:`torch.distributed.pipelining`, which runs them. Stage ``s`` of ``ranks
+· chunks`` lies on rank ``s % ranks``. The letters are torch's: F forward, B backward, and where a
+schedule splits the backward, I for the gradients of the inputs and W for those of the weights.
 
-Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan et al., PipeDream 2019), interleaved (Narayanan et al. 2021), zero
-bubble (Qi et al. 2023, ZB-H1).
+Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan et al., PipeDream 2019), interleaved (Narayanan
+et al. 2021), zero bubble (Qi et al. 2023, ZB-H1).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from autoshard.errors import PlanError
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 NOBODY = -1
-"""the rank of work that no action is"""
+"""rank of work that is no action"""
 
 
 class Action(NamedTuple):
-    """One piece of work of a rank: ``kind`` F, B, I or W of micro-batch ``batch`` on ``stage``."""
+    """One F, B, I or W (``kind``) of micro-batch ``batch`` on ``stage``."""
 
     kind: str
     stage: int
@@ -37,30 +37,30 @@ class Action(NamedTuple):
 
 
 Orders = tuple[tuple[Action, ...], ...]
-"""per rank what it does, in order"""
+"""per rank its actions in order"""
 
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """What one micro-batch takes on one stage, in seconds."""
+    """Seconds of one micro-batch on one stage."""
 
     forward: float
     backward: float
-    """all of the backward"""
+    """the full backward"""
     weights: float = 0.0
-    """the part of ``backward`` that makes the gradients of the weights"""
+    """the part of ``backward`` for weight gradients"""
     send: float = 0.0
-    """until what the forward makes is on the next stage"""
+    """time to send activations to the next stage"""
     send_back: float = 0.0
-    """until the gradients that the backward makes are on the stage before"""
+    """time to send gradients to the stage before"""
     carry: float = 0.0
-    """what either end of the message forward works for it, in threads of its own: see :func:`timeline`"""
+    """processor time at either end of the forward message, see :func:`timeline`"""
     carry_back: float = 0.0
-    """the same of the gradients"""
+    """the same for gradients"""
     host: float = 0.0
-    """what each F, B, I or W takes beside its operations"""
+    """host time per action"""
     once: float = 0.0
-    """what its rank does for it once a step, behind all micro-batches: sums of gradients, the update"""
+    """work once per step after all micro-batches: gradient reductions, the update"""
 
     def of(self, kind: str) -> float:
         """Seconds of one F, B, I or W."""
@@ -69,12 +69,12 @@ class StageSeconds:
 
     @property
     def work(self) -> float:
-        """Seconds of the operations, forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.backward
 
 
 class Span(NamedTuple):
-    """Work of a rank with its start and end, in seconds."""
+    """An action with start and end, in seconds."""
 
     action: Action
     start: float
@@ -82,7 +82,7 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a stage sends once it has done ``action``: it starts and ends, in seconds, from rank to rank."""
+    """The message after ``action``, with start and end in seconds, between ranks."""
 
     action: Action
     source: int
@@ -93,45 +93,44 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a pipeline."""
+    """A simulated step of a pipeline."""
 
     ranks: tuple[tuple[Span, ...], ...]
-    """per rank its work in order"""
+    """per rank its actions in order"""
     messages: tuple[Message, ...] = ()
     once: tuple[float, ...] = ()
-    """per rank the seconds of what it does once, behind its work"""
+    """per rank the seconds of work after all micro-batches"""
 
     @property
     def end_s(self) -> float:
-        """Seconds until the last rank is done, also with what it does once."""
+        """Seconds of the step with the work after all micro-batches."""
         return max(spans[-1].end + once for spans, once in zip(self.ranks, self.once, strict=True))
 
     @property
     def step_s(self) -> float:
-        """Seconds until the last rank is done with all micro-batches."""
+        """Seconds until the last micro-batch is done on all ranks."""
         return max((span.end for spans in self.ranks for span in spans), default=0.0)
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Per rank the seconds that it works."""
+        """Per rank the seconds of its actions."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.ranks)
 
     @property
     def work_s(self) -> float:
-        """Seconds that the busiest rank works."""
+        """Seconds of the busiest rank's actions."""
         return max(self.busy_s)
 
     @property
     def bubble_s(self) -> float:
-        """Seconds that the busiest rank waits: for other stages, and for their messages."""
+        """Bubble: seconds that the busiest rank waits for other stages and messages."""
         return self.end_s - max(busy + once for busy, once in zip(self.busy_s, self.once, strict=True))
 
 
 def orders(schedule: str, ranks: int, batches: int, chunks: int = 1, training: bool = True) -> Orders:
-    """What every rank does, in order. ``chunks``: stages per rank; more than one where the schedule interleaves.
+    """Per rank its actions in order. ``chunks``: stages per rank, above 1 if interleaved.
 
-    Without ``training`` there is no backward. Raises :class:`PlanError` for a schedule, or numbers, that do not go
-    together.
+    Without ``training`` there is no backward. Raises :class:`PlanError` for an impossible schedule.
     """
     if reason := refusal(schedule, ranks, batches, chunks, training):
         raise PlanError(reason)
@@ -139,7 +138,7 @@ def orders(schedule: str, ranks: int, batches: int, chunks: int = 1, training: b
 
 
 def refusal(schedule: str, ranks: int, batches: int, chunks: int = 1, training: bool = True) -> str:
-    """Why ``schedule`` cannot run so many micro-batches, as a sentence; "" where it can."""
+    """Why ``schedule`` cannot run, as a sentence; "" if it can."""
     if schedule not in SCHEDULES:
         return f"schedule={schedule!r} is not known. Known: {', '.join(SCHEDULES)}."
     if not training:
@@ -179,19 +178,19 @@ def _1f1b(rank: int, ranks: int, batches: int) -> Iterator[Action]:
 
 
 def _in_rounds(rank: int, ranks: int, batches: int, chunks: int, split: bool) -> Iterator[Action]:
-    """Micro-batches in rounds, each of which goes through all chunks; ``split``: gradients of weights follow later."""
+    """Micro-batches in rounds through all chunks; ``split``: weight gradients come later."""
     per_round = batches // max(1, batches // ranks)
     total = batches * chunks
     ahead = min(total, (chunks - 1) * per_round + (1 if split else 2) * (ranks - 1 - rank))
 
     def at(number: int, backward: bool) -> tuple[int, int]:
-        """(stage, micro-batch) of the forward, or backward, with this number."""
+        """(stage, micro-batch) of a rank's forward or backward of this number."""
         round_, place = divmod(number, per_round * chunks)
         chunk, within = divmod(place, per_round)
         chunk = chunks - 1 - chunk if backward else chunk
         return chunk * ranks + rank, round_ * per_round + within
 
-    late = rank if split else total  # backwards whose weights' gradients still wait
+    late = rank if split else total  # then W begins
     done = 0
     for number in range(ahead):
         yield Action("F", *at(number, False))
@@ -207,14 +206,14 @@ def _in_rounds(rank: int, ranks: int, batches: int, chunks: int, split: bool) ->
 
 
 def in_flight(order: Sequence[Action]) -> int:
-    """The most forwards of a rank whose backward is still to come, one per micro-batch and stage."""
+    """Most micro-batches in flight on a rank, counted per stage."""
     return int(held(order, [1.0] * (1 + max((a.stage for a in order), default=0))))
 
 
 def held(order: Sequence[Action], kept: Sequence[float]) -> float:
-    """The most that a rank keeps for the backward; ``kept``: by stage, what one micro-batch keeps, such as bytes.
+    """Peak of what a rank keeps for the backward; ``kept``: per stage, of one micro-batch.
 
-    It is kept from the forward until all of the backward is done: with a split backward until W.
+    Kept from F until the backward ends, which is W if it is split.
     """
     now = most = 0.0
     last = "W" if any(a.kind == "W" for a in order) else "B"
@@ -228,13 +227,12 @@ def held(order: Sequence[Action], kept: Sequence[float]) -> float:
 
 
 def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[float] = ()) -> Timeline:
-    """Every rank does its work in order, each piece as soon as what it reads is there.
+    """Simulate a step: each rank runs its actions in order, each as soon as its input is there.
 
-    A message goes when it is made and its receiver, which has nothing else to do, waits for it: torch's schedules post
-    their receives then. The sender's work goes on. ``paces``: where ranks share processors, how fast each works while one
-    of them does, two, and so on; 1 is the pace of ``stages``. There a message at its start is work at both ends, too
-    (:attr:`StageSeconds.carry`): others have so much less of the processors, while it takes the seconds that it takes.
-    Raises :class:`ValueError` where an order never ends.
+    A message starts when it is made and its idle receiver waits: torch's schedules post receives
+    then. ``paces``: speed of ranks that share processors while 1, 2, … of them work, relative to
+    ``stages``. A message then also costs work at both ends (:attr:`StageSeconds.carry`) and slows
+    others down. Raises :class:`ValueError` for an order that deadlocks.
     """
     steps, count = numbered(orders, len(stages) - 1)
     shared, paces = bool(paces), paces or [1.0] * len(orders)
@@ -246,13 +244,13 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[flo
     carry["I"] = carry["B"]
     spans: list[list[Span]] = [[] for _ in orders]
     messages: list[Message] = []
-    now = work = 0.0  # seconds, and what a rank that never waited would have done in them
-    running: list[tuple[float, int, float]] = []  # (work at the end, rank, when it began)
+    now = work = 0.0  # seconds; work of a rank that never waits
+    running: list[tuple[float, int, float]] = []  # (work at the end, rank, start)
     coming: list[tuple[float, int]] = []
     ready = list(range(len(orders)))
 
     def begin(rank: int) -> None:
-        """Work, as what is read is there."""
+        """Start the rank's next action: its input is there."""
         a = steps[rank][done[rank]].action
         heappush(running, (work + took[a.kind][a.stage], rank, now))
 
@@ -298,24 +296,24 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[flo
 
 
 def _pace(paces: Sequence[float], working: int) -> float:
-    """How fast each of so many works; beyond what was measured they share what all ranks have."""
+    """Speed of each of ``working`` ranks; beyond the measured numbers they share it all."""
     return paces[working - 1] if working <= len(paces) else paces[-1] * len(paces) / working
 
 
 class Step(NamedTuple):
-    """An action by numbers."""
+    """An action and what it waits for, as numbers."""
 
     action: Action
     number: int
     needs: int
-    """the number of the action whose message it waits for; -1: none"""
+    """number of the action whose message it waits for; -1: none"""
     target: int
-    """the rank that it sends to; -1: none"""
+    """rank that it sends to; -1: none"""
 
 
 @lru_cache(maxsize=64)
 def numbered(orders: Orders, last: int) -> tuple[tuple[tuple[Step, ...], ...], int]:
-    """Per rank its actions by numbers, and how many these are, with that of an action that never comes.
+    """Per rank its actions as numbers, and their count with one that never comes.
 
     ``last``: the last stage.
     """
