@@ -157,7 +157,7 @@ def _forgets_mask(site: Site) -> bool:
 def _spelled_out(
     site: Site, operands: tuple[Any, ...], mask: Any, shape: tuple[int, ...], rows_and_keys: dict[int, tuple[str, ...]]
 ) -> Call:
-    """The runtime's attention, told how the attention matrix is sharded."""
+    """The runtime's attention, which takes the sharding of the attention matrix."""
     given = {
         "attn_mask": mask,
         "dropout_p": site.node.argument("dropout_p") or None,
