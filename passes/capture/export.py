@@ -142,8 +142,8 @@ def _captured(
         # Most intermediate graph modules are never called; lazy ones generate code on demand.
         _use_lazy_graph_module(True),
         patched([(torch.fx.proxy, "CapturedTraceback", ForwardFrames), (proxy_tensor, *_NO_METADATA)]),
-        patched([(torch.fx.graph, "_format_target", attribute)]),  # theirs writes "class" and quotes as they are
-        patched([(type(model), "named_parameters", nn.Module.named_parameters)]),  # export asks for them by their paths
+        patched([(torch.fx.graph, "_format_target", attribute)]),  # fx leaves "class" and quotes unescaped
+        patched([(type(model), "named_parameters", nn.Module.named_parameters)]),  # export looks them up by path
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
         reading_in(model, precision) as kept,
         reading_outside() as read,
@@ -207,7 +207,7 @@ def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dyn
 
 
 def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynamic, repeats: Repeats) -> Exported:
-    """The exported program, if the forward asks about values: for all answers or the example's."""
+    """The exported program. Value questions: try a program for all answers, then the example's."""
     trace = functools.partial(_traced, model, example, training, dynamic, Numbers(), repeats)
     finish = functools.partial(_finished, model, example, training)
 

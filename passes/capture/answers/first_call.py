@@ -28,7 +28,7 @@ log = logging.getLogger("autoshard")
 def with_first_call(model: nn.Module, example: Example, again: Callable[[], Graph], error: SecondCallError) -> Graph:
     """The graph of ``model`` after a warm-up call with ``example``; only filled caches remain.
 
-    ``again`` traces the model. Raises ``error`` and restores the model if caches are no cause.
+    ``again`` traces the model. Raises ``error`` and restores the model if caches are not why.
     """
     tensors = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, pytree.tree_leaves(example))]
     buffers = {name: attribute(model, name) for name in error.written}

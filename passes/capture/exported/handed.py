@@ -2,7 +2,8 @@
 
 Programs take and return tensors, so traces and results have objects of their own. If eager returns
 an argument object, the program's caller gets that object back, updated. Entries written to a dict
-that is not returned become extra outputs, stored after the call. Other mutations are refused.
+that is not returned become extra outputs, stored after the call. Other
+mutations are refused if they add tensors, else warned about.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Queries about a tensor's history or memory: ``grad_fn``, ``data_ptr()``: answered wrongly."""
+"""Queries about a tensor's history or memory (``grad_fn``, ``data_ptr()``), wrong in a trace."""
 
 from __future__ import annotations
 

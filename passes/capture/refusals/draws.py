@@ -1,7 +1,6 @@
-"""Random draws outside torch (Python's, NumPy's, the system's) in a forward: refused.
+"""Random draws outside torch (Python's, NumPy's, the system's) in a forward are refused.
 
-LayerDrop draws a number per layer and compares it with a rate that is mostly 0: the draw then
-decides nothing.
+Allowed: a uniform draw compared with 0 or 1, as in LayerDrop at its usual rate of 0.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, Any, _Own]]:
 def _is_filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # an empty cell
+    except ValueError:  # empty cell
         return False
 
 

@@ -1,8 +1,8 @@
 """Tensors that a forward reads from outside the attributes of the model's modules.
 
 Registered parameters and buffers read through a list, dict or closure are replaced by their traced
-tensors. Others (a global, a module hidden in a list) become constants. A constant that requires a
-gradient is refused: eager computes its gradient, a program does not.
+tensors. Others (a global, a module hidden in a list) become constants. With training, a
+constant that requires a gradient is refused: only eager would compute it.
 """
 
 from __future__ import annotations

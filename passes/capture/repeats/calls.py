@@ -229,7 +229,7 @@ def _names(written: Any) -> Iterator[Name]:
 
 
 class Replay:
-    """A call of an equal module, compared with ``recording``. ``results``: leave it."""
+    """A call of an equal module, checked against ``recording``. ``results``: outputs by number."""
 
     def __init__(self, recording: Recording, tensors: Tensors, results: Mapping[int, torch.Tensor]) -> None:
         self.recording, self.tensors = recording, tensors

@@ -21,7 +21,7 @@ if hasattr(checkpoint, f"{_GENERATOR}_impl"):  # torch >= 2.14
 
 
 class Checkpoints(Observer):
-    """With ``training``, marks nodes of both kinds of checkpoint; nested: the outer."""
+    """With ``training``, marks nodes in checkpoints by number, nested ones as the outermost."""
 
     def __init__(self, training: bool, refuse: Refusals) -> None:
         self.training, self.refuse = training, refuse
