@@ -221,6 +221,7 @@ class _Emitter:
             self.kinds.setdefault(same.name, []).append(path)
 
     def _class_name(self, path: str) -> str:
+        """The user's class name of the block at ``path``, numbered if it is taken."""
         stacks = (n.module_types for n in self.program.graph.nodes)
         found = next((kind for stack in stacks for p, kind in stack if p == path), "Block")
         base = identifier(found.rpartition(".")[2])

@@ -57,7 +57,7 @@ class Strategy:
     even: bool = False
     """whether the number of ranks on this factor must divide ``size``, as in a reshape"""
     divides: bool = False
-    """whether the op's work is divided by the axis"""
+    """whether the axis divides the op's compute"""
     least: int = 0
     """minimal shard length of the factor: 1 where the op's kernel takes no empty shard"""
     apart: frozenset[str] = frozenset()
@@ -68,7 +68,7 @@ class Strategy:
     data; "none": operands move between ranks"""
 
     alone: bool = False
-    """whether no other axis may be on the factor"""
+    """whether no other axis may shard the factor"""
 
     innermost: bool = False
     """whether no inner mesh axis may shard dim 0 of the result by another strategy"""

@@ -97,6 +97,7 @@ def _check_step(statement: Statement, program: Program) -> None:
 
 
 def _check_operation(statement: Statement, program: Program) -> None:
+    """Check that an operation's operands and results have the placements of its strategy."""
     node = statement.node
     if node is None:
         return

@@ -1,1 +1,1 @@
-"""From an exported fx program to the graph: names, canonical forms, regions. fx types end here."""
+"""Translation of an exported fx program into a graph, and graph rewrites; fx types end here."""

@@ -146,9 +146,8 @@ def _is_functional(op: Any, tail: Collection[OpOverload]) -> bool:
 def _convert(copy: fx.Node) -> None:
     """Make the cast of a copy explicit: functionalization loses it for inputs, buffers (2.13)."""
     target, source = (x.meta["val"] for x in copy.args[:2] if isinstance(x, fx.Node))
-    if (
-        source.dtype == target.dtype or copy.meta["val"].dtype != target.dtype
-    ):  # export's own copy, of a reassigned buffer
+    # A copy into another dtype than its target's is export's own, of a reassigned buffer.
+    if source.dtype == target.dtype or copy.meta["val"].dtype != target.dtype:
         return
     with copy.graph.inserting_before(copy):
         converted = copy.graph.call_function(aten._to_copy.default, (copy.args[1],), {"dtype": target.dtype})

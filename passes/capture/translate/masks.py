@@ -106,6 +106,7 @@ def _changed(node: Node, graph: Graph, positions: Positions) -> list[Node]:
 
 
 def _banded(node: Node, mask: Ref | None, band: Band, **form: Any) -> Node:
+    """``node`` as banded attention; ``form``: further keyword arguments, such as ``sloped``."""
     given = {
         "before": band.before,
         "after": band.after,

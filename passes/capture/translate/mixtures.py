@@ -115,7 +115,7 @@ class Experts:
 
 
 def _made(node: Node, mixture: Mixture, graph: Graph) -> Iterator[tuple[Node, tuple[int, ...] | None]]:
-    """The nodes in the place of ``node``, with the shapes of their results."""
+    """(node, shape of its result) of the nodes that replace ``node`` by ``experts_op``."""
     experts, dim = mixture.experts, 2 if mixture.experts.form[2] else 1
     joined: list[Ref] = []
     for name, several in experts.weights:
@@ -226,7 +226,7 @@ def _experts(y: Ref, product: ProductOf, patterns: Patterns) -> Experts | None:
     return None
 
 
-# --- the forms ---
+# --- forms of routing, each matched at its last node ---
 
 
 def _dense(node: Node, patterns: Patterns) -> Mixture | None:
@@ -350,9 +350,8 @@ def _goes_on(node: Node, patterns: Patterns) -> bool:
     steps = (patterns.added(user) for user in users)
     if any(step is not None and step[0].name == node.outputs[0] for step in steps):
         return True
-    if any(
-        user.op is aten.where.self and user.args[1] == Ref(node.outputs[0]) for user in users
-    ):  # at the end of a turn
+    # A turn of the loop ends in ``where(any rows, result, before)``.
+    if any(user.op is aten.where.self and user.args[1] == Ref(node.outputs[0]) for user in users):
         return True
     sides = (side for user in users if user.op is aten.add.Tensor for side in user.args if isinstance(side, Ref))
     return any(side.name != node.outputs[0] and _weighed(side, patterns) is not None for side in sides)

@@ -148,11 +148,8 @@ def _recorded(node: fx.Node, op: Any) -> tuple[Calls, Any]:
     args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
     mode = detect_fake_mode(pytree.tree_leaves((args, kwargs)))
     assert mode is not None
-    with (
-        mode,
-        enable_python_dispatcher(),
-        _Recorder() as recorder,
-    ):  # as in a trace: keeps dropout one op
+    # As in a trace, the Python dispatcher keeps dropout one op.
+    with mode, enable_python_dispatcher(), _Recorder() as recorder:
         result = op(*args, **kwargs)
     return recorder.calls, result
 

@@ -27,6 +27,7 @@ def tiled(graph: Graph) -> Graph:
 
 
 def _is_product(graph: Graph, value: str) -> bool:
+    """Whether ``value`` is a matrix product, behind reshapes that keep the last dim."""
     producer = graph.producers.get(value)
     while producer is not None and producer.op is aten.reshape.default:
         (shape,), (result,) = graph.shapes(producer.inputs[:1]), graph.shapes(producer.outputs)
