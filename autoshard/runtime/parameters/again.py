@@ -175,7 +175,7 @@ def forget_freed() -> None:
 
 
 def again(part: Callable[..., Any], *inputs: Any, draws: bool = False) -> Any:
-    """``part(*inputs)`` with activation checkpointing: the backward recomputes what it saves.
+    """``part(*inputs)`` with activation checkpointing: the backward recomputes saved tensors.
 
     ``inputs``: all tensors and plain values that the part reads; they are saved. ``draws``: whether
     it draws random numbers; then it draws the same again. Its collectives run again in the same

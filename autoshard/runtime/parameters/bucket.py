@@ -86,7 +86,8 @@ class Bucket(ABC):
 def record(
     comm: Communicator, moves: Sequence[Move], xs: Sequence[torch.Tensor], phase: str, dtype: torch.dtype | None = None
 ) -> None:
-    """Log one collective for several tensors. ``dtype``: in which they are sent, or their own."""
+    """Log one collective for several tensors. ``dtype``: in which they are sent; default: their
+    own."""
     if not comm.logs:
         return
     axes = moves[0].axes

@@ -19,7 +19,7 @@ from autoshard.runtime.transport.profiling import named, recorded
 
 
 class JointBucket(Bucket):
-    """A bucket of all in-process ranks, without flat buffers; logged like one with them."""
+    """All in-process ranks' bucket, without flat buffers; logged as one collective per dtype."""
 
     def __init__(
         self,

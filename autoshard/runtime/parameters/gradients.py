@@ -24,7 +24,7 @@ LARGE = 25 * 2**20
 """the same for all-reduces while another is under way, as in DistributedDataParallel"""
 
 UNDER_WAY = 2
-"""reduce-scatters of :data:`SMALL` bytes or more in flight; each holds full gradients"""
+"""the most reduce-scatters of :data:`SMALL` bytes or more in flight; each holds full gradients"""
 
 Earlier = Callable[[Sequence[int], tuple[str, ...]], Mapping[int, torch.Tensor]]
 """(parameter numbers, axes) → by number its stored summand over these axes, which is handed over"""

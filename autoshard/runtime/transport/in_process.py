@@ -220,7 +220,7 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        if all(g is None for g in gradients):  # no rank's result is used, as in eager
+        if all(g is None for g in gradients):  # no rank's result is used: no gradient
             return None, None, None, *gradients
         given = tuple(
             torch.zeros(shape, dtype=dtype, device=device) if g is None else g
