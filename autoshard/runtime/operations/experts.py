@@ -37,12 +37,12 @@ def experts_op(
     shift: float = 0.0,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """Rows ``x`` [..., w] through experts ``ids`` [..., k], summed with ``weights`` [..., k].
+    """``x`` [..., w] through experts ``ids`` [..., k], summed by ``weights`` [..., k] → [..., v].
 
-    → [..., v]. An expert is ``activation(x @ first) @ second``; ``gated``: ``first`` makes [gate,
-    up], and ``activation(gate) * up`` goes into ``second``. Experts are dim 0: ``first`` [e, h, w],
+    An expert is ``activation(x @ first) @ second``; ``gated``: ``first`` makes [gate, up], and
+    ``activation(gate) * up`` goes into ``second``. Experts are dim 0: ``first`` [e, h, w],
     ``second`` [e, v, h] as of linear layers; ``transposed``: [e, w, h], [e, h, v]. Biases: [e, h],
-    [e, v]. An id outside 0 … e - 1, such as -1, adds nothing. ``limit``, ``shift``:
+    [e, v]. An id outside 0 … e - 1, for example -1, adds nothing. ``limit``, ``shift``:
     ``activation(min(gate, limit)) * (clamp(up, -limit, limit) + shift)``. ``interleaved``: gate and
     up features alternate instead of lying one after the other."""
     form = activation, gated, transposed, first_bias, second_bias, limit, shift, interleaved
