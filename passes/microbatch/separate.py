@@ -320,7 +320,7 @@ def _of_no_input(graph: Graph) -> frozenset[str]:
     """Float values that depend on no input: parameters, buffers, penalties on weights."""
     found = {i.name for i in graph.inputs if i.kind != "input"}
     for node in graph.nodes:
-        if node.op in FILLED or found.issuperset(node.inputs):  # draws are full
+        if node.op in FILLED or found.issuperset(node.inputs):  # also draws: all make the same
             found.update(node.outputs)
     return frozenset(name for name in found if graph.types[name].dtype.is_floating_point)
 

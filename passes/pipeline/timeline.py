@@ -296,7 +296,7 @@ def timeline(orders: Orders, stages: Sequence[StageSeconds], paces: Sequence[flo
 
 
 def _pace(paces: Sequence[float], working: int) -> float:
-    """Speed of each of ``working`` ranks; beyond the measured numbers they share it all."""
+    """Speed of each of ``working`` ranks; more than were measured share the last total speed."""
     return paces[working - 1] if working <= len(paces) else paces[-1] * len(paces) / working
 
 

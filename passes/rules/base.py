@@ -132,7 +132,7 @@ class Facts:
     effect: bool = False
     """whether the op must stay although its result is unused"""
     rounding: Rounding | Callable[[Node], Rounding] = ""
-    """safe in float32 upcast regions: each element correct "exact", a "sum", a matrix "product"."""
+    """what float32 upcast regions may rely on: "exact" elements, a "sum", a matrix "product"."""
     chains: bool = False
     """whether a compiler fuses it with elementwise neighbours though torch has no such tag"""
     function: bool = False
@@ -140,7 +140,7 @@ class Facts:
     looks_up: bool = False
     """whether it reads only as many elements of its first operand as it returns"""
     joins: bool = False
-    """whether its result joins its operands; a rank may own some and lack rows of others"""
+    """whether its result joins its operands; a rank may own some operands and lack others"""
     backward: float | None = None
     """backward FLOPs / forward FLOPs; None: a product per operand with a gradient, at most two"""
     addend: str = ""

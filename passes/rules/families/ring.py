@@ -82,7 +82,7 @@ def strategies(node: Node, graph: Graph, queries: int, keys: int) -> tuple[Strat
     Operands in zigzag order are sharded by as many ranks as the order has.
     """
     mask, found = node.argument("attn_mask"), list[tuple[str, tuple[str, ...]]]()
-    rows = mask is not None and _has_rows(graph.shape(mask), queries)  # not in zigzag order
+    rows = mask is not None and _has_rows(graph.shape(mask), queries)  # would need zigzag order
     causal = band_of(node) == CAUSAL and not rows
     if mask is None or not graph.types[mask.name].grad:
         even = causal and queries == keys
