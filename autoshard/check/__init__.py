@@ -1,1 +1,1 @@
-"""Against the unsharded model: verification, the first divergence, checks of rules, coverage."""
+"""Checks: verification, first divergence, rule validation, coverage, calibration, measurement."""

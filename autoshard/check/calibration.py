@@ -1,7 +1,9 @@
-"""Measure this machine: matrix products, memory, launches, collectives, and how much runs beside them, as a Hardware.
+"""``autoshard.calibrate``: speed of this machine's kernels, memory, launches, collectives and
+overlap.
 
-Under torch.distributed the ranks measure together, so that what they share (cores, memory, cards) is shared as in training, and
-every rank gets the same numbers. In one process, processes with gloo are started for it.
+Under torch.distributed all ranks measure together and share cores, memory and network cards as in
+training; every rank gets the same numbers. In one process, worker processes (gloo or NCCL) are
+started.
 """
 
 from __future__ import annotations
@@ -36,42 +38,43 @@ from autoshard.runtime.channels import channels_last
 log = logging.getLogger("autoshard")
 
 NARROW = (4, 16, 64, 256)
-"""lengths of the shortest dim of products"""
+"""lengths of the shortest dim of matrix products"""
 CHANNELS = {"cpu": (64, (3, 8, 12, 16, 24, 32, 48)), "cuda": (256, (3, 16, 32, 64, 128))}
-"""channels of convolutions, and fewer: those that fill the blocks in which vector units take them, and those that do not"""
+"""many channels of a convolution, and few: both multiples of the vector width and not"""
 KEYS = {"cpu": (32, 128, 512), "cuda": (512, 2048, 8192)}
-"""lengths of attention"""
+"""sequence lengths of attention"""
 CPU_TILE = 512
-"""keys that PyTorch's attention on CPUs leaves out together (kvSplitSize in ATen's native/cpu/FlashAttentionKernel.cpp)"""
+"""keys per block of PyTorch's CPU attention (kvSplitSize, native/cpu/FlashAttentionKernel.cpp)"""
 CACHED = (1 << 12, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 22)
-"""elements of tensors that caches may hold, or malloc has memory for; for larger ones (glibc: 32 MiB) the system maps it"""
+"""elements of tensors that fit into caches or malloc's pool; glibc maps those above 32 MiB anew"""
 VISITS = 3
-"""how often all entries are measured, one after another: what else the machine does lasts for a few seconds"""
+"""passes over all entries: other load on the machine lasts a few seconds, so passes differ in it"""
 REPEATS = 4
-"""how often in a visit: means count, and of messages medians"""
+"""repetitions of an entry in a visit; their mean counts, for messages their median"""
 FEW = 5
-"""small operations between two products of a step"""
+"""small operations after a matrix product, as in a step"""
 DISTURBED = 0.05
-"""of what a visit measured: more that was disturbed is told"""
+"""share of disturbed measurements above which calibrate() warns"""
 KEPT = {"cpu": 1 << 25, "cuda": 1 << 26}
-"""bytes of results that are kept"""
+"""bytes of results kept alive, so that new results do not fit into caches"""
 
 
 def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
-    """What this machine does, measured: to plan for it, or to :meth:`~autoshard.hardware.Hardware.save`.
+    """Measure this machine as a :class:`~autoshard.hardware.Hardware`; its ``save`` writes a file.
 
     Args:
-        mesh: its number of ranks says how many processes are started where torch.distributed is not initialised
-            (default 2, at most one per GPU, or per core where there is none). Under torch.distributed every process
-            measures, and has to call this.
-        quick: less than a minute, and two where ranks share cores; else more sizes and dtypes, in one to four minutes.
+        mesh: its size is the number of worker processes where torch.distributed is not initialised
+            (default 2; at most one per GPU, or per core without GPUs). Under torch.distributed this
+            is a collective call: every process measures.
+        quick: under a minute, or two where ranks share cores; else more sizes and dtypes, 1 to 4
+        minutes.
 
-    Everything is measured three times, each time after everything else, and medians count: one bad second changes nothing.
-    What is measured while the host of a virtual machine gives its cores to others is measured again; where that does not help,
-    a warning says so, and :attr:`~autoshard.hardware.Hardware.disturbed`.
-    Rates of collectives are those of groups of all ranks (and of half of them, if not ``quick``); for a cluster run it with
-    torchrun once on one node and once across nodes, and put the links together. Raises :class:`MeshError` where the
-    processes fail.
+    All entries are measured in three passes and medians count, so one bad second changes nothing. A
+    measurement during which the host of a virtual machine stole time is repeated. If repeating does
+    not help, a warning and :attr:`~autoshard.hardware.Hardware.disturbed` report it. Collectives
+    are measured among all ranks (also among half of them, if not ``quick``). For a cluster run it
+    with torchrun on one node and across nodes, and combine the two links. Raises :class:`MeshError`
+    if a worker process fails.
     """
     if dist.is_available() and dist.is_initialized():
         return _told(_measured(quick), dist.get_rank() == 0)
@@ -92,7 +95,7 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
 
 
 def _told(hardware: Hardware, here: bool = True) -> Hardware:
-    """``hardware``; ``here``: where it was disturbed, this process warns."""
+    """``hardware``, with a warning if it was disturbed and ``here`` is set (rank 0)."""
     if here and hardware.disturbed > DISTURBED:
         log.warning(
             "%.0f %% of what calibrate() measured was disturbed: the host of this virtual machine gave its cores to others "
@@ -126,7 +129,7 @@ def _worker() -> None:
 
 @torch.enable_grad()
 def _measured(quick: bool) -> Hardware:
-    """Every rank measures; what they found is put together as the slowest rank's, and of several visits as the median."""
+    """Measure on all ranks: each entry is the slowest rank's, and the median over visits."""
     world = dist.get_world_size()
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     clock, cuda = Clock(device, REPEATS), device.type == "cuda"
@@ -186,9 +189,10 @@ def _visit(
     waiting: Waiting | None,
     quick: bool,
 ) -> dict[str, Any]:
-    """Every entry once: numbers of all ranks, in the form in which those of other visits come.
+    """One pass over all entries, agreed on by all ranks; a tree of numbers, equal in form for all
+    visits.
 
-    Shares are of what the same visit found of the whole: the machine changes its speed.
+    Shares are relative to the peak of the same visit, since the machine's speed changes over time.
     """
     cpu, world = clock.device.type == "cpu", dist.get_world_size()
     speeds = [agreed(_product_speed(clock, dtype, large), min) for dtype in dtypes]
@@ -217,8 +221,7 @@ def _visit(
 
 
 def _kept_seconds(clock: Clock, call: Callable[[], torch.Tensor]) -> float:
-    """Of one call, whose result is kept beside those of others, and takes the place of the oldest: in a step results go to
-    memory that no cache holds, and that mostly was some other tensor's before."""
+    """Seconds of a call whose latest results are kept: outputs miss the caches, as in a step."""
     one = call().nbytes
     kept = deque[torch.Tensor](maxlen=max(1, min(MOST, KEPT[clock.device.type] // one)))
     while len(kept) < (kept.maxlen or 0):
@@ -227,14 +230,15 @@ def _kept_seconds(clock: Clock, call: Callable[[], torch.Tensor]) -> float:
 
 
 def _product_speed(clock: Clock, dtype: torch.dtype, n: int) -> float:
-    """FLOP/s of a large product, of square matrices with ``n`` rows."""
+    """FLOP/s of a matrix product of ``n`` × ``n`` matrices."""
     a, b = (torch.randn(n, n, device=clock.device).to(dtype) for _ in range(2))
     return 2.0 * n**3 / _kept_seconds(clock, partial(torch.matmul, a, b))
 
 
 def _narrow_speed(clock: Clock, n: int) -> float:
-    """FLOP/s of the three products of a linear layer for ``n`` rows, of layers in turn: no cache holds their weights, which
-    is what a product of few rows waits for."""
+    """FLOP/s of a linear layer's three products for ``n`` rows, with weights that no cache holds.
+
+    Products of few rows are bound by reading the weight, so the layers take turns."""
     width, dtype = 4096 if clock.device.type == "cuda" else 512, USED[clock.device.type]
     x = torch.randn(n, width, device=clock.device, dtype=dtype)
     one = torch.randn(width, width, device=clock.device, dtype=dtype)
@@ -250,8 +254,9 @@ def _narrow_speed(clock: Clock, n: int) -> float:
 
 
 def _convolution_speed(clock: Clock, few: int | None = None) -> float:
-    """FLOP/s of a convolution as programs run it, forward and backward; ``few``: of two, one from so many channels and one to
-    so many."""
+    """FLOP/s of a 3 × 3 convolution with channels last, forward and backward.
+
+    ``few``: of two convolutions, one with this many input channels, one with this many outputs."""
     side, batch, channels = 32, (32 if clock.device.type == "cuda" else 4), CHANNELS[clock.device.type][0]
     dtype = USED[clock.device.type]
     seconds = 0.0
@@ -269,19 +274,19 @@ def _both_ways(layer: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor) 
 
 
 def _channels(clock: Clock, whole: float) -> list[float]:
-    """The shares of few channels; ``whole``: FLOP/s of many."""
+    """Speed of convolutions of few channels, as shares of ``whole``, the FLOP/s of many."""
     return [min(1.0, agreed(_convolution_speed(clock, n), min) / whole) for n in CHANNELS[clock.device.type][1]]
 
 
 def _bandwidth(clock: Clock) -> float:
-    """Bytes per second that an addition reads and writes, of tensors for which no memory is kept."""
+    """Memory bandwidth (bytes/s read and written) of an addition of large tensors."""
     n = 1 << (28 if clock.device.type == "cuda" else 23)
     a, b = (torch.ones(n, device=clock.device) for _ in range(2))
     return 3 * 4 * n / _kept_seconds(clock, partial(torch.add, a, b))
 
 
 def _caches(clock: Clock) -> tuple[tuple[float, float], ...]:
-    """(bytes, seconds) of products by element of a few sizes, of the same operands again and again."""
+    """(bytes, seconds beyond a launch) of elementwise products by size, with operands in caches."""
     found: list[tuple[float, float]] = []
     for n in (1, *CACHED):
         a, b = (torch.ones(n, device=clock.device) for _ in range(2))
@@ -292,7 +297,7 @@ def _caches(clock: Clock) -> tuple[tuple[float, float], ...]:
 
 
 def _attention_speed(clock: Clock, keys: int, peak: float) -> tuple[float, float]:
-    """What fused attention reaches of ``peak`` FLOP/s, forward and backward, in the dtype that the device is used with."""
+    """(forward, backward) shares of ``peak`` FLOP/s that fused attention reaches."""
     heads, width = (32, 128) if clock.device.type == "cuda" else (8, 64)
     shape, dtype = (1, heads, keys, width), USED[clock.device.type]
     q, k, v = (torch.randn(shape, device=clock.device, dtype=dtype).requires_grad_() for _ in range(3))
@@ -314,7 +319,7 @@ def _function_seconds(clock: Clock) -> tuple[float, float]:
 
 
 def _update_speed(clock: Clock) -> float:
-    """Bytes per second that fused AdamW reads and writes: of values, gradients and two moments, more than caches hold."""
+    """Bytes/s that fused AdamW reads and writes: parameter, gradient, two moments in memory."""
     n = 1 << (28 if clock.device.type == "cuda" else 24)
     p = torch.nn.Parameter(torch.ones(n, device=clock.device))
     p.grad = torch.ones_like(p)
@@ -322,16 +327,17 @@ def _update_speed(clock: Clock) -> float:
 
 
 def _sharing(clock: Clock) -> tuple[tuple[int, float], ...]:
-    """(ranks at work, seconds of the same products relative to all ranks at work): those that wait leave their core."""
+    """(ranks at work, relative seconds of equal products): waiting ranks free their core."""
     a, b = (torch.randn(512, 512) for _ in range(2))
     counts = [*(n for n in (1, 2, 4, 8, 16, 32) if n < on_this_machine()), on_this_machine()]
     return tuple(zip(counts, clock.relative(partial(torch.matmul, a, b), counts), strict=True))
 
 
 def _launch(clock: Clock) -> float:
-    """Seconds of the smallest operation, forward and backward each.
+    """Launch latency (seconds): the smallest operation, forward or backward.
 
-    On CPUs a few after a product, which drives out of the caches what launches them: a third of that without it.
+    On CPUs a product runs first and evicts the dispatcher's code and data from the caches; without
+    it the latency measures a third.
     """
     x = torch.ones(8, device=clock.device, requires_grad=True)
 

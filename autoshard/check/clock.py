@@ -1,4 +1,4 @@
-"""Clocks of calibration: what a call takes, and what all ranks agree on."""
+"""Clocks for calibration: seconds of a call, agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from autoshard.check.stolen import Watch
 
 SHORT, LONG, MOST = 0.01, 0.05, 1000
-"""seconds that a repetition takes at least where every rank has a core, and where ranks share cores; the most calls in it"""
+"""least seconds of a repetition, without and with ranks sharing cores; most calls in it"""
 
 TURNS = 2
-"""of how many ranks are at work, for every repetition of all else"""
+"""turns of :meth:`Clock.relative` per repetition of other measurements"""
 
 USED = {"cpu": torch.float32, "cuda": torch.bfloat16}
-"""the dtype that kernels are measured in, if not in several"""
+"""dtype of kernels that are measured in one dtype only"""
 
 
 def on_this_machine() -> int:
@@ -28,30 +28,30 @@ def on_this_machine() -> int:
 
 
 def agreed(value: float, pick: Callable[[Sequence[float]], float]) -> float:
-    """The slowest rank's, or the smallest: the same on every rank."""
+    """``pick`` (max, min, sum) over the values of all ranks; a collective call."""
     found: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(found, float(value))
     return pick(found)
 
 
 def slowest(found: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Of numbers that all ranks have the largest of any rank, each."""
+    """Elementwise maximum over ranks of a table of numbers; a collective call."""
     every: list[Sequence[Sequence[float]]] = [found] * dist.get_world_size()
     dist.all_gather_object(every, found)
     return [[max(column) for column in zip(*rows, strict=True)] for rows in zip(*every, strict=True)]
 
 
 def lower_quartile(found: Sequence[float]) -> float:
-    """The number that a quarter of those in ``found`` lies below."""
+    """The lower quartile of ``found``."""
     return sorted(found)[len(found) // 4]
 
 
 class Clock:
-    """The mean of several repetitions, after one to warm up. A step is the sum of its operations: some of them fall into
-    moments in which a core is slow, which no quartile of short repetitions has.
+    """Timer that takes the mean of several repetitions after a warm-up.
 
-    Where ranks share cores a repetition goes on for so long that all of them have their turns in it. What the host of this
-    machine disturbed is measured again, by all ranks (:class:`~autoshard.check.stolen.Watch`).
+    Means, not quartiles: a step sums its operations, including those that run while a core is slow.
+    Where ranks share cores, a repetition is long enough for every rank to get its time slices. All
+    ranks repeat a measurement that steal time disturbed (:class:`~autoshard.check.stolen.Watch`).
     """
 
     def __init__(self, device: torch.device, repeats: int) -> None:
@@ -63,19 +63,20 @@ class Clock:
         self.watch = Watch(lambda value: agreed(value, max), time.perf_counter, min(self.cores, at_work))
 
     def seconds(self, call: Callable[[], object], together: bool = False) -> float:
-        """Of one call. ``together``: all ranks begin at once, and call equally often."""
+        """Wall seconds of a call. ``together``: start at a barrier, equally many calls per rank."""
         return self._mean(call, together, time.perf_counter)
 
     def computing(self, call: Callable[[], object]) -> float:
-        """Of one call that waits for no other rank, while all ranks make as many: see :meth:`now`."""
+        """Seconds of a call without communication while all ranks run it: see :meth:`now`."""
         return self._mean(call, True, self.now)
 
     def relative(self, call: Callable[[], object], counts: Sequence[int]) -> list[float]:
-        """Seconds of one call while so many ranks of each machine make as many, and the others wait, for each of ``counts``,
-        relative to the last of them.
+        """Seconds of a call with n ranks per machine at work, per n of ``counts``, relative to the
+        last n.
 
-        Counts take turns, and medians count of what each turn finds: the speed of a machine changes by more, within a second,
-        than what they differ by. Of a turn the mean of the ranks is taken: of more of them the slowest is slower.
+        The other ranks wait. The counts take turns and medians of the turns count, because a
+        machine's speed changes within a second by more than the counts differ. A turn takes the
+        mean over ranks: the slowest of more ranks would be slower by chance alone.
         """
         often, place = self._often(call, True), dist.get_rank() % on_this_machine()
 
@@ -91,7 +92,7 @@ class Clock:
         return [statistics.median(column) for column in zip(*turns, strict=True)]
 
     def in_turns(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
-        """Seconds on the wall of each of the ``calls``, once a round: what else the machine does meets all of them alike."""
+        """Wall seconds [round][call]: calls alternate, so other load meets all of them."""
         for call in calls:
             self._took(call, 1)
 
@@ -102,11 +103,11 @@ class Clock:
         return [[self.watch.undisturbed(partial(once, call)) for call in calls] for _ in range(self.repeats)]
 
     def now(self, ranks: int | None = None) -> float:
-        """Seconds to take the difference of, of what waits for no other rank.
+        """Clock (seconds) for work without communication.
 
-        Where ranks share cores, what ``ranks`` of them (default: all) wait for the processor is added to what they have of
-        it. Taken by the clock, an operation would mostly lie within one turn, as if no other rank were there, and of a
-        longer one the ranks that had their turns first would be the fast ones.
+        Where ranks share cores it is processor time, scaled by how many of ``ranks`` (default: all)
+        share a core. Wall time would be wrong: a short operation mostly fits into one time slice,
+        as if no other rank ran, and for a long one the ranks scheduled first would look fast.
         """
         if not self.shared:
             return time.perf_counter()
@@ -127,7 +128,7 @@ class Clock:
         return self.watch.undisturbed(once)
 
     def _often(self, call: Callable[[], object], together: bool) -> int:
-        """How many calls a repetition has."""
+        """Calls per repetition."""
         self._took(call, 1)
         often = max(1, min(MOST, round(self.long / self._took(call, 1))))
         return round(agreed(often, max)) if together else often

@@ -1,4 +1,4 @@
-"""How far a tensor is from another, and how large it is, to compare that with."""
+"""Largest difference of two tensors, and their scale to relate it to."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 
 def scale(t: torch.Tensor) -> float:
-    """The largest finite absolute value."""
+    """Largest finite absolute value; 0 for integers and empty tensors."""
     if not t.numel() or not (t.is_floating_point() or t.is_complex()):
         return 0.0
     return float(torch.nan_to_num(t.detach(), 0.0, 0.0, 0.0).abs().max())
 
 
 def difference(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest; equal infinities and NaN in the same places do not differ. NaN or infinite where one alone is so."""
+    """Largest absolute difference; equal infinities and NaN in the same place count as 0."""
     if not want.numel():
         return 0.0
     same = (got == want) | (got.isnan() & want.isnan())

@@ -1,4 +1,4 @@
-"""What a model's ops get on a mesh, before it is compiled: sharded, decomposed, replicated or refused."""
+"""``autoshard.coverage``: which ops of a model are sharded, decomposed, replicated or refused."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from autoshard.report.text import globbed
 STATUSES = ("refused", "replicated", "decomposed", "sharded")
 
 SPLIT_ALL = replace(PRESETS["ideal_network"], memory_bandwidth=3352e9, node=Link(0.0, 1e21), network=Link(0.0, 1e21))
-"""what can be split at all: elementwise ops too, whatever that communicates"""
+"""hardware with free communication: everything that can be sharded is, elementwise ops too"""
 
 
 @dataclass(frozen=True)
 class OpCoverage:
-    """One op at one line of one module (layers together)."""
+    """One op at one source line of one module, equal layers counted together."""
 
     op: str
-    """as the model calls it: of a decomposed op its own name, not those of its parts"""
+    """name that the model calls; for a decomposed op not the names of its parts"""
     status: str
     """one of :data:`STATUSES`"""
     count: int
     fqn: str
-    """the module path, layer numbers as ``*``"""
+    """module path, layer numbers as ``*``"""
     source: str
     seconds_lost: float
-    """per step, against an even division among the ranks; 0 where the work is divided"""
+    """seconds per step beyond an even split over all ranks; 0 where the op is sharded"""
     reason: str = ""
 
     def __str__(self) -> str:
@@ -54,12 +54,12 @@ class OpCoverage:
 
 @dataclass(frozen=True)
 class CoverageReport:
-    """How much of a model runs on shards. ``ops``: what costs most first."""
+    """Coverage of a model by sharding rules. ``ops``: most expensive first."""
 
     mesh: Mesh
     ops: tuple[OpCoverage, ...]
     error: str = ""
-    """why the model is refused as a whole; there are no ``ops`` then"""
+    """why capture or planning failed; ``ops`` is empty then"""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -71,12 +71,12 @@ class CoverageReport:
 
     @property
     def seconds_lost(self) -> float:
-        """Seconds per step that replication costs in all."""
+        """Seconds per step that replication costs, over all ops."""
         return sum(op.seconds_lost for op in self.ops)
 
     @property
     def complete(self) -> bool:
-        """Whether every op has a rule, so that ``strict=True`` compiles."""
+        """Whether every op has a sharding rule, so that ``strict=True`` compiles."""
         return not self.error and not any(op.reason == NO_RULE for op in self.ops)
 
     def __str__(self) -> str:
@@ -101,9 +101,9 @@ def coverage(
 ) -> CoverageReport:
     """Capture and plan ``model`` without weights or processes, and report on every op.
 
-    ``mesh``: default two ranks with free communication, on which all that can be divided is divided. On a mesh of
-    real hardware an op may also be replicated because dividing it does not pay. A model that cannot be captured gives
-    a report with :attr:`CoverageReport.error`; nothing is raised for it.
+    ``mesh``: default two ranks with free communication, where everything that can be sharded is. On
+    real hardware an op may also be replicated because sharding it does not pay. A model that cannot
+    be captured gives a report with :attr:`CoverageReport.error`; no error is raised.
     """
     resolved = Mesh.of(mesh) if mesh is not None else Mesh({"x": 2}, hardware=SPLIT_ALL)
     try:
@@ -115,7 +115,7 @@ def coverage(
 
 
 def _rows(graph: Graph, program: Program, plan: Plan) -> Iterator[OpCoverage]:
-    """One row per op of the model."""
+    """One row per op of the model, the parts of a decomposed op together."""
     parts: dict[Any, list[Node]] = {}
     for number, node in enumerate(graph.nodes):
         key = (node.origin, node.fqn, node.source) if node.origin else number
@@ -125,7 +125,7 @@ def _rows(graph: Graph, program: Program, plan: Plan) -> Iterator[OpCoverage]:
 
 
 def _row(nodes: Sequence[Node], program: Program, plan: Plan) -> OpCoverage:
-    """The op that ``nodes`` are the parts of."""
+    """The row of the op that was decomposed into ``nodes``."""
     first = nodes[0]
     working = [n for n in nodes if not is_view(n.op)] or list(nodes)
     whole = [n for n in working if not any(s.divides for s in program.assignment.choices[n.name])]
@@ -139,7 +139,7 @@ def _row(nodes: Sequence[Node], program: Program, plan: Plan) -> OpCoverage:
 
 
 def _why(nodes: Sequence[Node], program: Program) -> str:
-    """Why ops with a rule run whole: nothing is long enough, or it does not pay."""
+    """Why ops with a rule run replicated: no dim is long enough, or sharding does not pay."""
     ranks, types = max(program.mesh.shape), program.graph.types
     found = [s for n in nodes if (rule := rule_for(n.op)) for s in rule.strategies(n, program.graph) if s.divides]
     if not found:
@@ -151,7 +151,7 @@ def _why(nodes: Sequence[Node], program: Program) -> str:
 
 
 def _grouped(rows: Iterator[OpCoverage]) -> tuple[OpCoverage, ...]:
-    """Equal rows of equal layers as one."""
+    """Rows of equal layers merged, most expensive first."""
     groups: dict[Any, list[OpCoverage]] = {}
     for row in rows:
         groups.setdefault((row.op, row.status, row.fqn, row.source, row.reason), []).append(row)

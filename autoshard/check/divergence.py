@@ -1,8 +1,9 @@
-"""Where a sharded model first differs from the unsharded one: operation, module and line, forward or backward.
+"""First divergence of a sharded model from the unsharded one: operation, module, source line, and
+phase.
 
-Both are run value by value from the same weights: the whole graph on one device, and the program of every micro-batch
-and stage on the in-process mesh. What ranks and micro-batches hold of a value, and of its gradient, is put together
-and compared.
+Both run value by value from the same weights: the graph on one device, and the program of every
+micro-batch and stage on the in-process mesh. Each value and its gradient are assembled from the
+shards, replicas and partial sums of ranks and micro-batches, and compared.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ Tensors = dict[str, torch.Tensor]
 def first_divergence(
     reference: nn.Module, sharded: ShardedModule, args: tuple[Any, ...], kwargs: dict[str, Any], rtol: float
 ) -> str | None:
-    """The first operation whose result, or else whose gradient, differs by more than ``rtol`` of its largest value.
+    """First operation whose result, or else gradient, is off by more than ``rtol`` of its largest
+    value.
 
-    Both run from ``reference``'s weights. The backward is searched from the loss towards the inputs. None where every
-    value and gradient agrees, and the graph gives what the model does.
+    Both sides use ``reference``'s weights. The backward is searched from the loss to the inputs. If
+    all values agree, modules that were captured wrongly are searched. None if nothing differs.
     """
     executable = sharded.specialise(args, kwargs)
     compiled = executable.compiled
@@ -59,7 +61,7 @@ def first_divergence(
 
 @dataclass(frozen=True)
 class _Values:
-    """All values of a graph by name, and the gradients of those that have one."""
+    """Unsharded values of a graph by name, and their gradients."""
 
     values: Mapping[str, Any]
     gradients: Tensors
@@ -67,7 +69,7 @@ class _Values:
 
 @dataclass(frozen=True)
 class _Gradient:
-    """What ranks hold of a gradient in ``layout``; None: zeros."""
+    """Local gradients per rank, in ``layout``; None stands for zeros."""
 
     parts: Sequence[torch.Tensor | None]
     layout: Layout
@@ -75,22 +77,22 @@ class _Gradient:
 
 @dataclass
 class _Parts:
-    """What every micro-batch and rank holds of the values of the graph, and of their gradients."""
+    """Local values and gradients of every micro-batch and rank."""
 
     layouts: dict[str, Layout] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """name → its global shape in one of several micro-batches"""
+    """name → global shape within one of several micro-batches"""
     values: dict[str, list[list[torch.Tensor]]] = field(default_factory=dict)
-    """name → by micro-batch, by rank"""
+    """name → [micro-batch][rank]"""
     ends: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    """what is returned, in the layout it is returned in, put together: name → by micro-batch"""
+    """name of an output → [micro-batch], assembled from its output layout"""
     gradients: dict[str, list[list[_Gradient]]] = field(default_factory=dict)
-    """name → by micro-batch, by stage that reads it"""
+    """name → [micro-batch][stage that reads it]"""
 
     def joined(
         self, name: str, parts: Sequence[torch.Tensor | None], want: torch.Tensor, layout: Layout
     ) -> torch.Tensor:
-        """What the ranks hold of a value or its gradient, as ``layout`` says; None: zeros. ``want``: on one device."""
+        """The global tensor from local ``parts`` (None: zeros); ``want``: the unsharded one."""
         shape = self.shapes.get(name, tuple(want.shape))
         dtype = next((x.dtype for x in parts if x is not None), want.dtype)
         empty = (want.new_zeros(layout.local_shape(shape, rank), dtype=dtype) for rank in range(len(parts)))
@@ -133,7 +135,7 @@ def _on_ranks(
         given = {**given, **beforehand(micro, given, model.get_buffer)}
     states = generators.states()
     for index in range(count):
-        generators.set_states(states)  # every micro-batch takes its part of what the whole batch draws
+        generators.set_states(states)  # micro-batches take slices of the batch's random numbers
         values = dict(held)
         if micro is not None:
             values |= {n: part_of(given[name], dim, index, count) for n, (name, dim) in micro.inputs.items()}
@@ -142,7 +144,7 @@ def _on_ranks(
 
 
 class _MicroBatch:
-    """One micro-batch, through all stages forward and back."""
+    """Forward and backward of one micro-batch through all stages."""
 
     def __init__(
         self, compiled: Compiled, graph: Graph, values: Tensors, number: tuple[int, int], parts: _Parts
@@ -150,10 +152,10 @@ class _MicroBatch:
         self.stages, self.graph, self.number, self.parts = compiled.parts or (compiled,), graph, number, parts
         self.loss = None if compiled.micro_batches is None else compiled.micro_batches.loss
         self.values = values
-        """global values by name: inputs, and what stages return"""
+        """global values by name: inputs, and outputs of stages"""
 
     def run(self, one: _Values) -> None:
-        """``one``: for the shapes that are known when the program runs. Ends where ranks hold other data than they should."""
+        """``one`` gives shapes known at run time only. Stops where replicas differ."""
         with contextlib.suppress(RuntimeMismatchError):
             runs = [self._forward(stage, one) for stage in self.stages]
             loss, ends = self._loss()
@@ -185,7 +187,7 @@ class _MicroBatch:
             self.parts.shapes[name] = tuple(program.types[name].shape)
 
     def _loss(self) -> tuple[torch.Tensor | None, Tensors]:
-        """The loss, and the outputs of all stages that it is a function of."""
+        """The loss, and the stage outputs that it depends on."""
         names = {o.name for o in self.graph.outputs if isinstance(o, Ref)}
         ends = {n: self.values[n].detach().requires_grad_(self.graph.types[n].grad) for n in names}
         ends = {n: x for n, x in ends.items() if x.requires_grad}
@@ -195,7 +197,7 @@ class _MicroBatch:
         return _loss(outputs(self.graph, {**self.values, **ends})), ends
 
     def _backward(self, stage: Compiled, local: list[dict[str, Any]], known: Tensors) -> None:
-        """Gradients of all values of a stage. ``known``: of what stages return, by name; those before it are added."""
+        """Gradients of a stage's values; ``known``: of its outputs, extended by its inputs."""
         program, roots, given = stage.program, [], []
         for name, end in _ends(stage):
             layout = program.layouts[end].gradient()
@@ -216,13 +218,13 @@ class _MicroBatch:
                 made = self.parts.gradients.setdefault(name, [])
                 made += [[] for _ in range(self.number[0] + 1 - len(made))]
                 made[self.number[0]].append(gradient)
-            else:  # another stage sends it
+            else:  # an input that another stage computed
                 whole = self.parts.joined(name, gradient.parts, self.values[name], gradient.layout)
                 known[name] = known[name] + whole if name in known else whole
 
 
 def _ends(stage: Compiled) -> list[tuple[str, str]]:
-    """What a stage returns: the value of the graph, and the local name of it in the layout it is returned in."""
+    """Outputs of a stage: (name in the graph, local name in the output layout)."""
     pairs = zip(stage.graph.outputs, stage.program.outputs, strict=True)
     return [(value.name, local.name) for value, local in pairs if isinstance(value, Ref)]
 
@@ -230,13 +232,13 @@ def _ends(stage: Compiled) -> list[tuple[str, str]]:
 def _first_value(graph: Graph, one: _Values, parts: _Parts, rtol: float) -> str | None:
     for node in graph.nodes:
         for name in node.outputs:
-            if name not in parts.values:  # a micro-batch has it in another form
+            if name not in parts.values:  # micro-batches compute it in another form
                 continue
             want = torch.as_tensor(one.values[name])  # a number that depends on the data is compared as a scalar
             layout = parts.layouts[name]
             try:
                 wrong = _differs([parts.joined(name, held, want, layout) for held in parts.values[name]], want, rtol)
-            except Exception as problem:  # shapes that do not fit, or ranks that disagree
+            except Exception as problem:  # shapes that do not fit, or replicas that differ
                 wrong = str(problem)
             if wrong:
                 return f"{_where(node)}, forward: {wrong}, layout {layout}"
@@ -248,7 +250,7 @@ def _first_value(graph: Graph, one: _Values, parts: _Parts, rtol: float) -> str 
 
 
 def _first_gradient(graph: Graph, one: _Values, parts: _Parts, rtol: float) -> str | None:
-    """Backwards, the first value whose gradient differs though those of all that is computed from it agree."""
+    """The first value, in backward order, whose gradient differs: gradients of its users agree."""
     rounding = max((scale(g) * torch.finfo(g.dtype).eps for g in one.gradients.values()), default=0.0)
     fqns = {i.name: i.fqn for i in graph.inputs}
     for name in _backwards(graph):
@@ -272,7 +274,7 @@ def _first_gradient(graph: Graph, one: _Values, parts: _Parts, rtol: float) -> s
 
 
 def _backwards(graph: Graph) -> Iterator[str]:
-    """Names of values from the loss to the inputs; an input after the first operation that reads it."""
+    """Value names in backward order; a graph input comes after its earliest reader."""
     for number in reversed(range(len(graph.nodes))):
         node = graph.nodes[number]
         yield from node.outputs
@@ -281,7 +283,7 @@ def _backwards(graph: Graph) -> Iterator[str]:
 
 
 def _differs(held: Sequence[torch.Tensor], want: torch.Tensor, rtol: float, floor: float = 0.0) -> str | None:
-    """How what the micro-batches hold fails to make ``want``: as parts along a dim, as copies, or as summands."""
+    """Error text unless micro-batch values form ``want`` as slices, replicas or summands."""
     shapes = {tuple(x.shape) for x in held}
     if shapes == {tuple(want.shape)}:
         ways = [max(_error(x, want) for x in held)]
@@ -317,7 +319,7 @@ def _mistraced(
     kwargs: dict[str, Any],
     rtol: float,
 ) -> str | None:
-    """The first module whose result, like that of the modules around it, no value of the graph is, though its inputs are."""
+    """The first wrongly captured module: its inputs are values of the graph, its result is none."""
     tensors = [x for x in values.values() if isinstance(x, torch.Tensor)]
     made: list[tuple[str, bool, bool]] = []
 
@@ -349,7 +351,7 @@ def _mistraced(
 def graph_inputs(
     graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: bool = True
 ) -> Tensors:
-    """A full tensor for every input of ``graph``, from ``model`` and, unless ``inputs`` is False, the arguments."""
+    """Full tensors for inputs of ``graph``: from ``model`` and, if ``inputs``, from arguments."""
     tensors = parameters_of(model) | dict(model.named_buffers(remove_duplicate=False))
     found = {i.name: tensors[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
     if inputs:
@@ -360,7 +362,7 @@ def graph_inputs(
 
 
 def run(program: Program, inputs: Mapping[str, torch.Tensor], index: int, count: int) -> list[dict[str, torch.Tensor]]:
-    """Every local value by name, per rank, of micro-batch ``index`` of ``count``."""
+    """Run ``program`` on simulated ranks for one micro-batch: [rank] → local values by name."""
     mesh = program.mesh
     world = runtime.World(dict(zip(mesh.axes, mesh.shape, strict=True)))
 

@@ -1,4 +1,4 @@
-"""A model of lower precision in float64, which draws the same random numbers: what its rounding is measured against."""
+"""A low-precision model run in float64 with equal random numbers, to measure rounding errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def in_float64(tree: Any) -> Any:
 
 
 class SameDraws(TorchDispatchMode):
-    """Inside, what is drawn in float64 is what would be drawn in ``dtype``: generators give each dtype other numbers."""
+    """Dispatch mode that draws float64 random numbers in ``dtype``: generators differ by dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -32,7 +32,7 @@ class SameDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         before = generators.states()
         result = func(*args, **kwargs)
-        if all(map(torch.equal, before, generators.states())):  # attention without dropout, say
+        if all(map(torch.equal, before, generators.states())):  # as attention without dropout
             return result
         generators.set_states(before)
         drawn = func(*self._narrow(args), **self._narrow(kwargs))

@@ -1,4 +1,4 @@
-"""Calls on local tensors, run on every rank inside this process: a rule's local form, or a program's statement."""
+"""Evaluation of local forms and of program statements on all ranks inside this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoshard.passes.rules.base import Rule, Site
 
 
 def run(rule: Rule, site: Site, held: list[Tensors], world: runtime.World) -> list[Tensors]:
-    """The results of the local form on every rank's operands. ``world``: with the site's mesh."""
+    """Results [rank][slot] of the rule's local form on ``held``; ``world``: of the site's mesh."""
     call = rule.local(site) if rule.local else Call(rule.op, site.node.args, site.node.kwargs)
 
     def one(rank: int) -> Tensors:
@@ -26,13 +26,13 @@ def run(rule: Rule, site: Site, held: list[Tensors], world: runtime.World) -> li
         results = flat(evaluate(call, names, site.mesh, rank))
         return [results[slot] for slot in site.node.output_slots]
 
-    if not any(isinstance(item, Call) and isinstance(item.fn, str) for item in walk(call)):  # nothing of the runtime
+    if not any(isinstance(item, Call) and isinstance(item.fn, str) for item in walk(call)):  # no runtime function, so no communication
         return [one(rank) for rank in range(site.mesh.size)]
     return world.run(one, [(rank,) for rank in range(site.mesh.size)])
 
 
 def evaluate(tree: Any, names: Mapping[str, torch.Tensor], mesh: Mesh, rank: int) -> Any:
-    """A call, or anything that stands in one, as this rank sees it; ``names``: its local values."""
+    """The value of a call, or of any argument of one, on ``rank``; ``names``: its local values."""
 
     def at(item: Any) -> Any:
         if isinstance(item, Ref):

@@ -1,4 +1,4 @@
-"""Calls of a model beside another's: copies of what they take, and the number that a training loop differentiates."""
+"""Copies of models and inputs for reference runs, and the loss that a training loop uses."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from autoshard.module.model.original import computed
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy, also of a model that holds tensors which are computed from others."""
+    """A deep copy of ``model``; its non-leaf tensors are copied as leaves."""
     return copy.deepcopy(model, {id(t): t.detach().clone() for t in computed(model)})
 
 
 def fresh(tree: Any) -> Any:
-    """``tree`` with copies of its tensors: leaves that require a gradient where these do."""
+    """``tree`` with its tensors copied as leaves that keep ``requires_grad``."""
     return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
-    """A plain full tensor, of a DTensor as well."""
+    """The full tensor of a DTensor; a plain tensor as it is."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def loss_of(output: Any, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`scalar_of` what the model returns, else the sum of its tensors' mean squares."""
+    """:func:`scalar_of` the output, else the sum of mean squares of its tensors with gradients."""
     scalar = scalar_of(output)
     if scalar is not None:
         return scalar
@@ -37,7 +37,7 @@ def loss_of(output: Any, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def scalar_of(output: Any) -> torch.Tensor | None:
-    """What a training loop differentiates: the scalar with a gradient that is called "loss", else the first."""
+    """The loss of an output: the scalar with gradient named "loss", else the first scalar."""
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     ends = [x for x in (named, *pytree.tree_leaves(output)) if isinstance(x, torch.Tensor)]
     return next((x for x in ends if x.requires_grad and not x.shape), None)

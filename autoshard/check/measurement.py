@@ -1,4 +1,4 @@
-"""Run a sharded model and compare with what its plan predicts: the time of a step, and memory."""
+"""``autoshard.measure``: step time and memory of a sharded model, beside its plan's predictions."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from autoshard.runtime.programs.module import RankModule
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a step, forward and backward without the optimizer; seconds and bytes of the slowest or fullest rank."""
+    """Time and memory of a forward and backward without optimizer, largest over ranks."""
 
     step_s: float
-    """the median"""
+    """median seconds"""
     kept_bytes: int
-    """what autograd keeps at the end of the forward, beside parameters, buffers and inputs"""
+    """activation memory: bytes saved for the backward, without parameters, buffers and inputs"""
     peak_bytes: int
-    """the most that is alive, parameters, their gradients, buffers and inputs included; no optimizer's state"""
+    """peak memory with parameters, gradients, buffers and inputs; without optimizer state"""
     predicted_s: float
     predicted_kept_bytes: float
     predicted_peak_bytes: float
     ranks: int
     simulated: bool
-    """whether all ranks ran in this process: then seconds are of all of them, ``kept_bytes`` of rank 0, and the peak has
-    copies of weights and the backward of the others"""
+    """whether all ranks ran in this process: seconds and peak are then those of all ranks together,
+    ``kept_bytes`` that of rank 0"""
 
     def __str__(self) -> str:
         rows = (
@@ -60,11 +60,12 @@ class Measured:
 def measure(
     sharded: ShardedModule, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, steps: int = 5
 ) -> Measured:
-    """Run ``steps`` steps of ``sharded`` and say what they take, beside the prediction of its plan.
+    """Time ``steps`` steps of ``sharded`` and measure their memory, beside its plan's predictions.
 
-    A step is the forward and, where gradients are recorded, the backward of the first scalar of the output, or of the sum
-    of it. Gradients that the parameters had are put back. Under torch.distributed every rank has to call it. Raises
-    :class:`AutoshardError` for ``steps`` below 1, and for what is no sharded module.
+    A step is a forward and, with gradients, the backward of the loss: the first scalar of the
+    output, or the sum of its first tensor. Gradients of the parameters are restored. A collective
+    call under torch.distributed. Raises :class:`AutoshardError` for ``steps`` below 1 or another
+    kind of module.
     """
     if not isinstance(sharded, ShardedModule):
         raise AutoshardError(f"measure takes what autoshard.compile returned, got {type(sharded).__name__}")
@@ -106,7 +107,7 @@ def measure(
 
 
 def _slowest(found: tuple[float, float, float]) -> tuple[float, float, float]:
-    """The largest of every number over all ranks."""
+    """Elementwise maximum over all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return found
     every: list[Any] = [None] * dist.get_world_size()
@@ -135,7 +136,7 @@ def _loss(output: Any) -> torch.Tensor | None:
 
 
 def _memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, float]:
-    """(bytes that autograd keeps, most bytes alive), of the rank that runs in this thread."""
+    """(saved bytes, peak bytes) of the rank that runs in this thread."""
     for p in sharded.parameters():
         p.grad = None
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -168,14 +169,14 @@ def _key(x: torch.Tensor) -> int:
 
 
 class _Kept:
-    """The most bytes that autograd keeps at once, beside the ``given`` storages: micro-batches come one after another."""
+    """Most bytes saved for the backward at once, without the ``given`` storages."""
 
     def __init__(self, given: Mapping[int, int]) -> None:
         self.given, self.most = given, 0
         self.found: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """A hook for saved tensors."""
+        """Pack hook of ``saved_tensors_hooks``."""
         storage = x.untyped_storage()
         self.found[_key(x)] = StorageWeakRef(storage), storage.nbytes()
         alive = [(key, size) for key, (ref, size) in self.found.items() if not ref.expired()]
@@ -184,7 +185,7 @@ class _Kept:
 
 
 class _Alive(TorchDispatchMode):
-    """The most bytes of storages that were alive at once, beside the ``given`` ones."""
+    """Most bytes of live storages at once, without the ``given`` ones."""
 
     def __init__(self, given: Mapping[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""The check of a rule: its local form on every rank's shards, put together again.
+"""Validation of sharding rules: local forms on every rank's shards against the unsharded op.
 
-Every strategy of the op's rule is tried on small meshes, for values and for gradients. After DTensor's strategy
-validation.
+Every strategy of the op's rule is tried on small meshes, for values and gradients (after DTensor's
+strategy validation).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from autoshard.runtime.autocast import without_autocast
 from autoshard.runtime.transport import generators
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
-"""``(args, kwargs)`` of one concrete call, with float64 tensors where gradients are to be compared"""
+"""``(args, kwargs)`` of a call, with float64 tensors where gradients are compared"""
 
 Op = Union[torch._ops.OpOverload, torch._ops.OpOverloadPacket, CustomOpDef]
-"""an op, as torch.ops names it or as torch.library made it; of a packet the default overload is meant"""
+"""an op of torch.ops or torch.library; a packet stands for its default overload"""
 
 MESHES: tuple[Mapping[str, int], ...] = ({"x": 2}, {"x": 3})
 SEED = 20
@@ -44,13 +44,13 @@ SEED = 20
 
 @dataclass(frozen=True)
 class RuleCheck:
-    """What :func:`check_rule` has tried: the number of cases, and the labels of the strategies that ran."""
+    """Result of :func:`check_rule`: number of cases, and labels of the strategies that ran."""
 
     op: str
     cases: int
     strategies: frozenset[str]
     ran: frozenset[Hashable] = field(default=frozenset(), repr=False)
-    """what was compared, as :func:`tried` names it"""
+    """keys of :func:`tried` that were compared"""
 
     def __str__(self) -> str:
         return f"{self.op}: {self.cases} cases agree ({', '.join(sorted(self.strategies))})"
@@ -58,7 +58,7 @@ class RuleCheck:
 
 @dataclass(frozen=True)
 class _Example:
-    """One sample as a graph of one node, with its operands and what the op makes of them."""
+    """A sample as a graph of one node, with operands, results and gradients of the unsharded op."""
 
     node: Node
     graph: Graph
@@ -69,7 +69,7 @@ class _Example:
 
 
 def overload(op: Op) -> torch._ops.OpOverload:
-    """One overload: of ``torch.ops.mylib.scale`` the default one. Raises :class:`RuleError` for anything else."""
+    """One overload of an op: the default one of a packet. Raises :class:`RuleError` otherwise."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
     if isinstance(op, torch._ops.OpOverloadPacket):
         known = [name for name in op.overloads() if "Tensor" in str(getattr(op, name)._schema)]
@@ -83,7 +83,7 @@ def overload(op: Op) -> torch._ops.OpOverload:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Inside, ops run with gradients and without autocast; afterwards the generators are as they were."""
+    """Context with gradients and without autocast, which restores random generators at its end."""
     before = generators.states()
     try:
         with torch.inference_mode(False), torch.enable_grad(), without_autocast():
@@ -93,9 +93,9 @@ def undisturbed() -> Iterator[None]:
 
 
 def tried(node: Node, graph: Graph, strategy: Strategy, moving: bool) -> Hashable:
-    """Which calls a check holds for: arguments that are no tensors, kinds of the others, and how they are cut.
+    """Key of the calls that a check covers: plain arguments, kinds of tensors, and the strategy.
 
-    ``moving``: whether gradients were compared, too, as far as the op has any.
+    ``moving``: whether gradients were compared as well, as far as the op has any.
     """
     kinds = [(t.is_floating_point, t.is_complex, t == torch.bool) for t in (graph.types[n].dtype for n in node.inputs)]
     slots = node.input_slots, node.output_slots
@@ -103,7 +103,7 @@ def tried(node: Node, graph: Graph, strategy: Strategy, moving: bool) -> Hashabl
 
 
 def _plain(node: Node) -> str:
-    """The arguments that are no tensors, as text; "…" stands for a tensor."""
+    """Non-tensor arguments as text; "…" stands for a tensor."""
 
     def told(value: Any) -> str:
         if isinstance(value, tuple | list):
@@ -125,14 +125,17 @@ def check_rule(
     gradients: bool = True,
     results: Collection[int] | None = None,
 ) -> RuleCheck:
-    """Compare every strategy of a rule with the unsharded op, value and gradients, on every sample and mesh.
+    """Compare every strategy of a rule with the unsharded op on every sample and mesh.
 
-    ``op``: an op with a registered rule, or a rule. Samples are ``(args, kwargs)``, with float64 tensors where
-    gradients are to be compared. On a mesh of several axes every combination of strategies is
-    tried. ``tolerance``: relative error, of the largest element. ``values=False`` compares shapes only, for ops such as
-    ``empty``; ``gradients=False`` takes operands as constants, for ops without a derivative. ``results``:
-    positions of the results that are read (default: all).
-    Raises :class:`RuleError` that lists what differs, or says that nothing could be checked.
+    Args:
+        op: an op with a registered rule, or a rule.
+        samples: calls ``(args, kwargs)``, with float64 tensors where gradients are compared.
+        meshes: axis sizes; on several axes every combination of strategies is tried.
+        tolerance: error relative to the largest element.
+        values: False compares shapes only, for ops such as ``empty``.
+        gradients: False takes operands as constants, for ops without a derivative.
+        results: positions of results that are read (default: all).
+    Raises :class:`RuleError` with the differences, or if nothing could be checked.
     """
     tested = op if isinstance(op, Rule) else rule_for(overload(op))
     if tested is None:
@@ -172,14 +175,14 @@ def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy
 
 
 def call_text(node: Node, graph: Graph) -> str:
-    """The operands' types, and the other arguments."""
+    """Types of the operands and the other arguments, as text."""
     return ", ".join([*(str(graph.types[name]) for name in node.inputs), *filter(None, [_plain(node)])])
 
 
 def _example(rule: Rule, sample: Sample, moves: bool, wanted: Collection[int] | None) -> _Example:
-    """Run the sample; arguments for which the op has no derivative (a loss's class weights) are constants.
+    """Run the sample unsharded; arguments without a derivative (class weights) are constants.
 
-    A user's op without a backward is compared for values only.
+    An op without a backward is compared for values only.
     """
     constants: set[str] = set()
     while True:
@@ -198,7 +201,7 @@ def _example(rule: Rule, sample: Sample, moves: bool, wanted: Collection[int] | 
 def _run_whole(
     rule: Rule, sample: Sample, moves: bool, constants: Collection[str], wanted: Collection[int] | None
 ) -> _Example:
-    """Run the sample on whole tensors, forward and backward."""
+    """Run the sample on full tensors, forward and backward."""
     operands: Tensors = []
 
     def lift(value: Any, name: str) -> Any:
@@ -229,12 +232,12 @@ def _run_whole(
 
 
 def _seed() -> None:
-    # Where there is no accelerator, manual_seed notes its caller's stack for every kind of them: a millisecond.
+    # Without accelerator torch.manual_seed takes a millisecond: it records a stack per backend.
     (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(SEED)
 
 
 def _rounding(example: _Example) -> float:
-    """The relative rounding error of the narrowest floating dtype in the call."""
+    """Relative rounding error (eps) of the narrowest floating dtype in the call."""
     dtypes = {x.dtype for x in example.operands + example.results}
     return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)
 
@@ -255,7 +258,7 @@ def _graph(
 
 
 def _alone(rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, torch.Tensor]) -> Tensors:
-    """A random op's reference: its own local form on one rank, so that draws are comparable."""
+    """Reference of a random op: its local form on one rank, so that random numbers are equal."""
     operands = list(names.values())
     shapes = flat(evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
     slots = [i for i, r in enumerate(shapes) if isinstance(r, torch.Tensor)]
@@ -268,7 +271,7 @@ def _alone(rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: 
 
 
 def _choices(rule: Rule, example: _Example, mesh: Mesh) -> Iterator[tuple[Graph, tuple[Strategy, ...]]]:
-    """Strategies for every axis; those that exist only without a gradient run on a graph without gradients."""
+    """(graph, strategy per axis): strategies for inference only get a graph without gradients."""
     still = {n: TensorType(t.shape, t.dtype) for n, t in example.graph.types.items()}
     without = Graph((), (example.node,), still, example.graph.outputs, None, None)
     moving = rule.strategies(example.node, example.graph)
@@ -305,7 +308,7 @@ def _differs(
     choice: tuple[Strategy, ...],
     tolerance: float,
 ) -> str | None:
-    """What the strategies get wrong, in words."""
+    """Error text for the strategies of ``choice``; None if values and gradients agree."""
     random = torch.Generator("cpu").manual_seed(SEED)
     try:
         site = _site(example.node, graph, mesh, choice)
@@ -328,7 +331,7 @@ def _differs(
 def _gradients_differ(
     example: _Example, site: Site, held: list[Tensors], made: list[Tensors], random: torch.Generator, tolerance: float
 ) -> str | None:
-    """The gradient of every operand, put together by the placement of the gradient."""
+    """Error text for the gradient of an operand, assembled by its gradient placement."""
     outputs: Tensors = []
     cotangents: list[torch.Tensor | None] = []
     for i, cotangent in enumerate(example.cotangents):
@@ -352,7 +355,7 @@ def _gradients_differ(
 def _backward(
     outputs: Tensors, cotangents: Sequence[torch.Tensor | None], leaves: Tensors
 ) -> list[torch.Tensor | None]:
-    """Gradients of the leaves (None where there is none)."""
+    """Gradients of the leaves; None for those that require none."""
     pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None and y.requires_grad]
     wanted = [i for i, x in enumerate(leaves) if x.requires_grad]
     if not pairs or not wanted:

@@ -1,4 +1,4 @@
-"""A tensor and its parts on a mesh: cut it as a layout says, and compare parts with what they should make."""
+"""Shards of a tensor: scatter it by a layout, and compare ranks' shards with the full tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensors = list[torch.Tensor]
 
 
 def scatter(value: torch.Tensor, layout: Layout, random: torch.Generator) -> Tensors:
-    """What every rank holds of ``value`` under ``layout``; Partial axes hold random summands."""
+    """Local tensors of all ranks for ``value`` in ``layout``; Partial axes get random summands."""
     summed = layout.axes_with(Partial)
     count = layout.mesh.size_of(summed) if summed else 1
     summands = [noise(value, random) for _ in range(count - 1)]
@@ -34,7 +34,7 @@ def _cut(value: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 
 
 def noise(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Random values of the same shape and dtype."""
+    """Random tensor of the same shape, dtype and device; raises :class:`RuleError` for bool."""
     if like.is_floating_point() or like.is_complex():
         return torch.randn(like.shape, generator=random, dtype=like.dtype, device=random.device).to(like.device)
     if like.dtype == torch.bool:
@@ -43,9 +43,10 @@ def noise(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
 
 
 def differs(parts: Tensors, layout: Layout, expected: torch.Tensor, tolerance: float) -> str | None:
-    """How the ranks' parts of a value under ``layout`` fail to make ``expected``, in words; None where they do.
+    """Error text if the ranks' shards in ``layout`` do not form ``expected``; None if they do.
 
-    ``tolerance``: relative to the largest element of ``expected``. Copies are each compared; summands are added.
+    ``tolerance`` is relative to the largest element. Replicas are compared each; summands are
+    added.
     """
     mesh, summed = layout.mesh, layout.axes_with(Partial)
     for r, part in enumerate(parts):
@@ -78,7 +79,7 @@ def _distance(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> 
     if not (expected.is_floating_point() or expected.is_complex()):
         bad = int((found != expected).sum())
         return f"{bad} of {expected.numel()} elements differ" if bad else None
-    if torch.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True):  # mostly it is, and needs no scale
+    if torch.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True):  # usual; needs no scale
         return None
     scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 0.0
     if torch.allclose(found, expected, rtol=0, atol=tolerance * max(scale, 1.0), equal_nan=True):

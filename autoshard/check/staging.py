@@ -1,4 +1,4 @@
-"""What stages take of the processor beside computing, for the actions of a schedule and the bytes of messages: calibration."""
+"""Host overhead of pipeline stages for calibration: per schedule action, and per message byte."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from autoshard.runtime.transport.peers import Notes
 from autoshard.runtime.transport.process_group import TorchCommunicator
 
 SCHEDULE, COUNT = "gpipe", 8
-"""the schedule that is run, and its micro-batches"""
+"""measured schedule, and its micro-batches"""
 SIZES = (1, 1 << 18)
 """elements of its messages"""
 WARM_UP = 2
 
 
 def staged_host(clock: Clock) -> tuple[float, float]:
-    """(processor seconds of an action and of the messages beside it, of each end of a message per byte).
+    """Processor seconds (per action with its messages, per byte at each end of a message).
 
-    All ranks run a schedule whose actions compute a product, which drives out of the caches what begins them; the processor
-    time of computing is measured inside of it and taken out. That of all ranks together counts, and of all their threads:
-    which of two ranks has the work of a message is chance.
+    All ranks run a schedule whose actions compute a matrix product, which evicts the host's code
+    and data from the caches; its processor time is subtracted. Ranks and all their threads are
+    summed, because chance decides which of two ranks does the work of a message.
     """
     world = dist.get_world_size()
     small, large = (agreed(_processor_seconds(clock, size), sum) for size in SIZES)
@@ -37,7 +37,7 @@ def staged_host(clock: Clock) -> tuple[float, float]:
 
 
 def _processor_seconds(clock: Clock, size: int) -> float:
-    """Of this rank, in a step with messages of ``size`` elements, beside computing."""
+    """Processor seconds of this rank in a step with messages of ``size`` elements, less compute."""
     rank, world = dist.get_rank(), dist.get_world_size()
     stages, comm, notes = _Stages(size), TorchCommunicator({"alone": 1}, [rank]), Notes()
     messages = [*([(Message((size,), torch.float32, True),)] * (world - 1)), (Message((), torch.float32, True),)]
@@ -60,7 +60,7 @@ def _processor_seconds(clock: Clock, size: int) -> float:
 
 
 class _Stages:
-    """Stages that compute one product, forward and backward, whatever they receive. ``computing``: processor seconds of it."""
+    """Stages that compute a product, forward and backward; ``computing``: its processor seconds."""
 
     def __init__(self, size: int) -> None:
         self.size, self.computing = size, 0.0
@@ -80,7 +80,7 @@ class _Stages:
 
 
 class _Computed(torch.autograd.Function):
-    """A tensor of ``shape`` for one of another."""
+    """A tensor of ``shape`` from an input of another shape, at the cost of a product."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, stages: _Stages, shape: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Time that the host of a virtual machine gives to others: no clock in here sees it, and no step of this machine has it."""
+"""Steal time, in which the host of a virtual machine gives its cores to other guests."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import TypeVar
 
 MOST = 0.02
-"""of the time of the cores at work: where more was stolen, what was measured is not this machine's"""
+"""stolen share of core time above which a measurement counts as disturbed"""
 
 PATIENCE, AGAIN = 2.0, 1.0
-"""seconds, and times what all was measured in once, that may be spent on measuring again"""
+"""limit of repeating: seconds, plus a multiple of the time that first measurements took"""
 
 Found = TypeVar("Found")
 
 
 def stolen() -> float:
-    """Seconds, of all cores together, that the host gave to others so far (``steal`` of proc(5)'s ``stat``, in steps of 10 ms);
-    0 where no system says so."""
+    """Steal time of all cores so far, in seconds (``steal`` in proc(5)'s ``stat``, steps of 10 ms).
+
+    0 where the system does not report it."""
     try:
         first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
     except OSError:
@@ -27,15 +28,15 @@ def stolen() -> float:
 
 
 class Watch:
-    """Measures again what the host disturbed.
+    """Repeats measurements that steal time disturbed.
 
     Args:
-        agree: the largest of all ranks' numbers. All of them repeat, or none: one that repeats alone waits for the others.
-        now: a clock, in seconds.
-        cores: how many work while something is measured.
+        agree: maximum over all ranks, so that all ranks repeat or none: one alone would block.
+        now: a clock in seconds.
+        cores: cores at work during a measurement.
 
-    Repeating takes at most :data:`PATIENCE` seconds and :data:`AGAIN` times what measuring once took so far: it ends on a host
-    that never gives way, and outlasts a burst of some seconds.
+    Repeating takes at most :data:`PATIENCE` seconds plus :data:`AGAIN` times all first
+    measurements. So it ends on a host that is always busy, and outlasts a burst of some seconds.
     """
 
     def __init__(self, agree: Callable[[float], float], now: Callable[[], float], cores: int) -> None:
@@ -44,7 +45,7 @@ class Watch:
         self.spent = self.repeating = 0.0
 
     def undisturbed(self, measure: Callable[[], Found]) -> Found:
-        """What ``measure`` returns when no more than :data:`MOST` is stolen; else of several times the least disturbed."""
+        """Result of ``measure`` with at most :data:`MOST` stolen, else the least disturbed try."""
         share, took, found = self._once(measure)
         self.spent += took
         while share > MOST and self.repeating + took <= PATIENCE + AGAIN * self.spent:
@@ -57,14 +58,14 @@ class Watch:
         return found
 
     def _once(self, measure: Callable[[], Found]) -> tuple[float, float, Found]:
-        """The share that was stolen, and seconds, as all ranks have them, and what was found."""
+        """(stolen share, seconds, result) of one try; the first two are maxima over ranks."""
         begin, before = self.now(), stolen()
         found = measure()
         took, gone = self.now() - begin, stolen() - before
         return self.agree(gone / (self.cores * took) if took > 0 else 0.0), self.agree(took), found
 
     def share(self) -> float:
-        """Of what was measured since this was last asked: how much was disturbed each time."""
+        """Share of measurements since the last call that stayed disturbed."""
         share = self.disturbed / max(1, self.measured)
         self.measured = self.disturbed = 0
         return share

@@ -1,4 +1,4 @@
-"""What collectives take by size, between how many ranks, and how much of it hides behind compute: parts of calibration."""
+"""Microbenchmarks of collectives for calibration: time by kind, size and ranks, and overlap."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from autoshard.runtime.transport.process_group import TorchCommunicator
 from autoshard.runtime.transport.work import all_gather_single
 
 SEVERAL, BETWEEN = 8, 0.002
-"""collectives that are timed together, and seconds of compute before each"""
+"""collectives per timed round, and seconds of compute before each"""
 LONGER = (0.008, 0.02)
-"""seconds of compute before others, for which ranks wait longer"""
+"""longer seconds of compute before a collective, after which ranks arrive less together"""
 STEEP, AGAIN = 2.0, 2
-"""how many times what its neighbours in size say a message may take; how often those are measured again that take more"""
+"""ratio to the neighbours' line that makes an outlier; rounds of measuring outliers again"""
 LEAST = 1e-6
-"""seconds of one, where what it adds is lost in what else the machine does"""
+"""least seconds of a collective, where noise exceeds what it adds"""
 
 
 def move_of(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
-    """The move of ``size`` elements, and the shape of what a rank brings."""
+    """The move of a collective of ``size`` elements, and the local shape before it."""
     axes = ("ranks",)
     if kind in ("all_reduce", FEW):
         return Move("P", "I", axes), (size,)
@@ -40,12 +40,12 @@ def move_of(kind: str, ranks: int, size: int) -> tuple[Move, tuple[int, ...]]:
 
 
 class Step:
-    """Some compute with something after it, again and again: as a step has it, and not one message after another.
+    """Times calls that follow compute, as in a training step, instead of back-to-back messages.
 
-    Ranks then do not arrive together, and the threads that carry messages have to wake up. What ranks wait differs much, and
-    a step has the sum. It differs over seconds, too: what is compared takes turns. Compute is a layer with its gradients, which
-    allocates and goes through memory as a step does: what it takes differs more from rank to rank than a product of operands
-    that caches hold.
+    After compute, ranks arrive at different times and communication threads must wake up. Waits
+    vary from call to call (a step has their sum) and over seconds, so compared calls alternate. The
+    compute is a layer with its gradients: it allocates and uses memory as a step does, and so
+    varies more from rank to rank than a product of cached operands.
     """
 
     def __init__(self, clock: Clock, between: float = BETWEEN) -> None:
@@ -53,9 +53,9 @@ class Step:
         self.count = max(1, round(agreed(between / clock.seconds(self.operation), max)))  # ranks have equal work
 
     def seconds(self, calls: Sequence[Callable[[], object]]) -> list[float]:
-        """Of one of each of ``calls``: the median of what several of it add to the compute of the same round.
+        """Seconds that one of each of ``calls`` adds to the compute of a round, median of rounds.
 
-        Of the slowest rank, with them and without: one that is through with its compute before others waits for these.
+        Rounds with and without the call are each the slowest rank's: faster ranks wait for it.
         """
         rounds = slowest(self.clock.in_turns([self._of(call) for call in (lambda: None, *calls)]))
         added = ([after - alone for after in taken] for alone, *taken in rounds)
@@ -72,7 +72,7 @@ class Step:
 
 
 class Waiting:
-    """What ranks wait for one another after more compute than there is where latencies are measured."""
+    """Rank skew: extra seconds of waiting after more compute than latencies are measured with."""
 
     def __init__(self, clock: Clock) -> None:
         self.known, *self.steps = (Step(clock, between) for between in (BETWEEN, *LONGER))
@@ -81,7 +81,7 @@ class Waiting:
         self.numbers = torch.zeros(1, device=clock.device)
 
     def seconds(self) -> list[tuple[float, float]]:
-        """(seconds of compute, seconds of waiting); after more compute never less."""
+        """(seconds of compute, seconds of waiting), both ascending."""
         group = self.comm.process_group(("ranks",))
 
         def added(step: Step) -> float:
@@ -93,8 +93,10 @@ class Waiting:
 
 
 class Messages:
-    """Collectives of every kind among ``ranks`` ranks, of several sizes; groups of that many measure at once. Single messages
-    are between two."""
+    """Collectives of every kind and several sizes among ``ranks`` ranks; all such groups run at
+    once.
+
+    Point-to-point messages ("permute") are measured if ``ranks`` is the world size."""
 
     def __init__(self, step: Step, ranks: int, quick: bool) -> None:
         world = dist.get_world_size()
@@ -107,12 +109,12 @@ class Messages:
         self.sent = [*few, *((kind, size) for kind, size in every if kind != "all_reduce" or not self._direct(size))]
 
     def _direct(self, size: int) -> bool:
-        """Whether a sum of so many goes another way than larger ones, whose line it is not on."""
+        """Whether an all-reduce of ``size`` elements uses the direct algorithm for few numbers."""
         ranks = self.comm.world_size
         return ranks > 2 and is_few(4 * size, ranks) and self.comm.process_group(("ranks",)).gloo
 
     def seconds(self) -> list[float]:
-        """Of each; what is out of line with its neighbours in size is measured again."""
+        """Seconds of each collective; outliers among neighbours in size are measured again."""
         found = self._measured(range(len(self.sent)))
         for _ in range(AGAIN):
             odd = out_of_line(self.sent, found)
@@ -128,13 +130,13 @@ class Messages:
             return _message(self.step, size)
         comm, (move, shape) = self.comm, move_of(kind, self.comm.world_size, size)
         x = torch.ones(shape, device=self.step.clock.device)
-        if kind in ("all_reduce", FEW):  # the copy before it has a price of its own
+        if kind in ("all_reduce", FEW):  # its copy is priced separately
             group, sums = comm.process_group(move.axes), torch.zeros_like(x)
             return lambda: comm.all_reduce(group, sums).wait()
         return partial(comm.execute, move, x, "forward")
 
     def rates(self, seconds: Sequence[float]) -> list[Rate]:
-        """α and β of every kind that took so long."""
+        """Latency and bandwidth (α, β) per kind, fitted to ``seconds``."""
         found: dict[tuple[str, int], list[tuple[float, float]]] = {}
         ranks = self.comm.world_size
         for (kind, size), taken in zip(self.sent, seconds, strict=True):
@@ -151,8 +153,11 @@ class Messages:
 
 
 def out_of_line(sent: Sequence[tuple[str, int]], seconds: Sequence[float]) -> list[int]:
-    """Which of the (kind, size) in ``sent`` are measured again: they take more than :data:`STEEP` times what the next longer
-    message does, or lie as far off the line between their neighbours. These are, too: which of them is wrong nobody knows."""
+    """Positions of outliers among the (kind, size) of ``sent``, and of their neighbours.
+
+    An outlier takes more than :data:`STEEP` times the next longer message, or is as far off the
+    line between its neighbours. The neighbours are included, since any of them may be the wrong
+    one."""
     odd = set[int]()
     for _, of in itertools.groupby(range(len(sent)), key=lambda i: sent[i][0]):
         same = list(of)
@@ -168,9 +173,9 @@ def out_of_line(sent: Sequence[tuple[str, int]], seconds: Sequence[float]) -> li
 
 
 def _message(step: Step, size: int) -> Callable[[], None]:
-    """A message of ``size`` elements to the neighbour, while as much comes from it."""
+    """An exchange of ``size`` elements with the neighbour rank, in both directions at once."""
     neighbour = dist.get_rank() ^ 1
-    if neighbour >= dist.get_world_size():  # an odd one: the others measure
+    if neighbour >= dist.get_world_size():  # the last of an odd number has no partner
         return lambda: None
     sent, received = (torch.ones(size, device=step.clock.device) for _ in range(2))
     both = [dist.P2POp(dist.isend, sent, neighbour), dist.P2POp(dist.irecv, received, neighbour)]
@@ -183,7 +188,7 @@ def _message(step: Step, size: int) -> Callable[[], None]:
 
 
 def _layer(clock: Clock) -> Callable[[], None]:
-    """Forward and backward of a layer, of which there may be more."""
+    """Forward and backward of a small layer, as a call that can be repeated."""
     rows, width = (2048, 4096) if clock.device.type == "cuda" else (128, 256)
     dtype = USED[clock.device.type]
     layer = torch.nn.Sequential(torch.nn.LayerNorm(width), torch.nn.Linear(width, width), torch.nn.ReLU())
@@ -198,7 +203,7 @@ def _layer(clock: Clock) -> Callable[[], None]:
 
 
 def _line(kind: str, ranks: int, found: Sequence[tuple[float, float]]) -> Rate:
-    """α and β of (bytes, seconds) that err least, relatively: a line through the ends alone says little of what is between."""
+    """α and β with the least relative errors over all (bytes, seconds), not only at the ends."""
     bytes_, seconds = torch.tensor(found, dtype=torch.float64).unbind(1)
     matrix = torch.stack([1 / seconds, bytes_ / seconds], 1)
     latency, per_byte = (
@@ -210,9 +215,10 @@ def _line(kind: str, ranks: int, found: Sequence[tuple[float, float]]) -> Rate:
 
 
 def overlap(clock: Clock) -> float:
-    """How fast compute runs while a bucket travels beside it: T = C + (1 − η)·M, with about twice as much C as M.
+    """Overlap η of a bucket's communication M with compute C: T = C + (1 − η)·M, where C ≈ 2·M.
 
-    Of reductions and of gathers, those that hide less. Copies into buckets and out of them have a price of their own.
+    The smaller η of all-reduce and all-gather. Copies into and out of buckets are priced
+    separately.
     """
     operation = _layer(clock)
     one = clock.seconds(operation)
@@ -220,7 +226,7 @@ def overlap(clock: Clock) -> float:
 
 
 def _hidden(clock: Clock, operation: Callable[[], object], one: float, gathers: bool) -> float:
-    """η of an all-reduce, or an all-gather, of a bucket beside operations of which each takes ``one`` second alone."""
+    """η of an all-reduce or all-gather that overlaps operations of ``one`` second each."""
     size = 1 << (26 if clock.device.type == "cuda" else 20)
     world = dist.get_world_size() if gathers else 1
     flat = torch.zeros(-(-size // world), device=clock.device)

@@ -1,4 +1,4 @@
-"""``autoshard.verify``: the sharded model against the unsharded one, step by step."""
+"""``autoshard.verify``: train the sharded and the unsharded model and compare all tensors."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 
 SPARSE = " (sparse)"
-"""after the names of gradients that are sparse"""
+"""suffix of the names of sparse gradients"""
 LEARNING_RATE = 1e-3
 ROUNDINGS = 4.0
-"""times the rounding error of one device that the sharded model may have: its sums run in another order"""
+"""allowed rounding error as a multiple of one device's: sums of ranks run in another order"""
 
 
 def default_rtol(dtype: torch.dtype) -> float:
-    """1e-9 for float64, 1e-4 for float32, 2e-2 for lower precision; integers must be equal."""
+    """Relative tolerance: float64 1e-9, float32 1e-4, below 2e-2; integers must be equal."""
     if not dtype.is_floating_point or dtype == torch.float64:
         return 1e-9
     return 1e-4 if dtype == torch.float32 else 2e-2
@@ -40,20 +40,20 @@ def default_rtol(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor's largest deviation. ``error``: max |a - b| over the scale of its kind; ``limit``: what is allowed."""
+    """One tensor's deviation. ``error``: max |a - b| / max |b|; ``limit``: allowed error."""
 
     what: str
     kind: str
-    """output, input (a forward may write to it), gradient, buffer, parameter"""
+    """output, input (a forward may write to inputs), gradient, buffer, parameter or replica"""
     step: int
     error: float
     limit: float
     finite: bool = True
-    """whether the unsharded model's is; otherwise the same elements must be infinite or NaN"""
+    """whether the unsharded tensor is finite; else the same elements must be infinite or NaN"""
     exact: float | None = None
-    """in lower precision: the sharded model's error against the same model in float64"""
+    """in low precision: error of the sharded model against the model in float64"""
     rounding: float | None = None
-    """in lower precision: the unsharded model's error against the same model in float64"""
+    """in low precision: error of the unsharded model against the model in float64"""
 
     @property
     def ok(self) -> bool:
@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def rounds_alike(self) -> bool:
-        """Whether the sharded model is as near to float64 as one device is, up to :data:`ROUNDINGS` times its error."""
+        """Whether its error against float64 is at most :data:`ROUNDINGS` times one device's."""
         if self.exact is None or self.rounding is None:
             return False
         return self.exact <= min(ROUNDINGS * self.rounding, math.sqrt(self.limit))
@@ -76,7 +76,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was compared. ``first_divergence``: the first operation (or tensor) that differs, None where all agree."""
+    """Result of :func:`verify`. ``first_divergence``: first operation that differs, or None."""
 
     ok: bool
     comparisons: tuple[Comparison, ...]
@@ -87,7 +87,7 @@ class VerifyReport:
 
     @property
     def worst(self) -> Comparison:
-        """The comparison nearest to, or furthest over, its limit."""
+        """The comparison with the largest ratio of error to limit."""
         return max(self.comparisons, key=lambda c: c.error / c.limit if c.limit else c.error)
 
     def __str__(self) -> str:
@@ -129,17 +129,21 @@ def verify(
     stages_per_rank: int | None = None,
     recompute: Recompute = "auto",
 ) -> VerifyReport:
-    """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare everything.
+    """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare all
+    tensors.
 
-    Outputs, every gradient, buffers, and the weights after every step, from the same seed. ``error`` is the largest
-    absolute difference relative to the largest absolute value of the tensor (infinities and NaN must be those of the
-    unsharded model); it may be ``rtol`` (default: that of :func:`default_rtol` for the tensor's dtype), plus ``atol``
-    (default: ``rtol`` of the largest value of that kind) in absolute terms, so that gradients that are zero but for
-    rounding do not count. Weights are allowed 100 times that, since Adam divides by the root of squared gradients. Runs
-    on the in-process mesh, and under torch.distributed on every rank (a collective call).
-    ``stages``, ``micro_batches``, ``schedule``, ``stages_per_rank``, ``recompute``: as of :func:`autoshard.compile`.
-    The loss is the model's first scalar output, or the mean square of its outputs. Raises as :func:`autoshard.compile`
-    does, and :class:`AutoshardError` for ``steps`` below 1.
+    Compared are outputs, gradients, buffers, and the weights after every step, from equal seeds.
+    The loss is the model's first scalar output, or the mean square of its outputs. ``error`` is the
+    largest absolute difference over the tensor's largest absolute value; infinities and NaN must be
+    equal. Runs on the in-process mesh; under torch.distributed a collective call.
+
+    Args:
+        rtol: allowed error (default: :func:`default_rtol` of the tensor's dtype). Weights are
+            allowed 100 times that, since Adam divides by the root of squared gradients.
+        atol: absolute difference that does not count, as a share of the largest value of that kind
+            (default: ``rtol``), so that gradients of zero are not compared with rounding errors.
+        others: as of :func:`autoshard.compile`. Raises as :func:`autoshard.compile`, and
+    :class:`AutoshardError` for ``steps`` below 1.
     """
     check_arguments(model, example_args, example_kwargs)
     if steps < 1:
@@ -165,7 +169,7 @@ def verify(
     for step in range(steps):
         try:
             runner.step(step)
-        except RuntimeMismatchError as error:  # simulated ranks that should hold the same data do not
+        except RuntimeMismatchError as error:  # replicas of simulated ranks differ
             runner.found.append(Comparison(str(error), "replica", step, math.inf, rtol))
             break
     found = tuple(runner.found)
@@ -175,16 +179,16 @@ def verify(
 
 
 def _where(runner: _Runner, first: Comparison) -> str:
-    """The operation that differs first; the first comparison that failed where none does, or the search for it fails."""
+    """The first operation that differs, else (none found, or the search failed) ``first``."""
     try:
         found = first_divergence(runner.reference, runner.sharded, runner.args, runner.kwargs, runner.rtol)
-    except Exception as error:  # a report is wanted all the same
+    except Exception as error:  # the report is still useful
         return f"{first}; no operation could be found: {type(error).__name__}: {error}"
     return found or f"{first}; every operation agrees by itself"
 
 
 def _without_grouped_products(model: nn.Module) -> None:
-    """Have transformers' experts run one by one, which gives the same: torch's grouped products take no float64."""
+    """Run transformers' experts one by one (eager): torch's grouped GEMM takes no float64."""
     for module in model.modules():
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "grouped_mm":
             getattr(module, "set_experts_implementation", lambda form: None)("eager")
@@ -199,19 +203,19 @@ class _Runner:
     rtol: float
     atol: float
     fixed: bool
-    """whether the user chose rtol; otherwise a tensor of lower precision than the model gets its own"""
+    """whether the user chose rtol; else each tensor's dtype may raise it"""
     exact: nn.Module | None
-    """the model in float64, where its precision is lower and it runs in float64"""
+    """the model in float64, if its own precision is lower and it can run in float64"""
     dtype: torch.dtype
     found: list[Comparison] = field(default_factory=list)
     vanishing: set[str] = field(default_factory=set)
-    """parameters whose gradient is zero but for rounding: Adam turns its sign into a full step"""
+    """parameters whose gradient is rounding noise: Adam turns its sign into a full step"""
 
     optimizers: dict[nn.Module, list[torch.optim.Optimizer]] = field(default_factory=dict)
-    """made when it is known which gradients are sparse"""
+    """per module; created once it is known which gradients are sparse"""
 
     def _optimizers(self, module: nn.Module, sparse: set[str]) -> Iterator[torch.optim.Optimizer]:
-        """For the parameters whose gradient is dense, and for those whose is ``sparse``."""
+        """AdamW for parameters with dense gradients, SparseAdam for those in ``sparse``."""
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if dense := [p for n, p in trained.items() if n not in sparse]:
             yield torch.optim.AdamW(dense, lr=LEARNING_RATE)
@@ -219,7 +223,7 @@ class _Runner:
             yield torch.optim.SparseAdam([p for n, p in trained.items() if n in sparse], lr=LEARNING_RATE)
 
     def step(self, number: int) -> None:
-        """One forward, backward and optimizer step of both, compared; and of the model in float64, if there is one."""
+        """One training step of both models, and of the float64 model if there is one; compared."""
         training = self.sharded.training and any(p.requires_grad for p in self.reference.parameters())
         expected = self._passes(self.reference, number, training, (self.args, self.kwargs))
         given = self._passes(self.sharded, number, training, (self.args, self.kwargs))
@@ -228,9 +232,9 @@ class _Runner:
             try:
                 with SameDraws(self.dtype):
                     exact = self._passes(self.exact, number, training, in_float64((self.args, self.kwargs)))
-            except Exception:  # a dtype that is written down in the model, say
+            except Exception:  # for example a dtype that is hard-coded in the model
                 self.exact = None
-        # An expert that eager did not run has no gradient there, and zeros in a program for all inputs.
+        # An expert without rows has no gradient in eager, and zeros in a program for all inputs.
         both = [given["gradient"], expected["gradient"]]
         for gradients, others in (both, both[::-1]):
             for name in [n for n in others if n not in gradients]:
@@ -253,7 +257,7 @@ class _Runner:
     def _passes(
         self, module: nn.Module, number: int, training: bool, arguments: tuple[Any, Any]
     ) -> dict[str, dict[str, torch.Tensor]]:
-        """Forward and backward of ``module``: by kind of tensor, by name."""
+        """Forward and backward of ``module``: kind of tensor → name → tensor."""
         torch.manual_seed(number)
         module.zero_grad()
         args, kwargs = fresh(arguments)
@@ -275,7 +279,7 @@ class _Runner:
         }
 
     def _optimize(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """A step of all modules. ``gradients``: of the unsharded one."""
+        """An optimizer step of all modules; ``gradients``: of the unsharded one."""
         sparse = {n for n, g in gradients.items() if g.is_sparse}
         for module in (self.reference, self.sharded, self.exact):
             if module is None:
@@ -286,7 +290,7 @@ class _Runner:
                 optimizer.step()
 
     def _states(self, state: Mapping[str, torch.Tensor], found: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Add buffers and parameters to what was found."""
+        """Add buffers and parameters of ``state`` to ``found``."""
         parameters = {n for n, _ in self.reference.named_parameters(remove_duplicate=False)}
         found["buffer"] = {n: t for n, t in state.items() if n not in parameters}
         found["parameter"] = {n: t for n, t in state.items() if n in parameters}
@@ -322,17 +326,17 @@ class _Runner:
 
 
 def _dense(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Under names that say which are sparse: those must be so in both."""
+    """Gradients made dense; names of sparse ones get a suffix, so both models must agree on it."""
     return {f"{n}{SPARSE}" if g.is_sparse else n: g.to_dense() for n, g in gradients.items()}
 
 
 def compare(
     what: str, kind: str, step: int, given: torch.Tensor, want: torch.Tensor, rtol: float, floor: float
 ) -> Comparison:
-    """Largest deviation of ``given`` from ``want`` relative to the latter's largest value; below ``floor`` it is 0."""
+    """Deviation of ``given`` over ``want``'s largest value; at most ``rtol`` below ``floor``."""
     given, want = given.detach().cpu(), want.detach().cpu()
     if kind in ("gradient", "parameter") and want.is_floating_point():
-        given = given.to(want.dtype)  # eager may convert a parameter in its forward, for good
+        given = given.to(want.dtype)  # an eager forward may convert a parameter permanently
     if given.shape != want.shape or given.dtype != want.dtype:
         what = f"{what} ({given.dtype}{list(given.shape)}, not {want.dtype}{list(want.shape)})"
         error = math.inf
@@ -346,6 +350,6 @@ def compare(
 
 
 def distance(x: torch.Tensor, truth: torch.Tensor) -> float:
-    """The largest difference of ``x`` from its value in float64, relative to the latter's largest value."""
+    """Largest difference of ``x`` from its float64 value, relative to the largest value."""
     largest = difference(x.detach().cpu().double(), truth.detach().cpu())
     return largest / (scale(truth) or 1.0) if math.isfinite(largest) else math.inf

@@ -1,4 +1,4 @@
-"""The mesh as part of the plan: a number of devices, and the best of the meshes, and of the pipelines, they can form."""
+"""Mesh search: for a number of devices the best mesh and the best pipeline that they can form."""
 
 from autoshard.devices.bounds import AXIS
 from autoshard.devices.meshes import divided, planned_for, shapes

@@ -1,4 +1,4 @@
-"""What no pipeline on a number of devices can be below, without a plan: its work alone, dealt out to stages."""
+"""Lower bounds on the step time of pipelines, without a plan: compute split over stages."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from autoshard.plans.wishes import Wishes
 
 AXIS = "pp"
 SCHEDULES = ("1f1b", "interleaved")
-"""that are tried where none is asked for: GPipe has the bubble of 1F1B and holds more"""
+"""schedules searched by default; GPipe has the bubble of 1F1B and needs more memory"""
 SEVERAL = (2, 4)
-"""stages of a rank that are tried where schedules interleave"""
+"""stages per rank that are searched for interleaved schedules"""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Ranks along the axis of stages, the rest of the mesh from outer to inner, and micro-batches of a step."""
+    """A point of the search: stage ranks, mesh shape of a stage (outer to inner), micro-batches."""
 
     stages: int
     rest: tuple[int, ...]
@@ -51,7 +51,7 @@ class Setup:
         return Mesh({f"axis{i}": n for i, n in enumerate(self.rest)}, hardware)
 
     def mesh(self, rest: Mesh) -> Mesh:
-        """The whole mesh, the axis of stages outermost; ``rest``: the mesh of a stage, with its names."""
+        """The full mesh, stage axis outermost; ``rest``: the mesh of a stage, with axis names."""
         return Mesh({AXIS: self.stages, **dict(zip(rest.axes, rest.shape, strict=True))}, rest.hardware)
 
     def __str__(self) -> str:
@@ -60,22 +60,22 @@ class Setup:
 
 
 class Alone(NamedTuple):
-    """One micro-batch of the whole model on one device."""
+    """Work of one micro-batch of the full model on one device."""
 
     forward: tuple[float, float]
-    """seconds of work, and of launches"""
+    """seconds of compute, and of kernel launches"""
     backward: tuple[float, float]
     weights: tuple[float, float]
-    """of the backward, what makes gradients of weights"""
+    """the part of the backward that computes weight gradients"""
     state: float
-    """bytes of parameters, gradients and the optimizer's state"""
+    """bytes of parameters, gradients and optimizer state"""
     kept: float
-    """bytes that the forward keeps for the backward"""
+    """activation memory: bytes saved for the backward"""
 
 
 @dataclass
 class Bounds:
-    """Of one captured graph: what setups are below in no plan, from its micro-batches with their equal blocks left out."""
+    """Lower bounds for setups of a captured graph, from micro-batches with folded equal blocks."""
 
     graph: Graph
     hardware: Hardware
@@ -86,18 +86,19 @@ class Bounds:
 
     @cached_property
     def folded(self) -> Folded:
-        named = self.wishes.hints or isinstance(self.wishes.like, Mapping)  # names of modules, which may be left out
+        named = self.wishes.hints or isinstance(self.wishes.like, Mapping)  # of folded modules, too
         return Folded(self.graph, ()) if named else folded(self.graph)
 
     @cached_property
     def cuts(self) -> Mapping[str, Placement]:
-        """What hints say of the inputs of a micro-batch."""
+        """Micro-batch dims of inputs, from hints."""
         return in_time(self.wishes.hints, self.folded.graph)
 
     def of_one(self, batches: int) -> Graph:
-        """The folded graph of one micro-batch, to be planned as one alone: what its head could hide of its few blocks' gathers
-        once others are priced once a step is not there for all blocks. Raises :class:`PlanError` where the batch does not
-        divide."""
+        """The folded graph of one micro-batch, planned as a step of its own (``passes=1``).
+
+        Otherwise the head would hide the gathers of the few folded blocks, which it cannot for all.
+        Raises :class:`PlanError` if the batch is not divisible."""
         if batches not in self.micro:
             whole = self.folded.graph
             several = batches > 1 and whole.training
@@ -106,7 +107,7 @@ class Bounds:
 
     @cached_property
     def batch(self) -> int:
-        """The length of the batch; 1 where it cannot be divided."""
+        """The batch size; 1 where the batch cannot be divided."""
         if not self.folded.graph.training:
             return 1
         try:
@@ -117,8 +118,7 @@ class Bounds:
         return min((int(types[name].shape[dim]) for name, dim in cut if dim is not None), default=1)
 
     def schedules(self, setup: Setup) -> Sequence[tuple[str, int]]:
-        """Those that are tried, with the stages of a rank: that run so many micro-batches, and have no more stages than the
-        model has parts."""
+        """(schedule, stages per rank) that ``setup`` and the number of blocks allow."""
         asked, each = self.wishes.schedule, self.wishes.stages_per_rank
         names = SCHEDULES if asked == Wishes.schedule else (asked,)
         if setup.stages == 1:
@@ -133,7 +133,7 @@ class Bounds:
         ]
 
     def alone(self, batches: int) -> Alone:
-        """One of so many micro-batches. Raises :class:`PlanError` where the batch does not divide."""
+        """Work of one of ``batches`` micro-batches. Raises :class:`PlanError` if not divisible."""
         if batches not in self.known:
             graph = self.of_one(batches)
             pieces = Pieces(graph, Mesh({"alone": 1}, self.hardware), self.hardware.route(1, 1), self.wishes.optimizer)
@@ -142,7 +142,7 @@ class Bounds:
             launches = {n.name: pieces.alone[n].launches[:, 0] for n in graph.nodes}
 
             def summed(way: int, share: int | None = None) -> tuple[float, float]:
-                """Work and launches forward (0) or backward (1); ``share``: the number of a part of these seconds."""
+                """(compute, launches) forward (0) or backward (1), or of part ``share``."""
                 parts = [pieces.seconds[n] for n in names]
                 part = [1.0 if share is None else s[share] / s[way] if s[way] else 0.0 for s in parts]
                 started = [float(launches[n][way]) for n in names]
@@ -154,10 +154,9 @@ class Bounds:
         return self.known[batches]
 
     def floor(self, setup: Setup) -> float:
-        """Seconds that no plan of ``setup`` is below, however its work is dealt out to stages, under the best schedule;
-        infinite where none has so few parts and micro-batches.
+        """Lower bound on the step (seconds) of any plan of ``setup`` with any stages and schedule.
 
-        Raises :class:`PlanError` where the batch does not divide.
+        Infinite where no schedule applies. Raises :class:`PlanError` if the batch is not divisible.
         """
         key = setup.stages, setup.each, setup.batches
         if key not in self.floors:
@@ -173,8 +172,7 @@ class Bounds:
         return least_seconds(order, setup.stages * chunks, work)
 
     def guess(self, setup: Setup) -> float:
-        """What a step may take, for the order in which setups are looked at: its work, evenly dealt out, the bubble of such
-        stages, and what has to be made again where all is spread over all ranks."""
+        """Guessed step (seconds), to order the search: even work, bubble, recomputation."""
         alone, budget = self.alone(setup.batches), budget_of(self.wishes, self.hardware)
         forward, both = (sum(work / setup.each + launches for work, launches in of) for of in (alone[:1], alone[:2]))
         chunks = max((chunks for _, chunks in self.schedules(setup)), default=0)
@@ -187,5 +185,5 @@ class Bounds:
         return work * (1 + (setup.stages - 1) / (setup.batches * chunks)) + again
 
     def fits(self, setup: Setup) -> bool:
-        """Whether at least the states fit where they are spread over all ranks."""
+        """Whether parameters, gradients and optimizer state fit if sharded over all ranks."""
         return self.alone(setup.batches).state / setup.ranks <= budget_of(self.wishes, self.hardware)

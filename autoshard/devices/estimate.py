@@ -1,7 +1,8 @@
-"""What a pipeline on a number of devices would take, from the plan of a graph with its equal blocks left out.
+"""Estimates of pipelines from one plan of the folded graph, which has equal blocks once.
 
-One plan of the folded graph (:mod:`autoshard.passes.pipeline.fold`) says what every block takes on a mesh; from these
-pieces the boundaries and the step of every schedule follow at once.
+The plan of the folded graph (:mod:`autoshard.passes.pipeline.fold`) gives the time and memory of
+every block on a mesh. Stage boundaries and the step of every schedule follow from these without a
+search.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from autoshard.report.pipeline import meeting_seconds, stage_times
 from autoshard.report.record import local_bytes
 
 EFFORT = Effort(0.1, branches=False)
-"""of the search for an estimate"""
+"""search effort of an estimate"""
 SHORT = 5
-"""what an estimate within less memory takes more, about, in estimates"""
+"""extra cost of an estimate that is repeated with less memory, in estimates"""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The step of a setup with its best schedule, predicted from the plan of the folded graph."""
+    """Predicted step of a setup with its best schedule, from the plan of the folded graph."""
 
     setup: Setup
     schedule: str
     seconds: float
     bubble_s: float
     boundaries: tuple[int, ...]
-    """positions among the operations of the whole graph of one micro-batch"""
+    """positions among the operations of the unfolded graph of one micro-batch"""
     held: float
-    """bytes of states and activations on the fullest rank"""
+    """bytes of parameters, gradients, optimizer state and activations on the fullest rank"""
     budget: float
-    """bytes that it may hold"""
+    """memory limit per rank, in bytes"""
     plan: Plan
-    """of the folded graph"""
+    """plan of the folded graph"""
     graph: Graph
     """the folded graph of one micro-batch"""
 
@@ -63,13 +64,14 @@ class Estimates(Bounds):
 
     title: str = "model"
     spent: int = 0
-    """what was estimated, in estimates with memory enough"""
+    """effort so far, in estimates that needed no second try"""
 
     def of(self, setup: Setup) -> Estimate:
-        """The estimate of ``setup`` with the best of :attr:`schedules`. Raises :class:`PlanError` where there is no plan.
+        """The estimate of ``setup`` with its best schedule. Raises :class:`PlanError` without a
+        plan.
 
-        The folded graph is planned within its share of what a stage may hold; once more within less where the stages then
-        hold too much.
+        The folded graph is planned within its share of the memory of a stage, and once more within
+        less if the stages then exceed the budget.
         """
         self.spent += 1
         found, limit = self._within(setup, math.inf)
@@ -79,10 +81,10 @@ class Estimates(Bounds):
         try:
             return self._within(setup, limit * found.budget / found.held)[0]
         except PlanError:
-            return found  # the plan in full may fit
+            return found  # the full plan may fit
 
     def _within(self, setup: Setup, most: float) -> tuple[Estimate, float]:
-        """The estimate where a rank holds at most ``most`` bytes of the folded graph, and as much as that was."""
+        """(estimate, memory limit used); the folded graph may take at most ``most`` bytes."""
         graph, own = self.of_one(setup.batches), setup.of_stage(self.hardware)
         rows, sequence = self.folded.sequence(graph)
         flying = in_flight(orders("1f1b", setup.stages, setup.batches)[0]) if graph.training else 0
@@ -116,7 +118,7 @@ class Estimates(Bounds):
 
     @staticmethod
     def _piece(bare: Piece, nodes: Sequence[Node], plan: Plan, pieces: Pieces, flying: int) -> Piece:
-        """A row of operations as ``plan`` runs them."""
+        """The piece of operations ``nodes`` with the times and memory of ``plan``."""
         names = {n.name for n in nodes}
         inputs = {i.name: i.fqn for i in pieces.graph.inputs if i.kind == "parameter"}
         weights = {inputs[x] for n in nodes if n.name in pieces.states for x in n.inputs if x in inputs}
@@ -146,7 +148,7 @@ class Estimates(Bounds):
 
 
 def _held(cutting: Cutting, ends: Sequence[int]) -> float:
-    """The most bytes of states and activations that a rank holds."""
+    """Bytes of states and activations on the fullest rank."""
     spans = list(zip((0, *ends), ends, strict=False))
     kept = [sum(p.kept for p in cutting.pieces[a:b]) for a, b in spans]
     state = [sum(p.state for p in cutting.pieces[a:b]) for a, b in spans]

@@ -1,4 +1,4 @@
-"""The mesh as part of the plan: a number of devices, and the best of the meshes they can form."""
+"""Mesh search: the best mesh that a number of devices can form."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ from autoshard.runtime.autocast import without_autocast
 log = logging.getLogger("autoshard.plan")
 
 TIE = 1e-6
-"""of two meshes whose plans are this close, as a share, the one with fewer axes is taken"""
+"""relative difference of plans below which the mesh with fewer axes is taken"""
 
 
 @without_autocast()  # its casts are in the graph
 def planned_for(graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, title: str) -> Plan:
-    """The cheapest plan of ``graph`` found on a mesh of ``devices``, with what else was tried in ``candidates``.
+    """The cheapest plan of ``graph`` on a mesh of ``devices``; the runners-up are its
+    ``candidates``.
 
-    One capture serves all. Every mesh of one and two axes is tried; the best is divided once more (:func:`divided`).
-    One whose work alone takes longer than the best plan so far is not searched. The axes are named by what they are
-    used for: dp, fsdp, cp, tp, ep. Raises :class:`MeshError` for a number that is none, :class:`PlanError` where no
-    mesh has a plan.
+    Every mesh of one and two axes is tried, and the best is divided once more (:func:`divided`). A
+    mesh whose compute alone exceeds the best plan is skipped. Axes are named by their use: dp,
+    fsdp, cp, tp, ep. Raises :class:`MeshError` for an invalid number, :class:`PlanError` if no mesh
+    has a plan.
     """
     return Search(graph, hardware, wishes, title).over(devices)
 
 
 @dataclass
 class Search:
-    """Meshes of one number of devices, and their plans."""
+    """State of the search over meshes of one number of devices."""
 
     graph: Graph
     hardware: Hardware
@@ -58,7 +59,7 @@ class Search:
     notes: list[str] = field(default_factory=list)
     best: Plan | None = None
     program: Program | None = None
-    """of the best, on a mesh whose axes have no names yet"""
+    """program of the best plan, on a mesh with axes named axis0, axis1, …"""
 
     def over(self, devices: int) -> Plan:
         """See :func:`planned_for`."""
@@ -73,7 +74,7 @@ class Search:
         return self.result()
 
     def attempt(self, shape: tuple[int, ...]) -> None:
-        """Plan for a mesh of this shape, unless it was tried or cannot be better than the best."""
+        """Plan on a mesh of this shape, unless it was tried or its lower bound exceeds the best."""
         if shape in self.plans:
             return
         mesh, shown = Mesh({f"axis{i}": n for i, n in enumerate(shape)}, self.hardware), " × ".join(map(str, shape))
@@ -87,20 +88,20 @@ class Search:
             self.notes.append(f"a mesh of {shown} has no plan: {error}")
             return
         named = Mesh(named_by_role(graph, program.assignment), self.hardware)
-        self.plans[shape] = plan = replace(plan, mesh=named)  # its texts have the old names
+        self.plans[shape] = plan = replace(plan, mesh=named)  # its texts keep the old names
         log.info("mesh %s: %s", plan.mesh, show_seconds(self.seconds(plan)))
         if self.best is None or self.seconds(plan) < self.seconds(self.best) * (1 - TIE):
             self.best, self.program = plan, program
 
     def seconds(self, plan: Plan) -> float:
-        """What is made small."""
+        """The objective, in seconds."""
         return plan.cost.total_s
 
     def _floor(self, mesh: Mesh) -> float:
         return least_seconds(self.graph, mesh)
 
     def _planned(self, mesh: Mesh) -> tuple[Graph, Program, Plan]:
-        """With the graph that it is of: of one micro-batch, where there are several."""
+        """(graph, program, plan) on ``mesh``, of one micro-batch if there are several."""
         wishes = self.wishes
         return in_parts(
             self.graph,
@@ -111,7 +112,7 @@ class Search:
         )
 
     def _named(self, plan: Plan) -> Plan:
-        """What ``plan`` says on its mesh, whose axes had other names when it was made."""
+        """``plan`` described again with the names of its mesh's axes."""
         assert self.program is not None
         with noting() as decided:
             moved = self.program.assignment.on(plan.mesh)
@@ -120,7 +121,7 @@ class Search:
         return replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
 
     def result(self) -> Plan:
-        """The best plan, for the mesh with its names."""
+        """The best plan, on the mesh with named axes, with its runners-up."""
         if self.best is None:
             raise PlanError(
                 f"no mesh of these {self.hardware.name} has a plan: {'; '.join(note.rstrip('.') for note in self.notes)}"
@@ -134,16 +135,17 @@ class Search:
 
 
 def shapes(devices: int) -> Iterator[tuple[int, ...]]:
-    """Sizes of one axis and of two, outer to inner, whose product is ``devices``.
+    """Mesh shapes of one and two axes (outer to inner) for ``devices``.
 
-    Their order counts inside a node, too: a dim that is cut along both is whole again along the inner one for less.
+    The order of axes matters inside a node too: unsharding the inner axis of a dim costs less.
     """
     yield (devices,)
     yield from ((outer, devices // outer) for outer in range(2, devices) if devices % outer == 0)
 
 
 def divided(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
-    """``shape`` with one axis more: the axis across which a node ends divided there, else the largest in two.
+    """``shape`` with one more axis: the axis that spans nodes split at the node, else the largest
+    in two.
 
     >>> divided((4, 16), 8), divided((8, 8), 8), divided((2, 2), 8), divided((64,), 8)
     ((4, 2, 8), (4, 2, 8), (2, 2), (8, 8))
@@ -160,13 +162,13 @@ def divided(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
 
 
 def least_seconds(graph: Graph, mesh: Mesh) -> float:
-    """Seconds that no plan on ``mesh`` can be below: every operation at its cheapest, all conversions for nothing."""
+    """Lower bound (seconds) of plans on ``mesh``: cheapest operations, free redistribution."""
     spaces = OpSpaces(graph, mesh)
     return float(sum(spaces[node].seconds.min() for node in graph.nodes))
 
 
 def _lost(cost: Cost, won: Cost) -> str:
-    """What a runner-up lost by."""
+    """How much slower a runner-up is than ``won``, and why, as text."""
     more = cost.total_s - won.total_s
     if more <= TIE * won.total_s:
         return "as fast"

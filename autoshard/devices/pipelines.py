@@ -1,4 +1,4 @@
-"""Stages, the mesh of a stage, micro-batches and schedule for a number of devices: the best that estimates find."""
+"""Pipeline search for a number of devices: stages, their mesh, micro-batches and schedule."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from autoshard.runtime.autocast import without_autocast
 log = logging.getLogger("autoshard.plan")
 
 MOST = 40
-"""estimates, at most: as many in every run, so that it gives the same plan"""
+"""most estimates; a count, not a time limit, so that every run gives the same plan"""
 FULL = 2
-"""plans in full, at most, where the first takes longer than it was estimated to"""
+"""most full plans, where the first takes longer than its estimate"""
 
 
 @without_autocast()  # its casts are in the graph
@@ -42,14 +42,16 @@ def pipelined_for(
     batches: int | None = None,
     least: int = 1,
 ) -> Plan:
-    """The plan of the best pipeline found on ``devices``, with what else was estimated in ``candidates``.
+    """The plan of the best pipeline found on ``devices``; the other estimates are its
+    ``candidates``.
 
-    ``graph``: of the whole batch; ``batches``: micro-batches, None: searched, too; ``least``: stages, at least.
-    The setups (:class:`Setup`) are estimated one after another, the most promising first, but none whose work alone takes
-    longer than the best; :data:`MOST` in all, where one that is short of memory counts as several. The best is planned in
-    full, and others as long as their estimates are below what that takes, :data:`FULL` in all.
+    ``graph``: of the full batch; ``batches``: micro-batches, None: searched; ``least``: fewest
+    stages. Setups (:class:`Setup`) are estimated in order of promise, at most :data:`MOST`, except
+    those whose lower bound exceeds the best estimate; a setup short of memory counts as several.
+    The best is planned in full, and others while their estimates are below that plan, :data:`FULL`
+    in all.
 
-    Raises :class:`MeshError` for a number of devices that is none, :class:`PlanError` where nothing has a plan.
+    Raises :class:`MeshError` for an invalid number of devices, :class:`PlanError` without any plan.
     """
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
@@ -69,12 +71,12 @@ class _Search:
     found: list[Estimate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    """why setups have no estimate"""
+    """reasons of setups without an estimate"""
     ratios: dict[Setup, float] = field(default_factory=dict)
-    """of those that were estimated: seconds, in those guessed; infinite where there was no plan"""
+    """estimated seconds over guessed seconds; infinite without a plan"""
 
     def run(self) -> None:
-        """Estimate setups, the most promising first."""
+        """Estimate setups in order of promise, and prune by lower bounds."""
         of, best = self.estimates, math.inf
         every = self.in_order()
         left, longer, most = every, 0, len(every)
@@ -108,16 +110,15 @@ class _Search:
 
     @property
     def blocks(self) -> int:
-        """Stages, at most."""
+        """Most stages."""
         return max(1, len(self.estimates.folded.blocks) or len(self.estimates.graph.nodes))
 
     def in_order(self) -> list[Setup]:
-        """The setups that may fit, the best guess first."""
+        """Setups whose states may fit into memory, the best guess first."""
         return sorted(filter(self.estimates.fits, self.setups()), key=self.estimates.guess)
 
     def promised(self, setup: Setup) -> float:
-        """Seconds that a setup may take: its guess, as much too low as the one that was most like it; half as much where
-        that had another mesh of a stage."""
+        """Guess times the ratio of the most similar setup (half of it for another mesh)."""
         alike = [other for other in self.ratios if other.stages == setup.stages]
         if not alike:
             return self.estimates.guess(setup)
@@ -126,7 +127,7 @@ class _Search:
         return self.estimates.guess(setup) * (1 + (more if near.rest == setup.rest else more / 2))
 
     def setups(self) -> Iterator[Setup]:
-        """Stages × meshes of up to two axes, the inner one within a node, × micro-batches of at least a row per rank."""
+        """Stages × stage meshes of up to two axes (inner one in a node) × micro-batch counts."""
         per_node, length = self.estimates.hardware.devices_per_node, self.estimates.batch
         for stages in (n for n in range(self.least, min(self.devices, self.blocks) + 1) if self.devices % n == 0):
             rest = self.devices // stages
@@ -138,7 +139,7 @@ class _Search:
                 yield from (Setup(stages, shape, n) for n in counts if length % n == 0 and (stages == 1 or n >= stages))
 
     def why(self) -> str:
-        """Why nothing was found."""
+        """Why no setup was found, as text."""
         of = self.estimates
         if self.failed:
             return "; ".join(self.failed)
@@ -155,7 +156,7 @@ class _Search:
         return f"a batch of {of.batch} does not divide into {asked}, of which every stage needs one"
 
     def result(self) -> Plan:
-        """The best of the plans in full that are made of the shortest estimates: first of those that fit; others may, too."""
+        """The best full plan of the shortest estimates, those that fit into memory first."""
         ranked, failed = sorted(self.found, key=lambda e: (not e.fits, e.seconds)), list[str]()
         best: tuple[Plan, Estimate] | None = None
         tries = 0
@@ -182,7 +183,7 @@ class _Search:
         return f"{estimate.setup}, {estimate.schedule}"
 
     def _mesh(self, estimate: Estimate) -> Mesh:
-        """The whole mesh, named by what the axes are used for."""
+        """The full mesh, axes named by their use."""
         own = estimate.plan.mesh
         names = named_by_role(estimate.graph, assignment_of(estimate.plan, estimate.graph, own, {}))
         return Mesh(({AXIS: estimate.setup.stages} if estimate.setup.stages > 1 else {}) | names, own.hardware)

@@ -1,4 +1,4 @@
-"""The mesh for requests: a number of devices, and the mesh on which prompts and tokens take the fewest seconds."""
+"""Mesh search for serving: the mesh with the fewest seconds for a profile of calls."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from autoshard.serving import Call, Found, served, together
 
 
 def served_for(calls: Sequence[Call], devices: int, hardware: Hardware, wishes: Wishes, title: str) -> Plan:
-    """The plan of :func:`~autoshard.serving.served` on the best mesh of ``devices`` that was found, with the others in
-    ``candidates``. Meshes, and what is raised, as of :func:`~autoshard.devices.meshes.planned_for`."""
+    """The plan of :func:`~autoshard.serving.served` on the best mesh of ``devices``.
+
+    Meshes, candidates and errors are those of :func:`~autoshard.devices.meshes.planned_for`."""
     return _Serving(max(calls, key=lambda c: c.times).graph, hardware, wishes, title, calls=calls).over(devices)
 
 
@@ -41,5 +42,5 @@ class _Serving(Search):
         return found.calls[of_tokens].graph, found.programs[of_tokens], plan
 
     def _named(self, plan: Plan) -> Plan:
-        """All calls have what was found for them."""
+        """The plan of all calls, with the names of the mesh's axes."""
         return served(self.calls, self.found[plan.mesh.shape].on(plan.mesh, self.wishes), self.wishes, self.title)

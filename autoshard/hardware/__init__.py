@@ -1,4 +1,4 @@
-"""What devices and their links can do: the constants of the cost model, as presets, measured, or from a file."""
+"""Devices and links: rates for the cost model, from presets, measurements or files."""
 
 from __future__ import annotations
 

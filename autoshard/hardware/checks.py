@@ -1,4 +1,4 @@
-"""What the fields of a device can be: of a file that was edited by hand an error says which one is none."""
+"""Checks of the fields of a Hardware, which may come from a file edited by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.hardware.schema import plain
 from autoshard.hardware.tiles import Tile, Tiling
 
 Check = tuple[str, Callable[[Any], bool]]
-"""what a field is, and whether a value is one"""
+"""(description of valid values, predicate)"""
 
 
 def _count(least: int) -> Check:
@@ -90,7 +90,7 @@ FIELDS: dict[str, Check] = {
 
 
 def check_fields(hardware: Any) -> None:
-    """Raise :class:`MeshError` for a field that no device has, such as a bandwidth of 0. NumPy's numbers become Python's."""
+    """Raise :class:`MeshError` for an invalid field; NumPy numbers become Python numbers."""
     for name, (what, is_one) in FIELDS.items():
         object.__setattr__(hardware, name, value := plain(getattr(hardware, name)))
         if not is_one(value):

@@ -1,7 +1,9 @@
-"""Links between devices, and the route of a group over them. Times are α-β: latency plus ring bytes over bandwidth.
+"""Links between devices, and routes of groups over them, in the α-β model: latency + bytes /
+bandwidth.
 
-Ring bytes are what one rank puts on the wire: (n-1)/n of the whole for an all-gather or a reduce-scatter, twice that for
-an all-reduce, (n-1) pieces for an all-to-all, one message for a permute.
+Bytes are ring bytes, which one rank sends: (n-1)/n of the full tensor for an all-gather or
+reduce-scatter, twice that for an all-reduce, n-1 chunks for an all-to-all, one message for a
+permute.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from autoshard.errors import MeshError
 from autoshard.hardware.schema import plain
 
 FEW = "few"
-"""the kind of an all-reduce of few numbers, such as losses: on gloo more than two ranks send each other all of them and meet
-once, where a ring takes a turn for each segment (a single number has one segment in gloo/allreduce.cc)"""
+"""kind of an all-reduce of few numbers, such as losses: gloo ranks exchange them directly, where a
+ring has a turn per segment (gloo/allreduce.cc)"""
 
 _SAME_AS = {
     FEW: "all_reduce",
@@ -31,7 +33,7 @@ _SUMS = ("all_reduce", FEW)
 
 
 class Rate(NamedTuple):
-    """What was measured of one kind of collective among ``ranks`` ranks."""
+    """Measured latency and bandwidth of one kind of collective among ``ranks`` ranks."""
 
     kind: str
     """all_gather, reduce_scatter, all_reduce, all_to_all, permute or :data:`FEW`"""
@@ -43,22 +45,23 @@ class Rate(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """How fast compute runs while collectives run beside it, relative to compute alone; 0: nothing can run beside it."""
+    """Speed of compute while collectives overlap with it, relative to compute alone; 0: none."""
 
     node: float
-    """beside those inside a node"""
+    """during collectives inside a node"""
     network: float
-    """beside those between nodes"""
+    """during collectives between nodes"""
 
 
 def is_amount(value: object) -> TypeGuard[float]:
-    """Whether it is a number of at least 0."""
+    """Whether ``value`` is a number of at least 0."""
     return type(value) is not bool and isinstance(value, int | float) and value >= 0
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """``latency`` seconds per ring step and ``bandwidth`` bytes per second per rank, where no rate was measured.
+    """``latency`` (seconds per ring step) and ``bandwidth`` (bytes/s per rank), or measured
+    ``rates``.
 
     Raises :class:`MeshError` for a negative latency, or a bandwidth that is not above 0.
     """
@@ -66,7 +69,7 @@ class Link:
     latency: float
     bandwidth: float
     rates: tuple[Rate, ...] = ()
-    """by kind and number of ranks; a kind that was not measured goes as an all-gather, few numbers as any all-reduce"""
+    """by kind and ranks; unmeasured kinds take the all-gather's, few numbers the all-reduce's"""
 
     def __post_init__(self) -> None:
         for name in ("latency", "bandwidth", "rates"):
@@ -83,8 +86,8 @@ class Link:
     def rate(self, kind: str, ranks: int) -> tuple[float, float]:
         """(seconds, seconds per ring byte) of a collective among ``ranks`` ranks.
 
-        Between two measured sizes of the group both are interpolated: along the number of ranks, of an all-reduce along
-        its logarithm (rings and trees). Beyond the largest, latency goes on along the same line.
+        Both are interpolated between measured group sizes, in the number of ranks (rings) or, for
+        an all-reduce, its logarithm (trees). Beyond the largest size latency is extrapolated.
         """
         if ranks <= 1:
             return 0.0, 0.0
@@ -105,11 +108,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Route:
-    """Of a group with ``inside`` ranks on each of ``nodes`` nodes: the links it uses.
+    """The links of a group with ``inside`` ranks on each of ``nodes`` nodes.
 
-    Where it spans nodes, every rank has its own network card: what a ring or a tree sends from node to node leaves
-    through as many cards as the group has ranks there. An all-to-all sends to every rank by itself, so that most of it
-    goes through the rank's own card.
+    Across nodes every rank has its own network card. Rings and trees send from node to node through
+    the cards of all ``inside`` ranks; most of an all-to-all passes through the rank's own card.
     """
 
     node: Link
@@ -117,7 +119,7 @@ class Route:
     inside: int
     nodes: int
     launch: float = 0.0
-    """seconds that issuing a collective holds up the rank, on top of what the links take"""
+    """seconds to issue a collective, added to the links' latency"""
 
     @property
     def ranks(self) -> int:
@@ -131,22 +133,22 @@ class Route:
 
     @cached_property
     def _rates(self) -> dict[str, tuple[float, float]]:
-        """Those that were asked for."""
+        """Cache of :meth:`rate`."""
         return {}
 
     def _fastest(self, kind: str) -> tuple[float, float]:
         latency, per_byte = self._rate(kind)
-        if kind in _SUMS:  # never slower than in two steps
+        if kind in _SUMS:  # at most reduce-scatter + all-gather
             (a, b), (c, d) = self._rate("reduce_scatter"), self._rate("all_gather")
             latency, per_byte = min(latency, a + c), min(per_byte, (b + d) / 2)
         if kind == FEW:
             latency = min(latency, self._rate("all_reduce")[0])
-        if kind in ("all_gather", "reduce_scatter"):  # by a tree, too, where messages are small (NCCL's PAT)
+        if kind in ("all_gather", "reduce_scatter"):  # small messages go by a tree (NCCL's PAT)
             latency = min(latency, self._rate("all_reduce")[0])
         return (latency + self.launch if self.ranks > 1 else 0.0), per_byte
 
     def seconds(self, ring_bytes: float, kind: str = "all_gather") -> float:
-        """Time of one collective that puts ``ring_bytes`` on the wire per rank."""
+        """Seconds of one collective that sends ``ring_bytes`` per rank."""
         latency, per_byte = self.rate(kind)
         return latency + per_byte * ring_bytes
 
@@ -163,5 +165,5 @@ class Route:
             crossing = (ranks - inside) / (ranks - 1)
             return near + far, max(crossing * across, (1 - crossing) * beside)
         crossing = (nodes - 1) / nodes * ranks / (ranks - 1)
-        steps = 1 if kind in _SUMS else inside  # a ring goes through all ranks, a tree's depth is that of nodes
+        steps = 1 if kind in _SUMS else inside  # a ring visits all ranks, a tree's depth is by nodes
         return near + far * steps, max(beside if inside > 1 else 0.0, crossing * across / inside)

@@ -1,38 +1,41 @@
-"""Devices by name. Peaks are the vendors' data sheets (dense bf16); what is reached of them is measured, by others:
+"""Hardware presets by name: peaks from data sheets (dense bf16), reached shares from published
+data.
 
-- matrix products: cuBLAS with normally distributed data reaches 716 of 989 TFLOP/s on H100 (Shankhdhar 2024, "Outperforming
-  cuBLAS on H100: a worklog") and 258 of 312 on A100 (He 2024, "Strangely, matrix multiplications on GPUs run faster when
-  given predictable data"), both 8192 cubed; with other data the clock stays higher. Other sizes follow from the tiles of
-  cuBLAS's kernels (256 × 128, 192 × 192, 320 × 128 ... in names of kernels such as ``nvjet_tst_192x192_64x3``; for A100 those
-  of NVIDIA's "Matrix Multiplication Background User's Guide"), and what these reach: from OpenXLA's table for H100
-  (``gpu/model/matmul_interpolator_data.h``, sm_90), results of 128 such tiles, what 2048 summands more take: 886 TFLOP/s in
-  tiles of 128 × 256, 860 in 128 × 128, 599, 491 and 339 in those of a half, a quarter and an eighth of that, the means over
-  shapes. Between two tiles pass 1.4 µs: what the same table's 16 waves (batches of four of 4096 × 4096) take beside what grows
-  with summands, less its smallest product. For A100 no such table was found; it has H100's shares.
-- attention: what ``scaled_dot_product_attention`` runs by default, FlashAttention-2: on H100 with head dim 128 by length
-  (Shah et al. 2024, "FlashAttention-3", figures 5 and 6), on A100 0.6 forward and 0.55 backward (Dao 2023,
-  "FlashAttention-2", figures 5 to 7).
-- measured on an H100 with PyTorch 2.11 (``benchmarks/gpu_kernels.py``): float32 without TF32 and float64 reach 51 and 60 of
-  the data sheet's 66.9 TFLOP/s; products of bfloat16 whose rows are no multiples of 16 bytes 97 of 642 (16384 × 768 times
-  50257 and 50304 classes); convolutions (3 × 3 layers of ResNet-50) 141 to 289 in PyTorch's default layout and 317 to 485
-  with channels last. ``h100_torch2.11`` differs from ``h100`` in its attention alone: causal, head dim 128, what PyTorch 2.11
-  runs by default there.
-- memory: 70 % of the data sheet, and 7 µs for the smallest kernel (AutoParallel's roofline). Kernels that are tuned one by
-  one reach 3.01 of 3.35 TB/s on H100 (Guo, Dao et al. 2025, "QuACK: getting memory-bound kernels to speed of light").
-- collectives: NCCL on H100, algorithm bandwidth of an all-gather in one node 537, 434 and 394 GB/s among 2, 4 and 8, of
-  an all-reduce 324, 236 and 267 (AutoParallel's tables), here as ring bytes: times (n-1)/n and 2(n-1)/n. Latencies of 2
-  and 8 nodes of 8 in the same tables, less those of one node, per rank of a node for rings. A network card of 400 Gb/s
-  carries 48 GB/s (384 GB/s of ring bytes among 8 nodes of 8). A100: 230 GB/s of ring bytes in a node (NVIDIA's nccl-tests).
-- beside an all-gather in a node a product takes 2.08 instead of 1.18 ms on A100 (NVIDIA/nccl issue 1428, where its maintainers
-  name the memory's bandwidth as the reason), and reaches 47 instead of 80 % of the peak on H100 (forums.developer.nvidia.com,
-  337991). Over whole steps, of which collectives are a part, computation is 18.9 % slower on average (Lee et al. 2025,
-  "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning", arXiv 2507.03114).
-- ``cpu``: what :func:`autoshard.calibrate` found (``quick=False``, medians of three runs) of two ranks on two cores of a Xeon
-  with AVX-512, PyTorch 2.13, gloo, a thread each. Latencies among four are those times what groups of four took relative to
-  groups of two where four ranks shared these cores (two runs). The sum of few numbers takes as long as one of 4096 among two
-  ranks; of one number among four 0.60 of it in the ring (0.49 to 0.67 in 14 turns; gathers of 4096 took 0.7).
+- matmuls: cuBLAS on normally distributed data, 8192 cubed, reaches 716 of 989 TFLOP/s on H100
+  (Shankhdhar 2024, "Outperforming cuBLAS on H100: a worklog") and 258 of 312 on A100 (He 2024,
+  "Strangely, matrix multiplications on GPUs run faster when given predictable data"). Other sizes
+  follow from tiles of cuBLAS kernels (H100: kernel names such as ``nvjet_tst_192x192_64x3``; A100:
+  NVIDIA's "Matrix Multiplication Background User's Guide"). Speeds of tiles are slopes over 2048
+  summands in OpenXLA's H100 table (``gpu/model/matmul_interpolator_data.h``, sm_90): 886 TFLOP/s
+  for 128 × 256, 860 for 128 × 128, then 599, 491 and 339 for a half, a quarter and an eighth. A
+  tile starts 1.4 µs after the one before (16 waves of the same table). A100 has no such table and
+  takes the shares of H100.
+- attention: FlashAttention-2, the default of ``scaled_dot_product_attention``: H100 with head dim
+  128 by length (Shah et al. 2024, "FlashAttention-3", figures 5 and 6); A100 0.6 forward and 0.55
+  backward (Dao 2023, "FlashAttention-2", figures 5 to 7).
+- measured on H100 with PyTorch 2.11 (``benchmarks/gpu_kernels.py``): float32 without TF32 and
+  float64 reach 51 and 60 of 66.9 TFLOP/s; bfloat16 matmuls with rows that are no multiples of 16
+  bytes 97 of 642 (16384 × 768 by 50257 and 50304 classes); 3 × 3 convolutions of ResNet-50 141 to
+  289 in the default layout, 317 to 485 with channels last. ``h100_torch2.11`` has the causal
+  attention of that version.
+- memory: 70 % of the data sheet, 7 µs for the smallest kernel (AutoParallel's roofline). Hand-tuned
+  kernels reach 3.01 of 3.35 TB/s on H100 (Guo, Dao et al. 2025, "QuACK").
+- collectives: NCCL on H100 in a node of 2, 4, 8: algorithm bandwidth 537, 434, 394 GB/s
+  (all-gather) and 324, 236, 267 (all-reduce), times (n-1)/n and 2(n-1)/n as ring bytes
+  (AutoParallel's tables). Latencies between nodes: 2 and 8 nodes of 8 in these tables less one
+  node, for rings per rank of a node. A card of 400 Gb/s carries 48 GB/s. A100: 230 GB/s of ring
+  bytes in a node (NVIDIA's nccl-tests).
+- overlap: during an all-gather in a node a matmul takes 2.08 instead of 1.18 ms on A100
+  (NVIDIA/nccl issue 1428: memory bandwidth) and reaches 47 instead of 80 % of peak on H100
+  (forums.developer.nvidia.com, 337991). Over full steps compute is 18.9 % slower (Lee et al. 2025,
+  arXiv 2507.03114).
+- ``cpu``: :func:`autoshard.calibrate` (``quick=False``, medians of three runs) on two ranks and
+  cores of a Xeon with AVX-512, PyTorch 2.13, gloo, one thread each. Latencies of four ranks are
+  scaled by groups of four against two on the same cores. An all-reduce of few numbers takes as long
+  as one of 4096 among two ranks, and 0.60 of the ring's time among four (0.49 to 0.67 in 14 turns).
 
-Where nothing is named kernels reach 70 % of the data sheet, and a link's latency is that of published NCCL measurements.
+Without a source here, kernels reach 70 % of the data sheet, and latencies are published NCCL
+figures.
 """
 
 from __future__ import annotations
@@ -66,13 +69,13 @@ _TREE_RATES = (("all_reduce", 2, 22e-6, 1.0), ("all_reduce", 8, 78e-6, 0.73))  #
 
 
 def _network(bandwidth: float) -> Link:
-    """NCCL between nodes, with latencies as on H100; ``bandwidth`` of one card."""
+    """NCCL between nodes with the latencies of H100; ``bandwidth``: bytes/s of one card."""
     rates = (Rate(kind, n, latency, part * bandwidth) for kind, n, latency, part in (*_NETWORK_RATES, *_TREE_RATES))
     return Link(15e-6, bandwidth, tuple(rates))
 
 
 def _nvlink(bandwidth: float) -> Link:
-    """NCCL inside a node, with latencies as on H100 and one bandwidth for rings of any size."""
+    """NCCL inside a node with the latencies of H100 and one bandwidth for all ring sizes."""
     return Link(8e-6, bandwidth, tuple(r._replace(bandwidth=bandwidth) for r in _H100_NODE.rates))
 
 
@@ -168,7 +171,7 @@ PRESETS: dict[str, Hardware] = {
             _MI325X, name="trainium2", flops=667e12, memory_bandwidth=2900e9, memory_bytes=96e9,
             node=Link(6e-6, 512 * GB), devices_per_node=16,
         ),
-        # A laptop or CI machine: gloo over loopback, a core for each rank. autoshard.calibrate() measures it.
+        # A laptop or CI machine: gloo over loopback, one core per rank, by autoshard.calibrate().
         Hardware(
             "cpu", 1.2e12, 7e9, 64e9, _LOOPBACK, _LOOPBACK, devices_per_node=1 << 30, efficiency=1.0, kernel_latency=9e-6,
             memory_efficiency=1.0, dtypes=(("float32", 1.7e11), ("float64", 9.3e10), ("bfloat16", 1.2e12)),
@@ -178,8 +181,8 @@ PRESETS: dict[str, Hardware] = {
             caches=((49152, 0.9e-6), (393216, 14e-6), (1572864, 58e-6), (6291456, 317e-6), (50331648, 2.6e-3)),
             functions=(5.9e-10, 6.7e-10), updates=3.2e10, cpu=True,
         ),
-        # Communication is next to free: FLOPs decide, bytes on the wire break ties, memory traffic comes last. So all
-        # matmul-like work that can be split is split, with the fewest bytes.
+        # Communication is nearly free: FLOPs decide, ring bytes break ties, then memory traffic. So all
+        # matmul-like work is sharded where it can be, with the fewest bytes.
         Hardware(
             "ideal_network", 989.4e12, 1e21, 1e18, Link(0.0, 1e18), Link(0.0, 1e18), devices_per_node=1 << 30,
             efficiency=1.0, kernel_latency=0.0,
@@ -189,7 +192,7 @@ PRESETS: dict[str, Hardware] = {
 
 
 def hardware(which: str | os.PathLike[str] | Hardware) -> Hardware:
-    """A preset by name, a file that :meth:`Hardware.save` wrote, or ``which`` itself. Raises :class:`MeshError`."""
+    """A preset by name, a file of :meth:`Hardware.save`, or ``which`` itself; else MeshError."""
     if isinstance(which, Hardware):
         return which
     if isinstance(which, str) and which in PRESETS:

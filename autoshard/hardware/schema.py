@@ -1,7 +1,4 @@
-"""JSON that people keep, edit and garble, as dataclasses: each value has the kind that its field's annotation says.
-
-One check at the door, so that nothing behind it meets a text where it adds seconds.
-"""
+"""Typed reading of JSON that users may edit: values are checked against dataclass annotations."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ import numpy as np
 from autoshard.errors import AutoshardError
 
 Readers = Mapping[Any, Callable[[Any, str], Any]]
-"""kind → what reads it from JSON at a path, where its fields do not say that"""
+"""type → custom reader (data, path in the file), for types whose fields do not define it"""
 
 _WORDS = {str: "a text", bool: "true or false", int: "an int", float: "a number", type(None): "null"}
 
 
 class SchemaError(ValueError):
-    """JSON that is not of the kind asked for; the message says where."""
+    """JSON of the wrong type; the message has the path."""
 
 
 def parsed(text: str | bytes) -> Any:
-    """The JSON of ``text``. Raises :class:`SchemaError`."""
+    """``text`` parsed as JSON. Raises :class:`SchemaError`."""
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
@@ -38,9 +35,10 @@ def parsed(text: str | bytes) -> Any:
 
 
 def read(kind: Any, data: Any, path: str = "", readers: Readers = types.MappingProxyType({})) -> Any:
-    """``data``, from JSON, as a ``kind``: a dataclass, a named tuple, a tuple, a mapping by text, a union, or a scalar.
+    """JSON ``data`` as a ``kind``: dataclass, named tuple, tuple, mapping by text, union or scalar.
 
-    ``path``: where in the file it stands. Fields that are missing have their defaults. Raises :class:`SchemaError`.
+    ``path``: place in the file, for errors. Missing fields get defaults. Raises
+    :class:`SchemaError`.
     """
     if kind in readers:
         return _named(readers[kind], data, path)
@@ -64,7 +62,7 @@ def read(kind: Any, data: Any, path: str = "", readers: Readers = types.MappingP
 
 
 def fields(kind: Any, data: Any, path: str = "", readers: Readers = types.MappingProxyType({})) -> dict[str, Any]:
-    """The fields of a dataclass that ``data`` has, read. Raises :class:`SchemaError` for those that it has to have."""
+    """Fields of dataclass ``kind`` in ``data``. Raises :class:`SchemaError` if one is missing."""
     hints, given = _hints(kind), _expect(dict, data, path)
     found = {}
     for field in dataclasses.fields(kind):
@@ -84,7 +82,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def plain(value: Any) -> Any:
-    """``value``, or those in tuples, as Python's numbers where they are NumPy's, which JSON has no form for."""
+    """``value`` with NumPy numbers (also in tuples) as Python numbers, which JSON can write."""
     if isinstance(value, tuple):
         each = map(plain, value)
         return type(value)(*each) if hasattr(value, "_fields") else tuple(each)
@@ -92,7 +90,7 @@ def plain(value: Any) -> Any:
 
 
 def _named(make: Callable[[Any, str], Any], data: Any, path: str) -> Any:
-    """What ``make`` gives; what it refuses is said with the path."""
+    """``make(data, path)``, with the path added to its errors."""
     try:
         return make(data, path)
     except SchemaError:

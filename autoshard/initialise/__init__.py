@@ -1,4 +1,4 @@
-"""Initial values of sharded parameters, bit for bit those of one device."""
+"""Deferred initialisation of sharded parameters, bit for bit as on one device."""
 
 from autoshard.initialise.deferred import deferred_init, materialise
 

@@ -1,8 +1,8 @@
-"""Buffers that no checkpoint holds, as tables of rotary embeddings and masks: their values for a model on the meta device.
+"""Non-persistent buffers of models on the meta device, such as rotary embedding tables and masks.
 
-A module that can compute its own again says so by a method without arguments, or its model does by ``_init_weights``
-(Hugging Face's convention). It is called on a copy, twice: what both calls leave alike, whatever the buffer and the
-random generator were before, is the value.
+A module recomputes its buffers by a method without arguments, or its model does by Hugging Face's
+``_init_weights``. The method runs twice on copies with different buffer contents and seeds; a
+buffer that both runs leave equal is taken as its value.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 METHODS = ("reset_buffers", "reset_parameters", "rope_init", "init_weights")
-"""of modules that compute their buffers, in the order in which they are tried"""
+"""methods of modules that fill their buffers, in the order of trying"""
 
 
 def recomputed(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """The values (on the CPU) of those buffers among ``names`` that ``model``'s own code can compute; it is not changed."""
+    """CPU values of buffers in ``names`` that ``model``'s code can compute, on copies of modules."""
     by_module: dict[str, list[str]] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")
@@ -36,7 +36,7 @@ def recomputed(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _ways(model: nn.Module, path: str) -> Iterator[Callable[[Any], Any]]:
-    """What may fill the buffers of a copy of the module at ``path``: its methods, and those of the models around it."""
+    """Functions that may fill the buffers of a module: its methods, its ancestors' _init_weights."""
     module = model.get_submodule(path)
     for method in METHODS:
         if callable(getattr(module, method, None)):
@@ -49,14 +49,14 @@ def _ways(model: nn.Module, path: str) -> Iterator[Callable[[Any], Any]]:
 
 
 def _computed(module: nn.Module, leaves: list[str], fill: Callable[[Any], Any]) -> dict[str, Tensor]:
-    """The buffers ``leaves`` as ``fill`` leaves them, where it computes them."""
+    """The buffers among ``leaves`` that ``fill`` sets to the same values in both runs."""
     first, second = (_filled(module, leaves, fill, value) for value in (0, 1))
     same = [n for n in leaves if n in first and n in second and torch.equal(first[n], second[n])]
     return {n: first[n] for n in same}
 
 
 def _filled(module: nn.Module, leaves: list[str], fill: Callable[[Any], Any], before: int) -> dict[str, Tensor]:
-    """The buffers ``leaves`` that have values after ``fill``, in their dtypes; ``before``: what they are filled with."""
+    """Buffers ``leaves`` of a copy after ``fill``, in their dtypes; ``before``: content and seed."""
     found: dict[str, Tensor] = {}
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.manual_seed(before)

@@ -1,10 +1,12 @@
-"""Parameter initialisation of a sharded model, bit for bit that of one device, one full tensor at a time.
+"""Deferred initialisation of a sharded model, bit for bit as on one device, one full tensor at a
+time.
 
     model = deferred_init(Llama, config)                    # a model on the meta device
-    shards = materialise(model, seed=0, keep=cut)           # {name: cut(name, full tensor)}
+    shards = materialise(model, seed=0, keep=shard)         # {name: shard(name, full tensor)}
 
-equals ``torch.manual_seed(0); Llama(config)`` followed by the cutting. The constructor runs once, on fake tensors, and
-every operation is recorded; the replay draws every random number in the original order and the original sizes.
+equals ``torch.manual_seed(0); Llama(config)`` followed by sharding. The constructor runs once, on
+fake tensors, and every operation is recorded. The replay draws all random numbers in the original
+order.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ _ATTRIBUTE = "_autoshard_recording"
 
 
 def deferred_init(fn: Callable[..., M], *args: Any, **kwargs: Any) -> M:
-    """Call ``fn`` (a module class, or a function that makes a module) without memory for its tensors.
+    """Call ``fn`` (a module class, or a function that returns a module) without memory for tensors.
 
-    Returns the module with all its tensors on the meta device and the recording attached. Python may look at tensors'
-    values as long as no random number went into them. Raises :class:`InitialiseError` naming the op, the parameter and
-    the user's file:line for what cannot be recorded: a look at drawn values, a generator other than the default one,
-    tensors on other devices, writes to tensors made outside, lazy parameters.
+    Returns the module on the meta device with the recording attached. ``fn`` may read values of
+    tensors that no random number went into. Raises :class:`InitialiseError` with op, parameter and
+    the user's file:line for reads of random values, other generators than the default one, tensors
+    on other devices, writes to tensors from outside ``fn``, and lazy parameters.
     """
     model, recording = record(fn, *args, **kwargs)
     object.__setattr__(model, _ATTRIBUTE, recording)
@@ -44,13 +46,13 @@ def recording_of(model: nn.Module) -> Recording | None:
 
 
 def materialise(model: nn.Module, seed: int, keep: Keep | None = None) -> dict[str, Tensor]:
-    """The initial value of every parameter and buffer of a model from :func:`deferred_init`, by name.
+    """Initial values by name of all parameters and buffers of a model from :func:`deferred_init`.
 
-    Equal bit for bit to ``torch.manual_seed(seed); fn(...)`` on the CPU; leaves the default generator as that does.
-    Memory that ``fn`` leaves uninitialised is zero. ``keep(name, full)`` returns what to hold on to (a rank's shard,
-    say); the full tensor is freed before the next one is computed, also where ``keep`` returned a view of it. Default:
-    the full tensors. A tied tensor is computed and kept once, under its first name, and stands in the result under
-    each of its names. Tensors that are neither parameters nor buffers go by their attribute path.
+    Bit for bit those of ``torch.manual_seed(seed); fn(...)`` on the CPU, and the default generator
+    ends in the same state. Uninitialised memory is zero. ``keep(name, full)`` returns the part to
+    keep, such as a rank's shard (default: ``full``); the full tensor is freed before the next one,
+    even if ``keep`` returned a view. A tied tensor is computed and kept once and returned under
+    each of its names. Other tensors of modules go by their attribute path.
 
     Raises :class:`InitialiseError` if the model has no recording or was changed since.
     """
@@ -75,7 +77,7 @@ def materialise(model: nn.Module, seed: int, keep: Keep | None = None) -> dict[s
 
 
 def _cut(name: str, full: Tensor, keep: Keep | None) -> Tensor:
-    """What ``keep`` returns, without the rest of the full tensor's memory behind it."""
+    """``keep(name, full)``, cloned if it is a view that would hold the full tensor's memory."""
     if keep is None:
         return full
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Records what a constructor does to tensors, without memory for them."""
+"""Recorder of a constructor's tensor operations, on fake tensors without memory."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from autoshard.initialise.recording import Area, Op, Recording, area_of
 
 M = TypeVar("M", bound=nn.Module)
 
-# In-place ops that do not look at what they overwrite.
+# In-place ops that do not read what they overwrite.
 _FILLS = set(
     "normal_ uniform_ zero_ fill_ copy_ random_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_".split()
 )
 _EMPTY = set("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
-# Files that are not the user's: torch's, and those between him and the recorder.
 
 
 def record(fn: Callable[..., M], *args: Any, **kwargs: Any) -> tuple[M, Recording]:
-    """Call ``fn`` on fake CPU tensors. Returns its module, on the meta device, and what was done to its tensors."""
-    # Fake tensors say that they are on the CPU. Meta tensors would not do: libraries skip their init on seeing them.
+    """Call ``fn`` on fake CPU tensors: (its module on the meta device, recording)."""
+    # Not on meta tensors: libraries skip their initialisation when they see those.
     with FakeTensorMode(allow_non_fake_inputs=True), Recorder() as recorder, recorder.patches():
         model = _call(fn, args, kwargs)
     _ToMeta(recorder).modules(model)
@@ -58,12 +57,12 @@ def _call(fn: Callable[..., M], args: Any, kwargs: Any) -> M:
 
 
 class Recorder(TorchDispatchMode):
-    """The dispatch mode on top of :class:`FakeTensorMode`; what it saw is in ``recording``."""
+    """Dispatch mode on top of :class:`FakeTensorMode` that fills ``recording``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
-        # The storages themselves, so that no address is used twice while recording.
+        # Keeps the storages alive, so that no address is reused while recording.
         self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
@@ -88,7 +87,7 @@ class Recorder(TorchDispatchMode):
     def add(
         self, call: Any, args: Any, kwargs: Any, out: Any, written: list[Tensor], *, fills: bool, random: bool
     ) -> None:
-        """Record a call, unless it writes nothing and makes nothing: a view, or a question about a tensor."""
+        """Record a call that writes or makes a storage; views and queries are not recorded."""
         inputs = _fakes((args, kwargs))
         reads = {self.area(t).storage for t in inputs if not (fills and any(t is w for w in written))}
         targets = [self.area(t) for t in written]
@@ -113,14 +112,14 @@ class Recorder(TorchDispatchMode):
         self.recording.add_op(op)
 
     def area(self, tensor: Tensor) -> Area:
-        """The area that ``tensor`` is; its storage gets a number when first seen."""
+        """The area of ``tensor``; a new storage gets the next number."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = self.recording.add_storage(storage.nbytes()), storage
         return area_of(tensor, self._storages[storage._cdata][0])
 
     def constant(self, real: Tensor) -> Area:
-        """The area of a new storage that is filled with ``real``, a tensor made outside."""
+        """The area of a new storage filled with ``real``, a tensor from outside the recording."""
         with FakeTensorMode():
             return self.area(self._fake_constant(real))
 
@@ -128,9 +127,10 @@ class Recorder(TorchDispatchMode):
     def patches(self) -> Iterator[None]:
         """Patch three functions of torch while recording.
 
-        ``trunc_normal_`` becomes one call: it draws until all values are in range, however often that is. A module's
-        conversion (``model.half()``) sets ``.data`` as for plain tensors; for fake ones torch tries a swap that fails. Of
-        parameters of a class of the user's torch makes plain ones, which is refused.
+        ``trunc_normal_`` becomes one call, since it may draw a varying number of times. Conversions
+        such as ``model.half()`` set ``.data``, as for plain tensors; for fake ones torch tries a
+        swap that fails. Parameters of a user's class are refused, because torch would make plain
+        ones.
         """
         original, parameter = nn.init._no_grad_trunc_normal_, nn.Parameter.__new__
 
@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
             mock.patch.object(nn.Module, "_apply", _convert),
             warnings.catch_warnings(),
         ):
-            # copy.deepcopy of a parameter looks at its address.
+            # copy.deepcopy of a parameter reads its address.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
 
@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
         return pytree.tree_map_only(FakeTensor, self.area, tree)
 
     def _known_value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of an op whose values Python or a shape depends on, if no random number went into it."""
+        """The real result of an op that Python or a shape depends on; an error if it is random."""
         needed = self.recording.needed({self.area(t).storage for t in _fakes((args, kwargs))})
         if any(self.recording.ops[i].random for i in needed):
             raise InitialiseError(
@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def _owner(self, args: Any) -> str:
-        """Which parameter of which module under construction ``args`` are about, by the callers' ``self``."""
+        """The parameter in ``args`` and its module as text, found by the callers' ``self``."""
         storages = {t.untyped_storage()._cdata for t in _fakes(args)}
         for frame in stack():
             module = frame.f_locals.get("self")
@@ -197,15 +197,15 @@ class Recorder(TorchDispatchMode):
 
 
 class _ToMeta:
-    """Replaces the fake tensors in a module by meta tensors, and names them in the recording. Ties and views stay."""
+    """Replaces fake tensors in a module by named meta tensors; ties and views are preserved."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.memo: dict[int, tuple[Tensor, Tensor, Area]] = {}
-        """id of a tensor, the fake one or its successor → (the tensor, its successor, area)"""
+        """id of a fake tensor or of its meta tensor → (fake, meta, area)"""
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.attached: list[tuple[str, Tensor, str, Any]] = []
-        """name of a tensor, its successor, and an attribute that the user set"""
+        """(name of a tensor, its meta tensor, name and value of an attribute that the user set)"""
         with FakeTensorMode():
             self.own_attributes = {*vars(torch.empty(0)), "_is_param"}
 
@@ -230,7 +230,7 @@ class _ToMeta:
         return self.memo[id(value)][1]
 
     def convert(self, name: str, value: Any) -> Any:
-        """``value`` with the tensors in it replaced; lists and dicts in place, as others may refer to them."""
+        """``value`` with its tensors replaced; lists and dicts in place, since they may be shared."""
         if isinstance(value, Tensor):
             return self.tensor(name, value)
         if type(value) is tuple:
@@ -266,7 +266,7 @@ class _ToMeta:
 
 
 def _convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """What ``nn.Module._apply`` does to plain CPU tensors."""
+    """``nn.Module._apply`` as for plain CPU tensors."""
     for child in module.children() if recurse else ():
         child._apply(fn)
     for parameter in module._parameters.values():
@@ -279,7 +279,7 @@ def _convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = 
 
 
 def where() -> str:
-    """file:line of the user's code that runs, with its folder; "?" where there is none."""
+    """file:line of the innermost user frame, with folder; "?" if there is none."""
     frame = users_frame()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "?"
 
@@ -289,7 +289,7 @@ def _fakes(tree: Any) -> list[Tensor]:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments that ``func`` writes to, by its schema."""
+    """Tensors that ``func`` writes to, by its schema."""
     found: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -305,7 +305,7 @@ def _is_random(func: Any) -> bool:
 
 
 def _zeroed(func: Any) -> Callable[..., Tensor]:
-    """``func`` makes memory with whatever is in it; ranks must agree on it, so the replay makes zeros."""
+    """``func``, which returns uninitialised memory, with zeros: ranks must agree on values."""
 
     def zeroed(*args: Any, **kwargs: Any) -> Tensor:
         made: Tensor = func(*args, **kwargs)

@@ -1,7 +1,8 @@
-"""A recorded initialisation: operations on storages in program order, and how to replay the part one tensor needs.
+"""A recorded initialisation: operations on storages in program order, and replay of a tensor's
+slice.
 
-A tensor is named by the area of a storage that it is. So views, ``.data``, and tied tensors need no special care:
-an operation reads storages, writes storages or makes new ones, and nothing else is recorded.
+A tensor is an area of a storage; an operation reads, writes or makes storages. So views, ``.data``
+and tied tensors need no special case.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Area:
     offset: int
 
     def fills(self, nbytes: int) -> bool:
-        """Whether it is all of a storage of ``nbytes`` bytes, each element once."""
+        """Whether the area covers a storage of ``nbytes`` bytes, each element once."""
         dense = 1
         for stride, size in sorted((s, n) for s, n in zip(self.stride, self.size, strict=True) if n != 1):
             if stride != dense:
@@ -47,7 +48,7 @@ class Area:
 
 
 def area_of(tensor: Tensor, storage: int) -> Area:
-    """The area that ``tensor`` is of its storage, which has the number ``storage``."""
+    """The area of ``tensor`` in its storage, which has the number ``storage``."""
     return Area(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
@@ -59,11 +60,11 @@ class Op:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: tuple[Area | None, ...]
-    """per tensor that it returns: the area, where it lies in a storage that this call made"""
+    """per returned tensor its area, if in a storage that this call made"""
     reads: frozenset[int]
     writes: frozenset[int]
     covers: frozenset[int]
-    """storages whose earlier content does not matter after this call"""
+    """storages that this call overwrites entirely"""
     random: bool
     where: str
     """file:line of the user's code"""
@@ -74,13 +75,13 @@ class Op:
 
 @dataclass
 class Recording:
-    """Everything ``fn`` did to tensors. ``tensors``: name → (the meta tensor in the model, its area)."""
+    """All recorded operations. ``tensors``: name → (meta tensor in the model, its area)."""
 
     ops: list[Op] = field(default_factory=list)
     nbytes: list[int] = field(default_factory=list)
-    """size of every storage, in bytes"""
+    """bytes of every storage"""
     writers: list[list[int]] = field(default_factory=list)
-    """per storage the indices of the ops that write it, ascending"""
+    """per storage the indices of ops that write it, ascending"""
     tensors: dict[str, tuple[Tensor, Area]] = field(default_factory=dict)
 
     def add_storage(self, nbytes: int) -> int:
@@ -94,7 +95,7 @@ class Recording:
         self.ops.append(op)
 
     def needed(self, storages: Iterable[int], before: int | None = None) -> list[int]:
-        """Indices of the ops that the content of ``storages`` depends on, as of op ``before`` (default: the end)."""
+        """Backward slice: indices of ops that determine ``storages`` before op ``before``."""
         end = len(self.ops) if before is None else before
         todo = [(storage, end) for storage in storages]
         seen: set[tuple[int, int]] = set()
@@ -112,11 +113,11 @@ class Recording:
         return sorted({i for i, _ in seen})
 
     def needed_by(self, i: int) -> list[int]:
-        """Op ``i`` itself, and the ops that its inputs depend on."""
+        """Op ``i`` and the ops that its inputs depend on."""
         return [*self.needed(self.ops[i].reads, before=i), i]
 
     def run(self, indices: Iterable[int], states: Mapping[int, Tensor]) -> Storages:
-        """Run these ops on fresh storages; random op i draws from the default generator set to ``states[i]``."""
+        """Run ops on new storages; a random op i draws from the generator state ``states[i]``."""
         storages: Storages = {}
         with torch.no_grad():
             for i in indices:
@@ -147,21 +148,21 @@ class Recording:
                 storages[area.storage] = made
                 adopted.add(area.storage)
             else:
-                # A constant must not be written to, and the recorded strides are what later areas refer to.
+                # A constant must not be written to, and later areas refer to the recorded strides.
                 self.tensor(area, storages).copy_(output)
 
     def tensor(self, area: Area, storages: Storages) -> Tensor:
-        """``area`` on the real storages; one that no op filled so far is allocated."""
+        """``area`` on real storages; a missing storage is allocated."""
         if area.storage not in storages:
             storages[area.storage] = _allocate(self.nbytes[area.storage])
         return area.on(storages[area.storage])
 
     def replay(self, storages: Iterable[int]) -> Iterator[tuple[int, Storages]]:
-        """Give each of ``storages`` once, filled, with its number; hold one at a time (and what it depends on).
+        """Yield (number, real storages) for each of ``storages``, one at a time.
 
-        Every random op draws in program order from the default generator, which ends where ``fn`` would have left it.
-        A storage is computed at the last random op it depends on: by then the generator's state at all earlier ones is
-        known. So in the usual case each op runs once.
+        Random ops draw in program order from the default generator, which ends as ``fn`` would
+        leave it. A storage is computed at the last random op that it depends on, when the generator
+        states of the earlier ones are known. So usually each op runs once.
         """
         slices = {storage: self.needed([storage]) for storage in storages}
         due: dict[int, list[int]] = {}
@@ -181,14 +182,14 @@ class Recording:
                 after = torch.get_rng_state()
                 yield storage, real
                 del real
-                # The caller may have drawn random numbers of his own.
+                # The caller may have drawn random numbers itself.
                 torch.set_rng_state(after)
 
 
 def _allocate(nbytes: int) -> torch.UntypedStorage:
-    """Memory for a full tensor, which goes back to the system when freed.
+    """Memory that returns to the system when freed (mmap for 1 MiB and more).
 
-    With malloc, the holes that large tensors leave are nibbled at by small ones, and the process grows to the size of
+    With malloc small tensors fragment the holes of large ones, and the process grows to the size of
     the unsharded model.
     """
     if nbytes < 1 << 20:

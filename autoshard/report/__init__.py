@@ -1,1 +1,1 @@
-"""What a plan records, and what it says of itself in numbers and words; pictures of it are ``viz``."""
+"""Records of plans, and reports on them in numbers and words; pictures are in ``viz``."""

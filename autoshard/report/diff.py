@@ -1,4 +1,4 @@
-"""Two plans side by side: ``plan.diff(other)``."""
+"""Comparison of two plans: ``plan.diff(other)``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from autoshard.report.record import Record
 from autoshard.report.text import folded, globbed, show_layout
 
 PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
-"""of :class:`~autoshard.passes.ir.memory.Memory`"""
+"""compared fields of :class:`~autoshard.passes.ir.memory.Memory`"""
 
 
 def diff(plan: Record, other: Record) -> str:
-    """What ``plan`` (left) and ``other`` (right) cost and hold, and where they differ; equal blocks in one line."""
+    """Costs, memory, layouts and collectives of ``plan`` (left) and ``other`` (right), as text."""
     if not isinstance(other, Record):
         raise PlanError(f"diff takes another plan, got {other!r}")
     heading = ("", _name(plan, "this plan"), _name(other, "other plan"))
@@ -60,7 +60,7 @@ def _times(a: float, b: float) -> str:
 
 
 def _layouts(plan: Record, other: Record) -> list[tuple[str, str, str]]:
-    """What lies differently, layers that do so alike together; what only one of them has."""
+    """(name, left, right) of parameters, buffers and inputs with different layouts, layers folded."""
 
     def shown(p: Record, name: str) -> str:
         return show_layout(p.layouts[name]) if name in p.layouts else "–"
@@ -71,7 +71,7 @@ def _layouts(plan: Record, other: Record) -> list[tuple[str, str, str]]:
 
 
 def _work(plan: Record, other: Record) -> list[tuple[str, str, str]]:
-    """Operations with FLOPs that are cut along other factors."""
+    """(operation, left, right) of operations with FLOPs that are sharded along other factors."""
 
     def shown(p: Record, node: str) -> str:
         return " ".join(f"{x}@{axis}" for x, axis in zip(p.choices[node].labels, p.mesh.axes, strict=True)).replace(
@@ -87,7 +87,7 @@ def _work(plan: Record, other: Record) -> list[tuple[str, str, str]]:
 def _grouped(
     differ: Mapping[str, tuple[str, str]], called: Mapping[str, str] | None = None
 ) -> list[tuple[str, str, str]]:
-    """(names with their layer numbers, left, right)."""
+    """(names with ranges of layer numbers, left, right)."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for name, pair in differ.items():
         shown = called[name] if called else name
@@ -96,7 +96,7 @@ def _grouped(
 
 
 def _sent(plan: Record, other: Record) -> list[tuple[str, str, str]]:
-    """Per kind, axes and phase: how many, and bytes."""
+    """(kind, axes and phase; number × bytes left; right)."""
 
     def counted(p: Record) -> tuple[Counter[str], Counter[str]]:
         count: Counter[str] = Counter()

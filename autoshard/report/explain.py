@@ -1,4 +1,4 @@
-"""Why something lies or runs as it does: ``plan.explain(name)``."""
+"""Reasons of layouts and strategies: ``plan.explain(name)``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from autoshard.report.record import Choice, Collective, Record, local_bytes
 from autoshard.report.text import short_op, show_layout, together
 
 MOST = 12
-"""parameters and operations of a module that are told one by one"""
+"""most parameters and operations of a module, or collectives, that are listed"""
 
 
 def explain(plan: Record, name: str) -> str:
-    """What was decided for ``name``, why, what else could have been, and what is sent for it.
+    """Layout or strategy of ``name``, the reason, alternatives and collectives, as text.
 
-    ``name``: a parameter, buffer or input; an operation or value of the graph; or an fnmatch pattern of modules (that run,
-    or else that hold others), or else of parameters.
-    Raises :class:`PlanError` with the nearest names for anything else.
+    ``name``: a parameter, buffer or input; an operation or value of the graph; or an fnmatch
+    pattern of modules, else of parameters. Raises :class:`PlanError` with the nearest names for
+    anything else.
     """
     if not isinstance(name, str):
         raise PlanError(f"explain takes a name, or a pattern of modules, got {name!r}")
@@ -48,7 +48,7 @@ def explain(plan: Record, name: str) -> str:
 
 
 def _holders(plan: Record) -> list[str]:
-    """Modules that hold others, or parameters, such as an ``nn.ModuleList``: they need not be called themselves."""
+    """Container modules, such as ``nn.ModuleList``, which need not be called themselves."""
     held = (n for n, kind in plan.kinds.items() if kind in ("parameter", "buffer"))
     return holders([*held, *filter(None, plan.modules)])
 
@@ -58,7 +58,7 @@ def _count(operations: int) -> str:
 
 
 def _making(plan: Record, name: str) -> str | None:
-    """The operation of that name, or that makes that value."""
+    """The operation with this name, or that computes the value with this name."""
     return name if name in plan.choices else next((n for n, c in plan.choices.items() if name in c.outputs), None)
 
 
@@ -78,7 +78,7 @@ def _why(plan: Record, name: str) -> str:
 
 
 def _why_in_stages(stages: Sequence[Record], name: str) -> str:
-    """Of the first stage that has it: the others take it as it lies there."""
+    """The reason in the first stage that has ``name``: later stages take its layout."""
     stage = next(p for p in stages if name in p.kinds)
     searched = any(p.lower_bound > 0 for p in stages)
     follows = searched and stage.lower_bound <= 0 and name not in stage.given
@@ -86,7 +86,7 @@ def _why_in_stages(stages: Sequence[Record], name: str) -> str:
 
 
 def _lies(plan: Record, name: str) -> str:
-    """Its layout; in stages that on the rest of the mesh, and which of them hold it."""
+    """Layout of ``name``; with stages that on a stage's mesh, and which stages hold it."""
     if plan.staged is None:
         return show_layout(plan.layouts[name])
     axis, plans = plan.staged.axis, plan.staged.plans
@@ -114,7 +114,7 @@ def _of_input(plan: Record, name: str) -> Iterator[str]:
 
 
 def _noted(plan: Record, names: Collection[str]) -> Iterator[str]:
-    """Notes in which one of these parameters is named: why it is not as the expert's plan has such."""
+    """Notes that name one of these parameters: why it deviates from the named strategy."""
     yield from (f"  {note}" for note in plan.notes if not {*names}.isdisjoint(re.split(r"[ ,;:]+", note)))
 
 
@@ -162,12 +162,12 @@ def _of_module(plan: Record, module: str) -> Iterator[str]:
 
 
 def _moves(c: Collective, names: Iterable[str]) -> bool:
-    """Whether one of these values goes in it."""
+    """Whether ``c`` moves one of these values."""
     return not {c.value, *c.also}.isdisjoint(names)
 
 
 def _shown(reason: str) -> str:
-    """Users are shown R for I, except where a gradient is added, which is what sets them apart."""
+    """``reason`` with I shown as R, except for gradient sums, where only I and R differ."""
     value, _, change = reason.partition(": ")
     before, arrow, after = change.replace("I@", "R@").partition(" → ")
     return f"{value}: gradients added ({change})" if arrow and before == after else reason.replace("I@", "R@")
@@ -198,7 +198,7 @@ def _divides(label: str) -> bool:
 
 
 def _alternatives(plan: Record, choice: Choice, indent: str, most: int = 3) -> Iterator[str]:
-    """What else the operation could do, and what that change alone would cost."""
+    """Other strategies of the operation, and the seconds that each change alone would cost."""
     now = _labels(plan, choice)
     told: dict[str, float] = {}
     for labels, seconds in choice.alternatives:

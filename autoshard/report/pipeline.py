@@ -1,9 +1,9 @@
-"""The step of a model in stages, from the plans of its stages: what each takes per micro-batch, the timeline, costs, memory.
+"""Step of a pipeline from the plans of its stages: time per micro-batch, timeline, cost and memory.
 
-A stage's plan is that of all micro-batches of a step. What happens once is taken out of it: the optimizer's update, all-reduces
-of gradients, which sum what all micro-batches left, and what ZeRO does once; the rest is shared out to the micro-batches.
-Communication is that of the program, in which some collectives go together; what the search counts for each by itself
-(``merged_s``) is not in it.
+A stage's plan covers all micro-batches of a step. Work done once per step is separated: the
+optimizer, all-reduces of accumulated gradients, and ZeRO's gathers and reductions. The rest is
+divided by the number of micro-batches. Collectives are those of the program, after coalescing
+(without ``merged_s``).
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ from autoshard.report.record import Collective, Cost, Record, Staged, local_byte
 _PRODUCTS = frozenset(map(str, PRODUCTS))
 
 Sent = tuple[float, float, float, float]
-"""see :func:`stage_times`"""
+"""(forward, backward, host forward, host backward) seconds of messages: :func:`stage_times`"""
 
 MEETINGS = 4
-"""small collectives of a step: what other stages train, which call it is, whether one of them failed, and the loss"""
+"""small collectives per step: trained parameters of other stages, call number, failures, and loss"""
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What a stage takes: ``batch``, of which ``compute_s`` are computing per micro-batch."""
+    """Times of a stage: ``batch`` per micro-batch, of which ``compute_s`` is compute."""
 
     batch: StageSeconds
     compute_s: float
     update_s: float
-    """once a step"""
+    """seconds of the optimizer per step"""
 
     @property
     def once_s(self) -> float:
-        """Seconds per step: the update, and what all micro-batches share, as far as nothing hides it."""
+        """Seconds once per step: optimizer, and exposed collectives that micro-batches share."""
         return self.batch.once
 
 
 def stage_times(plan: Record, sent: Sent = (0.0, 0.0, 0.0, 0.0)) -> StageTimes:
-    """What the stage of ``plan`` takes.
+    """Times of the stage of ``plan``; ``sent``: seconds of its messages, then of their host work.
 
-    ``sent``: seconds of its message forward, and of the gradients that go back, then of the work of either end of both.
-    All micro-batches but the first add their gradients to those of earlier ones.
+    Micro-batches after the first accumulate their gradients.
     """
     cost, mesh, count = plan.cost, plan.mesh, plan.micro_batches
     once = [c for c in plan.collectives if _is_once(c, plan)]
@@ -74,7 +73,7 @@ def stage_times(plan: Record, sent: Sent = (0.0, 0.0, 0.0, 0.0)) -> StageTimes:
 
 
 def _adding(plan: Record) -> float:
-    """Seconds in which gradients are added to others: both are read, and the sum written. What ZeRO reduces once is whole."""
+    """Seconds to accumulate gradients once: two reads, one write; unsharded under ZeRO-1."""
     trained = [name for name in plan.differentiable if plan.kinds.get(name) == "parameter"]
     along: dict[str, set[str]] = {name: set() for name in trained}
     for c in plan.collectives:
@@ -85,8 +84,9 @@ def _adding(plan: Record) -> float:
 
 
 def _is_once(c: Collective, plan: Record) -> bool:
-    """Whether all micro-batches share it: the sum of a parameter's gradient over ranks that keep it whole, when all have left
-    theirs, and what is done once with a parameter that ZeRO keeps gathered (:mod:`autoshard.passes.propagate.prices.zero`)."""
+    """Whether ``c`` runs once per step: all-reduces of parameters' accumulated gradients, and
+    collectives of parameters that ZeRO keeps gathered
+    (:mod:`autoshard.passes.propagate.prices.zero`)."""
     if plan.kinds.get(c.value) != "parameter":
         return False
     if c.phase == "forward":
@@ -103,7 +103,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _shown(moves: Sequence[Collective], mesh: Mesh, compute: float) -> float:
-    """Seconds of movable communication that so much compute does not hide (``passes.propagate.prices.step_time``)."""
+    """Exposed seconds of movable collectives beside ``compute`` (as ``prices.step_time`` counts)."""
     moved = [_seconds(c for c in moves if mesh.crosses(c.axes) == crossing) for crossing in (False, True)]
     if not mesh.hardware.overlap:
         return sum(moved)
@@ -111,7 +111,7 @@ def _shown(moves: Sequence[Collective], mesh: Mesh, compute: float) -> float:
 
 
 def _weights(plan: Record) -> float:
-    """Seconds of the backward that a schedule can make later: one product for each factor that wants one."""
+    """Seconds of weight gradients, which zero-bubble schedules can delay."""
     wanting = frozenset(plan.differentiable)
     weights = {name for name, kind in plan.kinds.items() if kind == "parameter"}
     found = 0.0
@@ -124,7 +124,7 @@ def _weights(plan: Record) -> float:
 
 
 def staged_times(staged: Staged, mesh: Mesh) -> tuple[StageTimes, ...]:
-    """What every stage takes, with its messages over the links along the axis of stages."""
+    """Times of every stage, with its messages over the links along the stage axis."""
     link, hardware = mesh.link(staged.axis), mesh.hardware
 
     def sent(number: int) -> Sent:
@@ -137,7 +137,7 @@ def staged_times(staged: Staged, mesh: Mesh) -> tuple[StageTimes, ...]:
 
 
 def pipeline(plan: Record) -> Timeline:
-    """The step of a plan with stages, in time: every rank's work and the messages, without what happens once a step."""
+    """Timeline of a pipelined step: every rank's actions and messages, without work once per step."""
     staged = plan.staged
     if staged is None:
         raise ValueError("the plan has no stages")
@@ -151,12 +151,12 @@ def _simulated(staged: Staged, mesh: Mesh, times: Sequence[StageTimes]) -> Timel
 
 
 def meeting_seconds(mesh: Mesh) -> float:
-    """Seconds of a step in which all ranks meet, before and after the schedule."""
+    """Seconds of a step's small collectives among all ranks, before and after the schedule."""
     return MEETINGS * mesh.link(mesh.axes).seconds(0.0)
 
 
 def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
-    """Of the step: that of the busiest rank, and its waiting for the others."""
+    """Cost of a pipelined step: work of the busiest rank, and its bubble."""
     times, ranks, count = staged_times(staged, mesh), mesh.size_of(staged.axis), staged.micro_batches
     found = _simulated(staged, mesh, times)
     of_ranks = [[times[i] for i in own] for own in _of_ranks(staged, ranks)]
@@ -187,22 +187,22 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage as reports show it: seconds of one micro-batch, bytes of a rank."""
+    """A stage in reports: seconds per micro-batch, bytes per rank."""
 
     number: int
     rank: int
-    """along the axis of stages"""
+    """along the stage axis"""
     modules: tuple[str, ...]
-    """paths of the modules whose operations it has"""
+    """module paths of its operations"""
     times: StageTimes
     flying: int
     sent: float
-    """bytes of one micro-batch that go to the next stage"""
+    """bytes of one micro-batch sent to the next stage"""
     memory: Memory
 
 
 def stage_rows(plan: Record) -> tuple[StageRow, ...]:
-    """The stages of a plan, in order; none where it has none."""
+    """The stages of a plan in order; empty without stages."""
     staged = plan.staged
     if staged is None:
         return ()
@@ -216,17 +216,17 @@ def stage_rows(plan: Record) -> tuple[StageRow, ...]:
 
 
 def _path(fqn: str) -> str:
-    """The numbered module that ``fqn`` lies in, such as a layer; else its first part."""
+    """The numbered module around ``fqn``, such as a layer; else its first part."""
     return block_path(fqn) or fqn.partition(".")[0] or "(root)"
 
 
 def _of_ranks(staged: Staged, ranks: int) -> Iterator[range]:
-    """Per rank the numbers of its stages."""
+    """Stage numbers per rank."""
     return (range(rank, len(staged.plans), ranks) for rank in range(ranks))
 
 
 def pipeline_memory(staged: Staged, ranks: int) -> Memory:
-    """Of the rank that holds most: its stages lie beside each other, and one of them works at a time."""
+    """Memory of the fullest rank: states of its stages add up, temporaries are of one at a time."""
     found = ([staged.plans[i].memory for i in own] for own in _of_ranks(staged, ranks))
     return max((_beside(own) for own in found), key=lambda m: m.peak)
 

@@ -1,4 +1,4 @@
-"""What a plan records: every layout and every collective of a sharded model, what it is predicted to cost; as JSON."""
+"""The record of a plan: layouts, collectives, predicted cost and memory of a sharded model; JSON."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from autoshard.report.serving import Serving
 Kind = TypeVar("Kind", bound="Record")
 
 TOGETHER = "; "
-"""between the reasons of values that one collective moves"""
+"""separator of the reasons of several values in one collective"""
 
 
 @dataclass(frozen=True)
 class Collective:
     """One collective of a step. ``bytes``: ring bytes per rank.
 
-    ``fqn``: the module that asked for it; between two numbered blocks, such as layers, the one that made the value.
+    ``fqn``: the module that needs it; between two numbered blocks (layers), the producer's.
     """
 
     kind: str
@@ -42,26 +42,26 @@ class Collective:
     fqn: str
     reason: str
     value: str = ""
-    """the value it moves: a parameter's name or the graph's name"""
+    """moved value: name of a parameter or graph value"""
     seconds: float = 0.0
     op: str = ""
-    """the operation it is made for, a key of :attr:`Record.choices`; "" for an output of the model"""
+    """the operation that needs it, a key of :attr:`Record.choices`; "" for an output of the model"""
     movable: bool = False
-    """whether it may run beside compute: it moves a parameter or its gradient"""
+    """overlappable: moves a parameter or gradient, so may run during other compute"""
     times: int = 1
-    """how often it runs in a step; ``bytes`` and ``seconds`` are of all of them"""
+    """runs per step; ``bytes`` and ``seconds`` include all of them"""
     hidden_s: float = 0.0
-    """of :attr:`seconds`: what runs beside the compute of the operation that it is part of"""
+    """part of :attr:`seconds` hidden behind the compute of its own operation (collective matmul)"""
     bucket: str = ""
-    """the first of the parameters that one message moves with this one; "" for what goes alone"""
+    """first parameter of its bucket; "" if not bucketed"""
     copied_s: float = 0.0
-    """seconds, beside :attr:`seconds`, in which the rank copies it into a buffer before, or out of one after"""
+    """seconds of packing into and unpacking from buffers, in addition to :attr:`seconds`"""
     also: tuple[str, ...] = ()
-    """further values that go in the same message"""
+    """further values in the same message"""
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The reason of each value that it moves: several may go together."""
+        """The reason of each moved value; coalesced collectives have several."""
         return tuple(self.reason.split(TOGETHER))
 
     def __str__(self) -> str:
@@ -72,42 +72,42 @@ class Collective:
 class Cost:
     """Predicted cost of one step on one rank: seconds, bytes of memory, FLOPs of matmul-like ops.
 
-    ``total_s`` = ``compute_s`` + ``exposed_s`` + ``bubble_s`` is what the search minimises. The plan's collectives take
-    ``comm_s`` - ``local_s`` - ``merged_s``; ``hidden_s`` of ``comm_s`` run beside compute.
+    The search minimises ``total_s`` = ``compute_s`` + ``exposed_s`` + ``bubble_s``. The plan's
+    collectives take ``comm_s`` - ``local_s`` - ``merged_s``; ``hidden_s`` of ``comm_s`` overlaps
+    with compute.
     """
 
     compute_s: float
-    """operations, forward and backward, and the optimizer"""
+    """operations, forward and backward, and optimizer"""
     comm_s: float
-    """all communication, hidden or not"""
+    """all communication, exposed and hidden"""
     total_s: float
     memory_bytes: float
     """the peak of :attr:`Record.memory`"""
     flops: float
-    """of the whole model, forward and backward"""
+    """FLOPs of the full model, forward and backward"""
     flops_per_rank: float
-    """of the busiest rank"""
+    """FLOPs of the busiest rank"""
     local_s: float = 0.0
-    """the part of ``comm_s`` that redistributions spend in local copies, those around collectives included"""
+    """part of ``comm_s`` in local copies of redistributions, those around collectives included"""
     merged_s: float = 0.0
-    """the part of ``comm_s`` that the program saves, because what one collective brings serves several readers or what
-    goes together pays one latency; the search does not count it"""
+    """part of ``comm_s`` that the program saves by shared and coalesced collectives; not seen by the search"""
     exposed_s: float = math.nan
-    """the communication that compute does not hide; where nothing is said, all of it"""
+    """communication that compute does not hide; default: all of it"""
     bubble_s: float = 0.0
-    """waiting for other stages"""
+    """pipeline bubble: waiting for other stages"""
     lower_bound: float = field(default=0.0, compare=False)
-    """seconds: no plan with the layouts in :attr:`Record.given`, and with sums of what it holds within the memory budget, has a
-    smaller ``total_s``; 0 where no bound is known"""
+    """lower bound on ``total_s`` (seconds) of plans with the layouts in :attr:`Record.given`, and
+    with linear sums of memory within the budget; 0 if unknown"""
     optimizer_s: float = 0.0
-    """the part of ``compute_s`` that updates the parameters"""
+    """part of ``compute_s`` that updates parameters"""
     schedule_s: float = 0.0
-    """when the last event of the timeline ends (:mod:`autoshard.report.schedule`): what the search does not see is which
-    collective finds which compute to hide behind, and what collectives save that go together"""
+    """end of the timeline (:mod:`autoshard.report.schedule`), which knows which compute hides which
+    collective, and what coalescing saves"""
     mfu: float = 0.0
-    """model FLOPs per rank over what the hardware could do in ``total_s``"""
+    """model FLOPs utilisation: model FLOPs per rank over peak FLOPs in ``total_s``"""
     hfu: float = 0.0
-    """the same of the FLOPs that the busiest rank runs"""
+    """hardware FLOPs utilisation: the same for FLOPs executed by the busiest rank"""
 
     def __post_init__(self) -> None:
         if math.isnan(self.exposed_s):
@@ -115,40 +115,40 @@ class Cost:
 
     @property
     def hidden_s(self) -> float:
-        """The communication that runs beside compute."""
+        """Communication that overlaps with compute."""
         return self.comm_s - self.exposed_s
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one operation."""
+    """The strategy chosen for one operation."""
 
     op: str
     fqn: str
     source: str
     labels: tuple[str, ...]
-    """per mesh axis: the factor that is cut, or I, R, P(…)"""
+    """per mesh axis the sharded factor, or I, R, P(…)"""
     flops: float = 0.0
     seconds: float = 0.0
     """compute, forward and backward"""
     has_rule: bool = True
     inputs: tuple[str, ...] = ()
-    """per operand: the value's name"""
+    """per operand the value's name"""
     outputs: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
-    """per operand: the layout it is read in, as text"""
+    """per operand the layout it is read in, as text"""
     alternatives: Sequence[tuple[tuple[str, ...], float]] = ()
-    """the next best strategies: (labels, seconds more per step if everything else stays); found when they are asked for"""
+    """runner-up strategies: (labels, extra seconds per step if all else stays); computed lazily"""
     backward_s: float = 0.0
-    """the part of ``seconds`` in the backward"""
+    """part of ``seconds`` in the backward"""
     again: int = 0
-    """1: the conversions of its operands are made again in the backward, and what it drew is drawn again; 2: it is computed
-    again"""
+    """1: operand redistributions are recomputed and random numbers redrawn in the backward; 2: the
+    operation is recomputed too"""
 
 
 @dataclass(frozen=True, repr=False)
 class Candidate:
-    """A mesh that was tried for a number of devices and not taken: what its best plan costs, and why it lost."""
+    """A runner-up mesh of the search over devices: cost and memory of its plan, and why it lost."""
 
     mesh: Mesh
     cost: Cost
@@ -161,27 +161,27 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Staged:
-    """How a graph is cut into stages along a mesh axis, and the plan of every stage on the rest of the mesh."""
+    """Pipeline stages along a mesh axis, and the plan of every stage on the rest of the mesh."""
 
     axis: str
     schedule: str
     """gpipe, 1f1b, interleaved or zero_bubble"""
     micro_batches: int
     boundaries: tuple[int, ...]
-    """positions among the graph's operations before which it is cut"""
+    """positions among the graph's operations where stages 1, 2, … begin"""
     plans: tuple[Record, ...]
-    """per stage, of all its micro-batches"""
+    """per stage, of all micro-batches"""
     messages: tuple[float, ...] = ()
-    """per boundary the bytes that one micro-batch sends forward, whole"""
+    """per boundary the unsharded bytes of one micro-batch sent forward"""
     sent: tuple[tuple[float, float], ...] = ()
-    """per boundary the bytes that one rank sends of one micro-batch: forward, and the gradients that come back"""
+    """per boundary the bytes per rank of one micro-batch: (activations forward, gradients back)"""
     flying: tuple[int, ...] = ()
-    """per stage the micro-batches that it keeps something for at once"""
+    """per stage the micro-batches in flight"""
 
 
 @dataclass(frozen=True)
 class Record:
-    """All choices for a model on a mesh. ``layouts``: by parameter, buffer or input name, and by graph value."""
+    """All choices for a model on a mesh. ``layouts``: by parameter, buffer, input and graph value."""
 
     mesh: Mesh
     layouts: Mapping[str, Layout]
@@ -191,12 +191,12 @@ class Record:
     shared: Mapping[str, Layout] = field(default_factory=dict)
     outputs: tuple[Layout | None, ...] = ()
     given: tuple[str, ...] = ()
-    """names whose layout was asked for, by a hint or by an earlier compilation"""
+    """names whose layout was fixed by a hint or an earlier compilation"""
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     """name → parameter, buffer, input, constant or value"""
     ties: Mapping[str, str] = field(default_factory=dict)
-    """further name of a tied parameter or buffer, a key of ``layouts`` as well → the name that it has everywhere else"""
+    """other name of a tied parameter or buffer (also in ``layouts``) → its name everywhere else"""
     notes: tuple[str, ...] = ()
     training: bool = True
     title: str = ""
@@ -208,35 +208,35 @@ class Record:
     differentiable: tuple[str, ...] = ()
     """names of the values that carry a gradient"""
     memory: Memory = field(default_factory=Memory)
-    """what the busiest rank holds, and when it holds most"""
+    """memory of the fullest rank, and the moment of its peak"""
     optimizer: str = "adamw"
-    """whose state is counted"""
+    """optimizer whose state is counted"""
     recomputed: tuple[Recomputed, ...] = ()
-    """what the backward makes again instead of having it kept"""
+    """values that the backward recomputes instead of saving (activation checkpointing)"""
     shared_again: tuple[str, ...] = ()
-    """values whose conversion into the shared layout is made again in the backward"""
+    """values whose redistribution into the shared layout is recomputed in the backward"""
     zero: Mapping[str, int] = field(default_factory=dict)
-    """parameter → ZeRO stage 1 or 2: gathered once a step and kept; others that are gathered are so again in the backward"""
+    """parameter → ZeRO stage 1 or 2: kept gathered for a step; other gathered ones are regathered"""
     like: str = ""
-    """the expert's plan that was asked for, as text; "" for none"""
+    """the named strategy asked for, as text; "" for none"""
     prefetch: int = 1
-    """how many buckets of parameters are gathered ahead of the one that is read"""
+    """parameter buckets gathered ahead of the one in use"""
     micro_batches: int = 1
-    """parts of the batch that the step runs one after another; shapes, and what is held, are those of one"""
+    """micro-batches per step; shapes and memory are those of one"""
     mixed_precision: str = ""
-    """the policy that it was made for, as text; "" for none"""
+    """mixed-precision policy, as text; "" for none"""
     folded: int = 0
-    """of how many ranks the folded order is in which a part of the graph has the sequence; 0: none"""
+    """ranks of the zigzag (load-balanced) order that part of the graph has its sequence in; 0: none"""
     candidates: tuple[Candidate, ...] = ()
-    """where a number of devices was given instead of a mesh: the runners-up, the best first"""
+    """runners-up of the search over a number of devices, best first"""
     staged: Staged | None = None
-    """where the graph is cut into stages: where, and the plan of each"""
+    """pipeline stages and their plans"""
     serving: Serving | None = None
-    """where prompts and tokens are served by one layout of the weights: what each takes; the plan is that of a token"""
+    """serving figures, if planned for requests; the plan is then that of a token"""
 
     @property
     def folds(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The values that are brought into the folded order, and those that are brought back."""
+        """Values brought into the zigzag order, and values brought back."""
         into, back = (
             tuple(c.inputs[0] for c in self.choices.values() if c.op == f"autoshard.{name}.default")
             for name in ("folded", "unfolded")
@@ -249,15 +249,15 @@ class Record:
         return self.cost.lower_bound
 
     def to_json(self, alternatives: bool = True) -> str:
-        """The plan as JSON text; :meth:`from_json` reads it back.
+        """The plan as JSON text, for :meth:`from_json`.
 
-        ``alternatives``: with what could have been done instead. To find that takes as long as the search.
+        ``alternatives``: include runner-up strategies; computing them takes as long as the search.
         """
         return json.dumps(self if alternatives else _bare(self), default=_encoded, indent=1)
 
     @classmethod
     def from_json(cls: type[Kind], text: str | bytes) -> Kind:
-        """The plan that :meth:`to_json` wrote. Raises :class:`PlanError` for anything else, with the field that is wrong."""
+        """Read a plan of :meth:`to_json`. Raises :class:`PlanError` with the first invalid field."""
         try:
             return _decoded(cls, parsed(text))
         except (AutoshardError, RecursionError, SchemaError) as error:
@@ -265,7 +265,7 @@ class Record:
 
 
 def local_bytes(plan: Record, name: str) -> int:
-    """Bytes of a value or parameter on the fullest rank (rank 0)."""
+    """Bytes of a value or parameter on rank 0, which has the largest shards."""
     dtype: torch.dtype = getattr(torch, plan.dtypes.get(name, "float32"))
     return math.prod(plan.layouts[name].max_local_shape(plan.shapes[name])) * dtype.itemsize
 
@@ -280,7 +280,7 @@ def _bare(plan: Record) -> Record:
 
 
 def _encoded(part: Any) -> Any:
-    """A part of a plan that JSON has no form for."""
+    """JSON types for a part of a plan, as ``json.dumps(default=…)``."""
     if isinstance(part, Layout):
         order = {} if part.order == part.mesh.axes else {"order": part.order}
         return {"placements": [str(p) for p in part.placements], **order}
@@ -296,7 +296,7 @@ def _encoded(part: Any) -> Any:
 
 
 def _decoded(cls: type[Kind], data: Any, path: str = "") -> Kind:
-    """The inverse of :func:`_encoded`. What plans of before lack has its default."""
+    """The inverse of :func:`_encoded`; fields that older plans lack get defaults."""
     form = read(_Form, data, path)
     if form.format != 1:
         raise SchemaError(f"its format is {form.format}, and 1 is known")
@@ -317,7 +317,7 @@ def _decoded(cls: type[Kind], data: Any, path: str = "") -> Kind:
 
 
 _LARGEST = 1e100
-"""of the numbers in a plan: so that sums of them are finite"""
+"""limit of numbers in a plan, so that their sums are finite"""
 
 
 def _finite(data: Any, path: str) -> float:
@@ -328,13 +328,13 @@ def _finite(data: Any, path: str) -> float:
 
 
 def _check(plan: Record) -> None:
-    """Raise :class:`SchemaError` where one part of a plan names what another lacks, or is not as long as that."""
+    """Raise :class:`SchemaError` if parts of a plan are inconsistent in names or lengths."""
     choices, collectives = plan.choices.values(), plan.collectives
     for part in ("shapes", "dtypes", "kinds"):
         _known(getattr(plan, part), part, plan.layouts.keys() - plan.ties.keys())
     read_or_made = {name for c in choices for name in (*c.inputs, *c.outputs)}
     _known(plan.layouts, "layouts", {*plan.ties, *plan.ties.values(), *plan.shared, *plan.zero, *read_or_made})
-    inside = plan.choices.keys()  # of an op with several results the op itself
+    inside = plan.choices.keys()  # an op with several results stands for them
     _known({*plan.layouts, *inside}, "layouts", {c.value for c in collectives} - {""})
     _known(plan.choices, "choices", {c.op for c in collectives} - {""})
     _known(plan.mesh.axes, "mesh", {axis for c in collectives for axis in c.axes})
@@ -366,7 +366,7 @@ _DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinst
 
 @dataclass(frozen=True)
 class _Form:
-    """What is read of a plan before the rest."""
+    """Fields of a plan that are read first."""
 
     mesh: Mapping[str, int]
     hardware: Hardware

@@ -1,12 +1,14 @@
-"""The predicted step in time: a list schedule of one stream for compute and two per kind of link.
+"""Predicted timeline of a step: a list schedule with one compute stream, and two streams per kind
+of link.
 
-Operations run in the order of the program, forward and then backward. What the next operation waits for holds up the
-compute stream. Parameters are gathered ahead, by as many buckets as the program says (``prefetch``), and waited for where
-they are read; gradients are reduced when those of their bucket are there, small buckets with the next ones, and only the
-optimizer waits for them, but for :data:`UNDER_WAY`. Such collectives go one after another, and through communicators of
-their own: where one of them and one that the next operation waits for use a link, each has half of it. Meanwhile compute is
-slower (:attr:`~autoshard.mesh.Mesh.overlap`); where the hardware overlaps nothing, every collective holds up the compute
-stream. Of what goes beside the operation that it is part of, as the hops of a ring, the time that this does not hide is shown.
+Operations run in program order, forward then backward. Collectives that the next operation needs
+block the compute stream. Parameter buckets are prefetched (``prefetch``) and awaited where they are
+read. Gradient buckets are reduced once complete, small ones with the next; only the optimizer, and
+the limit :data:`UNDER_WAY`, wait for them. These overlapped collectives run one after another
+through their own
+communicators: sharing a link with a blocking collective halves the speed of both. Meanwhile compute
+is slower (:attr:`~autoshard.mesh.Mesh.overlap`); without overlap every collective blocks. Of
+collective matmuls only the exposed time is shown.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from autoshard.runtime.transport import profiling
 
 COMPUTE, LINKS = "compute", ("communication inside nodes", "communication between nodes")
 BESIDE = {link: link.replace("communication", "parameters") for link in LINKS}
-"""per link the stream of what runs beside compute"""
+"""per link the stream of collectives that overlap with compute"""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that takes time on a rank. ``start``, ``seconds``: seconds; ``stream``: compute, or a kind of link."""
+    """An operation or collective on a rank; ``start`` in seconds; ``stream``: compute or a link."""
 
     name: str
     stream: str
@@ -38,7 +40,7 @@ class Event:
     seconds: float
     fqn: str
     op: str
-    """key of ``plan.choices``, or ""; for a collective the operation it is made for"""
+    """key of ``plan.choices``, or ""; of a collective the operation that needs it"""
     bytes: float = 0.0
     source: str = ""
     movable: bool = False
@@ -46,12 +48,12 @@ class Event:
 
 
 def collective_name(c: Collective) -> str:
-    """``all_gather@tp blocks.0.attention.q forward``, as in a profile of a run."""
+    """``all_gather@tp blocks.0.attention.q forward``, as in profiles of runs."""
     return profiling.collective_name(c.kind, c.axes, c.fqn, c.phase)
 
 
 def timeline(plan: Record) -> tuple[Event, ...]:
-    """Every event of one step, in the order in which they are begun; of micro-batches one after another."""
+    """Events of one step in order of their start; micro-batches follow one another."""
     last = _Schedule(plan, last=True).run()
     if plan.micro_batches == 1:
         return last
@@ -62,18 +64,18 @@ def timeline(plan: Record) -> tuple[Event, ...]:
 
 
 def step_end(plan: Record) -> float:
-    """Seconds at which the last event of the timeline ends."""
+    """End of the last event of the timeline, in seconds."""
     return max((e.start + e.seconds for e in timeline(plan)), default=0.0)
 
 
 @dataclass
 class _Beside:
-    """What moves over one kind of link beside compute, one message after another."""
+    """A stream of overlapped messages over one kind of link, one at a time."""
 
     waiting: deque[tuple[int, Event]] = field(default_factory=deque)
-    """numbers in the program, and events; the first is on its way"""
+    """(number in the program, event); the first is in flight"""
     left: float = 0.0
-    """seconds that the first one still needs"""
+    """remaining seconds of the first"""
     begun: float = 0.0
     arrived: set[int] = field(default_factory=set)
     events: list[Event] = field(default_factory=list)
@@ -87,7 +89,7 @@ class _Beside:
         self.left, self.begun = self.waiting[0][1].seconds, now
 
     def run(self, now: float, seconds: float, speed: float) -> None:
-        """Go on for so long, from ``now``."""
+        """Advance from ``now`` by ``seconds`` at relative ``speed``."""
         while self.waiting and self.left <= seconds * speed:
             took = self.left / speed
             now, seconds = now + took, seconds - took
@@ -102,7 +104,7 @@ class _Beside:
 
 @dataclass
 class _Schedule:
-    """One pass; ``last``: with what comes once a step."""
+    """Simulation of one micro-batch; ``last``: includes work once per step."""
 
     plan: Record
     last: bool
@@ -111,11 +113,11 @@ class _Schedule:
     beside: dict[str, _Beside] = field(default_factory=lambda: {stream: _Beside() for stream in BESIDE.values()})
     events: list[Event] = field(default_factory=list)
     held: list[tuple[int, Event]] = field(default_factory=list)
-    """gradients of small buckets, that go with the next ones"""
+    """gradients of small buckets, sent with the next ones"""
     sent: bool = False
-    """whether a message with gradients was sent"""
+    """whether gradients were sent"""
     whole: deque[tuple[int, str]] = field(default_factory=deque)
-    """of reduce-scatters that hold much the last event's number, and its stream"""
+    """large reduce-scatters in flight: (last event's number, stream)"""
 
     def __post_init__(self) -> None:
         self.speeds = dict(zip(BESIDE.values(), self.plan.mesh.overlap, strict=True))
@@ -163,7 +165,7 @@ class _Schedule:
         return replace(event, stream=BESIDE[event.stream]) if beside else replace(event, movable=False)
 
     def _messages(self, sequence: list[Event]) -> tuple[list[list[int]], dict[int, int]]:
-        """The numbers of the events that are one gather of a bucket each, in order; and of each such event its gather."""
+        """Event numbers per gather of a bucket, in order; and event number → position of its gather."""
         gathers: list[list[int]] = []
         places: dict[int, int] = {}
         known: dict[tuple[str, ...], int] = {}
@@ -178,7 +180,7 @@ class _Schedule:
         return gathers, places
 
     def _buckets(self, sequence: list[Event]) -> list[list[int]]:
-        """The numbers of the events that bring the gradients of one bucket each."""
+        """Event numbers per gradient bucket."""
         found: dict[Any, list[int]] = {}
         for i, event in enumerate(sequence):
             if event.stream in self.beside and event.phase == "backward" and not event.source.endswith("again)"):
@@ -186,8 +188,7 @@ class _Schedule:
         return list(found.values())
 
     def _reduce(self, bucket: list[tuple[int, Event]], last: bool) -> None:
-        """Send the gradients of a bucket, or hold them, as :class:`~autoshard.runtime.parameters.gradients.Gradients`
-        does; ``last``: of its kind."""
+        """Send or hold a bucket's gradients, as ``runtime.parameters.gradients``; ``last`` of its kind."""
         kind = _kind(bucket[0][1])
         if self.held and _kind(self.held[0][1]) != kind:
             self._flush()
@@ -210,13 +211,13 @@ class _Schedule:
                     self._go_on(self.beside[stream].left)
 
     def _go_on(self, seconds: float, shared: str = "") -> None:
-        """Time passes; what is beside compute shares the link of the stream ``shared``."""
+        """Advance time; overlapped messages on the stream ``shared`` have half of their link."""
         for stream, beside in self.beside.items():
             beside.run(self.now, seconds, 0.5 if stream == shared else 1.0)
         self.now += seconds
 
     def _compute(self, event: Event) -> None:
-        """At full speed, but for the time in which movable collectives run."""
+        """Run an operation, more slowly while overlapped collectives run."""
         start, left = self.now, event.seconds
         while left > 0:
             under_way = {stream: beside.left for stream, beside in self.beside.items() if beside.waiting}
@@ -229,7 +230,7 @@ class _Schedule:
         self.events.append(replace(event, start=start, seconds=self.now - start))
 
     def _wait_for(self, event: Event) -> None:
-        """A collective that the next operation waits for."""
+        """Run a blocking collective."""
         start, left, stream = self.now, event.seconds, BESIDE.get(event.stream, "")
         while (beside := self.beside[stream]).waiting and left > 0:
             took = 2 * min(left, beside.left)
@@ -239,19 +240,19 @@ class _Schedule:
         self.events.append(replace(event, start=start, seconds=self.now - start))
 
     def _optimize(self, compute: float) -> None:
-        """The update, after all gradients are reduced."""
+        """Run the optimizer, after all gradients are reduced."""
         if self.last and (seconds := self.plan.cost.optimizer_s):
             start = max([compute, *(e.start + e.seconds for b in self.beside.values() for e in b.events)])
             self.events.append(Event("optimizer", COMPUTE, "optimizer", start, seconds, "", ""))
 
 
 def _kind(event: Event) -> str:
-    """What messages have in common that may go together, such as ``reduce_scatter@dp``."""
+    """Key of messages that may be coalesced, such as ``reduce_scatter@dp``."""
     return event.name.split(maxsplit=1)[0]
 
 
 def _sequence(plan: Record, last: bool) -> Iterator[Event]:
-    """All events of a pass in the order of the program, each as if it started at 0."""
+    """Events of a micro-batch in program order, all with start 0."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for c in plan.collectives:
         if not last and c.times == 1:

@@ -1,5 +1,4 @@
-"""What serving takes by a plan: seconds and bytes of a token, tokens a second, and what of it the hardware could not do
-without."""
+"""Serving figures of a plan: seconds and bytes per token, tokens per second, and the roofline."""
 
 from __future__ import annotations
 
@@ -11,70 +10,70 @@ from autoshard.passes.ir.units import show_bytes, show_seconds
 
 @dataclass(frozen=True)
 class Phase:
-    """One kind of call, such as a prompt or a token after it; bytes are those of the busiest rank."""
+    """One kind of call, such as prefill or decode; bytes are those of the busiest rank."""
 
     name: str
     times: float
-    """how often it runs, relative to the others"""
+    """runs, relative to other phases"""
     requests: int
-    """rows of the batch"""
+    """batch size"""
     tokens: int
-    """of each request that the call reads"""
+    """tokens per request that the call reads"""
     seconds: float
     sent: float
     """bytes of its collectives"""
     weights: float
-    """bytes of weights that it reads; of a table that is looked up in only rows"""
+    """bytes of weights read; of embedding tables the rows looked up"""
     caches: float
-    """bytes of caches that it takes"""
+    """bytes of the KV cache read"""
     least_s: float
-    """what all devices together need at least: for its products at their peak, or to read weights and caches once"""
+    """roofline of all devices: matmuls at peak FLOP/s, or weights and KV cache read once"""
     peak: float
-    """bytes that a rank holds"""
+    """peak memory of a rank in bytes"""
 
     @property
     def roofline(self) -> float:
-        """The share of ``seconds`` that no layout can save."""
+        """Share of ``seconds`` that the roofline takes, which no layout can save."""
         return self.least_s / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Serving:
-    """Prompts and tokens by one set of weights; see :func:`autoshard.plan`, ``objective`` and ``profile``."""
+    """Figures of serving prompts and tokens with one layout of the weights; see :func:`autoshard.plan`."""
 
     objective: str
     """latency or throughput"""
     phases: tuple[Phase, ...]
     devices: int
     lower_bound: float = 0.0
-    """seconds that one run through all phases, as often as they run, takes at least with one layout of the weights"""
+    """lower bound on :attr:`total_s` with one layout of the weights"""
     room: float = math.nan
-    """requests as long as these whose caches would fit beside them; nan: there are none"""
+    """further requests of this length whose KV cache would fit; nan without caches"""
 
     @property
     def decode(self) -> Phase:
-        """The phase that makes tokens: the one with the fewest for each request, of equals the most frequent."""
+        """The decode phase: fewest tokens per request, then most frequent."""
         return min(self.phases, key=lambda p: (p.tokens, -p.times))
 
     @property
     def total_s(self) -> float:
-        """Seconds of one run through all phases, as often as they run."""
+        """Seconds of all phases, each as often as it runs."""
         return math.fsum(p.times * p.seconds for p in self.phases)
 
     @property
     def seconds_per_token(self) -> float:
-        """What a request waits for its next token."""
+        """Latency of the next token of a request."""
         return self.decode.seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens of all requests on all devices, prompts included in the time."""
+        """Throughput of new tokens over all requests and devices; the time includes prompts."""
         decode = self.decode
         return decode.times * decode.requests / self.total_s if self.total_s else 0.0
 
     @property
     def bytes_per_token(self) -> dict[str, float]:
-        """Bytes of one rank for a new token of one request: sent, and read of weights and caches."""
+        """Bytes per rank for a new token of one request: sent, weights read, KV cache read."""
         decode = self.decode
         return {n: getattr(decode, n) / decode.requests for n in ("sent", "weights", "caches")}
 

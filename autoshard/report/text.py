@@ -1,4 +1,4 @@
-"""A plan as tables for a terminal: what is where, what is sent, what takes the time, and what is not used and why."""
+"""A plan as tables for a terminal: layouts, collectives, memory, hot spots and notes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from autoshard.report.record import TOGETHER, Choice, Collective, Cost, Record, 
 from autoshard.report.serving import serving_text
 
 WIDTH = 120
-"""columns of the text where it does not go to a terminal"""
+"""columns of text that does not go to a terminal"""
 
 
 def plan_text(plan: Record, width: int | None = None) -> str:
-    """``plan`` as plain text tables. ``width``: columns; default the terminal's, 120 where there is none."""
+    """``plan`` as plain text tables. ``width``: columns; default: the terminal's, else 120."""
     if width is None:
         width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
@@ -38,7 +38,7 @@ def plan_text(plan: Record, width: int | None = None) -> str:
 
 
 def plan_table(plan: Record) -> RenderableType:
-    """``plan`` as a rich renderable, for a console with colours."""
+    """``plan`` as a rich renderable."""
     parts: list[RenderableType] = [_headline(plan), *([_stages(plan)] if plan.staged else []), _parameters(plan)]
     if plan.collectives:
         parts.append(_collectives(plan))
@@ -56,18 +56,18 @@ def plan_table(plan: Record) -> RenderableType:
 
 
 def show_layout(layout: Layout) -> str:
-    """``layout`` as users see it: what is cut first; replicate and invariant are both R."""
+    """``layout`` as users see it: sharded axes first; Replicate and Invariant are both R."""
     changes = {a: Replicate() for a in layout.axes_with(Invariant)}
     return str(layout.replace(changes))
 
 
 def globbed(fqn: str) -> str:
-    """``fqn`` with every layer number as ``*``."""
+    """``fqn`` with layer numbers as ``*``."""
     return ".".join("*" if is_number(part) else part for part in fqn.split("."))
 
 
 def numbers(fqns: Iterable[str]) -> str:
-    """The layer numbers of names that share a glob, as ranges: ``0-3,7``."""
+    """Layer numbers of names that share a glob, as ranges: ``0-3,7``."""
     first = (next(filter(is_number, fqn.split(".")), None) for fqn in fqns)
     found = sorted({int(number) for number in first if number is not None})
     ranges: list[list[int]] = []
@@ -83,7 +83,7 @@ def numbers(fqns: Iterable[str]) -> str:
 
 
 def folded(names: Sequence[str]) -> str:
-    """Names that share a glob as one, with the numbers that they have at every place: ``blocks.{0-3}.mlp.2.weight``."""
+    """Names that share a glob as one, with ranges of numbers: ``blocks.{0-3}.mlp.2.weight``."""
     places = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(parts[0] if len(set(parts)) == 1 else "{" + numbers(parts) + "}" for parts in places)
 
@@ -92,7 +92,7 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(
         title=Text(f"\n{title}"), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1)
     )
-    for column in columns:  # always Text, so that names are never read as rich markup
+    for column in columns:  # Text, so that names are not read as rich markup
         right = column.startswith(">")
         table.add_column(Text(column.removeprefix(">")), justify="right" if right else "left", no_wrap=right)
     return table
@@ -103,7 +103,7 @@ def _add(table: Table, *cells: str) -> None:
 
 
 def utilisation(plan: Record) -> tuple[float, float]:
-    """(MFU, HFU): the model's FLOPs, and the FLOPs the busiest rank runs, over what the hardware could do meanwhile."""
+    """(MFU, HFU): model FLOPs per rank, and executed FLOPs of the busiest rank, over peak FLOPs."""
     work: dict[str, float] = defaultdict(float)
     for choice in plan.choices.values():
         if choice.flops:
@@ -143,7 +143,7 @@ def _headline(plan: Record) -> Text:
 
 
 def _waiting(cost: Cost) -> str:
-    """The bubble of a pipeline, as a term of the step."""
+    """The pipeline bubble as a term of the step."""
     return f" + waiting {show_seconds(cost.bubble_s)} ({cost.bubble_s / cost.total_s:.0%})" if cost.bubble_s else ""
 
 
@@ -165,7 +165,7 @@ def _stages(plan: Record) -> Table:
 
 
 def _proof(plan: Record) -> str:
-    """What is known of the optimum: of the problem that was searched, with its given layouts."""
+    """The optimality gap as text, for the searched problem with its given layouts."""
     if plan.lower_bound <= 0 < plan.cost.total_s:
         return "not compared with the optimum of the cost model"
     gap = plan.cost.total_s / plan.lower_bound - 1 if plan.lower_bound > 0 else 0.0
@@ -176,7 +176,7 @@ def _proof(plan: Record) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """Parameters that share glob, shape and layout."""
+    """Parameters with the same glob, shape and layout."""
 
     glob: str
     names: tuple[str, ...]
@@ -185,7 +185,7 @@ class Row:
 
 
 def parameter_rows(plan: Record) -> tuple[Row, ...]:
-    """Parameters, buffers and inputs by layout, equal layers folded."""
+    """Rows of parameters, buffers and inputs, equal layers folded."""
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, kind in plan.kinds.items():
         if kind in ("parameter", "buffer", "input"):
@@ -208,7 +208,7 @@ def _parameters(plan: Record) -> Table:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind that equal modules ask for; ``bytes`` and ``seconds`` are of all of them together."""
+    """Collectives of one kind for equal modules; ``count``, ``bytes`` and ``seconds`` are totals."""
 
     kind: str
     axes: tuple[str, ...]
@@ -222,7 +222,7 @@ class Traffic:
 
 
 def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
-    """Collectives with equal layers folded, the most expensive first."""
+    """Rows of collectives, equal layers folded, most expensive first."""
     groups: dict[tuple[str, tuple[str, ...], str, str, str], list[Collective]] = {}
     for c in collectives:
         groups.setdefault((c.kind, c.axes, c.phase, globbed(c.fqn), _change(c)), []).append(c)
@@ -242,7 +242,7 @@ def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
 
 
 def _change(c: Collective) -> str:
-    """What happens to which value, without the numbers that name one layer: ``linear P@tp → S(1)@tp``."""
+    """The redistribution and its value without layer numbers: ``linear P@tp → S(1)@tp``."""
     reason, *others = c.reasons
     value, colon, change = reason.partition(": ")
     if not colon or " → " not in change:
@@ -260,7 +260,7 @@ def _change(c: Collective) -> str:
 
 
 def together(reasons: Iterable[str]) -> str:
-    """The reasons of what one collective moves, equal ones once: ``embedding: rows of tables ×26``."""
+    """The reasons of one collective, equal ones once: ``embedding: rows of tables ×26``."""
     found = Counter(reason.replace("aten.", "", 1).replace(".default", "", 1) for reason in reasons)
     return TOGETHER.join(f"{reason} ×{count}" if count > 1 else reason for reason, count in found.items())
 
@@ -280,7 +280,7 @@ def _collectives(plan: Record) -> Table:
 
 
 def memory_parts(plan: Record) -> dict[str, float]:
-    """Bytes of the busiest rank at the step's peak, by part; they add up to the peak."""
+    """Bytes of the fullest rank at the step's peak by part; they sum to the peak."""
     names = {"optimizer": f"optimizer state ({plan.optimizer})", "activations": "activations kept for the backward"}
     parts = {names.get(what, what): size for what, size in plan.memory.at_peak.items()}
     return {k: v for k, v in parts.items() if v or k == "parameters"}
@@ -299,7 +299,7 @@ def _memory(plan: Record) -> Table:
 
 
 def recomputed_rows(plan: Record) -> list[tuple[str, str, int, float, float]]:
-    """(module, operations, how many, bytes not kept, seconds paid) of what is made again, equal layers folded."""
+    """Recomputation: (module, operations, count, bytes saved, seconds), equal layers folded."""
     rows: dict[str, list[Recomputed]] = {}
     for r in plan.recomputed:
         rows.setdefault(globbed(r.fqn) or "(root)", []).append(r)
@@ -326,7 +326,7 @@ def _recomputed(plan: Record) -> Table:
 
 
 def hot_spots(plan: Record, limit: int = 6) -> tuple[tuple[str, int, float], ...]:
-    """(what, how often, seconds in all): the most expensive operations and collectives, equal layers folded."""
+    """(what, count, total seconds) of the most expensive operations and collectives, layers folded."""
     seconds: dict[str, list[float]] = {}
     for choice in plan.choices.values():
         seconds.setdefault(f"{short_op(choice)} in {globbed(choice.fqn) or '(root)'}", []).append(choice.seconds)
@@ -351,7 +351,7 @@ def _dominates(plan: Record) -> Table:
 
 
 def lost(plan: Record, choice: Choice) -> float:
-    """Seconds that running ``choice`` whole on every rank loses against an even split over all ranks."""
+    """Seconds that a replicated ``choice`` loses against an even split over all ranks."""
     return choice.seconds * (1 - 1 / plan.mesh.size)
 
 

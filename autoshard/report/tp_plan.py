@@ -1,4 +1,4 @@
-"""A plan in the terms of transformers' ``tp_plan``, for engines that read one."""
+"""Export of a plan as transformers' ``tp_plan``, for engines that read one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from autoshard.layout import Layout, Owned, Shard
 from autoshard.report.record import Choice, Record
 
 _PRODUCTS = {"aten.linear.default": 0, "aten.addmm.default": 1, "aten.mm.default": 1, "aten.matmul.default": 1}
-"""operations with a weight → the dim of their weight that makes output features"""
+"""operation → the dim of its weight with output features"""
 _TABLES = ("aten.embedding.default",)
 
 
 class TpPlan(dict[str, str]):
-    """Pattern of modules → style: what transformers takes as ``tp_plan``."""
+    """Module pattern → style, as transformers takes for ``tp_plan``."""
 
     unsaid: tuple[str, ...] = ()
-    """what the plan decides beside, for which a ``tp_plan`` has no words"""
+    """decisions of the plan that a ``tp_plan`` cannot express"""
 
 
 def tp_plan(plan: Record, axis: str | None = None) -> TpPlan:
     """``plan`` along one mesh axis. ``axis``: default the only one, or ``tp``.
 
-    Modules whose number alone differs, and that are cut alike, are one pattern with ``*``. Raises :class:`PlanError` where
-    the axis is not clear.
+    Modules that differ in their number only and are sharded alike are one pattern with ``*``.
+    Raises :class:`PlanError` if the axis is ambiguous.
     """
     axis = _axis(plan, axis)
     found, told = dict[str, str](), set[str]()
@@ -52,7 +52,7 @@ def _axis(plan: Record, axis: str | None) -> str:
 
 
 def _styles(plan: Record, choice: Choice, axis: str) -> Iterator[tuple[str, str]]:
-    """(parameter, style) for the parameters of an operation that has a style; "" for those that are whole."""
+    """(parameter, style) of an operation's sharded parameters; "" for a bias, which follows its weight."""
     for name in (n for n in choice.inputs if plan.kinds.get(n) == "parameter"):
         placed, ndim = plan.layouts[name][axis], len(plan.shapes[name])
         if not isinstance(placed, Shard) or isinstance(placed, Owned):
@@ -68,13 +68,13 @@ def _styles(plan: Record, choice: Choice, axis: str) -> Iterator[tuple[str, str]
 
 
 def _is_result(plan: Record, value: str, axis: str) -> bool:
-    """Whether a value that is cut is returned as it is: a style hands on the whole."""
+    """Whether a sharded value is a result of the model, so that the style must gather it."""
     read = {n for c in plan.choices.values() for n in c.inputs}
     return value not in read and isinstance(plan.layouts[value][axis], Shard)
 
 
 def _patterns(found: dict[str, str], modules: set[str]) -> dict[str, str]:
-    """Numbers as ``*`` where all modules of that name have one style."""
+    """Styles by pattern: numbers as ``*`` where all modules of a pattern have one style."""
     groups: dict[str, list[str]] = {}
     for module in modules:
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module), []).append(module)
