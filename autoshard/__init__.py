@@ -51,19 +51,19 @@ _BESIDE = {f"autoshard.{room}": os.path.join(_ROOT, room, "__init__.py") for roo
 
 
 class _InCheckout:
-    """Finds ``passes`` and ``models``, which a checkout has beside this folder, and a wheel in it."""
+    """Finder of ``passes`` and ``models``: beside this folder in a checkout, in it in a wheel."""
 
     @staticmethod
     def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
-        here = name in _BESIDE and path == __path__  # another autoshard of this process has its own
+        here = name in _BESIDE and path == __path__  # not for another autoshard
         return spec_from_file_location(name, _BESIDE[name]) if here else None
 
 
-# First: the finder of an editable install would answer with folders of the checkout it is of.
+# First in line: an editable install's finder would answer with its own checkout.
 if not os.path.isdir(os.path.join(_HOME, "passes")):
     sys.meta_path.insert(0, _InCheckout)
 
-# Loaded on first use, so that generated code that imports the runtime alone starts fast.
+# Loaded on first use, so that generated code, which imports the runtime only, starts fast.
 _LAZY = {
     "compile": "autoshard.api",
     "plan": "autoshard.api",

@@ -1,4 +1,4 @@
-"""The ops of aten by name. One that this version of torch lacks is a stand-in, equal to no op: it costs its rule only."""
+"""ATen ops by name; an op that this torch lacks is a placeholder, which equals no op."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.errors import AutoshardError
 
 
 class Absent:
-    """An op that this version of torch lacks. Whoever calls it learns its name."""
+    """Placeholder of an op that this version of torch lacks; a call raises with its name."""
 
     def __init__(self, name: str) -> None:
         self.name, self._opname = name, name.split(".")[1]
@@ -27,7 +27,7 @@ class Absent:
 
 
 class _Packet:
-    """The overloads of one op, for what is written before it is known which torch runs it; called, torch's packet is."""
+    """Overloads of one op, with placeholders for missing ones; a call goes to torch's packet."""
 
     def __init__(self, name: str) -> None:
         self._packet = getattr(torch.ops.aten, name, None) or Absent(f"aten.{name}")
@@ -52,4 +52,4 @@ class _Aten:
 
 
 aten: Any = _Aten()
-"""as ``torch.ops.aten``"""
+"""``torch.ops.aten`` with placeholders for missing ops"""

@@ -1,4 +1,4 @@
-"""``autoshard plan|compile|verify|show MODEL --mesh dp=2,tp=4``, ``autoshard demo``."""
+"""Command line: ``autoshard plan|compile|verify|show|explain MODEL --mesh dp=2,tp=4``, ``demo``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autoshard.plans.plan import Plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status. A user's error is one message on stderr and status 2."""
+    """Run the command line; returns the exit status. Errors of the user: a message, status 2."""
     options = _parser().parse_args(argv)
     try:
         status: int = options.run(options)
@@ -30,12 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AutoshardError as error:
         print(f"autoshard: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # what reads the output has enough: autoshard show … | head
+    except BrokenPipeError:  # the reader closed the pipe: autoshard show … | head
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # else Python complains when it flushes at the end
         return 141
-    except OSError as error:  # what is asked for cannot be written, or read
+    except OSError as error:  # a file cannot be written or read
         if error.filename is None:
             raise
         print(f"autoshard: {error.filename}: {error.strerror}", file=sys.stderr)
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_planning(command: argparse.ArgumentParser) -> None:
-    """What :func:`autoshard.plan` is asked, beside what all commands are."""
+    """Options of :func:`autoshard.plan` that not all commands have."""
     command.add_argument("--memory-budget", type=float, metavar="BYTES", help="per rank, at the peak, such as 40e9")
     command.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
     command.add_argument(
@@ -125,7 +125,7 @@ def _count(text: str) -> int | str:
 
 
 def _planning(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of :func:`autoshard.plan` that were given."""
+    """Arguments of :func:`autoshard.plan` from the options."""
     names = "memory_budget optimizer recompute micro_batches strict stages schedule stages_per_rank dynamic".split()
     asked = {name: getattr(options, name) for name in names if hasattr(options, name)}
     if options.mixed_precision is not None:
@@ -159,7 +159,7 @@ def _saved(path: str) -> Plan:
 
 
 def _given(options: argparse.Namespace) -> Plan | None:
-    """The plan to follow, if there is one."""
+    """The saved plan to follow, if given."""
     plan: Plan | None = getattr(options, "plan", None)
     if plan is not None and (options.like or options.hint):
         raise PlanError("--plan FILE is followed as it is: leave --like and --hint out, or plan again with them")
@@ -209,13 +209,13 @@ def _like(options: argparse.Namespace) -> str | dict[str, str] | None:
 
 
 _COMPILED, _VERIFIED = 4.5, 12
-"""measured peaks in copies of the weights: the model, what is adopted and what is written; two models that are trained"""
+"""measured peak memory of ``compile`` and ``verify``, in copies of the weights"""
 
 
 def _weigh(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> None:
-    """Say how much memory a command takes, before it does. Raises :class:`PlanError` where the machine has less.
+    """Print the memory that a command needs. Raises :class:`PlanError` if the machine has less.
 
-    ``itemsize``: bytes of an element where the command converts the model.
+    ``itemsize``: bytes per element, if the command converts the model.
     """
     with torch.device("meta"):
         tensors = [*(model := make()).parameters(), *model.buffers()]
@@ -237,7 +237,7 @@ def _without_weights(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any,
 
 
 def _planned(options: argparse.Namespace) -> Any:
-    """The plan of a model without weights, or the one that is given."""
+    """The plan of a model without weights, or the given plan."""
     import autoshard
 
     if (given := _given(options)) is not None:
@@ -278,7 +278,7 @@ def _verify(options: argparse.Namespace) -> int:
     import autoshard
 
     make, args, kwargs = load(options.model, options.batch, options.seq)
-    name = options.dtype or ("float64" if options.plan is None else None)  # the operations of a plan have dtypes
+    name = options.dtype or ("float64" if options.plan is None else None)  # a plan has dtypes
     dtype = None if name is None else getattr(torch, name)
     _weigh(make, _VERIFIED, 0 if dtype is None else dtype.itemsize)
     torch.manual_seed(0)
@@ -306,7 +306,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _source(options: argparse.Namespace) -> str:
-    """The generated code for a model without weights."""
+    """The generated source for a model without weights."""
     from autoshard.api import compiled_for
 
     model, args, kwargs = _without_weights(options)

@@ -1,4 +1,4 @@
-"""``autoshard demo``: the whole way on a small GPT, in one process: plan, source, check, files."""
+"""``autoshard demo``: plan, source, verification and files of a small GPT, in one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def demo(out: Path) -> int:
-    """Compile, print, verify and save a GPT on 2 × 2 simulated ranks; returns 0 if it equals the unsharded model."""
+    """Compile, print, verify and save a GPT on 2 × 2 simulated ranks; exit status 0 if verified."""
     reference = models.get("gpt")
     args, kwargs = reference.inputs(batch=4)
     mesh = autoshard.Mesh(MESH, hardware="ideal_network")

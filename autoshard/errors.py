@@ -1,8 +1,8 @@
-"""Every error a user can meet. Each message says what, where, with which shapes, and what to do."""
+"""Errors for users. Each message says what failed, where, with which shapes, and what to do."""
 
 
 class AutoshardError(Exception):
-    """Base class of all errors raised on purpose by autoshard."""
+    """Base class of all errors that autoshard raises on purpose."""
 
 
 class MeshError(AutoshardError, ValueError):
@@ -14,7 +14,7 @@ class LayoutError(AutoshardError, ValueError):
 
 
 class HintError(AutoshardError, ValueError):
-    """A hint names nothing, or asks for something that cannot be met."""
+    """A hint matches nothing, or cannot be met."""
 
 
 class CaptureError(AutoshardError, RuntimeError):
@@ -34,8 +34,8 @@ class RuntimeMismatchError(AutoshardError, RuntimeError):
 
 
 class CommunicationError(AutoshardError, RuntimeError):
-    """A collective cannot end: another rank failed, is gone, or does not come."""
+    """A collective cannot complete: another rank failed, exited, or does not arrive."""
 
 
 class InitialiseError(AutoshardError, RuntimeError):
-    """A model's initialisation cannot be recorded, or not be replayed."""
+    """A model's initialisation cannot be recorded or replayed."""

@@ -1,13 +1,13 @@
-"""The layout algebra: four placements, one per mesh axis.
+"""The layout algebra: four placements (sharding specs), one per mesh axis.
 
-A placement says what a rank holds of a value *and* of its gradient, so the backward pass follows from the
-forward pass (after JAX's sharding-in-types and the reduced/unreduced types):
+A placement defines a rank's part of a value *and* of its gradient, so the backward follows from the
+forward (after JAX's sharding-in-types with reduced/unreduced types):
 
     placement    value on rank r    gradient on rank r       the gradient's placement
     Shard(d)     chunk r along d    chunk r of dL/dT         Shard(d)
-    Replicate    T                  a summand of dL/dT       Partial
+    Replicate    T                  a partial sum of dL/dT   Partial
     Invariant    T                  dL/dT on every rank      Invariant
-    Partial      a summand of T     dL/dT                    Replicate
+    Partial      a partial sum of T dL/dT                    Replicate
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoshard.mesh import Mesh, MeshLike
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank r holds chunk r along tensor dim ``dim`` (chunks as :func:`torch.chunk` cuts them)."""
+    """Rank r holds chunk r along tensor dim ``dim`` (chunks of :func:`torch.chunk`)."""
 
     dim: int
 
@@ -39,10 +39,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Owned(Shard):
-    """Rank ``owner`` holds the whole tensor and the others none of its rows: a Shard(0) in chunks 0, …, n, …, 0.
+    """Table-wise placement: rank ``owner`` holds the full tensor, the others no rows of it.
 
-    For tables that lie whole on one rank each (table-wise), and experts that are modules; other axes may cut what the owner
-    holds. No conversion along the axis leads to it or from it.
+    For embedding tables and expert modules; other axes may shard the owner's tensor. It is a
+    Shard(0) with chunks 0, …, n, …, 0. No redistribution along the axis leads to or from it.
     """
 
     dim: int = 0
@@ -54,11 +54,13 @@ class Owned(Shard):
 
 @dataclass(frozen=True, slots=True)
 class Grouped(Shard):
-    """Rank r holds chunk r of each of the parts of dim ``dim``, one after another; all chunks of a part are equal.
+    """Rank r holds chunk r of each segment of dim ``dim``, concatenated; chunks of a segment are
+    equal.
 
-    ``parts``: the ratio of their lengths (queries, keys and values: ``(4, 1, 1)``), kept in lowest terms. For fused
-    projections, whose result is split into these parts (of equal ones torch's ``_StridedShard``). No conversion along the axis
-    leads to it or from it. Raises :class:`LayoutError` for a ratio that is none, or too fine for a DTensor.
+    For fused projections, whose result is split into these segments. ``parts``: the ratio of
+    segment lengths in lowest terms, such as ``(4, 1, 1)`` for q, k and v (torch's ``_StridedShard``
+    if equal). No redistribution along the axis leads to or from it. Raises :class:`LayoutError` for
+    an invalid ratio, or one that a DTensor cannot express.
     """
 
     dim: int = 0
@@ -76,26 +78,26 @@ class Grouped(Shard):
 
 
 _BITS = 56
-"""of a split factor, shared out among the parts that it names"""
+"""bits of a split factor, divided among its parts"""
 
 
 def can_be_parts(lengths: Sequence[int]) -> bool:
-    """Whether the ratio of these lengths fits into a split factor of torch: see :func:`_split_factor`."""
+    """Whether the ratio of these lengths fits into a torch split factor (:func:`_split_factor`)."""
     return len(lengths) <= _BITS and max(lengths) // math.gcd(*lengths) < 2 ** (_BITS // len(lengths))
 
 
 def _split_factor(parts: tuple[int, ...]) -> int:
-    """A ratio as the split factor of a strided shard, which torch has for equal parts on one axis alone: below 0.
+    """A ratio encoded as a negative split factor of a strided shard, which torch passes on unread.
 
-    Torch carries it unread through its operations, and refuses to cut or gather by it, until a sharded module is made:
-    :mod:`autoshard.module.dtensors.strided` has torch cut by :func:`parts_of`.
+    Torch supports equal parts on one axis only. :mod:`autoshard.module.dtensors.strided` lets it
+    shard and gather by :func:`parts_of` once a sharded module exists.
     """
     bits = _BITS // len(parts)
     return -(sum(n << bits * i for i, n in enumerate(parts)) * 2 * _BITS + len(parts))
 
 
 def parts_of(split_factor: int) -> tuple[int, ...]:
-    """The parts that the split factor of a strided shard says, as a ratio."""
+    """The ratio of parts that a strided shard's split factor encodes."""
     if split_factor > 0:
         return (1,) * split_factor
     digits, count = divmod(-split_factor, 2 * _BITS)
@@ -105,7 +107,7 @@ def parts_of(split_factor: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every rank holds the whole value; gradients are summands."""
+    """Every rank holds the full value; its gradients are partial sums."""
 
     def __str__(self) -> str:
         return "R"
@@ -113,7 +115,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Invariant:
-    """Every rank holds the whole value and, in the backward, the whole gradient."""
+    """Every rank holds the full value and, in the backward, the full gradient."""
 
     def __str__(self) -> str:
         return "I"
@@ -121,7 +123,7 @@ class Invariant:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank holds a summand. ``op`` "max" and "min" exist for forward-only reductions."""
+    """Every rank holds a partial sum. ``op`` "max" and "min" are for forward-only reductions."""
 
     op: str = "sum"
 
@@ -138,14 +140,14 @@ R, I, P = Replicate(), Invariant(), Partial()  # noqa: E741  the algebra's own l
 
 
 def chunk(size: int, ranks: int, index: int) -> tuple[int, int]:
-    """``(start, length)`` of chunk ``index`` when ``size`` elements are cut into ``ranks`` as torch.chunk does."""
+    """``(start, length)`` of chunk ``index`` of ``size`` elements over ``ranks`` (torch.chunk)."""
     step = -(-size // ranks)
     start = min(index * step, size)
     return start, min(step, size - start)
 
 
 def of_torch(placement: Any) -> Any:
-    """A placement of torch.distributed as the one here; anything else as it is."""
+    """A torch.distributed placement converted to this algebra; anything else as it is."""
     if isinstance(placement, Shard | Replicate | Invariant | Partial) or not hasattr(placement, "is_partial"):
         return placement
     if placement.is_partial():
@@ -162,18 +164,18 @@ def gradient_placement(placement: Placement) -> Placement:
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """How one tensor lies on a mesh: a placement per axis, and the order of axes that cut the same dim.
+    """The layout of a tensor on a mesh: a placement per axis, and the order of axes on one dim.
 
-    ``Layout(mesh, {"tp": Shard(1)})`` or ``Layout(mesh, [Replicate(), Shard(1)])``; axes left out: Replicate. Placements
-    of torch.distributed are taken, too.
-    Axes on one tensor dim nest outer to inner in mesh order unless ``order`` (axis names, outer to inner) says
-    otherwise. Raises :class:`LayoutError` for unknown axes, negative dims, or an order that is no permutation.
+    ``Layout(mesh, {"tp": Shard(1)})`` or ``Layout(mesh, [Replicate(), Shard(1)])``; missing axes
+    are Replicate, and torch.distributed placements are accepted. Axes on one tensor dim nest in
+    mesh order, or in ``order`` (axis names, outer to inner). Raises :class:`LayoutError` for
+    unknown axes, negative dims, or an invalid order.
     """
 
     mesh: Mesh
     placements: tuple[Placement, ...]
     order: tuple[str, ...]
-    """all axes; the relative order of axes on one tensor dim is what counts, the rest is mesh order"""
+    """all axes; only the relative order of axes on one tensor dim may differ from mesh order"""
 
     def __init__(
         self,
@@ -204,12 +206,12 @@ class Layout:
         return self.placements[self.mesh.index(axis)]
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
-        """Axes that cut tensor dim ``dim``, outer to inner."""
+        """Axes that shard tensor dim ``dim``, outer to inner."""
         return self._cuts.get(dim, ())
 
     @cached_property
     def _cuts(self) -> dict[int, tuple[str, ...]]:
-        """Tensor dim → the axes that cut it, outer to inner."""
+        """Tensor dim → axes that shard it, outer to inner."""
         found: dict[int, tuple[str, ...]] = {}
         for axis in self.order:
             if type(p := self[axis]) is Shard:
@@ -217,12 +219,12 @@ class Layout:
         return found
 
     def cutting(self, dim: int) -> tuple[str, ...]:
-        """Axes that cut tensor dim ``dim``, or every part of it, outer to inner."""
+        """Axes that shard tensor dim ``dim``, or each segment of it, outer to inner."""
         return self.axes_of(dim) or tuple(a for a, p in self.grouped.items() if p.dim == dim)
 
     @cached_property
     def owner(self) -> dict[str, int]:
-        """Mesh axis → the coordinate of the ranks that hold the tensor, where others hold none of it."""
+        """Mesh axis → coordinate of the owner ranks, for table-wise placements."""
         pairs = zip(self.mesh.axes, self.placements, strict=True)
         return {a: p.owner for a, p in pairs if isinstance(p, Owned)}
 
@@ -231,22 +233,22 @@ class Layout:
         return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, kind))
 
     def replace(self, changes: Mapping[str, Placement], order: Sequence[str] | None = None) -> Layout:
-        """This layout with some axes' placements changed; the order is kept unless given."""
+        """This layout with other placements on some axes; the order is kept unless given."""
         new = {a: changes.get(a, p) for a, p in zip(self.mesh.axes, self.placements, strict=True)}
         return Layout(self.mesh, new, self.order if order is None else order)
 
     @cached_property
     def grouped(self) -> dict[str, Grouped]:
-        """Mesh axis → its placement, where that cuts every part of a dim."""
+        """Mesh axis → its placement, where it shards each segment of a dim."""
         return {a: p for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, Grouped)}
 
     @property
     def fixed(self) -> dict[str, Shard]:
-        """Mesh axis → its placement, where no conversion along the axis leads to it or from it."""
+        """Mesh axis → its placement, where redistribution along the axis is impossible."""
         return {a: p for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, Owned | Grouped)}
 
     def chunks_of(self, dim: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
-        """``(start, length)`` of all that the rank holds of tensor dim ``dim``, in the order in which it holds them."""
+        """``(start, length)`` of the rank's chunks of tensor dim ``dim``, in local order."""
         grouped = {a: p for a, p in self.grouped.items() if p.dim == dim}
         if not grouped:
             return (self.chunk_of(dim, size, rank),)
@@ -259,9 +261,9 @@ class Layout:
         return tuple((start + number * length, length) for start, length in chunks)
 
     def chunk_of(self, dim: int, size: int, rank: int) -> tuple[int, int]:
-        """``(start, length)`` of the rank's part of tensor dim ``dim`` of global length ``size``.
+        """``(start, length)`` of the rank's chunk of tensor dim ``dim`` of global length ``size``.
 
-        Raises :class:`LayoutError` where that is several chunks: see :meth:`chunks_of`.
+        Raises :class:`LayoutError` if there are several: see :meth:`chunks_of`.
         """
         if any(p.dim == dim for p in self.grouped.values()):
             raise LayoutError(f"{self}: a rank holds several chunks of dim {dim}")
@@ -274,14 +276,14 @@ class Layout:
         return start, length
 
     def local_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The shape of the rank's part of a tensor of global ``shape``."""
+        """The local shape on ``rank`` of a tensor of global ``shape``."""
         self.check(shape)
         if not self.grouped:
             return tuple(self.chunk_of(d, n, rank)[1] for d, n in enumerate(shape))
         return tuple(sum(n for _, n in self.chunks_of(d, size, rank)) for d, size in enumerate(shape))
 
     def max_local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The largest local shape over all ranks: that of rank 0; of symbolic lengths, the example's."""
+        """The largest local shape (that of rank 0); symbolic lengths count as the example's."""
         example = tuple(map(int, shape))
         if example not in self._largest:
             self._largest[example] = self.local_shape(example, 0)
@@ -289,7 +291,7 @@ class Layout:
 
     @cached_property
     def _largest(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """What :meth:`max_local_shape` was asked: equal layers ask the same."""
+        """Cache of :meth:`max_local_shape`."""
         return {}
 
     def check(self, shape: Sequence[int]) -> None:
@@ -299,7 +301,7 @@ class Layout:
                 raise LayoutError(f"{p}@{axis} on a tensor of {len(shape)} dims, shape {list(shape)}")
 
     def without_gradient(self) -> Layout:
-        """The same value layout where no gradient flows: Invariant and Replicate are one."""
+        """The layout of the same value without gradient: Invariant becomes Replicate."""
         return Layout(self.mesh, [R if isinstance(p, Invariant) else p for p in self.placements], self.order)
 
     def gradient(self) -> Layout:
@@ -309,9 +311,9 @@ class Layout:
     def to_torch(self) -> list[Any]:
         """torch.distributed placements, one per mesh axis. Invariant becomes Replicate.
 
-        An order of nested axes that differs from mesh order has no plain ``Shard``; raises :class:`LayoutError`. Parts of which
-        every one is cut are a strided shard; unequal ones, and those cut by two axes, one that torch knows once a sharded
-        module has been made.
+        :class:`Grouped` becomes a strided shard; torch understands unequal parts, and parts on two
+        axes, once a sharded module exists. Raises :class:`LayoutError` for owned tensors, and for
+        nested axes in another order than the mesh's.
         """
         return list(self._to_torch)
 
@@ -338,7 +340,7 @@ class Layout:
         return tuple(out)
 
     def on(self, mesh: Mesh) -> Layout:
-        """The same layout on another mesh of this shape: its axes may have other names, and its hardware may be another."""
+        """The same layout on a mesh of equal shape with other axis names or hardware."""
         return Layout(mesh, self.placements, [mesh.axes[self.mesh.index(a)] for a in self.order])
 
     @staticmethod
@@ -347,10 +349,11 @@ class Layout:
         return Layout(mesh, tuple(placements))
 
     def to_tensor_map(self, ndim: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """MindSpore's ``(device_matrix, tensor_map)``: per tensor dim the device axes that cut it.
+        """MindSpore's ``(device_matrix, tensor_map)``: per tensor dim the device axes that shard
+        it.
 
-        Axes count from the right (the last mesh axis is 0), outer to inner; ``(-1,)`` is a whole dim.
-        MindSpore has no partial state: raises :class:`LayoutError` for Partial.
+        Axes count from the right (the last mesh axis is 0), outer to inner; ``(-1,)`` is an
+        unsharded dim. Raises :class:`LayoutError` for Partial, which MindSpore lacks.
         """
         if self.axes_with(Partial):
             raise LayoutError(f"{self}: a tensor map cannot express Partial; reduce first")
@@ -386,7 +389,7 @@ class Layout:
 
 
 def _canonical_order(mesh: Mesh, placements: tuple[Placement, ...], order: Sequence[str] | None) -> tuple[str, ...]:
-    """All axes in mesh order, except that axes cutting one dim are in the asked order among their own slots."""
+    """All axes in mesh order; axes on one dim are in the given ``order`` among their own slots."""
     if order is None:
         return mesh.axes
     if len(set(order)) != len(order) or not set(order) <= set(mesh.axes):

@@ -1,4 +1,4 @@
-"""The device mesh: named axes, their sizes, and the links between devices along each."""
+"""The device mesh: named axes, their sizes, and the links along each."""
 
 from __future__ import annotations
 
@@ -49,13 +49,15 @@ class Mesh:
         object.__setattr__(self, "hardware", resolve_hardware(hardware))
 
     def __hash__(self) -> int:
-        return hash((self.axes, self.shape))  # the hardware has hundreds of numbers
+        return hash((self.axes, self.shape))  # hardware is slow to hash
 
     @staticmethod
     def of(mesh: MeshLike, hardware: str | os.PathLike[str] | Hardware | None = None) -> Mesh:
-        """A ``Mesh`` from a ``Mesh``, a torch ``DeviceMesh`` (unnamed dims become ``axis0``…) or a dict.
+        """A ``Mesh`` from a ``Mesh``, a torch ``DeviceMesh`` (unnamed dims become ``axis0``…) or a
+        dict.
 
-        ``hardware``: of a mesh that does not say it (default: h100). Raises :class:`MeshError` where it says another one.
+        ``hardware``: of a mesh without one (default: h100). Raises :class:`MeshError` if it
+        differs.
         """
         if isinstance(mesh, Mesh):
             if hardware is not None and resolve_hardware(hardware) != mesh.hardware:
@@ -90,14 +92,14 @@ class Mesh:
             raise MeshError(f"mesh has no axis {axis!r}; its axes are {', '.join(self.axes)}") from None
 
     def size_of(self, axes: str | Sequence[str]) -> int:
-        """Ranks along one axis, or along several flattened."""
+        """Number of ranks along one axis, or along several."""
         if isinstance(axes, str):
             return self.shape[self.index(axes)]
         return math.prod(self.shape[self.index(a)] for a in axes)
 
     @cached_property
     def unnamed(self) -> Mesh:
-        """This mesh with axes called after their places: what depends on no names is one for all that differ in these."""
+        """This mesh with axes named by position, a cache key for results without names."""
         return Mesh({f"axis{i}": n for i, n in enumerate(self.shape)}, self.hardware)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
@@ -141,7 +143,7 @@ class Mesh:
                 yield self.group(rank, names)
 
     def link(self, axes: str | Sequence[str]) -> Route:
-        """The links that a group along ``axes`` uses; consecutive ranks share a node."""
+        """Links of a group along ``axes``; consecutive ranks share a node."""
         key = axes if isinstance(axes, str) else tuple(axes)
         if key not in self._links:
             numbers = tuple(self.index(a) for a in ((key,) if isinstance(key, str) else key))
@@ -150,7 +152,7 @@ class Mesh:
 
     @cached_property
     def _links(self) -> dict[str | tuple[str, ...], Route]:
-        """Those that were asked for, by axes: every operation and conversion asks."""
+        """Cache of :meth:`link`, which every operation and redistribution asks."""
         return {}
 
     def crosses(self, axes: str | Sequence[str]) -> bool:
@@ -158,11 +160,11 @@ class Mesh:
         return self.link(axes).nodes > 1
 
     def beside(self, axes: str | Sequence[str], kind: str = "all_gather") -> float:
-        """How fast compute runs beside a collective along ``axes``, relative to compute alone (:attr:`Hardware.overlap`).
+        """Relative speed of compute during a collective along ``axes`` (:attr:`Hardware.overlap`).
 
-        Collectives and compute share the bandwidth of the memory, and what is sent is read and written there. So one that is
-        slower than an all-gather inside a node takes less, by as much. A message alone is no better than a step of a ring:
-        both go through a buffer of the rank that receives (NVIDIA/nccl issue 544).
+        Collectives and compute share memory bandwidth. So a collective that is slower than an
+        all-gather inside a node slows compute less, in proportion. Point-to-point messages are like
+        ring steps: both pass through a buffer of the receiver (NVIDIA/nccl issue 544).
         """
         device, own = self.hardware, self.link(axes).rate(kind)[1]
         if not device.overlap or not own:
@@ -176,7 +178,7 @@ class Mesh:
 
     @property
     def overlap(self) -> Overlap:
-        """:meth:`beside` gathers along an axis inside a node, and along the axis between nodes that takes most."""
+        """:meth:`beside` all-gathers in a node, and on the axis across nodes that slows most."""
         crossing = (self.beside(axis) for axis in self.axes if self.crosses(axis))
         return Overlap(self.hardware.overlap, min(crossing, default=self.hardware.overlap))
 

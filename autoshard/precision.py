@@ -1,4 +1,4 @@
-"""Mixed precision: the types in which parameters are read and gradients are summed, while both are kept as they are."""
+"""Mixed precision: dtypes of gathered parameters, gradient reduction and outputs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from autoshard.errors import PlanError
 
 @dataclass(frozen=True)
 class Precision:
-    """A :class:`torch.distributed.fsdp.MixedPrecisionPolicy`, with the model as its one unit."""
+    """A :class:`torch.distributed.fsdp.MixedPrecisionPolicy` for the model as one unit."""
 
     param: torch.dtype | None = None
-    """in which parameters are gathered and read; None: in which they are kept"""
+    """dtype of gathered parameters; None: as stored"""
     reduce: torch.dtype | None = None
-    """in which their gradients are summed over the ranks; None: in which they are computed"""
+    """dtype of gradient reduction over ranks; None: as computed"""
     output: torch.dtype | None = None
-    """of the model's floating outputs; None: in which they are computed"""
+    """dtype of the model's floating outputs; None: as computed"""
     cast_inputs: bool = True
     """whether the model's floating inputs are cast to ``param``"""
 
@@ -33,9 +33,9 @@ NAMES = {"param_dtype": "param", "reduce_dtype": "reduce", "output_dtype": "outp
 
 
 def precision_of(policy: Any) -> Precision | None:
-    """What is asked for by ``policy``, a torch MixedPrecisionPolicy; None where that changes nothing.
+    """The Precision of a torch MixedPrecisionPolicy; None if it changes nothing.
 
-    Raises :class:`PlanError` for something else, and for types that are not floating.
+    Raises :class:`PlanError` for another type, and for dtypes that are not floating.
     """
     if policy is None or isinstance(policy, Precision):
         return policy

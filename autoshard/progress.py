@@ -1,4 +1,4 @@
-"""Stages that take long: say on a terminal which one runs, and nothing anywhere else; let them run faster."""
+"""Progress display of long compile phases on terminals, and less garbage collection during them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from typing import TextIO
 
 PATIENCE = 2.0
-"""seconds of silence"""
+"""seconds before a phase is shown"""
 _YOUNG = 50_000
-"""objects"""
+"""threshold of the young generation, in objects"""
 
 
 @contextmanager
 def stage(name: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Show ``name`` and the elapsed seconds on ``stream`` (default: stderr) once the body takes over two seconds.
+    """Show ``name`` and elapsed seconds on ``stream`` (default: stderr) after two seconds.
 
-    Silent where the stream is no terminal, and on every rank but the first under torchrun.
+    Silent if the stream is no terminal, and under torchrun on every rank but the first.
     """
     out = sys.stderr if stream is None else stream
     if not out.isatty() or os.environ.get("RANK", "0") != "0":
@@ -51,9 +51,10 @@ def stage(name: str, stream: TextIO | None = None) -> Iterator[None]:
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """Python's collector looks at young objects only, and less often.
+    """Let Python's garbage collector run less often, and on young objects only.
 
-    A compile makes millions of objects that stay. To walk over all of them again and again is a quarter of its time.
+    A compile creates millions of lasting objects; scanning them repeatedly takes a quarter of its
+    time.
     """
     before = gc.get_threshold()
     if 0 < before[0] < _YOUNG:

@@ -1,4 +1,4 @@
-"""Rules of users: add them, and check them against the op itself."""
+"""Sharding rules of users: register them, and check them against the op itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["RuleCheck", "Sample", "check_rule", "register_rule"]
 
 log = logging.getLogger("autoshard")
 LARGEST = 1 << 16
-"""elements of a call that is checked as long as it is; a longer one is in short"""
+"""most elements of a call that is checked with its own shapes; larger ones are shortened"""
 
 
 def register_rule(
@@ -39,15 +39,20 @@ def register_rule(
     addends: Iterable[int] = (),
     flops: Callable[[Node, Graph], float] | None = None,
 ) -> RuleCheck | None:
-    """Add a sharding rule for ``op``, an ATen op or one of ``torch.library``; of a packet the default overload is meant.
+    """Add a sharding rule for ``op``, an ATen or ``torch.library`` op (a packet: its default
+    overload).
 
-    ``notation``: for example ``"... k, n k -> ... n"``, a term per tensor argument and result (see
-    :mod:`autoshard.passes.rules.notation`), or a :class:`~autoshard.passes.rules.base.Rule` written by hand. ``samples``:
-    calls ``(args, kwargs)`` to check it on; without them, random float64 tensors that fit the notation. Where the op
-    cannot be called on those (it takes ints, or integer tensors), the result is None. What these calls do not show, other
-    arguments or factors, is checked when a model is compiled that has such a call; what cannot be checked does not count.
-    ``linear``, ``addends``, ``flops``: see :func:`autoshard.passes.rules.notation.rule`.
-    Raises :class:`RuleError` where the rule is malformed or wrong; the op then has no rule or keeps the one it had.
+    Args:
+        notation: such as ``"... k, n k -> ... n"``, a term per tensor argument and result (see
+            :mod:`autoshard.passes.rules.notation`), or a
+            :class:`~autoshard.passes.rules.base.Rule`.
+        samples: calls ``(args, kwargs)`` to check it on; default: random float64 tensors that fit
+            the notation. If the op does not take those (it needs ints), the result is None. linear,
+            addends, flops: see :func:`autoshard.passes.rules.notation.rule`.
+
+    Other arguments and factors are checked when a model is compiled that uses them; unchecked
+    strategies are left out. Raises :class:`RuleError` if the rule is malformed or wrong; the old
+    rule then stays.
     """
     op = overload(op)
     new = notation if isinstance(notation, Rule) else rule(op, notation, linear=linear, addends=addends, flops=flops)
@@ -60,7 +65,7 @@ def register_rule(
 
 
 def _invented(new: Rule) -> list[Sample] | None:
-    """One call of the op from its rule's notation: float64 tensors, with dims of 4 to 7. None where that is no call."""
+    """A random call that fits the notation (float64, dims of 4 to 7); None if the op refuses it."""
     if not new.notation:
         return None
     terms = dict(zip(tensor_arguments(new.op), parse(new.notation).operands, strict=True))
@@ -98,20 +103,20 @@ def _invented(new: Rule) -> list[Sample] | None:
 def _takes(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     try:
         op(*args, **kwargs)
-    except Exception as error:  # whatever a user's op raises for operands it does not take
+    except Exception as error:  # a user's op may raise anything
         log.debug("%s does not take invented operands: %s", op, error)
         return False
     return True
 
 
 _PLAIN: Mapping[str, Any] = {"float": 0.5, "bool": False}
-"""values for arguments that say nothing about shapes"""
+"""values of arguments that do not determine shapes"""
 
 
 def _checked_when_used(new: Rule, samples: Sequence[Sample], done: Iterable[Hashable]) -> Rule:
-    """``new``, of which nothing counts that was not checked: with arguments like a call's, and cut as there.
+    """``new`` with unchecked strategies left out; they are checked when a model's call needs them.
 
-    ``done``: what was, on ``samples``. The rest is when a call asks for it, on calls like that one.
+    ``done``: keys that were checked on ``samples``.
     """
     checked, hopeless = set(done), set[Hashable]()
 
@@ -141,7 +146,7 @@ def _checked_when_used(new: Rule, samples: Sequence[Sample], done: Iterable[Hash
 
 
 def _like(node: Node, graph: Graph, new: Rule, samples: Sequence[Sample]) -> Iterator[Sample]:
-    """Calls with the plain arguments of ``node`` that its op takes: of its lengths, with short dims, on operands of samples."""
+    """Calls like ``node`` that its op takes: of its shapes, of short dims, or of samples."""
     types = [graph.types[name].example for name in node.inputs]
     lengths = [[t.shape for t in types]] if sum(t.numel for t in types) <= LARGEST else []
     lengths += [_short(node, graph, new, free) for free in (range(8, 999), range(6, 6000, 6))]
@@ -159,12 +164,12 @@ def _like(node: Node, graph: Graph, new: Rule, samples: Sequence[Sample]) -> Ite
 
 
 def _short(node: Node, graph: Graph, new: Rule, free: Sequence[int]) -> list[tuple[int, ...]]:
-    """The shapes of its operands with short dims: of ``free`` lengths where they are longer, equal ones equal, 1 as it is."""
+    """Operand shapes with long dims replaced by ``free`` lengths, equal dims by equal lengths."""
     unused = iter(free)
     short = defaultdict[int, int](unused.__next__, {n: n for n in range(free[0] if free[0] == 8 else 2)})
     try:
         terms, sizes = spelled(parse(new.notation), node, graph)
-    except RuleError:  # written by hand: its notation, if it has one, is for people
+    except RuleError:  # written by hand: a notation is only informative
         terms, sizes = [], {}
 
     def dim(n: int, factors: Dim) -> int:
@@ -177,7 +182,7 @@ def _short(node: Node, graph: Graph, new: Rule, free: Sequence[int]) -> list[tup
 
 
 def _operands(types: Sequence[TensorType], shapes: Sequence[tuple[int, ...]], wide: bool) -> list[torch.Tensor]:
-    """Random tensors; ``wide``: in float64. Whole numbers are less than the shortest dim, so that they may be indices."""
+    """Random tensors, floats in float64 if ``wide``; integers may serve as indices of any dim."""
     random = torch.Generator("cpu").manual_seed(SEED)
     least = min((n for shape in shapes for n in shape if n > 1), default=2)
 
@@ -193,7 +198,7 @@ def _operands(types: Sequence[TensorType], shapes: Sequence[tuple[int, ...]], wi
 
 
 def _operands_of(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The tensors of a sample that stand where ``node`` has some; too few where it has others."""
+    """Tensors of a sample in the argument positions where ``node`` has tensors."""
     given = {**dict(zip(argument_names(node.op), args, strict=False)), **kwargs}
     pairs = [(list(refs(value)), given.get(name)) for name, value in node.given]
     found = [x for there, x in pairs for _, x in zip(there, x if isinstance(x, list | tuple) else [x], strict=False)]

@@ -79,7 +79,7 @@ def _distance(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> 
     if not (expected.is_floating_point() or expected.is_complex()):
         bad = int((found != expected).sum())
         return f"{bad} of {expected.numel()} elements differ" if bad else None
-    if torch.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True):  # usual; needs no scale
+    if torch.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True):  # the usual case
         return None
     scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 0.0
     if torch.allclose(found, expected, rtol=0, atol=tolerance * max(scale, 1.0), equal_nan=True):

@@ -165,5 +165,5 @@ class Route:
             crossing = (ranks - inside) / (ranks - 1)
             return near + far, max(crossing * across, (1 - crossing) * beside)
         crossing = (nodes - 1) / nodes * ranks / (ranks - 1)
-        steps = 1 if kind in _SUMS else inside  # a ring visits all ranks, a tree's depth is by nodes
+        steps = 1 if kind in _SUMS else inside  # a ring visits all ranks, a tree's depth is by node
         return near + far * steps, max(beside if inside > 1 else 0.0, crossing * across / inside)

@@ -181,7 +181,7 @@ PRESETS: dict[str, Hardware] = {
             caches=((49152, 0.9e-6), (393216, 14e-6), (1572864, 58e-6), (6291456, 317e-6), (50331648, 2.6e-3)),
             functions=(5.9e-10, 6.7e-10), updates=3.2e10, cpu=True,
         ),
-        # Communication is nearly free: FLOPs decide, ring bytes break ties, then memory traffic. So all
+        # Communication is nearly free: FLOPs decide, then ring bytes, then memory traffic. So all
         # matmul-like work is sharded where it can be, with the fewest bytes.
         Hardware(
             "ideal_network", 989.4e12, 1e21, 1e18, Link(0.0, 1e18), Link(0.0, 1e18), devices_per_node=1 << 30,

@@ -21,7 +21,7 @@ METHODS = ("reset_buffers", "reset_parameters", "rope_init", "init_weights")
 
 
 def recomputed(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """CPU values of buffers in ``names`` that ``model``'s code can compute, on copies of modules."""
+    """CPU values of the buffers ``names`` that the model's code can compute, on copies."""
     by_module: dict[str, list[str]] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")
@@ -36,7 +36,7 @@ def recomputed(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _ways(model: nn.Module, path: str) -> Iterator[Callable[[Any], Any]]:
-    """Functions that may fill the buffers of a module: its methods, its ancestors' _init_weights."""
+    """Functions that may fill a module's buffers: its methods, and ancestors' _init_weights."""
     module = model.get_submodule(path)
     for method in METHODS:
         if callable(getattr(module, method, None)):
@@ -56,7 +56,7 @@ def _computed(module: nn.Module, leaves: list[str], fill: Callable[[Any], Any]) 
 
 
 def _filled(module: nn.Module, leaves: list[str], fill: Callable[[Any], Any], before: int) -> dict[str, Tensor]:
-    """Buffers ``leaves`` of a copy after ``fill``, in their dtypes; ``before``: content and seed."""
+    """Buffers ``leaves`` of a copy after ``fill``, dtypes kept; ``before``: content and seed."""
     found: dict[str, Tensor] = {}
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
         torch.manual_seed(before)

@@ -230,7 +230,7 @@ class _ToMeta:
         return self.memo[id(value)][1]
 
     def convert(self, name: str, value: Any) -> Any:
-        """``value`` with its tensors replaced; lists and dicts in place, since they may be shared."""
+        """``value`` with its tensors replaced; lists and dicts in place, as they may be shared."""
         if isinstance(value, Tensor):
             return self.tensor(name, value)
         if type(value) is tuple:

@@ -60,7 +60,7 @@ def _times(a: float, b: float) -> str:
 
 
 def _layouts(plan: Record, other: Record) -> list[tuple[str, str, str]]:
-    """(name, left, right) of parameters, buffers and inputs with different layouts, layers folded."""
+    """(name, left, right) of parameters, buffers, inputs that differ in layout, layers folded."""
 
     def shown(p: Record, name: str) -> str:
         return show_layout(p.layouts[name]) if name in p.layouts else "–"

@@ -25,7 +25,7 @@ Sent = tuple[float, float, float, float]
 """(forward, backward, host forward, host backward) seconds of messages: :func:`stage_times`"""
 
 MEETINGS = 4
-"""small collectives per step: trained parameters of other stages, call number, failures, and loss"""
+"""small collectives per step: trained parameters of other stages, call number, failures, loss"""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _shown(moves: Sequence[Collective], mesh: Mesh, compute: float) -> float:
-    """Exposed seconds of movable collectives beside ``compute`` (as ``prices.step_time`` counts)."""
+    """Exposed seconds of movable collectives behind ``compute`` (as in ``prices.step_time``)."""
     moved = [_seconds(c for c in moves if mesh.crosses(c.axes) == crossing) for crossing in (False, True)]
     if not mesh.hardware.overlap:
         return sum(moved)
@@ -137,7 +137,7 @@ def staged_times(staged: Staged, mesh: Mesh) -> tuple[StageTimes, ...]:
 
 
 def pipeline(plan: Record) -> Timeline:
-    """Timeline of a pipelined step: every rank's actions and messages, without work once per step."""
+    """Timeline of a pipelined step: actions of every rank and messages, no work once per step."""
     staged = plan.staged
     if staged is None:
         raise ValueError("the plan has no stages")

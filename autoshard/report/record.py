@@ -1,4 +1,4 @@
-"""The record of a plan: layouts, collectives, predicted cost and memory of a sharded model; JSON."""
+"""The record of a plan: layouts, collectives, predicted cost and memory; to and from JSON."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Collective:
     """moved value: name of a parameter or graph value"""
     seconds: float = 0.0
     op: str = ""
-    """the operation that needs it, a key of :attr:`Record.choices`; "" for an output of the model"""
+    """the operation that needs it, a key of :attr:`Record.choices`; "" for a model output"""
     movable: bool = False
     """overlappable: moves a parameter or gradient, so may run during other compute"""
     times: int = 1
     """runs per step; ``bytes`` and ``seconds`` include all of them"""
     hidden_s: float = 0.0
-    """part of :attr:`seconds` hidden behind the compute of its own operation (collective matmul)"""
+    """part of :attr:`seconds` hidden by its own operation (ring attention, collective matmul)"""
     bucket: str = ""
     """first parameter of its bucket; "" if not bucketed"""
     copied_s: float = 0.0
@@ -91,7 +91,7 @@ class Cost:
     local_s: float = 0.0
     """part of ``comm_s`` in local copies of redistributions, those around collectives included"""
     merged_s: float = 0.0
-    """part of ``comm_s`` that the program saves by shared and coalesced collectives; not seen by the search"""
+    """part of ``comm_s`` saved by shared and coalesced collectives, unseen by the search"""
     exposed_s: float = math.nan
     """communication that compute does not hide; default: all of it"""
     bubble_s: float = 0.0
@@ -181,7 +181,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Record:
-    """All choices for a model on a mesh. ``layouts``: by parameter, buffer, input and graph value."""
+    """All choices for a model on a mesh. ``layouts``: by parameter, buffer, input or value name."""
 
     mesh: Mesh
     layouts: Mapping[str, Layout]
@@ -216,7 +216,7 @@ class Record:
     shared_again: tuple[str, ...] = ()
     """values whose redistribution into the shared layout is recomputed in the backward"""
     zero: Mapping[str, int] = field(default_factory=dict)
-    """parameter → ZeRO stage 1 or 2: kept gathered for a step; other gathered ones are regathered"""
+    """parameter → ZeRO stage 1 or 2: kept gathered for the step; others are gathered again"""
     like: str = ""
     """the named strategy asked for, as text; "" for none"""
     prefetch: int = 1
@@ -226,7 +226,7 @@ class Record:
     mixed_precision: str = ""
     """mixed-precision policy, as text; "" for none"""
     folded: int = 0
-    """ranks of the zigzag (load-balanced) order that part of the graph has its sequence in; 0: none"""
+    """ranks of the zigzag (load-balanced) sequence order of part of the graph; 0: none"""
     candidates: tuple[Candidate, ...] = ()
     """runners-up of the search over a number of devices, best first"""
     staged: Staged | None = None
@@ -257,7 +257,7 @@ class Record:
 
     @classmethod
     def from_json(cls: type[Kind], text: str | bytes) -> Kind:
-        """Read a plan of :meth:`to_json`. Raises :class:`PlanError` with the first invalid field."""
+        """Read a plan of :meth:`to_json`. Raises :class:`PlanError` with the invalid field."""
         try:
             return _decoded(cls, parsed(text))
         except (AutoshardError, RecursionError, SchemaError) as error:

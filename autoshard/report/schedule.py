@@ -165,7 +165,7 @@ class _Schedule:
         return replace(event, stream=BESIDE[event.stream]) if beside else replace(event, movable=False)
 
     def _messages(self, sequence: list[Event]) -> tuple[list[list[int]], dict[int, int]]:
-        """Event numbers per gather of a bucket, in order; and event number → position of its gather."""
+        """(event numbers per gathered bucket, in order; event number → its gather)."""
         gathers: list[list[int]] = []
         places: dict[int, int] = {}
         known: dict[tuple[str, ...], int] = {}
@@ -188,7 +188,7 @@ class _Schedule:
         return list(found.values())
 
     def _reduce(self, bucket: list[tuple[int, Event]], last: bool) -> None:
-        """Send or hold a bucket's gradients, as ``runtime.parameters.gradients``; ``last`` of its kind."""
+        """Send or hold a bucket's gradients, as the runtime does; ``last``: of its kind."""
         kind = _kind(bucket[0][1])
         if self.held and _kind(self.held[0][1]) != kind:
             self._flush()

@@ -39,7 +39,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Serving:
-    """Figures of serving prompts and tokens with one layout of the weights; see :func:`autoshard.plan`."""
+    """Serving of prompts and tokens with one layout of the weights; see :func:`autoshard.plan`."""
 
     objective: str
     """latency or throughput"""

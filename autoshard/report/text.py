@@ -208,7 +208,7 @@ def _parameters(plan: Record) -> Table:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind for equal modules; ``count``, ``bytes`` and ``seconds`` are totals."""
+    """Collectives of one kind for equal modules; ``count``, ``bytes``, ``seconds`` are totals."""
 
     kind: str
     axes: tuple[str, ...]
@@ -326,7 +326,7 @@ def _recomputed(plan: Record) -> Table:
 
 
 def hot_spots(plan: Record, limit: int = 6) -> tuple[tuple[str, int, float], ...]:
-    """(what, count, total seconds) of the most expensive operations and collectives, layers folded."""
+    """(what, count, total seconds) of the costliest operations and collectives, layers folded."""
     seconds: dict[str, list[float]] = {}
     for choice in plan.choices.values():
         seconds.setdefault(f"{short_op(choice)} in {globbed(choice.fqn) or '(root)'}", []).append(choice.seconds)

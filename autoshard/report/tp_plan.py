@@ -52,7 +52,7 @@ def _axis(plan: Record, axis: str | None) -> str:
 
 
 def _styles(plan: Record, choice: Choice, axis: str) -> Iterator[tuple[str, str]]:
-    """(parameter, style) of an operation's sharded parameters; "" for a bias, which follows its weight."""
+    """(parameter, style) of an operation's sharded parameters; "" for a bias."""
     for name in (n for n in choice.inputs if plan.kinds.get(n) == "parameter"):
         placed, ndim = plan.layouts[name][axis], len(plan.shapes[name])
         if not isinstance(placed, Shard) or isinstance(placed, Owned):

@@ -1,4 +1,4 @@
-"""Pictures of plans: HTML, Graphviz, text, timelines, and which rank holds what."""
+"""Pictures of plans and layouts: HTML, Graphviz, text, timelines, blocks per rank."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _FORMATS: dict[str, Callable[[Record], str]] = {
 
 
 def visualize(what: Any, path: str | os.PathLike[str], *, before: Any = None) -> None:
-    """Draw a plan into the file ``path``, by its suffix.
+    """Draw a plan into the file ``path``, in the format of its suffix.
 
-    ``.html`` one self-contained page, ``.dot`` and ``.svg`` (needs Graphviz), ``.txt`` a tree, ``.json`` the plan as
-    described by ``plan.schema.json``, ``.trace.json`` the predicted timeline for Perfetto.
+    ``.html``: a self-contained page; ``.dot``, ``.svg``: Graphviz; ``.txt``: a tree; ``.json``: the
+    plan (``plan.schema.json``); ``.trace.json``: the predicted timeline for Perfetto.
 
     Args:
-        what: a :class:`Plan`, or anything with a ``plan``, such as a ``ShardedModule``.
-        before: another plan; ``.html`` then shows the two side by side.
+        what: a :class:`Plan`, or an object with a ``plan``, such as a ``ShardedModule``.
+        before: another plan, shown side by side; ``.html`` only.
 
-    Raises :class:`PlanError` for any other suffix, for ``before`` with another format, and without Graphviz.
+    Raises :class:`PlanError` for another suffix, ``before`` in another format, or missing Graphviz.
     """
     name = str(os.fspath(path)).lower()
     suffix = next((s for s in _FORMATS if name.endswith(s)), None)

@@ -1,4 +1,4 @@
-"""A plan for Graphviz: modules as clusters, operations as boxes, collectives as hexagons, layouts as labels."""
+"""Graphviz DOT and SVG of a plan: module clusters, operation boxes, collective hexagons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoshard.report.record import Record
 from autoshard.report.text import show_layout
 from autoshard.viz.tree import Box, Item, drawing
 
-# By what happens to a tensor: cut along some axis, a partial sum, or whole on every rank. The label says which.
+# Fill colours of sharded tensors, partial sums and replicated tensors; labels have the layouts.
 _CUT, _PARTIAL, _WHOLE = "#cfe2ff", "#ffdcb8", "#ffffff"
 
 
@@ -36,7 +36,7 @@ def dot(plan: Record) -> str:
 
 
 def svg(plan: Record) -> str:
-    """The plan drawn by Graphviz. Raises :class:`PlanError` where the ``dot`` program is not installed or fails."""
+    """The plan drawn by Graphviz. Raises :class:`PlanError` if ``dot`` is missing or fails."""
     program = shutil.which("dot")
     if program is None:
         raise PlanError("an .svg needs Graphviz's `dot` program (apt-get install graphviz); .dot and .html do not")
@@ -47,7 +47,7 @@ def svg(plan: Record) -> str:
 
 
 def quoted(*lines: str) -> str:
-    """A DOT string of centred lines; whatever stands in them is shown as it is."""
+    """A DOT string of centred lines, escaped."""
     escaped = (printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in lines)
     return '"' + "\\n".join(escaped) + '"'
 

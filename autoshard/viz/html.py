@@ -1,4 +1,4 @@
-"""One HTML file that shows a plan: no server, no network, works from file://."""
+"""A plan as a self-contained HTML page that needs no server and no network."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SCRIPTS = ("dom.js", "layout.js", "graph.js", "details.js", "tables.js", "chart
 
 
 def html(plan: Record, before: Record | None = None) -> str:
-    """``plan`` as a page; with ``before``, the two side by side.
+    """``plan`` as an HTML page; with ``before``, the two side by side.
 
-    All text of the model travels as JSON and is put into the page as text nodes, never as markup.
+    Text of the model is embedded as JSON and inserted as text nodes, never as markup.
     """
     data = [_Payload(p).build(name) for p, name in ((plan, "after"), (before, "before")) if p is not None]
     text = json.dumps({"plans": data}, ensure_ascii=True, separators=(",", ":"))
@@ -37,7 +37,7 @@ def _asset(name: str) -> str:
 
 
 class _Payload:
-    """What the page's script reads. Layouts and values are numbered, so that each is written once."""
+    """JSON data for the page's script; layouts and values are numbered, so each is written once."""
 
     def __init__(self, plan: Record) -> None:
         self.plan = plan
@@ -101,7 +101,7 @@ class _Payload:
         }
 
     def totals(self, box: Box) -> tuple[float, float, int]:
-        """Compute seconds, communication seconds and number of collectives of everything the box stands for."""
+        """(compute seconds, communication seconds, collectives) of a box and its folded layers."""
         plan, compute, sent, count = self.plan, 0.0, 0.0, 0
         for item in box.items():
             if item.kind == "op":
@@ -137,7 +137,7 @@ class _Payload:
         }
 
     def collectives(self, drawn: Drawing) -> list[list[Any]]:
-        """A row each; the last entry is the item that shows it, found in the folded layer where needed."""
+        """A row per collective; its last entry is the item that shows it (of the drawn layer)."""
         by_key = {self.key(i): at for i, at in self.of_collective.items()}
         rows: list[list[Any]] = []
         for i, c in enumerate(self.plan.collectives):
@@ -146,7 +146,7 @@ class _Payload:
         return rows
 
     def traffic(self) -> list[list[Any]]:
-        """Collectives with equal layers folded; the last entry is the position of the first of them."""
+        """Rows of collectives, layers folded; the last entry is the position of their first."""
         at = {id(c): i for i, c in enumerate(self.plan.collectives)}
         rows = traffic(self.plan.collectives)
         return [[t.where, t.reason, t.count, t.bytes, t.seconds, at[id(t.first)]] for t in rows]
@@ -164,7 +164,7 @@ class _Payload:
 
 
 def _thinned(points: tuple[tuple[float, float], ...], limit: int = 1500) -> list[list[float]]:
-    """At most about ``limit`` points; the highest of each stretch stays."""
+    """At most about ``limit`` points: the maximum of each stretch."""
     size = -(-len(points) // limit)
     stretches = (points[i : i + size] for i in range(0, len(points), size))
     return [[t, b] for t, b in (max(s, key=lambda p: p[1]) for s in stretches)]

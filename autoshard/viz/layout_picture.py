@@ -1,4 +1,4 @@
-"""Which rank holds which block of a tensor, drawn in text."""
+"""Text picture of a layout: which rank holds which block of a tensor."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from autoshard.layout import Layout, Partial, Shard
 
 WIDEST = 16
-"""blocks per row that are drawn; more are left out, and said so"""
+"""most blocks drawn per row and column; a note says if there are more"""
 
 
 def visualize_layout(layout: Layout, shape: Sequence[int]) -> str:
-    """``layout`` of a tensor of ``shape`` as a grid of blocks, each with its indices and the ranks that hold it.
+    """``layout`` of a tensor as a text grid of blocks, each with its index ranges and ranks.
 
-    Rows are the first cut dim, columns the last; where more dims are cut there is one grid per block of the others.
-    Raises :class:`~autoshard.errors.LayoutError` if a cut dim does not exist.
+    Rows are the first sharded dim, columns the last; further sharded dims have one grid per block.
+    Raises :class:`~autoshard.errors.LayoutError` if a sharded dim does not exist.
 
         >>> print(visualize_layout(Layout({"dp": 2, "tp": 2}, {"tp": Shard(1)}), [4, 6]))
         [4, 6]  S(1)@tp R@dp  over dp=2, tp=2

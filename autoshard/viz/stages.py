@@ -1,4 +1,4 @@
-"""A pipeline in time, for pictures: what every rank does when, the messages, and the memory of the rank that holds most."""
+"""Timeline of a pipeline for pictures: actions per rank, messages, memory of the fullest rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CATEGORIES = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
 
 
 def chart(plan: Record) -> dict[str, Any] | None:
-    """For the page: per rank (kind, stage, micro-batch, start, end), and messages; None without stages."""
+    """Pipeline chart of the page: per rank (kind, stage, micro-batch, start, end), and messages."""
     if plan.staged is None:
         return None
     step = pipeline(plan)
@@ -29,7 +29,7 @@ def chart(plan: Record) -> dict[str, Any] | None:
 
 
 def trace_rows(plan: Record) -> list[dict[str, object]]:
-    """The timeline as events of Chrome's trace format: a process per rank along the axis of stages, microseconds."""
+    """Events in Chrome's trace format (microseconds), one process per rank along the stage axis."""
     staged = plan.staged
     assert staged is not None
     step, rows = pipeline(plan), list[dict[str, object]]()
@@ -58,7 +58,7 @@ def _event(
 
 
 def memory_over_steps(plan: Record, step: Timeline) -> tuple[int, tuple[tuple[float, float], ...]]:
-    """(rank that holds most, (seconds, bytes after each piece of its work)): what stays, and what is in flight."""
+    """(fullest rank, (seconds, bytes) after each action): states, and activations in flight."""
     staged = plan.staged
     assert staged is not None
     ranks = len(step.ranks)

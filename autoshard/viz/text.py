@@ -1,4 +1,4 @@
-"""A plan as a tree of text: modules, operations with their layouts, collectives where they happen."""
+"""A plan as an indented text tree: modules, operations with layouts, collectives in place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoshard.viz.tree import Box, Item, drawing
 
 
 def tree_text(plan: Record) -> str:
-    """``plan`` as an indented tree; equal layers once, with ``×n``. Control characters in names are escaped."""
+    """``plan`` as an indented tree; equal layers once, with ``×n``; control characters escaped."""
     lines: list[str] = []
     _box(drawing(plan).root, plan, "", lines)
     return "\n".join(lines) + "\n"

@@ -1,7 +1,8 @@
-"""The timeline of a plan in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""The timeline of a plan in Chrome's trace format, for Perfetto (ui.perfetto.dev) and
+chrome://tracing.
 
-One row per stream of :mod:`autoshard.report.schedule`: compute, and communication inside nodes and between them; and memory.
-Of a plan with stages a process per rank along their axis, with its work, its messages and its waiting.
+One row per stream of :mod:`autoshard.report.schedule`, and one for memory. With pipeline stages one
+process per rank along the stage axis, with its actions and messages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autoshard.viz.stages import memory_over_steps, trace_rows
 
 
 def memory_over_time(plan: Record) -> tuple[tuple[float, float], ...]:
-    """(seconds, the most bytes on the busiest rank meanwhile), at the end of each operation's forward and backward."""
+    """(seconds, bytes of the fullest rank) at the end of each operation's forward and backward."""
     if plan.staged is not None:
         return memory_over_steps(plan, pipeline(plan))[1]
     ends = {(e.op, e.phase): e.start + e.seconds for e in timeline(plan) if e.stream == COMPUTE}
@@ -28,7 +29,7 @@ def memory_over_time(plan: Record) -> tuple[tuple[float, float], ...]:
 
 
 def trace_json(plan: Record) -> str:
-    """The timeline as Chrome trace JSON; timestamps are microseconds."""
+    """The timeline as Chrome trace JSON, in microseconds."""
     top = [what for what, _, _ in hot_spots(plan)]
     if plan.staged is not None:
         rows = trace_rows(plan)

@@ -1,7 +1,8 @@
-"""What every picture draws: a plan as a tree of module boxes with operations, tensors and collectives, and its edges.
+"""The drawing behind all pictures: a tree of module boxes with operations, tensors, collectives;
+edges.
 
-Equal layers are folded into one box, a module of a single operation is drawn as that operation, and very long boxes
-are cut into parts. HTML, Graphviz and text all start here.
+Equal layers are folded into one box, a module of a single operation is drawn as that operation, and
+long boxes are split into parts. HTML, Graphviz and text render this tree.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ from autoshard.report.record import Choice, Collective, Record
 from autoshard.report.text import globbed, numbers, short_op
 
 LONGEST = 150
-"""children of a box that are drawn at once; a longer box is cut into parts"""
+"""most children of a box; a longer box is split into parts"""
 
 
 @dataclass
 class Item:
-    """A leaf: an operation, a stored or given tensor, or the collectives of one redistribution step."""
+    """A leaf: an operation, a parameter, buffer or input, or collectives of a redistribution."""
 
     id: int
     kind: str
     """op, tensor or comm"""
     title: str
     name: str
-    """op: key of ``plan.choices``; tensor, comm: the value"""
+    """op: key of ``plan.choices``; tensor, comm: name of the value"""
     fqn: str
     collectives: tuple[int, ...] = ()
     """comm: positions in ``plan.collectives``; forward first"""
     times: int = 1
-    """how many equal ones it stands for"""
+    """number of equal items that it stands for"""
 
 
 @dataclass
 class Box:
-    """A module, or a part of a long one. ``members``: the module paths it stands for."""
+    """A module, or a part of a long one. ``members``: module paths that it stands for."""
 
     path: str
     title: str
@@ -55,14 +56,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Drawing:
-    """``edges``: (from item, to item, value), between items that are drawn."""
+    """A tree of boxes. ``edges``: (source item, target item, value) between drawn items."""
 
     plan: Record
     root: Box
     edges: tuple[tuple[int, int, str], ...]
 
     def representative(self, fqn: str) -> str:
-        """``fqn`` inside the layer that is drawn for it: ``blocks.7.mlp`` → ``blocks.1.mlp``."""
+        """``fqn`` in the layer drawn for it: ``blocks.7.mlp`` → ``blocks.1.mlp``."""
         box = self.root
         while True:
             inner = next((b for b in _boxes(box) if _member(b, fqn) is not None), None)
@@ -73,7 +74,7 @@ class Drawing:
 
 
 def _boxes(box: Box) -> Iterator[Box]:
-    """The module boxes right below ``box``, those inside parts included."""
+    """Child modules of ``box``, also those inside its parts."""
     for child in box.children:
         if isinstance(child, Box):
             if child.path == box.path:
@@ -87,7 +88,7 @@ def _member(box: Box, fqn: str) -> str | None:
 
 
 def drawing(plan: Record) -> Drawing:
-    """The drawing of ``plan``."""
+    """The folded and simplified drawing of ``plan``."""
     builder = _Builder(plan)
     builder.run()
     stands_for: dict[int, int] = {}
@@ -98,19 +99,19 @@ def drawing(plan: Record) -> Drawing:
     edges: dict[tuple[int, int], str] = {}
     for src, dst, value in builder.edges:
         a, b = stands_for.get(src, src), stands_for.get(dst, dst)
-        # An edge from one folded layer to the next would point from the box's end to its beginning.
+        # An edge between folded layers would point from the end of their box to its beginning.
         if (a < b or (a == src and b == dst)) and a != b and a in drawn and b in drawn:
             edges.setdefault((a, b), value)
     return Drawing(plan, builder.root, tuple((a, b, value) for (a, b), value in edges.items()))
 
 
 def is_view(choice: Choice) -> bool:
-    """Whether the operation only changes how its operand is indexed."""
+    """Whether the operation is a view of its operand."""
     return is_view_named(choice.op)
 
 
 def change(c: Collective) -> tuple[str, str]:
-    """(layout before, layout after) of the first value that ``c`` redistributes; two empty texts for a sum inside an op."""
+    """(source layout, target layout) of the first value of ``c``; empty for a sum inside an op."""
     found = re.fullmatch(r".*?: (.*) → (.*?)(?: \(.*\))?", c.reasons[0], re.DOTALL)
     return (found.group(1), found.group(2)) if found and c.op != c.value else ("", "")
 
@@ -122,9 +123,9 @@ class _Builder:
         self.boxes = {"": self.root}
         self.modules = set(plan.modules) | {c.fqn for c in plan.choices.values()}
         self.source: dict[str, int] = {}
-        """value → the item that makes it"""
+        """value → item that computes it"""
         self.made: dict[tuple[str, str], int] = {}
-        """(value, layout) → the collective that makes it"""
+        """(value, layout) → collective that produces it"""
         self.tensors: dict[tuple[str, str], int] = {}
         self.edges: list[tuple[int, int, str]] = []
         self.count = 0
@@ -166,7 +167,7 @@ class _Builder:
         return self.boxes[path]
 
     def operand(self, value: str, use: str, op: str, choice: Choice) -> int | None:
-        """The item an operation reads ``value`` from, after the collectives made for it."""
+        """The item that an operation reads ``value`` from, after its collectives."""
         if (value, use) in self.made:
             return self.made[value, use]
         kind = self.plan.kinds.get(value, "value")
@@ -195,9 +196,9 @@ class _Builder:
 
 
 def _steps(plan: Record) -> dict[tuple[str, str], list[tuple[int, ...]]]:
-    """(value, reader) → the steps made for it, in order; each the positions of its collectives.
+    """(value, reader) → redistribution steps in order, each as positions of its collectives.
 
-    All collectives inside one operation's local form count as one step."""
+    All collectives inside one local form count as one step."""
     found: dict[tuple[str, str], dict[tuple[str, str], list[int]]] = {}
     forward = [i for i, c in enumerate(plan.collectives) if c.phase == "forward"]
     backward = [i for i, c in enumerate(plan.collectives) if c.phase != "forward"]
@@ -209,7 +210,7 @@ def _steps(plan: Record) -> dict[tuple[str, str], list[tuple[int, ...]]]:
 
 
 def _in_order(groups: dict[tuple[str, str], list[int]]) -> list[tuple[int, ...]]:
-    """Steps so that each starts from a layout that an earlier one made."""
+    """Steps in order: each starts from the layout that an earlier one ends in."""
     left = dict(groups)
     result = []
     while left:
@@ -223,7 +224,7 @@ def _in_order(groups: dict[tuple[str, str], list[int]]) -> list[tuple[int, ...]]
 
 
 def _signature(box: Box, plan: Record) -> object:
-    """Equal for boxes that look the same inside."""
+    """Key that is equal for boxes with equal contents."""
     return (box.class_name, tuple(_item_signature(c, plan, box.path) for c in box.children))
 
 
@@ -241,7 +242,7 @@ def _item_signature(child: Box | Item, plan: Record, path: str) -> object:
 
 
 def _fold(box: Box, plan: Record, stands_for: dict[int, int]) -> None:
-    """Join neighbours that are equal but for their number."""
+    """Fold neighbouring boxes that differ only in layer numbers."""
     kept: list[Box | Item] = []
     last: object = None
     for child in box.children:
@@ -295,7 +296,7 @@ def _inline(box: Box) -> None:
 
 
 def _cut(box: Box) -> None:
-    """Group a long list of children into parts that can be drawn."""
+    """Split long lists of children into parts."""
     for child in box.children:
         if isinstance(child, Box):
             _cut(child)
