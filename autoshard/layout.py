@@ -54,13 +54,12 @@ class Owned(Shard):
 
 @dataclass(frozen=True, slots=True)
 class Grouped(Shard):
-    """Rank r holds chunk r of each segment of dim ``dim``, concatenated; chunks of a segment are
-    equal.
+    """Rank r holds chunk r of each segment of dim ``dim``, concatenated, in equal chunks.
 
-    For fused projections, whose result is split into these segments. ``parts``: the ratio of
-    segment lengths in lowest terms, such as ``(4, 1, 1)`` for q, k and v (torch's ``_StridedShard``
-    if equal). No redistribution along the axis leads to or from it. Raises :class:`LayoutError` for
-    an invalid ratio, or one that a DTensor cannot express.
+    For fused projections, whose result is split into segments. ``parts``: the ratio of segment
+    lengths in lowest terms, such as ``(4, 1, 1)`` for q, k, v (torch's ``_StridedShard`` if equal).
+    No redistribution along the axis leads to or from it. Raises :class:`LayoutError` for an invalid
+    ratio, or one that a DTensor cannot express.
     """
 
     dim: int = 0
@@ -166,10 +165,10 @@ def gradient_placement(placement: Placement) -> Placement:
 class Layout:
     """The layout of a tensor on a mesh: a placement per axis, and the order of axes on one dim.
 
-    ``Layout(mesh, {"tp": Shard(1)})`` or ``Layout(mesh, [Replicate(), Shard(1)])``; missing axes
-    are Replicate, and torch.distributed placements are accepted. Axes on one tensor dim nest in
-    mesh order, or in ``order`` (axis names, outer to inner). Raises :class:`LayoutError` for
-    unknown axes, negative dims, or an invalid order.
+    ``Layout(mesh, {"tp": Shard(1)})`` or ``Layout(mesh, [Replicate(), Shard(1)])``, also with
+    torch's placements; missing axes are Replicate. Axes on one tensor dim nest in mesh order, or in
+    ``order`` (outer to inner). Raises :class:`LayoutError` for unknown axes, negative dims, or an
+    invalid order.
     """
 
     mesh: Mesh
@@ -349,8 +348,7 @@ class Layout:
         return Layout(mesh, tuple(placements))
 
     def to_tensor_map(self, ndim: int) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """MindSpore's ``(device_matrix, tensor_map)``: per tensor dim the device axes that shard
-        it.
+        """MindSpore's ``(device_matrix, tensor_map)``: per tensor dim the axes that shard it.
 
         Axes count from the right (the last mesh axis is 0), outer to inner; ``(-1,)`` is an
         unsharded dim. Raises :class:`LayoutError` for Partial, which MindSpore lacks.

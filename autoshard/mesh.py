@@ -53,11 +53,9 @@ class Mesh:
 
     @staticmethod
     def of(mesh: MeshLike, hardware: str | os.PathLike[str] | Hardware | None = None) -> Mesh:
-        """A ``Mesh`` from a ``Mesh``, a torch ``DeviceMesh`` (unnamed dims become ``axis0``…) or a
-        dict.
+        """A ``Mesh`` from a ``Mesh``, a dict or a torch ``DeviceMesh`` (unnamed dims: ``axis0``…).
 
-        ``hardware``: of a mesh without one (default: h100). Raises :class:`MeshError` if it
-        differs.
+        ``hardware``: default h100; :class:`MeshError` if a ``Mesh`` has another.
         """
         if isinstance(mesh, Mesh):
             if hardware is not None and resolve_hardware(hardware) != mesh.hardware:

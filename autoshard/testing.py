@@ -39,20 +39,15 @@ def register_rule(
     addends: Iterable[int] = (),
     flops: Callable[[Node, Graph], float] | None = None,
 ) -> RuleCheck | None:
-    """Add a sharding rule for ``op``, an ATen or ``torch.library`` op (a packet: its default
-    overload).
+    """Add a sharding rule for ``op``, an ATen or ``torch.library`` op (its default overload).
 
-    Args:
-        notation: such as ``"... k, n k -> ... n"``, a term per tensor argument and result (see
-            :mod:`autoshard.passes.rules.notation`), or a
-            :class:`~autoshard.passes.rules.base.Rule`.
-        samples: calls ``(args, kwargs)`` to check it on; default: random float64 tensors that fit
-            the notation. If the op does not take those (it needs ints), the result is None. linear,
-            addends, flops: see :func:`autoshard.passes.rules.notation.rule`.
-
-    Other arguments and factors are checked when a model is compiled that uses them; unchecked
-    strategies are left out. Raises :class:`RuleError` if the rule is malformed or wrong; the old
-    rule then stays.
+    ``notation``: such as ``"... k, n k -> ... n"``, a term per tensor argument and result (see
+    :mod:`autoshard.passes.rules.notation`), or a :class:`~autoshard.passes.rules.base.Rule`.
+    ``samples``: calls ``(args, kwargs)`` to check it on; default: random float64 tensors that fit
+    the notation. If the op refuses these (it needs ints), the result is None. Other arguments and
+    factors are checked when a compiled model uses them; unchecked strategies are left out.
+    ``linear``, ``addends``, ``flops``: see :func:`autoshard.passes.rules.notation.rule`.
+    Raises :class:`RuleError` if the rule is malformed or wrong; an older rule then stays.
     """
     op = overload(op)
     new = notation if isinstance(notation, Rule) else rule(op, notation, linear=linear, addends=addends, flops=flops)

@@ -1,9 +1,7 @@
-"""``autoshard.calibrate``: speed of this machine's kernels, memory, launches, collectives and
-overlap.
+"""``autoshard.calibrate``: speed of this machine's kernels, memory, collectives and overlap.
 
 Under torch.distributed all ranks measure together and share cores, memory and network cards as in
-training; every rank gets the same numbers. In one process, worker processes (gloo or NCCL) are
-started.
+training; all get the same numbers. In one process, worker processes (gloo or NCCL) are started.
 """
 
 from __future__ import annotations
@@ -63,18 +61,15 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
     """Measure this machine as a :class:`~autoshard.hardware.Hardware`; its ``save`` writes a file.
 
     Args:
-        mesh: its size is the number of worker processes where torch.distributed is not initialised
-            (default 2; at most one per GPU, or per core without GPUs). Under torch.distributed this
-            is a collective call: every process measures.
-        quick: under a minute, or two where ranks share cores; else more sizes and dtypes, 1 to 4
-        minutes.
+        mesh: its size is the number of worker processes in one process (default 2; at most one per
+            GPU, or per core without GPUs). Under torch.distributed every process has to call this.
+        quick: takes 1 to 2 minutes; else more sizes and dtypes in up to 4 minutes.
 
-    All entries are measured in three passes and medians count, so one bad second changes nothing. A
-    measurement during which the host of a virtual machine stole time is repeated. If repeating does
-    not help, a warning and :attr:`~autoshard.hardware.Hardware.disturbed` report it. Collectives
-    are measured among all ranks (also among half of them, if not ``quick``). For a cluster run it
-    with torchrun on one node and across nodes, and combine the two links. Raises :class:`MeshError`
-    if a worker process fails.
+    All entries are measured in three passes and medians count, so one bad second changes nothing.
+    Measurements that steal time disturbed are repeated; if that does not help, a warning and
+    :attr:`~autoshard.hardware.Hardware.disturbed` report it. Collectives are measured among all
+    ranks (also among half of them, if not ``quick``). For a cluster run it with torchrun on one
+    node and across nodes, and combine the links. Raises :class:`MeshError` if a process fails.
     """
     if dist.is_available() and dist.is_initialized():
         return _told(_measured(quick), dist.get_rank() == 0)
@@ -189,8 +184,7 @@ def _visit(
     waiting: Waiting | None,
     quick: bool,
 ) -> dict[str, Any]:
-    """One pass over all entries, agreed on by all ranks; a tree of numbers, equal in form for all
-    visits.
+    """One pass over all entries, as a tree of numbers that all ranks agree on.
 
     Shares are relative to the peak of the same visit, since the machine's speed changes over time.
     """
@@ -236,9 +230,9 @@ def _product_speed(clock: Clock, dtype: torch.dtype, n: int) -> float:
 
 
 def _narrow_speed(clock: Clock, n: int) -> float:
-    """FLOP/s of a linear layer's three products for ``n`` rows, with weights that no cache holds.
+    """FLOP/s of a linear layer's three products for ``n`` rows, with weights outside caches.
 
-    Products of few rows are bound by reading the weight, so the layers take turns."""
+    Reading the weight bounds products of few rows, so layers take turns."""
     width, dtype = 4096 if clock.device.type == "cuda" else 512, USED[clock.device.type]
     x = torch.randn(n, width, device=clock.device, dtype=dtype)
     one = torch.randn(width, width, device=clock.device, dtype=dtype)
@@ -254,9 +248,8 @@ def _narrow_speed(clock: Clock, n: int) -> float:
 
 
 def _convolution_speed(clock: Clock, few: int | None = None) -> float:
-    """FLOP/s of a 3 × 3 convolution with channels last, forward and backward.
-
-    ``few``: of two convolutions, one with this many input channels, one with this many outputs."""
+    """FLOP/s of 3 × 3 convolutions with channels last, forward and backward; ``few``: channels
+    of the input of one, and of the output of another."""
     side, batch, channels = 32, (32 if clock.device.type == "cuda" else 4), CHANNELS[clock.device.type][0]
     dtype = USED[clock.device.type]
     seconds = 0.0
@@ -336,8 +329,7 @@ def _sharing(clock: Clock) -> tuple[tuple[int, float], ...]:
 def _launch(clock: Clock) -> float:
     """Launch latency (seconds): the smallest operation, forward or backward.
 
-    On CPUs a product runs first and evicts the dispatcher's code and data from the caches; without
-    it the latency measures a third.
+    On CPUs a product before it evicts the launching code from caches: triple the latency.
     """
     x = torch.ones(8, device=clock.device, requires_grad=True)
 

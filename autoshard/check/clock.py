@@ -71,8 +71,7 @@ class Clock:
         return self._mean(call, True, self.now)
 
     def relative(self, call: Callable[[], object], counts: Sequence[int]) -> list[float]:
-        """Seconds of a call with n ranks per machine at work, per n of ``counts``, relative to the
-        last n.
+        """Seconds of a call with n ranks per machine at work, relative to the last n of ``counts``.
 
         The other ranks wait. The counts take turns and medians of the turns count, because a
         machine's speed changes within a second by more than the counts differ. A turn takes the

@@ -1,5 +1,4 @@
-"""First divergence of a sharded model from the unsharded one: operation, module, source line, and
-phase.
+"""First divergence of a sharded model from the unsharded one: operation, module, line, phase.
 
 Both run value by value from the same weights: the graph on one device, and the program of every
 micro-batch and stage on the in-process mesh. Each value and its gradient are assembled from the
@@ -41,11 +40,10 @@ Tensors = dict[str, torch.Tensor]
 def first_divergence(
     reference: nn.Module, sharded: ShardedModule, args: tuple[Any, ...], kwargs: dict[str, Any], rtol: float
 ) -> str | None:
-    """First operation whose result, or else gradient, is off by more than ``rtol`` of its largest
-    value.
+    """First operation whose value, else gradient, differs by more than ``rtol`` of its maximum.
 
     Both sides use ``reference``'s weights. The backward is searched from the loss to the inputs. If
-    all values agree, modules that were captured wrongly are searched. None if nothing differs.
+    all values agree, wrongly captured modules are searched. None if nothing differs.
     """
     executable = sharded.specialise(args, kwargs)
     compiled = executable.compiled

@@ -26,9 +26,7 @@ def run(rule: Rule, site: Site, held: list[Tensors], world: runtime.World) -> li
         results = flat(evaluate(call, names, site.mesh, rank))
         return [results[slot] for slot in site.node.output_slots]
 
-    if not any(
-        isinstance(item, Call) and isinstance(item.fn, str) for item in walk(call)
-    ):  # no runtime function, so no communication
+    if not any(isinstance(item, Call) and isinstance(item.fn, str) for item in walk(call)):  # no runtime calls
         return [one(rank) for rank in range(site.mesh.size)]
     return world.run(one, [(rank,) for rank in range(site.mesh.size)])
 

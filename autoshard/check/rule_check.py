@@ -129,11 +129,10 @@ def check_rule(
 
     Args:
         op: an op with a registered rule, or a rule.
-        samples: calls ``(args, kwargs)``, with float64 tensors where gradients are compared.
+        samples: calls, with float64 tensors where gradients are compared.
         meshes: axis sizes; on several axes every combination of strategies is tried.
         tolerance: error relative to the largest element.
-        values: False compares shapes only, for ops such as ``empty``.
-        gradients: False takes operands as constants, for ops without a derivative.
+        values, gradients: False to compare shapes only (``empty``), or values only.
         results: positions of results that are read (default: all).
     Raises :class:`RuleError` with the differences, or if nothing could be checked.
     """

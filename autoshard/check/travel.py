@@ -43,9 +43,8 @@ class Step:
     """Times calls that follow compute, as in a training step, instead of back-to-back messages.
 
     After compute, ranks arrive at different times and communication threads must wake up. Waits
-    vary from call to call (a step has their sum) and over seconds, so compared calls alternate. The
-    compute is a layer with its gradients: it allocates and uses memory as a step does, and so
-    varies more from rank to rank than a product of cached operands.
+    vary over seconds, so compared calls alternate. The compute is a layer with its gradients, which
+    uses memory as a step does and so varies among ranks more than a product of cached operands.
     """
 
     def __init__(self, clock: Clock, between: float = BETWEEN) -> None:
@@ -93,10 +92,8 @@ class Waiting:
 
 
 class Messages:
-    """Collectives of every kind and several sizes among ``ranks`` ranks; all such groups run at
-    once.
-
-    Point-to-point messages ("permute") are measured if ``ranks`` is the world size."""
+    """Collectives of every kind and several sizes among ``ranks`` ranks, in all groups at once;
+    point-to-point messages ("permute") if ``ranks`` is the world size."""
 
     def __init__(self, step: Step, ranks: int, quick: bool) -> None:
         world = dist.get_world_size()
@@ -153,11 +150,10 @@ class Messages:
 
 
 def out_of_line(sent: Sequence[tuple[str, int]], seconds: Sequence[float]) -> list[int]:
-    """Positions of outliers among the (kind, size) of ``sent``, and of their neighbours.
+    """Positions of outliers in ``sent``, and of their neighbours, which may be the wrong ones.
 
     An outlier takes more than :data:`STEEP` times the next longer message, or is as far off the
-    line between its neighbours. The neighbours are included, since any of them may be the wrong
-    one."""
+    line between its neighbours."""
     odd = set[int]()
     for _, of in itertools.groupby(range(len(sent)), key=lambda i: sent[i][0]):
         same = list(of)
@@ -217,8 +213,7 @@ def _line(kind: str, ranks: int, found: Sequence[tuple[float, float]]) -> Rate:
 def overlap(clock: Clock) -> float:
     """Overlap η of a bucket's communication M with compute C: T = C + (1 − η)·M, where C ≈ 2·M.
 
-    The smaller η of all-reduce and all-gather. Copies into and out of buckets are priced
-    separately.
+    The smaller η of all-reduce and all-gather. Copies of buckets are priced separately.
     """
     operation = _layer(clock)
     one = clock.seconds(operation)

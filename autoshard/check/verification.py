@@ -129,21 +129,21 @@ def verify(
     stages_per_rank: int | None = None,
     recompute: Recompute = "auto",
 ) -> VerifyReport:
-    """Train copies of ``model`` sharded and unsharded for ``steps`` AdamW steps and compare all
-    tensors.
+    """Train copies of ``model``, sharded and unsharded, for ``steps`` AdamW steps and compare them.
 
-    Compared are outputs, gradients, buffers, and the weights after every step, from equal seeds.
-    The loss is the model's first scalar output, or the mean square of its outputs. ``error`` is the
-    largest absolute difference over the tensor's largest absolute value; infinities and NaN must be
-    equal. Runs on the in-process mesh; under torch.distributed a collective call.
+    Compares outputs, gradients, buffers, and weights after every step, from equal seeds. The loss
+    is the first scalar output, or the mean square of the outputs. A tensor's error is its largest
+    absolute difference over its largest absolute value; infinities and NaN must be equal. Runs on
+    the in-process mesh; under torch.distributed a collective call.
 
     Args:
-        rtol: allowed error (default: :func:`default_rtol` of the tensor's dtype). Weights are
-            allowed 100 times that, since Adam divides by the root of squared gradients.
-        atol: absolute difference that does not count, as a share of the largest value of that kind
-            (default: ``rtol``), so that gradients of zero are not compared with rounding errors.
-        others: as of :func:`autoshard.compile`. Raises as :func:`autoshard.compile`, and
-    :class:`AutoshardError` for ``steps`` below 1.
+        rtol: allowed error (default: :func:`default_rtol` of the dtype; weights 100 times that, as
+            Adam divides by the root of squared gradients).
+        atol: differences that do not count, as a share of the largest value of that kind (default:
+            ``rtol``), so that zero gradients are not compared with rounding errors.
+
+    Other arguments and errors: :func:`autoshard.compile`. :class:`AutoshardError` for ``steps`` <
+    1.
     """
     check_arguments(model, example_args, example_kwargs)
     if steps < 1:

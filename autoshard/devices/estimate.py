@@ -1,8 +1,7 @@
 """Estimates of pipelines from one plan of the folded graph, which has equal blocks once.
 
-The plan of the folded graph (:mod:`autoshard.passes.pipeline.fold`) gives the time and memory of
-every block on a mesh. Stage boundaries and the step of every schedule follow from these without a
-search.
+The plan of the folded graph (:mod:`autoshard.passes.pipeline.fold`) gives time and memory of every
+block on a mesh. Stage boundaries and the step of each schedule follow without another search.
 """
 
 from __future__ import annotations
@@ -67,11 +66,10 @@ class Estimates(Bounds):
     """effort so far, in estimates that needed no second try"""
 
     def of(self, setup: Setup) -> Estimate:
-        """The estimate of ``setup`` with its best schedule. Raises :class:`PlanError` without a
-        plan.
+        """The estimate of ``setup`` with its best schedule; :class:`PlanError` without a plan.
 
-        The folded graph is planned within its share of the memory of a stage, and once more within
-        less if the stages then exceed the budget.
+        The folded graph is planned within its share of a stage's memory, and once more within less
+        if the stages then exceed the budget.
         """
         self.spent += 1
         found, limit = self._within(setup, math.inf)

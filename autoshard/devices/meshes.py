@@ -36,13 +36,11 @@ TIE = 1e-6
 
 @without_autocast()  # its casts are in the graph
 def planned_for(graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, title: str) -> Plan:
-    """The cheapest plan of ``graph`` on a mesh of ``devices``; the runners-up are its
-    ``candidates``.
+    """The cheapest plan of ``graph`` on a mesh of ``devices``, with runners-up in ``candidates``.
 
-    Every mesh of one and two axes is tried, and the best is divided once more (:func:`divided`). A
-    mesh whose compute alone exceeds the best plan is skipped. Axes are named by their use: dp,
-    fsdp, cp, tp, ep. Raises :class:`MeshError` for an invalid number, :class:`PlanError` if no mesh
-    has a plan.
+    Every mesh of one and two axes is tried, and the best is divided once more (:func:`divided`);
+    meshes whose compute alone exceeds the best plan are skipped. Axes are named by use: dp, fsdp,
+    cp, tp, ep. Raises :class:`MeshError` for an invalid number, :class:`PlanError` without a plan.
     """
     return Search(graph, hardware, wishes, title).over(devices)
 
@@ -144,8 +142,7 @@ def shapes(devices: int) -> Iterator[tuple[int, ...]]:
 
 
 def divided(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
-    """``shape`` with one more axis: the axis that spans nodes split at the node, else the largest
-    in two.
+    """``shape`` with one more axis: the axis that spans nodes is split there, else the largest.
 
     >>> divided((4, 16), 8), divided((8, 8), 8), divided((2, 2), 8), divided((64,), 8)
     ((4, 2, 8), (4, 2, 8), (2, 2), (8, 8))

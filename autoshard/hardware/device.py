@@ -176,8 +176,7 @@ class Hardware:
         return flops / (self.peak(dtype) * self.efficiency * share)
 
     def _filled(self, channels: int) -> float:
-        """Relative speed with so many channels. Seconds are interpolated between measured points;
-        fewer channels than the fewest measured take as long as those."""
+        """Relative speed with so many channels: seconds are interpolated between measurements."""
         if not self.channels or channels >= self.channels[-1][0]:
             return 1.0
         known = [n for n, _ in self.channels]

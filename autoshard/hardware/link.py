@@ -1,9 +1,8 @@
-"""Links between devices, and routes of groups over them, in the α-β model: latency + bytes /
-bandwidth.
+"""Links between devices, and routes of groups over them, in the α-β model.
 
-Bytes are ring bytes, which one rank sends: (n-1)/n of the full tensor for an all-gather or
-reduce-scatter, twice that for an all-reduce, n-1 chunks for an all-to-all, one message for a
-permute.
+A collective takes latency + ring bytes / bandwidth. Ring bytes are sent by one rank: (n-1)/n of the
+full tensor for an all-gather or reduce-scatter, twice that for an all-reduce, n-1 chunks for an
+all-to-all, one message for a permute.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from autoshard.errors import MeshError
 from autoshard.hardware.schema import plain
 
 FEW = "few"
-"""kind of an all-reduce of few numbers, such as losses: gloo ranks exchange them directly, where a
-ring has a turn per segment (gloo/allreduce.cc)"""
+"""an all-reduce of few numbers (losses): on gloo ranks exchange them directly, without a ring"""
 
 _SAME_AS = {
     FEW: "all_reduce",
@@ -60,8 +58,7 @@ def is_amount(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """``latency`` (seconds per ring step) and ``bandwidth`` (bytes/s per rank), or measured
-    ``rates``.
+    """``latency`` (seconds per ring step), ``bandwidth`` (bytes/s per rank), and measured rates.
 
     Raises :class:`MeshError` for a negative latency, or a bandwidth that is not above 0.
     """

@@ -1,5 +1,4 @@
-"""Hardware presets by name: peaks from data sheets (dense bf16), reached shares from published
-data.
+"""Hardware presets by name: peaks of data sheets (dense bf16), published shares of them.
 
 - matmuls: cuBLAS on normally distributed data, 8192 cubed, reaches 716 of 989 TFLOP/s on H100
   (Shankhdhar 2024, "Outperforming cuBLAS on H100: a worklog") and 258 of 312 on A100 (He 2024,
@@ -16,13 +15,12 @@ data.
 - measured on H100 with PyTorch 2.11 (``benchmarks/gpu_kernels.py``): float32 without TF32 and
   float64 reach 51 and 60 of 66.9 TFLOP/s; bfloat16 matmuls with rows that are no multiples of 16
   bytes 97 of 642 (16384 × 768 by 50257 and 50304 classes); 3 × 3 convolutions of ResNet-50 141 to
-  289 in the default layout, 317 to 485 with channels last. ``h100_torch2.11`` has the causal
-  attention of that version.
+  289 by default, 317 to 485 with channels last. ``h100_torch2.11`` has that version's attention.
 - memory: 70 % of the data sheet, 7 µs for the smallest kernel (AutoParallel's roofline). Hand-tuned
   kernels reach 3.01 of 3.35 TB/s on H100 (Guo, Dao et al. 2025, "QuACK").
 - collectives: NCCL on H100 in a node of 2, 4, 8: algorithm bandwidth 537, 434, 394 GB/s
   (all-gather) and 324, 236, 267 (all-reduce), times (n-1)/n and 2(n-1)/n as ring bytes
-  (AutoParallel's tables). Latencies between nodes: 2 and 8 nodes of 8 in these tables less one
+  (AutoParallel's tables). Latencies between nodes: these tables for 2 and 8 nodes of 8 less one
   node, for rings per rank of a node. A card of 400 Gb/s carries 48 GB/s. A100: 230 GB/s of ring
   bytes in a node (NVIDIA's nccl-tests).
 - overlap: during an all-gather in a node a matmul takes 2.08 instead of 1.18 ms on A100
@@ -34,8 +32,7 @@ data.
   scaled by groups of four against two on the same cores. An all-reduce of few numbers takes as long
   as one of 4096 among two ranks, and 0.60 of the ring's time among four (0.49 to 0.67 in 14 turns).
 
-Without a source here, kernels reach 70 % of the data sheet, and latencies are published NCCL
-figures.
+Otherwise kernels reach 70 % of the data sheet, and latencies are published NCCL figures.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Deferred initialisation of a sharded model, bit for bit as on one device, one full tensor at a
-time.
+"""Deferred initialisation: shards bit for bit as on one device, one full tensor at a time.
 
     model = deferred_init(Llama, config)                    # a model on the meta device
     shards = materialise(model, seed=0, keep=shard)         # {name: shard(name, full tensor)}
 
 equals ``torch.manual_seed(0); Llama(config)`` followed by sharding. The constructor runs once, on
-fake tensors, and every operation is recorded. The replay draws all random numbers in the original
-order.
+fake tensors, and operations are recorded. The replay draws random numbers in the original order.
 """
 
 from __future__ import annotations

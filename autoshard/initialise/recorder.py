@@ -128,9 +128,8 @@ class Recorder(TorchDispatchMode):
         """Patch three functions of torch while recording.
 
         ``trunc_normal_`` becomes one call, since it may draw a varying number of times. Conversions
-        such as ``model.half()`` set ``.data``, as for plain tensors; for fake ones torch tries a
-        swap that fails. Parameters of a user's class are refused, because torch would make plain
-        ones.
+        such as ``model.half()`` set ``.data``, since torch's swap fails for fake tensors.
+        Parameters of a user's class are refused, because torch would make plain ones.
         """
         original, parameter = nn.init._no_grad_trunc_normal_, nn.Parameter.__new__
 

@@ -1,5 +1,4 @@
-"""A recorded initialisation: operations on storages in program order, and replay of a tensor's
-slice.
+"""A recorded initialisation: operations on storages, and replay of the slice of a tensor.
 
 A tensor is an area of a storage; an operation reads, writes or makes storages. So views, ``.data``
 and tied tensors need no special case.

@@ -1,9 +1,8 @@
 """Step of a pipeline from the plans of its stages: time per micro-batch, timeline, cost and memory.
 
-A stage's plan covers all micro-batches of a step. Work done once per step is separated: the
-optimizer, all-reduces of accumulated gradients, and ZeRO's gathers and reductions. The rest is
-divided by the number of micro-batches. Collectives are those of the program, after coalescing
-(without ``merged_s``).
+A stage's plan covers all micro-batches of a step. Work done once per step is separated: optimizer,
+all-reduces of accumulated gradients, ZeRO's gathers and reductions. The rest is divided by the
+number of micro-batches. Collectives are those of the program, coalesced (without ``merged_s``).
 """
 
 from __future__ import annotations
@@ -84,9 +83,8 @@ def _adding(plan: Record) -> float:
 
 
 def _is_once(c: Collective, plan: Record) -> bool:
-    """Whether ``c`` runs once per step: all-reduces of parameters' accumulated gradients, and
-    collectives of parameters that ZeRO keeps gathered
-    (:mod:`autoshard.passes.propagate.prices.zero`)."""
+    """Whether ``c`` runs once per step: an all-reduce of accumulated gradients, or a collective
+    of a parameter that ZeRO keeps gathered (:mod:`autoshard.passes.propagate.prices.zero`)."""
     if plan.kinds.get(c.value) != "parameter":
         return False
     if c.phase == "forward":

@@ -97,13 +97,13 @@ class Cost:
     bubble_s: float = 0.0
     """pipeline bubble: waiting for other stages"""
     lower_bound: float = field(default=0.0, compare=False)
-    """lower bound on ``total_s`` (seconds) of plans with the layouts in :attr:`Record.given`, and
-    with linear sums of memory within the budget; 0 if unknown"""
+    """lower bound on ``total_s`` (seconds) of any plan with the layouts :attr:`Record.given` and
+    linear sums of memory within the budget; 0 if unknown"""
     optimizer_s: float = 0.0
     """part of ``compute_s`` that updates parameters"""
     schedule_s: float = 0.0
-    """end of the timeline (:mod:`autoshard.report.schedule`), which knows which compute hides which
-    collective, and what coalescing saves"""
+    """end of the timeline (:mod:`autoshard.report.schedule`), which pairs collectives with compute
+    that hides them and includes coalescing"""
     mfu: float = 0.0
     """model FLOPs utilisation: model FLOPs per rank over peak FLOPs in ``total_s``"""
     hfu: float = 0.0
@@ -142,8 +142,7 @@ class Choice:
     backward_s: float = 0.0
     """part of ``seconds`` in the backward"""
     again: int = 0
-    """1: operand redistributions are recomputed and random numbers redrawn in the backward; 2: the
-    operation is recomputed too"""
+    """recompute in the backward: 1: operand redistributions and random numbers; 2: the operation"""
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,5 +1,4 @@
-"""The timeline of a plan in Chrome's trace format, for Perfetto (ui.perfetto.dev) and
-chrome://tracing.
+"""The timeline of a plan in Chrome's trace format, for ui.perfetto.dev and chrome://tracing.
 
 One row per stream of :mod:`autoshard.report.schedule`, and one for memory. With pipeline stages one
 process per rank along the stage axis, with its actions and messages.

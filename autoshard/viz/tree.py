@@ -1,5 +1,4 @@
-"""The drawing behind all pictures: a tree of module boxes with operations, tensors, collectives;
-edges.
+"""The drawing behind all pictures: module boxes with operations, tensors, collectives; edges.
 
 Equal layers are folded into one box, a module of a single operation is drawn as that operation, and
 long boxes are split into parts. HTML, Graphviz and text render this tree.
@@ -220,7 +219,7 @@ def _in_order(groups: dict[tuple[str, str], list[int]]) -> list[tuple[int, ...]]
     return result
 
 
-# --- folding, inlining, cutting ---
+# --- folding, inlining, splitting ---
 
 
 def _signature(box: Box, plan: Record) -> object:
