@@ -1,6 +1,6 @@
 """The layout algebra: four placements (sharding specs), one per mesh axis.
 
-A placement defines a rank's part of a value *and* of its gradient, so the backward follows from the
+A placement defines a rank's part of a value *and* of its gradient. So the backward follows from the
 forward (after JAX's sharding-in-types with reduced/unreduced types):
 
     placement    value on rank r    gradient on rank r       the gradient's placement
@@ -361,7 +361,7 @@ class Layout:
 
     @staticmethod
     def from_tensor_map(mesh: MeshLike, tensor_map: Sequence[int | Sequence[int]]) -> Layout:
-        """The layout of MindSpore's ``tensor_map`` on ``mesh``; an entry is an axis (-1: none) or a tuple of axes."""
+        """The layout of MindSpore's ``tensor_map``, whose entries are axes (-1: none) or tuples."""
         mesh = Mesh.of(mesh)
         placements: dict[str, Placement] = {}
         order: list[str] = []

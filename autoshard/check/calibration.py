@@ -61,9 +61,9 @@ def calibrate(mesh: MeshLike | None = None, quick: bool = True) -> Hardware:
     """Measure this machine as a :class:`~autoshard.hardware.Hardware`; its ``save`` writes a file.
 
     Args:
-        mesh: its size is the number of worker processes in one process (default 2; at most one per
-            GPU, or per core without GPUs). Under torch.distributed every process has to call this.
-        quick: takes 1 to 2 minutes; else more sizes and dtypes in up to 4 minutes.
+        mesh: its size is the number of worker processes to start (default 2; at most one per GPU,
+            or per core without GPUs). Under torch.distributed every process has to call this.
+        quick: one minute, two where ranks share cores; else more sizes and dtypes, 1 to 4 minutes.
 
     All entries are measured in three passes and medians count, so one bad second changes nothing.
     Measurements that steal time disturbed are repeated; if that does not help, a warning and

@@ -105,7 +105,7 @@ class Clock:
         """Clock (seconds) for work without communication.
 
         Where ranks share cores it is processor time, scaled by how many of ``ranks`` (default: all)
-        share a core. Wall time would be wrong: a short operation mostly fits into one time slice,
+        share a core. Wall time would be wrong. A short operation mostly fits into one time slice,
         as if no other rank ran, and for a long one the ranks scheduled first would look fast.
         """
         if not self.shared:

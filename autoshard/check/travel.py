@@ -43,8 +43,8 @@ class Step:
     """Times calls that follow compute, as in a training step, instead of back-to-back messages.
 
     After compute, ranks arrive at different times and communication threads must wake up. Waits
-    vary over seconds, so compared calls alternate. The compute is a layer with its gradients, which
-    uses memory as a step does and so varies among ranks more than a product of cached operands.
+    vary over seconds, so compared calls alternate. The compute is a layer with its gradients: as in
+    a step it uses memory, and so varies more among ranks than a product of cached operands.
     """
 
     def __init__(self, clock: Clock, between: float = BETWEEN) -> None:

@@ -45,9 +45,9 @@ def pipelined_for(
     """The plan of the best pipeline found on ``devices``, with other estimates in ``candidates``.
 
     ``graph``: of the full batch; ``batches``: micro-batches, None: searched; ``least``: fewest
-    stages. Setups (:class:`Setup`) are estimated in order of promise, at most :data:`MOST` (a setup
-    short of memory counts as several), unless their lower bound exceeds the best estimate. The best
-    is planned in full, and others while their estimates are below that plan, :data:`FULL` in all.
+    stages. Setups (:class:`Setup`) are estimated in order of promise, unless their lower bound
+    exceeds the best estimate. At most :data:`MOST` are; one short of memory counts as several. The
+    best is planned in full, and others while estimates are below that plan, :data:`FULL` in all.
 
     Raises :class:`MeshError` for an invalid number of devices, :class:`PlanError` without any plan.
     """

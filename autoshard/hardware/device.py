@@ -29,7 +29,7 @@ AHEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One device type. ``flops`` in FLOP/s (bf16 dense peak), ``memory_bandwidth`` B/s, ``memory_bytes`` B.
+    """One device type: ``flops`` (dense bf16 peak, FLOP/s), memory bandwidth (B/s) and bytes (B).
 
     Raises :class:`MeshError` for an invalid field, such as a bandwidth of 0.
     """

@@ -29,8 +29,9 @@
   arXiv 2507.03114).
 - ``cpu``: :func:`autoshard.calibrate` (``quick=False``, medians of three runs) on two ranks and
   cores of a Xeon with AVX-512, PyTorch 2.13, gloo, one thread each. Latencies of four ranks are
-  scaled by groups of four against two on the same cores. An all-reduce of few numbers takes as long
-  as one of 4096 among two ranks, and 0.60 of the ring's time among four (0.49 to 0.67 in 14 turns).
+  scaled by groups of four against two on the same cores. Among two ranks an all-reduce of few
+  numbers takes as long as one of 4096; among four 0.60 of the ring's time (0.49 to 0.67 in 14
+  turns).
 
 Otherwise kernels reach 70 % of the data sheet, and latencies are published NCCL figures.
 """

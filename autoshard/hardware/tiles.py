@@ -1,7 +1,7 @@
 """Matrix products with wave and tile quantization.
 
 A multiprocessor computes one tile of the result at a time. So a product takes full waves of tiles,
-the last of which may leave units idle, and edge tiles are computed in full (NVIDIA, "Matrix
+and the last may leave units idle. Edge tiles are computed in full (NVIDIA, "Matrix
 Multiplication Background User's Guide"). Libraries pick the fastest of several tile sizes: small
 tiles fill more units but read more per multiplication. Below one wave of the smallest tiles, the
 summed dim is split (split-K).

@@ -29,9 +29,9 @@ def deferred_init(fn: Callable[..., M], *args: Any, **kwargs: Any) -> M:
     """Call ``fn`` (a module class, or a function that returns a module) without memory for tensors.
 
     Returns the module on the meta device with the recording attached. ``fn`` may read values of
-    tensors that no random number went into. Raises :class:`InitialiseError` with op, parameter and
-    the user's file:line for reads of random values, other generators than the default one, tensors
-    on other devices, writes to tensors from outside ``fn``, and lazy parameters.
+    tensors that no random number went into. Raises :class:`InitialiseError`, which names op,
+    parameter and the user's file:line, for reads of random values, own generators, tensors on other
+    devices, writes to tensors from outside ``fn``, and lazy parameters.
     """
     model, recording = record(fn, *args, **kwargs)
     object.__setattr__(model, _ATTRIBUTE, recording)

@@ -53,7 +53,7 @@ def area_of(tensor: Tensor, storage: int) -> Area:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One recorded call. In ``args`` and ``kwargs`` an :class:`Area` stands for a tensor made during the recording."""
+    """One recorded call; an :class:`Area` in its arguments stands for a recorded tensor."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]

@@ -390,7 +390,7 @@ def _layout_from(mesh: Mesh, form: _LayoutForm) -> Layout:
 
 
 def placement_from(text: str) -> Placement:
-    """``S(1)``, ``S(1/2)``, ``S(1/4:1:1)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
+    """``S(1)``, ``S(1/4:1:1)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
     if text in _LETTERS:
         return _LETTERS[text]
     inner = text[2:-1]
