@@ -282,7 +282,7 @@ class Layout:
         return tuple(sum(n for _, n in self.chunks_of(d, size, rank)) for d, size in enumerate(shape))
 
     def max_local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The largest local shape (that of rank 0); symbolic lengths count as the example's."""
+        """Local shape of rank 0 (example's lengths): the largest, unless another rank owns it."""
         example = tuple(map(int, shape))
         if example not in self._largest:
             self._largest[example] = self.local_shape(example, 0)

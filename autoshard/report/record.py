@@ -264,7 +264,7 @@ class Record:
 
 
 def local_bytes(plan: Record, name: str) -> int:
-    """Bytes of a value or parameter on rank 0, which has the largest shards."""
+    """Bytes of a value or parameter on rank 0: the largest shard, unless another rank owns it."""
     dtype: torch.dtype = getattr(torch, plan.dtypes.get(name, "float32"))
     return math.prod(plan.layouts[name].max_local_shape(plan.shapes[name])) * dtype.itemsize
 
