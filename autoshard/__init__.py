@@ -30,24 +30,26 @@ if TYPE_CHECKING:
     from autoshard.check.coverage import CoverageReport, coverage
     from autoshard.check.measurement import Measured, measure
     from autoshard.check.verification import VerifyReport, verify
-    from autoshard.module.base import ShardedModule
     from autoshard.module.checkpoints import (
         full_optimizer_state_dict,
         load_full_optimizer_state_dict,
         load_safetensors,
     )
-    from autoshard.module.gradients import clip_grad_norm_
+    from autoshard.module.optimizers import clip_grad_norm_
+    from autoshard.module.sharded_module import ShardedModule
     from autoshard.passes.redistribute import Redistribution, redistribution
     from autoshard.plans.plan import Plan
     from autoshard.report.record import Collective, Cost
     from autoshard.testing import register_rule
-    from autoshard.viz.layout_picture import visualize_layout
+    from autoshard.viz import visualize_layout
 
 __version__ = "0.1.0"
 
-_HOME = os.path.dirname(os.path.abspath(__file__))
-_ROOT = os.path.dirname(_HOME)
-_BESIDE = {f"autoshard.{room}": os.path.join(_ROOT, room, "__init__.py") for room in ("passes", "models")}
+_PACKAGE_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_CHECKOUT_FOLDER = os.path.dirname(_PACKAGE_FOLDER)
+_CHECKOUT_PACKAGES = {
+    f"autoshard.{room}": os.path.join(_CHECKOUT_FOLDER, room, "__init__.py") for room in ("passes", "models")
+}
 
 
 class _InCheckout:
@@ -55,21 +57,21 @@ class _InCheckout:
 
     @staticmethod
     def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
-        here = name in _BESIDE and path == __path__  # not for another autoshard
-        return spec_from_file_location(name, _BESIDE[name]) if here else None
+        here = name in _CHECKOUT_PACKAGES and path == __path__  # not for another autoshard
+        return spec_from_file_location(name, _CHECKOUT_PACKAGES[name]) if here else None
 
 
 # First in line: an editable install's finder would answer with its own checkout.
-if not os.path.isdir(os.path.join(_HOME, "passes")):
+if not os.path.isdir(os.path.join(_PACKAGE_FOLDER, "passes")):
     sys.meta_path.insert(0, _InCheckout)
 
 # Loaded on first use, so that generated code, which imports the runtime only, starts fast.
-_LAZY = {
+_LAZY_MODULES = {
     "compile": "autoshard.api",
     "plan": "autoshard.api",
     "score": "autoshard.api",
-    "ShardedModule": "autoshard.module.base",
-    "clip_grad_norm_": "autoshard.module.gradients",
+    "ShardedModule": "autoshard.module.sharded_module",
+    "clip_grad_norm_": "autoshard.module.optimizers",
     "load_safetensors": "autoshard.module.checkpoints",
     "full_optimizer_state_dict": "autoshard.module.checkpoints",
     "load_full_optimizer_state_dict": "autoshard.module.checkpoints",
@@ -85,7 +87,7 @@ _LAZY = {
     "CoverageReport": "autoshard.check.coverage",
     "redistribution": "autoshard.passes.redistribute",
     "Redistribution": "autoshard.passes.redistribute",
-    "visualize_layout": "autoshard.viz.layout_picture",
+    "visualize_layout": "autoshard.viz",
     "Plan": "autoshard.plans.plan",
     "Cost": "autoshard.report.record",
     "Collective": "autoshard.report.record",
@@ -137,8 +139,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _LAZY_MODULES:
+        value = getattr(importlib.import_module(_LAZY_MODULES[name]), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'autoshard' has no attribute {name!r}")

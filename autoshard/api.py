@@ -14,35 +14,40 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.compiler import captured, compiled
-from autoshard.devices import AXIS, pipelined_for, planned_for, served_for
+from autoshard.compiler import capture_graph, compile_model
+from autoshard.devices import STAGE_AXIS, pipelined_for, planned_for, served_for
+from autoshard.dumps import set_up_logs
 from autoshard.errors import CaptureError, MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.hardware import hardware as resolve_hardware
 from autoshard.mesh import Mesh, MeshLike
-from autoshard.module.arguments import check_arguments, own
-from autoshard.module.base import ShardedModule
+from autoshard.module.arguments import check_arguments, copy_containers
 from autoshard.module.in_process import InProcessModule
-from autoshard.module.inputs import Inputs, check_inputs, local_layouts, telling_wholes, wholes, with_rows
-from autoshard.module.model.state import requires_grad
-from autoshard.module.programs.compiling import Settings
+from autoshard.module.inputs import (
+    InputScope,
+    check_inputs,
+    global_examples,
+    local_layouts,
+    report_global_inputs,
+    with_batch_size,
+)
+from autoshard.module.model.original import any_requires_grad
+from autoshard.module.programs.compiling import CompileSettings
 from autoshard.module.ranks.distributed import DistributedModule
-from autoshard.module.staged.pipelined import PipelinedModule
-from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
+from autoshard.module.ranks.pipelined import PipelinedModule
+from autoshard.module.sharded_module import ShardedModule
+from autoshard.passes.capture.exported.symbolic_shapes import Dynamic, with_static_fallback
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.microbatch import check_lengths, count_of
-from autoshard.passes.propagate.experts import like_of
+from autoshard.passes.microbatch import check_lengths, parse_micro_batches
+from autoshard.passes.propagate.named_strategies import expand_tp_plan
 from autoshard.passes.propagate.recompute import Recompute
-from autoshard.plans.compiled import Compiled
-from autoshard.plans.plan import Plan
-from autoshard.plans.stages import check_schedule, check_stages
-from autoshard.plans.stages_together import rest
-from autoshard.plans.wishes import Wishes
+from autoshard.plans.options import CompileOptions
+from autoshard.plans.plan import Compiled, Plan
+from autoshard.plans.stages import check_schedule, check_stages, mesh_without_axis
 from autoshard.precision import precision_of
-from autoshard.progress import seldom_collected
+from autoshard.progress import infrequent_gc
 from autoshard.report.record import Cost
-from autoshard.serving import calls_for, check_asked, laid_out, served, together
-from autoshard.stages import set_up_logs
+from autoshard.serving import check_asked, profile_calls, search_jointly, serving_plan, with_serving_layouts
 
 set_up_logs()
 log = logging.getLogger("autoshard")
@@ -70,7 +75,7 @@ def compile(  # noqa: A001  the public name
     stages: str | None = None,
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
-    inputs: Inputs = "global",
+    inputs: InputScope = "global",
     mixed_precision: Any = None,
     objective: str = "step",
     profile: Mapping[str, Any] | None = None,
@@ -151,10 +156,12 @@ def compile(  # noqa: A001  the public name
     kinds = {"plan": plan, "training": training, "gather_outputs": gather_outputs, "strict": strict, "dynamic": dynamic}
     check_arguments(model, example_args, example_kwargs, hints=hints, **kinds)
     check_inputs(inputs)
-    asked = own((like, hints, recompute, dynamic, inputs, profile))  # kept for later calls, which compile with them
+    asked = copy_containers(
+        (like, hints, recompute, dynamic, inputs, profile)
+    )  # kept for later calls, which compile with them
     like, hints, recompute, dynamic, inputs, profile = asked
     resolved = Mesh.of(mesh)
-    wishes = _wishes(
+    opts = _make_compile_options(
         micro_batches,
         mixed_precision,
         hints=hints,
@@ -172,20 +179,22 @@ def compile(  # noqa: A001  the public name
     )
     others = {"plan": plan, "stages": stages, "micro_batches": micro_batches != 1}
     check_asked(objective, profile, model.training if training is None else training, others)
-    check_stages(resolved, wishes)
-    settings = Settings(wishes, training, gather_outputs, dynamic, inputs)
-    sharded = _module(model, mesh, resolved, settings)
+    check_stages(resolved, opts)
+    settings = CompileSettings(opts, training, gather_outputs, dynamic, inputs)
+    sharded = _make_module(model, mesh, resolved, settings)
     if example_args or example_kwargs:
         sharded.specialise(example_args, example_kwargs or {})
     return sharded
 
 
-def _wishes(micro_batches: int | str, mixed_precision: Any, **asked: Any) -> Wishes:
-    wishes = Wishes(micro_batches=count_of(micro_batches), mixed_precision=precision_of(mixed_precision), **asked)
-    return wishes.as_planned()
+def _make_compile_options(micro_batches: int | str, mixed_precision: Any, **asked: Any) -> CompileOptions:
+    opts = CompileOptions(
+        micro_batches=parse_micro_batches(micro_batches), mixed_precision=precision_of(mixed_precision), **asked
+    )
+    return opts.as_planned()
 
 
-def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings) -> ShardedModule:
+def _make_module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: CompileSettings) -> ShardedModule:
     """A module for this rank under torch.distributed, else one for all ranks in this process."""
     running = dist.is_available() and dist.is_initialized()
     if hasattr(mesh, "mesh_dim_names") or (running and dist.get_world_size() > 1):
@@ -195,15 +204,15 @@ def _module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: Settings
                 f"the mesh ({resolved}) has {resolved.size} ranks, but torch.distributed runs {ranks}. "
                 f"Start {resolved.size} processes (torchrun --nproc-per-node {resolved.size}) or use a mesh of {ranks}."
             )
-        kind = DistributedModule if settings.wishes.stages is None else PipelinedModule
+        kind = DistributedModule if settings.opts.stages is None else PipelinedModule
         return kind(model, resolved, settings, mesh if isinstance(mesh, DeviceMesh) else None)
     if not running and resolved.size > 1:
-        _tell_of_processes(os.environ.get("WORLD_SIZE", "1"), resolved.size)
+        _warn_uninitialised(os.environ.get("WORLD_SIZE", "1"), resolved.size)
     return InProcessModule(model, resolved, settings)
 
 
 @cache
-def _tell_of_processes(started: str, ranks: int) -> None:
+def _warn_uninitialised(started: str, ranks: int) -> None:
     """Warn once if a launcher started several processes, each of which would run all ranks."""
     if started != "1":
         log.warning(
@@ -214,7 +223,7 @@ def _tell_of_processes(started: str, ranks: int) -> None:
         )
 
 
-@seldom_collected()
+@infrequent_gc()
 def plan(
     model: nn.Module,
     mesh: MeshLike | None = None,
@@ -235,7 +244,7 @@ def plan(
     stages: str | None = None,
     schedule: str = "1f1b",
     stages_per_rank: int | None = None,
-    inputs: Inputs = "global",
+    inputs: InputScope = "global",
     mixed_precision: Any = None,
     strict: bool = False,
     objective: str = "step",
@@ -261,7 +270,7 @@ def plan(
         )
     if (mesh is None) == (devices is None):
         raise MeshError("autoshard.plan needs a mesh, or devices=64 to search one: give one of them")
-    example = with_rows(batch, tuple(example_args), dict(example_kwargs or {}))
+    example = with_batch_size(batch, tuple(example_args), dict(example_kwargs or {}))
     others = {"stages": stages, "micro_batches": micro_batches != 1, "dynamic": dynamic, "inputs": inputs != "global"}
     check_asked(objective, profile, model.training if training is None else training, others)
     asked = {
@@ -278,39 +287,41 @@ def plan(
         "strict": strict,
     }
     if objective != "step" or profile is not None:
-        wishes = replace(_wishes(1, **asked), like=like_of(model, like))
-        check_schedule(wishes, searched=False)
-        calls, title = calls_for(model, *example, wishes), type(model).__name__
+        opts = replace(_make_compile_options(1, **asked), like=expand_tp_plan(model, like))
+        check_schedule(opts, searched=False)
+        calls, title = profile_calls(model, *example, opts), type(model).__name__
         if mesh is not None:
-            return served(calls, together(calls, Mesh.of(mesh, hardware), wishes), wishes, title)
+            return serving_plan(calls, search_jointly(calls, Mesh.of(mesh, hardware), opts), opts, title)
         assert devices is not None
-        return served_for(calls, devices, resolve_hardware(hardware or "h100"), wishes, title)
+        return served_for(calls, devices, resolve_hardware(hardware or "h100"), opts, title)
     if mesh is not None:
         asked |= {"micro_batches": micro_batches, "stages": stages, "inputs": inputs}
-        return compiled_for(model, Mesh.of(mesh, hardware), *example, training=training, dynamic=dynamic, **asked).plan
+        return compile_for_mesh(
+            model, Mesh.of(mesh, hardware), *example, training=training, dynamic=dynamic, **asked
+        ).plan
     if inputs != "global":
         raise MeshError("inputs that a rank brings need a mesh: give mesh= instead of devices=")
     assert devices is not None
-    wishes = _wishes(1 if micro_batches == "auto" else micro_batches, **asked)
-    wishes = replace(wishes, like=like_of(model, like))
-    recorded = _records(model, example, training)
-    check_schedule(wishes, searched=stages is not None or micro_batches == "auto")
-    check_lengths(wishes.micro_batches, bool(recorded and dynamic))
+    opts = _make_compile_options(1 if micro_batches == "auto" else micro_batches, **asked)
+    opts = replace(opts, like=expand_tp_plan(model, like))
+    recorded = _has_backward(model, example, training)
+    check_schedule(opts, searched=stages is not None or micro_batches == "auto")
+    check_lengths(opts.micro_batches, bool(recorded and dynamic))
 
     def capture(lengths: Dynamic) -> Graph:
-        return captured(model, *example, training=recorded, dynamic=lengths, precision=wishes.mixed_precision)
+        return capture_graph(model, *example, training=recorded, dynamic=lengths, precision=opts.mixed_precision)
 
-    graph = fixed_if_refused(dynamic, capture)
-    found = graph, devices, resolve_hardware(hardware or "h100"), wishes, type(model).__name__
+    graph = with_static_fallback(dynamic, capture)
+    found = graph, devices, resolve_hardware(hardware or "h100"), opts, type(model).__name__
     if stages is None and micro_batches != "auto":
         return planned_for(*found)
-    if stages not in (None, AXIS):
-        raise PlanError(f"stages={stages!r}: with devices= the axis of stages is {AXIS!r}")
+    if stages not in (None, STAGE_AXIS):
+        raise PlanError(f"stages={stages!r}: with devices= the axis of stages is {STAGE_AXIS!r}")
     batches = None if micro_batches == "auto" or micro_batches == 1 else micro_batches
     return pipelined_for(*found, batches, least=1 if stages is None else 2)
 
 
-def compiled_for(
+def compile_for_mesh(
     model: nn.Module,
     mesh: MeshLike,
     args: tuple[Any, ...],
@@ -318,7 +329,7 @@ def compiled_for(
     *,
     training: bool | None = None,
     dynamic: Dynamic = False,
-    inputs: Inputs = "global",
+    inputs: InputScope = "global",
     micro_batches: int | Literal["auto"] = 1,
     mixed_precision: Any = None,
     stages: str | None = None,
@@ -326,27 +337,27 @@ def compiled_for(
 ) -> Compiled:
     """All stages of a compilation, without weights or processes. Arguments as of :func:`plan`."""
     resolved = Mesh.of(mesh)
-    wishes = _wishes(micro_batches, mixed_precision, stages=stages, **asked)
-    check_stages(resolved, wishes)
-    running = resolved if stages is None else rest(resolved, stages)
-    layouts = local_layouts(model, running, args, kwargs, inputs, wishes.hints)
-    example = wholes(args, kwargs, layouts)
-    wishes = replace(wishes, inputs=() if dynamic or micro_batches != 1 or stages is not None else layouts)
+    opts = _make_compile_options(micro_batches, mixed_precision, stages=stages, **asked)
+    check_stages(resolved, opts)
+    running = resolved if stages is None else mesh_without_axis(resolved, stages)
+    layouts = local_layouts(model, running, args, kwargs, inputs, opts.hints)
+    example = global_examples(args, kwargs, layouts)
+    opts = replace(opts, inputs=() if dynamic or micro_batches != 1 or stages is not None else layouts)
     others = {"stages": stages, "micro_batches": micro_batches != 1}
-    check_asked(wishes.objective, wishes.profile, model.training if training is None else training, others)
-    wishes = laid_out(model, resolved, *example, wishes, type(model).__name__)
-    recorded = _records(model, example, training)
-    check_lengths(wishes.micro_batches, bool(recorded and dynamic))
-    with telling_wholes(model, *example, layouts):
-        return fixed_if_refused(
-            dynamic, lambda lengths: compiled(model, resolved, *example, wishes, training=recorded, dynamic=lengths)
+    check_asked(opts.objective, opts.profile, model.training if training is None else training, others)
+    opts = with_serving_layouts(model, resolved, *example, opts, type(model).__name__)
+    recorded = _has_backward(model, example, training)
+    check_lengths(opts.micro_batches, bool(recorded and dynamic))
+    with report_global_inputs(model, *example, layouts):
+        return with_static_fallback(
+            dynamic, lambda lengths: compile_model(model, resolved, *example, opts, training=recorded, dynamic=lengths)
         )
 
 
-def _records(model: nn.Module, example: tuple[Any, ...], training: bool | None) -> bool:
+def _has_backward(model: nn.Module, example: tuple[Any, ...], training: bool | None) -> bool:
     """Whether a call with these arguments has a backward."""
     wanted = model.training if training is None else training
-    return wanted and requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
+    return wanted and any_requires_grad(pytree.tree_leaves(example), model.parameters(), model.buffers())
 
 
 def score(

@@ -10,7 +10,7 @@ import torch
 from autoshard.errors import AutoshardError
 
 
-class Absent:
+class MissingOp:
     """Placeholder of an op that this version of torch lacks; a call raises with its name."""
 
     def __init__(self, name: str) -> None:
@@ -30,10 +30,10 @@ class _Packet:
     """Overloads of one op, with placeholders for missing ones; a call goes to torch's packet."""
 
     def __init__(self, name: str) -> None:
-        self._packet = getattr(torch.ops.aten, name, None) or Absent(f"aten.{name}")
+        self._packet = getattr(torch.ops.aten, name, None) or MissingOp(f"aten.{name}")
 
     def __getattr__(self, overload: str) -> Any:
-        found = getattr(self._packet, overload, None) or Absent(f"{self._packet}.{overload}")
+        found = getattr(self._packet, overload, None) or MissingOp(f"{self._packet}.{overload}")
         setattr(self, overload, found)
         return found
 
@@ -41,7 +41,7 @@ class _Packet:
         return self._packet(*args, **kwargs)
 
     def overloads(self) -> list[str]:
-        return [] if isinstance(self._packet, Absent) else list(self._packet.overloads())
+        return [] if isinstance(self._packet, MissingOp) else list(self._packet.overloads())
 
 
 class _Aten:

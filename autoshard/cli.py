@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,12 +15,73 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import autoshard
+from autoshard import models
 from autoshard.errors import AutoshardError, HintError, MeshError, PlanError
 from autoshard.hardware import PRESETS, free_memory
 from autoshard.layout import Shard
 from autoshard.mesh import Mesh
 from autoshard.models.by_name import load
 from autoshard.plans.plan import Plan
+
+DEMO_MESH = {"dp": 2, "tp": 2}
+DEMO_STEPS = 3
+
+
+def demo(out: Path) -> int:
+    """Compile, print, verify and save a GPT on 2 × 2 simulated ranks; exit status 0 if verified."""
+    reference = models.get("gpt")
+    args, kwargs = reference.inputs(batch=4)
+    mesh = autoshard.Mesh(DEMO_MESH, hardware="ideal_network")
+    torch.manual_seed(0)
+    model = reference.model()
+    print(
+        f"A GPT with {sum(p.numel() for p in model.parameters()):,} parameters on {mesh.size} ranks (mesh {mesh}), "
+        "as threads of this process.\n"
+        'hardware="ideal_network": communication is next to free, so that everything that can be split is split. On\n'
+        "real hardware (the default is h100) the best plan for so small a model is to keep it whole on every rank."
+    )
+    sharded = autoshard.compile(model, mesh, args, kwargs)
+    _print_title("The plan, its collectives, and what it costs")
+    print(sharded.plan)
+    _print_title("The generated source that every rank runs: one of its classes")
+    print(class_text(sharded.source, "Block"))
+    _print_title(
+        f"Sharded against unsharded, in float64: outputs, gradients, and weights after {DEMO_STEPS} steps of AdamW"
+    )
+    report = autoshard.verify(model.double(), mesh, args, kwargs, steps=DEMO_STEPS)
+    print(report)
+    sharded.save(out)
+    sharded.visualize(out / "plan.html")
+    _print_title("Files")
+    _print_files(out, mesh.size)
+    return 0 if report.ok else 1
+
+
+def class_text(source: str, name: str) -> str:
+    """The text of class ``name`` in Python ``source``."""
+    found = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
+    return "\n".join(source.splitlines()[found.lineno - 1 : found.end_lineno])
+
+
+def _print_title(text: str) -> None:
+    print(f"\n=== {text}\n")
+
+
+def _print_files(out: Path, ranks: int) -> None:
+    for name, what in (
+        ("rank_module.py", "the program of every rank; needs autoshard.runtime, not the model's code"),
+        ("plan.json", "the plan: autoshard.Plan.from_json reads it"),
+        ("plan.html", "the plan as a page: open it in a browser"),
+        (f"rank0 … rank{ranks - 1}.safetensors", "every rank's shards of the parameters"),
+        ("inputs.json", "shapes and value ranges of the inputs"),
+        ("lines.json", "which module each line communicates for: names in profiles"),
+    ):
+        print(f"{out / name}  {what}")
+    print(f"\nRun it in {ranks} processes, or all ranks in one:")
+    folder = "" if shutil.which("torchrun") else f"{Path(sys.executable).parent}/"
+    print(f"  {folder}torchrun --nproc-per-node {ranks} {out / 'rank_module.py'} --steps {DEMO_STEPS}")
+    print(f"  {folder}python {out / 'rank_module.py'} --steps {DEMO_STEPS}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,11 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autoshard", description="Shard a PyTorch model over a device mesh.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, text in (
-        ("plan", _plan, "choose layouts and print the plan; needs no weights, any mesh size"),
-        ("compile", _compile, "write rank_module.py, plan.json and shards to a directory"),
-        ("verify", _verify, "compare the sharded model with the unsharded one"),
-        ("show", _show, "print the source, or draw the plan to .html .dot .svg .json .txt"),
-        ("explain", _explain, "say why a parameter, a module or an operation is laid out as it is"),
+        ("plan", _plan_command, "choose layouts and print the plan; needs no weights, any mesh size"),
+        ("compile", _compile_command, "write rank_module.py, plan.json and shards to a directory"),
+        ("verify", _verify_command, "compare the sharded model with the unsharded one"),
+        ("show", _show_command, "print the source, or draw the plan to .html .dot .svg .json .txt"),
+        ("explain", _explain_command, "say why a parameter, a module or an operation is laid out as it is"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(run=run)
@@ -64,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
             mesh.add_argument("--devices", type=int, help="how many: the mesh is searched, too")
         else:
             mesh.add_argument(
-                "--plan", type=_saved, metavar="FILE", help="follow what `plan --json FILE` wrote, mesh and all"
+                "--plan", type=_plan_argument, metavar="FILE", help="follow what `plan --json FILE` wrote, mesh and all"
             )
         command.add_argument("--hardware", default="h100", help=f"one of {', '.join(PRESETS)} (default h100)")
         command.add_argument("--batch", type=int, help="global batch size (default 4, or the function's)")
@@ -76,7 +139,9 @@ def _parser() -> argparse.ArgumentParser:
             "--like", metavar="PLAN", help="an expert's plan: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
         )
         command.add_argument("--inference", action="store_true", help="no gradients")
-        command.add_argument("--micro-batches", type=_count, default=1, metavar="N", help="a number, or auto")
+        command.add_argument(
+            "--micro-batches", type=_micro_batches_argument, default=1, metavar="N", help="a number, or auto"
+        )
         ways = ("auto", "none", "blocks", "selective")
         command.add_argument("--recompute", default="auto", choices=ways, help="default: as memory needs")
         command.add_argument("--stages", metavar="AXIS", help="the mesh axis along which the graph is cut into stages")
@@ -84,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--stages-per-rank", type=int, help="of an interleaved schedule (default: chosen)")
         if name != "verify":
             command.add_argument("--dynamic", action="store_true", help="one program for all batch sizes and lengths")
-            _add_planning(command)
+            _add_planning_options(command)
         if name == "explain":
             command.add_argument("name", metavar="NAME", help="a parameter, an operation, or a pattern of modules")
         if name == "plan":
@@ -101,12 +166,12 @@ def _parser() -> argparse.ArgumentParser:
     shown = commands.add_parser(
         "demo", help="the whole way on a small GPT", description="The whole way on a small GPT."
     )
-    shown.set_defaults(run=_demo)
+    shown.set_defaults(run=_demo_command)
     shown.add_argument("--out", type=Path, default=Path("autoshard-demo"), help="where to write (./autoshard-demo)")
     return parser
 
 
-def _add_planning(command: argparse.ArgumentParser) -> None:
+def _add_planning_options(command: argparse.ArgumentParser) -> None:
     """Options of :func:`autoshard.plan` that not all commands have."""
     command.add_argument("--memory-budget", type=float, metavar="BYTES", help="per rank, at the peak, such as 40e9")
     command.add_argument("--optimizer", default="adamw", help="whose state is counted (default adamw)")
@@ -118,13 +183,13 @@ def _add_planning(command: argparse.ArgumentParser) -> None:
     command.add_argument("--profile", metavar="CALLS", help="how often each comes, as prefill=1,decode=200")
 
 
-def _count(text: str) -> int | str:
+def _micro_batches_argument(text: str) -> int | str:
     if text != "auto" and not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is no number, and not auto")
     return text if text == "auto" else int(text)
 
 
-def _planning(options: argparse.Namespace) -> dict[str, Any]:
+def _planning_arguments(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of :func:`autoshard.plan` from the options."""
     names = "memory_budget optimizer recompute micro_batches strict stages schedule stages_per_rank dynamic".split()
     asked = {name: getattr(options, name) for name in names if hasattr(options, name)}
@@ -135,8 +200,8 @@ def _planning(options: argparse.Namespace) -> dict[str, Any]:
         asked["mixed_precision"] = MixedPrecisionPolicy(dtype, torch.float32)
     if hasattr(options, "objective"):
         asked |= {"objective": options.objective, "profile": _profile(options)}
-    asked |= {"hints": _hints(options), "like": _like(options), "training": _trains(options)}
-    return asked if _given(options) is None else {**asked, "plan": _given(options)}
+    asked |= {"hints": _hints(options), "like": _like_argument(options), "training": _is_training(options)}
+    return asked if _given_plan(options) is None else {**asked, "plan": _given_plan(options)}
 
 
 def _profile(options: argparse.Namespace) -> dict[str, float] | None:
@@ -149,7 +214,7 @@ def _profile(options: argparse.Namespace) -> dict[str, float] | None:
         raise PlanError(f"--profile {options.profile!r}: write calls and numbers as prefill=1,decode=200") from error
 
 
-def _saved(path: str) -> Plan:
+def _plan_argument(path: str) -> Plan:
     try:
         return Plan.from_json(Path(path).read_bytes())
     except OSError as error:
@@ -158,7 +223,7 @@ def _saved(path: str) -> Plan:
         raise argparse.ArgumentTypeError(f"{path}: {error}") from error
 
 
-def _given(options: argparse.Namespace) -> Plan | None:
+def _given_plan(options: argparse.Namespace) -> Plan | None:
     """The saved plan to follow, if given."""
     plan: Plan | None = getattr(options, "plan", None)
     if plan is not None and (options.like or options.hint):
@@ -166,13 +231,13 @@ def _given(options: argparse.Namespace) -> Plan | None:
     return plan
 
 
-def _trains(options: argparse.Namespace) -> bool:
-    plan = _given(options)
+def _is_training(options: argparse.Namespace) -> bool:
+    plan = _given_plan(options)
     return not options.inference if plan is None else plan.training
 
 
 def _mesh(options: argparse.Namespace) -> Mesh:
-    if (plan := _given(options)) is not None:
+    if (plan := _given_plan(options)) is not None:
         return plan.mesh
     axes: dict[str, int] = {}
     for part in options.mesh.split(","):
@@ -195,7 +260,7 @@ def _hints(options: argparse.Namespace) -> dict[str, Any]:
     return hints
 
 
-def _like(options: argparse.Namespace) -> str | dict[str, str] | None:
+def _like_argument(options: argparse.Namespace) -> str | dict[str, str] | None:
     given: str | None = options.like
     if given is None or "=" not in given:
         return given
@@ -208,11 +273,11 @@ def _like(options: argparse.Namespace) -> str | dict[str, str] | None:
     return {axis: name for axis, _, name in parts}
 
 
-_COMPILED, _VERIFIED = 4.5, 12
+_COMPILE_WEIGHT_COPIES, _VERIFY_WEIGHT_COPIES = 4.5, 12
 """measured peak memory of ``compile`` and ``verify``, in copies of the weights"""
 
 
-def _weigh(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> None:
+def _check_memory(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> None:
     """Print the memory that a command needs. Raises :class:`PlanError` if the machine has less.
 
     ``itemsize``: bytes per element, if the command converts the model.
@@ -230,28 +295,28 @@ def _weigh(make: Callable[[], nn.Module], copies: float, itemsize: int = 0) -> N
         )
 
 
-def _without_weights(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+def _meta_model(options: argparse.Namespace) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     make, args, kwargs = load(options.model, options.batch, options.seq)
     with torch.device("meta"):
-        return make().train(_trains(options)), args, kwargs
+        return make().train(_is_training(options)), args, kwargs
 
 
-def _planned(options: argparse.Namespace) -> Any:
+def _resulting_plan(options: argparse.Namespace) -> Any:
     """The plan of a model without weights, or the given plan."""
     import autoshard
 
-    if (given := _given(options)) is not None:
+    if (given := _given_plan(options)) is not None:
         return given
-    model, args, kwargs = _without_weights(options)
+    model, args, kwargs = _meta_model(options)
     if getattr(options, "devices", None) is not None:
         where: dict[str, Any] = {"devices": options.devices, "hardware": options.hardware}
     else:
         where = {"mesh": _mesh(options)}
-    return autoshard.plan(model, example_args=args, example_kwargs=kwargs, **where, **_planning(options))
+    return autoshard.plan(model, example_args=args, example_kwargs=kwargs, **where, **_planning_arguments(options))
 
 
-def _plan(options: argparse.Namespace) -> int:
-    plan = _planned(options)
+def _plan_command(options: argparse.Namespace) -> int:
+    plan = _resulting_plan(options)
     print(plan)
     if options.json:
         options.json.write_text(plan.to_json(), encoding="utf-8")
@@ -259,13 +324,15 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _compile(options: argparse.Namespace) -> int:
+def _compile_command(options: argparse.Namespace) -> int:
     import autoshard
 
     make, args, kwargs = load(options.model, options.batch, options.seq)
-    _weigh(make, _COMPILED)
+    _check_memory(make, _COMPILE_WEIGHT_COPIES)
     torch.manual_seed(0)
-    sharded = autoshard.compile(make().train(_trains(options)), _mesh(options), args, kwargs, **_planning(options))
+    sharded = autoshard.compile(
+        make().train(_is_training(options)), _mesh(options), args, kwargs, **_planning_arguments(options)
+    )
     sharded.save(options.out)
     ranks = sharded.mesh.size
     step = ", step.json" if (options.out / "step.json").exists() else ""
@@ -274,15 +341,15 @@ def _compile(options: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify_command(options: argparse.Namespace) -> int:
     import autoshard
 
     make, args, kwargs = load(options.model, options.batch, options.seq)
     name = options.dtype or ("float64" if options.plan is None else None)  # a plan has dtypes
     dtype = None if name is None else getattr(torch, name)
-    _weigh(make, _VERIFIED, 0 if dtype is None else dtype.itemsize)
+    _check_memory(make, _VERIFY_WEIGHT_COPIES, 0 if dtype is None else dtype.itemsize)
     torch.manual_seed(0)
-    model = make().train(_trains(options))
+    model = make().train(_is_training(options))
     if dtype is not None:
         model = model.to(dtype)
         args, kwargs = torch.utils._pytree.tree_map(
@@ -290,37 +357,35 @@ def _verify(options: argparse.Namespace) -> int:
         )
     names = "steps micro_batches recompute stages schedule stages_per_rank".split()
     asked = {name: getattr(options, name) for name in names}
-    asked |= {"plan": options.plan, "hints": _hints(options), "like": _like(options)}
+    asked |= {"plan": options.plan, "hints": _hints(options), "like": _like_argument(options)}
     report = autoshard.verify(model, _mesh(options), args, kwargs, **asked)
     print(report)
     return 0 if report.ok else 1
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show_command(options: argparse.Namespace) -> int:
     if options.out is None:
-        print(_source(options))
+        print(_generated_source(options))
     else:
-        _planned(options).visualize(options.out)
+        _resulting_plan(options).visualize(options.out)
         print(f"written to {options.out}")
     return 0
 
 
-def _source(options: argparse.Namespace) -> str:
+def _generated_source(options: argparse.Namespace) -> str:
     """The generated source for a model without weights."""
-    from autoshard.api import compiled_for
+    from autoshard.api import compile_for_mesh
 
-    model, args, kwargs = _without_weights(options)
-    return str(compiled_for(model, _mesh(options), args, kwargs, **_planning(options)).source.text)
+    model, args, kwargs = _meta_model(options)
+    return str(compile_for_mesh(model, _mesh(options), args, kwargs, **_planning_arguments(options)).source.text)
 
 
-def _explain(options: argparse.Namespace) -> int:
-    print(_planned(options).explain(options.name))
+def _explain_command(options: argparse.Namespace) -> int:
+    print(_resulting_plan(options).explain(options.name))
     return 0
 
 
-def _demo(options: argparse.Namespace) -> int:
-    from autoshard.demo import demo
-
+def _demo_command(options: argparse.Namespace) -> int:
     return demo(options.out)
 
 

@@ -9,41 +9,54 @@ from typing import Any
 
 from torch import nn
 
-from autoshard import stages
+from autoshard import dumps
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
-from autoshard.passes.capture.exported.lengths import Dynamic
+from autoshard.passes.capture.exported.symbolic_shapes import Dynamic
 from autoshard.passes.codegen import codegen
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.program import Program
-from autoshard.passes.ir.sizes import noting
+from autoshard.passes.ir.sizes import record_conditions
 from autoshard.passes.ir.verify import check_graph, check_program
-from autoshard.passes.lower.lowering import narrowed
-from autoshard.passes.memory import fitting, tried
-from autoshard.passes.microbatch import MicroBatches, in_parts
-from autoshard.passes.propagate.experts import Expert, asked_by, beside, like_of, met, usual
-from autoshard.passes.propagate.hints import comes_in, fixed, goes_out, held, in_time, resolve
+from autoshard.passes.lower.lowering import with_length_conditions
+from autoshard.passes.memory import lower_and_simulate, search_within_memory
+from autoshard.passes.microbatch import MicroBatches, choose_micro_batches
+from autoshard.passes.propagate.hints import (
+    fixed_parameters,
+    given_input_layouts,
+    kept_buffer_layouts,
+    micro_batch_placements,
+    resolve_hints,
+    wanted_output_layouts,
+)
+from autoshard.passes.propagate.named_strategies import (
+    NamedStrategy,
+    baseline_strategies,
+    expand_tp_plan,
+    resolve_like,
+    search_with_fallback,
+    without_hinted,
+)
 from autoshard.passes.propagate.planner import Planner
-from autoshard.passes.rules.checks import check_random, check_rules
-from autoshard.plans.compiled import Compiled
-from autoshard.plans.describe import describe
-from autoshard.plans.follow import assignment_of, check_asked
-from autoshard.plans.orders import in_cheaper_order
-from autoshard.plans.plan import Plan
-from autoshard.plans.stages import in_stages
-from autoshard.plans.wishes import Wishes
-from autoshard.progress import seldom_collected, stage
-from autoshard.runtime.autocast import without_autocast
+from autoshard.passes.rules.restrictions import check_random, check_rules
+from autoshard.plans.describe import describe_program
+from autoshard.plans.options import CompileOptions
+from autoshard.plans.plan import Compiled, Plan
+from autoshard.plans.reuse import assignment_of, check_plan_options
+from autoshard.plans.stages import compile_stages
+from autoshard.plans.zigzag import plan_cheaper_order
+from autoshard.progress import infrequent_gc, shown_progress
+from autoshard.runtime.transport.torch_state import without_autocast
 
 
-def compiled(
+def compile_model(
     model: nn.Module,
     mesh: Mesh,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    wishes: Wishes,
+    opts: CompileOptions,
     *,
     training: bool | None = None,
     dynamic: Dynamic = False,
@@ -53,78 +66,90 @@ def compiled(
 
     Raises subclasses of :class:`~autoshard.errors.AutoshardError`; the model is left unchanged.
     """
-    graph = captured(model, args, kwargs, training=training, dynamic=dynamic, precision=wishes.mixed_precision)
-    wishes = replace(wishes, like=like_of(model, wishes.like))
-    return build(graph, mesh, wishes, title=title or type(model).__name__)
+    graph = capture_graph(model, args, kwargs, training=training, dynamic=dynamic, precision=opts.mixed_precision)
+    opts = replace(opts, like=expand_tp_plan(model, opts.like))
+    return compile_graph(graph, mesh, opts, title=title or type(model).__name__)
 
 
-@seldom_collected()
-def captured(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
+@infrequent_gc()
+def capture_graph(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], **options: Any) -> Graph:
     """Capture alone. ``options``: see :func:`capture`."""
-    with stage("capture"):
+    with shown_progress("capture"):
         return capture(model, args, kwargs, **options)
 
 
-@seldom_collected()
+@infrequent_gc()
 @without_autocast()  # the graph has its casts
-def build(graph: Graph, mesh: Mesh, wishes: Wishes | None = None, *, title: str = "model") -> Compiled:
+def compile_graph(graph: Graph, mesh: Mesh, opts: CompileOptions | None = None, *, title: str = "model") -> Compiled:
     """All stages after capture. ``title`` names the model in plans and source."""
-    wishes, dump = wishes or Wishes(), stages.captured(graph)
+    opts, dump = opts or CompileOptions(), dumps.dump_graph(graph)
     check_random(graph)
-    always, cuts = wishes.stages is not None, in_time(wishes.hints, graph, mesh, known=wishes.known)
-    found = in_parts(graph, wishes.parts, partial(_built, mesh, wishes, title), _seconds, always, cuts)
-    stages.compiled(found.plan, found.program, lambda: found.source.text, dump)
+    always, cuts = opts.stages is not None, micro_batch_placements(opts.hints, graph, mesh, known=opts.known)
+    found = choose_micro_batches(
+        graph, opts.parts, partial(_compile_micro_batch, mesh, opts, title), _predicted_seconds, always, cuts
+    )
+    dumps.dump_compilation(found.plan, found.program, lambda: found.source.text, dump)
     return found
 
 
-def _built(mesh: Mesh, wishes: Wishes, title: str, graph: Graph, micro: MicroBatches | None) -> Compiled:
+def _compile_micro_batch(
+    mesh: Mesh, opts: CompileOptions, title: str, graph: Graph, micro: MicroBatches | None
+) -> Compiled:
     """The stages after ``graph``, that of one micro-batch if there are several."""
-    if wishes.stages is not None:
-        return in_stages(graph, mesh, wishes, title, micro, planned)
-    graph, program, plan = in_cheaper_order(graph, wishes.plan, lambda part: planned(part, mesh, wishes, title))
+    if opts.stages is not None:
+        return compile_stages(graph, mesh, opts, title, micro, plan_graph)
+    graph, program, plan = plan_cheaper_order(graph, opts.plan, lambda part: plan_graph(part, mesh, opts, title))
     return Compiled(graph, program, plan, partial(codegen, program, title, plan.recomputed), micro)
 
 
-def _seconds(found: Compiled) -> float:
+def _predicted_seconds(found: Compiled) -> float:
     return found.plan.cost.total_s
 
 
-def planned(graph: Graph, mesh: Mesh, wishes: Wishes, title: str = "model") -> tuple[Program, Plan]:
+def plan_graph(graph: Graph, mesh: Mesh, opts: CompileOptions, title: str = "model") -> tuple[Program, Plan]:
     """Program and plan of a graph."""
     check_graph(graph)
-    if wishes.strict:
+    if opts.strict:
         check_rules(graph)
-    with noting() as decided:  # decisions on open lengths become conditions of the program
-        by_plan = None if wishes.plan is None else Expert(text=wishes.plan.like)
-        expert = by_plan or asked_by(wishes.like, graph, mesh, known=wishes.known)
-        expert, (program, memory) = met(expert, wishes.known, partial(_program, graph, mesh, wishes))
-    program = narrowed(program, decided)
+    with record_conditions() as decided:  # decisions on open lengths become conditions of the program
+        by_plan = None if opts.plan is None else NamedStrategy(text=opts.plan.like)
+        expert = by_plan or resolve_like(opts.like, graph, mesh, known=opts.known)
+        expert, (program, memory) = search_with_fallback(expert, opts.known, partial(_plan_program, graph, mesh, opts))
+    program = with_length_conditions(program, decided)
     check_program(program)
-    plan = describe(program, title, wishes.optimizer, memory)
-    mixed, notes = str(wishes.mixed_precision or ""), (*expert.notes, *plan.notes)
+    plan = describe_program(program, title, opts.optimizer, memory)
+    mixed, notes = str(opts.mixed_precision or ""), (*expert.notes, *plan.notes)
     return program, replace(plan, like=expert.text, mixed_precision=mixed, notes=notes)
 
 
-def _program(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert) -> tuple[Program, Memory]:
+def _plan_program(graph: Graph, mesh: Mesh, opts: CompileOptions, expert: NamedStrategy) -> tuple[Program, Memory]:
     """The given plan, else the cheapest within hints, fixed parameters and memory; simulated."""
-    if wishes.plan is not None:
-        check_asked(wishes.plan, wishes, graph, mesh)
-        return tried(assignment_of(wishes.plan, graph, mesh, _given(graph, wishes)), wishes.optimizer, wishes.flying)
-    with stage("planning"):
-        search = partial(planner_of, graph, mesh, wishes)
-        return fitting(search(expert), wishes.memory_budget, (partial(search, x) for x in usual(graph, mesh, expert)))
+    if opts.plan is not None:
+        check_plan_options(opts.plan, opts, graph, mesh)
+        return lower_and_simulate(
+            assignment_of(opts.plan, graph, mesh, _given_layouts(graph, opts)), opts.optimizer, opts.micro_batches_held
+        )
+    with shown_progress("planning"):
+        search = partial(make_planner, graph, mesh, opts)
+        return search_within_memory(
+            search(expert), opts.memory_budget, (partial(search, x) for x in baseline_strategies(graph, mesh, expert))
+        )
 
 
-def _given(graph: Graph, wishes: Wishes) -> dict[str, Layout]:
-    inputs = comes_in(wishes.inputs, graph)
+def _given_layouts(graph: Graph, opts: CompileOptions) -> dict[str, Layout]:
+    inputs = given_input_layouts(opts.inputs, graph)
     given_back = () if graph.training else graph.inputs
     taken = {i.fqn: inputs[i.name] for i in given_back if i.name in inputs}
-    return {**inputs, **held(wishes.parameters, graph), **goes_out({**taken, **(wishes.states or {})}, graph)}
+    return {
+        **inputs,
+        **kept_buffer_layouts(opts.parameters, graph),
+        **wanted_output_layouts({**taken, **(opts.states or {})}, graph),
+    }
 
 
-def planner_of(graph: Graph, mesh: Mesh, wishes: Wishes, expert: Expert, **more: Any) -> Planner:
+def make_planner(graph: Graph, mesh: Mesh, opts: CompileOptions, expert: NamedStrategy, **more: Any) -> Planner:
     """The planner of ``graph`` under these options. ``more``: see :class:`Planner`."""
-    hinted = resolve(wishes.hints, graph, mesh, known=wishes.known) | fixed(wishes.parameters or {}, graph)
-    asked = wishes.optimizer, beside(expert, hinted, graph, mesh).asked, wishes.recompute, expert.regathers
-    rest = _given(graph, wishes), expert.zero, wishes.flying, wishes.stays
-    return Planner(graph, mesh, {**expert.limits, **hinted}, *asked, *rest, wishes.effort, **more)
+    hinted = resolve_hints(opts.hints, graph, mesh, known=opts.known) | fixed_parameters(opts.parameters or {}, graph)
+    asked = opts.optimizer, without_hinted(expert, hinted, graph, mesh).asked, opts.recompute, expert.regathers
+    rest = _given_layouts(graph, opts), expert.zero, opts.micro_batches_held, opts.keep_gathered
+    return Planner(graph, mesh, {**expert.limits, **hinted}, *asked, *rest, opts.effort, **more)

@@ -17,14 +17,14 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import find_batch_size, recursively_apply
 from torch.utils.data import IterableDataset
 
-from autoshard.module.base import ShardedModule
 from autoshard.module.checkpoints import (
     full_optimizer_state_dict,
     load_full_optimizer_state_dict,
     load_safetensors,
 )
 from autoshard.module.ranks.distributed import DistributedModule
-from autoshard.runtime.programs.saved import reading
+from autoshard.module.sharded_module import ShardedModule
+from autoshard.runtime.programs.launch import as_plan_error
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
 """file names in a transformers checkpoint"""
@@ -141,9 +141,9 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, _OPTIMIZER)):
             return
-        with _loaded(checkpoint, _OPTIMIZER, mmap=True) as state:
+        with _checkpoint_entry(checkpoint, _OPTIMIZER, mmap=True) as state:
             load_full_optimizer_state_dict(self.model, self.optimizer, state)
-        with _loaded(checkpoint, _SCHEDULER) as state:
+        with _checkpoint_entry(checkpoint, _SCHEDULER) as state:
             self.lr_scheduler.load_state_dict(state)
 
 
@@ -163,10 +163,10 @@ def _count_last_batch(loader: Any) -> None:
 
 
 @contextlib.contextmanager
-def _loaded(checkpoint: str, name: str, mmap: bool = False) -> Iterator[Any]:
+def _checkpoint_entry(checkpoint: str, name: str, mmap: bool = False) -> Iterator[Any]:
     """The content of a ``torch.save`` file. Raises :class:`PlanError` if it is unusable."""
     path = Path(checkpoint, name)
-    with reading(path, "resume from another checkpoint, or without this file"):
+    with as_plan_error(path, "resume from another checkpoint, or without this file"):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except (EOFError, RuntimeError, pickle.UnpicklingError) as error:

@@ -67,7 +67,7 @@ class Grouped(Shard):
 
     def __post_init__(self) -> None:
         Shard.__post_init__(self)
-        if len(self.parts) < 2 or min(self.parts) < 1 or not can_be_parts(self.parts):
+        if len(self.parts) < 2 or min(self.parts) < 1 or not fits_split_factor(self.parts):
             raise LayoutError(f"Grouped({self.dim}, {self.parts}): no ratio of parts, or one that a DTensor cannot say")
         object.__setattr__(self, "parts", tuple(n // math.gcd(*self.parts) for n in self.parts))
 
@@ -76,31 +76,33 @@ class Grouped(Shard):
         return f"S({self.dim}/{len(self.parts) if equal else ':'.join(map(str, self.parts))})"
 
 
-_BITS = 56
+_SPLIT_FACTOR_BITS = 56
 """bits of a split factor, divided among its parts"""
 
 
-def can_be_parts(lengths: Sequence[int]) -> bool:
+def fits_split_factor(lengths: Sequence[int]) -> bool:
     """Whether the ratio of these lengths fits into a torch split factor (:func:`_split_factor`)."""
-    return len(lengths) <= _BITS and max(lengths) // math.gcd(*lengths) < 2 ** (_BITS // len(lengths))
+    return len(lengths) <= _SPLIT_FACTOR_BITS and max(lengths) // math.gcd(*lengths) < 2 ** (
+        _SPLIT_FACTOR_BITS // len(lengths)
+    )
 
 
 def _split_factor(parts: tuple[int, ...]) -> int:
     """A ratio encoded as a negative split factor of a strided shard, which torch passes on unread.
 
-    Torch supports equal parts on one axis only. :mod:`autoshard.module.dtensors.strided` lets it
-    shard and gather by :func:`parts_of` once a sharded module exists.
+    Torch supports equal parts on one axis only. :mod:`autoshard.module.dtensors.segments` lets it
+    shard and gather by :func:`parts_of_split_factor` once a sharded module exists.
     """
-    bits = _BITS // len(parts)
-    return -(sum(n << bits * i for i, n in enumerate(parts)) * 2 * _BITS + len(parts))
+    bits = _SPLIT_FACTOR_BITS // len(parts)
+    return -(sum(n << bits * i for i, n in enumerate(parts)) * 2 * _SPLIT_FACTOR_BITS + len(parts))
 
 
-def parts_of(split_factor: int) -> tuple[int, ...]:
+def parts_of_split_factor(split_factor: int) -> tuple[int, ...]:
     """The ratio of parts that a strided shard's split factor encodes."""
     if split_factor > 0:
         return (1,) * split_factor
-    digits, count = divmod(-split_factor, 2 * _BITS)
-    bits = _BITS // count
+    digits, count = divmod(-split_factor, 2 * _SPLIT_FACTOR_BITS)
+    bits = _SPLIT_FACTOR_BITS // count
     return tuple(digits >> bits * i & 2**bits - 1 for i in range(count))
 
 
@@ -145,14 +147,14 @@ def chunk(size: int, ranks: int, index: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
-def of_torch(placement: Any) -> Any:
+def from_torch_placement(placement: Any) -> Any:
     """A torch.distributed placement converted to this algebra; anything else as it is."""
     if isinstance(placement, Shard | Replicate | Invariant | Partial) or not hasattr(placement, "is_partial"):
         return placement
     if placement.is_partial():
         return Partial(getattr(placement, "reduce_op", "sum"))
     if hasattr(placement, "split_factor"):
-        return Grouped(placement.dim, parts_of(placement.split_factor))
+        return Grouped(placement.dim, parts_of_split_factor(placement.split_factor))
     return Shard(placement.dim) if placement.is_shard() else R
 
 
@@ -191,7 +193,7 @@ class Layout:
             per_axis = tuple(placements) or (R,) * mesh.ndim
             if len(per_axis) != mesh.ndim:
                 raise LayoutError(f"{len(per_axis)} placements for a mesh of {mesh.ndim} axes ({mesh})")
-        per_axis = tuple(of_torch(p) for p in per_axis)
+        per_axis = tuple(from_torch_placement(p) for p in per_axis)
         for axis, p in zip(mesh.axes, per_axis, strict=True):
             if not isinstance(p, Shard | Replicate | Invariant | Partial):
                 raise LayoutError(f"axis {axis!r}: {p!r} is not Shard(d), Replicate(), Invariant() or Partial()")

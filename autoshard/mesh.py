@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Union
 from autoshard.errors import MeshError
 from autoshard.hardware import Hardware, Overlap, Route
 from autoshard.hardware import hardware as resolve_hardware
-from autoshard.hardware.schema import plain
+from autoshard.hardware.schema import to_python_numbers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +38,7 @@ class Mesh:
     def __init__(self, axes: Mapping[str, int], hardware: str | os.PathLike[str] | Hardware = "h100") -> None:
         if not axes:
             raise MeshError('a mesh needs at least one axis, for example {"tp": 2}')
-        axes = {name: plain(size) for name, size in axes.items()}
+        axes = {name: to_python_numbers(size) for name, size in axes.items()}
         for name, size in axes.items():
             if not isinstance(name, str) or not name.isidentifier():
                 raise MeshError(f"mesh axis name {name!r} is not an identifier such as 'dp' or 'tp'")
@@ -145,7 +145,7 @@ class Mesh:
         key = axes if isinstance(axes, str) else tuple(axes)
         if key not in self._links:
             numbers = tuple(self.index(a) for a in ((key,) if isinstance(key, str) else key))
-            self._links[key] = self.hardware.route(*_spread(self.shape, numbers, self.hardware.devices_per_node))
+            self._links[key] = self.hardware.route(*_group_extent(self.shape, numbers, self.hardware.devices_per_node))
         return self._links[key]
 
     @cached_property
@@ -167,10 +167,10 @@ class Mesh:
         device, own = self.hardware, self.link(axes).rate(kind)[1]
         if not device.overlap or not own:
             return device.overlap
-        return 1.0 - (1.0 - device.overlap) * min(1.0, self._near / own)
+        return 1.0 - (1.0 - device.overlap) * min(1.0, self._node_gather_s_per_byte / own)
 
     @cached_property
-    def _near(self) -> float:
+    def _node_gather_s_per_byte(self) -> float:
         """Seconds per byte of an all-gather inside a node."""
         return self.hardware.route(self.hardware.devices_per_node, 1).rate("all_gather")[1]
 
@@ -185,7 +185,7 @@ class Mesh:
 
 
 @lru_cache(maxsize=4096)
-def _spread(shape: tuple[int, ...], axes: tuple[int, ...], per_node: int) -> tuple[int, int]:
+def _group_extent(shape: tuple[int, ...], axes: tuple[int, ...], per_node: int) -> tuple[int, int]:
     """(ranks on the fullest node, nodes) of a group along ``axes`` of a row-major grid."""
     strides = [math.prod(shape[a + 1 :]) for a in axes]
     offsets = itertools.product(*(range(0, shape[a] * stride, stride) for a, stride in zip(axes, strides, strict=True)))

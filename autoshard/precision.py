@@ -29,7 +29,7 @@ class Precision:
         return ", ".join(shown if self.cast_inputs or self.param is None else [*shown, "cast_forward_inputs=False"])
 
 
-NAMES = {"param_dtype": "param", "reduce_dtype": "reduce", "output_dtype": "output"}
+POLICY_FIELDS = {"param_dtype": "param", "reduce_dtype": "reduce", "output_dtype": "output"}
 
 
 def precision_of(policy: Any) -> Precision | None:
@@ -39,15 +39,15 @@ def precision_of(policy: Any) -> Precision | None:
     """
     if policy is None or isinstance(policy, Precision):
         return policy
-    if not all(hasattr(policy, name) for name in (*NAMES, "cast_forward_inputs")):
+    if not all(hasattr(policy, name) for name in (*POLICY_FIELDS, "cast_forward_inputs")):
         raise PlanError(
             f"mixed_precision={policy!r} is no torch.distributed.fsdp.MixedPrecisionPolicy: give "
             "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
-    for name in NAMES:
+    for name in POLICY_FIELDS:
         dtype = getattr(policy, name)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise PlanError(f"mixed_precision has {name}={dtype}: only floating types can hold what it is for")
-    types = {field: getattr(policy, name) for name, field in NAMES.items()}
+    types = {field: getattr(policy, name) for name, field in POLICY_FIELDS.items()}
     found = Precision(**types, cast_inputs=bool(policy.cast_forward_inputs))
     return found if any(types.values()) else None

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-PATIENCE = 2.0
+SILENT_SECONDS = 2.0
 """seconds before a phase is shown"""
-_YOUNG = 50_000
+_GC_THRESHOLD = 50_000
 """threshold of the young generation, in objects"""
 
 
 @contextmanager
-def stage(name: str, stream: TextIO | None = None) -> Iterator[None]:
+def shown_progress(name: str, stream: TextIO | None = None) -> Iterator[None]:
     """Show ``name`` and elapsed seconds on ``stream`` (default: stderr) after two seconds.
 
     Silent if the stream is no terminal, and under torchrun on every rank but the first.
@@ -30,7 +30,7 @@ def stage(name: str, stream: TextIO | None = None) -> Iterator[None]:
     begin, done = time.perf_counter(), threading.Event()
 
     def show() -> None:
-        wait = PATIENCE
+        wait = SILENT_SECONDS
         while not done.wait(wait):
             out.write(f"\rautoshard: {name} … {time.perf_counter() - begin:.0f} s")
             out.flush()
@@ -44,21 +44,21 @@ def stage(name: str, stream: TextIO | None = None) -> Iterator[None]:
         done.set()
         thread.join()
         seconds = time.perf_counter() - begin
-        if seconds >= PATIENCE:
+        if seconds >= SILENT_SECONDS:
             out.write(f"\rautoshard: {name}   {seconds:.1f} s\n")
             out.flush()
 
 
 @contextmanager
-def seldom_collected() -> Iterator[None]:
+def infrequent_gc() -> Iterator[None]:
     """Let Python's garbage collector run less often, and on young objects only.
 
     A compile creates millions of lasting objects; scanning them repeatedly takes a quarter of its
     time.
     """
     before = gc.get_threshold()
-    if 0 < before[0] < _YOUNG:
-        gc.set_threshold(_YOUNG, 1000, 1000)
+    if 0 < before[0] < _GC_THRESHOLD:
+        gc.set_threshold(_GC_THRESHOLD, 1000, 1000)
     try:
         yield
     finally:

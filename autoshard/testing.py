@@ -12,21 +12,29 @@ from typing import Any
 
 import torch
 
-from autoshard.check.rule_check import SEED, Op, RuleCheck, Sample, call_text, check_rule, overload, tried, undisturbed
+from autoshard.check.rule_check import (
+    SEED,
+    Op,
+    RuleCheck,
+    Sample,
+    call_text,
+    check_rule,
+    checked_case,
+    overload,
+    with_clean_op_state,
+)
 from autoshard.errors import RuleError
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, refs
-from autoshard.passes.ir.schema import argument_names, tensor_arguments
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, argument_names, map_tree, refs, tensor_arguments
 from autoshard.passes.ir.sizes import Size
-from autoshard.passes.ir.walk import map_tree
-from autoshard.passes.rules import register
+from autoshard.passes.rules import add_rule
 from autoshard.passes.rules.base import Rule
-from autoshard.passes.rules.notation import Dim, Linear, Term, parse, rule, spelled
+from autoshard.passes.rules.notation import Dim, Linear, Term, expanded_terms, parse, rule
 
 __all__ = ["RuleCheck", "Sample", "check_rule", "register_rule"]
 
 log = logging.getLogger("autoshard")
-LARGEST = 1 << 16
+MOST_CHECKED_ELEMENTS = 1 << 16
 """most elements of a call that is checked with its own shapes; larger ones are shortened"""
 
 
@@ -53,13 +61,13 @@ def register_rule(
     new = notation if isinstance(notation, Rule) else rule(op, notation, linear=linear, addends=addends, flops=flops)
     if new.op is not op:
         raise RuleError(f"register_rule for {op}: the rule given is one of {new.op}")
-    samples = _invented(new) if samples is None else list(samples)
+    samples = _random_samples(new) if samples is None else list(samples)
     check = None if samples is None else check_rule(new, samples)
-    register(_checked_when_used(new, samples or (), check.ran if check else ()))
+    add_rule(_rule_checked_on_use(new, samples or (), check.ran if check else ()))
     return check
 
 
-def _invented(new: Rule) -> list[Sample] | None:
+def _random_samples(new: Rule) -> list[Sample] | None:
     """A random call that fits the notation (float64, dims of 4 to 7); None if the op refuses it."""
     if not new.notation:
         return None
@@ -81,21 +89,21 @@ def _invented(new: Rule) -> list[Sample] | None:
             value = [tensor(term), tensor(term)] if "List" in kind else tensor(term)
         elif argument.has_default_value():
             continue
-        elif kind not in _PLAIN:
+        elif kind not in _PLAIN_DEFAULTS:
             return None
         else:
-            value = _PLAIN[kind]
+            value = _PLAIN_DEFAULTS[kind]
         if argument.kwarg_only:
             kwargs[argument.name] = value
         elif len(args) == [a.name for a in new.op._schema.arguments].index(argument.name):
             args.append(value)
         else:
             kwargs[argument.name] = value
-    return [(args, kwargs)] if _takes(new.op, args, kwargs) else None
+    return [(args, kwargs)] if _op_accepts(new.op, args, kwargs) else None
 
 
-@undisturbed()
-def _takes(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+@with_clean_op_state()
+def _op_accepts(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     try:
         op(*args, **kwargs)
     except Exception as error:  # a user's op may raise anything
@@ -104,11 +112,11 @@ def _takes(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     return True
 
 
-_PLAIN: Mapping[str, Any] = {"float": 0.5, "bool": False}
+_PLAIN_DEFAULTS: Mapping[str, Any] = {"float": 0.5, "bool": False}
 """values of arguments that do not determine shapes"""
 
 
-def _checked_when_used(new: Rule, samples: Sequence[Sample], done: Iterable[Hashable]) -> Rule:
+def _rule_checked_on_use(new: Rule, samples: Sequence[Sample], done: Iterable[Hashable]) -> Rule:
     """``new`` with unchecked strategies left out; they are checked when a model's call needs them.
 
     ``done``: keys that were checked on ``samples``.
@@ -116,11 +124,11 @@ def _checked_when_used(new: Rule, samples: Sequence[Sample], done: Iterable[Hash
     checked, hopeless = set(done), set[Hashable]()
 
     def strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
-        moving = any(graph.types[name].grad for name in node.outputs)
+        has_gradient = any(graph.types[name].grad for name in node.outputs)
         every = new.strategies(node, graph)
-        found = {s: tried(node, graph, s, moving) for s in every if s.label not in ("I", "R")}
+        found = {s: checked_case(node, graph, s, has_gradient) for s in every if s.label not in ("I", "R")}
         if not checked.union(hopeless).issuperset(found.values()):
-            for sample in _like(node, graph, new, samples):
+            for sample in _samples_like_call(node, graph, new, samples):
                 try:
                     checked.update(check_rule(new, [sample], results=node.output_slots).ran)
                 except RuleError as error:
@@ -140,13 +148,13 @@ def _checked_when_used(new: Rule, samples: Sequence[Sample], done: Iterable[Hash
     return replace(new, space=strategies)
 
 
-def _like(node: Node, graph: Graph, new: Rule, samples: Sequence[Sample]) -> Iterator[Sample]:
+def _samples_like_call(node: Node, graph: Graph, new: Rule, samples: Sequence[Sample]) -> Iterator[Sample]:
     """Calls like ``node`` that its op takes: of its shapes, of short dims, or of samples."""
     types = [graph.types[name].example for name in node.inputs]
-    lengths = [[t.shape for t in types]] if sum(t.numel for t in types) <= LARGEST else []
-    lengths += [_short(node, graph, new, free) for free in (range(8, 999), range(6, 6000, 6))]
-    drawn = (_operands(types, shapes, wide) for shapes, wide in itertools.product(lengths, (True, False)))
-    for operands in itertools.chain(drawn, (_operands_of(node, *sample) for sample in samples)):
+    lengths = [[t.shape for t in types]] if sum(t.numel for t in types) <= MOST_CHECKED_ELEMENTS else []
+    lengths += [_shortened_shapes(node, graph, new, free) for free in (range(8, 999), range(6, 6000, 6))]
+    drawn = (_random_operands(types, shapes, wide) for shapes, wide in itertools.product(lengths, (True, False)))
+    for operands in itertools.chain(drawn, (_sample_operands(node, *sample) for sample in samples)):
         left = iter(operands)
 
         def plain(item: Any, left: Iterator[Any] = left) -> Any:
@@ -154,16 +162,16 @@ def _like(node: Node, graph: Graph, new: Rule, samples: Sequence[Sample]) -> Ite
 
         if len(operands) == len(types):
             args, kwargs = map_tree((node.args, dict(node.kwargs)), plain)
-            if _takes(node.op, args, kwargs):
+            if _op_accepts(node.op, args, kwargs):
                 yield args, kwargs
 
 
-def _short(node: Node, graph: Graph, new: Rule, free: Sequence[int]) -> list[tuple[int, ...]]:
+def _shortened_shapes(node: Node, graph: Graph, new: Rule, free: Sequence[int]) -> list[tuple[int, ...]]:
     """Operand shapes with long dims replaced by ``free`` lengths, equal dims by equal lengths."""
     unused = iter(free)
     short = defaultdict[int, int](unused.__next__, {n: n for n in range(free[0] if free[0] == 8 else 2)})
     try:
-        terms, sizes = spelled(parse(new.notation), node, graph)
+        terms, sizes = expanded_terms(parse(new.notation), node, graph)
     except RuleError:  # written by hand: a notation is only informative
         terms, sizes = [], {}
 
@@ -176,7 +184,7 @@ def _short(node: Node, graph: Graph, new: Rule, free: Sequence[int]) -> list[tup
     return [tuple(map(dim, shape, term)) for shape, term in zip(shapes, terms, strict=False)]
 
 
-def _operands(types: Sequence[TensorType], shapes: Sequence[tuple[int, ...]], wide: bool) -> list[torch.Tensor]:
+def _random_operands(types: Sequence[TensorType], shapes: Sequence[tuple[int, ...]], wide: bool) -> list[torch.Tensor]:
     """Random tensors, floats in float64 if ``wide``; integers may serve as indices of any dim."""
     random = torch.Generator("cpu").manual_seed(SEED)
     least = min((n for shape in shapes for n in shape if n > 1), default=2)
@@ -192,7 +200,7 @@ def _operands(types: Sequence[TensorType], shapes: Sequence[tuple[int, ...]], wi
     return [] if any(t.number is not None for t in types) else list(map(tensor, types, shapes))
 
 
-def _operands_of(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def _sample_operands(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Tensors of a sample in the argument positions where ``node`` has tensors."""
     given = {**dict(zip(argument_names(node.op), args, strict=False)), **kwargs}
     pairs = [(list(refs(value)), given.get(name)) for name, value in node.given]

@@ -24,8 +24,8 @@ from torch import nn
 import autoshard
 from autoshard.hardware import PRESETS
 from autoshard.models.llama import Llama, LlamaConfig
-from autoshard.passes.rules.families import ring
-from autoshard.plans import orders
+from autoshard.passes.rules.families import context_parallel
+from autoshard.plans import zigzag
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
 CASES: tuple[tuple[str, dict[str, int], int, int], ...] = (
@@ -125,7 +125,7 @@ CARRIED: tuple[tuple[str, dict[str, int], int], ...] = (
 def in_either_order(length: int, axes: dict[str, int], kv_heads: int) -> tuple[autoshard.Plan, autoshard.Plan]:
     """The plans of two blocks on nodes of one device, and without a folded order that the graph carries."""
     mesh = autoshard.Mesh(axes, APART)
-    with patch.object(orders, "ranks_of", lambda assignment: 0):
+    with patch.object(zigzag, "zigzag_ranks", lambda assignment: 0):
         plain = planned(length, mesh, 32, kv_heads, None)
     return planned(length, mesh, 32, kv_heads, None), plain
 
@@ -135,7 +135,7 @@ def without_mask(length: int, mesh: autoshard.Mesh, heads: int, pieces: bool) ->
     with torch.device("meta"):
         layers, x = Layers(heads).bfloat16(), torch.zeros(1, length, 128 * heads, dtype=torch.bfloat16)
     like = {"tp": "megatron"} if "tp" in mesh.axes else None
-    with nullcontext() if pieces else patch.object(ring, "GATHERED", ()):
+    with nullcontext() if pieces else patch.object(context_parallel, "CHUNKED_LABELS", ()):
         return autoshard.plan(layers, mesh, (x,), like=like, memory_budget=1e15)
 
 

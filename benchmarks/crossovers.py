@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.compiler import captured, planned
+from autoshard.compiler import capture_graph, plan_graph
 from autoshard.hardware import PRESETS
 from autoshard.models import Llama, LlamaConfig, Moe, MoeConfig
-from autoshard.passes.propagate.experts import like_of
-from autoshard.plans.wishes import Wishes
+from autoshard.passes.propagate.named_strategies import expand_tp_plan
+from autoshard.plans.options import CompileOptions
 
 COLOURS = ("#c0392b", "#2c5f9e", "#222222")
 WIDTH, HEIGHT, LEFT, BOTTOM = 480, 320, 44, 58
@@ -45,9 +45,12 @@ def ratios(
     model: nn.Module, mesh: autoshard.Mesh, tokens: torch.Tensor, likes: dict[str, Any], of: str
 ) -> tuple[str, list[float]]:
     """(the strategy of operations named so in the plan found, predicted seconds of each expert's plan over it)."""
-    graph = captured(model, (tokens, tokens), {}, training=True)
-    free = planned(graph, mesh, Wishes(memory_budget=1e15))[1]
-    found = [planned(graph, mesh, Wishes(like=like_of(model, like), memory_budget=1e15))[1] for like in likes.values()]
+    graph = capture_graph(model, (tokens, tokens), {}, training=True)
+    free = plan_graph(graph, mesh, CompileOptions(memory_budget=1e15))[1]
+    found = [
+        plan_graph(graph, mesh, CompileOptions(like=expand_tp_plan(model, like), memory_budget=1e15))[1]
+        for like in likes.values()
+    ]
     label = [c.labels[0] for c in free.choices.values() if of in c.op][-1]
     return label, [plan.cost.total_s / free.cost.total_s for plan in found]
 

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 import autoshard
-from autoshard.compiler import captured, planned
+from autoshard.compiler import capture_graph, plan_graph
 from autoshard.errors import PlanError
-from autoshard.passes.propagate.experts import like_of
-from autoshard.plans.wishes import Wishes
+from autoshard.passes.propagate.named_strategies import expand_tp_plan
+from autoshard.plans.options import CompileOptions
 
 SENT = ("rows", "gradients", "shards", "weights")
 
@@ -88,10 +88,12 @@ def rows(name: str, layers: int | None, length: int, only: str = "") -> Iterator
         tokens = torch.zeros(mesh.size, length, dtype=torch.long)
         if (kind, mesh.size) not in graphs:
             model = model_of(kind, layers)
-            graphs = {(kind, mesh.size): captured(model, (), {"input_ids": tokens, "labels": tokens}, training=True)}
+            graphs = {
+                (kind, mesh.size): capture_graph(model, (), {"input_ids": tokens, "labels": tokens}, training=True)
+            }
         begun = time.process_time()
         try:
-            plan = planned(graphs[kind, mesh.size], mesh, Wishes(like=like_of(None, like)))[1]
+            plan = plan_graph(graphs[kind, mesh.size], mesh, CompileOptions(like=expand_tp_plan(None, like)))[1]
         except PlanError as error:
             print(f"{kind} {mesh} {like}: {error}", file=sys.stderr)
             continue

@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.compiler import captured, planned
+from autoshard.compiler import capture_graph, plan_graph
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.models.by_name import load
-from autoshard.passes.propagate.experts import like_of
-from autoshard.plans.wishes import Wishes
+from autoshard.passes.propagate.named_strategies import expand_tp_plan
+from autoshard.plans.options import CompileOptions
 
 SMALL = ("mlp", "gpt", "llama", "moe", "dlrm", "vit", "hf:llama", "hf:gpt2", "hf:bert", "hf:t5")
 LARGE = ("llama:8b", "llama:70b")
@@ -53,14 +53,14 @@ def rows(
     with torch.device("meta"):
         model = make().train()
     has_plan = bool(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None))
-    graph = captured(model, args, kwargs, training=True)
+    graph = capture_graph(model, args, kwargs, training=True)
     for axes in meshes:
         mesh = Mesh(axes)
-        free = planned(graph, mesh, Wishes())[1].cost.total_s
+        free = plan_graph(graph, mesh, CompileOptions())[1].cost.total_s
         yield name, str(mesh), "(free)", free, 1.0
         for like in experts(axes, has_plan):
             try:
-                plan = planned(graph, mesh, Wishes(like=like_of(model, like)))[1]
+                plan = plan_graph(graph, mesh, CompileOptions(like=expand_tp_plan(model, like)))[1]
             except PlanError as error:  # it does not fit
                 print(f"{name} {mesh} {like}: {error}", file=sys.stderr)
                 continue

@@ -48,7 +48,7 @@ from transformers_models import families
 
 import autoshard
 from autoshard import models
-from autoshard.api import compiled_for
+from autoshard.api import compile_for_mesh
 from autoshard.hardware import PRESETS
 from autoshard.layout import Replicate, Shard
 from autoshard.models import by_name
@@ -231,7 +231,7 @@ def fingerprint(pair: Pair, model: nn.Module, args: Any, kwargs: Any) -> Fields:
             return of_plan(plan)
         mesh = autoshard.Mesh(pair.axes, pair.hardware)
         if pair.model in LARGE:  # without weights, which the machine may have no memory for
-            compiled = compiled_for(model, mesh, args, kwargs, **options)
+            compiled = compile_for_mesh(model, mesh, args, kwargs, **options)
             return {**of_plan(compiled.plan), **of_source(compiled.source.text)}
         sharded = autoshard.compile(model, mesh, args, kwargs, **options)
         return {**of_plan(sharded.plan), **of_source(sharded.source)}

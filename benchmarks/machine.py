@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.check.clock import Clock, agreed
-from autoshard.check.travel import move_of
+from autoshard.check.collective_timing import move_for_kind
 from autoshard.runtime.transport.process_group import TorchCommunicator
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -120,7 +120,7 @@ def work(options: argparse.Namespace) -> None:
     for kind in KINDS:
         comm = TorchCommunicator({"ranks": options.ranks}, range(options.ranks))
         for exponent in range(6, 23, 2):
-            move, shape = move_of(kind, options.ranks, 1 << exponent)
+            move, shape = move_for_kind(kind, options.ranks, 1 << exponent)
             x = torch.ones(shape)
             bytes_ = move.ring_bytes(x, options.ranks)
             said = hardware.route(options.ranks, 1).seconds(bytes_, kind)

@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import autoshard
 from autoshard import models
-from autoshard.report.schedule import COMPUTE, timeline
+from autoshard.report.schedule import COMPUTE_STREAM, step_timeline
 
 RANKS, WARM_UP = 2, 4
 COLOURS = {"all_gather": "#2e86ab", "reduce_scatter": "#c0392b", "all_to_all": "#c0392b", "all_reduce": "#e08e0b"}
@@ -69,7 +69,8 @@ def _is_op(event: Any) -> bool:
 def predicted(plan: autoshard.Plan) -> list[Bar]:
     """The plan's own timeline."""
     return [
-        Bar(e.start, e.start + e.seconds, "" if e.stream == COMPUTE else e.name.split("@")[0]) for e in timeline(plan)
+        Bar(e.start, e.start + e.seconds, "" if e.stream == COMPUTE_STREAM else e.name.split("@")[0])
+        for e in step_timeline(plan)
     ]
 
 

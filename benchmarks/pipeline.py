@@ -23,13 +23,12 @@ from torch import nn
 
 import autoshard
 from autoshard import Mesh
-from autoshard.compiler import captured, planned
+from autoshard.compiler import capture_graph, plan_graph
 from autoshard.models.llama import LlamaConfig
-from autoshard.passes.ir.units import show_bytes, show_seconds
-from autoshard.passes.pipeline.choose import Cutting
-from autoshard.passes.pipeline.piece import Piece
-from autoshard.passes.pipeline.timeline import orders, refusal, timeline
-from autoshard.plans.wishes import Wishes
+from autoshard.passes.ir.text import show_bytes, show_seconds
+from autoshard.passes.pipeline.partition import BoundarySearch, GraphSegment
+from autoshard.passes.pipeline.schedules import rank_orders, schedule_refusal, simulate_timeline
+from autoshard.plans.options import CompileOptions
 from autoshard.report.pipeline import StageTimes, stage_times
 
 # --- searches ---
@@ -146,10 +145,10 @@ def stage_of(row: Row, batch: int, layers: int) -> StageTimes:
         model = row.model(layers).to(row.dtype)
         tokens = torch.zeros(batch * row.mesh.get("dp", 1), row.length, dtype=torch.long)
     with left_as_spelled():
-        graph = captured(model, (tokens,), {"labels": tokens}, training=True)
+        graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
     graph = replace(graph, passes=row.rows // len(tokens))
-    wishes = Wishes(like=row.like, memory_budget=1e15)
-    program, plan = planned(graph, Mesh(row.mesh, row.hardware), wishes)
+    opts = CompileOptions(like=row.like, memory_budget=1e15)
+    program, plan = plan_graph(graph, Mesh(row.mesh, row.hardware), opts)
     times = stage_times(plan)
     if row.again is None:
         return times
@@ -167,9 +166,9 @@ def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
     message = link.seconds(batch * row.length * row.width * 2 / row.mesh["tp"], "permute")
     forward, backward = ((getattr(more.batch, x) - getattr(few.batch, x)) / 2 for x in ("forward", "backward"))
     once = (more.once_s - few.once_s) / 2
-    block = Piece(forward, backward, send=message, send_back=message, once=once)
-    start = Piece(0.0, 0.0, send=message)  # the look-up's time is part of the rest
-    rest = Piece(
+    block = GraphSegment(forward, backward, send=message, send_back=message, once=once)
+    start = GraphSegment(0.0, 0.0, send=message)  # the look-up's time is part of the rest
+    rest = GraphSegment(
         few.batch.forward - 2 * forward,
         few.batch.backward - 2 * backward,
         send_back=message,
@@ -178,9 +177,9 @@ def predicted(row: Row, batch: int) -> Iterator[tuple[float, float, int]]:
     count = row.rows // (batch * row.mesh.get("dp", 1))
     for chunks in row.chunks:
         schedule = "1f1b" if chunks == 1 else "interleaved"
-        if not refusal(schedule, row.stages, count, chunks):
-            cutting = Cutting([start] + [block] * row.layers + [rest], schedule, row.stages, count, chunks)
-            step = timeline(orders(schedule, row.stages, count, chunks), cutting.best().stages)
+        if not schedule_refusal(schedule, row.stages, count, chunks):
+            cutting = BoundarySearch([start] + [block] * row.layers + [rest], schedule, row.stages, count, chunks)
+            step = simulate_timeline(rank_orders(schedule, row.stages, count, chunks), cutting.best().stages)
             yield step.end_s, step.bubble_s, chunks
 
 

@@ -30,12 +30,12 @@ import worlds
 from torch import Tensor, nn
 
 import autoshard
-from autoshard.compiler import build, captured
+from autoshard.compiler import capture_graph, compile_graph
 from autoshard.models import Gpt, GptConfig
-from autoshard.passes.ir.units import show_bytes, show_seconds
+from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.passes.microbatch import micro_batched
-from autoshard.passes.pipeline.timeline import SCHEDULES
-from autoshard.plans.wishes import Wishes
+from autoshard.passes.pipeline.schedules import SCHEDULES
+from autoshard.plans.options import CompileOptions
 
 STEPS = 3
 """steps of a cut one after another; the first is not counted: what others did since its last turn emptied the caches"""
@@ -79,15 +79,15 @@ class Cut:
 
 def cuts(model: nn.Module, args: tuple[Tensor, ...], mesh: autoshard.Mesh, count: int) -> tuple[list[Cut], str]:
     """A compiled module per way to cut between layers, and the name of the one that is chosen."""
-    graph = captured(model, args, {}, training=True)
+    graph = capture_graph(model, args, {}, training=True)
     nodes = micro_batched(graph, count)[0].nodes
     layers = [int(n.fqn.split(".")[1]) if n.fqn.startswith("blocks.") else -1 for n in nodes]
     places = {layers.index(n): n for n in range(1, max(layers) + 1)}
-    staged = build(graph, mesh, Wishes(stages="pp", micro_batches=count)).plan.staged
+    staged = compile_graph(graph, mesh, CompileOptions(stages="pp", micro_batches=count)).plan.staged
     assert staged is not None
     chosen, found = staged.boundaries, []
     for cut in dict.fromkeys([*itertools.combinations(places, mesh.size - 1), chosen]):
-        plan = build(graph, mesh, Wishes(stages="pp", micro_batches=count, boundaries=cut)).plan
+        plan = compile_graph(graph, mesh, CompileOptions(stages="pp", micro_batches=count, boundaries=cut)).plan
         sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=count, plan=plan)
         found.append(Cut(named(cut, places), sharded, plan.cost.total_s - plan.cost.optimizer_s))
     return found, named(chosen, places)

@@ -33,14 +33,14 @@ from rich.table import Table
 from torch import nn
 
 import autoshard
-from autoshard.compiler import captured, planner_of
+from autoshard.compiler import capture_graph, make_planner
 from autoshard.models import Llama, LlamaConfig
 from autoshard.passes.codegen.emit import codegen
 from autoshard.passes.memory import fit
-from autoshard.passes.propagate.experts import Expert
-from autoshard.plans.describe import describe
-from autoshard.plans.wishes import Wishes
-from autoshard.progress import seldom_collected
+from autoshard.passes.propagate.named_strategies import NamedStrategy
+from autoshard.plans.describe import describe_program
+from autoshard.plans.options import CompileOptions
+from autoshard.progress import infrequent_gc
 
 MESH = {"dp": 8, "tp": 8}
 BATCH, SEQUENCE = 64, 4096
@@ -119,7 +119,7 @@ class _Clock:
         return patch.object(owner, name, partial(self.timed, stage, getattr(owner, name)))
 
 
-@seldom_collected()
+@infrequent_gc()
 def measure(model: str, layers: int, budget: float | None) -> dict[str, Any]:
     """Processor seconds per stage, sizes, and the peak resident memory of this process in bytes. ``budget``: of memory, bytes
     per rank; None: the default."""
@@ -131,11 +131,11 @@ def measure(model: str, layers: int, budget: float | None) -> dict[str, Any]:
     logger.propagate = False
     module, args, kwargs, axes = example(model, layers)
     mesh, clock = autoshard.Mesh(axes, hardware="h100"), _Clock()
-    graph = clock.timed("capture", partial(captured, module, args, kwargs, training=True))
-    planner = clock.timed("search", planner_of, graph, mesh, Wishes(), Expert())
-    with clock.around(fit, "tried", "lower"):
-        program, memory = clock.timed("search", fit.fitting, planner, budget)
-    plan = clock.timed("describe", describe, program, "Llama", "adamw", memory)
+    graph = clock.timed("capture", partial(capture_graph, module, args, kwargs, training=True))
+    planner = clock.timed("search", make_planner, graph, mesh, CompileOptions(), NamedStrategy())
+    with clock.around(fit, "lower_and_simulate", "lower"):
+        program, memory = clock.timed("search", fit.search_within_memory, planner, budget)
+    plan = clock.timed("describe", describe_program, program, "Llama", "adamw", memory)
     source = clock.timed("codegen", codegen, program, "Llama")
     return {
         "seconds": clock.seconds,

@@ -23,18 +23,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoshard import Mesh
-from autoshard.compiler import captured, planned
+from autoshard.compiler import capture_graph, plan_graph
 from autoshard.hardware import PRESETS, Hardware, hardware
 from autoshard.models.gpt import Gpt, GptConfig
 from autoshard.models.llama import Llama, LlamaConfig
-from autoshard.passes.ir.merge import TRAVELLING
-from autoshard.passes.ir.program import Program
+from autoshard.passes.ir.program import COLLECTIVE_MATMULS, Program
 from autoshard.passes.propagate.objective import objective
-from autoshard.passes.propagate.prices.travelling import beside as beside_products
-from autoshard.passes.propagate.prices.travelling import journeys
+from autoshard.passes.propagate.prices.collective_matmul import overlapping_products as beside_products
+from autoshard.passes.propagate.prices.collective_matmul import ring_transfers
 from autoshard.passes.rules import rule_for
+from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.plans.wishes import Wishes
 from autoshard.precision import Precision
 from autoshard.report.schedule import step_end
 
@@ -222,10 +221,10 @@ def predicted(row: Row, layers: int) -> tuple[float, float, float]:
         tokens = torch.zeros(row.batch, row.length, dtype=torch.long)
     mixed = MIXED if row.dtype is torch.float32 else None
     with left_as_spelled():
-        graph = captured(model, (tokens,), {"labels": tokens}, training=True, precision=mixed)
-    wishes = Wishes(like=row.like, memory_budget=1e15, mixed_precision=mixed)
+        graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True, precision=mixed)
+    opts = CompileOptions(like=row.like, memory_budget=1e15, mixed_precision=mixed)
     device = replace(hardware(row.hardware), part_by_part=row.part_by_part)
-    program, plan = planned(graph, Mesh(row.mesh, device), wishes)
+    program, plan = plan_graph(graph, Mesh(row.mesh, device), opts)
     compute, waits = made_again(program, row.again) if row.again else (0.0, 0.0)
     plain = step_end(plan) + compute + waits
     compute += beside(row, model, plan)
@@ -252,7 +251,7 @@ LOSS = ("aten._to_copy.default", "aten.cross_entropy_loss.default")
 
 def left_as_spelled() -> AbstractContextManager[Any]:
     """Attention that a row spells out is none of our kernels: its authors ran it with its matrix."""
-    return patch("autoshard.passes.capture.translate.forms.put_together", lambda graph: graph)
+    return patch("autoshard.passes.capture.translate.graph_from_export.fuse_attention", lambda graph: graph)
 
 
 def made_again(program: Program, selects: Selects) -> tuple[float, float]:
@@ -264,13 +263,13 @@ def made_again(program: Program, selects: Selects) -> tuple[float, float]:
         compute += share * found.operations[node.name].compute.forward
         waits += share * found.operations[node.name].inside.forward
     near = beside_products(program.graph, program.mesh)
-    for travels, part in ((s.call.fn in TRAVELLING, part) for s in program.statements for part in s.parts):
+    for travels, part in ((s.call.fn in COLLECTIVE_MATMULS, part) for s in program.statements for part in s.parts):
         step = part.step
         if step is None or not step.is_collective or part.parameter or selects(part.block + ".", "", False) != 1.0:
             continue
         journey = None
         if travels:
-            journey = journeys(program.graph.types[part.value], near[part.value], step.src, step.dst)
+            journey = ring_transfers(program.graph.types[part.value], near[part.value], step.src, step.dst)
         if journey is None:
             waits += program.mesh.link(step.axes).seconds(step.forward_bytes, step.kind)
         else:

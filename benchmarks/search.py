@@ -18,7 +18,7 @@ import numpy as np
 from contest import Anytime, Problem
 from numpy.typing import NDArray
 
-from autoshard.passes.search import CostNetwork, Row, Solution, solve
+from autoshard.passes.search import CostNetwork, LinearRow, Solution, solve
 
 Array = NDArray[np.float64]
 Placements = tuple[str, ...]  # one per mesh axis: "I", "R", "P" or the digit of the sharded tensor dim
@@ -183,7 +183,7 @@ class Llama:
         self.op([logits], "b s v -> O")
         return CostNetwork(tuple(self.nodes), tuple(self.edges))
 
-    def rows(self, network: CostNetwork, memory: float) -> tuple[CostNetwork, tuple[Row, ...]]:
+    def rows(self, network: CostNetwork, memory: float) -> tuple[CostNetwork, tuple[LinearRow, ...]]:
         """Parameters' traffic hides behind ``HIDING`` of the compute, one link per axis; ``memory``: bytes, a hard limit."""
         zeros, hiding, rows = {}, {}, []
         for vector in network.nodes:
@@ -199,8 +199,8 @@ class Llama:
                 self.edge(self.layouts[source], wanted, self.bytes[source], axis) if moves else None
                 for moves, (source, wanted) in zip(movable, self.uses, strict=True)
             )
-            rows.append(Row(tuple(hiding[id(vector)] for vector in network.nodes), traffic, 0.0, 1.0))
-        rows.append(Row(tuple(self.held), (None,) * len(edges), memory))
+            rows.append(LinearRow(tuple(hiding[id(vector)] for vector in network.nodes), traffic, 0.0, 1.0))
+        rows.append(LinearRow(tuple(self.held), (None,) * len(edges), memory))
         return CostNetwork(network.nodes, edges), tuple(rows)
 
 

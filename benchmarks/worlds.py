@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from autoshard.check.stolen import MOST, stolen
+from autoshard.check.clock import MOST_STOLEN, steal_seconds
 
 PINNED = "BENCHMARK_PINNED"
 """set by :mod:`quiet`: the cores of a world are its own, and each rank takes its share of them"""
@@ -158,9 +158,9 @@ def is_timed(place: int, row: int) -> bool:
 def timed(step: Callable[[], Made]) -> tuple[Made, Taken]:
     """What ``step`` returns, and what it took; ranks begin together, and agree on the latter."""
     dist.barrier()
-    begin = time.perf_counter(), time.process_time(), stolen()
+    begin = time.perf_counter(), time.process_time(), steal_seconds()
     made = step()
-    ended = time.perf_counter(), time.process_time(), stolen()
+    ended = time.perf_counter(), time.process_time(), steal_seconds()
     took = torch.tensor([b - a for a, b in zip(begin, ended, strict=True)], dtype=torch.float64)
     dist.all_reduce(took, dist.ReduceOp.MAX)
     wall, cpu, gone = took.tolist()
@@ -169,7 +169,7 @@ def timed(step: Callable[[], Made]) -> tuple[Made, Taken]:
 
 def counted(steps: Sequence[Taken]) -> list[Taken]:
     """Those in which this machine had its cores, as calibration means it; all, where these are not two."""
-    whole = [taken for taken in steps if taken.stolen <= MOST]
+    whole = [taken for taken in steps if taken.stolen <= MOST_STOLEN]
     return whole if len(whole) > 1 else list(steps)
 
 

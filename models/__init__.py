@@ -33,21 +33,21 @@ __all__ = [
     "Reference", "Vit", "VitConfig", "get", "names",
 ]  # fmt: skip
 
-Inputs = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+ExampleInputs = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 
 
 class Reference(NamedTuple):
     """``model()`` makes the module; ``inputs(batch=2, seq=16)`` its ``(args, kwargs)``."""
 
     model: Callable[[], nn.Module]
-    inputs: Callable[..., Inputs]
+    inputs: Callable[..., ExampleInputs]
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     module: Callable[[Any], nn.Module]
     sizes: Mapping[str, Callable[[], Any]]
-    example_inputs: Callable[..., Inputs]
+    example_inputs: Callable[..., ExampleInputs]
 
 
 _FAMILIES: dict[str, _Family] = {
@@ -80,14 +80,14 @@ def get(name: str) -> Reference:
     config = entry.sizes[size or "tiny"]()
     return Reference(
         model=lambda: entry.module(config),
-        inputs=lambda **sizes: _placed(entry.example_inputs(config, **sizes)),
+        inputs=lambda **sizes: _to_default_device(entry.example_inputs(config, **sizes)),
     )
 
 
-def _placed(inputs: Inputs) -> Inputs:
+def _to_default_device(inputs: ExampleInputs) -> ExampleInputs:
     """The inputs on torch's default device, unless that is meta."""
     device = torch.get_default_device()
     if device.type in ("cpu", "meta"):
         return inputs
-    placed: Inputs = tree_map_only(Tensor, lambda x: x.to(device), inputs)
+    placed: ExampleInputs = tree_map_only(Tensor, lambda x: x.to(device), inputs)
     return placed

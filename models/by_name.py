@@ -17,10 +17,10 @@ from torch import nn
 from autoshard import frames, models
 from autoshard.errors import CaptureError
 
-Loaded = tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
+LoadedModel = tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
 
 
-def load(name: str, batch: int | None, seq: int | None) -> Loaded:
+def load(name: str, batch: int | None, seq: int | None) -> LoadedModel:
     """A model factory and example inputs for a MODEL argument.
 
     ``package.module:function`` returns ``(model, args)`` or ``(model, args, kwargs)``; ``batch``
@@ -42,7 +42,7 @@ def _importable(module: str, function: str) -> bool:
     return bool(function) and module not in known
 
 
-def _user_function(module: str, function: str, sizes: dict[str, int | None]) -> Loaded:
+def _user_function(module: str, function: str, sizes: dict[str, int | None]) -> LoadedModel:
     sys.path.insert(0, "")
     try:
         make = getattr(importlib.import_module(module), function)
@@ -52,7 +52,9 @@ def _user_function(module: str, function: str, sizes: dict[str, int | None]) -> 
     try:
         inspect.signature(make).bind(**asked)
     except TypeError as error:
-        raise CaptureError(f"MODEL {module}:{function} cannot be called with ({_written(asked)}): {error}") from error
+        raise CaptureError(
+            f"MODEL {module}:{function} cannot be called with ({_keywords_in_words(asked)}): {error}"
+        ) from error
     try:
         made = make(**asked)
     except Exception as error:
@@ -71,13 +73,15 @@ def _user_function(module: str, function: str, sizes: dict[str, int | None]) -> 
     )
 
 
-def _written(keywords: dict[str, int]) -> str:
+def _keywords_in_words(keywords: dict[str, int]) -> str:
     return ", ".join(f"{name}={value}" for name, value in keywords.items())
 
 
 def _raised_at(error: Exception) -> str:
     """Text "at file:line" of the innermost line in user code; "" if there is none."""
-    of_users = [(f, n) for f, n in frames.of_traceback(error.__traceback__) if frames.is_users(f.f_code.co_filename)]
+    of_users = [
+        (f, n) for f, n in frames.traceback_frames(error.__traceback__) if frames.is_users_file(f.f_code.co_filename)
+    ]
     if not of_users:
         return ""
     frame, number = of_users[-1]
@@ -85,7 +89,7 @@ def _raised_at(error: Exception) -> str:
     return f" at {file}:{number} (`{linecache.getline(file, number).strip()}`)"
 
 
-_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+_HF_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"num_key_value_heads": 2}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"num_key_value_heads": 2}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_key_value_heads": 2, "num_local_experts": 4}),
@@ -109,14 +113,14 @@ _FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """family → transformers classes, and settings of its small config"""
 
 
-def _hugging_face(name: str, batch: int, seq: int) -> Loaded:
+def _hugging_face(name: str, batch: int, seq: int) -> LoadedModel:
     """A random transformers model: a small one of a family, or of a local config. No download."""
     try:
         import transformers
     except ImportError as error:
         raise CaptureError("hf: models need the transformers package: pip install transformers") from error
-    if name in _FAMILIES:
-        config_name, model_name, extra = _FAMILIES[name]
+    if name in _HF_FAMILIES:
+        config_name, model_name, extra = _HF_FAMILIES[name]
         sizes = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
         if name != "gpt2":
             sizes["intermediate_size"] = 128
@@ -129,7 +133,7 @@ def _hugging_face(name: str, batch: int, seq: int) -> Loaded:
             raise CaptureError(f"hf:{name} is no config of transformers: {error}") from error
         make = partial(transformers.AutoModelForCausalLM.from_config, config)
     else:
-        known = ", ".join(f"hf:{family}" for family in _FAMILIES)
+        known = ", ".join(f"hf:{family}" for family in _HF_FAMILIES)
         raise CaptureError(f"hf:{name} is not known here, and no config.json or folder with one. Known: {known}")
     config.use_cache = False
     most = config.get_text_config().vocab_size

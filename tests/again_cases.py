@@ -24,7 +24,7 @@ import autoshard
 from autoshard.errors import RuntimeMismatchError
 
 random: Any = importlib.import_module("autoshard.runtime.operations.random")
-again: Any = importlib.import_module("autoshard.runtime.parameters.again")  # the package has a function of this name
+again: Any = importlib.import_module("autoshard.runtime.parameters.recompute")  # a function has this name, too
 TOLERANCE = 1e-9
 
 
@@ -58,7 +58,7 @@ def compiled(model: nn.Module, mesh: autoshard.Mesh, args: Any, recompute: Any =
     """Of a copy of ``model``; something is made again where that is asked, and "selective" finds what it would save."""
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, recompute=recompute, **options)
     remade = bool(sharded.plan.recomputed)
-    assert remade == ("runtime.again(" in sharded.source)
+    assert remade == ("runtime.recompute(" in sharded.source)
     assert recompute == "selective" or remade == (recompute != "none")
     return sharded
 
@@ -230,7 +230,7 @@ def nothing_leaks(mesh: autoshard.Mesh) -> None:
             while not all(ref.expired() for ref in kept) and time.monotonic() < until:
                 time.sleep(0.001)  # gloo's threads let go of messages
             assert all(ref.expired() for ref in kept)
-            assert not again._known
+            assert not again._recomputable_storages
         finally:
             gc.enable()
 
@@ -244,14 +244,14 @@ def remembered() -> Iterator[list[tuple[int, StorageWeakRef]]]:
     """Storages of the tensors that are kept inside, with their addresses."""
     seen: list[tuple[int, StorageWeakRef]] = []
 
-    class Kept(again.Kept):
+    class Kept(again.SavedTensor):
         def __new__(cls, tensor: torch.Tensor, version: int) -> Any:
             storage = tensor.untyped_storage()
             seen.append((storage._cdata, StorageWeakRef(storage)))
             return super().__new__(cls, tensor, version)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(again, "Kept", Kept)
+        patch.setattr(again, "SavedTensor", Kept)
         yield seen
 
 
@@ -259,7 +259,7 @@ def other_draws_are_seen(mesh: autoshard.Mesh) -> None:
     """Negative control, of what is computed again and of what is drawn again by itself."""
     for where in (again, random):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(where, "set_states", lambda states: None)
+            patch.setattr(where, "set_generator_states", lambda states: None)
             with pytest.raises(AssertionError, match=r"gradient of|the backward took random numbers"):
                 compare("smooth", mesh, "blocks", steps=1)
 
@@ -285,7 +285,7 @@ def sums_are_kept(mesh: autoshard.Mesh) -> None:
     assert sum("batch_norm" in r.name for r in sharded.plan.recomputed) == 2
     as_executed(sharded, made("normed")[1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(again._Run, "summed", lambda run: lambda x, reduce: x.detach().clone().requires_grad_())
+        patch.setattr(again._RankForward, "summed", lambda run: lambda x, reduce: x.detach().clone().requires_grad_())
         with pytest.raises(AssertionError, match="gradient of"):
             compare("normed", mesh, "blocks", steps=1, like="ddp")
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.rules.interpret import interpret, outputs
+from autoshard.passes.rules.interpreters import interpret, model_outputs
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")
@@ -87,7 +87,7 @@ def check(model: nn.Module, *args: Any, tolerance: float = 1e-12, **kwargs: Any)
     expected = reference(*args, **kwargs)
     torch.manual_seed(3)
     values = interpret(graph, graph_inputs(graph, model, args, kwargs))
-    result = outputs(graph, values)
+    result = model_outputs(graph, values)
     assert distance(result, expected) <= tolerance
     assert distance(gradients(result, model), gradients(expected, reference)) <= tolerance
     buffers = dict(model.named_buffers()) | {f: values[v].detach() for f, v in graph.mutations.items()}

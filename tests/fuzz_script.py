@@ -29,7 +29,7 @@ from autoshard import AutoshardError, HintError, Plan, Replicate, Shard, compile
 from autoshard.check.coverage import SPLIT_ALL
 from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.propagate import planner
-from autoshard.passes.propagate.network import Built, Network
+from autoshard.passes.propagate.network import BuiltNetwork, LayoutNetwork
 
 TOLERANCE = 1e-9
 LARGEST = 1e4
@@ -69,16 +69,16 @@ def full(x: Any) -> Any:
 @contextlib.contextmanager
 def at_random(seed: int) -> Iterator[None]:
     """Plans are drawn at random among those that are allowed: every choice costs what the seed says."""
-    build = Network.build
+    build = LayoutNetwork.build
 
-    def drawn(self: Network, tables: Any) -> Built:
+    def drawn(self: LayoutNetwork, tables: Any) -> BuiltNetwork:
         built = build(self, tables)
         numbers = np.random.default_rng(seed)
         nodes = tuple(np.where(np.isfinite(x), numbers.random(x.shape), x) for x in built.network.nodes)
         return replace(built, network=replace(built.network, nodes=nodes), alike=(None,) * len(nodes))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner.Network, "build", drawn)
+        patch.setattr(planner.LayoutNetwork, "build", drawn)
         yield
 
 

@@ -24,7 +24,7 @@ from autoshard.check.coverage import SPLIT_ALL
 from autoshard.hardware import PRESETS, Link
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
-from autoshard.runtime.autocast import autocast_state
+from autoshard.runtime.transport.torch_state import autocast_state
 
 SLOW_LINK = replace(
     PRESETS["ideal_network"], name="slow", flops=1e10, memory_bandwidth=1e15, node=Link(1e-9, 1e7), network=Link(1e-9, 1e7),

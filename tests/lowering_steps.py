@@ -10,24 +10,24 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.compiler import captured, planned
+from autoshard.compiler import capture_graph, plan_graph
 from autoshard.passes.ir.program import Program
-from autoshard.passes.lower.lowering import lower
-from autoshard.passes.lower.precision import in_precision
-from autoshard.passes.lower.tables import tables_together
-from autoshard.plans.wishes import Wishes
+from autoshard.passes.lower.coalescing import group_look_ups
+from autoshard.passes.lower.lowering import lower_graph
+from autoshard.passes.lower.mixed_precision import cast_parameters
+from autoshard.plans.options import CompileOptions
 
-STEPS = (in_precision, tables_together)
+STEPS = (cast_parameters, group_look_ups)
 
 
 def change(
-    step: Callable[[Program], Program], model: nn.Module, *args: torch.Tensor, training: bool = True, **wishes: Any
+    step: Callable[[Program], Program], model: nn.Module, *args: torch.Tensor, training: bool = True, **opts: Any
 ) -> list[str]:
     """The lines that ``step`` takes from the lowered program, and those that it puts there, without comments."""
-    asked = Wishes(**wishes)
-    graph = captured(model, args, {}, training=training, precision=asked.mixed_precision)
-    program, _ = planned(graph, autoshard.Mesh({"tp": 2}, "ideal_network"), asked)
-    before = lower(graph, program.assignment)
+    asked = CompileOptions(**opts)
+    graph = capture_graph(model, args, {}, training=training, precision=asked.mixed_precision)
+    program, _ = plan_graph(graph, autoshard.Mesh({"tp": 2}, "ideal_network"), asked)
+    before = lower_graph(graph, program.assignment)
     for earlier in STEPS:
         if earlier is not step:
             before = earlier(before)

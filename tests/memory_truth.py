@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.compiler import Compiled
 from autoshard.module.programs.executable import load_source
-from autoshard.runtime.parameters import again
+from autoshard.runtime.parameters import recompute
 from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.in_process import World
 
@@ -76,7 +76,11 @@ def kept_bytes(compiled: Compiled) -> float:
 
     def run(module: Any, rank: int) -> Any:
         here.rank = rank
-        with again.telling(pack), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), Evenly():
+        with (
+            recompute.observing_saved_tensors(pack),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+            Evenly(),
+        ):
             return module(*args)
 
     world.run(run, [(m, r) for r, m in enumerate(modules)])

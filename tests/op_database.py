@@ -30,14 +30,14 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 from autoshard import AutoshardError, Mesh, Shard
-from autoshard.compiler import Compiled, build
+from autoshard.compiler import Compiled, compile_graph
 from autoshard.module.in_process import InProcessModule
-from autoshard.module.programs.compiling import Settings
-from autoshard.module.programs.executable import Call, Executable, load_source
+from autoshard.module.programs.compiling import CompileSettings
+from autoshard.module.programs.executable import Executable, ModuleCall, load_source
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.rules.facts import is_view
-from autoshard.plans.wishes import Wishes
+from autoshard.plans.options import CompileOptions
 from autoshard.runtime.transport.in_process import World
 
 STATUSES = ("wrong", "crash", "sharded", "decomposed", "replicated", "refused", "not run")
@@ -122,11 +122,11 @@ class _Captured(InProcessModule):
     """A sharded module of a graph that is captured once and planned for every hint."""
 
     def __init__(self, model: nn.Module, graph: Graph, compiled: Compiled, world: World) -> None:
-        super().__init__(model, compiled.plan.mesh, Settings(training=graph.training))
+        super().__init__(model, compiled.plan.mesh, CompileSettings(training=graph.training))
         object.__setattr__(self, "_world", world)
         object.__setattr__(self, "_compiled", compiled)
 
-    def _build(self, call: Call, structure: Any) -> Executable:
+    def _build(self, call: ModuleCall, structure: Any) -> Executable:
         return Executable(self._compiled, load_source(self._compiled.source.text))
 
 
@@ -215,7 +215,7 @@ def _run_case(
     mesh = Mesh({"x": n}, hardware=SPLIT_ALL)
     try:
         with limit(LIMIT):
-            compiled = build(graph, mesh, Wishes(hints={hint[0]: Shard(hint[1])} if hint else None))
+            compiled = compile_graph(graph, mesh, CompileOptions(hints={hint[0]: Shard(hint[1])} if hint else None))
     except AutoshardError as error:
         return "refused", str(error)
     except Exception as error:

@@ -284,10 +284,10 @@ def like_an_expert(mesh: autoshard.Mesh) -> None:
         {"hints": {"blocks.3.up.weight": "colwise", "position_embedding.weight": "replicate"}},
     ]
     expected = loss_of(model(*args)).detach()
-    for wishes in asked:
-        sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, **wishes)
+    for opts in asked:
+        sharded = autoshard.compile(copy.deepcopy(model), mesh, args, stages="pp", micro_batches=2, **opts)
         assert far(loss_of(sharded(*args)).detach(), expected) <= TOLERANCE
-        assert str(sharded.plan.layouts["blocks.3.up.weight"]).startswith("S(0)"), wishes
+        assert str(sharded.plan.layouts["blocks.3.up.weight"]).startswith("S(0)"), opts
     with pytest.raises(HintError, match="matches no parameter"):
         autoshard.compile(model, mesh, args, stages="pp", hints={"block.3.up": "colwise"})
 

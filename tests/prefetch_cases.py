@@ -21,7 +21,8 @@ from zero_cases import LAYERS, WIDTH, Stack, begun, made, mesh_for
 
 import autoshard
 from autoshard.passes.lower import bucket as lower
-from autoshard.runtime.parameters import block, flat_bucket
+from autoshard.runtime.parameters import block
+from autoshard.runtime.parameters import bucket as flat_bucket
 from autoshard.runtime.parameters.bucket import Dtypes
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.process_group import TorchCommunicator
@@ -220,7 +221,7 @@ def what_begins_in_vain_is_dropped() -> None:
     heads = autoshard.compile(Heads().double(), mesh_for("fsdp", 4), args, like="fsdp")
     first, second = heads(*args)
     second.backward()  # begins what the first head reads, which comes before it
-    gathers = [x for x in gc.get_objects() if type(x) is block._Gather and x.packed > x.unpacked]
+    gathers = [x for x in gc.get_objects() if type(x) is block._RegatherSource and x.packed > x.unpacked]
     assert first.requires_grad
     assert len(gathers) == LAYERS - 1 + LAYERS  # with those of the loss above
     assert all(x.arriving is None for x in gathers)

@@ -10,10 +10,10 @@ import torch
 
 from autoshard.layout import I, Layout, P, Placement, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Assignment, Strategy, canonical
+from autoshard.passes.ir.assignment import Assignment, Strategy, normalize_placement
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
 from autoshard.passes.ir.program import Program
-from autoshard.passes.lower.lowering import lower
+from autoshard.passes.lower.lowering import lower_graph
 from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.search.network import Solution
 
@@ -59,7 +59,7 @@ class Draft:
         self.types[name] = TensorType(tuple(made.shape), made.dtype, grad)
         by_label = {s.label: s for s in axis_strategies(node, self.graph())}
         self.choices[name] = choice = tuple(by_label[label] for label in labels.split())
-        self.layouts[name] = Layout(self.mesh, [canonical(s.outputs[0], grad) for s in choice])
+        self.layouts[name] = Layout(self.mesh, [normalize_placement(s.outputs[0], grad) for s in choice])
 
     def layers(self, count: int, stored: str, labels: str) -> str:
         """``count`` blocks of two products with parameters in the placements ``stored``; returns the last value."""
@@ -82,7 +82,7 @@ class Draft:
 
     def program(self, **outputs: str) -> Program:
         """Lowered; ``outputs`` as of :meth:`assignment`."""
-        return lower(self.graph(list(outputs)), self.assignment(**outputs))
+        return lower_graph(self.graph(list(outputs)), self.assignment(**outputs))
 
 
 def text(program: Program) -> str:

@@ -23,12 +23,12 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from autoshard.module.model.state import defaults, is_usual
+from autoshard.module.model.original import is_plain_context, torch_defaults
 from autoshard.passes.capture import export
-from autoshard.passes.capture.answers import eager
+from autoshard.passes.capture.specialization import eager_semantics
 from autoshard.passes.ir.graph import Graph
-from autoshard.runtime.autocast import autocast_state
-from autoshard.runtime.operations import functions
+from autoshard.runtime.operations import autograd_ops
+from autoshard.runtime.transport.torch_state import autocast_state
 
 TESTS = Path(__file__).parent
 OF_RUN = "AUTOSHARD_TEST_CAPTURES_OF_RUN"
@@ -118,20 +118,24 @@ class _Signature(pickle.Pickler):
 
 def signature(model: torch.nn.Module, example: Any, *options: Any) -> str | None:
     """Of a capture; None where it cannot be told."""
-    if not is_usual():
+    if not is_plain_context():
         return None
     cuda = torch.backends.cuda
     kernels = cuda.math_sdp_enabled(), cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
-    called = eager.inference.get(), eager.without_grad.get(), eager._autograd.get()
+    called = (
+        eager_semantics.eager_inference_mode.get(),
+        eager_semantics.grad_off_at_start.get(),
+        eager_semantics._caller_autograd_modes.get(),
+    )
     modes = [
         torch.is_grad_enabled(),
         torch.is_anomaly_enabled(),
-        *(getattr(of, name)() for _, of, name in eager._MODES),
+        *(getattr(of, name)() for _, of, name in eager_semantics._BACKEND_MODES),
     ]
     registered = [
         f"{kind.__module__}.{kind.__qualname__}" for kind in pytree.SUPPORTED_NODES
     ]  # of which capture makes some of transformers' known
-    state = defaults(), autocast_state(), called, modes, kernels, torch.get_float32_matmul_precision(), registered
+    state = torch_defaults(), autocast_state(), called, modes, kernels, torch.get_float32_matmul_precision(), registered
     file = io.BytesIO()
     signed = _Signature(file)
     try:
@@ -164,7 +168,7 @@ def _written(graph: Graph) -> bytes:
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):
         return b""
     text = file.getvalue()
-    return b"" if any(name.encode() in text for name in functions._local) else text
+    return b"" if any(name.encode() in text for name in autograd_ops._unimportable) else text
 
 
 def _read(text: bytes) -> Graph:
@@ -179,7 +183,7 @@ def remembered(folder: Path) -> Iterator[None]:
 
     Of two who want the same at once, one waits. What is refused is captured by all.
     """
-    capture = export._captured
+    capture = export._capture_once
 
     def captured(model: torch.nn.Module, example: Any, *options: Any) -> Graph:
         key = signature(model, example, *options)
@@ -202,7 +206,7 @@ def remembered(folder: Path) -> Iterator[None]:
         return _read(text) if text else capture(model, example, *options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "_captured", captured)
+        patch.setattr(export, "_capture_once", captured)
         yield
 
 

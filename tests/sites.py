@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autoshard.check.local_forms import evaluate
+from autoshard.check.rule_check import evaluate
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType

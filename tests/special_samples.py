@@ -7,13 +7,12 @@ from typing import Any
 import torch
 
 from autoshard.aten import aten
-from autoshard.runtime.attention.banded import banded_op
-from autoshard.runtime.attention.fold import folded_op, unfolded_op
-from autoshard.runtime.operations.ctc import ctc_loss
+from autoshard.runtime.attention.masked_attention import banded_op
+from autoshard.runtime.attention.zigzag import from_zigzag_op, to_zigzag_op
+from autoshard.runtime.operations.autograd_ops import function_op
+from autoshard.runtime.operations.checks import exactly
 from autoshard.runtime.operations.embedding import pooled_op
-from autoshard.runtime.operations.exactly import exactly
-from autoshard.runtime.operations.functions import function
-from autoshard.runtime.operations.loss import cross_entropy_op
+from autoshard.runtime.operations.losses import cross_entropy_op, ctc_loss
 from autoshard.runtime.operations.stacked import stacked_op
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -201,7 +200,7 @@ ATTENTION: dict[Any, list[Sample]] = {
 
 ORDERS: dict[Any, list[Sample]] = {
     op._opoverload: [call(f(2, 6, 4), 1, 2), call(f(3, 6), 1, 3), call(f(6), 0, 3), call(f(4, 2, 3), 0, 2)]
-    for op in (folded_op, unfolded_op)
+    for op in (to_zigzag_op, from_zigzag_op)
 }
 
 _IMAGE = f(4, 6, 5)
@@ -299,7 +298,7 @@ class Straight(torch.autograd.Function):
 
 WHOLE = {
     exactly._opoverload: [call(f(4, 5), [4, 5], "model.py:1")],
-    function._opoverload: [call("special_samples:Straight", [f(4, 5)], "[(True, None), (False, 1)]", "")],
+    function_op._opoverload: [call("special_samples:Straight", [f(4, 5)], "[(True, None), (False, 1)]", "")],
     ctc_loss._opoverload: [
         call(
             unit(6, 3, 5).log(),

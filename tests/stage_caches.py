@@ -13,9 +13,8 @@ from state_harness import close
 from torch import nn
 
 import autoshard
-from autoshard.module.dtensors.of_stage import OfStage
-from autoshard.module.programs.carried import Carried
-from autoshard.runtime.programs.along import Along
+from autoshard.module.programs.kv_cache import CachedShards, StageResidentOutput
+from autoshard.runtime.programs.pipeline import StageRanks
 
 TOKENS = torch.arange(6).view(2, 3)
 
@@ -71,9 +70,9 @@ def caches_stay(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {"stages": "pp", "like": "megatron", "training": False, "dynamic": True}
     sharded = autoshard.compile(copy.deepcopy(model), mesh, **asked)
     told: list[str] = []
-    tell, whole = Along.tell, Carried.whole
-    monkeypatch.setattr(Along, "tell", lambda *given: (told.append(given[-1]), tell(*given))[1])
-    monkeypatch.setattr(Carried, "whole", lambda x: (told.append("put together"), whole(x))[1])
+    tell, whole = StageRanks.tell, CachedShards.whole
+    monkeypatch.setattr(StageRanks, "tell", lambda *given: (told.append(given[-1]), tell(*given))[1])
+    monkeypatch.setattr(CachedShards, "whole", lambda x: (told.append("put together"), whole(x))[1])
     seen = torch.ones(2, 8).double()
     with torch.no_grad():
         found = [m(TOKENS, None, seen)[1] for m in (sharded, model)]
@@ -89,7 +88,7 @@ def caches_stay(mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
             found = [changed(r[1]) if step == 2 else r[1] for r in results]
     for own, other in zip(*found, strict=True):
         if dist.is_initialized():
-            assert isinstance(own, OfStage)
+            assert isinstance(own, StageResidentOutput)
             assert own.home.is_mine != own.to_local().is_meta
         close(own, other)
     assert len(sharded.programs) <= 3  # one takes whole caches

@@ -291,12 +291,12 @@ def loaded_from_files(mesh: autoshard.Mesh) -> None:
         for file, held in parts.items():
             save_file({n: entries[n] for n in held}, f"{folder}/{file}")
         index = {"weight_map": {n: file for file, held in parts.items() for n in held}}
-        Path(folder, checkpoints.INDEX).write_text(json.dumps(index))
-        part = checkpoints._part
-        with mock.patch.object(checkpoints, "_part", lambda *args: read.append(part(*args)) or read[-1]):
+        Path(folder, checkpoints.SAFETENSORS_INDEX).write_text(json.dumps(index))
+        part = checkpoints._entry_shard
+        with mock.patch.object(checkpoints, "_entry_shard", lambda *args: read.append(part(*args)) or read[-1]):
             autoshard.load_safetensors(sharded, folder)
         steps(model, sharded, ids())
-        held = {id(x): checkpoints._local(x) for x in sharded.state_dict(keep_vars=True).values()}
+        held = {id(x): checkpoints._local_shard(x) for x in sharded.state_dict(keep_vars=True).values()}
         assert sum(x.numel() for x in read) == sum(x.numel() for x in held.values())
         before = sharded.full_state_dict()
         save_file({**entries, "other": torch.ones(1)}, f"{folder}/c.safetensors")

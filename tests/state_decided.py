@@ -106,7 +106,7 @@ def a_number_read_from_a_buffer_that_counts(mesh: autoshard.Mesh) -> None:
 
     model, sharded = pair(mesh, Read, rows(4))
     with (
-        patched([(executable, "_PROGRAMS", 3)]),
+        patched([(executable, "_MAX_PROGRAMS", 3)]),
         refused("Compare the buffer itself, as `if self.count < 10`", RuntimeMismatchError),
     ):
         for _ in range(4):

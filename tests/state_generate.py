@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard.module.logits import Logits
+from autoshard.module.logits import ShardedLogits
 
 
 def llama(layers: int = 2) -> Any:
@@ -89,7 +89,7 @@ def text_generated_by_transformers(mesh: autoshard.Mesh) -> None:
     model, mine = llama(layers=1), autoshard.Mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))
     sharded = autoshard.compile(copy.deepcopy(model), mine, like="megatron", training=False, dynamic=True)
     tokens = torch.randint(3, 64, (2, 5), generator=torch.Generator().manual_seed(0))
-    with mock.patch.object(Logits, "whole", side_effect=AssertionError("logits are gathered")):
+    with mock.patch.object(ShardedLogits, "whole", side_effect=AssertionError("logits are gathered")):
         same_tokens(model, sharded, tokens, {w: options for w, options in WAYS.items() if w != "beams"})
     processors = pytest.importorskip("transformers").LogitsProcessorList([forbidding])
     written = {"do_sample": False, "logits_processor": processors}

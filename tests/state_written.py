@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import LayoutError
-from autoshard.module.dtensors.trusted import TRUSTED
+from autoshard.module.dtensors.outputs import TRUSTED_GRADIENTS
 
 T = rows(4, 12, seed=7).abs()
 MASK = (T - T.median()).gt(0)
@@ -248,7 +248,7 @@ def gradients_of_functions_of_outputs(mesh: autoshard.Mesh) -> None:
     """All that are left to DTensor, and some of which it has another gradient or none."""
     tried = set()
     for model, sharded in _each(mesh):
-        for name in (*sorted(TRUSTED), *OTHERS):
+        for name in (*sorted(TRUSTED_GRADIENTS), *OTHERS):
             for rest in REST:
                 try:
                     torch.manual_seed(0)
@@ -263,4 +263,4 @@ def gradients_of_functions_of_outputs(mesh: autoshard.Mesh) -> None:
                 _alike(model, sharded, lambda y, do=do: do(y.sigmoid()), f"{name}{rest}")
                 tried.add(name)
                 break
-    assert not {*TRUSTED, *OTHERS} - tried - {"dropout"}, {*TRUSTED, *OTHERS} - tried
+    assert not {*TRUSTED_GRADIENTS, *OTHERS} - tried - {"dropout"}, {*TRUSTED_GRADIENTS, *OTHERS} - tried

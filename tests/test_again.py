@@ -16,13 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import autoshard
 from autoshard import Invariant, Shard, models, runtime
-from autoshard.compiler import Compiled, build, captured
+from autoshard.compiler import Compiled, capture_graph, compile_graph
 from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.lower.again import run_again
-from autoshard.passes.lower.parts import parted
-from autoshard.plans.wishes import Wishes
-from autoshard.runtime.parameters.again import forgetting
+from autoshard.passes.lower.recompute import group_recomputed, recomputed_statements
+from autoshard.plans.options import CompileOptions
+from autoshard.runtime.parameters.recompute import dropping_recomputable
 from autoshard.runtime.transport.communicator import Executed
 from autoshard.runtime.transport.in_process import World
 
@@ -67,7 +66,7 @@ def kept_bytes(compiled: Compiled) -> float:
     here = threading.get_ident()  # of rank 0, which runs in the caller
     found: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    class Kept(again.Kept):
+    class Kept(again.SavedTensor):
         def __new__(cls, tensor: torch.Tensor, version: int) -> Any:
             if threading.get_ident() == here:
                 storage = tensor.untyped_storage()
@@ -75,7 +74,7 @@ def kept_bytes(compiled: Compiled) -> float:
             return super().__new__(cls, tensor, version)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(again, "Kept", Kept)
+        patch.setattr(again, "SavedTensor", Kept)
         outputs = world.run(lambda module: module(*args), [(m,) for m in modules])
         mine = {x.untyped_storage()._cdata for x in (*tensors[0].values(), *args)}
         total = sum(size for key, (storage, size) in found.items() if key not in mine and not storage.expired())
@@ -95,15 +94,15 @@ def planned(family: str, recompute: Any, mesh: dict[str, int], **sizes: int) -> 
     args, kwargs = reference.inputs(batch=8, seq=32)
     key = family, *sizes.values()
     if key not in GRAPHS:
-        GRAPHS[key] = captured(model.train(), args, kwargs, training=True)
-    return build(GRAPHS[key], autoshard.Mesh(mesh, "ideal_network"), Wishes(recompute=recompute))
+        GRAPHS[key] = capture_graph(model.train(), args, kwargs, training=True)
+    return compile_graph(GRAPHS[key], autoshard.Mesh(mesh, "ideal_network"), CompileOptions(recompute=recompute))
 
 
 @pytest.mark.parametrize("recompute", ["blocks", "selective"])
 @pytest.mark.parametrize("family", ["gpt", "llama", "mlp"])
 def test_kept_bytes_are_the_planned_ones(family: str, recompute: str) -> None:
     found = planned(family, recompute, {"tp": 2})
-    assert "runtime.again(" in found.source.text
+    assert "runtime.recompute(" in found.source.text
     assert found.plan.memory.activations == pytest.approx(kept_bytes(found), rel=0.05)
     whole = planned(family, "none", {"tp": 2}).plan.memory.activations
     assert kept_bytes(found) < 0.9 * whole
@@ -128,9 +127,9 @@ def test_a_block_keeps_no_more_where_values_are_exchanged_inside(like: str) -> N
     kept = []
     for layers in (3, 4):
         model = type(reference.model())(replace(reference.model().config, layers=layers))
-        graph = captured(model.train(), args, kwargs, training=True)
+        graph = capture_graph(model.train(), args, kwargs, training=True)
         mesh = autoshard.Mesh({"tp": 2}, "ideal_network")
-        kept.append(kept_bytes(build(graph, mesh, Wishes(recompute="blocks", like=like))))
+        kept.append(kept_bytes(compile_graph(graph, mesh, CompileOptions(recompute="blocks", like=like))))
     size = 8 * 32 * 64 * 4 / 2  # the input of a block on one of two ranks
     assert size <= kept[1] - kept[0] <= 1.05 * size
 
@@ -153,9 +152,9 @@ def test_parts() -> None:
     ]
     assert ", ".join(lines) == " ".join(PARTS.split())
     assert {s.block for s in program.statements if s.again} == {"blocks.0", "blocks.1"}
-    assert str(parted(replace(program, statements=tuple(replace(s, again=0) for s in program.statements)))) == str(
-        program
-    )
+    assert str(
+        group_recomputed(replace(program, statements=tuple(replace(s, again=0) for s in program.statements)))
+    ) == str(program)
 
 
 PARTS = """
@@ -184,11 +183,13 @@ class Entered(nn.Module):
 
 
 def test_what_is_converted_again_without_a_copy_is_no_part() -> None:
-    graph = captured(Entered(), (torch.randn(4, 4, 8),), {}, training=True)
-    wishes = Wishes(like="megatron-sp", hints={"first": {"tp": Invariant()}, "second": {"tp": Shard(2)}})
-    found = build(graph, autoshard.Mesh({"tp": 2}, "ideal_network"), wishes).program
+    graph = capture_graph(Entered(), (torch.randn(4, 4, 8),), {}, training=True)
+    opts = CompileOptions(like="megatron-sp", hints={"first": {"tp": Invariant()}, "second": {"tp": Shard(2)}})
+    found = compile_graph(graph, autoshard.Mesh({"tp": 2}, "ideal_network"), opts).program
     (enter,) = (s for s in found.statements if s.value == "linear" and s.step is not None and s.step.kind == "enter")
-    assert enter in run_again(replace(found, statements=tuple(replace(s, again=0) for s in found.statements)))
+    assert enter in recomputed_statements(
+        replace(found, statements=tuple(replace(s, again=0) for s in found.statements))
+    )
     assert not enter.again
 
 
@@ -205,9 +206,9 @@ class Exchanged(nn.Module):
 
 def test_a_message_is_not_repeated_where_its_result_is_no_larger() -> None:
     """What it brought is kept in the place of what it was made from, where nobody else keeps that."""
-    graph = captured(Exchanged(), (torch.randn(4, 4, 8),), {}, training=True)
-    wishes = Wishes(recompute={"act": True}, hints={"up": {"tp": Shard(0)}, "act": {"tp": Shard(1)}})
-    found = build(graph, autoshard.Mesh({"tp": 2}, "ideal_network"), wishes)
+    graph = capture_graph(Exchanged(), (torch.randn(4, 4, 8),), {}, training=True)
+    opts = CompileOptions(recompute={"act": True}, hints={"up": {"tp": Shard(0)}, "act": {"tp": Shard(1)}})
+    found = compile_graph(graph, autoshard.Mesh({"tp": 2}, "ideal_network"), opts)
     moved = [s for s in found.program.statements if s.step is not None and s.step.kind == "all_to_all"]
     assert len(moved) == 2
     assert not any(s.again for s in moved)
@@ -226,12 +227,12 @@ class Gathered(nn.Module):
 
 def test_what_is_converted_in_two_steps_is_made_again_in_both() -> None:
     """What comes between them is not kept, either."""
-    graph = captured(Gathered(), (torch.randn(4, 4, 8),), {}, training=True)
-    wishes = Wishes(
+    graph = capture_graph(Gathered(), (torch.randn(4, 4, 8),), {}, training=True)
+    opts = CompileOptions(
         recompute={"norm": True, "up": True},
         hints={"norm": {"a": Shard(0), "b": Shard(1)}, "up": {"a": Shard(2), "b": Shard(2)}},
     )
-    found = build(graph, autoshard.Mesh({"a": 2, "b": 2}, "ideal_network"), wishes)
+    found = compile_graph(graph, autoshard.Mesh({"a": 2, "b": 2}, "ideal_network"), opts)
     gathers = [s for s in found.program.statements if s.step is not None and s.step.kind == "all_gather"]
     assert [bool(s.again) for s in gathers] == [True, True]
 
@@ -260,8 +261,8 @@ def test_what_is_saved_is_made_again() -> None:
     world = World({"tp": 1})
 
     def call() -> torch.Tensor:
-        with again.forgetting():
-            return forward(x, w, runtime.again)
+        with again.dropping_recomputable():
+            return forward(x, w, runtime.recompute)
 
     (loss,) = world.run(call)
     found = torch.autograd.grad(loss, (x, w), retain_graph=True)
@@ -282,7 +283,7 @@ def test_what_is_drawn_again_is_that_of_its_own_micro_batch(whole: bool) -> None
 
     for rank in world.ranks:
         rank.enter(1, 2)
-    found = world.run(lambda x: runtime.again(part, x, draws=True) if whole else part(x), [(x,) for x in xs])
+    found = world.run(lambda x: runtime.recompute(part, x, draws=True) if whole else part(x), [(x,) for x in xs])
     for rank in world.ranks:
         rank.enter(0, 2)
     before = torch.get_rng_state()
@@ -299,7 +300,7 @@ def test_a_changed_input_is_refused() -> None:
     def part(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return (x * w).exp()
 
-    (y,) = World({"tp": 1}).run(lambda: runtime.again(part, x, w))
+    (y,) = World({"tp": 1}).run(lambda: runtime.recompute(part, x, w))
     x.mul_(2)
     with pytest.raises(RuntimeMismatchError, match="what part reads was changed in place between forward and backward"):
         y.sum().backward()
@@ -312,17 +313,17 @@ def test_a_part_that_runs_otherwise_is_refused() -> None:
         calls.append(1)
         return w.exp() if len(calls) == 1 else w.exp().exp()
 
-    (y,) = World({"tp": 1}).run(lambda: runtime.again(part, w))
+    (y,) = World({"tp": 1}).run(lambda: runtime.recompute(part, w))
     with pytest.raises(RuntimeMismatchError, match="part saved 1 tensors in the forward and 2 when it ran again"):
         y.sum().backward()
 
 
 def test_what_gives_no_gradient_is_not_remembered() -> None:
     w = torch.randn(3)
-    known = dict(again._known)
-    (y,) = World({"tp": 1}).run(lambda: runtime.again(torch.exp, w))
+    known = dict(again._recomputable_storages)
+    (y,) = World({"tp": 1}).run(lambda: runtime.recompute(torch.exp, w))
     assert torch.equal(y, w.exp())
-    assert again._known == known
+    assert again._recomputable_storages == known
 
 
 LABELS = torch.arange(4) % 3
@@ -349,8 +350,8 @@ def test_what_operations_sum_over_ranks_is_summed_once(name: str) -> None:
         return log, [x.grad for x in xs]
 
     def again(x: torch.Tensor) -> Any:
-        with forgetting():
-            return runtime.again(part, x)
+        with dropping_recomputable():
+            return runtime.recompute(part, x)
 
     log, gradients = made(part)
     again_log, again_gradients = made(again)

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Prepared, Row, prepared, solve
-from autoshard.passes.search.exact.bound import Dual, _Edge
-from autoshard.passes.search.exact.eliminate import Eliminator
-from autoshard.passes.search.exact.tables import Tables
+from autoshard.passes.search import CostNetwork, LinearRow, Prepared, prepared, solve
+from autoshard.passes.search.exact.elimination import Eliminator, Tables
+from autoshard.passes.search.exact.pruning import Dual, _Edge
 from autoshard.passes.search.network import Effort
-from autoshard.passes.search.rows import alike, within
-from autoshard.passes.search.rows.alike import bound
+from autoshard.passes.search.rows import constrained, tied_layers
+from autoshard.passes.search.rows.tied_layers import tied_bound
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +22,7 @@ def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared.Prepared, "large", 0)
 
 
-def layers(seed: int, count: int) -> tuple[CostNetwork, tuple[Row, ...], list[Hashable | None]]:
+def layers(seed: int, count: int) -> tuple[CostNetwork, tuple[LinearRow, ...], list[Hashable | None]]:
     """Of every layer two nodes and a leaf, in a chain that begins and ends unlike; a row of bytes, and one that is soft."""
     generator = np.random.default_rng(seed)
 
@@ -51,13 +50,13 @@ def layers(seed: int, count: int) -> tuple[CostNetwork, tuple[Row, ...], list[Ha
     nothing = (None,) * len(edges)
     limit = float(generator.uniform(0.2, 0.8) * 8 * 3 * count)
     rows = (
-        Row((*held * count, None, None), nothing, limit),
-        Row((*soft * count, None, None), nothing, 0.0, float(generator.choice([0.5, 1.0]))),
+        LinearRow((*held * count, None, None), nothing, limit),
+        LinearRow((*soft * count, None, None), nothing, 0.0, float(generator.choice([0.5, 1.0]))),
     )
     return network, rows, [*labels, None, None]
 
 
-def best(network: CostNetwork, rows: tuple[Row, ...]) -> float:
+def best(network: CostNetwork, rows: tuple[LinearRow, ...]) -> float:
     """By the solver without labels, which is tested against brute force."""
     try:
         return solve(network, rows=rows).cost
@@ -89,7 +88,7 @@ def test_the_bound_of_many_layers_is_nearly_their_least_cost() -> None:
     for seed in range(8):
         network, _, labels = layers(seed, 40)
         of = [hash(label) if label else i for i, label in enumerate(labels)]
-        least, (lower, _) = solve(network).cost, bound(network, of)
+        least, (lower, _) = solve(network).cost, tied_bound(network, of)
         assert lower <= least + 1e-9
         assert least - lower <= 0.03 * least
 
@@ -115,25 +114,25 @@ def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.
     least = [solve(network).cost for network, _ in networks]
 
     def gaps() -> np.ndarray:
-        found = [bound(*each)[0] for each in networks]
+        found = [tied_bound(*each)[0] for each in networks]
         assert all(lower <= cost + 1e-9 for lower, cost in zip(found, least, strict=True))
         return 1 - np.array(found) / least
 
     assert gaps().max() < 1e-9  # what has two neighbours is joined
-    monkeypatch.setattr(alike, "QUICK_JOIN", 0)
+    monkeypatch.setattr(tied_layers, "QUICK_JOIN", 0)
     assert gaps().mean() < 0.04
-    monkeypatch.setattr(alike, "LITTLE", 0)  # as if the tables were large: much is promised
+    monkeypatch.setattr(tied_layers, "LAST_SWEEP_ENTRIES", 0)  # as if the tables were large: much is promised
     assert gaps().mean() < 0.04
-    monkeypatch.setattr(alike, "LAST_SWEEPS", 0)
+    monkeypatch.setattr(tied_layers, "LAST_SWEEPS", 0)
     assert gaps().mean() > 0.2
 
 
 def test_what_is_joined_unlike_its_copies_is_swept_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """But where some bound is enough; before the sweeps through all copies, which make up for most of it here."""
-    monkeypatch.setattr(alike, "QUICK_JOIN", 0)
-    monkeypatch.setattr(alike, "LAST_SWEEPS", 0)
+    monkeypatch.setattr(tied_layers, "QUICK_JOIN", 0)
+    monkeypatch.setattr(tied_layers, "LAST_SWEEPS", 0)
     networks = [diamonds(seed, 20) for seed in range(24)]
-    with_them, without = ([bound(*each, enough=enough)[0] for each in networks] for enough in (math.inf, 1e9))
+    with_them, without = ([tied_bound(*each, enough=enough)[0] for each in networks] for enough in (math.inf, 1e9))
     assert all(a >= b for a, b in zip(with_them, without, strict=True))
     least = [solve(network).cost for network, _ in networks]
     gaps = [sum(1 - x / c for x, c in zip(found, least, strict=True)) for found in (with_them, without)]
@@ -141,17 +140,17 @@ def test_what_is_joined_unlike_its_copies_is_swept_by_itself(monkeypatch: pytest
 
 
 def test_one_sweep_more_may_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "QUICK_JOIN", 0)
+    monkeypatch.setattr(tied_layers, "QUICK_JOIN", 0)
     networks = [diamonds(seed, 20) for seed in range(24)]
     least = [solve(network).cost for network, _ in networks]
 
     def reached() -> int:
-        found = [bound(*each, enough=cost)[0] for each, cost in zip(networks, least, strict=True)]
+        found = [tied_bound(*each, enough=cost)[0] for each, cost in zip(networks, least, strict=True)]
         assert all(lower <= cost + 1e-9 for lower, cost in zip(found, least, strict=True))
         return sum(lower >= cost * (1 - 1e-9) for lower, cost in zip(found, least, strict=True))
 
     several = reached()
-    monkeypatch.setattr(alike, "LAST_SWEEPS", 1)
+    monkeypatch.setattr(tied_layers, "LAST_SWEEPS", 1)
     assert 0 < reached() < several < len(networks)
 
 
@@ -165,8 +164,8 @@ def test_alike_nodes_differ_where_that_costs_less(monkeypatch: pytest.MonkeyPatc
 
     found = costs()
     assert (found >= least - 1e-9).all()
-    assert (found / least).max() < 1 + within.ENOUGH
-    monkeypatch.setattr(within, "ENOUGH", math.inf)
+    assert (found / least).max() < 1 + constrained.ENOUGH
+    monkeypatch.setattr(constrained, "ENOUGH", math.inf)
     assert (costs() / least).mean() > 1.03
 
 
@@ -202,7 +201,7 @@ def test_what_is_prepared_once_serves_all_limits(tied: bool) -> None:
         prepared = Prepared(network, rows, alike)
         for share in (1.0, 0.8, 1.3, 1.0):
             limits = share * rows[0].limit, rows[1].limit
-            alone = (Row(rows[0].nodes, rows[0].edges, limits[0]), rows[1])
+            alone = (LinearRow(rows[0].nodes, rows[0].edges, limits[0]), rows[1])
             try:
                 found = prepared.solve(limits)
             except PlanError:
@@ -246,7 +245,7 @@ def test_the_bound_is_a_number_where_choices_are_forbidden() -> None:
     edges += [(i, i + 2, along) for i in range(2 * (count - 1))]
     network = CostNetwork(tuple(np.arange(3.0) for _ in range(2 * count)), tuple(edges))
     with np.errstate(invalid="raise"):
-        assert 0 < bound(network, [i % 2 for i in range(2 * count)])[0] <= best(network, ()) + 1e-9
+        assert 0 < tied_bound(network, [i % 2 for i in range(2 * count)])[0] <= best(network, ()) + 1e-9
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -257,7 +256,7 @@ def test_what_is_prepared_needs_no_other_tables(tied: bool) -> None:
         network = CostNetwork(
             network.nodes, (*network.edges, (1, 0, np.ones((network.nodes[1].size, network.nodes[0].size))))
         )
-        rows = tuple(Row(row.nodes, (*row.edges, None), row.limit, row.price) for row in rows)
+        rows = tuple(LinearRow(row.nodes, (*row.edges, None), row.limit, row.price) for row in rows)
         full = Prepared(network, rows, labels if tied else None)
         lean = Prepared(network, rows, labels if tied else None).lean()
         assert all(

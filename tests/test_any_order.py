@@ -8,8 +8,8 @@ from test_every_rule import SAMPLES, SHAPES_ONLY
 
 from autoshard.check import rule_check
 from autoshard.passes.ir.graph import Node, map_refs
-from autoshard.passes.propagate import folded_order
-from autoshard.passes.propagate.folded_order import CARRYING, Link, carried
+from autoshard.passes.propagate import zigzag
+from autoshard.passes.propagate.zigzag import ORDER_FREE_OPS, SequenceLink, order_free_links
 from autoshard.passes.rules import all_rules, rule_for
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def permuted(xs: list[torch.Tensor], dims: tuple[int | None, ...], order: torch.
     return [x if d is None else x.index_select(d, order) for x, d in zip(xs, dims, strict=True)]
 
 
-def differs(node: Node, operands: list[torch.Tensor], link: Link) -> bool:
+def differs(node: Node, operands: list[torch.Tensor], link: SequenceLink) -> bool:
     """Whether the results of permuted operands are others than permuted results, beyond rounding."""
     named = dict(zip((*node.inputs, *node.outputs), (*link.inputs, *link.outputs), strict=True))
     dims = tuple(named.get(f"x{i}") for i in range(len(operands)))
@@ -53,8 +53,8 @@ def tried(op: torch._ops.OpOverload) -> tuple[int, list[str]]:
     rule, found, wrong = rule_for(op), 0, []
     assert rule is not None
     for sample in SAMPLES[op]:
-        example = rule_check._example(rule, sample, False, None)
-        for link in carried(example.node, example.graph):
+        example = rule_check._run_sample(rule, sample, False, None)
+        for link in order_free_links(example.node, example.graph):
             found += 1
             if differs(example.node, [x.detach() for x in example.operands], link):
                 wrong.append(f"{op}{example.graph.shapes(example.node.inputs)} {link}")
@@ -65,13 +65,13 @@ def tried(op: torch._ops.OpOverload) -> tuple[int, list[str]]:
 def test_what_is_carried_is_so_in_any_order() -> None:
     found = {op: tried(op) for op in OPS if op not in SHAPES_ONLY}
     assert not [line for _, wrong in found.values() for line in wrong]
-    assert not [str(op) for op in CARRYING if not found[op][0]]
+    assert not [str(op) for op in ORDER_FREE_OPS if not found[op][0]]
     assert sum(bool(links) for links, _ in found.values()) > 500
 
 
 @pytest.mark.parametrize("op", [aten.cumsum.default, aten.cummax.default, aten.slice.Tensor], ids=str)
 def test_what_is_not_is_noticed(op: torch._ops.OpOverload, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: taken for what carries any order, it is found to be wrong."""
-    monkeypatch.setattr(folded_order, "CARRYING", CARRYING | {op})
-    monkeypatch.setattr(folded_order, "ADDING", folded_order.ADDING | {op})
+    monkeypatch.setattr(zigzag, "ORDER_FREE_OPS", ORDER_FREE_OPS | {op})
+    monkeypatch.setattr(zigzag, "POSITION_REDUCTIONS", zigzag.POSITION_REDUCTIONS | {op})
     assert tried(op)[1]

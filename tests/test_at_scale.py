@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.compiler import captured, planned
-from autoshard.passes.propagate.experts import like_of
-from autoshard.plans.wishes import Wishes
+from autoshard.compiler import capture_graph, plan_graph
+from autoshard.passes.propagate.named_strategies import expand_tp_plan
+from autoshard.plans.options import CompileOptions
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from context import chosen, of_a_million
@@ -46,9 +46,9 @@ def test_large_mixtures_fit_and_send_no_weights(kind: str, axes: dict[str, int],
     """A sequence of 4096 tokens per device; ``benchmarks/expert_parallel.py`` says how long the plan takes."""
     mesh = autoshard.Mesh(axes)
     tokens = torch.zeros(mesh.size, 4096, dtype=torch.long)
-    graph = captured(model_of(kind, None), (), {"input_ids": tokens, "labels": tokens}, training=True)
-    wishes = Wishes(like=like_of(None, like), optimizer=optimizer, memory_budget=80e9)
-    plan = planned(graph, mesh, wishes)[1]
+    graph = capture_graph(model_of(kind, None), (), {"input_ids": tokens, "labels": tokens}, training=True)
+    opts = CompileOptions(like=expand_tp_plan(None, like), optimizer=optimizer, memory_budget=80e9)
+    plan = plan_graph(graph, mesh, opts)[1]
     assert plan.memory is not None
     assert plan.memory.peak <= 80e9
     sent = sent_for_experts(plan)

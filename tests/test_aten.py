@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard.aten import Absent, aten
+from autoshard.aten import MissingOp, aten
 from autoshard.errors import AutoshardError
 from autoshard.passes.rules import all_rules
 from autoshard.passes.rules.base import ops
@@ -18,9 +18,9 @@ def test_an_op_that_is_there_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("op", [aten.no_such_op.default, aten.add.no_such_overload], ids=str)
-def test_an_op_that_is_missing_has_no_rule_and_is_refused_by_name(op: Absent) -> None:
+def test_an_op_that_is_missing_has_no_rule_and_is_refused_by_name(op: MissingOp) -> None:
     assert op not in {r.op for r in all_rules()}
-    assert isinstance(rule(op, "m -> m").op, Absent)
+    assert isinstance(rule(op, "m -> m").op, MissingOp)
     with pytest.raises(AutoshardError, match=f"has no op {op}: see docs/compatibility.md"):
         op(torch.ones(2))
 
@@ -30,5 +30,5 @@ def test_lists_of_ops_leave_out_what_is_missing() -> None:
 
 
 def test_no_rule_is_of_an_op_that_is_missing() -> None:
-    assert not [r for r in all_rules() if isinstance(r.op, Absent)]
+    assert not [r for r in all_rules() if isinstance(r.op, MissingOp)]
     assert len(all_rules()) > 500

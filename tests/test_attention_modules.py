@@ -14,12 +14,12 @@ from microbatch_cases import steps_alike
 from torch import nn
 
 import autoshard
-from autoshard.compiler import captured
+from autoshard.compiler import capture_graph
 from autoshard.errors import PlanError
-from autoshard.passes.capture.translate import forms
-from autoshard.passes.capture.translate.views import apart
+from autoshard.passes.capture.translate import graph_from_export
+from autoshard.passes.capture.translate.unflatten import unmerge_views
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
-from autoshard.passes.rules.interpret import interpret
+from autoshard.passes.rules.interpreters import interpret
 
 aten = torch.ops.aten
 
@@ -80,8 +80,8 @@ def not_of_parameters(plan: autoshard.Plan, model: nn.Module) -> list[Any]:
 
 def test_without_it_micro_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args = made("padded", first=False)
-    monkeypatch.setattr(forms, "apart", lambda graph: graph)
-    monkeypatch.setattr(forms, "in_their_dims", lambda graph: graph)
+    monkeypatch.setattr(graph_from_export, "unmerge_views", lambda graph: graph)
+    monkeypatch.setattr(graph_from_export, "unflatten_rows", lambda graph: graph)
     with pytest.raises(PlanError, match="micro_batches=2"):
         autoshard.plan(model.train(), ideal({"tp": 2}), args, micro_batches=2)
 
@@ -137,7 +137,7 @@ def test_views_are_what_they_were() -> None:
     changed = 0
     for seed in range(400):
         graph = chain(Random(seed))
-        found = apart(graph)
+        found = unmerge_views(graph)
         changed += found is not graph
         x = {"x": torch.arange(graph.types["x"].numel, dtype=torch.float64).reshape(graph.types["x"].shape)}
         expected, values = interpret(graph, x), interpret(found, x)
@@ -159,5 +159,5 @@ def test_plain_chains_stay() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.conv(x).flatten(2).transpose(1, 2)).square().mean()
 
-    graph = captured(Patches(), (torch.randn(2, 3, 8, 8),), {}, training=True)
+    graph = capture_graph(Patches(), (torch.randn(2, 3, 8, 8),), {}, training=True)
     assert [n.op for n in graph.nodes[1:3]] == [aten.reshape.default, aten.transpose.int]

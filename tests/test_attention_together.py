@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard.hardware import PRESETS, Link
-from autoshard.passes.propagate.prices import bucketed
+from autoshard.passes.propagate.prices import coalescing
 
 LATE = replace(PRESETS["cpu"], node=Link(latency=2e-3, bandwidth=1e9))
 
@@ -39,5 +39,5 @@ def test_queries_keys_and_values_pay_for_the_one_message_that_brings_them(monkey
 
     latency = autoshard.Mesh({"x": 4}, hardware=LATE).link("x").rate("all_to_all")[0]
     counted = merged()
-    monkeypatch.setattr(bucketed, "_beside_others", lambda graph, waits: {})
+    monkeypatch.setattr(coalescing, "_coalesced_shares", lambda graph, waits: {})
     assert merged() - counted == pytest.approx(2 * 2 * latency, rel=1e-2)

@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.runtime.operations.bags import adds_rows, bagged, bagged_each
-from autoshard.runtime.operations.embedding import pooled
-from autoshard.runtime.operations.stacked import as_one
+from autoshard.runtime.operations.embedding import (
+    embedding_bag_of_tables,
+    embedding_bags,
+    has_fast_bag_gradient,
+    pooled,
+)
+from autoshard.runtime.operations.stacked import stacked_view
 
 
 class Seen(TorchDispatchMode):
@@ -40,7 +44,7 @@ def test_rows_and_their_gradient_are_those_of_torch(mode: str, padding: int, bag
     table, indices, gradient = _given(bags, length)
     rows = F.embedding(indices, table, padding if padding >= 0 else None)
     expected = rows.sum(1) if mode == "sum" else rows.mean(1)
-    for found in (bagged(indices, mode, padding, table), pooled(table, indices, mode, padding)):
+    for found in (embedding_bag_of_tables(indices, mode, padding, table), pooled(table, indices, mode, padding)):
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
         (ours,) = torch.autograd.grad(found, table, gradient)
         (theirs,) = torch.autograd.grad(expected, table, gradient, retain_graph=True)
@@ -50,17 +54,17 @@ def test_rows_and_their_gradient_are_those_of_torch(mode: str, padding: int, bag
 def test_the_gradient_is_added_up_without_sorting_and_has_a_derivative() -> None:
     table, indices, gradient = _given(20, 3)
     with Seen() as seen:
-        bagged(indices, "sum", -1, table).backward(gradient)
+        embedding_bag_of_tables(indices, "sum", -1, table).backward(gradient)
     assert seen.names.count("aten.index_add_.default") == 3, "a call for each place in a bag"
     assert not [n for n in seen.names if "sort" in n or "embedding_bag_dense_backward" in n]
-    assert torch.autograd.gradcheck(lambda t: bagged(indices, "mean", -1, t), (table,))
-    assert torch.autograd.gradgradcheck(lambda t: bagged(indices, "mean", -1, t).square(), (table,))
+    assert torch.autograd.gradcheck(lambda t: embedding_bag_of_tables(indices, "mean", -1, t), (table,))
+    assert torch.autograd.gradgradcheck(lambda t: embedding_bag_of_tables(indices, "mean", -1, t).square(), (table,))
 
 
 def test_tables_one_after_another_get_each_its_gradient() -> None:
     whole = torch.arange(14.0).view(7, 2)
     a, none, b = (whole[i:j].requires_grad_() for i, j in ((0, 3), (3, 3), (3, 7)))
-    bagged(torch.tensor([[0, 3], [6, 6]]), "sum", -1, a, none, b).sum().backward()
+    embedding_bag_of_tables(torch.tensor([[0, 3], [6, 6]]), "sum", -1, a, none, b).sum().backward()
     assert a.grad is not None
     assert none.grad is not None
     assert b.grad is not None
@@ -90,7 +94,7 @@ def test_one_node_for_several_tables_gives_what_each_does(mode: str, length: int
         return found
 
     def together(*given: torch.Tensor, pads: Sequence[int] = padding) -> tuple[torch.Tensor, ...]:
-        return bagged_each(indices, mode, pads, [*given, tables[3]], mine if some else None)
+        return embedding_bags(indices, mode, pads, [*given, tables[3]], mine if some else None)
 
     trained = tables[:3]
     expected, found = each(*trained), together(*trained)
@@ -128,16 +132,16 @@ def test_one_node_for_several_tables_gives_what_each_does(mode: str, length: int
     ids=["half precision", "no CPU", "sparse", "empty bags", "expanded"],
 )
 def test_what_goes_as_torch_does_it(table: torch.Tensor, indices: torch.Tensor, sparse: bool) -> None:
-    assert not adds_rows(table, indices, sparse)
+    assert not has_fast_bag_gradient(table, indices, sparse)
     assert pooled(table, indices, "sum", sparse=sparse).shape == (len(indices), 2)
 
 
 def test_parts_of_one_tensor_are_one_again() -> None:
     x = torch.arange(24).view(2, 4, 3)
     for parts in ([x[:, 0], x[:, 2]], [x[:, i] for i in range(4)], [x[:, 1]]):
-        one = as_one(parts)
+        one = stacked_view(parts)
         assert one is not None
         assert one.data_ptr() == parts[0].data_ptr()
         assert torch.equal(one, torch.stack(parts))
     apart = ([x[:, 0], x[:, 1], x[:, 3]], [x[:, 2], x[:, 0]], [x[:, 0], x[:, 1].clone()], [x[:, 0], x[:, 1, :2]])
-    assert [as_one(parts) for parts in apart] == [None] * len(apart)
+    assert [stacked_view(parts) for parts in apart] == [None] * len(apart)

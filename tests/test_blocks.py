@@ -7,7 +7,7 @@ import torch
 from programs import Draft, text
 
 from autoshard.passes.ir.verify import check_program
-from autoshard.passes.lower.blocks import block_path, hoisted, segments
+from autoshard.passes.lower.blocks import block_path, hoist_redistributions, program_segments
 
 aten = torch.ops.aten
 
@@ -60,7 +60,7 @@ def test_conversions_of_outside_values_stand_in_front_of_the_block() -> None:
   return y
 """
     )
-    moved = hoisted(program)
+    moved = hoist_redistributions(program)
     check_program(moved)
     assert (
         text(moved)
@@ -79,12 +79,14 @@ def test_conversions_of_outside_values_stand_in_front_of_the_block() -> None:
   return y
 """
     )
-    assert hoisted(moved) == moved
+    assert hoist_redistributions(moved) == moved
 
 
 def test_what_flows_in_and_out() -> None:
     """Inputs in order of first use; a block's own parameters are no inputs of it."""
-    found = [(s.path, s.inputs, s.outputs) for s in segments(hoisted(draft().program(y="0", b="R")))]
+    found = [
+        (s.path, s.inputs, s.outputs) for s in program_segments(hoist_redistributions(draft().program(y="0", b="R")))
+    ]
     assert found == [
         ("", ("x", "scale"), ("x__1", "scale__1")),
         ("l.0", ("x__1", "scale__1"), ("b", "c")),
@@ -93,8 +95,8 @@ def test_what_flows_in_and_out() -> None:
 
 
 def test_cutting_keeps_every_statement_in_its_place() -> None:
-    program = hoisted(draft().program(y="0"))
-    assert tuple(s for segment in segments(program) for s in segment.statements) == program.statements
+    program = hoist_redistributions(draft().program(y="0"))
+    assert tuple(s for segment in program_segments(program) for s in segment.statements) == program.statements
 
 
 def test_equal_blocks_have_equal_segments() -> None:
@@ -102,7 +104,7 @@ def test_equal_blocks_have_equal_segments() -> None:
     several = Draft(dp=2)
     several.input("x", (8, 16), "0")
     last = several.layers(3, "0", "m")
-    program = hoisted(several.program(**{last: "0"}))
-    calls = [[str(s.call.fn) for s in segment.statements] for segment in segments(program)]
-    assert [s.path for s in segments(program)] == ["l.0", "l.1", "l.2"]
+    program = hoist_redistributions(several.program(**{last: "0"}))
+    calls = [[str(s.call.fn) for s in segment.statements] for segment in program_segments(program)]
+    assert [s.path for s in program_segments(program)] == ["l.0", "l.1", "l.2"]
     assert calls[0] == calls[1] == calls[2]

@@ -17,16 +17,15 @@ from autoshard import Link, Mesh, PlanError, Shard, runtime
 from autoshard.check.divergence import first_divergence
 from autoshard.hardware import PRESETS
 from autoshard.layout import Layout, Owned
-from autoshard.module.ranks import loaded
-from autoshard.module.ranks.loaded import summed_last
+from autoshard.module.ranks import parameters
+from autoshard.module.ranks.parameters import summed_last
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.merge import fused, merged
-from autoshard.passes.ir.program import Call, Program, Statement
+from autoshard.passes.ir.program import LocalCall, Program, Statement, fuse_replica_gather, merge_statements
 from autoshard.passes.ir.verify import check_program
 from autoshard.passes.lower import bucket as module
-from autoshard.passes.lower.blocks import hoisted
-from autoshard.passes.lower.bucket import bucket, regathered
-from autoshard.passes.propagate.prices import bucketed
+from autoshard.passes.lower.blocks import hoist_redistributions
+from autoshard.passes.lower.bucket import bucket_parameters, regathered_parameters
+from autoshard.passes.propagate.prices import coalescing
 from autoshard.runtime.transport.in_process import World
 
 aten = torch.ops.aten
@@ -37,7 +36,7 @@ def layers(count: int, stored: str, labels: str, **axes: int) -> Program:
     draft = Draft(**axes)
     rows = " ".join("0" for _ in axes)
     draft.input("x", (8, 16), rows)
-    return bucket(hoisted(draft.program(**{draft.layers(count, stored, labels): rows})))
+    return bucket_parameters(hoist_redistributions(draft.program(**{draft.layers(count, stored, labels): rows})))
 
 
 def is_valid_and_reads(program: Program, expected: str) -> None:
@@ -128,7 +127,7 @@ def test_shards_that_have_another_reader_are_entered_by_themselves() -> None:
     draft.op("whole", aten.mm.default, ("x", "w"), "m m")
     draft.op("part", aten.mm.default, ("y", "w"), "m k")
     is_valid_and_reads(
-        bucket(draft.program(whole="0 0", part="0 P")),
+        bucket_parameters(draft.program(whole="0 0", part="0 P")),
         """
   (root):
     w__1: S(0)@s R@r = runtime.enter_parameters([w], 'r')
@@ -150,7 +149,7 @@ def test_gathers_along_axes_in_another_order_go_apart() -> None:
     draft.parameter("out", (32, 3), "0 1")
     draft.op("h", aten.mm.default, ("x", "up"), "m m")
     draft.op("y", aten.mm.default, ("h", "out"), "m m")
-    program = bucket(draft.program(y="0 0"))
+    program = bucket_parameters(draft.program(y="0 0"))
     check_program(program)
     gathers = [(s.value, s.call.args[-1]) for s in program.statements if s.members]
     assert gathers == [("up", "a"), ("up", "b"), ("out", "b"), ("out", "a")]
@@ -163,7 +162,7 @@ def test_a_gather_over_replicas_casts_where_their_sum_does() -> None:
     enter, gather = (replace(members[0], members=()), replace(members[-1], members=()))
     cast = {"dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     enter = replace(enter, call=replace(enter.call, kwargs=cast))
-    assert fused(enter, gather).call.kwargs.items() >= cast.items()
+    assert fuse_replica_gather(enter, gather).call.kwargs.items() >= cast.items()
 
 
 def test_uneven_shards_have_their_lengths() -> None:
@@ -174,7 +173,7 @@ def test_uneven_shards_have_their_lengths() -> None:
     src = Layout(Mesh({"dp": 3, "tp": 2}), {"dp": Shard(0), "tp": Owned()})
     call = replace(even.call, kwargs={"to": "R"})
     owned = replace(even, call=call, step=replace(even.step, src=src))  # a rank may have no row of it
-    assert merged("gather_parameters", (uneven, owned)).call.kwargs["sizes"] == (16, None)
+    assert merge_statements("gather_parameters", (uneven, owned)).call.kwargs["sizes"] == (16, None)
 
 
 def test_a_full_bucket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,12 +186,12 @@ def test_buckets_are_as_large_as_their_link_asks_for() -> None:
     """A gather of 1 MB/s and 9 s: at 81 MB on the wire, of 108 MB among 4 ranks, latency is a tenth. Without, DDP's size."""
     device = PRESETS["h100"]
     slow = replace(device, node=Link(9.0 / 1.75, 1e6), kernel_latency=0.0)
-    assert bucketed.bucket_bytes(Mesh({"dp": 4}, slow), "dp") == pytest.approx(108e6)
+    assert coalescing.bucket_bytes(Mesh({"dp": 4}, slow), "dp") == pytest.approx(108e6)
     wire = replace(device, node=Link(0.0, 1e9), kernel_latency=0.0)
-    assert bucketed.bucket_bytes(Mesh({"dp": 4}, wire), ("dp",)) == 25 * 2**20
+    assert coalescing.bucket_bytes(Mesh({"dp": 4}, wire), ("dp",)) == 25 * 2**20
     gather = next(r for r in PRESETS["cpu"].node.rates if (r.kind, r.ranks) == ("all_gather", 4))
     expected = gather.latency * gather.bandwidth * 9 * 4 / 3
-    assert bucketed.bucket_bytes(Mesh({"dp": 4}, "cpu"), "dp") == pytest.approx(expected, rel=0.1)
+    assert coalescing.bucket_bytes(Mesh({"dp": 4}, "cpu"), "dp") == pytest.approx(expected, rel=0.1)
 
 
 def test_a_bucket_stands_after_what_its_members_are_made_from() -> None:
@@ -204,7 +203,7 @@ def test_a_bucket_stands_after_what_its_members_are_made_from() -> None:
     draft.op("h", aten.mm.default, ("x", "up"), "m n")
     draft.op("y", aten.mm.default, ("h", "out"), "m k")
     is_valid_and_reads(
-        bucket(hoisted(draft.program(y="0 P"))),
+        bucket_parameters(hoist_redistributions(draft.program(y="0 P"))),
         """
   (root):
     up__1: S(1)@b I@a = runtime.slice(up, 1, 'b', of='I')
@@ -225,7 +224,7 @@ def test_what_gets_no_gradient_stays_alone() -> None:
     draft.input("x", (8, 16), "0")
     draft.layers(1, "0", "m")
     draft.types |= {name: replace(t, grad=False) for name, t in draft.types.items()}
-    program = bucket(draft.program(out0="0"))
+    program = bucket_parameters(draft.program(out0="0"))
     assert "gather_parameters" not in text(program)
     assert text(program).count("runtime.all_gather(") == 2
 
@@ -233,12 +232,12 @@ def test_what_gets_no_gradient_stays_alone() -> None:
 def test_gathered_again_is_what_the_backward_reads() -> None:
     """The first product's input needs no gradient, so its weight is gathered again only for company in its bucket."""
     both = layers(1, "0", "m", dp=2)
-    assert regathered(both) == {"l_0_up__1", "l_0_out__1"}
+    assert regathered_parameters(both) == {"l_0_up__1", "l_0_out__1"}
     draft = Draft(dp=2)
     draft.input("x", (8, 16), "0")
     draft.parameter("up", (16, 32), "0")
     draft.op("y", aten.mm.default, ("x", "up"), "m")
-    assert regathered(bucket(draft.program(y="0"))) == set()
+    assert regathered_parameters(bucket_parameters(draft.program(y="0"))) == set()
 
 
 # --- damage ---
@@ -258,10 +257,10 @@ def in_layout(s: Statement, words: str) -> Statement:
 DAMAGE: dict[str, Callable[[Statement], Statement]] = {
     "a member is gone": lambda s: replace(s, members=s.members[:1]),
     "all members are gone": lambda s: replace(s, members=()),
-    "an operand is gone": lambda s: replace(s, call=Call(s.call.fn, (s.call.args[0][:1], *s.call.args[1:]), s.call.kwargs)),
-    "operands are swapped": lambda s: replace(s, call=Call(s.call.fn, (swap(s.call.args[0]), *s.call.args[1:]), s.call.kwargs)),
-    "a dim is wrong": lambda s: replace(s, call=Call(s.call.fn, (s.call.args[0], (0, 1), *s.call.args[2:]), s.call.kwargs)),
-    "another target": lambda s: replace(s, call=Call(s.call.fn, s.call.args, {"to": "I"})),
+    "an operand is gone": lambda s: replace(s, call=replace(s.call, args=(s.call.args[0][:1], *s.call.args[1:]))),
+    "operands are swapped": lambda s: replace(s, call=replace(s.call, args=(swap(s.call.args[0]), *s.call.args[1:]))),
+    "a dim is wrong": lambda s: replace(s, call=replace(s.call, args=(s.call.args[0], (0, 1), *s.call.args[2:]))),
+    "another target": lambda s: replace(s, call=LocalCall(s.call.fn, s.call.args, {"to": "I"})),
     "results are swapped": lambda s: replace(s, outputs=swap(s.outputs)),
     "a layout is wrong": lambda s: in_layout(s, "0"),
 }  # fmt: skip
@@ -322,15 +321,15 @@ def test_few_gradients_are_summed_when_the_backward_ends(monkeypatch: pytest.Mon
     none = frozenset(), ()
     assert summed_last(layers(2, "0", "m", dp=2), comm) == none
     assert summed_last(replace(program, outputs=(*program.outputs, Ref("l_0_up"))), comm) == none
-    reader = Statement(("_",), Call(aten.sum.default, (Ref("l_0_up"),), {}), (None,))
+    reader = Statement(("_",), LocalCall(aten.sum.default, (Ref("l_0_up"),), {}), (None,))
     assert summed_last(replace(program, statements=(*program.statements, reader)), comm) == none
     assert summed_last(program, World({"dp": 1}).ranks[0]) == none
     last = [s for s in program.statements if s.call.fn == "enter_parameters"][-1]
     without = replace(program, statements=tuple(s for s in program.statements if s is not last))
     assert summed_last(without, comm) == none
     read = {ref.name for ref in last.call.args[0]}
-    experts = Statement(("_",), Call("experts", last.call.args[0], {}), (None,))
+    experts = Statement(("_",), LocalCall("experts", last.call.args[0], {}), (None,))
     others = frozenset(i.fqn for i in program.graph.inputs if i.fqn in names and i.name not in read)
     assert summed_last(replace(without, statements=(*without.statements, experts)), comm) == (others, ("dp",))
-    monkeypatch.setattr(loaded, "SMALL", 4 * 16 * 16 * 4)
+    monkeypatch.setattr(parameters, "MIN_BUCKET_BYTES", 4 * 16 * 16 * 4)
     assert summed_last(program, comm) == none

@@ -13,7 +13,7 @@ from routing_models import COUNT, TOP, WIDTH, Routed
 from torch import nn
 
 import autoshard
-from autoshard.compiler import captured
+from autoshard.compiler import capture_graph
 from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.operations.experts import experts_op
 
@@ -187,7 +187,7 @@ def test_rows_go_to_their_experts_and_no_buffers_do(form: Any) -> None:
 
 @pytest.mark.parametrize("form", [*OTHERS[:3], *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS[3:])])
 def test_places_that_rows_may_share_stay(form: Any) -> None:
-    assert mixtures(captured(Buffered(form, MANY), (X,), {}, training=True)) == 0
+    assert mixtures(capture_graph(Buffered(form, MANY), (X,), {}, training=True)) == 0
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_what_a_gate_of_zero_has_chosen_gets_no_gradient() -> None:
     def zeroed(scores: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         return by_gates(scores - scores.detach() * (torch.arange(12) % 2)[:, None], capacity)
 
-    assert mixtures(captured(Buffered(zeroed), (X,), {}, training=True)) == 1
+    assert mixtures(capture_graph(Buffered(zeroed), (X,), {}, training=True)) == 1
     assert_equal_training(Buffered(zeroed), {"ep": 2}, (X,), like="expert", steps=1)
 
 

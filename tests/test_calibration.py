@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autoshard.check import calibration, staging, travel
-from autoshard.check.clock import Clock, slowest
-from autoshard.hardware import FEW
-from autoshard.runtime.transport.move import is_few
+from autoshard.check import calibration, collective_timing
+from autoshard.check.clock import Clock, slowest_ranks
+from autoshard.hardware import SMALL_ALL_REDUCE
+from autoshard.runtime.transport.move import sums_directly
 
 
 class Told:
@@ -31,17 +31,17 @@ class Told:
         call()
         return self.now - begin
 
-    computing = seconds
+    compute_seconds = seconds
 
-    def in_turns(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+    def interleaved_seconds(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
         return [[self.seconds(call) for call in calls] for _ in range(3)]
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, which agrees with itself."""
-    monkeypatch.setattr(travel, "agreed", lambda value, pick: value)
-    monkeypatch.setattr(travel, "slowest", lambda found: found)
+    monkeypatch.setattr(collective_timing, "agreed", lambda value, pick: value)
+    monkeypatch.setattr(collective_timing, "slowest_ranks", lambda found: found)
 
 
 def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +56,8 @@ def test_a_collective_is_timed_after_compute(monkeypatch: pytest.MonkeyPatch) ->
         nonlocal slept
         clock.now, slept = clock.now + (0.5 if slept else 0.2), False
 
-    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
-    assert travel.Step(clock).seconds([send]) == [pytest.approx(0.5)]
+    monkeypatch.setattr(collective_timing, "_layer_step", lambda clock: operation)
+    assert collective_timing.TimedStep(clock).seconds([send]) == [pytest.approx(0.5)]
 
 
 @pytest.mark.parametrize(("ranks", "gloo"), [(2, True), (4, True), (4, False)])
@@ -79,18 +79,18 @@ def test_sums_are_timed_as_modules_make_them(ranks: int, gloo: bool, monkeypatch
             return SimpleNamespace(wait=lambda: summed.append(x.numel()))
 
     clock: Any = Told()
-    monkeypatch.setattr(travel, "TorchCommunicator", Comm)
-    monkeypatch.setattr(travel.dist, "get_world_size", lambda: ranks)
-    monkeypatch.setattr(travel.dist, "get_rank", lambda: 0)
-    messages = travel.Messages(SimpleNamespace(clock=clock), ranks, True)  # type: ignore[arg-type]
+    monkeypatch.setattr(collective_timing, "TorchCommunicator", Comm)
+    monkeypatch.setattr(collective_timing.dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(collective_timing.dist, "get_rank", lambda: 0)
+    messages = collective_timing.CollectiveTimes(SimpleNamespace(clock=clock), ranks, True)  # type: ignore[arg-type]
     for kind, size in messages.sent:
-        if kind in (FEW, "all_reduce"):
+        if kind in (SMALL_ALL_REDUCE, "all_reduce"):
             messages._call(kind, size)()
-    few = [size for kind, size in messages.sent if kind == FEW]
+    few = [size for kind, size in messages.sent if kind == SMALL_ALL_REDUCE]
     assert summed == [*few, *(size for kind, size in messages.sent if kind == "all_reduce")]
-    assert is_few(4 * few[-1], ranks)
-    assert not is_few(4 * few[-1] + 1, ranks)
-    assert any(is_few(4 * n, ranks) for n in summed[len(few) :]) == (ranks == 2 or not gloo)
+    assert sums_directly(4 * few[-1], ranks)
+    assert not sums_directly(4 * few[-1] + 1, ranks)
+    assert any(sums_directly(4 * n, ranks) for n in summed[len(few) :]) == (ranks == 2 or not gloo)
 
 
 def test_what_hides_is_told_by_what_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_what_hides_is_told_by_what_takes_turns(monkeypatch: pytest.MonkeyPatch)
 
         return SimpleNamespace(wait=wait)
 
-    def in_turns(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+    def interleaved_seconds(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
         nonlocal slower
         rounds = []
         for _ in range(3):
@@ -117,20 +117,22 @@ def test_what_hides_is_told_by_what_takes_turns(monkeypatch: pytest.MonkeyPatch)
             rounds.append([clock.seconds(call) for call in calls])
         return rounds
 
-    clock.in_turns = in_turns
-    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
-    monkeypatch.setattr(travel.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(travel.dist, "all_reduce", begin)
-    monkeypatch.setattr(travel, "all_gather_single", begin)
-    assert travel.overlap(clock) == pytest.approx(0.25)
+    clock.interleaved_seconds = interleaved_seconds
+    monkeypatch.setattr(collective_timing, "_layer_step", lambda clock: operation)
+    monkeypatch.setattr(collective_timing.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(collective_timing.dist, "all_reduce", begin)
+    monkeypatch.setattr(collective_timing, "all_gather_single", begin)
+    assert collective_timing.measured_overlap(clock) == pytest.approx(0.25)
 
 
 def test_few_numbers_have_a_line_of_their_own() -> None:
-    messages: Any = SimpleNamespace(sent=[(FEW, 1), (FEW, 4097), *(("all_reduce", n) for n in (1 << 12, 1 << 20))])
+    messages: Any = SimpleNamespace(
+        sent=[(SMALL_ALL_REDUCE, 1), (SMALL_ALL_REDUCE, 4097), *(("all_reduce", n) for n in (1 << 12, 1 << 20))]
+    )
     messages.comm = SimpleNamespace(world_size=4)
     for once, expected in ((1e-3, 1e-3), (9e-3, 5e-3)):  # never later than what goes the long way
-        few, summed = travel.Messages.rates(messages, [once, once + 1e-3, 5e-3, 5e-3])
-        assert (few.kind, few.latency) == (FEW, pytest.approx(expected, rel=2e-3))
+        few, summed = collective_timing.CollectiveTimes.rates(messages, [once, once + 1e-3, 5e-3, 5e-3])
+        assert (few.kind, few.latency) == (SMALL_ALL_REDUCE, pytest.approx(expected, rel=2e-3))
         assert (summed.kind, summed.latency) == ("all_reduce", pytest.approx(5e-3))
         assert few.bandwidth == pytest.approx(1.5 * 4 * 4096 / 1e-3, rel=1e-6)
 
@@ -148,8 +150,8 @@ def test_waits_of_several_collectives_count(monkeypatch: pytest.MonkeyPatch) -> 
         sent += 1
         clock.now += 1.0 if sent % 4 == 0 else 0.1
 
-    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
-    assert travel.Step(clock).seconds([send]) == [pytest.approx(0.325)]
+    monkeypatch.setattr(collective_timing, "_layer_step", lambda clock: operation)
+    assert collective_timing.TimedStep(clock).seconds([send]) == [pytest.approx(0.325)]
 
 
 def test_the_time_until_others_are_through_is_none_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,16 +162,18 @@ def test_the_time_until_others_are_through_is_none_of_the_message(monkeypatch: p
         clock.now += 1e-3
 
     def send() -> None:
-        clock.now += 0.1 + 2 * travel.BETWEEN  # it waits for the other
+        clock.now += 0.1 + 2 * collective_timing.SECONDS_BETWEEN  # it waits for the other
 
     def with_another(found: Sequence[Sequence[float]]) -> list[list[float]]:
         return slowest_of(found, [[3 * alone, both] for alone, both in found])
 
-    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
-    monkeypatch.setattr(travel, "slowest", with_another)
-    assert travel.Step(clock).seconds([send]) == [pytest.approx(0.1)]
-    monkeypatch.setattr(travel, "slowest", lambda found: found)
-    assert travel.Step(clock).seconds([send]) == [pytest.approx(0.1 + 2 * travel.BETWEEN)]
+    monkeypatch.setattr(collective_timing, "_layer_step", lambda clock: operation)
+    monkeypatch.setattr(collective_timing, "slowest_ranks", with_another)
+    assert collective_timing.TimedStep(clock).seconds([send]) == [pytest.approx(0.1)]
+    monkeypatch.setattr(collective_timing, "slowest_ranks", lambda found: found)
+    assert collective_timing.TimedStep(clock).seconds([send]) == [
+        pytest.approx(0.1 + 2 * collective_timing.SECONDS_BETWEEN)
+    ]
 
 
 def test_ranks_compute_equally_often_before_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +183,10 @@ def test_ranks_compute_equally_often_before_a_message(monkeypatch: pytest.Monkey
     def operation() -> None:
         clock.now += 1e-3
 
-    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
-    assert travel.Step(clock).count == 2
-    monkeypatch.setattr(travel, "agreed", lambda value, pick: pick([value, 1.5 * value]))
-    assert travel.Step(clock).count == 3
+    monkeypatch.setattr(collective_timing, "_layer_step", lambda clock: operation)
+    assert collective_timing.TimedStep(clock).count == 2
+    monkeypatch.setattr(collective_timing, "agreed", lambda value, pick: pick([value, 1.5 * value]))
+    assert collective_timing.TimedStep(clock).count == 3
 
 
 def slowest_of(*ranks: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -192,7 +196,7 @@ def slowest_of(*ranks: Sequence[Sequence[float]]) -> list[list[float]]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dist, "get_world_size", lambda: len(ranks))
         patched.setattr(dist, "all_gather_object", gather)
-        return slowest(ranks[0])
+        return slowest_ranks(ranks[0])
 
 
 def test_the_slowest_of_all_ranks_counts_in_each_round() -> None:
@@ -210,7 +214,7 @@ def test_a_machine_that_gets_slower_makes_no_collective_slow(monkeypatch: pytest
     def send() -> None:
         clock.now += 0.1
 
-    def in_turns(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
+    def interleaved_seconds(calls: Sequence[Callable[[], object]]) -> list[list[float]]:
         nonlocal slower
         rounds = []
         for _ in range(5):
@@ -218,9 +222,12 @@ def test_a_machine_that_gets_slower_makes_no_collective_slow(monkeypatch: pytest
             slower *= 3
         return rounds
 
-    clock.in_turns = in_turns
-    monkeypatch.setattr(travel, "_layer", lambda clock: operation)
-    assert travel.Step(clock).seconds([send, lambda: None]) == [pytest.approx(0.1), travel.LEAST]
+    clock.interleaved_seconds = interleaved_seconds
+    monkeypatch.setattr(collective_timing, "_layer_step", lambda clock: operation)
+    assert collective_timing.TimedStep(clock).seconds([send, lambda: None]) == [
+        pytest.approx(0.1),
+        collective_timing.SHORTEST_SECONDS,
+    ]
 
 
 def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +235,7 @@ def test_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoshard.check.clock.agreed", lambda value, pick: value)
     monkeypatch.setattr("autoshard.check.clock.dist.barrier", lambda: None)
     order = list[str]()
-    rounds = Clock(torch.device("cpu"), 2).in_turns([lambda: order.append("a"), lambda: order.append("b")])
+    rounds = Clock(torch.device("cpu"), 2).interleaved_seconds([lambda: order.append("a"), lambda: order.append("b")])
     assert order == ["a", "b"] * 3
     assert [len(taken) for taken in rounds] == [2, 2]
 
@@ -243,8 +250,8 @@ def test_results_are_kept_while_one_is_timed() -> None:
         return made
 
     clock: Any = Told()
-    calibration._kept_seconds(clock, call)
-    assert max(alive) == alive[-1] == calibration.KEPT["cpu"] // (4 << 20)
+    calibration._seconds_keeping_results(clock, call)
+    assert max(alive) == alive[-1] == calibration.KEPT_BYTES["cpu"] // (4 << 20)
 
 
 def test_convolutions_are_timed_as_programs_run_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +263,7 @@ def test_convolutions_are_timed_as_programs_run_them(monkeypatch: pytest.MonkeyP
         clock.now += 1.0
         seen.append((x, gradient))
 
-    monkeypatch.setattr(calibration, "_both_ways", both_ways)
+    monkeypatch.setattr(calibration, "_forward_and_backward", both_ways)
     for few in (None, 8):
         assert calibration._convolution_speed(clock, few) > 0
     assert {(x.shape[1], gradient.shape[1]) for x, gradient in seen} == {(64, 64), (8, 64), (64, 8)}
@@ -292,7 +299,7 @@ def test_what_ranks_that_share_cores_take_by_how_many_work(
     clock = Clock(torch.device("cpu"), 4)
     monkeypatch.setattr(clock, "_often", lambda call, together: 7)
     monkeypatch.setattr(clock, "_took", one)
-    assert calibration._sharing(clock) == tuple((n, pytest.approx(max(2, n) / machine)) for n in counts)
+    assert calibration._core_sharing(clock) == tuple((n, pytest.approx(max(2, n) / machine)) for n in counts)
     assert len(took) == len(speeds)
 
 
@@ -344,7 +351,7 @@ def test_backwards_are_measured_where_the_caller_wants_no_gradients(monkeypatch:
 
     monkeypatch.setattr(calibration.dist, "get_world_size", asked)
     with torch.no_grad(), pytest.raises(AskedError, match="True"):
-        calibration._measured(True)
+        calibration._calibrated(True)
 
 
 def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,11 +374,13 @@ def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name, found in (("get_world_size", lambda: 2), ("get_rank", lambda: 0), ("get_backend", lambda: "gloo")):
         monkeypatch.setattr(calibration.dist, name, found)
-    for module in ("clock", "calibration", "travel"):
+    for module in ("clock", "calibration", "collective_timing"):
         monkeypatch.setattr(f"autoshard.check.{module}.agreed", lambda value, pick: value)
     monkeypatch.setattr(calibration, "_visit", visit)
-    monkeypatch.setattr(travel, "TorchCommunicator", lambda axes, ranks: type("", (), {"world_size": axes["ranks"]})())
-    found = calibration._measured(True)
+    monkeypatch.setattr(
+        collective_timing, "TorchCommunicator", lambda axes, ranks: type("", (), {"world_size": axes["ranks"]})()
+    )
+    found = calibration._calibrated(True)
     assert len(visited) == calibration.VISITS
     assert (found.memory_bandwidth, found.kernel_latency) == (1e10, 1e-5)
     assert found.attention == ((32, 0.5, 0.25), (128, 0.6, 0.3), (512, 0.7, 0.35))
@@ -380,17 +389,17 @@ def test_a_bad_second_changes_no_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.sharing, found.waiting) == (((1, 0.5), (2, 1.0)), ((2e-3, 0.0), (8e-3, 1e-3)))
     assert (found.disturbed, found.name[-8:]) == (0.0, "measured")
     assert [rate.kind for rate in found.node.rates] == [
-        *(FEW, "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
+        *(SMALL_ALL_REDUCE, "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
     ]
     assert all(rate.latency < 0.02 for rate in found.node.rates)
-    assert found.node.rate(FEW, 2)[0] == pytest.approx(1e-3, rel=1e-3)
+    assert found.node.rate(SMALL_ALL_REDUCE, 2)[0] == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_stages_take_what_is_not_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four ranks, eight micro-batches: 64 actions, and 48 messages of two ends each."""
-    taken = {size: 0.064 + 48 * 2 * 4 * (size - 1) * 1e-9 for size in staging.SIZES}
-    monkeypatch.setattr(staging.dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(staging, "_processor_seconds", lambda clock, size: taken[size] / 4)
-    monkeypatch.setattr(staging, "agreed", lambda value, pick: pick([value] * 4))
+    taken = {size: 0.064 + 48 * 2 * 4 * (size - 1) * 1e-9 for size in collective_timing.SIZES}
+    monkeypatch.setattr(collective_timing.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(collective_timing, "_processor_seconds", lambda clock, size: taken[size] / 4)
+    monkeypatch.setattr(collective_timing, "agreed", lambda value, pick: pick([value] * 4))
     clock: Any = Told()
-    assert staging.staged_host(clock) == pytest.approx((1e-3, 1e-9))
+    assert collective_timing.stage_host_seconds(clock) == pytest.approx((1e-3, 1e-9))

@@ -17,7 +17,7 @@ from torch import nn
 
 import autoshard
 from autoshard.passes.capture.export import capture
-from autoshard.passes.rules.interpret import interpret, outputs
+from autoshard.passes.rules.interpreters import interpret, model_outputs
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")
@@ -214,7 +214,7 @@ def test_arguments_nested_reordered_and_shared() -> None:
     assert len({name for name in graph.flat_inputs if name}) == 2
     model = Model(in_place)
     same, other = (
-        outputs(graph, interpret(graph, graph_inputs(graph, model, (X,), {"labels": y}))) for y in (X, X + 1)
+        model_outputs(graph, interpret(graph, graph_inputs(graph, model, (X,), {"labels": y}))) for y in (X, X + 1)
     )
     assert torch.allclose(other - same, torch.tensor(2.0))
 
@@ -350,7 +350,9 @@ def test_regions_with_gradients_in_a_call_without() -> None:
     model = Model(enable_grad)
     with torch.no_grad():
         graph = capture(model, (X,), training=False)
-        torch.testing.assert_close(outputs(graph, interpret(graph, graph_inputs(graph, model, (X,), {}))), model(X))
+        torch.testing.assert_close(
+            model_outputs(graph, interpret(graph, graph_inputs(graph, model, (X,), {}))), model(X)
+        )
 
 
 def test_losing_a_detach_is_seen() -> None:
@@ -362,7 +364,7 @@ def test_losing_a_detach_is_seen() -> None:
     )
     broken = dataclasses.replace(graph, nodes=nodes)
     inputs = graph_inputs(graph, model, (X,), {})
-    grads = [gradients(outputs(g, interpret(g, inputs)), model) for g in (graph, broken)]
+    grads = [gradients(model_outputs(g, interpret(g, inputs)), model) for g in (graph, broken)]
     assert distance(grads[0], grads[1]) > 0.1
 
 

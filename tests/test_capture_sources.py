@@ -15,9 +15,9 @@ from capture_models import Inner, Model, X, check, ops
 from torch import nn
 
 from autoshard import Mesh
-from autoshard.compiler import build
+from autoshard.compiler import compile_graph
 from autoshard.passes.capture.export import capture
-from autoshard.runtime.operations.loss import cross_entropy_op
+from autoshard.runtime.operations.losses import cross_entropy_op
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("float64")
@@ -120,13 +120,13 @@ def test_hugging_face_checkpoints_are_marked(name: str) -> None:
             n.checkpoint == 0 or ".".join(n.fqn.split(".")[:3]).endswith(f".{n.checkpoint - 1}") for n in graph.nodes
         )
         assert str(graph) == str(graphs[0])
-    plain, *marked = (build(graph, Mesh({"dp": 2}, "ideal_network")) for graph in graphs)
+    plain, *marked = (compile_graph(graph, Mesh({"dp": 2}, "ideal_network")) for graph in graphs)
     assert not plain.plan.recomputed
     for found in marked:
         names = {r.name for r in found.plan.recomputed if r.what == "computed"}
         assert names
         assert names <= {n.name for n in graphs[1].nodes if n.checkpoint}
-        assert "runtime.again(" in found.source.text
+        assert "runtime.recompute(" in found.source.text
 
 
 def test_a_linear_layer_with_a_weight_of_one_row() -> None:

@@ -42,8 +42,8 @@ def image(dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.fixture
 def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass where sums do not round."""
-    monkeypatch.setattr(channels, "DTYPES", {torch.float64})
-    monkeypatch.setattr(channels, "_is_double", lambda program: False)
+    monkeypatch.setattr(channels, "ONEDNN_DTYPES", {torch.float64})
+    monkeypatch.setattr(channels, "_has_float64", lambda program: False)
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}])

@@ -7,8 +7,13 @@ import copy
 import pytest
 import torch
 
-from autoshard.module.ranks.checksum import checksum
-from autoshard.module.ranks.claims import APART, FIRST_CALLS, SAMPLED, Comparisons
+from autoshard.module.ranks.rank_calls import (
+    CALLS_BETWEEN_CHECKS,
+    FIRST_CALLS,
+    SAMPLED_ELEMENTS,
+    InputComparisons,
+    checksum,
+)
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
@@ -68,24 +73,32 @@ def test_a_sample_sees_other_batches_where_they_are_evenly_other() -> None:
     x[:, 0] = 1
     other = torch.cat([x[:, :1], x[:, 1:].roll(1, 0)], 1)
     assert number(x) != number(other)
-    assert int(checksum(x, SAMPLED)) != int(checksum(other, SAMPLED))
-    assert int(checksum(x.t(), SAMPLED)) == int(checksum(x.t().contiguous(), SAMPLED)) != int(checksum(x, SAMPLED))
+    assert int(checksum(x, SAMPLED_ELEMENTS)) != int(checksum(other, SAMPLED_ELEMENTS))
+    assert (
+        int(checksum(x.t(), SAMPLED_ELEMENTS))
+        == int(checksum(x.t().contiguous(), SAMPLED_ELEMENTS))
+        != int(checksum(x, SAMPLED_ELEMENTS))
+    )
     one = x.clone()
     one[3, 3] += 1
-    assert int(checksum(x, SAMPLED)) == int(checksum(one, SAMPLED))
-    assert int(checksum(x[:4], SAMPLED)) != int(checksum(one[:4], SAMPLED))
+    assert int(checksum(x, SAMPLED_ELEMENTS)) == int(checksum(one, SAMPLED_ELEMENTS))
+    assert int(checksum(x[:4], SAMPLED_ELEMENTS)) != int(checksum(one[:4], SAMPLED_ELEMENTS))
 
 
 def test_inputs_are_compared_whole_at_first_and_sampled_for_ever() -> None:
-    training, evaluation, calls = object(), object(), Comparisons()
+    training, evaluation, calls = object(), object(), InputComparisons()
     assert calls.due(None, 0) is None
     assert [calls.due(training, 0) for _ in range(FIRST_CALLS)] == [None] * FIRST_CALLS
-    later = [number for number in range(FIRST_CALLS + 1, 5 * APART) if calls.due(training, 0) == SAMPLED]
+    later = [
+        number
+        for number in range(FIRST_CALLS + 1, 5 * CALLS_BETWEEN_CHECKS)
+        if calls.due(training, 0) == SAMPLED_ELEMENTS
+    ]
     assert later == [16, 32, 64, 128, 192, 256]
     assert [calls.due(evaluation, 0) for _ in range(FIRST_CALLS + 2)] == [None] * FIRST_CALLS + [0, 0]
     for program in (training, evaluation):  # neither is at a number of its own
         calls.due(program, 0)
         assert [calls.due(program, 0) for _ in range(2)] == [0, 0]
-    assert calls.due(training, 0) == SAMPLED
+    assert calls.due(training, 0) == SAMPLED_ELEMENTS
     assert copy.deepcopy(calls).due(training, 0) is None
     assert calls.due(training, 1) is None  # a rank that failed may not have come so far

@@ -23,7 +23,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Invariant, Shard, models, runtime
-from autoshard.compiler import build
+from autoshard.compiler import compile_graph
 from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.capture.export import capture
 
@@ -77,7 +77,7 @@ SIGNS = {  # what a file is there to show
     "convolution_sp2": "runtime.halo(",
     "moe_ep2": "experts",
     "gpt_dropout_tp2": "runtime.dropout(",
-    "gpt_again_tp2": "runtime.again(",
+    "gpt_again_tp2": "runtime.recompute(",
     "attention_ring_cp2": "runtime.ring_attention(",
     "layers_pp2tp2": "class Stage1(",
 }
@@ -122,7 +122,7 @@ def test_equal_layers_are_one_class() -> None:
         model = Llama(config)
     args, kwargs = models.llama.example_inputs(config)
     graph = capture(model, args, kwargs)
-    source = build(graph, IDEAL, title="Llama").source.text
+    source = compile_graph(graph, IDEAL, title="Llama").source.text
     assert classes(source) == ["Block", "RankModule"]
     assert '{f"blocks.{i}": Block for i in range(8)}' in source
     assert source.count("for block in self.blocks:\n            x = block(x, cos, sin)\n") == 1

@@ -13,7 +13,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Layout, Mesh, Replicate, RuntimeMismatchError, Shard
-from autoshard.module.programs.simulate import join
+from autoshard.module.programs.simulated_ranks import join_shards
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -389,7 +389,9 @@ def test_mirrored_pads_of_few_channels(mode: str) -> None:
 def test_ranks_that_differ_by_what_cancels_out() -> None:
     """The gradient of a bias before a batch norm is rounding alone: that ranks round otherwise is no disagreement."""
     whole = Layout(Mesh({"a": 2}), {})
-    assert join([torch.full((3,), 1e-17).double(), torch.full((3,), -2e-17).double()], whole, (3,), "x").shape == (3,)
+    assert join_shards(
+        [torch.full((3,), 1e-17).double(), torch.full((3,), -2e-17).double()], whole, (3,), "x"
+    ).shape == (3,)
     for least, dtype in ((1e-14, torch.float64), (1e-6, torch.float32)):
         with pytest.raises(RuntimeMismatchError, match="x: rank 1 disagrees"):
-            join([torch.zeros(3, dtype=dtype), torch.full((3,), least, dtype=dtype)], whole, (3,), "x")
+            join_shards([torch.zeros(3, dtype=dtype), torch.full((3,), least, dtype=dtype)], whole, (3,), "x")

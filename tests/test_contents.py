@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autoshard.passes.search.contents import WIDTH, Contents
+from autoshard.passes.search.arrays import CHECKSUM_WORDS, ContentNumbers
 
 
 def numbers(arrays: list[np.ndarray], more: object = None) -> list[int]:
-    contents, known, found = Contents(), list[np.ndarray](), []
+    contents, known, found = ContentNumbers(), list[np.ndarray](), []
     for array in arrays:
         number = contents.number(array, more, known.__getitem__, len(known))
         if number == len(known):
@@ -18,7 +18,7 @@ def numbers(arrays: list[np.ndarray], more: object = None) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, WIDTH), (40, 50), (2, 30, 40)])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, CHECKSUM_WORDS), (40, 50), (2, 30, 40)])
 def test_equal_arrays_have_one_number(shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(0).random(shape)
     other = array + 1.0
@@ -26,15 +26,15 @@ def test_equal_arrays_have_one_number(shape: tuple[int, ...]) -> None:
 
 
 def test_arrays_of_equal_sums_are_told_apart() -> None:
-    array = np.random.default_rng(0).random(4 * WIDTH)
+    array = np.random.default_rng(0).random(4 * CHECKSUM_WORDS)
     exchanged = array.copy()
-    exchanged[[5, 5 + WIDTH]] = exchanged[[5 + WIDTH, 5]]
+    exchanged[[5, 5 + CHECKSUM_WORDS]] = exchanged[[5 + CHECKSUM_WORDS, 5]]
     assert numbers([array, exchanged, exchanged.copy(), array.copy()]) == [0, 1, 1, 0]
 
 
 def test_shapes_signs_and_what_is_beside_count() -> None:
     array = np.zeros((4, 6))
     assert numbers([array, array.reshape(6, 4), -array, array.copy()]) == [0, 1, 2, 0]
-    contents = Contents()
+    contents = ContentNumbers()
     assert contents.number(array, "a", [array].__getitem__, 0) == 0
     assert contents.number(array, "b", [array].__getitem__, 1) == 1

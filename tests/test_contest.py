@@ -18,8 +18,8 @@ import pytest
 
 from autoshard.passes.search import Solution, solve
 from autoshard.passes.search.over_time import search
-from autoshard.passes.search.over_time.core import Core
-from autoshard.passes.search.over_time.neighbourhood import Neighbourhoods
+from autoshard.passes.search.over_time.local_search import Neighbourhoods
+from autoshard.passes.search.over_time.subgradient import Core
 from tests.test_search_over_time import problem
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -99,7 +99,7 @@ def test_a_row_of_copies_is_solved_nearly_as_well_as_one(tmp_path: Path, monkeyp
     path.write_text(json.dumps(text))
     row = Problem.read(path)
     assert row.checked(reference)[0] == 20 * best.cost
-    monkeypatch.setattr(search, "MOST", 399)
+    monkeypatch.setattr(search, "MAX_NEIGHBOURHOOD", 399)
     monkeypatch.setattr(search, "NEIGHBOURHOODS", 0)
     monkeypatch.setattr(search, "WINDOWS", (25, 50))
     found = solve(row.network(), memory=row.memory())

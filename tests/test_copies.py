@@ -16,21 +16,23 @@ from autoshard.layout import I, P, Placement, R
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.ir.graph import TensorType
 from autoshard.passes.propagate.edges import conversion_parts
-from autoshard.passes.propagate.prices.copies import copied_seconds
-from autoshard.passes.redistribute.pricing import Shares
-from autoshard.passes.rules.families.experts import KERNELS
-from autoshard.report.schedule import timeline
+from autoshard.passes.propagate.prices.collective_overheads import copy_seconds
+from autoshard.passes.redistribute.pricing import MessageShares
+from autoshard.passes.rules.families.experts import EXPERT_KERNELS
+from autoshard.report.schedule import step_timeline
 
 SHAPE = (1024, 512)
 NUMEL = 1024 * 512
-SOME = Shares(0.5, 0.5)
+SOME = MessageShares(0.5, 0.5)
 
 
-def bytes_copied(type_: TensorType, src: Placement, dst: Placement, parameter: bool, share: Shares) -> Sequence[float]:
+def bytes_copied(
+    type_: TensorType, src: Placement, dst: Placement, parameter: bool, share: MessageShares
+) -> Sequence[float]:
     """Forward, backward; on four ranks."""
     mesh = Mesh({"dp": 4}, "h100")
     layouts = ([Layout(mesh, {"dp": p})] for p in (src, dst))
-    found = copied_seconds(type_, *layouts, parameter, share)
+    found = copy_seconds(type_, *layouts, parameter, share)
     return [float(x[0, 0]) / mesh.hardware.memory_seconds(1.0) for x in found]
 
 
@@ -38,15 +40,15 @@ def bytes_copied(type_: TensorType, src: Placement, dst: Placement, parameter: b
     ("src", "dst", "share", "ahead", "back"),
     [
         (Shard(0), R, SOME, 2 * 2 * NUMEL / 4 + 2 * 2 * NUMEL, 2 * 2 * NUMEL),  # in, out; the gradient in
-        (Shard(0), R, Shares(), 0, 0),  # alone in its bucket it travels as it lies
-        (Shard(1), R, Shares(), 2 * 2 * NUMEL / 4 + 2 * 2 * NUMEL, 2 * 2 * NUMEL),
+        (Shard(0), R, MessageShares(), 0, 0),  # alone in its bucket it travels as it lies
+        (Shard(1), R, MessageShares(), 2 * 2 * NUMEL / 4 + 2 * 2 * NUMEL, 2 * 2 * NUMEL),
         (Shard(0), I, SOME, 2 * 2 * NUMEL / 4 + 2 * 2 * NUMEL, 0),  # the gradient is sliced
         (I, R, SOME, 0, 2 * 2 * NUMEL),
         (R, R, SOME, 0, 0),
     ],
 )
 def test_parameters_go_through_buffers(
-    src: Placement, dst: Placement, share: Shares, ahead: float, back: float
+    src: Placement, dst: Placement, share: MessageShares, ahead: float, back: float
 ) -> None:
     type_ = TensorType(SHAPE, torch.bfloat16, grad=True)
     assert bytes_copied(type_, src, dst, True, share) == pytest.approx([ahead, back])
@@ -63,12 +65,12 @@ def test_other_values_are_copied_where_they_are_summed() -> None:
         (P, Shard(0), [0, 0]),
     )
     for src, dst, expected in pairs:
-        assert bytes_copied(type_, src, dst, False, Shares()) == pytest.approx(expected)
+        assert bytes_copied(type_, src, dst, False, MessageShares()) == pytest.approx(expected)
 
 
 def test_copies_hide_behind_nothing() -> None:
     mesh, type_ = Mesh({"dp": 4}, "h100"), TensorType(SHAPE, torch.bfloat16, grad=True)
-    (ahead,), (back,) = (x[0] for x in copied_seconds(type_, *_gather(mesh), True, SOME))
+    (ahead,), (back,) = (x[0] for x in copy_seconds(type_, *_gather(mesh), True, SOME))
     for stage, gathers in ((0, 2), (2, 1)):
         parts = conversion_parts(type_, mesh, [(Shard(0),)], [(R,)], stage, True, SOME)
         launches = (gathers + 1) * mesh.hardware.kernel_latency * 0.5
@@ -87,7 +89,7 @@ def test_the_timeline_has_them(like: str, passes: int) -> None:
     args = {"labels": tokens}
     plan = autoshard.plan(model, {"dp": 2}, (tokens,), args, like=like, training=True, micro_batches=passes)
     copied = sum(c.copied_s for c in plan.collectives)
-    shown = sum(e.seconds for e in timeline(plan) if e.name.startswith("copies of "))
+    shown = sum(e.seconds for e in step_timeline(plan) if e.name.startswith("copies of "))
     assert copied * (1 - 1e-9) <= shown <= copied / plan.mesh.hardware.overlap  # slower beside communication
     assert 0 < copied <= plan.cost.local_s * (1 + 1e-9)
 
@@ -103,4 +105,4 @@ def test_experts_are_kernels_beside_their_products() -> None:
         found.append((choice.seconds - choice.backward_s, choice.backward_s))
     (forward, backward), launched = found
     assert backward == pytest.approx(2 * forward, rel=1e-3)
-    assert launched == pytest.approx((forward + KERNELS * 1e-6, backward + KERNELS * 1e-6))
+    assert launched == pytest.approx((forward + EXPERT_KERNELS * 1e-6, backward + EXPERT_KERNELS * 1e-6))

@@ -14,15 +14,14 @@ from test_objective import changed
 from torch import Tensor, nn
 
 import autoshard
-from autoshard.compiler import captured, planned
+from autoshard.compiler import capture_graph, plan_graph
 from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Call, Program
+from autoshard.passes.ir.program import LocalCall, Program
 from autoshard.passes.ir.verify import check_program
-from autoshard.passes.lower.counted import counted
-from autoshard.passes.propagate.alternatives import alternatives
-from autoshard.passes.propagate.objective import objective
-from autoshard.plans.wishes import Wishes
+from autoshard.passes.lower.lowering import count_labels_locally
+from autoshard.passes.propagate.objective import alternatives, objective
+from autoshard.plans.options import CompileOptions
 
 LABELS = torch.tensor([1, -100, 2, 0, -100, -100, -100, -100, 3, 1, 0, 2])
 """rows of ranks that ignore some, most and none of theirs"""
@@ -54,11 +53,11 @@ def test_a_loss_over_rows_reads_all_labels() -> None:
     """Negative control: not where every rank has all rows."""
     given = torch.zeros(12, 6), LABELS
     call = "runtime.cross_entropy(linear, labels__1, weight=b_weight, label_smoothing=0.1, classes=4, batch_axes='tp'"
-    assert change(counted, Classifier(), *given, like="ddp") == [
+    assert change(count_labels_locally, Classifier(), *given, like="ddp") == [
         f"- cross_entropy_loss: f32[] P@tp = {call})",
         f"+ cross_entropy_loss: f32[] P@tp = {call}, counted=labels)",
     ]
-    assert change(counted, Classifier(), *given, like="replicate") == []
+    assert change(count_labels_locally, Classifier(), *given, like="replicate") == []
 
 
 @pytest.mark.parametrize("log", [False, True], ids=["cross_entropy", "nll_loss"])
@@ -92,9 +91,9 @@ def test_the_price_of_a_count_is_that_of_what_runs(come: str, recompute: Any) ->
 
 @pytest.mark.parametrize("come", ["global", "local"])
 def test_alternatives_of_a_loss_pay_for_its_count(come: str) -> None:
-    graph = captured(Classifier().double(), inputs(), {}, training=True)
+    graph = capture_graph(Classifier().double(), inputs(), {}, training=True)
     local = {} if come == "global" else {"labels": autoshard.Shard(0)}
-    assignment = planned(graph, autoshard.Mesh({"dp": 3}, "cpu"), Wishes(hints=local))[0].assignment
+    assignment = plan_graph(graph, autoshard.Mesh({"dp": 3}, "cpu"), CompileOptions(hints=local))[0].assignment
     (loss,) = (n for n in graph.nodes if "cross_entropy" in str(n.op))
     found, total = alternatives(assignment, limit=100)[loss.name], objective(assignment).total_s
     assert found
@@ -111,8 +110,8 @@ def test_a_run_sends_the_loss_and_the_gradients_and_nothing_else() -> None:
 
 
 def program() -> Program:
-    graph = captured(Classifier().double(), inputs(), {}, training=True)
-    return planned(graph, ideal({"dp": 3}), Wishes(like="ddp"))[0]
+    graph = capture_graph(Classifier().double(), inputs(), {}, training=True)
+    return plan_graph(graph, ideal({"dp": 3}), CompileOptions(like="ddp"))[0]
 
 
 def test_labels_in_parts_are_no_count_of_all() -> None:
@@ -122,7 +121,7 @@ def test_labels_in_parts_are_no_count_of_all() -> None:
     (at,) = [i for i, s in enumerate(right.statements) if "counted" in s.call.kwargs]
     s = right.statements[at]
     for wrong in (s.call.args[1], Ref("x")):
-        call = Call(s.call.fn, s.call.args, {**s.call.kwargs, "counted": wrong})
+        call = LocalCall(s.call.fn, s.call.args, {**s.call.kwargs, "counted": wrong})
         statements = (*right.statements[:at], replace(s, call=call), *right.statements[at + 1 :])
         with pytest.raises(PlanError, match="not its labels whole"):
             check_program(replace(right, statements=statements))

@@ -117,7 +117,7 @@ def test_what_is_functional_is_not_traced_again(name: str, training: bool, monke
 
     graph = captured()
     assert runs.call_count == 0
-    monkeypatch.setattr(decompose, "_stays", lambda node, tail: False)
+    monkeypatch.setattr(decompose, "_is_kept_node", lambda node, tail: False)
     assert graph == captured()
     assert runs.call_count == 1
 
@@ -139,7 +139,7 @@ def test_regions_without_gradients_are_written_where_they_stand(
     graph = capture(model, inputs, training=training)
     assert runs.call_count == 0
     assert all(node.frames for node in graph.nodes)
-    monkeypatch.setattr(decompose, "spliced", lambda *a: False)
+    monkeypatch.setattr(decompose, "expand_composites", lambda *a: False)
     again = capture(model, inputs, training=training)
     assert runs.call_count == 1
     assert placeless(graph) == placeless(again)
@@ -215,7 +215,7 @@ def test_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     graph = captured()
     assert runs.call_count == expected
-    monkeypatch.setattr(decompose, "spliced", lambda *a: False)
+    monkeypatch.setattr(decompose, "expand_composites", lambda *a: False)
     assert graph == captured()
     assert runs.call_count == 1
 
@@ -250,7 +250,7 @@ def test_composite_operations_are_written_where_they_stand(
     graph = captured()
     assert runs.call_count == (name == "in slices")
     runs.reset_mock()
-    monkeypatch.setattr(decompose, "spliced", lambda *a: False)
+    monkeypatch.setattr(decompose, "expand_composites", lambda *a: False)
     assert graph == captured()
     assert runs.call_count == 1
 
@@ -262,7 +262,7 @@ def test_calls_of_equal_modules_do_not_have_a_program_traced_again(monkeypatch: 
     model, ids = Llama(replace(LlamaConfig.tiny(), layers=4)), torch.zeros(2, 8, dtype=torch.long)
     graph = capture(model, (ids, ids))
     assert runs.call_count == 0
-    monkeypatch.setattr(decompose, "spliced", lambda *a: False)
+    monkeypatch.setattr(decompose, "expand_composites", lambda *a: False)
     again = capture(model, (ids, ids))
     assert runs.call_count == 1
     assert str(graph) == str(again)

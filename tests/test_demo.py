@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autoshard.cli import main
-from autoshard.demo import class_text
+from autoshard.cli import class_text, main
 
 
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import tensor
 
 import autoshard
 from autoshard import Shard, api
-from autoshard.check.closeness import difference
+from autoshard.check.reference import largest_difference
 
 X = torch.ones(4, 8)
 HERE = Path(__file__).name
@@ -272,7 +272,7 @@ def test_a_module_that_is_sharded_already() -> None:
 def test_all_ranks_in_each_of_several_processes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    api._tell_of_processes.cache_clear()
+    api._warn_uninitialised.cache_clear()
     two, one = {"tp": 2}, {"tp": 1}
     for size, axes, told in (("1", two, False), ("2", one, False), ("2", two, True), ("2", two, False)):  # once
         monkeypatch.setenv("WORLD_SIZE", size)
@@ -307,9 +307,11 @@ def test_what_is_not_finite_is_compared_as_it_is() -> None:
     assert report.ok
     assert "not finite in the unsharded model: output 1" in str(report)
     inf, nan, one = (torch.tensor([v, 2.0]) for v in (torch.inf, torch.nan, 1.0))
-    assert difference(inf, inf) == difference(nan, nan) == 0
-    assert not any(difference(a, b) < 1e9 for a, b in ((inf, -inf), (inf, one), (nan, one), (one, nan), (nan, inf)))
-    assert difference(torch.tensor([3j]), torch.tensor([1j])) == 2
+    assert largest_difference(inf, inf) == largest_difference(nan, nan) == 0
+    assert not any(
+        largest_difference(a, b) < 1e9 for a, b in ((inf, -inf), (inf, one), (nan, one), (one, nan), (nan, inf))
+    )
+    assert largest_difference(torch.tensor([3j]), torch.tensor([1j])) == 2
 
 
 class Caching(nn.Module):

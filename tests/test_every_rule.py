@@ -16,11 +16,10 @@ from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuleError
 from autoshard.layout import I, P, R, Shard
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.rules import all_rules, register, rule_for
-from autoshard.passes.rules.base import Rule
-from autoshard.passes.rules.factors import Factors, numbered, sizes_of
-from autoshard.passes.rules.families.grouped import grouped_rule
-from autoshard.passes.rules.families.shape import view_groups
+from autoshard.passes.rules import add_rule, all_rules, rule_for
+from autoshard.passes.rules.base import Factors, Rule, numbered_factors, sizes_of
+from autoshard.passes.rules.families.experts import grouped_rule
+from autoshard.passes.rules.families.reshape import view_groups
 from autoshard.passes.rules.notation import rule
 from autoshard.runtime.operations.experts import experts_op
 from autoshard.testing import register_rule
@@ -147,9 +146,9 @@ WRONG = {
     "slice of a sharded dim": (
         Rule(
             aten.slice.Tensor,
-            lambda node, graph: Factors((numbered((4, 6)),), (numbered((4, 3)),), sizes_of((4, 3))).strategies(
-                node, graph
-            ),
+            lambda node, graph: Factors(
+                (numbered_factors((4, 6)),), (numbered_factors((4, 3)),), sizes_of((4, 3))
+            ).strategies(node, graph),
         ),
         [call(f(4, 6), 1, 0, 3)],
     ),
@@ -223,10 +222,10 @@ def test_register_replaces() -> None:
     assert before is not None
     mine = rule(op, "... -> ...")
     try:
-        register(mine)
+        add_rule(mine)
         assert rule_for(op) is mine
     finally:
-        register(before)
+        add_rule(before)
 
 
 @pytest.mark.parametrize(

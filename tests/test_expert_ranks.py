@@ -17,7 +17,7 @@ from test_experts import Loss, routed
 import autoshard
 from autoshard.layout import I, Owned, Shard
 from autoshard.passes.ir.graph import TensorType
-from autoshard.passes.propagate.states import fixed_states
+from autoshard.passes.propagate.hints import fixed_placements
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_what_a_rank_owns_is_cut_in_chunks_of_one_length() -> None:
     """25 features on two ranks are not: others hold none of its rows, and cannot tell what is left of its columns."""
     type_ = TensorType((25, 8), torch.float32, True, tables=4)
     mesh = autoshard.Mesh({"ep": 2, "tp": 2})
-    cuts = {p for p in fixed_states(type_, mesh) if Owned() in p}
+    cuts = {p for p in fixed_placements(type_, mesh) if Owned() in p}
     assert (Owned(), Shard(1)) in cuts
     assert (Owned(), Shard(0)) not in cuts
-    assert (Owned(), Shard(0)) in fixed_states(replace(type_, shape=(24, 8)), mesh)
-    assert all(p == (Owned(), Owned()) or I in p for p in fixed_states(replace(type_, looked_up=9), mesh)), "tables"
+    assert (Owned(), Shard(0)) in fixed_placements(replace(type_, shape=(24, 8)), mesh)
+    assert all(p == (Owned(), Owned()) or I in p for p in fixed_placements(replace(type_, looked_up=9), mesh)), "tables"
 
 
 class Averaged(routing_models.Modules):

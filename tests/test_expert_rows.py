@@ -13,7 +13,7 @@ from test_experts import model_of, text
 from torch import nn
 
 import autoshard
-from autoshard.compiler import captured
+from autoshard.compiler import capture_graph
 from autoshard.models import Moe, MoeConfig
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.runtime.operations.experts import experts_op
@@ -49,7 +49,7 @@ def experts(graph: Graph) -> list[Node]:
 @pytest.mark.parametrize("mixes", [False, True])
 def test_what_works_row_by_row_keeps_the_dims_of_rows(mixes: bool) -> None:
     """What does not, such as sums over rows, a loss and what is returned, reads them flattened."""
-    graph = captured(Balanced(mixes), (X,), {}, training=True)
+    graph = capture_graph(Balanced(mixes), (X,), {}, training=True)
     assert [graph.shape(n.outputs[0]) for n in experts(graph)] == [X.shape] * 2
     flat = [n.op for n in graph.nodes if graph.shape(n.outputs[0])[:1] == (24,)]
     scans = [n for n in graph.nodes if n.op is torch.ops.aten.cumsum.default]

@@ -16,7 +16,7 @@ from transformers_models import EXPERTS
 
 import autoshard
 import autoshard.models
-from autoshard.compiler import captured
+from autoshard.compiler import capture_graph
 from autoshard.runtime.operations.experts import experts_op
 from autoshard.runtime.transport import in_process
 
@@ -88,7 +88,7 @@ def test_with_dropout_on(name: str, axes: dict[str, int]) -> None:
 def test_every_form_is_one_operation() -> None:
     """The loop over experts, their matrices per row and the grouped product are captured as the same graph."""
     forms = ("eager", "batched_mm", "grouped_mm")
-    graphs = [captured(model_of("mixtral", f, 1), (), text(), training=True) for f in forms]
+    graphs = [capture_graph(model_of("mixtral", f, 1), (), text(), training=True) for f in forms]
     ops = [[n.op for n in g.nodes] for g in graphs]
     assert ops[0] == ops[1] == ops[2]
     assert ops[0].count(experts_op._opoverload) == 1
@@ -129,12 +129,12 @@ def test_forms_of_transformers_send_what_the_formula_says(
 def test_gates_are_asked_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits, slopes and alternating gates are found by their numbers; a gate that gives others is left as it is."""
     model = model_of("gpt-oss", "batched_mm", 1)
-    (node,) = (n for n in captured(model, (), text(), training=True).nodes if n.op is experts_op._opoverload)
+    (node,) = (n for n in capture_graph(model, (), text(), training=True).nodes if n.op is experts_op._opoverload)
     names = ("activation", "limit", "shift", "interleaved")
     assert [node.argument(name) for name in names] == ["swish 1.702", 7.0, 1.0, True]
     experts = model.model.layers[0].mlp.experts
     experts.limit = 100.0
-    (node,) = (n for n in captured(model, (), text(), training=True).nodes if n.op is experts_op._opoverload)
+    (node,) = (n for n in capture_graph(model, (), text(), training=True).nodes if n.op is experts_op._opoverload)
     assert node.argument("limit") == 100.0
     gates: list[Any] = [
         lambda self, x: x[..., ::2].sin(),
@@ -144,13 +144,13 @@ def test_gates_are_asked_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> N
     for gate in gates:
         monkeypatch.setattr(type(experts), "_apply_gate", gate)
         experts.learnt = nn.Parameter(torch.ones(())) if "learnt" in gate.__code__.co_names else None
-        assert experts_op._opoverload not in [n.op for n in captured(model, (), text(), training=True).nodes]
+        assert experts_op._opoverload not in [n.op for n in capture_graph(model, (), text(), training=True).nodes]
 
 
 def test_what_is_more_than_two_products_is_left_as_it_is() -> None:
     model = model_of("mixtral", "batched_mm", 1)
     model.model.layers[0].mlp.experts.act_fn = nn.Tanh()
-    graph = captured(model, (), text(), training=True)
+    graph = capture_graph(model, (), text(), training=True)
     assert experts_op._opoverload not in [n.op for n in graph.nodes]
 
 
@@ -188,8 +188,8 @@ def test_bytes_are_those_of_the_formula_and_those_sent() -> None:
 
 def test_an_exchange_that_mixes_up_ranks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    right = in_process._exchanged
-    monkeypatch.setattr(in_process, "_exchanged", lambda moves, xs: [x.flip(0) for x in right(moves, xs)])
+    right = in_process._simulated_splits
+    monkeypatch.setattr(in_process, "_simulated_splits", lambda moves, xs: [x.flip(0) for x in right(moves, xs)])
     report = autoshard.verify(Routed().double(), ideal({"ep": 2}), (batch(*EVEN),), like="expert")
     assert not report.ok
 
@@ -326,5 +326,5 @@ def test_routing_by_sorted_rows() -> None:
 )
 def test_what_is_no_mixture_stays(form: str) -> None:
     model, x = routed(form), torch.randn(2, 6, routing_models.WIDTH)
-    graph = captured(model, (x,), {})
+    graph = capture_graph(model, (x,), {})
     assert not any(n.op is experts_op._opoverload for n in graph.nodes)

@@ -15,9 +15,9 @@ from torch import nn
 import autoshard
 from autoshard import models
 from autoshard.cli import main
-from autoshard.devices import divided, shapes
-from autoshard.devices.meshes import Search
-from autoshard.report.explain import MOST
+from autoshard.devices import divided_mesh_shape, mesh_shapes
+from autoshard.devices.meshes import MeshSearch
+from autoshard.report.explain import MOST_LISTED
 
 
 class Block(nn.Module):
@@ -112,7 +112,7 @@ def test_collectives_that_are_not_told_are_counted() -> None:
     """One is no "collectives"."""
     plan = planned("megatron")
     for count, more in ((1, "  and 1 collective more, 5 B"), (2, "  and 2 collectives more, 10 B")):
-        sent = [replace(plan.collectives[0], fqn="blocks.0", bytes=5.0)] * (MOST + count)
+        sent = [replace(plan.collectives[0], fqn="blocks.0", bytes=5.0)] * (MOST_LISTED + count)
         assert replace(plan, collectives=tuple(sent)).explain("blocks.0").splitlines()[-1] == more
 
 
@@ -196,10 +196,10 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_shapes() -> None:
     """Every division in one and two axes."""
-    assert list(shapes(8)) == [(8,), (2, 4), (4, 2)]
-    assert list(shapes(16)) == [(16,), (2, 8), (4, 4), (8, 2)]
-    assert list(shapes(7)) == [(7,)]
-    assert list(shapes(1)) == [(1,)]
+    assert list(mesh_shapes(8)) == [(8,), (2, 4), (4, 2)]
+    assert list(mesh_shapes(16)) == [(16,), (2, 8), (4, 4), (8, 2)]
+    assert list(mesh_shapes(7)) == [(7,)]
+    assert list(mesh_shapes(1)) == [(1,)]
 
 
 @pytest.mark.slow
@@ -218,12 +218,12 @@ def test_the_order_of_two_axes_counts_inside_a_node() -> None:
 
 def test_the_best_is_divided_once_more() -> None:
     """Where a node ends, else the largest axis."""
-    assert divided((4, 16), 8) == (4, 2, 8)
-    assert divided((16, 4), 8) == (8, 2, 4)
-    assert divided((8, 8), 8) == (4, 2, 8)
-    assert divided((2, 4), 8) == (2, 2, 2)
-    assert divided((64,), 8) == (8, 8)
-    assert divided((3, 5), 8) == (3, 5)
+    assert divided_mesh_shape((4, 16), 8) == (4, 2, 8)
+    assert divided_mesh_shape((16, 4), 8) == (8, 2, 4)
+    assert divided_mesh_shape((8, 8), 8) == (4, 2, 8)
+    assert divided_mesh_shape((2, 4), 8) == (2, 2, 2)
+    assert divided_mesh_shape((64,), 8) == (8, 8)
+    assert divided_mesh_shape((3, 5), 8) == (3, 5)
 
 
 def test_a_number_of_devices() -> None:
@@ -242,12 +242,12 @@ def test_a_number_of_devices() -> None:
 def test_a_search_of_meshes_is_seldom_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     young = []
 
-    def attempt(self: Search, shape: tuple[int, ...], of: Callable[..., None] = Search.attempt) -> None:
+    def attempt(self: MeshSearch, shape: tuple[int, ...], of: Callable[..., None] = MeshSearch.attempt) -> None:
         young.append(gc.get_threshold()[0])
         of(self, shape)
 
     before = gc.get_threshold()
-    monkeypatch.setattr(Search, "attempt", attempt)
+    monkeypatch.setattr(MeshSearch, "attempt", attempt)
     autoshard.plan(nn.Linear(8, 8), None, (torch.zeros(8, 8),), devices=2, hardware="h100")
     assert min(young) > before[0]
     assert gc.get_threshold() == before

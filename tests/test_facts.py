@@ -21,8 +21,8 @@ from autoshard.models import Gpt, GptConfig
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Node, Ref, TensorType
 from autoshard.passes.rules import all_rules
-from autoshard.passes.rules.facts import Saved, facts_of, is_random, is_view, is_view_named, saved
-from autoshard.runtime.attention.banded import banded_op
+from autoshard.passes.rules.facts import Saved, facts_of, is_random, is_view, is_view_named, saved_for_backward
+from autoshard.runtime.attention.masked_attention import banded_op
 from autoshard.runtime.operations.experts import experts_op
 
 SAMPLES = {**GENERAL, **special_samples.SAMPLES, **linalg_samples.SAMPLES, **window_samples.SAMPLES}
@@ -131,7 +131,7 @@ def test_facts_are_those_of_torch(op: torch._ops.OpOverload) -> None:
 
 
 def _check_kept(run: Run, shown: str) -> None:
-    facts, stated = facts_of(run.node.op), saved(run.node, run.types)
+    facts, stated = facts_of(run.node.op), saved_for_backward(run.node, run.types)
     if not any(x.requires_grad for x in run.results):
         assert stated == Saved(), shown
         return
@@ -147,7 +147,7 @@ def _check_kept(run: Run, shown: str) -> None:
     if facts.intermediates and len(run.results) > 1:  # the others are kept although nobody reads them
         first = replace(run.node, outputs=run.node.outputs[:1], output_slots=(0,))
         found = run.intermediates([*run.operands, run.results[0]])
-        assert found == _sizes(saved(first, run.types).intermediates), shown
+        assert found == _sizes(saved_for_backward(first, run.types).intermediates), shown
 
 
 def _sizes(types: Sequence[TensorType]) -> Counter[tuple[torch.dtype, int]]:
@@ -159,8 +159,8 @@ def test_an_op_without_a_rule_may_keep_all() -> None:
     op = aten.special_multigammaln.default
     node = Node("node", op, (Ref("x"), 2), {}, ("y",), (0,))
     types = {n: TensorType((4,), torch.float32, grad=True) for n in "xy"}
-    assert saved(node, types) == Saved(frozenset({0}), frozenset({0}))
-    assert saved(node, {n: replace(t, grad=False) for n, t in types.items()}) == Saved()
+    assert saved_for_backward(node, types) == Saved(frozenset({0}), frozenset({0}))
+    assert saved_for_backward(node, {n: replace(t, grad=False) for n, t in types.items()}) == Saved()
 
 
 @pytest.mark.parametrize(("dropout", "training"), [(0.1, True), (0.0, True), (0.1, False)])

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import Mesh, models
-from autoshard.compiler import captured
+from autoshard.compiler import capture_graph
 from autoshard.errors import PlanError
 from autoshard.hardware import PRESETS
 from autoshard.models.gpt import Gpt, GptConfig
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.memory import fit, fitting, tried
+from autoshard.passes.memory import fit, lower_and_simulate, search_within_memory
 from autoshard.passes.propagate.planner import Planner
 
 
@@ -33,7 +33,7 @@ class Loss(nn.Module):
 
 @pytest.fixture(scope="module")
 def graph() -> Graph:
-    return captured(Loss(), (torch.zeros(64, 64),), {}, training=True)
+    return capture_graph(Loss(), (torch.zeros(64, 64),), {}, training=True)
 
 
 def planner(graph: Graph, **axes: int) -> Planner:
@@ -43,41 +43,39 @@ def planner(graph: Graph, **axes: int) -> Planner:
 @pytest.mark.slow
 def test_a_tight_budget_of_one_axis_is_kept_on_two(graph: Graph) -> None:
     flat = planner(graph, x=8)
-    budget = tried(flat.least()[0], "adamw")[1].peak
-    _, memory = fitting(planner(graph, x=8), budget)
+    budget = lower_and_simulate(flat.least()[0], "adamw")[1].peak
+    _, memory = search_within_memory(planner(graph, x=8), budget)
     assert memory.peak <= budget
-    program, memory = fitting(planner(graph, a=2, b=4), budget)
+    program, memory = search_within_memory(planner(graph, a=2, b=4), budget)
     assert memory.peak <= budget
     assert any(len(set(choice)) == 1 and choice[0].divides for choice in program.assignment.choices.values())
     with pytest.raises(PlanError, match="the least peak found"):
-        fitting(planner(graph, x=8), 0.5 * budget)
+        search_within_memory(planner(graph, x=8), 0.5 * budget)
 
 
 def test_what_does_not_fit_is_not_searched_for_in_full(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[Assignment] = []
-    monkeypatch.setattr(Planner, "searched_on", lambda self, rough: searched.append(rough) or rough)
-    most = tried(planner(graph, x=8).cheapest(), "adamw")[1].peak
-    _, memory = fitting(planner(graph, x=8), most / 1.01)
+    monkeypatch.setattr(Planner, "refined", lambda self, rough: searched.append(rough) or rough)
+    most = lower_and_simulate(planner(graph, x=8).cheapest(), "adamw")[1].peak
+    _, memory = search_within_memory(planner(graph, x=8), most / 1.01)
     assert memory.peak <= most / 1.01
     assert not searched
-    fitting(planner(graph, x=8), most)
+    search_within_memory(planner(graph, x=8), most)
     assert searched
 
 
 def test_a_choice_that_is_found_again_is_lowered_once(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     lowered: list[Assignment] = []
-    monkeypatch.setattr(fit, "tried", lambda *what: lowered.append(what[0]) or tried(*what))
-    monkeypatch.setattr(
-        Planner, "searched_on", lambda self, rough: replace(rough, solution=rough.solution.bounded(0.0))
-    )
-    program, _ = fitting(planner(graph, x=8), None)
+    monkeypatch.setattr(fit, "lower_and_simulate", lambda *what: lowered.append(what[0]) or lower_and_simulate(*what))
+    monkeypatch.setattr(Planner, "refined", lambda self, rough: replace(rough, solution=rough.solution.bounded(0.0)))
+    program, _ = search_within_memory(planner(graph, x=8), None)
     assert len(lowered) == 1
     assert program.assignment.solution.lower_bound == 0.0
 
 
 def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:
     two = planner(graph, a=2, b=4)
-    two.evenly()
+    two.restrict_evenly()
     assignment, held = two.least()
     assert held == planner(graph, x=8).least()[1]
     assert all(len(set(choice)) == 1 for choice in assignment.choices.values())
@@ -85,11 +83,11 @@ def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:
 
 def test_the_bound_is_of_all_choices_after_narrower_searches(graph: Graph) -> None:
     two = planner(graph, a=2, b=4)
-    budget = 1.5 * tried(two.least()[0], "adamw")[1].peak
+    budget = 1.5 * lower_and_simulate(two.least()[0], "adamw")[1].peak
     limit = 0.9 * budget
     two.within(limit, budget)
     before = two.bound(budget)
-    two.evenly()
+    two.restrict_evenly()
     even = two.within(limit, budget)[0].solution.cost
     assert 0 < before < even
     assert two.bound(budget) == pytest.approx(before)
@@ -100,19 +98,22 @@ def test_what_fits_block_by_block_is_found_where_the_search_may_choose() -> None
     reference = models.get("llama")
     args, kwargs = reference.inputs(batch=1, seq=1024)
     model = type(reference.model())(replace(reference.model().config, layers=6)).train()
-    deep, mesh = captured(model, args, kwargs, training=True), Mesh({"cp": 4}, "h100")
+    deep, mesh = capture_graph(model, args, kwargs, training=True), Mesh({"cp": 4}, "h100")
     blocks = Planner(deep, mesh, {}, recompute="blocks")
-    budget = 1.03 * tried(blocks.least()[0], "adamw")[1].peak
-    assert fitting(Planner(deep, mesh, {}, recompute="auto"), budget)[1].peak <= budget
+    budget = 1.03 * lower_and_simulate(blocks.least()[0], "adamw")[1].peak
+    assert search_within_memory(Planner(deep, mesh, {}, recompute="auto"), budget)[1].peak <= budget
 
 
 @pytest.mark.parametrize("share", [0.05, 0.4])
 def test_a_mesh_of_two_axes_is_no_dearer_than_one_of_as_many_ranks(graph: Graph, share: float) -> None:
     """What is not known of a plan before it is simulated differs from plan to plan: the search goes back and forth."""
     flat = planner(graph, x=8)
-    least = tried(flat.least()[0], "adamw")[1].peak
-    budget = least + share * (tried(flat.cheapest(), "adamw")[1].peak - least)
-    one, two = (fitting(planner(graph, **axes), budget)[0].assignment.solution for axes in ({"x": 8}, {"a": 2, "b": 4}))
+    least = lower_and_simulate(flat.least()[0], "adamw")[1].peak
+    budget = least + share * (lower_and_simulate(flat.cheapest(), "adamw")[1].peak - least)
+    one, two = (
+        search_within_memory(planner(graph, **axes), budget)[0].assignment.solution
+        for axes in ({"x": 8}, {"a": 2, "b": 4})
+    )
     assert two.cost <= one.cost * (1 + 1e-9)
     assert two.lower_bound <= two.cost
 
@@ -122,12 +123,12 @@ def test_between_budgets_that_are_met_all_are() -> None:
     """What attention writes down is held by no sum that the search knows: a limit follows it from plan to plan."""
     with torch.device("meta"):
         model, tokens = Gpt(replace(GptConfig.small(), layers=12)), torch.zeros(64, 256, dtype=torch.long)
-    graph = captured(model, (tokens, tokens), {}, training=True)
+    graph = capture_graph(model, (tokens, tokens), {}, training=True)
 
     def dropping() -> Planner:
         hardware = replace(PRESETS["h100"], dtypes=(), updates=5e11)
         return Planner(graph, Mesh({"dp": 8}, hardware), {}, recompute="auto")
 
-    most = tried(dropping().cheapest(), "adamw")[1].peak
+    most = lower_and_simulate(dropping().cheapest(), "adamw")[1].peak
     for share in (0.85, 0.8, 0.75):
-        assert fitting(dropping(), share * most)[1].peak <= share * most
+        assert search_within_memory(dropping(), share * most)[1].peak <= share * most

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from autoshard.passes.search import CostNetwork, Row
+from autoshard.passes.search import CostNetwork, LinearRow
 from autoshard.passes.search.network import Choice
-from autoshard.passes.search.rows.flips import flipped
+from autoshard.passes.search.rows.duality_gap import flip_nodes
 from autoshard.passes.search.rows.stacked import Stacked, stack_rows
 
 
@@ -32,7 +32,9 @@ def chain(generator: np.random.Generator, count: int) -> Stacked:
     pairs = [(i, i + 1) for i in range(count - 1)]
     network = CostNetwork(tuple(amounts(n) for n in sizes), tuple((i, j, costs(sizes[i], sizes[j])) for i, j in pairs))
     rows = [
-        Row(tuple(amounts(n) for n in sizes), tuple(amounts(sizes[i], sizes[j]) for i, j in pairs), 5.0 * count, price)
+        LinearRow(
+            tuple(amounts(n) for n in sizes), tuple(amounts(sizes[i], sizes[j]) for i, j in pairs), 5.0 * count, price
+        )
         for price in (math.inf, 0.5)
     ]
     return stack_rows(network, rows)
@@ -46,7 +48,7 @@ def test_no_node_alone_gains_by_doing_otherwise() -> None:
         choice = tuple(int(generator.integers(n)) for n in problem.sizes)
         if math.isinf(problem.sums(choice)[0]):
             continue
-        found = flipped(problem, np.zeros(2), choice)
+        found = flip_nodes(problem, np.zeros(2), choice)
         (over, cost), before = total(problem, found), total(problem, choice)
         assert (over, cost) <= before if before[0] == 0 else over <= before[0]
         better += (over, cost) < before
@@ -62,14 +64,14 @@ def test_no_node_alone_gains_by_doing_otherwise() -> None:
 def test_what_is_too_much_goes_at_the_least_cost() -> None:
     held = np.array([4.0, 0.0])
     nodes = tuple(np.array([0.0, dear]) for dear in (3.0, 1.0, 2.0))
-    row = Row((held, held, held), (), 5.0)
-    assert flipped(stack_rows(CostNetwork(nodes, ()), [row]), np.zeros(1), (0, 0, 0)) == (0, 1, 1)
+    row = LinearRow((held, held, held), (), 5.0)
+    assert flip_nodes(stack_rows(CostNetwork(nodes, ()), [row]), np.zeros(1), (0, 0, 0)) == (0, 1, 1)
 
 
 def test_what_is_forbidden_at_the_start_is_left() -> None:
     """A node's own cost, and a pair; no limit binds."""
     apart = np.array([[math.inf, 4.0], [0.0, 9.0]])
     network = CostNetwork((np.array([0.0, 1.0]), np.zeros(2), np.array([math.inf, 7.0])), ((0, 1, apart),))
-    problem = stack_rows(network, [Row((np.zeros(2),) * 3, (None,), 1.0)])
+    problem = stack_rows(network, [LinearRow((np.zeros(2),) * 3, (None,), 1.0)])
     with np.errstate(invalid="raise"):
-        assert flipped(problem, np.zeros(1), (0, 0, 0)) == (1, 0, 1)
+        assert flip_nodes(problem, np.zeros(1), (0, 0, 0)) == (1, 0, 1)

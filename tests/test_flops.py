@@ -11,7 +11,7 @@ from autoshard import Mesh
 from autoshard.hardware import PRESETS
 from autoshard.passes.capture import capture
 from autoshard.passes.propagate.op_space import op_space
-from autoshard.passes.propagate.prices import cost as costs
+from autoshard.passes.propagate.prices import roofline as costs
 from autoshard.passes.rules import rule_for
 
 
@@ -46,7 +46,7 @@ def test_products_of_the_backward_are_those_that_torch_runs(kind: str, of_input:
     assert sum(costs.node_flops(n, graph, rule_for(n.op)) for n in graph.nodes) == counted.get_total_flops()
 
 
-def seconds(module: nn.Module, *args: torch.Tensor) -> costs.Seconds:
+def seconds(module: nn.Module, *args: torch.Tensor) -> costs.PhaseSeconds:
     """Of the one product of ``module``, on an H100."""
     graph, mesh = capture(module, args, training=True), Mesh({"x": 1})
     (node,) = (n for n in graph.nodes if (rule := rule_for(n.op)) is not None and rule.flops is not None)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import compiler
-from autoshard.passes.propagate import folded_order
-from autoshard.plans.wishes import Wishes
+from autoshard.passes.propagate import zigzag
+from autoshard.plans.options import CompileOptions
 from autoshard.runtime.operations.experts import experts_op
 
 
@@ -71,9 +71,9 @@ def test_experts_are_in_no_order_of_rows() -> None:
             weights, ids = x.softmax(-1).topk(2)
             return experts_op(x, ids, weights, first, second, "silu", False, False)
 
-    graph = compiler.captured(Routed(), (rows, hidden, hidden.mT.contiguous()), {})
+    graph = compiler.capture_graph(Routed(), (rows, hidden, hidden.mT.contiguous()), {})
     (node,) = (n for n in graph.nodes if n.op is experts_op._opoverload)
-    found = [link for link in folded_order.carried(node, graph) if link.inputs[0] is not None]
+    found = [link for link in zigzag.order_free_links(node, graph) if link.inputs[0] is not None]
     assert {link.inputs[0] for link in found} == {0, 1}
     assert all(link.inputs[3:] == (None, None) for link in found)
 
@@ -109,8 +109,8 @@ def source_of(model: nn.Module) -> str:
     x = torch.randn(2, 16, 16)
     report = assert_equal_training(model, {"cp": 4}, (x,), {}, like="ring", steps=1)
     assert report.plan.folded == 4
-    graph = compiler.captured(model.double(), (x.double(),), {})
-    return compiler.build(graph, autoshard.Mesh({"cp": 4}), Wishes(like="ring")).source.text
+    graph = compiler.capture_graph(model.double(), (x.double(),), {})
+    return compiler.compile_graph(graph, autoshard.Mesh({"cp": 4}), CompileOptions(like="ring")).source.text
 
 
 @pytest.mark.usefixtures("taken", "remembering")
@@ -118,7 +118,7 @@ def source_of(model: nn.Module) -> str:
 def test_blocks_stay_whole(inside: bool) -> None:
     """What ends the order in a block belongs to it, and what does so outside comes before or behind all of it."""
     blocks, rest = source_of(Blocks(inside)).split("class RankModule")
-    assert "runtime.unfolded(" in (blocks if inside else rest)
+    assert "runtime.from_zigzag(" in (blocks if inside else rest)
     assert "def forward(" in blocks
     assert "def forward_1(" not in blocks
 
@@ -127,7 +127,7 @@ def test_blocks_stay_whole(inside: bool) -> None:
 def test_what_runs_again_stays_whole() -> None:
     """One part of every checkpoint."""
     blocks, _ = source_of(Blocks(True, again=True)).split("class RankModule")
-    assert blocks.count("= runtime.again(") == len(re.findall(r"class Block\w*\(", blocks))
+    assert blocks.count("= runtime.recompute(") == len(re.findall(r"class Block\w*\(", blocks))
 
 
 class Parts(nn.Module):
@@ -150,7 +150,9 @@ class Parts(nn.Module):
 
 @pytest.mark.usefixtures("taken", "remembering")
 def test_what_reads_a_checkpoint_comes_behind_it() -> None:
-    lines = [line for line in source_of(Parts()).splitlines() if "runtime.unfolded(" in line or " = torch.sin(" in line]
+    lines = [
+        line for line in source_of(Parts()).splitlines() if "runtime.from_zigzag(" in line or " = torch.sin(" in line
+    ]
     assert ["sin" in line for line in lines[:4]] == [True, False, True, False]
     assert all(line.startswith(8 * " " + "add") for line in lines[1:4:2])  # in no function that runs again
 
@@ -185,6 +187,6 @@ class Between(nn.Module):
 def test_what_begins_outside_does_not_belong_to_its_reader(again: bool) -> None:
     """So blocks are one class, and what runs again in them is one part."""
     blocks, rest = source_of(Between(again)).split("class RankModule")
-    assert rest.count("runtime.folded(") == 3
+    assert rest.count("runtime.to_zigzag(") == 3
     assert len(re.findall(r"class \w+", blocks)) == 1
-    assert (blocks + rest).count("runtime.again(") == int(again)
+    assert (blocks + rest).count("runtime.recompute(") == int(again)

@@ -23,12 +23,12 @@ from autoshard.errors import PlanError
 from autoshard.hardware import PRESETS
 from autoshard.models import Llama, LlamaConfig
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.propagate import folded_order
-from autoshard.passes.propagate.experts import sequence
-from autoshard.passes.rules.families import ring
-from autoshard.plans import orders
-from autoshard.runtime.attention.fold import folded_op, unfolded_op
-from autoshard.runtime.attention.order import spans
+from autoshard.passes.propagate import zigzag
+from autoshard.passes.propagate.named_strategies import tensor_sequence
+from autoshard.passes.rules.families import context_parallel
+from autoshard.plans import zigzag as plan_orders
+from autoshard.runtime.attention.ring_geometry import rank_spans
+from autoshard.runtime.attention.zigzag import from_zigzag_op, to_zigzag_op
 
 
 def attention(plan: autoshard.Plan) -> set[str]:
@@ -42,16 +42,18 @@ def attention(plan: autoshard.Plan) -> set[str]:
 def test_chunks_are_what_ranks_of_a_folded_ring_hold(ranks: int) -> None:
     for each in (1, 2, 3, 4):
         x = torch.arange(ranks * each)
-        expected = [[i for start, n in held for i in range(start, start + n)] for held in spans(len(x), (ranks,), True)]
-        assert [chunk.tolist() for chunk in folded_op(x, 0, ranks).chunk(ranks)] == expected
-        assert torch.equal(unfolded_op(folded_op(x, 0, ranks), 0, ranks), x)
+        expected = [
+            [i for start, n in held for i in range(start, start + n)] for held in rank_spans(len(x), (ranks,), True)
+        ]
+        assert [chunk.tolist() for chunk in to_zigzag_op(x, 0, ranks).chunk(ranks)] == expected
+        assert torch.equal(from_zigzag_op(to_zigzag_op(x, 0, ranks), 0, ranks), x)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("function", ["folded", "unfolded"])
+@pytest.mark.parametrize("function", ["to_zigzag", "from_zigzag"])
 def test_ranks_swap_halves(function: str, ranks: int) -> None:
     """Of cut tensors as of whole ones, with their gradients; half a chunk is sent."""
-    op = folded_op if function == "folded" else unfolded_op
+    op = to_zigzag_op if function == "to_zigzag" else from_zigzag_op
     world = runtime.World({"cp": ranks})
     log = world.log = list[runtime.Executed]()
     for shape, dim in (((2, 3 * ranks, 4), 1), ((2 * ranks,), 0), ((2, 3, ranks), 2)):
@@ -62,7 +64,7 @@ def test_ranks_swap_halves(function: str, ranks: int) -> None:
         out = torch.cat(world.run(lambda part: getattr(runtime, function)(part, dim, ranks, "cp"), parts), dim)  # noqa: B023
         assert torch.equal(out, expected)
         for gradient in torch.autograd.grad(out, x, cotangent), torch.autograd.grad(expected, x, cotangent):
-            inverse = unfolded_op if op is folded_op else folded_op
+            inverse = from_zigzag_op if op is to_zigzag_op else to_zigzag_op
             assert torch.equal(gradient[0], inverse(cotangent, dim, ranks))
     assert {e.kind for e in log} == {"permute"}
     assert [e.bytes for e in log[:2]] == [2 * 2 * 4 * 8] * 2
@@ -96,18 +98,20 @@ class Small(nn.Module):
 
 
 def graph_of(model: nn.Module, length: int = 16) -> Graph:
-    return compiler.captured(model.double(), (torch.zeros(2, length, dtype=torch.long),), {})
+    return compiler.capture_graph(model.double(), (torch.zeros(2, length, dtype=torch.long),), {})
 
 
-def bytes_of(graph: Graph, ranks: int, found: dict[str, folded_order.Link], chosen: frozenset[str]) -> tuple[int, int]:
+def bytes_of(
+    graph: Graph, ranks: int, found: dict[str, zigzag.SequenceLink], chosen: frozenset[str]
+) -> tuple[int, int]:
     """What changes places where ``chosen`` operations run in folded order, said once more; and of how many values."""
     size = values = 0
     for node in graph.nodes:
-        if node.name in found and node.op in ring.ATTENTION and node.name not in chosen:
-            size += folded_order.swapped(node, graph, ranks)
-    for value, (maker, readers) in folded_order.ends(graph, found).items():
+        if node.name in found and node.op in context_parallel.ATTENTION_OPS and node.name not in chosen:
+            size += zigzag.internal_reorder_bytes(node, graph, ranks)
+    for value, (maker, readers) in zigzag.makers_and_readers(graph, found).items():
         if any((reader in chosen) != (maker in chosen) for reader in readers):
-            size += folded_order.moved(graph, value)
+            size += zigzag.reorder_bytes(graph, value)
             values += 1
     return size, values
 
@@ -136,13 +140,13 @@ class Bare(nn.Module):
 def test_the_cut_is_the_least_of_all(width: int, after: str, between: str, ranks: int) -> None:
     """Of every set of operations the one with the fewest bytes, and of equals the largest."""
     x = torch.zeros(2, 8, 4, dtype=torch.float64)
-    graph = compiler.captured(Bare(between, after, width).double(), (x,), {})
-    found = folded_order.links(graph, ranks)
+    graph = compiler.capture_graph(Bare(between, after, width).double(), (x,), {})
+    found = zigzag.sequence_links(graph, ranks)
     names, costs = sorted(found), dict[frozenset[str], tuple[int, int]]()
     for size in range(len(names) + 1):
         for some in itertools.combinations(names, size):
             costs[frozenset(some)] = bytes_of(graph, ranks, found, frozenset(some))
-    chosen = folded_order.cheapest(graph, ranks, found)
+    chosen = zigzag.zigzag_nodes(graph, ranks, found)
     assert costs[chosen] == min(costs.values())
     assert all(some <= chosen for some, size in costs.items() if size == costs[chosen])
 
@@ -152,8 +156,8 @@ def test_the_cut_is_the_least_of_all(width: int, after: str, between: str, ranks
 def test_the_cut_is_the_least(form: dict[str, Any], ranks: int) -> None:
     """Of a whole model: no one or two operations are better on the other side, and no set that is drawn is better."""
     graph = graph_of(Small(**form))
-    found = folded_order.links(graph, ranks)
-    chosen = folded_order.cheapest(graph, ranks, found)
+    found = zigzag.sequence_links(graph, ranks)
+    chosen = zigzag.zigzag_nodes(graph, ranks, found)
     least = bytes_of(graph, ranks, found, chosen)
     generator = torch.Generator().manual_seed(0)
     names = sorted(found)
@@ -237,7 +241,7 @@ def test_beside_another_axis(axes: dict[str, int], like: Any, labels: list[str])
 @pytest.mark.parametrize("label", ["folded, gathered in pieces", "folded queries"])
 def test_of_gathered_keys(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come in folded order, too, and are brought into the order of the sequence where they are read."""
-    monkeypatch.setattr(sequence, "rings_of", lambda node, families: frozenset({label}))
+    monkeypatch.setattr(tensor_sequence, "ring_strategies", lambda node, families: frozenset({label}))
     model, args, kwargs = tiny("llama")
     with captured_once():
         report = assert_equal_training(model, {"cp": 3}, args, kwargs, like="ring")
@@ -269,8 +273,8 @@ def test_a_plan_is_followed() -> None:
     mesh = autoshard.Mesh({"cp": 4}, "ideal_network")
     sharded = autoshard.compile(model.double(), mesh, args, kwargs, like="ring")
     assert "in folded order of 4 ranks: tokens, arange brought into it" in str(sharded.plan)
-    assert "runtime.folded(" in sharded.source
-    assert "runtime.unfolded(" in sharded.source
+    assert "runtime.to_zigzag(" in sharded.source
+    assert "runtime.from_zigzag(" in sharded.source
     plan = autoshard.Plan.from_json(sharded.plan.to_json())
     assert plan.folded == 4
     again = autoshard.compile(model, mesh, args, kwargs, plan=plan)
@@ -333,7 +337,7 @@ def test_the_cheaper_order_is_taken() -> None:
     asked: dict[str, Any] = {"memory_budget": 1e15}
     plan = autoshard.plan(model, autoshard.Mesh({"cp": 2}, hardware), (tokens, tokens), **asked)
     assert plan.folded == 2
-    with patch.object(orders, "ranks_of", lambda assignment: 0):
+    with patch.object(plan_orders, "zigzag_ranks", lambda assignment: 0):
         plain = autoshard.plan(model, autoshard.Mesh({"cp": 2}, hardware), (tokens, tokens), **asked)
     assert plain.folded == 0
     assert plan.cost.total_s < 0.98 * plain.cost.total_s

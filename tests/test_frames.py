@@ -39,7 +39,7 @@ _HERE = os.path.basename(__file__)
     ],
 )
 def test_whose_file_it_is(file: str, ours: bool, users: bool) -> None:
-    assert (frames.is_ours(file), frames.is_users(file)) == (ours, users)
+    assert (frames.is_autoshard_file(file), frames.is_users_file(file)) == (ours, users)
 
 
 def test_every_file_of_the_library_is_ours_and_no_model_is() -> None:
@@ -49,8 +49,8 @@ def test_every_file_of_the_library_is_ours_and_no_model_is() -> None:
         files = [file for file in files if file.endswith(".py")]
         assert len(files) > 5
         for file in files:
-            assert frames.is_ours(file) is ours, file
-            assert frames.is_ours(os.path.realpath(file)) is ours, file
+            assert frames.is_autoshard_file(file) is ours, file
+            assert frames.is_autoshard_file(os.path.realpath(file)) is ours, file
 
 
 def test_the_users_frame_is_seen_through_torch_and_python() -> None:
@@ -58,7 +58,7 @@ def test_the_users_frame_is_seen_through_torch_and_python() -> None:
 
     class Model(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found.append(frames.place_of(frames.users_frame()))
+            found.append(frames.frame_location_text(frames.users_frame()))
             return x
 
     list(map(functools.partial(nn.Sequential(Model())), [torch.ones(1)]))

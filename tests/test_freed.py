@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import Mesh
-from autoshard.compiler import build, captured
-from autoshard.plans.wishes import Wishes
+from autoshard.compiler import capture_graph, compile_graph
+from autoshard.plans.options import CompileOptions
 
 
 class Chain(nn.Module):
@@ -21,7 +21,9 @@ class Chain(nn.Module):
 
 
 def test_large_values_are_deleted_after_their_last_use() -> None:
-    source = build(captured(Chain(), (torch.empty(512, 64),), {}, training=False), Mesh({"tp": 1})).source.text
+    source = compile_graph(
+        capture_graph(Chain(), (torch.empty(512, 64),), {}, training=False), Mesh({"tp": 1})
+    ).source.text
     body = source[source.index("wide =") : source.index("return")]
     assert [line.split("  #")[0].strip() for line in body.strip().splitlines()] == [
         "wide = x.repeat(1, 64)",
@@ -36,7 +38,9 @@ def test_large_values_are_deleted_after_their_last_use() -> None:
 @pytest.mark.parametrize(("rows", "deleted"), [(63, False), (64, True)])
 def test_what_an_allocator_keeps_anyway_is_not(rows: int, deleted: bool) -> None:
     """64 × 4096 float32 are 1 MiB."""
-    source = build(captured(Chain(), (torch.empty(rows, 64),), {}, training=False), Mesh({"tp": 1})).source.text
+    source = compile_graph(
+        capture_graph(Chain(), (torch.empty(rows, 64),), {}, training=False), Mesh({"tp": 1})
+    ).source.text
     assert ("del wide" in source) == deleted
 
 
@@ -59,7 +63,9 @@ class Inside(nn.Module):
 
 def test_what_a_block_reads_is_deleted_where_it_was_made() -> None:
     """Whoever called the block holds it until that returns."""
-    source = build(captured(Inside(), (torch.empty(512, 64),), {}, training=False), Mesh({"tp": 1})).source.text
+    source = compile_graph(
+        capture_graph(Inside(), (torch.empty(512, 64),), {}, training=False), Mesh({"tp": 1})
+    ).source.text
     assert "del wide" not in source[: source.index("class RankModule")]
     body = [
         line.split("  #")[0].strip() for line in source[source.index("wide =") : source.index("return (")].splitlines()
@@ -67,11 +73,11 @@ def test_what_a_block_reads_is_deleted_where_it_was_made() -> None:
     assert body[:3] == ["wide = x.repeat(1, 64)", "x = self.blocks[0](wide, x)", "del wide"]
 
 
-def deleted(model: nn.Module, *args: Tensor, **wishes: Any) -> dict[str, tuple[str, ...]]:
+def deleted(model: nn.Module, *args: Tensor, **opts: Any) -> dict[str, tuple[str, ...]]:
     """By statement of a step on one device what is deleted after it."""
-    graph = captured(model, args, {}, training=True)
-    program = build(graph, Mesh({"tp": 1}), Wishes(**wishes)).program
-    return {s.outputs[0]: s.frees for s in program.statements if s.frees}
+    graph = capture_graph(model, args, {}, training=True)
+    program = compile_graph(graph, Mesh({"tp": 1}), CompileOptions(**opts)).program
+    return {s.outputs[0]: s.dead_after for s in program.statements if s.dead_after}
 
 
 class Turned(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 import autoshard
 from autoshard import PlanError
 from autoshard.hugging_face import Trainer
-from autoshard.module.checkpoints import INDEX
+from autoshard.module.checkpoints import SAFETENSORS_INDEX
 
 NAME = "model.safetensors"
 
@@ -38,7 +38,7 @@ def cut(folder: Path, length: int) -> None:
 
 
 def index(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / INDEX).write_text(text) and None
+    return lambda folder: (folder / SAFETENSORS_INDEX).write_text(text) and None
 
 
 def naming(file: object) -> Callable[[Path], None]:

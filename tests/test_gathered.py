@@ -20,20 +20,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import autoshard
 from autoshard import runtime
 from autoshard.check.rule_check import check_rule
-from autoshard.compiler import build, captured
+from autoshard.compiler import capture_graph, compile_graph
 from autoshard.errors import RuntimeMismatchError
 from autoshard.hardware import PRESETS
-from autoshard.passes.ir.assignment import made, used
+from autoshard.passes.ir.assignment import operand_placements, result_placements
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Call, Internal
-from autoshard.passes.propagate.experts import sequence
+from autoshard.passes.ir.program import InternalCollective, LocalCall
+from autoshard.passes.propagate.named_strategies import tensor_sequence
 from autoshard.passes.propagate.op_space import internal_collectives
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.families import ring
-from autoshard.passes.rules.rehearsal import Form, Rehearsal
-from autoshard.plans.wishes import Wishes
-from autoshard.runtime.attention import order as ring_order
-from autoshard.runtime.attention import pieces, tile
+from autoshard.passes.rules.families import context_parallel
+from autoshard.passes.rules.interpreters import AbstractRun, TensorSpec
+from autoshard.plans.options import CompileOptions
+from autoshard.runtime.attention import head_chunks, tile
+from autoshard.runtime.attention import ring_geometry as ring_order
 
 pytestmark = pytest.mark.usefixtures("remembering")
 
@@ -98,7 +98,7 @@ def test_more_pieces_than_heads() -> None:
 
 def test_biases_by_distance(monkeypatch: pytest.MonkeyPatch) -> None:
     """ALiBi: of every piece the slopes of its heads."""
-    monkeypatch.setattr(ring_order, "ROWS", 3)
+    monkeypatch.setattr(ring_order, "WINDOW_BLOCK_ROWS", 3)
     slopes, at = torch.tensor([0.5, 0.25, 0.1, 0.0]).double().view(1, -1, 1, 1), torch.arange(41)
     dense = (slopes * (at - at[:, None])).masked_fill(at > at[:, None], -torch.inf)
     theirs, _, _ = run(1, 41, 41, heads=2, mask=dense)
@@ -109,8 +109,8 @@ def test_biases_by_distance(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_pieces_queries_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: keys meet the queries of other heads."""
-    right = pieces._parts
-    monkeypatch.setattr(pieces, "_parts", lambda of, number, *xs: right(of, 1 - number, *xs))
+    right = head_chunks._chunk_of_each
+    monkeypatch.setattr(head_chunks, "_chunk_of_each", lambda of, number, *xs: right(of, 1 - number, *xs))
     theirs, ours, _ = run(2, 16, 16, pieces=2)
     assert error(theirs, ours) > 0.1
 
@@ -133,8 +133,8 @@ def test_bytes_of_the_formula(ranks: int) -> None:
 
 def test_the_next_piece_comes_meanwhile_and_two_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     events, alive = list[str](), list[StorageWeakRef]()
-    unpacked, begin = pieces._Pieces.unpacked, pieces._Pieces._moved
-    compute, back = tile.forward, tile.backward
+    unpacked, begin = head_chunks._ChunkedOperands.unpacked, head_chunks._ChunkedOperands._moved
+    compute, back = tile.tile_forward, tile.tile_backward
 
     def came(self: Any, number: int, x: torch.Tensor) -> Any:
         if x.shape[0] == self.length:
@@ -150,10 +150,10 @@ def test_the_next_piece_comes_meanwhile_and_two_are_there(monkeypatch: pytest.Mo
     def noted(fn: Any, name: str) -> Any:
         return lambda *given: (events.append(name), fn(*given))[1]
 
-    monkeypatch.setattr(pieces._Pieces, "unpacked", came)
-    monkeypatch.setattr(pieces._Pieces, "_moved", moved)
-    monkeypatch.setattr(tile, "forward", noted(compute, "forward"))
-    monkeypatch.setattr(tile, "backward", noted(back, "backward"))
+    monkeypatch.setattr(head_chunks._ChunkedOperands, "unpacked", came)
+    monkeypatch.setattr(head_chunks._ChunkedOperands, "_moved", moved)
+    monkeypatch.setattr(tile, "tile_forward", noted(compute, "forward"))
+    monkeypatch.setattr(tile, "tile_backward", noted(back, "backward"))
     run(1, 16, 16, pieces=3)
     ahead = ["gather", "gather", "forward", "gather", "forward", "forward"]
     behind = ["gather", "gather", "backward", "sum", "gather", "backward", "sum", "backward", "sum"]
@@ -168,9 +168,9 @@ def test_no_more_than_two_pieces_take_memory() -> None:
     def peaks(count: int, batches: int = 1) -> tuple[int, int]:
         how = {"queries": 2048, "keys": 2048, "axes": "cp", "pieces": count, "batches": batches}
         shape = (batches, 16 // batches, 2048 // 8, 8)
-        call = Call("gathered_attention", tuple(Ref(n) for n in "qkv"), how)
-        form = Form(shape, torch.empty(shape).stride(), torch.float32, True)
-        found = Rehearsal({"cp": 8}).run(call, dict.fromkeys("qkv", form), True)
+        call = LocalCall("gathered_attention", tuple(Ref(n) for n in "qkv"), how)
+        form = TensorSpec(shape, torch.empty(shape).stride(), torch.float32, True)
+        found = AbstractRun({"cp": 8}).run(call, dict.fromkeys("qkv", form), True)
         assert found is not None
         assert sum(found.new) < 1.2 * own  # the result and log-sum-exps: all that is kept beside operands
         return found.forward_peak, found.backward_peak
@@ -206,12 +206,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def pieces_of(node: Any, families: Any) -> frozenset[str]:
         return frozenset(s.label for s in families.strategies(node) if s.label in PIECES)
 
-    monkeypatch.setattr(sequence, "rings_of", pieces_of)
+    monkeypatch.setattr(tensor_sequence, "ring_strategies", pieces_of)
 
 
 def test_combines_with_other_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two axes that gather together, one beside heads of either kind (also uneven ones), beside samples; a head at a time."""
-    monkeypatch.setattr(ring, "PIECE", 1)
+    monkeypatch.setattr(context_parallel, "CHUNK_BYTES", 1)
     random = torch.Generator().manual_seed(0)
     for shapes in (((1, 4, 8, 2), (1, 2, 8, 2)), ((2, 3, 7, 3), (2, 3, 7, 3))):
         q, k, v = (torch.randn(s, generator=random, dtype=torch.float64) for s in (shapes[0], shapes[1], shapes[1]))
@@ -244,7 +244,7 @@ def test_trains_as_one_device(name: str, axes: dict[str, int]) -> None:
 )
 def test_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of rows, on uneven chunks, with fewer key heads than query heads."""
-    monkeypatch.setattr(ring_order, "ROWS", 2)
+    monkeypatch.setattr(ring_order, "WINDOW_BLOCK_ROWS", 2)
     module, x = Masked(MASKS[name][0], 2), torch.randn(2, S, 8)
     for like, axes in (("ring", {"cp": 5}), ({"cp": "ring", "tp": "megatron"}, {"cp": 2, "tp": 2})):
         with captured_once():
@@ -293,9 +293,11 @@ def test_kept_bytes_are_those_that_autograd_keeps(axes: dict[str, int]) -> None:
     """As many as a ring keeps, and fewer than where gathered keys and values are kept."""
     with torch.device("cpu"):
         module, x = Attention(32, 4, 2), torch.randn(2, 32, 32)
-    graph = captured(module, (x,), {}, training=True)
+    graph = capture_graph(module, (x,), {}, training=True)
     like = {"cp": "ring", "tp": "megatron"} if "tp" in axes else "ring"
-    compiled = build(graph, autoshard.Mesh(axes, replace(PRESETS["ideal_network"], cpu=True)), Wishes(like=like))
+    compiled = compile_graph(
+        graph, autoshard.Mesh(axes, replace(PRESETS["ideal_network"], cpu=True)), CompileOptions(like=like)
+    )
     assert any(set(c.labels) & PIECES for c in compiled.plan.choices.values())
     assert compiled.plan.memory.activations == pytest.approx(kept_bytes(compiled), rel=0.005)
 
@@ -363,7 +365,7 @@ def test_pieces_are_few_where_latency_counts_and_small_where_memory_does() -> No
     assert counts[0] == 1
     assert counts == sorted(counts)
     assert counts[-1] == 8
-    assert sizes[-2] <= ring.PIECE < sizes[-1]
+    assert sizes[-2] <= context_parallel.CHUNK_BYTES < sizes[-1]
 
 
 @pytest.mark.parametrize(("batch", "each"), [(1, 1), (2, 1), (16, 2), (48, 2), (49, 2)])
@@ -373,16 +375,16 @@ def test_pieces_of_one_key_head_are_some_sequences(batch: int, each: int) -> Non
         q, k = (torch.zeros(batch, h, 131072, 128, dtype=torch.bfloat16, requires_grad=True) for h in (32, 1))
     found = gathers(q, k, autoshard.Mesh({"cp": 8}, "h100"))
     sequence = 131072 * 2 * 128 * 2
-    assert max(c.bytes for c in found) == each * sequence <= ring.PIECE
+    assert max(c.bytes for c in found) == each * sequence <= context_parallel.CHUNK_BYTES
     assert sum(c.bytes for c in found) == batch * sequence
 
 
-def gathers(q: torch.Tensor, k: torch.Tensor, mesh: autoshard.Mesh) -> list[Internal]:
+def gathers(q: torch.Tensor, k: torch.Tensor, mesh: autoshard.Mesh) -> list[InternalCollective]:
     """The gathers of the forward of attention in pieces."""
-    graph = captured(Core(), (q, k, k), {}, training=True)
-    (node,) = [n for n in graph.nodes if n.op in ring.ATTENTION]
+    graph = capture_graph(Core(), (q, k, k), {}, training=True)
+    (node,) = [n for n in graph.nodes if n.op in context_parallel.ATTENTION_OPS]
     (choice,) = [(s,) for s in rule_for(node.op).strategies(node, graph) if s.label == "gathered in pieces"]
-    placed = [used(choice, i, True) for i in range(3)] + [made(choice, 0, True)]
+    placed = [operand_placements(choice, i, True) for i in range(3)] + [result_placements(choice, 0, True)]
     found = internal_collectives(node, graph, mesh, choice, placed)
     assert Counter(c.kind for c in found) == {"all_gather": 2 * len(found) // 3, "reduce_scatter": len(found) // 3}
     return [c for c in found if c.phase == "forward"]

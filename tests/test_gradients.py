@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoshard
 from autoshard.passes.capture.export import capture
-from autoshard.passes.capture.translate.canonical import Gradients
+from autoshard.passes.capture.translate.canonicalize import GradientFlow
 
 
 @pytest.mark.parametrize("order", [2.0, 1.0, float("inf")])
@@ -91,9 +91,9 @@ def test_second_derivatives_of_attention_in_the_plain_kernel() -> None:
 
 def test_autograd_is_asked_once_about_torchs_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers serve all captures."""
-    monkeypatch.setattr(Gradients, "_torchs", {})
-    asked = Mock(wraps=Gradients._ask)
-    monkeypatch.setattr(Gradients, "_ask", asked)
+    monkeypatch.setattr(GradientFlow, "_torchs", {})
+    asked = Mock(wraps=GradientFlow._ask)
+    monkeypatch.setattr(GradientFlow, "_ask", asked)
     model, x = nn.Sequential(nn.Linear(3, 5), nn.GELU()), torch.randn(2, 3)
     graphs = [capture(model, (x,)) for _ in range(2)]
     assert asked.call_count == 2

@@ -13,26 +13,14 @@ from torch.distributed.tensor import Replicate
 
 from autoshard import Layout, Mesh, runtime
 from autoshard.module import microbatches
-from autoshard.module.dtensors import made, on_parts, owned
-from autoshard.module.programs import simulate
-from autoshard.runtime.operations import (
-    bags,
-    ctc,
-    embedding,
-    exactly,
-    gated,
-    grouped,
-    random,
-    reduce,
-    row_sums,
-    slots,
-)
-from autoshard.runtime.operations.stacked import OneAfterAnother, stacked_op
-from autoshard.runtime.parameters import later, together
-from autoshard.runtime.transport.differentiable import Differentiable
-from autoshard.runtime.transport.handed_on import HandingOn
-from autoshard.runtime.transport.round_trip import Trip, round_trip
-from autoshard.runtime.transport.sparse import _Cast
+from autoshard.module.dtensors import from_local, table_wise
+from autoshard.module.programs import simulated_ranks
+from autoshard.runtime.operations import checks, embedding, experts, grouped, losses, random, reductions
+from autoshard.runtime.operations.stacked import ConcatenatedView, stacked_op
+from autoshard.runtime.parameters import coalesced, split_backward
+from autoshard.runtime.transport.autograd import Differentiable, NoneGradFunction
+from autoshard.runtime.transport.coroutine_autograd import CoroutinePair, apply_coroutines
+from autoshard.runtime.transport.sparse_gradients import _CastTable
 
 
 class Ends(torch.autograd.Function):
@@ -68,41 +56,49 @@ def alone() -> DeviceMesh:
 
 def whole(x: torch.Tensor) -> Any:
     """``x`` as the DTensor of a mesh of one rank."""
-    return made.whole_of(x, made.spec_of(alone(), (Replicate(),), x.shape, x.dtype))
+    return from_local.from_local_shard(x, from_local.contiguous_spec(alone(), (Replicate(),), x.shape, x.dtype))
 
 
 FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
-    row_sums._RowSums: lambda x: row_sums.row_sums(x, x.detach().amax(1, True), order(4), None, False),
-    row_sums._InPieces: lambda x: row_sums.in_pieces(x, order(4), None, -100, 0.0),
-    slots._Dealt: lambda x: slots.dealt(x, slots.slots_of(order(8), 4, 2)),
-    slots._Collected: lambda x: slots.collected(x, torch.ones(4, dtype=x.dtype), slots.slots_of(order(4), 2, 2)),
-    gated._GatedProducts: lambda x: gated.gated_products(
+    losses._CrossEntropySums: lambda x: losses.cross_entropy_sums(x, x.detach().amax(1, True), order(4), None, False),
+    losses._SlicedCrossEntropy: lambda x: losses.sliced_cross_entropy(x, order(4), None, -100, 0.0),
+    experts._Dispatch: lambda x: experts.dispatch_expert_rows(x, experts.dispatch_slots(order(8), 4, 2)),
+    experts._Combine: lambda x: experts.combine_expert_rows(
+        x, torch.ones(4, dtype=x.dtype), experts.dispatch_slots(order(4), 2, 2)
+    ),
+    experts._GatedProducts: lambda x: experts.gated_products(
         x, x.detach().expand(2, 4, 4), x.detach()[:2].expand(2, 2, 4), torch.tensor([1, 4]), "silu"
     ),
-    bags._Bagged: lambda x: bags.bagged(order(4).view(2, 2), "sum", -1, x),
-    reduce._Shared: lambda x: reduce._Shared.apply(x, x.detach(), x.detach()),
-    OneAfterAnother: lambda x: OneAfterAnother.apply(False, x, x.detach()),
-    grouped._Product: lambda x: grouped._Product.apply(x, x.detach().expand(2, 4, 4), torch.tensor([1, 4])),
-    random._Drop: lambda x: random._Drop.apply(x, x.detach(), 0.5, None),
-    _Cast: lambda x: _Cast.apply(x, torch.float32),
-    made._Whole: lambda x: made.part_of(whole(x)),
-    made._Part: lambda x: made.part_of(whole(x)),
-    owned._Told: lambda x: owned._Told.apply(x, x.shape, alone()),
-    on_parts._Total: lambda x: made.part_of(on_parts._Total.apply(whole(x), 1)),
-    simulate._Join: lambda x: simulate.joined([x], Layout(Mesh({"a": 1}), {}), (4, 4), "x"),
-    together._Sum: lambda x: together._Sum.apply(x, x.detach()),
-    later._Operand: lambda x: later._Operand.apply(later._LINEAR, lambda *_: None, None, x, x.detach(), None),
-    microbatches._Delivered: lambda x: microbatches._Delivered.apply(x.detach().sum(), [x.detach()], x),
+    embedding._EmbeddingBagOfTables: lambda x: embedding.embedding_bag_of_tables(order(4).view(2, 2), "sum", -1, x),
+    reductions._SharedGradient: lambda x: reductions._SharedGradient.apply(x, x.detach(), x.detach()),
+    ConcatenatedView: lambda x: ConcatenatedView.apply(False, x, x.detach()),
+    grouped._GroupedProduct: lambda x: grouped._GroupedProduct.apply(
+        x, x.detach().expand(2, 4, 4), torch.tensor([1, 4])
+    ),
+    random._DropoutFunction: lambda x: random._DropoutFunction.apply(x, x.detach(), 0.5, None),
+    _CastTable: lambda x: _CastTable.apply(x, torch.float32),
+    from_local._FromLocalShard: lambda x: from_local.to_local_shard(whole(x)),
+    from_local._ToLocalShard: lambda x: from_local.to_local_shard(whole(x)),
+    table_wise._BroadcastFromOwners: lambda x: table_wise._BroadcastFromOwners.apply(x, x.shape, alone()),
+    from_local._SumOfShards: lambda x: from_local.to_local_shard(from_local._SumOfShards.apply(whole(x), 1)),
+    simulated_ranks._JoinShards: lambda x: simulated_ranks.join_differentiably(
+        [x], Layout(Mesh({"a": 1}), {}), (4, 4), "x"
+    ),
+    coalesced._AllReducedNode: lambda x: coalesced._AllReducedNode.apply(x, x.detach()),
+    split_backward._OperandGradient: lambda x: split_backward._OperandGradient.apply(
+        split_backward._LINEAR, lambda *_: None, None, x, x.detach(), None
+    ),
+    microbatches._LossWithGradients: lambda x: microbatches._LossWithGradients.apply(x.detach().sum(), [x.detach()], x),
 }
 """of [4, 4]"""
 
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "exactly": lambda x: exactly.exactly(x, [4, 4], ""),
+    "exactly": lambda x: checks.exactly(x, [4, 4], ""),
     "stacked": lambda x: stacked_op([x, x.detach()], 1),
     "pooled": lambda x: embedding.pooled_op(x, order(4).view(2, 2), "sum"),
     "grouped_mm": lambda x: grouped.grouped_mm(x, x.detach().expand(2, 4, 4), torch.tensor([1, 4])),
     "grouped_outer": lambda x: grouped.grouped_outer(x, x.detach(), torch.tensor([1, 4])),
-    "ctc": lambda x: ctc.ctc_loss(
+    "ctc": lambda x: losses.ctc_loss(
         x.view(4, 1, 4).log_softmax(2), order(2).view(1, 2) + 1, torch.tensor([4]), torch.tensor([2])
     ),
 }
@@ -133,7 +129,11 @@ def test_ops(name: str) -> None:
 
 
 def test_every_function_is_tried() -> None:
-    assert {*HandingOn.__subclasses__()} == {*FUNCTIONS, Differentiable, microbatches._Other}  # that has no gradients
+    assert {*NoneGradFunction.__subclasses__()} == {
+        *FUNCTIONS,
+        Differentiable,
+        microbatches._ScalarWithoutGradient,
+    }  # that has no gradients
 
 
 def test_messages_and_journeys() -> None:
@@ -147,7 +147,7 @@ def test_messages_and_journeys() -> None:
 
     def trip(x: torch.Tensor) -> torch.Tensor:
         return runtime.World({"a": 1}).run(
-            lambda x: round_trip(runtime.current(), Trip("it", there, back), x)[0], [(x,)]
+            lambda x: apply_coroutines(runtime.current(), CoroutinePair("it", there, back), x)[0], [(x,)]
         )[0]
 
     for f in (moved, trip):

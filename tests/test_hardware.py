@@ -14,8 +14,8 @@ import torch
 
 import autoshard
 from autoshard import Hardware, Link, Mesh
-from autoshard.hardware import FEW, PRESETS, Rate, Route
-from autoshard.hardware.checks import FIELDS
+from autoshard.hardware import PRESETS, SMALL_ALL_REDUCE, Rate, Route
+from autoshard.hardware.device import FIELD_CHECKS
 
 H100 = PRESETS["h100"]
 
@@ -172,15 +172,15 @@ def test_rates_between_measured_sizes_and_beyond() -> None:
 
 def test_one_number_goes_as_an_all_reduce_where_nothing_else_was_measured() -> None:
     for hardware in PRESETS.values():
-        if any(rate.kind == FEW for rate in hardware.node.rates):
+        if any(rate.kind == SMALL_ALL_REDUCE for rate in hardware.node.rates):
             continue
         for inside, nodes in ((2, 1), (8, 1), (4, 3), (1, 4)):
             route = hardware.route(inside, nodes)
-            assert route.rate(FEW) == route.rate("all_reduce")
+            assert route.rate(SMALL_ALL_REDUCE) == route.rate("all_reduce")
     rows = [Rate("all_gather", 4, 2e-6, 1e9), Rate("all_reduce", 4, 3e-6, 1e9)]
     for measured, least in ((1e-6, 1e-6), (5e-6, 3e-6)):
-        link = Link(1.0, 1.0, (*rows, Rate(FEW, 4, measured, 1e9)))
-        assert Route(link, link, 4, 1).rate(FEW)[0] == pytest.approx(least)
+        link = Link(1.0, 1.0, (*rows, Rate(SMALL_ALL_REDUCE, 4, measured, 1e9)))
+        assert Route(link, link, 4, 1).rate(SMALL_ALL_REDUCE)[0] == pytest.approx(least)
 
 
 def test_ranks_that_share_cores_work_faster_while_others_wait() -> None:
@@ -188,9 +188,9 @@ def test_ranks_that_share_cores_work_faster_while_others_wait() -> None:
     assert shared.paces(4, 1) == pytest.approx((2.0, 2.0, 4 / 3, 1.0))
     assert shared.paces(2, 2) == (2.0, 1.0)
     assert shared.paces(8, 1) == H100.paces(4, 1) == ()
-    assert [shared.lasting(n, 4) for n in (1, 1.5, 3, 4)] == pytest.approx([0.5, 0.5, 0.75, 1.0])
-    assert [shared.lasting(n, 2) for n in (1, 2)] == [1.0, 1.0]
-    assert shared.lasting(1, 8) == H100.lasting(1, 4) == 1.0
+    assert [shared.relative_duration(n, 4) for n in (1, 1.5, 3, 4)] == pytest.approx([0.5, 0.5, 0.75, 1.0])
+    assert [shared.relative_duration(n, 2) for n in (1, 2)] == [1.0, 1.0]
+    assert shared.relative_duration(1, 8) == H100.relative_duration(1, 4) == 1.0
 
 
 def test_hardware_is_saved_and_read(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_numbers_that_no_device_has_are_refused(wrong: dict[str, Any], told: str
 
 
 def test_every_field_has_its_check() -> None:
-    assert list(FIELDS) == [field.name for field in fields(Hardware)]
+    assert list(FIELD_CHECKS) == [field.name for field in fields(Hardware)]
     with pytest.raises(autoshard.MeshError, match="hardware 3: name is a text, got 3"):
         replace(PRESETS["h100"], name=3)  # type: ignore[arg-type]
     assert replace(PRESETS["h100"], efficiency=np.float32(0.5), ahead=np.int64(2)).ahead == 2

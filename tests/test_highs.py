@@ -7,8 +7,7 @@ import sys
 
 PROGRAM = """
 import highspy, numpy as np
-from autoshard.passes.search.exact.milp import solve_core
-from autoshard.passes.search.highs import run, solver
+from autoshard.passes.search.exact.milp import highs_solver, run_highs, solve_core
 
 def knapsack(highs):
     for worth in (3.0, 4.0, 5.0):
@@ -23,9 +22,9 @@ other = knapsack(highspy.Highs())
 other.setOptionValue("threads", 2)
 other.setOptionValue("output_flag", False)
 print(other.run() == highspy.HighsStatus.kOk, end=" ")
-print(knapsack(solver()).run() == highspy.HighsStatus.kError, end=" ")  # so it is run as follows
-mine = knapsack(solver())
-run(mine)
+print(knapsack(highs_solver()).run() == highspy.HighsStatus.kError, end=" ")  # so it is run as follows
+mine = knapsack(highs_solver())
+run_highs(mine)
 print(mine.getInfo().objective_function_value, end=" ")
 print(solve_core([((0,), np.array([2.0, 1.0])), ((0, 1), np.array([[0.0, 3.0], [4.0, 2.0]]))], [2, 2]).exact)
 """

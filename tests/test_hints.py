@@ -11,12 +11,12 @@ from torch import nn
 
 import autoshard
 from autoshard import Invariant, Partial, Replicate, Shard
-from autoshard.compiler import build
+from autoshard.compiler import compile_graph
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.propagate.hints import resolve
+from autoshard.passes.propagate.hints import resolve_hints
+from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.plans.wishes import Wishes
 
 TP = {"tp": 2}
 BOTH = {"dp": 2, "tp": 2}
@@ -42,7 +42,7 @@ def graph() -> Graph:
 def constraints(graph: Graph, axes: dict[str, int], hints: dict[Any, Any]) -> str:
     """One line per value: what is asked of it, and by which pattern."""
     lines = []
-    for value, c in resolve(hints, graph, autoshard.Mesh(axes)).items():
+    for value, c in resolve_hints(hints, graph, autoshard.Mesh(axes)).items():
         asked = " ".join(f"{p}@{axis}" for axis, p in c.axes) or f"{c.anywhere} on an axis"
         lines.append(f"{value}: {asked}    ({c.pattern!r}, {c.name})")
     return "\n".join(lines)
@@ -53,7 +53,7 @@ def check(text: str, expected: str) -> None:
 
 
 def planned(graph: Graph, axes: dict[str, int], hints: dict[str, Any] | None) -> Plan:
-    return build(graph, autoshard.Mesh(axes, "h100"), Wishes(hints=hints)).plan
+    return compile_graph(graph, autoshard.Mesh(axes, "h100"), CompileOptions(hints=hints)).plan
 
 
 def layouts(plan: Plan) -> str:
@@ -108,7 +108,7 @@ def test_rows_of_every_table_are_its_dim_0(by: str, pattern: str) -> None:
     tokens = torch.zeros(4, 6, dtype=torch.long)
     found, model = capture(Bag(by), (tokens,), {}, training=True), Bag(by).double()
     for style, dim in (("rowwise", 0), ("colwise", 1)):
-        (asked,) = resolve({pattern: style}, found, autoshard.Mesh(TP)).values()
+        (asked,) = resolve_hints({pattern: style}, found, autoshard.Mesh(TP)).values()
         assert asked.axes == (("tp", Shard(dim)),)
         sharded = autoshard.compile(model, TP, (tokens,), hints={pattern: style})
         assert str(sharded.plan.layouts["table.weight"]) == f"S({dim})@tp"
@@ -283,17 +283,17 @@ class Experts(nn.Module):
 def test_experts_that_became_one_operation() -> None:
     """Their weights are hinted one by one; an output of their own they have none, and it is said why."""
     found = capture(Experts(), (torch.zeros(4, 8),), {}, training=True)
-    resolve({"experts.0.0.weight": Shard(1), "experts.1.0": "colwise"}, found, autoshard.Mesh(TP))
+    resolve_hints({"experts.0.0.weight": Shard(1), "experts.1.0": "colwise"}, found, autoshard.Mesh(TP))
     for pattern in ("experts.0.0", "experts.1", "experts"):
         told = rf"module '{pattern}' became part of one operation \(experts in the model at test_hints.py:\d+\).*Hint its param"
         with pytest.raises(autoshard.HintError, match=told):
-            resolve({pattern: Shard(0)}, found, autoshard.Mesh(TP))
+            resolve_hints({pattern: Shard(0)}, found, autoshard.Mesh(TP))
 
 
 def test_a_module_without_parameters_has_no_style() -> None:
     found = capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (torch.zeros(2, 4),), {}, training=True)
     with pytest.raises(autoshard.HintError) as caught:
-        resolve({"1": "colwise"}, found, autoshard.Mesh(TP))
+        resolve_hints({"1": "colwise"}, found, autoshard.Mesh(TP))
     assert str(caught.value) == "hint '1': module '1' has no parameters of its own to lay out 'colwise'"
 
 

@@ -17,8 +17,8 @@ from torch import nn
 import autoshard
 from autoshard import Replicate, Shard
 from autoshard.passes.capture.export import capture
-from autoshard.passes.propagate.experts import AskedTooMuchError, asked_by
-from autoshard.passes.propagate.hints import resolve
+from autoshard.passes.propagate.hints import resolve_hints
+from autoshard.passes.propagate.named_strategies import InfeasibleStrategyError, resolve_like
 from autoshard.passes.propagate.planner import Planner
 
 X, BOTH = {"x": 2}, {"dp": 2, "x": 2}
@@ -156,13 +156,13 @@ def test_what_cannot_be_met_names_hints_and_axes_that_there_are(axes: dict[str, 
     """Where nothing gives way: of a look-up that is asked for table-wise, and its table by row."""
     model, args = fields(DCN, False, 8)
     graph, mesh = capture(model, args, {}, training=True), ideal(axes)
-    expert = asked_by("table-wise", graph, mesh)
+    expert = resolve_like("table-wise", graph, mesh)
     for hints, told, advice in (
         ({"tables.1": "rowwise"}, "Hints: 'tables.1' (on tables.1.weight).", "fewer hints."),
         ({"tables.*": "rowwise"}, "'tables.*' (on tables.2.weight) and 2 more.", "fewer hints."),
     ):
-        constraints = {**expert.limits, **resolve(hints, graph, mesh)}
-        with pytest.raises(AskedTooMuchError) as raised:
+        constraints = {**expert.limits, **resolve_hints(hints, graph, mesh)}
+        with pytest.raises(InfeasibleStrategyError) as raised:
             Planner(graph, mesh, constraints, asked=expert.asked).cheapest()
         assert told in str(raised.value)
         assert str(raised.value).endswith(advice)

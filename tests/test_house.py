@@ -19,13 +19,13 @@ PACKAGES = {"autoshard": ROOT / "autoshard", "autoshard.passes": ROOT / "passes"
 
 FLOORS = (
     ("__main__",),
-    ("cli", "demo", "testing", "hugging_face"),
+    ("cli", "testing", "hugging_face"),
     ("check",),
     ("api",),
     ("module", "devices"),
     ("serving",),
     ("compiler",),
-    ("stages",),
+    ("dumps",),
     ("plans", "initialise"),
     ("viz",),
     ("report",),
@@ -45,15 +45,15 @@ FLOORS = (
 WITHIN = {
     "passes.capture": (
         ("",),
-        ("translate", "answers", "substitutes", "repeats"),
+        ("translate", "specialization", "polyfills", "shared_regions"),
         ("refusals",),
         ("exported",),
         ("observer",),
     ),
-    "passes.propagate": (("experts",), ("prices",)),
+    "passes.propagate": (("named_strategies",), ("prices",)),
     "passes.rules": (("families",), ("",)),
     "passes.search": (("over_time",), ("rows",), ("exact",)),
-    "module": (("staged",), ("ranks",), ("programs",), ("model",), ("dtensors",)),
+    "module": (("ranks",), ("programs",), ("model",), ("dtensors",)),
     "runtime": (("programs",), ("parameters", "attention"), ("operations",), ("transport",)),
 }
 """room → its floors; "" are the files that lie directly in it, which elsewhere may stand between its rooms"""
@@ -64,15 +64,15 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 74201,
-    "tokens": 651059,
-    "lines over 100 columns": 7361,
-    "files": 522,
-    "files under 60 lines": 95,
-    "names at module level in 3 or more files": 278,
+    "lines": 74082,
+    "tokens": 641942,
+    "lines over 100 columns": 4500,
+    "files": 329,
+    "files under 60 lines": 9,
+    "names at module level in 3 or more files": 6,
     "numeric constants at module level": 223,
     "private paths of torch": 114,
-    "files that name a private path of torch": 92,
+    "files that name a private path of torch": 77,
     "functions with more than 10 parameters": 13,
     "parameters of the longest list": 23,
 }
@@ -218,7 +218,7 @@ def test_sizes() -> None:
     assert long == {}
     assert len(list((ROOT / "passes").glob("*.py"))) <= 10
     assert len(list((ROOT / "autoshard").glob("*.py"))) <= 16
-    assert FILES["autoshard.compiler"].read_text("utf-8").count("\n") <= 130
+    assert FILES["autoshard.compiler"].read_text("utf-8").count("\n") <= 160
 
 
 def test_no_count_grows_past_its_limit(record_property: Callable[[str, object], None]) -> None:
@@ -278,8 +278,8 @@ def _called(functions: dict[str, ast.FunctionDef], name: str) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("heading", "file", "first"),
     [
-        ("step of `compiler.py`", "autoshard.compiler", "compiled"),
-        ("step of `lowered`", "autoshard.passes.lower.lowered", "lowered"),
+        ("step of `compiler.py`", "autoshard.compiler", "compile_model"),
+        ("step of `lower_assignment`", "autoshard.passes.lower.lowering", "lower_assignment"),
     ],
 )
 def test_the_recipe_is_the_documented_one(heading: str, file: str, first: str, trees: Trees) -> None:
@@ -297,13 +297,15 @@ def test_the_recipe_is_the_documented_one(heading: str, file: str, first: str, t
         if alias.name.islower() and alias.name in called
     }
     assert passes - set(steps) <= {
-        "noting",
-        "comes_in",
-        "goes_out",
-        "held",
-        "in_time",
-        "like_of",
-        "tried",
+        "record_conditions",
+        "given_input_layouts",
+        "wanted_output_layouts",
+        "kept_buffer_layouts",
+        "micro_batch_placements",
+        "expand_tp_plan",
+        "lower_and_simulate",
+        "is_fully_replicated",
+        "refs",
     }  # what steps are given
 
 

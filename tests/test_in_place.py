@@ -6,7 +6,7 @@ import torch
 from lowering_steps import change
 from torch import nn
 
-from autoshard.passes.lower.in_place import in_place
+from autoshard.passes.lower.liveness import write_states_in_place
 
 
 class Cache(nn.Module):
@@ -26,8 +26,8 @@ class Cache(nn.Module):
 def test_a_state_is_written_in_place() -> None:
     """Negative control: not where the old values are read afterwards."""
     given = torch.ones(2, 1, 4), torch.tensor([3])
-    assert change(in_place, Cache(late=False), *given, training=False) == [
+    assert change(write_states_in_place, Cache(late=False), *given, training=False) == [
         "- index_copy: f32[2, 8, 4] S(0)@tp = aten.index_copy.default(b_keys, 1, at, new__1)",
         "+ index_copy: f32[2, 8, 4] S(0)@tp = aten.index_copy_.default(b_keys, 1, at, new__1)",
     ]
-    assert change(in_place, Cache(late=True), *given, training=False) == []
+    assert change(write_states_in_place, Cache(late=True), *given, training=False) == []

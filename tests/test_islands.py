@@ -14,13 +14,13 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import CaptureError
-from autoshard.passes.capture.answers.eager import AsInEager
 from autoshard.passes.capture.export import capture
-from autoshard.passes.capture.substitutes import custom_functions
-from autoshard.passes.capture.translate import nodes as translate
+from autoshard.passes.capture.polyfills import autograd_functions
+from autoshard.passes.capture.specialization.eager_semantics import EagerModes
+from autoshard.passes.capture.translate import graph_from_export as translate
 from autoshard.passes.propagate import op_space
-from autoshard.passes.rules import exact
-from autoshard.runtime.operations.fan_out import FAN_OUT, fan_out
+from autoshard.passes.rules import restrictions
+from autoshard.runtime.operations.autograd_ops import FAN_OUT, fan_out
 from autoshard.runtime.transport import in_process
 
 
@@ -51,7 +51,7 @@ def test_islands_agree_to_the_last_bit(axes: dict[str, int]) -> None:
 
 def test_islands_that_are_cut_anyhow_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: with every strategy allowed, float32 sums over ranks show."""
-    monkeypatch.setattr(op_space, "exact", lambda strategies, node, graph: strategies)
+    monkeypatch.setattr(op_space, "bit_exact_strategies", lambda strategies, node, graph: strategies)
     monkeypatch.setattr(op_space, "is_single_in_double", lambda node, graph: False)
     with pytest.raises(AssertionError, match="DIVERGES"):
         assert_equal_training(Island(), {"tp": 3}, example(), steps=1)
@@ -152,23 +152,23 @@ def test_kinds_of_islands_agree_to_the_last_bit(island: type[nn.Module]) -> None
 
 
 def _other_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "in_order_of", lambda x, moved: moved)
+    monkeypatch.setattr(in_process, "in_memory_format_of", lambda x, moved: moved)
 
 
 def _program_for_tracers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AsInEager, "patches", lambda self: ())
+    monkeypatch.setattr(EagerModes, "patches", lambda self: ())
 
 
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "LEAST", 0)
+    monkeypatch.setattr(restrictions, "MIN_POSITIONS", 0)
 
 
 def _casts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translate, "is_turned", lambda *args: False)
+    monkeypatch.setattr(translate, "has_permuted_cast", lambda *args: False)
 
 
 def _clones_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(translate, "is_felt", lambda *args: False)
+    monkeypatch.setattr(translate, "affects_float32_island", lambda *args: False)
 
 
 @pytest.mark.parametrize(
@@ -200,10 +200,10 @@ class Keys(nn.Module):
         return ((q @ k.mT * 0.1 + (q * q) @ k.mT * 0.3) @ q).to(x.dtype)
 
 
-@pytest.mark.parametrize("least", [exact.LEAST, 0])
+@pytest.mark.parametrize("least", [restrictions.MIN_POSITIONS, 0])
 def test_no_rank_of_an_island_is_empty(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four rows on three ranks; the negative control leaves the last one none."""
-    monkeypatch.setattr(exact, "LEAST", least)
+    monkeypatch.setattr(restrictions, "MIN_POSITIONS", least)
     torch.manual_seed(3)
     with contextlib.nullcontext() if least else pytest.raises(AssertionError, match="DIVERGES"):
         assert_equal_training(Between(Keys()), {"tp": 3}, (torch.randn(4, 11, 32),), steps=1)
@@ -264,10 +264,12 @@ class Activated(nn.Module):
 
 
 def test_a_librarys_backward_that_is_the_derivative_is_traced_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: True)
+    monkeypatch.setattr(autograd_functions, "_is_library_function", lambda function: True)
     assert_equal_training(Activated(Cube), {"tp": 2}, (torch.randn(4, 8),), share=1.05)
-    monkeypatch.setattr(custom_functions, "LARGEST", 1)  # operands that are too large are tried out smaller
-    monkeypatch.setattr(custom_functions, "FEW", 2)
+    monkeypatch.setattr(
+        autograd_functions, "MAX_TRIAL_ELEMENTS", 1
+    )  # operands that are too large are tried out smaller
+    monkeypatch.setattr(autograd_functions, "MAX_KEPT_LENGTH", 2)
     for function, whole in ((Cube, False), (StraightThrough, True)):
         plan = autoshard.plan(Activated(function), {"tp": 2}, (torch.randn(4, 8),))
         assert whole == any(choice.op == "autoshard.function.default" for choice in plan.choices.values())
@@ -310,7 +312,7 @@ class Twice(Activated):
 def test_a_librarys_other_backward_runs_as_an_op(
     model: nn.Module, axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: True)
+    monkeypatch.setattr(autograd_functions, "_is_library_function", lambda function: True)
     report = assert_equal_training(model, axes, (torch.randn(4, 8),))
     assert any(choice.op == "autoshard.function.default" for choice in report.plan.choices.values())
 
@@ -348,7 +350,7 @@ class Headed(nn.Module):
 
 @pytest.mark.parametrize("library", [True, False])
 def test_a_forward_that_takes_gradients_itself(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: library)
+    monkeypatch.setattr(autograd_functions, "_is_library_function", lambda function: library)
     labels = torch.tensor([0, 3, -100, 6, 1, -100, 2, 2])
     x = torch.randn(8, 8)
     report = assert_equal_training(Headed(), {"dp": 2, "tp": 2}, (x, labels))
@@ -362,7 +364,7 @@ def test_a_forward_that_takes_gradients_itself(library: bool, monkeypatch: pytes
 @pytest.mark.parametrize("library", [True, False])
 def test_any_other_backward_is_refused(library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     function = Noise
-    monkeypatch.setattr(custom_functions, "_is_a_librarys", lambda function: library)
+    monkeypatch.setattr(autograd_functions, "_is_library_function", lambda function: library)
     with pytest.raises(CaptureError, match=rf"'{function.__name__}'.*drop its backward"):
         autoshard.plan(Activated(function), {"tp": 2}, (torch.randn(4, 8),))
     Activated(function)(torch.randn(4, 8)).backward()  # the function is as it was

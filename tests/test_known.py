@@ -15,12 +15,12 @@ import autoshard
 from autoshard.layout import R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.capture import capture
-from autoshard.passes.capture.exported.without_data import without_data
-from autoshard.passes.ir.assignment import laid_out, made, used
+from autoshard.passes.capture.exported.example_inputs import example_without_data
+from autoshard.passes.ir.analyses import cached_per_graph, cached_per_node, interned_types, node_signature
+from autoshard.passes.ir.assignment import cached_layout, operand_placements, result_placements
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
-from autoshard.passes.ir.known import known_of_graph, known_of_node, one_of_each, signature
 from autoshard.passes.propagate.op_space import OpSpaces
-from autoshard.passes.propagate.prices.cost import node_flops, node_seconds
+from autoshard.passes.propagate.prices.roofline import node_flops, node_seconds
 from autoshard.passes.rules import rule_for
 
 
@@ -32,7 +32,7 @@ def _graph(dynamic: bool = False) -> Graph:
 def test_a_graph_is_asked_once_unless_lengths_are_open(dynamic: bool) -> None:
     graph, asked = _graph(dynamic), list[int]()
 
-    @known_of_graph
+    @cached_per_graph
     def times(graph: Graph, n: int) -> int:
         asked.append(n)
         return n * len(graph.nodes)
@@ -49,7 +49,7 @@ def test_a_node_is_asked_once_for_the_same_types(dynamic: bool) -> None:
     node = graph.nodes[0]
     other = {**graph.types, node.inputs[0]: TensorType((9, 4), torch.float32)}
 
-    @known_of_node
+    @cached_per_node
     def shape(node: Node, types: Mapping[str, TensorType]) -> Any:
         asked.append(node.name)
         return types[node.inputs[0]].shape
@@ -61,9 +61,9 @@ def test_a_node_is_asked_once_for_the_same_types(dynamic: bool) -> None:
 
 def test_what_lies_alike_is_one_object() -> None:
     mesh = Mesh({"dp": 2, "tp": 4})
-    assert laid_out(mesh, (Shard(0), R)) is laid_out(mesh, (Shard(0), R))
-    assert laid_out(mesh, (Shard(0), R)) == autoshard.Layout(mesh, (Shard(0), R))
-    assert laid_out(Mesh({"dp": 2, "cp": 4}), (Shard(0), R)).mesh.axes == ("dp", "cp")
+    assert cached_layout(mesh, (Shard(0), R)) is cached_layout(mesh, (Shard(0), R))
+    assert cached_layout(mesh, (Shard(0), R)) == autoshard.Layout(mesh, (Shard(0), R))
+    assert cached_layout(Mesh({"dp": 2, "cp": 4}), (Shard(0), R)).mesh.axes == ("dp", "cp")
 
 
 def test_a_plan_is_made_without_source() -> None:
@@ -85,7 +85,7 @@ def test_parameters_without_data_lie_as_they_did() -> None:
     ]
     model = nn.ParameterList(nn.Parameter(x, requires_grad=i % 2 == 0) for i, x in enumerate(made))
     before = list(model)
-    without_data(model, ((torch.empty(2),), {}))
+    example_without_data(model, ((torch.empty(2),), {}))
     for old, new in zip(before, model, strict=True):
         assert isinstance(new, nn.Parameter)
         assert new.device.type == "cpu"
@@ -97,7 +97,7 @@ def test_equal_types_are_one_object_but_for_estimates() -> None:
     """An estimate of 1 is equal to one of 1.0, and another one."""
     types = {name: TensorType((4, 2), torch.float32, name != "c") for name in "abc"}
     types |= {name: TensorType((), torch.float32, number=n) for name, n in (("one", 1), ("float", 1.0))}
-    found = one_of_each(types)
+    found = interned_types(types)
     assert found == types
     assert found["a"] is found["b"] is not found["c"]
     assert [type(found[name].number) for name in ("one", "float")] == [int, float]
@@ -110,8 +110,10 @@ def test_values_are_told_apart_from_numbers_in_a_signature() -> None:
     nodes = [
         Node("n", add, args, {}, ("z",), (0,)) for args in ((Ref("x"), Ref("x")), (Ref("x"), Ref("y")), (Ref("x"), 0))
     ]
-    assert len({signature(node, types) for node in nodes}) == 3
-    assert signature(nodes[1], types) == signature(Node("m", add, (Ref("y"), Ref("x")), {}, ("z",), (0,)), types)
+    assert len({node_signature(node, types) for node in nodes}) == 3
+    assert node_signature(nodes[1], types) == node_signature(
+        Node("m", add, (Ref("y"), Ref("x")), {}, ("z",), (0,)), types
+    )
 
 
 def test_plans_on_meshes_that_differ_in_names_alone_are_one() -> None:
@@ -138,8 +140,8 @@ def test_choices_are_told_apart_by_layouts_and_each_has_its_own_seconds() -> Non
         grads = [[graph.types[n].grad for n in names] for names in (node.inputs, node.outputs)]
         layouts = set()
         for i, choice in enumerate(space.choices):
-            read = tuple(used(choice, k, grad) for k, grad in enumerate(grads[0]))
-            results = tuple(made(choice, k, grad) for k, grad in enumerate(grads[1]))
+            read = tuple(operand_placements(choice, k, grad) for k, grad in enumerate(grads[0]))
+            results = tuple(result_placements(choice, k, grad) for k, grad in enumerate(grads[1]))
             assert read == tuple(x[i] for x in space.inputs)
             assert results == tuple(x[i] for x in space.outputs)
             layouts.add((read, results))

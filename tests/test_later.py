@@ -77,7 +77,7 @@ def test_two_parts(name: str, again: bool, later: list[torch.Tensor]) -> None:
     values = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
     expected = torch.autograd.grad(theirs(*values).square().sum(), values)
     part = lambda *xs: ours(*xs).square()  # noqa: E731
-    out = runtime.again(part, *values) if again else part(*values)
+    out = runtime.recompute(part, *values) if again else part(*values)
     with Counted() as first:
         out.sum().backward()
     assert first.count == 1 + again

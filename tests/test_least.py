@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import Mesh
-from autoshard.compiler import captured, planner_of
+from autoshard.compiler import capture_graph, make_planner
 from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.memory import fitting, tried
-from autoshard.passes.propagate.experts import Expert, asked_by
-from autoshard.passes.propagate.moments import Moments
+from autoshard.passes.memory import lower_and_simulate, search_within_memory
+from autoshard.passes.propagate.live_memory import LiveMemory
+from autoshard.passes.propagate.named_strategies import NamedStrategy, resolve_like
 from autoshard.passes.propagate.planner import Planner
-from autoshard.plans.wishes import Wishes
+from autoshard.plans.options import CompileOptions
 
 MESH = Mesh({"a": 2, "b": 4}, "h100")
 
@@ -38,17 +38,17 @@ class Language(nn.Module):
 @pytest.fixture(scope="module")
 def language() -> Graph:
     x = torch.zeros(16, 64, dtype=torch.long)
-    return captured(Language(), (x, x), {}, training=True)
+    return capture_graph(Language(), (x, x), {}, training=True)
 
 
 def planner(graph: Graph, like: str | None = None, recompute: str = "auto", mesh: Mesh = MESH) -> Planner:
-    expert = Expert() if like is None else asked_by(like, graph, mesh)
-    return planner_of(graph, mesh, Wishes(recompute=recompute, like=like), expert)
+    expert = NamedStrategy() if like is None else resolve_like(like, graph, mesh)
+    return make_planner(graph, mesh, CompileOptions(recompute=recompute, like=like), expert)
 
 
 def told(graph: Graph, mesh: Mesh = MESH) -> float:
     with pytest.raises(PlanError, match="the least peak found is") as error:
-        fitting(planner(graph, mesh=mesh), 1.0)
+        search_within_memory(planner(graph, mesh=mesh), 1.0)
     number, unit = re.findall(r"the least peak found is ([\d.]+) (\w+)", str(error.value))[0]
     return float(number) * {"kB": 1e3, "MB": 1e6}[unit]
 
@@ -74,22 +74,22 @@ class Lent(nn.Module):
 
 def test_a_parameter_that_is_returned() -> None:
     """And no plan within more holds less than the least that is told."""
-    graph, mesh = captured(Lent(), (torch.ones(16, 16),), {}, training=True), Mesh({"a": 2, "b": 2}, "h100")
+    graph, mesh = capture_graph(Lent(), (torch.ones(16, 16),), {}, training=True), Mesh({"a": 2, "b": 2}, "h100")
     least = told(graph, mesh)
-    assert least * 0.999 <= fitting(planner(graph, mesh=mesh), 1.001 * least)[1].peak <= 1.001 * least
+    assert least * 0.999 <= search_within_memory(planner(graph, mesh=mesh), 1.001 * least)[1].peak <= 1.001 * least
 
 
 def test_no_plan_of_an_expert_holds_less(language: Graph) -> None:
     least = told(language)
     for like in ("fsdp", "zero1", "megatron-sp"):
         for recompute in ("none", "selective"):
-            assert tried(planner(language, like, recompute).cheapest(), "adamw")[1].peak >= least * 0.999
+            assert lower_and_simulate(planner(language, like, recompute).cheapest(), "adamw")[1].peak >= least * 0.999
 
 
 def test_above_the_least_all_budgets_are_met_and_plans_get_quicker(language: Graph) -> None:
     least, before = told(language), float("inf")
     for times in (1.001, 1.2, 1.3, 1.5):
-        program, memory = fitting(planner(language), times * least)
+        program, memory = search_within_memory(planner(language), times * least)
         assert memory.peak <= times * least
         assert program.assignment.solution.cost <= before * 1.01
         before = program.assignment.solution.cost
@@ -100,9 +100,9 @@ def test_a_mean_of_moments_is_near_what_is_simulated(language: Graph) -> None:
     """At every moment, and more so at that of the peak, of a plan that holds much and of one that holds little."""
     search = planner(language, recompute="none")
     network, built = search.network(limited=True)
-    moments, place = Moments(network, built), {node.name: i for i, node in enumerate(language.nodes)}
+    moments, place = LiveMemory(network, built), {node.name: i for i, node in enumerate(language.nodes)}
     for assignment in (search.within(1e12)[0], search.least()[0]):
-        memory, held = tried(assignment, "adamw")[1], dict.fromkeys(place, 0.0)
+        memory, held = lower_and_simulate(assignment, "adamw")[1], dict.fromkeys(place, 0.0)
         for name, _, size in memory.curve:
             if name in held:
                 held[name] = max(held[name], size)

@@ -20,11 +20,11 @@ import autoshard
 import autoshard.models
 from autoshard import Mesh, Shard
 from autoshard.check.coverage import SPLIT_ALL
-from autoshard.compiler import captured
-from autoshard.compiler import planned as planned_on
+from autoshard.compiler import capture_graph
+from autoshard.compiler import plan_graph as planned_on
 from autoshard.hardware import PRESETS
 from autoshard.models.llama import Llama, LlamaConfig
-from autoshard.plans.wishes import Wishes
+from autoshard.plans.options import CompileOptions
 
 BATCH, SEQ, LAYERS, VOCAB, WIDTH, HIDDEN = 8, 16, 2, 64, 32, 64
 ACTIVATION = BATCH * SEQ * WIDTH * 8
@@ -373,10 +373,10 @@ def test_errors(like: Any, error: str) -> None:
 
 
 def never_above(model: nn.Module, axes: dict[str, int], names: Iterable[Any], *inputs: Any) -> None:
-    graph = captured(model, *inputs, training=True)
-    free = planned_on(graph, Mesh(axes), Wishes())[1].cost.total_s
+    graph = capture_graph(model, *inputs, training=True)
+    free = planned_on(graph, Mesh(axes), CompileOptions())[1].cost.total_s
     for like in names:
-        assert free <= planned_on(graph, Mesh(axes), Wishes(like=like))[1].cost.total_s * (1 + 1e-9), like
+        assert free <= planned_on(graph, Mesh(axes), CompileOptions(like=like))[1].cost.total_s * (1 + 1e-9), like
 
 
 def reference(family: str) -> tuple[nn.Module, Any, Any]:

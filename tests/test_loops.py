@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard.errors import CaptureError
-from autoshard.passes.capture.answers import loops
+from autoshard.passes.capture.specialization import loops
 
 pytestmark = pytest.mark.usefixtures("captures")
 
@@ -166,7 +166,7 @@ def test_one_program_serves_batches_that_hit_other_experts(kind: type[Routed]) -
 
 def test_what_is_not_taken_back_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the body's constant part counts for experts that are not hit."""
-    monkeypatch.setattr(loops._Loop, "before", lambda self, call: None)
+    monkeypatch.setattr(loops._UnrolledLoop, "before", lambda self, call: None)
     with pytest.raises(AssertionError, match="DIVERGES"):
         assert_equal_training(copy.deepcopy(model_of(Names)), {"tp": 2}, (batch(3, 5.0),), steps=1)
 

@@ -11,8 +11,8 @@ from harness import assert_equal_training, collectives, ideal
 from torch import nn
 
 import autoshard
-from autoshard.compiler import captured
-from autoshard.runtime.operations.loss import cross_entropy_op
+from autoshard.compiler import capture_graph
+from autoshard.runtime.operations.losses import cross_entropy_op
 
 WORDS, WIDTH = 24, 16
 RING = {"cp": 2}, {"cp": "ring"}
@@ -126,7 +126,7 @@ def test_bytes_of_a_loss_are_those_of_its_sums() -> None:
 
 def test_what_compares_rows_reads_them_flat() -> None:
     model = Decoder("of_the_hardest")
-    graph = captured(model, text(), {})
+    graph = capture_graph(model, text(), {})
     (loss,) = (n for n in graph.nodes if n.op is cross_entropy_op)
     (found,) = (n for n in graph.nodes if n.op is torch.ops.aten.topk.default)
     assert [graph.shape(x) for x in (*loss.outputs, *found.inputs)] == [(3, 8), (24,)]

@@ -10,7 +10,7 @@ from programs import Draft, text
 
 from autoshard import PlanError
 from autoshard.passes.ir.verify import check_program
-from autoshard.passes.lower.lowering import lower
+from autoshard.passes.lower.lowering import lower_graph
 
 aten = torch.ops.aten
 
@@ -138,7 +138,7 @@ def test_new_values_of_buffers_are_whole() -> None:
     draft.op("y", aten.sum.dim_IntList, ("x", [0]), "d0")
     graph = replace(draft.graph(["y"]), mutations={"count": "y"})
     assert (
-        text(lower(graph, draft.assignment(y="P")))
+        text(lower_graph(graph, draft.assignment(y="P")))
         == """
   (root):
     y: P@dp = aten.sum.dim_IntList(x, [0])

@@ -17,13 +17,13 @@ from transformers_models import WINDOWS
 
 import autoshard
 from autoshard.passes.capture.export import capture
-from autoshard.passes.capture.translate.positions import Linear, Positions
+from autoshard.passes.capture.translate.positions import LinearIndex, PositionAnalysis
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.rules.families.ring import ATTENTION, band_of
-from autoshard.runtime.attention import order as ring_order
+from autoshard.passes.rules.families.context_parallel import ATTENTION_OPS, band_of
+from autoshard.runtime.attention import ring_geometry as ring_order
 from autoshard.runtime.attention import tile
-from autoshard.runtime.attention.banded import banded_op
-from autoshard.runtime.attention.order import ALL, CAUSAL, Band
+from autoshard.runtime.attention.masked_attention import banded_op
+from autoshard.runtime.attention.ring_geometry import ALL_KEYS, CAUSAL, Band
 
 S = 12
 Mask = Callable[[torch.Tensor], torch.Tensor]
@@ -65,13 +65,13 @@ MASKS: dict[str, tuple[Mask, Band | None]] = {
     "window of two triangles": (
         lambda x: torch.ones(S, S, dtype=torch.bool).tril() & ~torch.ones(S, S, dtype=torch.bool).tril(-5), Band(4, 0)
     ),
-    "window that sees all": (lambda x: (_rows() - _columns()) < S, ALL),
+    "window that sees all": (lambda x: (_rows() - _columns()) < S, ALL_KEYS),
     "window by distance": (lambda x: (_rows() - _columns()).abs() <= 2, Band(2, 2)),
     "cut from a longer one": (lambda x: torch.ones(20, 20, dtype=torch.bool).tril()[4 : 4 + S, 4 : 4 + S], CAUSAL),
     "later rows": (lambda x: torch.ones(20, S, dtype=torch.bool).tril()[2 : 2 + S], Band(None, 2)),
     "documents": (lambda x: (_columns() <= _rows()) & (x[:, 0, :, 0] > 0)[:, None, None, :], CAUSAL),
     "packed": (lambda x: _alike(_document(x)[:, None], 2).logical_and(_columns() <= _rows())[:, None], CAUSAL),
-    "packed of both sides": (lambda x: _alike(_document(x)[:, None, None], 3), ALL),
+    "packed of both sides": (lambda x: _alike(_document(x)[:, None, None], 3), ALL_KEYS),
     "packed alike": (lambda x: (_columns() <= _rows()) & _alike(_document(x)[0, None], 1), CAUSAL),
     "packed otherwise": (lambda x: _alike(_document(x)[:, None], 2).logical_or(_columns() == 0)[:, None], None),
     "ALiBi": (lambda x: (_columns() - _rows()).to(x.dtype) * 0.1, None),
@@ -103,7 +103,7 @@ HIDES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Band]] = {
     "added": (lambda bias: bias + _minus(_columns() <= _rows()), CAUSAL),
     "where": (lambda bias: torch.where(_columns() <= _rows(), bias, torch.finfo(bias.dtype).min), CAUSAL),
     "window": (lambda bias: bias.masked_fill((_columns() > _rows()) | (_columns() < _rows() - 4), -1e10), Band(4, 0)),
-    "nothing": (lambda bias: bias, ALL),
+    "nothing": (lambda bias: bias, ALL_KEYS),
 }  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_biases_by_distance_need_no_mask() -> None:
     x = torch.randn(2, S, 8, dtype=torch.float64)
     for bias, hides in (*zip(BIASES, HIDES, strict=True), ("of distances", "nothing"), ("of keys", "nothing")):
         graph = capture(Sloped(bias, hides).double(), (x,))
-        (node,) = (n for n in graph.nodes if n.op in ATTENTION)
+        (node,) = (n for n in graph.nodes if n.op in ATTENTION_OPS)
         found = hides != "nothing" or "distances" not in bias
         assert (node.op is banded_op._opoverload) == found, (bias, hides)
         if found:
@@ -174,9 +174,9 @@ def test_biases_by_distance_are_equal(axes: dict[str, int], like: Any) -> None:
 def test_a_tile_without_heads() -> None:
     """Of four heads the third of three ranks has none."""
     none = torch.zeros(2, 0, S, 4)
-    out, sums = tile.forward(none, none, none, tile.Masking(bias=torch.zeros(1, 0, S, S)), 0.5)
+    out, sums = tile.tile_forward(none, none, none, tile.Masking(bias=torch.zeros(1, 0, S, S)), 0.5)
     assert (out.shape, sums.shape) == (none.shape, none.shape[:-1])
-    given = tile.backward(out, none, none, none, out, sums, tile.Masking(bias=torch.zeros(1, 0, S, S)), 0.5)
+    given = tile.tile_backward(out, none, none, none, out, sums, tile.Masking(bias=torch.zeros(1, 0, S, S)), 0.5)
     assert all(x.shape == none.shape for x in given[:3])
 
 
@@ -196,7 +196,7 @@ class Masked(nn.Module):
 
 def attention(name: str) -> Any:
     graph = capture(Masked(MASKS[name][0]).double(), (torch.randn(2, S, 8, dtype=torch.float64),))
-    (node,) = (n for n in graph.nodes if n.op in ATTENTION)
+    (node,) = (n for n in graph.nodes if n.op in ATTENTION_OPS)
     return node
 
 
@@ -204,11 +204,11 @@ def attention(name: str) -> Any:
 def test_is_recognised(name: str) -> None:
     """Only what is one; a part of the mask that depends on the data stays."""
     node, band = attention(name), MASKS[name][1]
-    assert band_of(node) == (ALL if band is None else band)
+    assert band_of(node) == (ALL_KEYS if band is None else band)
     mask = node.argument("attn_mask")
     assert (mask is None) == (band is not None and name != "documents" and "packed" not in name)
     assert (node.op is banded_op._opoverload) == (
-        band not in (None, ALL, CAUSAL) or (mask is not None and band is not None)
+        band not in (None, ALL_KEYS, CAUSAL) or (mask is not None and band is not None)
     )
 
 
@@ -223,7 +223,7 @@ def test_positions_are_what_runs() -> None:
                 return mask(x) + torch.zeros((), dtype=torch.float64)
 
         graph = capture(Bare(), (torch.randn(2, 1, S, 8, dtype=torch.float64),), training=False)
-        positions, values = Positions(graph), dict[str, torch.Tensor]()
+        positions, values = PositionAnalysis(graph), dict[str, torch.Tensor]()
         for node in graph.nodes:
             if any(n not in values for n in node.inputs):
                 continue
@@ -235,7 +235,7 @@ def test_positions_are_what_runs() -> None:
                 continue
             seen += 1
             for at in itertools.product(*map(range, actual.shape)):
-                if isinstance(known, Linear):
+                if isinstance(known, LinearIndex):
                     found = known.start + sum(s * i for s, i in zip(known.steps, at, strict=True) if s)
                 else:
                     found = known.at(at[known.column] - at[known.row])
@@ -256,7 +256,7 @@ def test_positions_are_what_runs() -> None:
 )
 def test_in_a_ring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks of rows, on uneven chunks, with fewer key heads than query heads."""
-    monkeypatch.setattr(ring_order, "ROWS", 2)
+    monkeypatch.setattr(ring_order, "WINDOW_BLOCK_ROWS", 2)
     module, x = Masked(MASKS[name][0], 1), torch.randn(2, S, 8)
     for like, axes in (("ring", {"cp": 5}), ({"cp": "ring", "tp": "megatron"}, {"cp": 2, "tp": 2})):
         with captured_once():

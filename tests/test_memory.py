@@ -16,13 +16,13 @@ from transformers_models import build as build_real
 
 import autoshard
 from autoshard import models
-from autoshard.compiler import build, captured
+from autoshard.compiler import capture_graph, compile_graph
 from autoshard.hardware.presets import PRESETS
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.propagate.keep import KeepTables
+from autoshard.passes.propagate.activation_memory import SavedTensorTables
 from autoshard.passes.propagate.op_space import OpSpaces
-from autoshard.passes.rules.rehearsal import Outcome, Rehearsal
-from autoshard.plans.wishes import Wishes
+from autoshard.passes.rules.interpreters import AbstractRun, Outcome
+from autoshard.plans.options import CompileOptions
 
 FAMILIES = ("mlp", "gpt", "llama", "moe", "dlrm", "vit")
 MESHES: tuple[dict[str, int], ...] = ({"tp": 1}, {"dp": 2}, {"tp": 2, "dp": 2})
@@ -36,14 +36,14 @@ GRAPHS: dict[str, Graph] = {}
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of models that tests can run are freed like large ones."""
-    monkeypatch.setattr("autoshard.passes.lower.freed.SMALL", 0)
+    monkeypatch.setattr("autoshard.passes.lower.liveness.MIN_FREED_BYTES", 0)
 
 
 def graph_of(family: str) -> Graph:
     if family not in GRAPHS:
         reference = models.get(family)
         args, kwargs = reference.inputs(batch=8, seq=32)
-        GRAPHS[family] = captured(reference.model().train(), args, kwargs, training=True)
+        GRAPHS[family] = capture_graph(reference.model().train(), args, kwargs, training=True)
     return GRAPHS[family]
 
 
@@ -53,14 +53,16 @@ def graph_of(family: str) -> Graph:
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kept_bytes_are_those_that_autograd_keeps(family: str, axes: dict[str, int], recompute: str) -> None:
-    compiled = build(graph_of(family), autoshard.Mesh(axes, CPU), Wishes(recompute=recompute))
+    compiled = compile_graph(graph_of(family), autoshard.Mesh(axes, CPU), CompileOptions(recompute=recompute))
     assert compiled.plan.memory.activations == pytest.approx(kept_bytes(compiled), rel=0.005)
 
 
 def memory_is_as_simulated(graph: Graph, recompute: str, watched: float = 0.0) -> None:
     """``watched``: the share of the peak that torch's tracker does not see, for kernels allocate it for themselves, or adds by
     being there: autograd does not add to a gradient in place that a dispatch mode has seen."""
-    compiled = build(graph, autoshard.Mesh({"tp": 1}, "cpu"), Wishes(optimizer="sgd", recompute=recompute))
+    compiled = compile_graph(
+        graph, autoshard.Mesh({"tp": 1}, "cpu"), CompileOptions(optimizer="sgd", recompute=recompute)
+    )
     memory = compiled.plan.memory
     assert memory.activations == pytest.approx(kept_bytes(compiled), rel=0.02)
     assert memory.peak == pytest.approx(peak_bytes(compiled), rel=0.05)
@@ -79,7 +81,7 @@ def test_the_peak_is_the_tracked_one(family: str, recompute: str) -> None:
 def test_memory_of_real_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every kind of recomputation."""
     model, args, kwargs = build_real(name, monkeypatch)
-    graph = captured(model, args, kwargs, training=True)
+    graph = capture_graph(model, args, kwargs, training=True)
     for recompute in ("none", "selective", "blocks"):
         watched = {"mamba": 0.05, "resnet": 0.03}.get(
             name, 0.0
@@ -109,7 +111,7 @@ class Convolved(nn.Module):
 
 
 def convolved() -> Graph:
-    return captured(Convolved().train(), (torch.randn(8, 3, 32, 32),), {}, training=True)
+    return capture_graph(Convolved().train(), (torch.randn(8, 3, 32, 32),), {}, training=True)
 
 
 class Normed(nn.Module):
@@ -127,9 +129,9 @@ class Normed(nn.Module):
 
 def test_what_a_norm_sums_over_ranks_is_kept_when_it_runs_again() -> None:
     """Of two rows a rank, the two sums of a channel are as much as what comes into a block."""
-    graph = captured(Normed().train(), (torch.randn(4, 8, requires_grad=True),), {}, training=True)
-    wishes = Wishes(optimizer="sgd", recompute="blocks", like="ddp")
-    compiled = build(graph, autoshard.Mesh({"dp": 2}, "cpu"), wishes)
+    graph = capture_graph(Normed().train(), (torch.randn(4, 8, requires_grad=True),), {}, training=True)
+    opts = CompileOptions(optimizer="sgd", recompute="blocks", like="ddp")
+    compiled = compile_graph(graph, autoshard.Mesh({"dp": 2}, "cpu"), opts)
     assert compiled.plan.memory.activations == kept_bytes(compiled) == 3 * (64 + 2 * 32)
 
 
@@ -140,16 +142,16 @@ def test_memory_of_convolutions(recompute: str) -> None:
 
 def test_the_peak_counts_what_a_batch_norm_allocates_for_itself() -> None:
     model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(1))
-    graph = captured(model.train(), (torch.randn(4, 3, 32, 32),), {}, training=True)
-    compiled = build(graph, autoshard.Mesh({"tp": 1}, "cpu"), Wishes(optimizer="sgd"))
+    graph = capture_graph(model.train(), (torch.randn(4, 3, 32, 32),), {}, training=True)
+    compiled = compile_graph(graph, autoshard.Mesh({"tp": 1}, "cpu"), CompileOptions(optimizer="sgd"))
     assert compiled.plan.memory.peak == pytest.approx(peak_bytes(compiled), rel=0.08)
 
 
 def test_only_on_cpus_memory_counts_copies_with_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, kept = convolved(), dict[str, float]()
     for name in ("cpu", "h100"):
-        compiled = build(graph, autoshard.Mesh({"tp": 1}, name), Wishes(recompute="none"))
-        monkeypatch.setattr(autoshard.runtime.channels, "_on_onednn", lambda x, on=name == "cpu": on)
+        compiled = compile_graph(graph, autoshard.Mesh({"tp": 1}, name), CompileOptions(recompute="none"))
+        monkeypatch.setattr(autoshard.runtime.operations.halo, "_on_onednn", lambda x, on=name == "cpu": on)
         kept[name] = kept_bytes(compiled)
         assert compiled.plan.memory.activations == pytest.approx(kept[name], rel=0.005)
     assert kept["cpu"] == kept["h100"] + 8 * 3 * 32 * 32 * 4
@@ -157,7 +159,7 @@ def test_only_on_cpus_memory_counts_copies_with_channels_last(monkeypatch: pytes
 
 @pytest.mark.parametrize(("optimizer", "numbers"), [("adamw", 2), ("momentum", 1), ("sgd", 0)])
 def test_the_optimizers_state_is_counted(optimizer: str, numbers: int) -> None:
-    plan = build(graph_of("mlp"), autoshard.Mesh({"tp": 1}), Wishes(optimizer=optimizer)).plan
+    plan = compile_graph(graph_of("mlp"), autoshard.Mesh({"tp": 1}), CompileOptions(optimizer=optimizer)).plan
     assert plan.memory.optimizer == numbers * plan.memory.parameters
     assert plan.optimizer == optimizer
     assert autoshard.Plan.from_json(plan.to_json()).memory == plan.memory
@@ -165,14 +167,14 @@ def test_the_optimizers_state_is_counted(optimizer: str, numbers: int) -> None:
 
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(autoshard.PlanError, match=r"optimizer='adamax2' is not known\. Known: adamw"):
-        build(graph_of("mlp"), autoshard.Mesh({"tp": 1}), Wishes(optimizer="adamax2"))
+        compile_graph(graph_of("mlp"), autoshard.Mesh({"tp": 1}), CompileOptions(optimizer="adamax2"))
 
 
 def rehearsed(results: dict[Any, Any]) -> dict[Any, Outcome | None]:
     """What all choices of all operations keep and need, where ``results`` of single operations are known."""
     graph, mesh = graph_of("llama"), autoshard.Mesh({"cp": 2})
-    tables = KeepTables(graph, mesh)
-    tables.rehearsal = Rehearsal(dict(zip(mesh.axes, mesh.shape, strict=True)))
+    tables = SavedTensorTables(graph, mesh)
+    tables.rehearsal = AbstractRun(dict(zip(mesh.axes, mesh.shape, strict=True)))
     tables.rehearsal.results = results
     spaces = OpSpaces(graph, mesh)
     for node in graph.nodes:
@@ -198,14 +200,14 @@ def test_axes_of_one_size_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) ->
     graph, mesh = graph_of("llama"), autoshard.Mesh({"dp": 2, "tp": 2})
 
     def kept() -> tuple[list[np.ndarray], int]:
-        tables, spaces = KeepTables(graph, mesh), OpSpaces(graph, mesh)
-        tables.rehearsal = Rehearsal(dict(zip(mesh.axes, mesh.shape, strict=True)))
+        tables, spaces = SavedTensorTables(graph, mesh), OpSpaces(graph, mesh)
+        tables.rehearsal = AbstractRun(dict(zip(mesh.axes, mesh.shape, strict=True)))
         found = [tables.of(node, spaces[node]) for node in graph.nodes]
         arrays = [a for keeps in found for a in (*keeps.operands, *keeps.results, keeps.private, keeps.work)]
         return arrays, len(tables.rehearsal.known)
 
     once, count = kept()
-    monkeypatch.setattr(Rehearsal, "_told", lambda self, text: text)
+    monkeypatch.setattr(AbstractRun, "_canonical_axes", lambda self, text: text)
     each, more = kept()
     assert all(map(np.array_equal, once, each))
     assert count < 0.8 * more
@@ -214,7 +216,7 @@ def test_axes_of_one_size_are_rehearsed_once(monkeypatch: pytest.MonkeyPatch) ->
 def test_parameters_are_there_twice_while_they_arrive() -> None:
     """In the buffer that they come in, and as parameters; beside them the input and this rank's row of it."""
     model = nn.Sequential(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)))
-    graph = captured(model, (torch.empty(2, 64),), {}, training=True)
-    memory = build(graph, autoshard.Mesh({"dp": 2}, "ideal_network"), Wishes(like="fsdp")).plan.memory
+    graph = capture_graph(model, (torch.empty(2, 64),), {}, training=True)
+    memory = compile_graph(graph, autoshard.Mesh({"dp": 2}, "ideal_network"), CompileOptions(like="fsdp")).plan.memory
     assert memory.moment.startswith("the forward of gather_parameters")
     assert memory.at_peak["temporaries"] == 4 * (2 * 2 * 64 * 64 + 2 * 64 + 64)

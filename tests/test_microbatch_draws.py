@@ -105,7 +105,7 @@ def test_some_of_them_in_one_loss(stages: str | None, recompute: Any) -> None:
 
 
 def test_a_draw_that_is_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "floating", lambda graph: {n.name for n in graph.nodes})
+    monkeypatch.setattr(losses, "duplicable_nodes", lambda graph: {n.name for n in graph.nodes})
     model, args = case(masked)
     with pytest.raises(AssertionError):
         steps_alike(model, ideal({"tp": 2}), args, {}, 1, micro_batches=2)

@@ -16,7 +16,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import PlanError, RuntimeMismatchError
-from autoshard.passes.microbatch import body
+from autoshard.passes.microbatch import micro_batch
 
 Term = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -92,7 +92,7 @@ def test_a_number_in_an_island_of_float32() -> None:
 
 
 def test_a_number_that_counts_in_each_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "with_share", lambda node, count: node)
+    monkeypatch.setattr(micro_batch, "with_constant_share", lambda node, count: node)
     model, args = case(LOSSES["number"])
     with pytest.raises(AssertionError):
         steps_alike(model, ideal({"tp": 2}), args, {}, 1, micro_batches=2)
@@ -233,5 +233,5 @@ def test_ctc_loss(reduction: str, asked: dict[str, int]) -> None:
     lengths = torch.tensor([10, 9, 10, 8]), torch.tensor([3, 2, 0, 1])
     args = (torch.randn(4, 10, 8).double(), torch.randint(1, 6, (4, 3)), *lengths)
     cut = {key: {"dp": autoshard.Shard(0)} for key in ("[xy]", "frames", "lengths")}
-    wishes: dict[str, Any] = {"hints": cut} if "dp" in asked else {"micro_batches": 2}
-    steps_alike(Speech(reduction).double(), ideal(asked), args, {}, 1, **wishes)
+    opts: dict[str, Any] = {"hints": cut} if "dp" in asked else {"micro_batches": 2}
+    steps_alike(Speech(reduction).double(), ideal(asked), args, {}, 1, **opts)

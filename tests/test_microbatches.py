@@ -13,11 +13,11 @@ from torch import nn
 
 import autoshard
 from autoshard import Replicate, Shard
-from autoshard.compiler import captured
+from autoshard.compiler import capture_graph
 from autoshard.errors import HintError, PlanError
 from autoshard.module import microbatches
 from autoshard.passes.microbatch import micro_batched
-from autoshard.passes.propagate.hints import in_time
+from autoshard.passes.propagate.hints import micro_batch_placements
 
 pytestmark = pytest.mark.usefixtures("remembering")
 
@@ -42,7 +42,7 @@ def test_case_on_other_meshes(mesh: str, name: str) -> None:
 
 def test_the_graph_of_one() -> None:
     model, args = made("weighted")
-    graph, micro = micro_batched(captured(model, args, {}, training=True), 4)
+    graph, micro = micro_batched(capture_graph(model, args, {}, training=True), 4)
     lines = [line.partition("    #")[0].strip() for line in str(graph).splitlines()]
     assert lines == [
         "graph(p_head_weight: f64[7, 10], p_head_bias: f64[7], b_weight: f64[7], x: f64[2, 10], labels: i64[2], "
@@ -139,16 +139,16 @@ def test_what_is_kept_is_measured() -> None:
 
 
 def test_one_that_counts_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = microbatches.part_of
+    part = microbatches.micro_batch_slice
     monkeypatch.setattr(
-        microbatches, "part_of", lambda x, dim, index, count: part(x, dim, min(index, count - 2), count)
+        microbatches, "micro_batch_slice", lambda x, dim, index, count: part(x, dim, min(index, count - 2), count)
     )
     with pytest.raises(AssertionError):
         compare("regression", ideal({"tp": 2}), 4, steps=1)
 
 
 def test_draws_of_a_part_alone_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(microbatches.generators, "set_states", lambda states: None)
+    monkeypatch.setattr(microbatches.torch_state, "set_generator_states", lambda states: None)
     with pytest.raises(AssertionError):
         compare("gpt", ideal({"tp": 2}), 2, steps=1)
 
@@ -200,15 +200,15 @@ class PerToken(nn.Module):
 def test_hints_name_the_batch() -> None:
     torch.manual_seed(0)
     model, args = PerToken().double(), (torch.randn(4, 6, 8).double(), torch.randn(4, 6, 4).double())
-    graph, mesh = captured(model, args, {}, training=True), ideal({"tp": 2})
+    graph, mesh = capture_graph(model, args, {}, training=True), ideal({"tp": 2})
     for hints, dim in ({}, 0), ({"x": {"micro_batch": Shard(1), "tp": Replicate()}}, 1):
-        _, micro = micro_batched(graph, 2, in_time(hints, graph))
+        _, micro = micro_batched(graph, 2, micro_batch_placements(hints, graph))
         assert micro.inputs == {"x": ("x", dim), "target": ("target", dim)}
         assert autoshard.verify(model, mesh, args, hints=hints, micro_batches=2).ok
     gone = {"gone": {"micro_batch": Shard(0)}}
-    assert in_time(gone, graph, known=True) == {}  # a later program need not have the input
+    assert micro_batch_placements(gone, graph, known=True) == {}  # a later program need not have the input
     with pytest.raises(HintError, match="'gone' matches no"):
-        in_time(gone, graph)
+        micro_batch_placements(gone, graph)
     assert autoshard.plan(model, mesh, args, hints=hints, micro_batches="auto").micro_batches == 1
     for hint, error, text in (
         ({"x": Shard(2)}, PlanError, r"micro_batches=2: .* what hints ask for \('x': S\(2\)\)"),
@@ -320,7 +320,7 @@ class Classified(nn.Module):
 @pytest.mark.parametrize("stages", [None, "pp"])
 def test_losses_in_pieces(stages: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits so large that a rank's loss works on pieces of them: that is asked of a micro-batch's graph, not in making it."""
-    monkeypatch.setattr("autoshard.passes.rules.families.loss.LARGE", 1)
+    monkeypatch.setattr("autoshard.passes.rules.families.loss.CHUNKED_LOSS_ELEMENTS", 1)
     torch.manual_seed(0)
     model, ids, labels = Classified().double(), torch.randint(16, (4, 3)), torch.randint(16, (4, 3))
     labels[0, 1:] = labels[3, 0] = -100

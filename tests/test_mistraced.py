@@ -17,7 +17,7 @@ from torch import nn
 
 import autoshard
 from autoshard.passes.capture.export import capture
-from autoshard.passes.capture.substitutes.rewritten import REWRITTEN
+from autoshard.passes.capture.polyfills.torch_functions import POLYFILLS
 
 
 class First(nn.Module):
@@ -77,7 +77,7 @@ def test_lists_of_their_own_parameters_are_nothing_that_a_call_leaves(
 
 
 def test_verify_sees_dropout_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(REWRITTEN, torch.gru)
+    monkeypatch.delitem(POLYFILLS, torch.gru)
     model = First(RECURRENT["gru without biases"]()).double()
     assert not autoshard.verify(model, ideal({"x": 2}), double((f(3, 4, 4),))).ok
 
@@ -299,6 +299,6 @@ def test_reductions_into_another_dtype(name: str) -> None:
 
 
 def test_reductions_into_another_dtype_as_torch_traces_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(REWRITTEN, torch.sum)
+    monkeypatch.delitem(POLYFILLS, torch.sum)
     given, expected = into("sum of fractions")
     assert not torch.allclose(given, expected)

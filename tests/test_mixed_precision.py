@@ -9,7 +9,7 @@ from precision_cases import CASES, SLOW, WIDE, compare, net
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import autoshard
-from autoshard.runtime.parameters import buckets
+from autoshard.runtime.parameters import bucket
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
@@ -19,13 +19,13 @@ def test_case(name: str) -> None:
 
 def test_a_gradient_rounded_after_its_sum_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    right = buckets.JointBucket.backward
+    right = bucket.JointBucket.backward
 
-    def rounded(self: buckets.JointBucket, *args: object) -> object:
+    def rounded(self: bucket.JointBucket, *args: object) -> object:
         out, works, later = right(self, *args)  # type: ignore[arg-type]
         return [None if g is None else g.bfloat16().to(g.dtype) for g in out], works, later
 
-    monkeypatch.setattr(buckets.JointBucket, "backward", rounded)
+    monkeypatch.setattr(bucket.JointBucket, "backward", rounded)
     model, args = net()
     with pytest.raises(AssertionError, match="gradient of"):
         compare(model, args, ideal({"dp": 2}), WIDE, like="fsdp")

@@ -20,9 +20,9 @@ import autoshard
 from autoshard import Shard, frames, models
 from autoshard.passes.capture.export import capture
 from autoshard.passes.codegen import emit as codegen
-from autoshard.passes.codegen.source_text import Names
-from autoshard.passes.codegen.user_names import module_names, user_names
-from autoshard.passes.rules.interpret import interpret
+from autoshard.passes.codegen.source_text import NameScope
+from autoshard.passes.codegen.variable_names import module_names, user_names
+from autoshard.passes.rules.interpreters import interpret
 
 
 class Layer(nn.Module):
@@ -62,7 +62,9 @@ def test_a_value_that_a_later_block_reads_keeps_its_name() -> None:
 
 def test_a_name_that_is_taken_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: as if nothing were read after the statements between two blocks."""
-    monkeypatch.setattr(codegen._Emitter, "_read_later", lambda emitter: [frozenset[str]() for _ in emitter.segments])
+    monkeypatch.setattr(
+        codegen._ProgramEmitter, "_read_later", lambda emitter: [frozenset[str]() for _ in emitter.segments]
+    )
     with pytest.raises((AssertionError, RuntimeError)):
         train()
 
@@ -165,7 +167,7 @@ def given(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, str], dic
     held: dict[str, dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
 
     def look(frame: FrameType, event: str, arg: Any) -> Any:
-        if not frames.is_users(frame.f_code.co_filename) or frames.is_installed(frame.f_code.co_filename):
+        if not frames.is_users_file(frame.f_code.co_filename) or frames.is_installed(frame.f_code.co_filename):
             return None
         for name, value in frame.f_locals.items():
             if isinstance(value, torch.Tensor):
@@ -217,7 +219,7 @@ def test_no_name_is_wrong(name: str) -> None:
 def test_a_wrong_name_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: as if the last value of a statement were always what is assigned."""
     monkeypatch.setattr(
-        "autoshard.passes.codegen.user_names._escaping", lambda nodes, end, last: list(nodes[-1].outputs)
+        "autoshard.passes.codegen.variable_names._values_read_after", lambda nodes, end, last: list(nodes[-1].outputs)
     )
     with pytest.raises(AssertionError):
         given(Unclear().double().eval(), (X.double(),), {})
@@ -244,7 +246,7 @@ def test_equal_layers_have_equal_names() -> None:
 
 def test_identifiers() -> None:
     """The first that is free; then the first with a number; never what emitted code reads itself."""
-    names = Names(["batch"])
+    names = NameScope(["batch"])
     wanted = [("x",), ("x", "up"), ("x", "up"), ("batch",), ("class",), ("max",), ("F",), ("2d",), ("a.b[0]",), ("",)]
     made = [names.fresh(f"v{i}", *w) for i, w in enumerate(wanted)]
     assert made == ["x", "up", "x_1", "batch_1", "class_", "max_", "F_", "x2d", "a_b_0", "x_2"]

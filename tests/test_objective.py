@@ -18,31 +18,28 @@ from torch import nn
 
 import autoshard
 from autoshard import Layout, Replicate, Shard
-from autoshard.compiler import Compiled, build
+from autoshard.compiler import Compiled, compile_graph
 from autoshard.hardware import PRESETS
 from autoshard.layout import I, P, Placement, R
 from autoshard.passes.capture.export import capture
-from autoshard.passes.ir.assignment import Assignment, canonical
+from autoshard.passes.ir.assignment import Assignment, normalize_placement
 from autoshard.passes.ir.graph import Graph, Node, Ref
-from autoshard.passes.propagate.alternatives import alternatives
-from autoshard.passes.propagate.edges import EdgeTables, conversion_parts
-from autoshard.passes.propagate.keep import Side
-from autoshard.passes.propagate.links import Link, readings
-from autoshard.passes.propagate.objective import objective
+from autoshard.passes.propagate.activation_memory import EdgeSide
+from autoshard.passes.propagate.edges import EdgeTables, ValueEdge, conversion_parts, operand_reads
+from autoshard.passes.propagate.objective import alternatives, objective
 from autoshard.passes.propagate.op_space import axis_strategies, op_space
-from autoshard.passes.propagate.prices import cost as costs
-from autoshard.passes.propagate.prices.bucketed import latency_shares
-from autoshard.passes.propagate.prices.copies import copied_seconds
-from autoshard.passes.propagate.prices.cost import local_numel
-from autoshard.passes.propagate.prices.fusion import traffic
-from autoshard.passes.propagate.prices.step_time import movable_values
+from autoshard.passes.propagate.prices import roofline as costs
+from autoshard.passes.propagate.prices.coalescing import latency_shares
+from autoshard.passes.propagate.prices.collective_overheads import copy_seconds
+from autoshard.passes.propagate.prices.overlap import movable_values
+from autoshard.passes.propagate.prices.roofline import fused_traffic, local_numel
 from autoshard.passes.redistribute import redistribution
-from autoshard.passes.redistribute.pricing import ALONE
+from autoshard.passes.redistribute.pricing import UNSHARED_MESSAGES
 from autoshard.passes.rules import rule_for
 from autoshard.passes.search import Solution
-from autoshard.passes.search.rows.within import ENOUGH
+from autoshard.passes.search.rows.constrained import ENOUGH
+from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.plans.wishes import Wishes
 
 
 class Heads(nn.Module):
@@ -119,7 +116,7 @@ def hints_for(graph: Graph, axes: tuple[str, ...], r: random.Random) -> Iterator
 def compiled(
     graph: Graph, mesh: autoshard.Mesh, hints: dict[str, Any] | None = None, plan: Plan | None = None
 ) -> Compiled:
-    return build(graph, mesh, Wishes(hints=hints, plan=plan))
+    return compile_graph(graph, mesh, CompileOptions(hints=hints, plan=plan))
 
 
 def check_sums(found: Compiled) -> None:
@@ -214,7 +211,9 @@ def test_a_bucket_pays_one_latency() -> None:
             ((I,), (R,), "all_reduce", share.sums),
             ((Shard(0),), (I,), "all_gather", gathered),
         ):
-            whole, shared = (conversion_parts(type_, mesh, [before], [target], 0, True, x) for x in (ALONE, share))
+            whole, shared = (
+                conversion_parts(type_, mesh, [before], [target], 0, True, x) for x in (UNSHARED_MESSAGES, share)
+            )
             spared, times = float((whole - shared).communication()[0, 0]), 1 if kind == "all_reduce" else 2
             assert spared == pytest.approx(times * (1 - part) * link.seconds(0.0, kind), rel=1e-2)
 
@@ -274,7 +273,7 @@ def by_hand(graph: Graph, mesh: autoshard.Mesh, assignment: Assignment) -> float
     def moved(value: str, src: Layout, dst: Layout) -> float:
         type_ = graph.types[value]
         total = redistribution(src, dst, type_.shape, mesh, type_.dtype, type_.grad, minimize="seconds").seconds
-        ahead, back = (float(x[0, 0]) for x in copied_seconds(type_, [src], [dst], value in graph.parameters))
+        ahead, back = (float(x[0, 0]) for x in copy_seconds(type_, [src], [dst], value in graph.parameters))
         pairs = zip(src.placements, dst.placements, strict=True)
         gathers = any(isinstance(a, Shard) and not isinstance(b, Shard) for a, b in pairs)
         if gathers and type_.grad and value in graph.parameters:
@@ -284,7 +283,7 @@ def by_hand(graph: Graph, mesh: autoshard.Mesh, assignment: Assignment) -> float
     def read(value: str, dst: Layout) -> float:
         return moved(value, assignment.shared.get(value, assignment.layouts[value]), dst)
 
-    compute, touched = 0.0, traffic(graph)
+    compute, touched = 0.0, fused_traffic(graph)
     total = sum(moved(value, assignment.layouts[value], shared) for value, shared in assignment.shared.items())
     for node in graph.nodes:
         choice = assignment.choices[node.name]
@@ -334,7 +333,7 @@ def every_assignment(start: Assignment) -> Iterator[Assignment]:
         for node, choice in zip(graph.nodes, asked, strict=True):
             one = changed(one, node, choice)
         for a, b in itertools.product(stored[not graph.types[w].grad :], read):
-            layouts = {**one.layouts, w: Layout(start.mesh, [canonical(a, graph.types[w].grad)])}
+            layouts = {**one.layouts, w: Layout(start.mesh, [normalize_placement(a, graph.types[w].grad)])}
             yield replace(one, layouts=layouts, shared={x: Layout(start.mesh, [b])})
 
 
@@ -368,11 +367,11 @@ def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict
     layouts = list(itertools.product((R, I, P, Shard(0), Shard(1)), repeat=on.ndim))
     for value in (i.name for i in graph.inputs):
         stages = (0,) if value in graph.parameters else ()
-        link = Link("definition", Side(layouts, stages=stages), "reader", Side(layouts), value)
+        link = ValueEdge("definition", EdgeSide(layouts, stages=stages), "reader", EdgeSide(layouts), value)
         tables = EdgeTables(graph, on)
         tables.collect([link])
         table = tables.of(link, held=False)
-        share = latency_shares(graph, on).get(value, ALONE)
+        share = latency_shares(graph, on).get(value, UNSHARED_MESSAGES)
         case = graph.types[value], stages[0] if stages else None, value in movable_values(graph), share
         for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):
             asked = conversion_parts(case[0], on, [a], [b], *case[1:])
@@ -395,7 +394,9 @@ def test_a_value_that_one_operation_reads_three_times_is_paid_once_per_layout() 
     (node,) = (n for n in graph.nodes if "attention" in str(n.op))
     assert len(set(node.inputs)) == 1
     space = op_space(node, graph, autoshard.Mesh({"tp": 2}, "h100"))
-    paid = [r.placed if r.mask is None else list(itertools.compress(r.placed, r.mask)) for r in readings(node, space)]
+    paid = [
+        r.placed if r.mask is None else list(itertools.compress(r.placed, r.mask)) for r in operand_reads(node, space)
+    ]
     layouts = sum(len(set(choice)) for choice in zip(*space.inputs, strict=True))
     assert sum(map(len, paid)) == layouts < 3 * len(space.choices)
     assert layouts > len(space.choices)

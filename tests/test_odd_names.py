@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import frames
-from autoshard.passes.ir.names import attribute, identifier, is_number, is_plain
-from autoshard.passes.ir.paths import block_path
+from autoshard.passes.ir.text import attribute_source, block_path, identifier, is_attribute_name, is_number
 
 NUMBERS = ("00", "01", "02", "²", "٣", "1_0", "0x1", "9" * 50)
 OTHER = (
@@ -119,9 +118,15 @@ def test_keys_of_inputs_and_outputs() -> None:
 
 def test_what_python_reads_otherwise() -> None:
     assert [n for n in (*NUMBERS, "0", "12", "-1", "") if is_number(n)] == ["0", "12"]
-    assert [n for n in OTHER if is_plain(n) and n.startswith("_")] == ["_slots", "_ahead", "_bound", "__w__", "__"]
+    assert [n for n in OTHER if is_attribute_name(n) and n.startswith("_")] == [
+        "_slots",
+        "_ahead",
+        "_bound",
+        "__w__",
+        "__",
+    ]
     assert [block_path(p) for p in ("a.0.b", "a.00.b", "0", "a.²", "a\n.3.b")] == ["a.0", "", "0", "", "a\n.3"]
-    assert attribute("x", "a.class.0") == "getattr(getattr(x.a, 'class'), '0')"
+    assert attribute_source("x", "a.class.0") == "getattr(getattr(x.a, 'class'), '0')"
     made = [identifier(n) for n in (*NUMBERS, *OTHER)]
     assert all(ast.parse(f"{n} = 1").body[0].targets[0].id == n for n in made)  # type: ignore[attr-defined]
 
@@ -174,4 +179,4 @@ def test_the_name_of_the_users_file_is_not_run(file: str) -> None:
 
 
 def test_a_place_is_one_line() -> None:
-    assert frames.place("/a/b\nc\ud800.py", 3) == "b\\nc\\ud800.py:3"
+    assert frames.location_text("/a/b\nc\ud800.py", 3) == "b\\nc\\ud800.py:3"

@@ -14,8 +14,8 @@ from harness import ideal
 from op_database import OpCall, Outcome, differs, infos, names, run_op, samples, verdict
 
 import autoshard
-from autoshard.passes.ir.program import Call
-from autoshard.passes.rules import _registry, register, rule_for
+from autoshard.passes.ir.program import LocalCall
+from autoshard.passes.rules import _registry, add_rule, rule_for
 from autoshard.passes.rules.base import Rule
 
 SHARDED = """
@@ -69,12 +69,12 @@ def test_a_wrong_rule_is_found() -> None:
     op = torch.ops.aten.exp.default
     true = rule_for(op)
     assert true is not None
-    wrong = Rule(op, true.strategies, lambda site: Call(torch.ops.aten.expm1.default, site.node.args, {}))
+    wrong = Rule(op, true.strategies, lambda site: LocalCall(torch.ops.aten.expm1.default, site.node.args, {}))
     try:
-        register(wrong)
+        add_rule(wrong)
         assert {o.status for o in outcomes("exp")} == {"wrong"}
     finally:
-        register(true)
+        add_rule(true)
 
 
 def test_differences_are_seen() -> None:

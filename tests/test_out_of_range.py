@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import Shard
-from autoshard.runtime.operations.tables import Bags, Group, _looked_up
+from autoshard.runtime.operations.tables import Bags, LookupGroup, _look_up_group
 
 ROWS = 12
 MESH = autoshard.Mesh({"tp": 2}, "ideal_network")
@@ -73,13 +73,13 @@ def test_ignored_classes_are_no_error() -> None:
 def test_beyond_a_table_is_not_the_next_one(jagged: bool) -> None:
     """Tables of a rank that lie one after another are looked up as one."""
     both = torch.randn(2 * ROWS, 4, dtype=torch.float64)
-    tables, group = (both[:ROWS], both[ROWS:]), Group((0, 1), 4, 4, not jagged)
+    tables, group = (both[:ROWS], both[ROWS:]), LookupGroup((0, 1), 4, 4, not jagged)
     indices = torch.arange(8).view(4, 2)
 
     def found(*each: Tensor) -> Tensor:
         starts = torch.arange(0, 8, 2)
         bags = [Bags(i.flatten(), starts) if jagged else Bags(i) for i in each]
-        return group.in_order(_looked_up(tables, bags, "max", None, False, group), 4, 2)
+        return group.in_order(_look_up_group(tables, bags, "max", None, False, group), 4, 2)
 
     expected = [F.embedding_bag(indices, table, mode="max") for table in tables]
     torch.testing.assert_close(found(indices, indices), torch.stack(expected, int(not jagged)), rtol=1e-9, atol=1e-9)

@@ -22,15 +22,15 @@ from torch import nn
 
 import autoshard
 from autoshard import runtime
-from autoshard.compiler import build, captured
+from autoshard.compiler import capture_graph, compile_graph
 from autoshard.errors import PlanError
 from autoshard.hardware import Hardware, Link
-from autoshard.module.staged import stages
+from autoshard.module.programs import pipeline
 from autoshard.passes.ir.verify import check_graph
-from autoshard.passes.pipeline import Pieces, cut
+from autoshard.passes.pipeline import SegmentedGraph, cut_into_stages
+from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.plans.stages_together import rest
-from autoshard.plans.wishes import Wishes
+from autoshard.plans.stages import mesh_without_axis
 
 pytestmark = pytest.mark.usefixtures("remembering")
 
@@ -85,10 +85,10 @@ stage 3:
 def test_cuts() -> None:
     """What a skip reads goes through the stages between; what is cheap and of inputs alone does not cross."""
     model, args = made("skips")
-    graph = captured(model, args, {}, training=True)
+    graph = capture_graph(model, args, {}, training=True)
     linear = [i for i, n in enumerate(graph.nodes) if n.op is torch.ops.aten.linear.default]
     mesh = ideal({"pp": 4})
-    found = cut(Pieces(graph, rest(mesh, "pp"), mesh.link("pp")), linear[1:])
+    found = cut_into_stages(SegmentedGraph(graph, mesh_without_axis(mesh, "pp"), mesh.link("pp")), linear[1:])
     for stage in found.each:
         check_graph(stage.graph)
     assert [line.partition("    #")[0].rstrip() for line in str(found).splitlines()] == STAGES.splitlines()
@@ -134,8 +134,8 @@ def test_a_plan_in_stages_is_followed() -> None:
     model, args = made("skips")
     mesh = ideal({"pp": 2, "tp": 2})
     searched = autoshard.plan(model, mesh, args, stages="pp", micro_batches=2).staged
-    graph = captured(model, args, {}, training=True)
-    plan = build(graph, mesh, Wishes(stages="pp", micro_batches=2, boundaries=(5,))).plan
+    graph = capture_graph(model, args, {}, training=True)
+    plan = compile_graph(graph, mesh, CompileOptions(stages="pp", micro_batches=2, boundaries=(5,))).plan
     again = Plan.from_json(plan.to_json())
     assert again == plan
     sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=2, plan=again)
@@ -180,9 +180,9 @@ def test_verify_looks_into_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_message_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a value that crosses without its gradient."""
-    through = stages.one_after_another
+    through = pipeline.run_stages_in_order
     monkeypatch.setattr(
-        "autoshard.module.base.one_after_another",
+        "autoshard.module.sharded_module.run_stages_in_order",
         lambda executable, inputs, run: through(
             executable, inputs, lambda part, xs: run(part, [x.detach() if x.is_floating_point() else x for x in xs])
         ),

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from autoshard.passes.pipeline.steps import least_seconds, step_seconds
-from autoshard.passes.pipeline.timeline import Action, Orders, StageSeconds, orders, timeline
+from autoshard.passes.pipeline.schedules import Action, Orders, StageSeconds, rank_orders, simulate_timeline
+from autoshard.passes.pipeline.step_times import cut_step_seconds, step_lower_bound
 
 # schedule, ranks, micro-batches, stages of each, and whether there is a backward
 CASES = [
@@ -45,50 +45,54 @@ def totals(order: Orders, stages: list[StageSeconds]) -> dict[str, float]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_many_steps_at_once_are_those_of_the_timeline(case: tuple[str, int, int, int, bool]) -> None:
     schedule, ranks, batches, chunks, training = case
-    draw, order = random.Random(0), orders(schedule, ranks, batches, chunks, training)
+    draw, order = random.Random(0), rank_orders(schedule, ranks, batches, chunks, training)
     cuts = [drawn(draw, ranks * chunks, training) for _ in range(50)]
     one_each = (1.0,) * ranks  # the simulation of shared processors, where each rank has one
-    assert step_seconds(order, cuts) == pytest.approx([timeline(order, cut).step_s for cut in cuts], rel=1e-12)
-    assert step_seconds(order, cuts) == pytest.approx([timeline(order, cut, one_each).step_s for cut in cuts], rel=1e-9)
+    assert cut_step_seconds(order, cuts) == pytest.approx(
+        [simulate_timeline(order, cut).step_s for cut in cuts], rel=1e-12
+    )
+    assert cut_step_seconds(order, cuts) == pytest.approx(
+        [simulate_timeline(order, cut, one_each).step_s for cut in cuts], rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_step_is_below_the_least(case: tuple[str, int, int, int, bool]) -> None:
     schedule, ranks, batches, chunks, training = case
-    draw, order = random.Random(0), orders(schedule, ranks, batches, chunks, training)
+    draw, order = random.Random(0), rank_orders(schedule, ranks, batches, chunks, training)
     ratios = []
     for _ in range(30):
         stages = drawn(draw, ranks * chunks, training, message=0.0)
-        step = timeline(order, stages).step_s
-        ratios.append(step / least_seconds(order, ranks * chunks, totals(order, stages)))
+        step = simulate_timeline(order, stages).step_s
+        ratios.append(step / step_lower_bound(order, ranks * chunks, totals(order, stages)))
     assert min(ratios) >= 1 - 1e-9
     # With equal stages it is near: it has most of the bubble.
     even = [StageSeconds(1.0, 2.0 * training, 1.0 * training)] * (ranks * chunks)
-    least = least_seconds(order, ranks * chunks, totals(order, even))
+    least = step_lower_bound(order, ranks * chunks, totals(order, even))
     work = batches * chunks * (1 + 2 * training)
-    assert timeline(order, even).step_s >= least > work
-    assert least - work >= 0.4 * timeline(order, even).bubble_s
+    assert simulate_timeline(order, even).step_s >= least > work
+    assert least - work >= 0.4 * simulate_timeline(order, even).bubble_s
 
 
 @pytest.mark.parametrize(("ranks", "batches"), [(2, 8), (4, 16), (8, 64)])
 def test_with_many_micro_batches_the_least_has_all_of_the_bubble(ranks: int, batches: int) -> None:
-    least = least_seconds(orders("1f1b", ranks, batches), ranks, {"F": ranks, "B": 2 * ranks})
+    least = step_lower_bound(rank_orders("1f1b", ranks, batches), ranks, {"F": ranks, "B": 2 * ranks})
     assert least == pytest.approx(3 * (batches + ranks - 1), rel=2e-6)
 
 
 def test_the_work_of_no_stage_may_be_left_out() -> None:
-    order = orders("1f1b", 3, 6)
-    assert least_seconds(order, 3, {"F": 0.0, "B": 0.0}) == 0
-    assert least_seconds(order, 3, {"F": 1e-6, "B": 2e-6}) == pytest.approx(1e-6 * 3 * (6 + 2) / 3, rel=2e-6)
+    order = rank_orders("1f1b", 3, 6)
+    assert step_lower_bound(order, 3, {"F": 0.0, "B": 0.0}) == 0
+    assert step_lower_bound(order, 3, {"F": 1e-6, "B": 2e-6}) == pytest.approx(1e-6 * 3 * (6 + 2) / 3, rel=2e-6)
 
 
 def test_orders_that_wait_for_each_other_are_found() -> None:
     crossed = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
     with pytest.raises(ValueError, match="wait for each other"):
-        step_seconds(crossed, [[StageSeconds(1, 1)] * 2])
+        cut_step_seconds(crossed, [[StageSeconds(1, 1)] * 2])
 
 
 def test_steps_are_float64_one_per_cut() -> None:
-    found = step_seconds(orders("1f1b", 2, 4), [[StageSeconds(1, 2)] * 2] * 3)
+    found = cut_step_seconds(rank_orders("1f1b", 2, 4), [[StageSeconds(1, 2)] * 2] * 3)
     assert found.shape == (3,)
     assert found.dtype == np.float64

@@ -10,20 +10,18 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.compiler import build, captured
+from autoshard.compiler import capture_graph, compile_graph
 from autoshard.devices import pipelined_for
-from autoshard.devices.bounds import Setup
-from autoshard.devices.estimate import Estimates
-from autoshard.devices.pipelines import _Search
+from autoshard.devices.pipelines import PipelineEstimates, PipelineSetup, _PipelineSearch
 from autoshard.errors import MeshError, PlanError
 from autoshard.hardware import PRESETS, Hardware
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.verify import check_graph
 from autoshard.passes.microbatch import micro_batched
-from autoshard.passes.pipeline.fold import folded
+from autoshard.passes.pipeline.repeated_blocks import without_repeated_blocks
+from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.plans.wishes import Wishes
 
 LAYERS, ROWS = 4, 4
 SLOW = replace(
@@ -43,7 +41,7 @@ def gpt(layers: int = LAYERS, width: int = 1024) -> tuple[Gpt, torch.Tensor]:
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     model, tokens = gpt()
-    return captured(model, (tokens,), {"labels": tokens}, training=True)
+    return capture_graph(model, (tokens,), {"labels": tokens}, training=True)
 
 
 def planned(hardware: Hardware | str = "h100", devices: int = 4, layers: int = LAYERS, **asked: object) -> Plan:
@@ -55,7 +53,7 @@ def planned(hardware: Hardware | str = "h100", devices: int = 4, layers: int = L
 
 
 def test_a_folded_graph_has_two_of_a_row_of_equal_blocks(graph: Graph) -> None:
-    found = folded(graph)
+    found = without_repeated_blocks(graph)
     check_graph(found.graph)
     assert found.blocks == ("blocks.0", *["blocks.1"] * (LAYERS - 1))
     per_block = (len(graph.nodes) - len(found.graph.nodes)) / (LAYERS - 2)
@@ -70,13 +68,13 @@ def test_a_folded_graph_has_two_of_a_row_of_equal_blocks(graph: Graph) -> None:
 def test_blocks_that_differ_stay() -> None:
     model, tokens = gpt(4, 64)
     model.blocks[2].norm_1 = torch.nn.Identity()
-    graph = captured(model, (tokens,), {"labels": tokens}, training=True)
-    assert folded(graph).blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
+    assert without_repeated_blocks(graph).blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 
 
-@pytest.mark.parametrize("setup", [Setup(2, (2,), 4), Setup(1, (2,), 2)])
-def test_an_estimate_is_close_to_the_plan_in_full(graph: Graph, setup: Setup) -> None:
-    of = Estimates(graph, PRESETS["h100"], Wishes(), "model")
+@pytest.mark.parametrize("setup", [PipelineSetup(2, (2,), 4), PipelineSetup(1, (2,), 2)])
+def test_an_estimate_is_close_to_the_plan_in_full(graph: Graph, setup: PipelineSetup) -> None:
+    of = PipelineEstimates(graph, PRESETS["h100"], CompileOptions(), "model")
     found = of.of(setup)
     assert of.floor(setup) <= found.seconds
     model, tokens = gpt()
@@ -122,39 +120,39 @@ def test_no_pipeline_within_the_budget() -> None:
         planned(devices=0)
 
 
-def every_plan(of: Estimates, devices: int) -> dict[Setup, float]:
+def every_plan(of: PipelineEstimates, devices: int) -> dict[PipelineSetup, float]:
     """The seconds of every setup, planned in full with its best schedule and the cut that stages get where none is given."""
-    found: dict[Setup, float] = {}
-    for setup in _Search(of, devices, None, 1).setups():
+    found: dict[PipelineSetup, float] = {}
+    for setup in _PipelineSearch(of, devices, None, 1).setups():
         mesh = setup.of_stage(of.hardware)
         for schedule, chunks in of.schedules(setup):
             several = chunks if schedule == "interleaved" else None
-            asked = replace(of.wishes, micro_batches=setup.batches, schedule=schedule, stages_per_rank=several)
+            asked = replace(of.opts, micro_batches=setup.batches, schedule=schedule, stages_per_rank=several)
             if setup.stages > 1:
                 asked, mesh = replace(asked, stages="pp"), setup.mesh(setup.of_stage(of.hardware))
-            seconds = build(of.graph, mesh, asked).plan.cost.total_s
+            seconds = compile_graph(of.graph, mesh, asked).plan.cost.total_s
             found[setup] = min(seconds, found.get(setup, math.inf))
     return found
 
 
 def check_against_all(graph: Graph, hardware: Hardware, devices: int, least: int) -> None:
-    of = Estimates(graph, hardware, Wishes())
+    of = PipelineEstimates(graph, hardware, CompileOptions())
     every = every_plan(of, devices)
     assert len(every) >= least
     for setup, seconds in every.items():
         assert of.floor(setup) <= seconds
         assert of.floor(setup) <= of.of(setup).seconds
-    plan = pipelined_for(graph, devices, hardware, Wishes(), "model")
+    plan = pipelined_for(graph, devices, hardware, CompileOptions(), "model")
     assert plan.cost.total_s <= min(every.values()) * 1.005  # of nearly equal ones the estimates may take another
     assert not any("promised more" in note for note in plan.notes)
-    again = pipelined_for(graph, devices, hardware, Wishes(), "model")
+    again = pipelined_for(graph, devices, hardware, CompileOptions(), "model")
     assert again.to_json() == plan.to_json()
 
 
 @pytest.mark.slow
 def test_no_plan_of_all_is_better_and_none_below_its_floor() -> None:
     model, tokens = gpt(3, 256)
-    graph = captured(model, (tokens,), {"labels": tokens}, training=True)
+    graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
     check_against_all(graph, PRESETS["h100"], 4, 7)
 
 
@@ -167,7 +165,7 @@ def test_no_plan_of_all_is_better_for_random_models(seed: int, hardware: Hardwar
     with torch.device("meta"):
         model = Gpt(GptConfig(draw.choice([128, 4096]), length, width, 4, draw.randint(2, 5), dropout=0.0))
         tokens = torch.empty(draw.choice([4, 8]), length, dtype=torch.long)
-    graph = captured(model, (tokens,), {"labels": tokens}, training=True)
+    graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
     check_against_all(graph, hardware, draw.choice([2, 4]), 2)
 
 
@@ -175,6 +173,6 @@ def test_why_there_is_no_pipeline_is_said(graph: Graph) -> None:
     with pytest.raises(
         PlanError, match=r"optimizer's state take .* where they are spread over all ranks, and a rank may hold"
     ):
-        pipelined_for(graph, 4, PRESETS["h100"], Wishes(memory_budget=1e6), "model")
+        pipelined_for(graph, 4, PRESETS["h100"], CompileOptions(memory_budget=1e6), "model")
     with pytest.raises(PlanError, match="7 devices do not form 2 stages or more of a model of"):
-        pipelined_for(graph, 7, PRESETS["h100"], Wishes(), "model", least=2)
+        pipelined_for(graph, 7, PRESETS["h100"], CompileOptions(), "model", least=2)

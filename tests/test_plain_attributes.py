@@ -11,7 +11,7 @@ from torch import nn
 
 import autoshard
 from autoshard import CaptureError
-from autoshard.passes.capture.refusals.second_call import as_found
+from autoshard.passes.capture.specialization.model_state import state_before_call
 
 
 class Masked(nn.Module):
@@ -92,7 +92,7 @@ def test_large_globals_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> N
     """A data set in lists of lists would take seconds; proxies that have no attributes now are left alone."""
     monkeypatch.setitem(LINES, "words", [list(range(20_000)) for _ in range(100)])
     monkeypatch.setitem(LINES, "ends", list(range(100)))
-    found = next(contents for _, place, _, contents in as_found(Cached(8, 8)) if "LINES" in vars(place))
+    found = next(contents for _, place, _, contents in state_before_call(Cached(8, 8)) if "LINES" in vars(place))
     words, ends = (dict(found["LINES"])[name] for name in LINES)
     assert len(words) == len(ends) == 100
     assert not any(isinstance(line, tuple) for line in words)

@@ -9,22 +9,25 @@ import torch
 
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.codegen.body import Line
-from autoshard.passes.codegen.loops import rolled
-from autoshard.passes.codegen.printing import Expression, atom, expression, literal
+from autoshard.passes.codegen.body import SourceLine
+from autoshard.passes.codegen.emit import roll_loops
 from autoshard.passes.codegen.source_text import (
+    Expression,
+    atom,
     block_table,
     def_lines,
+    format_paths,
     layout_text,
-    listed,
+    literal,
     literal_mesh,
-    one_of,
     op_name,
+    print_call,
     python_path,
     shape_text,
+    singular_name,
 )
 from autoshard.passes.ir.graph import Ref, TensorType
-from autoshard.passes.ir.program import Call, Local, Offset
+from autoshard.passes.ir.program import Local, LocalCall, Offset
 
 aten = torch.ops.aten
 X, Y = Ref("x"), Ref("y")
@@ -33,30 +36,33 @@ X, Y = Ref("x"), Ref("y")
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (Call(aten.add.Tensor, (X, Y), {}), "x + y"),
-        (Call(aten.add.Tensor, (X, Y), {"alpha": 2}), "aten.add.Tensor(x, y, alpha=2)"),
-        (Call(aten.pow.Tensor_Scalar, (X, 2), {}), "x**2"),
-        (Call(aten.neg.default, (X,), {}), "-x"),
-        (Call(aten.linear.default, (X, Y), {}), "F.linear(x, y)"),
-        (Call(aten.view.default, (X, [2, -1]), {}), "x.reshape(2, -1)"),
-        (Call(aten.view.default, (X, []), {}), "x.reshape(())"),
-        (Call(aten.view.dtype, (X, torch.int32), {}), "x.view(torch.int32)"),
-        (Call(aten.slice.Tensor, (X, 1, 2, 2**63 - 1), {}), "x[:, 2:]"),
-        (Call(aten.slice.Tensor, (X, -1, None, 4, 2), {}), "x[..., :4:2]"),
-        (Call(aten.cat.default, ([X, Y], -1), {}), "torch.cat([x, y], dim=-1)"),
-        (Call(aten.embedding.default, (X, Y, -1), {}), "F.embedding(y, x)"),
-        (Call(aten.zeros.default, ([2],), {}), "torch.zeros([2], device=runtime.device())"),
-        (Call(aten.cross_entropy_loss.default, (X, Y, None, 2), {}), 'F.cross_entropy(x, y, reduction="sum")'),
-        (Call(aten.erfinv.default, (X,), {}), "aten.erfinv.default(x)"),
-        (Call("all_gather", (X, 0, "tp"), {"to": "R"}), 'runtime.all_gather(x, 0, "tp", to="R")'),
-        (Call(aten.mul.Tensor, (Call(aten.sub.Tensor, (X, Y), {}), 2), {}), "(x - y) * 2"),
-        (Call(aten.view.default, (X, [Local(8, ("dp", "tp")), Local(9, ("tp",))]), {}), 'x.reshape(2, runtime.size(9, "tp"))'),
-        (Call(aten.add.Tensor, (X, Offset(8, ("dp", "tp"))), {}), 'x + runtime.offset(8, ("dp", "tp"))'),
+        (LocalCall(aten.add.Tensor, (X, Y), {}), "x + y"),
+        (LocalCall(aten.add.Tensor, (X, Y), {"alpha": 2}), "aten.add.Tensor(x, y, alpha=2)"),
+        (LocalCall(aten.pow.Tensor_Scalar, (X, 2), {}), "x**2"),
+        (LocalCall(aten.neg.default, (X,), {}), "-x"),
+        (LocalCall(aten.linear.default, (X, Y), {}), "F.linear(x, y)"),
+        (LocalCall(aten.view.default, (X, [2, -1]), {}), "x.reshape(2, -1)"),
+        (LocalCall(aten.view.default, (X, []), {}), "x.reshape(())"),
+        (LocalCall(aten.view.dtype, (X, torch.int32), {}), "x.view(torch.int32)"),
+        (LocalCall(aten.slice.Tensor, (X, 1, 2, 2**63 - 1), {}), "x[:, 2:]"),
+        (LocalCall(aten.slice.Tensor, (X, -1, None, 4, 2), {}), "x[..., :4:2]"),
+        (LocalCall(aten.cat.default, ([X, Y], -1), {}), "torch.cat([x, y], dim=-1)"),
+        (LocalCall(aten.embedding.default, (X, Y, -1), {}), "F.embedding(y, x)"),
+        (LocalCall(aten.zeros.default, ([2],), {}), "torch.zeros([2], device=runtime.device())"),
+        (LocalCall(aten.cross_entropy_loss.default, (X, Y, None, 2), {}), 'F.cross_entropy(x, y, reduction="sum")'),
+        (LocalCall(aten.erfinv.default, (X,), {}), "aten.erfinv.default(x)"),
+        (LocalCall("all_gather", (X, 0, "tp"), {"to": "R"}), 'runtime.all_gather(x, 0, "tp", to="R")'),
+        (LocalCall(aten.mul.Tensor, (LocalCall(aten.sub.Tensor, (X, Y), {}), 2), {}), "(x - y) * 2"),
+        (
+            LocalCall(aten.view.default, (X, [Local(8, ("dp", "tp")), Local(9, ("tp",))]), {}),
+            'x.reshape(2, runtime.size(9, "tp"))',
+        ),
+        (LocalCall(aten.add.Tensor, (X, Offset(8, ("dp", "tp"))), {}), 'x + runtime.offset(8, ("dp", "tp"))'),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_call_as_python(call: Call, text: str) -> None:
-    assert expression(call, {"x": "x", "y": "y"}, {"dp": 2, "tp": 2}).flat == text
+def test_a_call_as_python(call: LocalCall, text: str) -> None:
+    assert print_call(call, {"x": "x", "y": "y"}, {"dp": 2, "tp": 2}).flat == text
 
 
 @pytest.mark.parametrize(
@@ -105,7 +111,7 @@ def test_paths_and_names() -> None:
     assert python_path("a-b.class.TENSORS") == 'self["a-b"]["class"]["TENSORS"]'
     found = [op_name(n) for n in ("mul_3", "split_1", "scaled_dot_product_attention", "_to_copy_2", "pow_1", "_")]
     assert found == ["mul", "part", "attention", "cast", "power", "x"]
-    assert [one_of(c) for c in ("model.layers", "h", "", "glass", "entries")] == [
+    assert [singular_name(c) for c in ("model.layers", "h", "", "glass", "entries")] == [
         "layer", "block", "block", "block", "block",
     ]  # fmt: skip
 
@@ -119,7 +125,7 @@ def test_signatures() -> None:
 
 def test_equal_blocks_are_listed_together() -> None:
     paths = ["a.0", "a.1", "a.2", "a.4", "b"]
-    assert listed(paths) == "a.0 … a.2, a.4, b"
+    assert format_paths(paths) == "a.0 … a.2, a.4, b"
     assert block_table([("Block", paths[:3])]) == '    BLOCKS = {f"a.{i}": Block for i in range(3)}'
     assert block_table([]) == "    BLOCKS = {}"
     assert block_table([("A", ["a.1", "a.2"]), ("B", ["a.0"])]) == (
@@ -130,21 +136,21 @@ def test_equal_blocks_are_listed_together() -> None:
 # --- loops ---
 
 
-def call(number: int, given: str = "x", made: str = "x", kind: str = "Block", container: str = "layers") -> Line:
+def call(number: int, given: str = "x", made: str = "x", kind: str = "Block", container: str = "layers") -> SourceLine:
     path = f"{container}.{number}"
-    return Line((made,), Expression(f"{python_path(path)}(", [atom(given)], ")"), block=path, kind=kind)
+    return SourceLine((made,), Expression(f"{python_path(path)}(", [atom(given)], ")"), block=path, kind=kind)
 
 
-def gather(module: str) -> Line:
-    return Line(("x",), Expression("runtime.all_gather(", [atom("x")], ")"), "S → R", module)
+def gather(module: str) -> SourceLine:
+    return SourceLine(("x",), Expression("runtime.all_gather(", [atom("x")], ")"), "S → R", module)
 
 
-def looped(*body: Line, others: tuple[str, ...] = (), taken: tuple[str, ...] = ("x",)) -> str:
+def looped(*body: SourceLine, others: tuple[str, ...] = (), taken: tuple[str, ...] = ("x",)) -> str:
     children: dict[str, set[str]] = {"layers": set(others), "h": set()}
     for line in body:
         container, _, number = line.block.rpartition(".")
         children.setdefault(container, set()).update({number} if line.block else ())
-    return "\n".join(line[8:] for line in rolled(body, children, taken, lambda module: f" <{module}>"))
+    return "\n".join(line[8:] for line in roll_loops(body, children, taken, lambda module: f" <{module}>"))
 
 
 def test_calls_of_equal_blocks_are_a_loop() -> None:

@@ -121,7 +121,7 @@ def test_a_profile_that_begins_after_the_forward_does_not_know_the_modules() -> 
 
 def test_lines_of_the_source() -> None:
     found, _ = sharded("llama", tp=2)
-    source = found._decided().compiled.source
+    source = found._latest_executable().compiled.source
     lines = source.text.split("\n")
     assert "\0" not in source.text
     of = {lines[n - 1].split("  #")[0].strip(): module for n, module in source.modules.items()}
@@ -134,7 +134,7 @@ def test_a_line_in_a_loop_speaks_for_the_block_of_its_turn() -> None:
     args, kwargs = models.get("mlp").inputs()
     found = autoshard.compile(model, ideal({"tp": 2}), args, kwargs)
     assert "for block in self.blocks[:3]:\n            x = block(x)\n            # P@tp" in found.source
-    assert "@block.down" in found._decided().compiled.source.modules.values()
+    assert "@block.down" in found._latest_executable().compiled.source.modules.values()
     seen = names_of(lambda: found(*args, **kwargs).sum().backward())
     assert_as_predicted(seen, found.plan)
     assert {f"all_reduce@tp blocks.{i}.down forward" for i in range(4)} <= set(seen)

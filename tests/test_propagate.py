@@ -16,15 +16,15 @@ from autoshard.layout import Layout
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.ir.sizes import noting
+from autoshard.passes.ir.sizes import record_conditions
 from autoshard.passes.propagate import edges, propagate
 from autoshard.passes.propagate.edges import EdgeTables
-from autoshard.passes.propagate.hints import resolve
+from autoshard.passes.propagate.hints import resolve_hints
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.propagate.planner import Planner
-from autoshard.passes.propagate.prices.copies import copied_seconds
+from autoshard.passes.propagate.prices.collective_overheads import copy_seconds
 from autoshard.passes.redistribute import cost_matrix
-from autoshard.passes.search.folded import whole
+from autoshard.passes.search.arrays import dense_matrix
 
 
 class Mlp(nn.Module):
@@ -77,7 +77,7 @@ def assigned(
 ) -> Assignment:
     mesh = autoshard.Mesh(axes, hardware)
     graph = capture(model, args, {}, training=training)
-    return propagate(graph, mesh, resolve(hints, graph, mesh))
+    return propagate(graph, mesh, resolve_hints(hints, graph, mesh))
 
 
 def check(assignment: Assignment, expected: str) -> None:
@@ -205,7 +205,7 @@ def test_what_edges_cannot_tell_apart_is_stored_once() -> None:
         sides = [[Layout(network.mesh, p) for p in side.placed] for side in (link.given, link.asked)]
         type_ = graph.types[link.value]
         expected = cost_matrix(*sides, type_.shape, type_.dtype, type_.moves, type_.unknown)
-        expected += sum(copied_seconds(type_, *sides, parameter=False))
+        expected += sum(copy_seconds(type_, *sides, parameter=False))
         whole = sum(table.parts)[np.ix_(table.rows, table.columns)]
         np.testing.assert_allclose(whole, np.where(link.mask, expected, 0.0), rtol=1e-12)
 
@@ -229,7 +229,7 @@ def test_every_search_notes_what_it_decides_about_open_lengths() -> None:
     *twice, graph = spaces_of(dynamic=True)
     conditions = []
     for spaces in twice:
-        with noting() as decided:
+        with record_conditions() as decided:
             assert all(spaces[node].choices for node in graph.nodes)
         conditions.append([str(c) for c in decided])
     (first,), (second,) = conditions
@@ -252,7 +252,7 @@ def test_networks_with_bytes_and_without_share_what_conversions_take(monkeypatch
         matrices = [table for *_, table in built.network.edges] + [
             m for row in rows for m in row.edges if m is not None
         ]
-        return [*built.network.nodes, *map(whole, matrices)]
+        return [*built.network.nodes, *map(dense_matrix, matrices)]
 
     alone, count = tables(without=False), len(made)
     after = tables(without=True)

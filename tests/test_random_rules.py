@@ -18,9 +18,9 @@ import autoshard
 from autoshard import runtime
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.rules.families import attention, random
+from autoshard.passes.rules.families import attention, factory
 from autoshard.runtime import World
-from autoshard.runtime.operations import draw
+from autoshard.runtime.operations import random
 
 aten = torch.ops.aten
 SIZES = {"a": 2, "b": 3}
@@ -70,7 +70,7 @@ def test_draws_are_those_of_eager(op: str, rest: tuple[Any, ...], eager: Any, cu
 def test_samples_are_those_of_eager(labels: str) -> None:
     """From parts of the weights too: only candidates are sent. Weights that eager refuses are refused."""
     weights = f(5, 7).softmax(-1)
-    (rule,) = (r for r in random.RULES if r.op is aten.multinomial.default)
+    (rule,) = (r for r in factory.RANDOM_RULES if r.op is aten.multinomial.default)
     for count in (1, 3):
         at = site(rule, [weights, count], (labels,), Mesh({"a": 3}))
         torch.manual_seed(5)
@@ -255,6 +255,6 @@ def test_draws_without_a_rule_are_drawn_once(what: str) -> None:
 
 def test_a_draw_of_every_rank_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(draw, "shared", lambda fn, *args, **kwargs: fn(*args, **kwargs))
+    monkeypatch.setattr(random, "shared", lambda fn, *args, **kwargs: fn(*args, **kwargs))
     model = Drawing(lambda h: [torch.empty(h.shape).cauchy_()])
     assert not autoshard.verify(model.double(), Mesh({"tp": 2}, hardware="ideal_network"), (f(4, 8),), steps=1).ok

@@ -13,18 +13,17 @@ from torch import nn
 
 import autoshard
 from autoshard import models
-from autoshard.compiler import build, captured
+from autoshard.compiler import capture_graph, compile_graph
 from autoshard.models import gpt as reference
 from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.lower.lowered import lowered
+from autoshard.passes.lower.lowering import lower_assignment
 from autoshard.passes.memory import fit
-from autoshard.passes.memory.simulate import simulate
-from autoshard.passes.propagate.chosen import assigned
+from autoshard.passes.memory.simulate import simulate_memory
 from autoshard.passes.propagate.objective import objective
-from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.propagate.planner import Planner, decode_assignment
 from autoshard.passes.search import Solution
-from autoshard.plans.wishes import Wishes
+from autoshard.plans.options import CompileOptions
 
 
 class Block(nn.Module):
@@ -66,14 +65,14 @@ def gpt(layers: int) -> Graph:
         with torch.device("meta"):
             model = Gpt(layers, H, A).to(torch.bfloat16).train()
             x = torch.empty(B, S, H, dtype=torch.bfloat16, requires_grad=True)
-        GRAPHS[layers] = captured(model, (x,), {}, training=True)
+        GRAPHS[layers] = capture_graph(model, (x,), {}, training=True)
     return GRAPHS[layers]
 
 
 def per_layer(tp: int, like: str | None, recompute: str) -> float:
     """Bytes of activations that one more layer keeps."""
-    mesh, wishes = autoshard.Mesh({"tp": tp}, "a100"), Wishes(like=like, recompute=recompute)
-    two, three = (build(gpt(n), mesh, wishes).plan.memory.activations for n in (2, 3))
+    mesh, opts = autoshard.Mesh({"tp": tp}, "a100"), CompileOptions(like=like, recompute=recompute)
+    two, three = (compile_graph(gpt(n), mesh, opts).plan.memory.activations for n in (2, 3))
     return three - two
 
 
@@ -156,15 +155,15 @@ def every_choice(planner: Planner) -> Iterator[tuple[int, ...]]:
 def test_layouts_and_states_are_the_best_of_all(parts: str, axes: dict[str, int]) -> None:
     """Time and bytes of every choice, by the objective and by the simulation; the search finds the best within a limit."""
     x = torch.randn(64, 64, requires_grad=True)
-    graph = captured(Chain(64, parts), (x,), {}, training=True)
+    graph = capture_graph(Chain(64, parts), (x,), {}, training=True)
     planner = Planner(graph, autoshard.Mesh(axes, "h100"), {}, recompute="auto")
     network, _ = planner.network(limited=True)
     found: dict[str, tuple[float, float]] = {}
     for choice in every_choice(planner):
-        assignment = assigned(network, Solution(choice, 0.0, 0.0, exact=False))
+        assignment = decode_assignment(network, Solution(choice, 0.0, 0.0, exact=False))
         key = f"{assignment} {assignment.again} {assignment.shared_again} {assignment.zero}"
         if key not in found:
-            memory = simulate(lowered(assignment))
+            memory = simulate_memory(lower_assignment(assignment))
             held = memory.parameters + memory.optimizer + memory.activations
             found[key] = objective(assignment).total_s, held
     sizes = sorted({size for _, size in found.values()})
@@ -182,8 +181,10 @@ def test_layouts_and_states_are_the_best_of_all(parts: str, axes: dict[str, int]
 # --- settings ---
 
 
-def planned(recompute: object, layers: int = 2, **wishes: object) -> autoshard.Plan:
-    return build(gpt(layers), autoshard.Mesh({"tp": 1}, "a100"), Wishes(recompute=recompute, **wishes)).plan  # type: ignore[arg-type]
+def planned(recompute: object, layers: int = 2, **opts: object) -> autoshard.Plan:
+    return compile_graph(
+        gpt(layers), autoshard.Mesh({"tp": 1}, "a100"), CompileOptions(recompute=recompute, **opts)
+    ).plan  # type: ignore[arg-type]
 
 
 def test_what_is_made_again_is_listed_with_what_it_saves_and_takes() -> None:
@@ -206,8 +207,10 @@ def test_a_part_of_a_stacked_weight_is_not_made_again(axes: dict[str, int]) -> N
     """Its part is kept in the place of the whole, which is larger: all that is made again saves something."""
     reference = models.get("moe")
     args, kwargs = reference.inputs(batch=4, seq=8)
-    graph = captured(reference.model(), args, kwargs, training=True)
-    plan = build(graph, autoshard.Mesh(axes), Wishes(like={**dict.fromkeys(axes, "fsdp"), "tp": "megatron-sp"})).plan
+    graph = capture_graph(reference.model(), args, kwargs, training=True)
+    plan = compile_graph(
+        graph, autoshard.Mesh(axes), CompileOptions(like={**dict.fromkeys(axes, "fsdp"), "tp": "megatron-sp"})
+    ).plan
     assert plan.recomputed
     assert all(made.bytes > 0 for made in plan.recomputed)
 
@@ -277,8 +280,8 @@ class Viewed(nn.Module):
 def test_a_view_that_leaves_a_block_keeps_what_it_is_of(depth: int) -> None:
     """Blocks of which each keeps what comes in: not one input, from which the next block makes the one before again."""
     model, x = nn.Sequential(*(Viewed(depth) for _ in range(4))), torch.randn(16, 16, requires_grad=True)
-    graph = captured(model, (x,), {}, training=True)
-    compiled = build(graph, autoshard.Mesh({"tp": 1}), Wishes(recompute="blocks"))
+    graph = capture_graph(model, (x,), {}, training=True)
+    compiled = compile_graph(graph, autoshard.Mesh({"tp": 1}), CompileOptions(recompute="blocks"))
     kept = kept_bytes(compiled)
     assert kept == compiled.plan.memory.activations == 3 * x.nbytes  # what comes into the first is the input
     again = {made.name for made in compiled.plan.recomputed}
@@ -291,14 +294,14 @@ def test_what_the_head_keeps_does_not_count_while_attention_works(monkeypatch: p
     with torch.device("meta"):
         model = reference.Gpt(reference.GptConfig(20000, 1024, 768, 4, 4)).bfloat16()
         tokens = torch.zeros(64, 1024, dtype=torch.long)
-    graph, mesh = captured(model, (tokens,), {"labels": tokens}, training=True), autoshard.Mesh({"dp": 8}, "h100")
+    graph, mesh = capture_graph(model, (tokens,), {"labels": tokens}, training=True), autoshard.Mesh({"dp": 8}, "h100")
 
     def within(budget: float) -> autoshard.Plan:
-        return build(graph, mesh, Wishes(memory_budget=budget)).plan
+        return compile_graph(graph, mesh, CompileOptions(memory_budget=budget)).plan
 
     budget = 0.8 * within(math.inf).memory.peak
     plan = within(budget)
-    monkeypatch.setattr(fit, "GAP", math.inf)
+    monkeypatch.setattr(fit, "MOMENT_GAP", math.inf)
     other = within(budget)
     assert max(plan.memory.peak, other.memory.peak) <= budget
     assert plan.cost.total_s < 0.98 * other.cost.total_s

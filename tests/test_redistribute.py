@@ -19,11 +19,11 @@ from autoshard.errors import LayoutError
 from autoshard.layout import I, Layout, P, Partial, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Local
-from autoshard.passes.redistribute import cost_matrix, emit, redistribution
-from autoshard.passes.redistribute.planner import distances
-from autoshard.passes.redistribute.pricing import ALONE, FORBIDDEN, Shares, price
-from autoshard.passes.redistribute.space import UNSHARDED, everything
-from autoshard.passes.redistribute.table import _to_one, link_matrices
+from autoshard.passes.redistribute import cost_matrix, redistribution, runtime_call
+from autoshard.passes.redistribute.cost_matrices import _seconds_to_goal, link_matrices
+from autoshard.passes.redistribute.layout_graph import UNSHARDED, free_frame
+from autoshard.passes.redistribute.pricing import FORBIDDEN, UNSHARED_MESSAGES, MessageShares, price_moves
+from autoshard.passes.redistribute.shortest_path import distances_to
 from autoshard.runtime.transport.move import DUAL
 
 S0, S1 = Shard(0), Shard(1)
@@ -88,11 +88,11 @@ def test_str_explains() -> None:
 
 def test_sizes_are_given_where_uneven() -> None:
     even = redistribution([S0, S0], [S0, R], (16, 16), M24)
-    assert [emit(s) for s in even.steps] == [("all_gather", (0, "b"), {"to": "R"})]
+    assert [runtime_call(s) for s in even.steps] == [("all_gather", (0, "b"), {"to": "R"})]
     inner = redistribution([S0, S0], [S0, R], (7, 16), M24)
-    assert [emit(s) for s in inner.steps] == [("all_gather", (0, "b"), {"to": "R", "size": Local(7, ("a",))})]
+    assert [runtime_call(s) for s in inner.steps] == [("all_gather", (0, "b"), {"to": "R", "size": Local(7, ("a",))})]
     outer = redistribution([S0, S0], [I, I], (7, 16), M24, grad=True)
-    assert [emit(s) for s in outer.steps] == [("all_gather", (0, ("a", "b")), {"to": "I", "size": 7})]
+    assert [runtime_call(s) for s in outer.steps] == [("all_gather", (0, ("a", "b")), {"to": "I", "size": 7})]
 
 
 def test_errors() -> None:
@@ -279,12 +279,12 @@ def test_goals_that_are_alike_are_searched_for_once(
 ) -> None:
     """As with two dims or axes in each other's place nothing costs otherwise; results are those of a search for each."""
     mesh = Mesh({"dp": 4, "cp": 2, "ep": 2, "tp": inner})
-    prices = price(mesh, shape, 4, ("R", "I", "P"), 4, everything(4, 3), closed)
+    prices = price_moves(mesh, shape, 4, ("R", "I", "P"), 4, free_frame(4, 3), closed)
     count = len(prices.space.states)
-    assert sum(swap is None for _, swap in prices.alike) <= searches * count
+    assert sum(swap is None for _, swap in prices.symmetric_state) <= searches * count
     for goal in random.Random(0).sample(range(count), 12):
-        own = distances(prices, prices.seconds, goal)
-        found, shares = _to_one(prices, goal, range(count))
+        own = distances_to(prices, prices.seconds, goal)
+        found, shares = _seconds_to_goal(prices, goal, range(count))
         assert np.array_equal(found, np.where(own < FORBIDDEN, own, np.inf))
         assert (shares[:2].sum(axis=0) <= found * (1 + 1e-12)).all()
 
@@ -292,7 +292,7 @@ def test_goals_that_are_alike_are_searched_for_once(
 def test_meshes_that_differ_in_names_alone_share_prices() -> None:
     def of(axes: dict[str, int], hardware: str = "h100") -> object:
         mesh = Mesh(axes, hardware)
-        return price(mesh.unnamed, (64, 64), 4, ("R", "I", "P"), 4, everything(mesh.ndim, 2))
+        return price_moves(mesh.unnamed, (64, 64), 4, ("R", "I", "P"), 4, free_frame(mesh.ndim, 2))
 
     found = of({"dp": 8, "tp": 4})
     assert of({"fsdp": 8, "ep": 4}) is found
@@ -320,13 +320,17 @@ def test_shares_that_are_not_asked_for_change_nothing() -> None:
     layouts = [Layout(mesh, x) for x in placed]
     what = layouts, layouts, (64, 64), torch.float32, True
     alone = link_matrices(*what)
-    for share in (ALONE._replace(gathers=0.5), ALONE._replace(sums=0.25), ALONE._replace(joined=0.5)):
+    for share in (
+        UNSHARED_MESSAGES._replace(gathers=0.5),
+        UNSHARED_MESSAGES._replace(sums=0.25),
+        UNSHARED_MESSAGES._replace(joined=0.5),
+    ):
         found = link_matrices(*what, share=share)
         assert (sum(found) <= sum(alone) + 1e-18).all()
         assert (sum(found) < sum(alone)).any()
         # as if every share were asked for
         every = link_matrices(
-            *what, share=Shares(*(min(x, 1 - 1e-15) for x in share[:2]), joined=min(share.joined, 1 - 1e-15))
+            *what, share=MessageShares(*(min(x, 1 - 1e-15) for x in share[:2]), joined=min(share.joined, 1 - 1e-15))
         )
         np.testing.assert_allclose(found, every, rtol=1e-9, atol=1e-18)
 

@@ -24,7 +24,7 @@ import torch
 from autoshard.layout import I, Layout, P, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes import redistribute
-from autoshard.passes.redistribute import redistribution, space
+from autoshard.passes.redistribute import layout_graph, redistribution
 
 DUAL = {"R": "P", "P": "R", "I": "I"}
 PLACEMENT = {"R": R, "I": I, "P": P}
@@ -266,15 +266,17 @@ def fresh() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh")
 def test_the_search_sees_a_planner_without_permutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space.Space, "_permutes", lambda *_: iter(()))
+    monkeypatch.setattr(layout_graph.LayoutSpace, "_permutes", lambda *_: iter(()))
     assert compare((2, 2), (48, 24), False, pairs=None)[1]
 
 
 @pytest.mark.usefixtures("fresh")
 def test_the_search_sees_an_all_to_all_that_is_too_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    volume = space.Space.volume
+    volume = layout_graph.LayoutSpace.volume
     monkeypatch.setattr(
-        space.Space, "volume", lambda self, kind, *rest: volume(self, kind, *rest) // (1 + (kind == "all_to_all"))
+        layout_graph.LayoutSpace,
+        "volume",
+        lambda self, kind, *rest: volume(self, kind, *rest) // (1 + (kind == "all_to_all")),
     )
     assert compare((2, 4), (48, 24), False, pairs=None)[1]
 

@@ -21,8 +21,8 @@ from autoshard.errors import LayoutError
 from autoshard.layout import I, Layout, P, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Local
-from autoshard.passes.redistribute import Redistribution, Step, emit, redistribution
-from autoshard.passes.redistribute.reshape import refine
+from autoshard.passes.redistribute import Redistribution, RedistributionStep, redistribution, runtime_call
+from autoshard.passes.redistribute.resharding import refine
 
 S0, S1, S2, S3 = map(Shard, range(4))
 TP4, M24 = Mesh({"tp": 4}), Mesh({"a": 2, "b": 4})
@@ -118,8 +118,8 @@ def cases(draw: Callable) -> Case:
     return layout(len(shape)), layout(len(to)), shape, to, draw(st.booleans()), draw(st.integers(0, 2**32 - 1))
 
 
-def call(step: Step, x: torch.Tensor) -> torch.Tensor:
-    fn, args, kwargs = emit(step)
+def call(step: RedistributionStep, x: torch.Tensor) -> torch.Tensor:
+    fn, args, kwargs = runtime_call(step)
 
     def local(value: object) -> object:
         if isinstance(value, list):

@@ -16,7 +16,7 @@ from autoshard import runtime
 from autoshard.layout import I, Layout, P, Partial, R, Shard, chunk
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Local
-from autoshard.passes.redistribute import Step, emit, redistribution
+from autoshard.passes.redistribute import RedistributionStep, redistribution, runtime_call
 
 Chunks = list[np.ndarray]
 S0, S1 = Shard(0), Shard(1)
@@ -34,7 +34,7 @@ def cut(x: np.ndarray, dim: int, sizes: list[int]) -> Chunks:
     return [piece for part in outer for piece in cut(part, dim, sizes[1:])]
 
 
-def forward(step: Step, parts: Chunks, sizes: list[int]) -> Chunks:
+def forward(step: RedistributionStep, parts: Chunks, sizes: list[int]) -> Chunks:
     """What one group holds after the step; ``parts`` in the group's order. ``sizes``: of the group's axes."""
     n, dims, zero = len(parts), step.dims, [np.zeros_like(p) for p in parts]
     if step.kind in ("enter", "leave"):
@@ -58,7 +58,7 @@ def forward(step: Step, parts: Chunks, sizes: list[int]) -> Chunks:
     return [np.concatenate([pieces[j][i] for j in range(n)], dims[0]) for i in range(n)]
 
 
-def backward(step: Step, grads: Chunks, before: Chunks, sizes: list[int]) -> Chunks:
+def backward(step: RedistributionStep, grads: Chunks, before: Chunks, sizes: list[int]) -> Chunks:
     """The gradients before the step from those after it; ``before``: the values before it, for their shapes."""
     n, of = len(grads), step.src[step.axes[0]]
     to = step.dst[step.axes[0]]
@@ -86,7 +86,7 @@ def ends(lengths: list[int]) -> list[int]:
     return list(itertools.accumulate(lengths))[:-1]
 
 
-def apply(step: Step, chunks: Chunks) -> Chunks:
+def apply(step: RedistributionStep, chunks: Chunks) -> Chunks:
     """The chunks of all ranks after the step."""
     mesh, out = step.src.mesh, list(chunks)
     for group in mesh.groups(step.axes):
@@ -101,7 +101,7 @@ def apply(step: Step, chunks: Chunks) -> Chunks:
     return out
 
 
-def unapply(step: Step, grads: Chunks, before: Chunks) -> Chunks:
+def unapply(step: RedistributionStep, grads: Chunks, before: Chunks) -> Chunks:
     """The gradients of all ranks before the step."""
     mesh, out = step.src.mesh, list(grads)
     for group in mesh.groups(step.axes):
@@ -167,7 +167,7 @@ class Case:
     seed: int
 
     @property
-    def plan(self) -> tuple[Step, ...]:
+    def plan(self) -> tuple[RedistributionStep, ...]:
         mesh = self.src.mesh
         return redistribution(
             self.src, self.dst, self.shape, mesh, torch.int64, self.grad, minimize=self.minimize
@@ -243,8 +243,8 @@ def test_the_check_sees_a_wrong_step() -> None:
 # ---- the runtime carries the steps out ------------------------------------------------------------------------------
 
 
-def call(step: Step, x: torch.Tensor) -> torch.Tensor:
-    name, args, kwargs = emit(step)
+def call(step: RedistributionStep, x: torch.Tensor) -> torch.Tensor:
+    name, args, kwargs = runtime_call(step)
     local = {k: runtime.size(v.size, v.axes) if isinstance(v, Local) else v for k, v in kwargs.items()}
     return getattr(runtime, name)(x, *args, **local)
 

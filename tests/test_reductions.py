@@ -23,10 +23,14 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.base import Rule
-from autoshard.passes.rules.families import ranking, reduce, scan
+from autoshard.passes.rules.families import reductions
 
 aten = torch.ops.aten
-RULES = {rule.op: rule for module in (ranking, reduce, scan) for rule in module.RULES}
+RULES = {
+    rule.op: rule
+    for rules in (reductions.REDUCTION_RULES, reductions.SCAN_RULES, reductions.RANKING_RULES)
+    for rule in rules
+}
 DISTRIBUTED = [op for op, rule in RULES.items() if rule.collectives is not None]
 SAMPLES = {f"aten.{name}": calls for table in (RANK, REDUCE, SCAN) for name, calls in table.items()}
 
@@ -362,7 +366,7 @@ def test_indices_without_an_offset_are_caught(monkeypatch: pytest.MonkeyPatch) -
 def test_a_lost_gradient_of_the_totals_is_caught(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every later rank uses a total: gathered as Invariant, its gradient would stay on the rank."""
     original = runtime.all_gather
-    module = importlib.import_module("autoshard.runtime.operations.scan")
+    module = importlib.import_module("autoshard.runtime.operations.reductions")
     monkeypatch.setattr(module, "all_gather", lambda x, dim, axes, to: original(x, dim, axes, to="I"))
     with pytest.raises(RuleError, match="gradient of operand 0"):
         check_rule(RULES[op], SAMPLES[str(op)])
@@ -370,6 +374,8 @@ def test_a_lost_gradient_of_the_totals_is_caught(op: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("op", [aten.amax.default, aten.std.correction, aten.logsumexp.default], ids=str)
 def test_statistics_of_one_rank_are_caught(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("autoshard.runtime.operations.reduce"), "statistic", lambda x, axes: x)
+    monkeypatch.setattr(
+        importlib.import_module("autoshard.runtime.operations.reductions"), "reduce_statistic", lambda x, axes, **_: x
+    )
     with pytest.raises(RuleError, match="is wrong in"):
         check_rule(RULES[op], SAMPLES[str(op)])

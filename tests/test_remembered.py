@@ -26,13 +26,13 @@ def scaled(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that are captured in the end."""
     made: list[nn.Module] = []
-    right = export._captured
+    right = export._capture_once
 
     def noted(model: nn.Module, *args: Any) -> Any:
         made.append(model)
         return right(model, *args)
 
-    monkeypatch.setattr(export, "_captured", noted)
+    monkeypatch.setattr(export, "_capture_once", noted)
     return made
 
 

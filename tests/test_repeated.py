@@ -12,7 +12,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import CaptureError
-from autoshard.module.base import ShardedModule
+from autoshard.module.sharded_module import ShardedModule
 
 
 class Asking(nn.Module):
@@ -112,7 +112,7 @@ def test_a_repeated_call_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_takes_every_call_for_the_last_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the test of changes."""
     model, sharded = _pair()
-    monkeypatch.setattr(ShardedModule, "_present", lambda self, leaves, spec: ())
+    monkeypatch.setattr(ShardedModule, "_call_guard", lambda self, leaves, spec: ())
     expected, found = _outputs(model, CHANGES["mode"]), _outputs(sharded, CHANGES["mode"])
     assert (expected[-1] - found[-1]).abs().max() > 0.1
 

@@ -18,9 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.capture import export
 from autoshard.passes.capture.export import capture
-from autoshard.passes.capture.repeats import observer
-from autoshard.passes.capture.repeats.calls import Tensors
-from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN
+from autoshard.passes.capture.shared_regions import observer
+from autoshard.passes.capture.shared_regions.recording import REPEATED_REGION, TRACED_REGION, RegionTensors
 
 pytestmark = pytest.mark.usefixtures("float64")
 LAYERS = 4
@@ -30,13 +29,13 @@ LAYERS = 4
 def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of every program that was written out: how many calls of modules were not traced."""
     found: list[int] = []
-    original = export.write_out
+    original = export.inline_regions
 
     def write_out(program: torch.export.ExportedProgram) -> None:
-        found.append(sum(n.target is CALLED_AGAIN for n in program.graph.nodes))
+        found.append(sum(n.target is REPEATED_REGION for n in program.graph.nodes))
         original(program)
 
-    monkeypatch.setattr(export, "write_out", write_out)
+    monkeypatch.setattr(export, "inline_regions", write_out)
     return found
 
 
@@ -267,7 +266,7 @@ def test_layers_that_differ(
     """``count``: calls that need no trace; None: the graph is right, and how many does not matter."""
     torch.manual_seed(0)
     graph = check(Net(case, change), X.clone())
-    assert not {n.op for n in graph.nodes} & {CALLED, CALLED_AGAIN}
+    assert not {n.op for n in graph.nodes} & {TRACED_REGION, REPEATED_REGION}
     if count is not None:
         assert repeated[-1] == count
 
@@ -324,7 +323,7 @@ def test_caches_of_all_layers_in_a_list(repeated: list[int], places: list[int], 
 
 
 def test_functions_that_are_gone_are_not_those_made_in_their_place() -> None:
-    tensors = Tensors(nn.Linear(1, 1), {})
+    tensors = RegionTensors(nn.Linear(1, 1), {})
     assert len({tensors.written(lambda: 1) for _ in range(9)}) == 9
     assert tensors.written(torch.sin) == tensors.written(torch.sin)
 
@@ -346,7 +345,7 @@ def test_the_graph_is_that_of_a_whole_trace_and_the_trace_grows_with_distinct_bl
     capture(eight, (ids, ids))
     assert repeated == [3, 7]
     assert traced[1] - traced[0] == 4 * 2  # a call and its result
-    monkeypatch.setattr(observer, "FEWEST", 100)
+    monkeypatch.setattr(observer, "MIN_EQUAL_MODULES", 100)
     whole = capture(four, (ids, ids))
     assert repeated[-1] == 0
     assert str(graph) == str(whole)

@@ -13,21 +13,21 @@ from torch import nn
 
 from autoshard import Mesh, models
 from autoshard.api import plan
-from autoshard.passes.ir.units import show_bytes, show_seconds
+from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.plans.plan import Plan
 from autoshard.report.text import (
-    globbed,
+    collective_rows,
     hot_spots,
+    layer_glob,
+    layer_numbers,
     local_bytes,
     memory_parts,
-    numbers,
     parameter_rows,
     plan_text,
     show_layout,
-    traffic,
     utilisation,
 )
-from autoshard.viz.tree import change
+from autoshard.viz.drawing import layout_change
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_every_parameter_stands_in_one_row(llama: Plan) -> None:
     assert sorted(n for row in rows for n in row.names) == sorted(stored)
     for row in rows:
         assert {str(llama.layouts[n]) for n in row.names} == {str(row.layout)}
-        assert {globbed(n) for n in row.names} == {globbed(row.names[0])}
+        assert {layer_glob(n) for n in row.names} == {layer_glob(row.names[0])}
 
 
 def test_equal_layers_are_folded_and_unequal_ones_are_numbered(llama: Plan) -> None:
@@ -55,7 +55,7 @@ def test_equal_layers_are_folded_and_unequal_ones_are_numbered(llama: Plan) -> N
 
 
 def test_collectives_add_up(llama: Plan) -> None:
-    rows = traffic(llama.collectives)
+    rows = collective_rows(llama.collectives)
     assert sum(r.count for r in rows) == len(llama.collectives) > 0
     assert sum(r.bytes for r in rows) == pytest.approx(sum(c.bytes for c in llama.collectives))
     assert [r.seconds for r in rows] == sorted((r.seconds for r in rows), reverse=True)
@@ -147,8 +147,8 @@ def test_seconds(value: float, shown: str) -> None:
 
 
 def test_names_and_layouts_in_short(llama: Plan) -> None:
-    assert globbed("model.layers.11.mlp.3.weight") == "model.layers.*.mlp.*.weight"
-    assert numbers(["a.0.b", "a.1.b", "a.2.b", "a.7.b"]) == "0-2,7"
+    assert layer_glob("model.layers.11.mlp.3.weight") == "model.layers.*.mlp.*.weight"
+    assert layer_numbers(["a.0.b", "a.1.b", "a.2.b", "a.7.b"]) == "0-2,7"
     assert "I@" not in "".join(show_layout(x) for x in llama.layouts.values())
 
 
@@ -157,7 +157,7 @@ def test_collectives_that_go_together_are_one_row() -> None:
     together = plan(net, Mesh({"a": 3}, hardware="ideal_network"), (torch.randn(30, 100),))
     assert "S(0)@a → R@a and 1 more" in plan_text(together)
     (two,) = [c for c in together.collectives if len(c.reasons) > 1 and c.phase == "forward"]
-    assert change(two) == ("S(0)@a", "R@a")
+    assert layout_change(two) == ("S(0)@a", "R@a")
 
 
 def test_numbers_stand_at_every_place() -> None:

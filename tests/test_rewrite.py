@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard import Replicate, Shard, runtime
 from autoshard.hardware import PRESETS, Link
-from autoshard.passes.lower import together as rewrite
+from autoshard.passes.lower import coalescing as rewrite
 
 CALLS = re.compile(r"runtime\.(?!slice|size|offset|main|Block|RankModule|bind)(\w+)\(")
 

@@ -19,10 +19,10 @@ import autoshard.models
 from autoshard import runtime
 from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuntimeMismatchError
-from autoshard.runtime.attention import journey as ring_journey
-from autoshard.runtime.attention import order as ring_order
+from autoshard.runtime.attention import ring_geometry as ring_order
+from autoshard.runtime.attention import ring_task as ring_journey
 from autoshard.runtime.attention import tile
-from autoshard.runtime.attention.order import CAUSAL, Band, spans, tiles, work
+from autoshard.runtime.attention.ring_geometry import CAUSAL, Band, band_tiles, pairs_per_rank, rank_spans
 from autoshard.runtime.transport.window import chunks
 
 pytestmark = pytest.mark.usefixtures("remembering")
@@ -35,27 +35,27 @@ B, HEADS, WIDTH = 2, 4, 8
 
 def test_folded_work_is_even() -> None:
     """The last of 8 ranks does 1.88 times the mean of a causal mask's work; in folded order all do the same."""
-    plain, folded = (work(4096, 4096, (8,), order) for order in (False, True))
+    plain, folded = (pairs_per_rank(4096, 4096, (8,), order) for order in (False, True))
     assert max(plain) * 8 / sum(plain) == pytest.approx(1.875, rel=1e-3)
     assert max(folded) * 8 / sum(folded) <= 1.05
     assert sum(plain) == sum(folded) == 4096 * 4097 / 2
-    uneven = work(4099, 4099, (8,), True)
+    uneven = pairs_per_rank(4099, 4099, (8,), True)
     assert max(uneven) * 8 / sum(uneven) <= 1.05
 
 
 @pytest.mark.parametrize("step", range(8))
 def test_folded_work_is_even_in_every_step(step: int) -> None:
-    order = spans(4096, (8,), True)
-    pairs = [sum(t.pairs for t in tiles(order[r], order[(r - step) % 8], CAUSAL)) for r in range(8)]
+    order = rank_spans(4096, (8,), True)
+    pairs = [sum(t.pairs for t in band_tiles(order[r], order[(r - step) % 8], CAUSAL)) for r in range(8)]
     assert max(pairs) * 8 / sum(pairs) <= 1.05
 
 
 def test_every_rank_goes_through_the_sequence_in_order_and_no_tile_is_empty() -> None:
     for ranks, length in itertools.product((2, 3, 4, 5), (4, 7, 23)):
         for folded, band in ((True, CAUSAL), (False, Band(2, 0)), (False, Band(1, 1))):
-            order = spans(length, (ranks,), folded)
+            order = rank_spans(length, (ranks,), folded)
             assert all([*mine] == sorted(mine) for mine in order)
-            found = [t for mine in order for theirs in order for t in tiles(mine, theirs, band)]
+            found = [t for mine in order for theirs in order for t in band_tiles(mine, theirs, band)]
             assert all(t.rows[1] > 0 and t.columns[1] > 0 for t in found)
 
 
@@ -69,8 +69,8 @@ def test_hidden_tiles_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         assert masking.bias is None
         return forward(query, key, value, masking, scale)
 
-    forward = tile.forward
-    monkeypatch.setattr(ring_journey.tile, "forward", counted)
+    forward = tile.tile_forward
+    monkeypatch.setattr(ring_journey.tile, "tile_forward", counted)
     run(4, 64, 64, causal=True, folded=True)
     assert computed == {"causal": 4 * 16 * 16, "whole": 24 * 8 * 8, "tiles": 4 * 4}
     computed.clear()
@@ -145,7 +145,7 @@ def test_causal(ranks: int, length: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_biases_by_distance(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """ALiBi, folded or not: of slopes alone, some rows at a time."""
-    monkeypatch.setattr(ring_order, "ROWS", 3)
+    monkeypatch.setattr(ring_order, "WINDOW_BLOCK_ROWS", 3)
     slopes, at = torch.tensor([0.5, 0.25, 0.1, 0.0]).double().view(1, -1, 1, 1), torch.arange(41)
     for folded in (False, True):
         dense = (slopes * (at - at[:, None])).masked_fill(at > at[:, None], -torch.inf)
@@ -184,7 +184,7 @@ def test_of_other_kinds(name: str) -> None:
 
 def test_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no kernel computes a tile, some rows at a time do."""
-    monkeypatch.setattr(tile, "ROWS", 3)
+    monkeypatch.setattr(tile, "UNFUSED_BLOCK_ROWS", 3)
     theirs, ours, _ = run(2, 16, 16, heads=2, value=5, causal=True, folded=True)
     assert error(theirs, ours) < 1e-12
 
@@ -192,11 +192,11 @@ def test_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hop_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: every rank keeps its own keys."""
 
-    def stays(self: ring_journey.Job, *given: Any) -> Any:
+    def stays(self: ring_journey.RingTask, *given: Any) -> Any:
         return onward(self, *given)._replace(to=self.me, source=self.me)
 
-    onward = ring_journey.Job.onward
-    monkeypatch.setattr(ring_journey.Job, "onward", stays)
+    onward = ring_journey.RingTask.onward
+    monkeypatch.setattr(ring_journey.RingTask, "onward", stays)
     theirs, ours, _ = run(4, 16, 16)
     assert error(theirs, ours) > 0.1
 

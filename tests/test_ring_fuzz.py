@@ -12,9 +12,9 @@ from torch import nn
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
-from autoshard.runtime.attention import journey, tile
-from autoshard.runtime.attention import order as ring_order
-from autoshard.runtime.attention.banded import banded_op
+from autoshard.runtime.attention import ring_geometry as ring_order
+from autoshard.runtime.attention import ring_task, tile
+from autoshard.runtime.attention.masked_attention import banded_op
 from autoshard.runtime.transport.in_process import InProcessCommunicator
 from autoshard.runtime.transport.window import chunks
 
@@ -170,8 +170,8 @@ def error(seed: int, way: Callable[[Case], Case] = Case) -> float:
 @pytest.mark.parametrize("first", [0, pytest.param(20, marks=pytest.mark.slow)])
 def test_random_cases(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(first, first + (20 if not first else 200)):
-        for module in (tile, ring_order):
-            monkeypatch.setattr(module, "ROWS", drawn(seed)["blocks"])
+        monkeypatch.setattr(tile, "UNFUSED_BLOCK_ROWS", drawn(seed)["blocks"])
+        monkeypatch.setattr(ring_order, "WINDOW_BLOCK_ROWS", drawn(seed)["blocks"])
         for way in (Case, in_folded_order, with_helpers, in_pieces):
             assert error(seed, way) < 1e-9, (seed, way, drawn(seed))
 
@@ -214,6 +214,6 @@ def test_where_all_weights_are_dropped_nothing_is_left(way: Callable[[Case], Cas
 
 def test_what_is_wrong_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: sinks that take no weight."""
-    right = journey.sink_of
-    monkeypatch.setattr(journey, "sink_of", lambda job, sinks, *rest: right(job, sinks - 50.0, *rest))
+    right = ring_task.sink_scores
+    monkeypatch.setattr(ring_task, "sink_scores", lambda job, sinks, *rest: right(job, sinks - 50.0, *rest))
     assert error(next(s for s in range(100) if drawn(s)["sinks"])) > 1e-3

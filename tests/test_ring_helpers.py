@@ -11,21 +11,21 @@ from test_ring import HEADS, WIDTH, B, error, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoshard import runtime
-from autoshard.runtime.attention import helped, tile
-from autoshard.runtime.attention.order import helped_work, shares, spans
+from autoshard.runtime.attention import balanced_ring, tile
+from autoshard.runtime.attention.ring_geometry import balanced_pairs_per_rank, helper_shares, rank_spans
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 8])
 def test_helpers_make_work_even(ranks: int) -> None:
     """In every step, too; and every pair that a query sees is computed once."""
     for length in (64 * ranks, 64 * ranks + 3):
-        found, cut = helped_work(length, (ranks,)), spans(length, (ranks,), False)
+        found, cut = balanced_pairs_per_rank(length, (ranks,)), rank_spans(length, (ranks,), False)
         assert sum(found) == length * (length + 1) / 2
         assert max(found) * ranks / sum(found) <= 1.05
         seen = torch.zeros(length, length, dtype=torch.int64)
         for ((start, size),) in cut:
             seen[start : start + size, start : start + size] += torch.ones(size, size, dtype=torch.int64).tril()
-        for step in shares(cut):
+        for step in helper_shares(cut):
             pairs = [share.pairs for share in step]
             assert max(pairs) * ranks / sum(pairs) <= 1.05
             for (row, rows), (column, columns), _ in step:
@@ -35,8 +35,8 @@ def test_helpers_make_work_even(ranks: int) -> None:
 
 def test_a_helper_that_says_less_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: log-sum-exps of zero come back."""
-    right = helped._bits
-    monkeypatch.setattr(helped, "_bits", lambda sums, dtype: right(torch.zeros_like(sums), dtype))
+    right = balanced_ring._log_sums_as_bits
+    monkeypatch.setattr(balanced_ring, "_log_sums_as_bits", lambda sums, dtype: right(torch.zeros_like(sums), dtype))
     theirs, ours, _ = run(4, 16, 16, causal=True, helpers=True)
     assert error(theirs, ours) > 0.1
 
@@ -44,7 +44,9 @@ def test_a_helper_that_says_less_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_half_precision_loses_as_much_as_one_device() -> None:
     """Of log-sum-exps no digit, though they travel among elements of the operands' type."""
     sums = torch.randn(2, 3, 5)
-    assert torch.equal(helped._sums(helped._bits(sums, torch.bfloat16), torch.float32), sums)
+    assert torch.equal(
+        balanced_ring._log_sums_from_bits(balanced_ring._log_sums_as_bits(sums, torch.bfloat16), torch.float32), sums
+    )
     generator = torch.Generator().manual_seed(0)
     exact = [torch.randn(1, 2, 64, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
     given = [x.detach().bfloat16().requires_grad_() for x in exact]

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 import autoshard
 import autoshard.models
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Call
+from autoshard.passes.ir.program import LocalCall
 from autoshard.passes.rules.families import loss as rules
-from autoshard.passes.rules.rehearsal import Form, rehearsal_on
+from autoshard.passes.rules.interpreters import TensorSpec, abstract_run_on
 from autoshard.runtime import cross_entropy
-from autoshard.runtime.operations import row_sums
+from autoshard.runtime.operations import losses
 from autoshard.runtime.transport.communicator import bind
 from autoshard.runtime.transport.in_process import World
 
@@ -38,8 +38,8 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_sums, "PIECE", 20)
-    monkeypatch.setattr(rules, "LARGE", 1)
+    monkeypatch.setattr(losses, "SLICE_ELEMENTS", 20)
+    monkeypatch.setattr(rules, "CHUNKED_LOSS_ELEMENTS", 1)
 
 
 @pytest.mark.usefixtures("small_pieces", "alone")
@@ -66,8 +66,8 @@ def test_pieces_are_the_whole(shape: tuple[int, ...], options: dict[str, Any]) -
 @pytest.mark.usefixtures("small_pieces")
 def test_large_logits_are_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    right = row_sums._pieces
-    monkeypatch.setattr(row_sums, "_pieces", lambda logits: seen.append(logits.numel()) or right(logits))
+    right = losses._row_slices
+    monkeypatch.setattr(losses, "_row_slices", lambda logits: seen.append(logits.numel()) or right(logits))
     reference = autoshard.models.get("llama:tiny")
     model, ((tokens,), kwargs) = reference.model().double(), reference.inputs()
     report = autoshard.verify(model, ideal({"cp": 2}), (tokens, kwargs["labels"]), like="ring")
@@ -78,12 +78,12 @@ def test_large_logits_are_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("small_pieces")
 def test_nothing_but_their_gradient_is_as_large_as_logits() -> None:
     forms = {
-        "x": Form((512, 1024), (1024, 1), torch.bfloat16, grad=True),
-        "t": Form((512,), (1,), torch.int64, grad=False),
+        "x": TensorSpec((512, 1024), (1024, 1), torch.bfloat16, grad=True),
+        "t": TensorSpec((512,), (1,), torch.int64, grad=False),
     }
     size = 2 * 512 * 1024
-    rehearsal = rehearsal_on(ideal({"cp": 2}))
-    call = Call("cross_entropy", (Ref("x"), Ref("t")), {"classes": 1024, "batch_axes": "cp", "pieces": True})
+    rehearsal = abstract_run_on(ideal({"cp": 2}))
+    call = LocalCall("cross_entropy", (Ref("x"), Ref("t")), {"classes": 1024, "batch_axes": "cp", "pieces": True})
     ours = rehearsal.run(call, forms, training=True)
     whole = rehearsal.run(replace(call, kwargs={"classes": 1024, "batch_axes": "cp"}), forms, training=True)
     assert ours is not None
@@ -97,7 +97,7 @@ def test_nothing_but_their_gradient_is_as_large_as_logits() -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_piece_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
-    monkeypatch.setattr(row_sums, "_pieces", lambda logits: [slice(0, 4)])
+    monkeypatch.setattr(losses, "_row_slices", lambda logits: [slice(0, 4)])
     logits, target = torch.zeros(6, 7, dtype=torch.float64), torch.zeros(6, dtype=torch.int64)
     ours = cross_entropy(logits, target, classes=7, pieces=True)
     assert not torch.allclose(ours, F.cross_entropy(logits, target))

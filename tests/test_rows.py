@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Row, solve
-from autoshard.passes.search.exact.solver import relaxed
-from autoshard.passes.search.folded import Folded, Matrix, stored, whole
+from autoshard.passes.search import CostNetwork, LinearRow, solve
+from autoshard.passes.search.arrays import CompactMatrix, Matrix, dense_matrix, stored_values
+from autoshard.passes.search.exact.solver import solve_relaxed
 from autoshard.passes.search.network import FULL
-from autoshard.passes.search.rows import branch, dominance, prices, within
-from autoshard.passes.search.rows.relaxation import easy
+from autoshard.passes.search.rows import constrained, duality_gap, lagrangian
+from autoshard.passes.search.rows.relaxation import planned_elimination
 from autoshard.passes.search.rows.stacked import Stacked, stack_rows, undecided
 
 Generator = np.random.Generator
@@ -47,7 +47,7 @@ def cycle(generator: Generator) -> list[tuple[int, int]]:
 SHAPES: tuple[Callable[[Generator], list[tuple[int, int]]], ...] = (chain, tree, cycle)
 
 
-def instance(seed: int) -> tuple[CostNetwork, tuple[Row, ...]]:
+def instance(seed: int) -> tuple[CostNetwork, tuple[LinearRow, ...]]:
     """One to four rows, soft and hard, some with negative amounts, some on edges or nodes only."""
     generator = np.random.default_rng(seed)
     pairs = SHAPES[seed % len(SHAPES)](generator)
@@ -64,7 +64,7 @@ def instance(seed: int) -> tuple[CostNetwork, tuple[Row, ...]]:
         middle = 4.5 * sum(a is not None for a in (*on_nodes, *on_edges)) if low == 0 else 0.0
         limit = float(np.rint(middle * generator.uniform(0.5, 1.2)))
         price = math.inf if generator.random() < 0.5 else float(generator.choice([0.25, 0.5, 1.0, 4.0]))
-        rows.append(Row(on_nodes, on_edges, limit, price))
+        rows.append(LinearRow(on_nodes, on_edges, limit, price))
     return CostNetwork(nodes, edges), tuple(rows)
 
 
@@ -81,7 +81,7 @@ def everything(sizes: tuple[int, ...], nodes: tuple, edges: tuple) -> np.ndarray
     return total
 
 
-def brute_force(network: CostNetwork, rows: tuple[Row, ...]) -> float:
+def brute_force(network: CostNetwork, rows: tuple[LinearRow, ...]) -> float:
     sizes = tuple(v.size for v in network.nodes)
     total = everything(sizes, network.nodes, network.edges)
     for row in rows:
@@ -91,7 +91,7 @@ def brute_force(network: CostNetwork, rows: tuple[Row, ...]) -> float:
     return float(total.min())
 
 
-def value(network: CostNetwork, rows: tuple[Row, ...], choice: tuple[int, ...]) -> float:
+def value(network: CostNetwork, rows: tuple[LinearRow, ...], choice: tuple[int, ...]) -> float:
     over = [max(row.used(network, choice) - row.limit, 0.0) for row in rows]
     return network.cost(choice) + sum(row.price * o for row, o in zip(rows, over, strict=True) if o)
 
@@ -126,7 +126,7 @@ def test_rows_equal_brute_force_in_thousands(seed: int) -> None:
 
 def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a strategy that is beaten where rows cost nothing is not beaten; who drops it is caught."""
-    monkeypatch.setattr(dominance, "probes", lambda problem: [(1.0, np.zeros(len(problem.limits)))])
+    monkeypatch.setattr(lagrangian, "probes", lambda problem: [(1.0, np.zeros(len(problem.limits)))])
 
     def several() -> None:
         for seed in range(24):
@@ -139,17 +139,19 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small problems go the way of large ones: prices, mixtures, branches, message passing, the MILP."""
-    monkeypatch.setattr(within, "SMALL", 0)
-    monkeypatch.setattr(within, "ENOUGH", 1e-9)
+    monkeypatch.setattr(constrained, "DIRECT_MILP_ENTRIES", 0)
+    monkeypatch.setattr(constrained, "ENOUGH", 1e-9)
 
 
 @pytest.mark.usefixtures("as_if_large")
-@pytest.mark.parametrize(("most", "taken"), [(branch.BRANCHES, ("mixtures", "branches")), (0, ("mixtures", "looks"))])
+@pytest.mark.parametrize(
+    ("most", "taken"), [(duality_gap.BRANCHES, ("mixtures", "branches")), (0, ("mixtures", "looks"))]
+)
 def test_the_way_of_large_problems_is_exact_too(
     most: int, taken: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By branches, and, where there are none, by the MILP of what message passing leaves."""
-    monkeypatch.setattr(branch, "BRANCHES", most)
+    monkeypatch.setattr(duality_gap, "BRANCHES", most)
     steps = [check(seed) for seed in range(300, 350)]
     for name in taken:
         assert any(step.get(name) for step in steps), name
@@ -157,8 +159,8 @@ def test_the_way_of_large_problems_is_exact_too(
 
 @pytest.mark.usefixtures("as_if_large")
 def test_bounds_hold_where_the_work_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(within, "MILP_ENTRIES", 0)
-    monkeypatch.setattr(branch, "BRANCHES", 3)
+    monkeypatch.setattr(constrained, "MILP_ENTRIES", 0)
+    monkeypatch.setattr(duality_gap, "BRANCHES", 3)
     ends = {True: 0, False: 0}
     for seed in range(400, 430):
         network, rows = instance(seed)
@@ -174,14 +176,14 @@ def test_bounds_hold_where_the_work_ends_early(monkeypatch: pytest.MonkeyPatch) 
     assert min(ends.values()) > 0
 
 
-def layers(count: int) -> tuple[CostNetwork, Row]:
+def layers(count: int) -> tuple[CostNetwork, LinearRow]:
     """Equal layers of three nodes in a chain; each can be quick and large or slow and small, to change costs a little."""
     quick = np.array([0.0, 1.0, 4.0])
     held = np.array([8.0, 5.0, 1.0])
     turn = np.where(np.eye(3) > 0, 0.0, 0.25)
     nodes = (quick,) * (3 * count)
     edges = tuple((i, i + 1, turn) for i in range(3 * count - 1))
-    return CostNetwork(nodes, edges), Row((held,) * len(nodes), (None,) * len(edges), 0.0)
+    return CostNetwork(nodes, edges), LinearRow((held,) * len(nodes), (None,) * len(edges), 0.0)
 
 
 @pytest.mark.parametrize("room", [0.3, 0.5, 0.93])
@@ -189,7 +191,7 @@ def test_k_of_32_layers_change_their_state(room: float) -> None:
     """No single price makes equal layers differ, and the limit lies between what all of one kind hold."""
     network, row = layers(32)
     least, most = 96 * 1.0, 96 * 8.0
-    row = Row(row.nodes, row.edges, least + room * (most - least))
+    row = LinearRow(row.nodes, row.edges, least + room * (most - least))
     found = solve(network, rows=[row])
     assert row.used(network, found.choice) <= row.limit
     assert found.cost - found.lower_bound <= 0.01 * found.cost
@@ -204,17 +206,17 @@ def test_layers_that_must_be_alike_are_no_mixture(strategies: int) -> None:
     alike = np.where(np.eye(strategies) > 0, 0.0, np.inf)
     costs, held = (np.array(x)[:strategies] for x in ([1.0, 2.0, 1.6], [3.0, 0.0, 1.2]))
     network = CostNetwork((costs,) * count, tuple((i, i + 1, alike) for i in range(count - 1)))
-    row = Row((held,) * count, (None,) * (count - 1), 1.0 * count, 0.5)
+    row = LinearRow((held,) * count, (None,) * (count - 1), 1.0 * count, 0.5)
     found = solve(network, rows=[row])
     assert found.cost == pytest.approx(count * min(c + 0.5 * max(h - 1, 0) for c, h in zip(costs, held, strict=True)))
 
 
 def test_an_excess_that_is_cheaper_than_to_avoid_it_is_paid() -> None:
     network, row = layers(4)
-    free = Row(row.nodes, row.edges, 90.0, 0.01)
+    free = LinearRow(row.nodes, row.edges, 90.0, 0.01)
     assert solve(network, rows=[free]).choice == (0,) * 12
     assert solve(network, rows=[free]).cost == pytest.approx(0.01 * 6.0)
-    dear = Row(row.nodes, row.edges, 12.0, 2.0)
+    dear = LinearRow(row.nodes, row.edges, 12.0, 2.0)
     assert solve(network, rows=[dear]).choice == (2,) * 12
 
 
@@ -231,38 +233,40 @@ def test_the_same_every_time() -> None:
 def test_what_cannot_be_met_is_told() -> None:
     network, row = layers(4)
     with pytest.raises(PlanError, match=r"limit of 11: the least that any choice uses is 12"):
-        solve(network, rows=[Row(row.nodes, row.edges, 11.0)])
-    other = Row(tuple(8.0 - a for a in row.nodes if a is not None), row.edges, 30.0)
+        solve(network, rows=[LinearRow(row.nodes, row.edges, 11.0)])
+    other = LinearRow(tuple(8.0 - a for a in row.nodes if a is not None), row.edges, 30.0)
     with pytest.raises(PlanError, match=r"no choice fits the limit of"):
-        solve(network, rows=[Row(row.nodes, row.edges, 40.0), other])
+        solve(network, rows=[LinearRow(row.nodes, row.edges, 40.0), other])
 
 
 def test_malformed_rows_are_refused() -> None:
     network, row = layers(4)
     with pytest.raises(PlanError, match="one entry per node"):
-        solve(network, rows=[Row(row.nodes[1:], row.edges, 1.0)])
+        solve(network, rows=[LinearRow(row.nodes[1:], row.edges, 1.0)])
     with pytest.raises(PlanError, match="shape"):
-        solve(network, rows=[Row((np.zeros(2),) * 12, row.edges, 1.0)])
+        solve(network, rows=[LinearRow((np.zeros(2),) * 12, row.edges, 1.0)])
     with pytest.raises(PlanError, match="finite"):
-        solve(network, rows=[Row((np.full(3, np.inf),) * 12, row.edges, 1.0)])
+        solve(network, rows=[LinearRow((np.full(3, np.inf),) * 12, row.edges, 1.0)])
     with pytest.raises(PlanError, match="price"):
-        solve(network, rows=[Row(row.nodes, row.edges, 1.0, -1.0)])
+        solve(network, rows=[LinearRow(row.nodes, row.edges, 1.0, -1.0)])
 
 
-def copied(generator: Generator, network: CostNetwork, rows: tuple[Row, ...]) -> tuple[CostNetwork, tuple[Row, ...]]:
+def copied(
+    generator: Generator, network: CostNetwork, rows: tuple[LinearRow, ...]
+) -> tuple[CostNetwork, tuple[LinearRow, ...]]:
     """The same with some strategies several times, which only the vectors of nodes tell apart; their matrices are folded."""
     maps = [generator.integers(0, len(vector), len(vector) + 2) for vector in network.nodes]
 
     def vector(i: int, values: np.ndarray | None) -> np.ndarray | None:
         return None if values is None else values[maps[i]]
 
-    def edges(matrices: Sequence[Matrix | None]) -> tuple[Folded | None, ...]:
+    def edges(matrices: Sequence[Matrix | None]) -> tuple[CompactMatrix | None, ...]:
         pairs = zip(network.edges, matrices, strict=True)
-        return tuple(None if m is None else Folded(stored(m), maps[i], maps[j]) for (i, j, _), m in pairs)
+        return tuple(None if m is None else CompactMatrix(stored_values(m), maps[i], maps[j]) for (i, j, _), m in pairs)
 
     own = [v[maps[i]] + generator.integers(0, 2, len(maps[i])) for i, v in enumerate(network.nodes)]
     found = zip(network.edges, edges([m for *_, m in network.edges]), strict=True)
-    more = (Row(tuple(map(vector, itertools.count(), r.nodes)), edges(r.edges), r.limit, r.price) for r in rows)
+    more = (LinearRow(tuple(map(vector, itertools.count(), r.nodes)), edges(r.edges), r.limit, r.price) for r in rows)
     return CostNetwork(tuple(own), tuple((i, j, m) for (i, j, _), m in found if m is not None)), tuple(more)
 
 
@@ -271,9 +275,9 @@ def test_folded_tables_are_what_they_stand_for() -> None:
     for seed in range(24):
         generator = np.random.default_rng(seed)
         network, rows = copied(generator, *instance(seed))
-        assert any(stored(m).shape != m.shape for *_, m in network.edges)
+        assert any(stored_values(m).shape != m.shape for *_, m in network.edges)
         plain = CostNetwork(network.nodes, network.matrices)
-        same = tuple(replace(r, edges=tuple(None if m is None else whole(m) for m in r.edges)) for r in rows)
+        same = tuple(replace(r, edges=tuple(None if m is None else dense_matrix(m) for m in r.edges)) for r in rows)
         for given in ((), rows):
             try:
                 expected = solve(plain, rows=same if given else ())
@@ -296,7 +300,7 @@ def test_what_is_decided_counts_with_the_rest() -> None:
     sizes = (1, 3, 1, 2, 1)
     edges = tuple((i, j, generator.random((sizes[i], sizes[j]))) for i, j in itertools.combinations(range(5), 2))
     network = CostNetwork(tuple(map(generator.random, sizes)), edges)
-    rows = (Row(tuple(map(generator.random, sizes)), tuple(generator.random(m.shape) for *_, m in edges), 1.0),)
+    rows = (LinearRow(tuple(map(generator.random, sizes)), tuple(generator.random(m.shape) for *_, m in edges), 1.0),)
     problem = stack_rows(network, rows)
     some = undecided(problem)
     assert some.nodes.tolist() == [1, 3]
@@ -307,11 +311,15 @@ def test_what_is_decided_counts_with_the_rest() -> None:
 def test_what_is_solved_once_is_not_planned_to_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     network, row = layers(4)
     planned: list[Stacked] = []
-    monkeypatch.setattr(prices, "easy", lambda problem: planned.append(problem) or easy(problem))
-    assert within.searched(stack_rows(network, (replace(row, limit=1e9, price=1.0),)), relaxed, 60.0, FULL).closed
+    monkeypatch.setattr(
+        lagrangian, "planned_elimination", lambda problem: planned.append(problem) or planned_elimination(problem)
+    )
+    assert constrained.run_search(
+        stack_rows(network, (replace(row, limit=1e9, price=1.0),)), solve_relaxed, 60.0, FULL
+    ).closed
     assert not planned
     problem = stack_rows(network, (replace(row, price=1.0),))
-    wanted = within.searched(problem, relaxed, 60.0, FULL).total
+    wanted = constrained.run_search(problem, solve_relaxed, 60.0, FULL).total
     assert planned
-    inexact = within.searched(problem, lambda *given: replace(relaxed(*given), exact=False), 60.0, FULL)
+    inexact = constrained.run_search(problem, lambda *given: replace(solve_relaxed(*given), exact=False), 60.0, FULL)
     assert inexact.total == wanted

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.runtime.parameters.flat_bucket import FlatBucket
-from autoshard.runtime.parameters.gradients import SMALL, Gradients
+from autoshard.runtime.parameters.bucket import FlatBucket
+from autoshard.runtime.parameters.gradients import MIN_BUCKET_BYTES, Gradients
+from autoshard.runtime.transport.buffer_pool import IDLE_CALLS, MIN_POOLED_BYTES, BufferPool
 from autoshard.runtime.transport.in_process import World
 from autoshard.runtime.transport.move import Move
-from autoshard.runtime.transport.spare import CALLS, LEAST, Spare
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -100,7 +100,7 @@ def test_few_reduce_scatters_are_under_way_and_small_ones_do_not_count(monkeypat
     monkeypatch.setattr(FlatBucket, "backward", lambda self, given, earlier, keeps: (given, [Work()], []))
     comm: Any = SimpleNamespace(deferred=False)
     shard, summed = (FlatBucket(comm, [move]) for move in (Move("S", "R", ("dp",), 0, 4), Move("I", "R", ("dp",))))
-    gradients, large, small = Gradients(World(MESH).ranks[0]), torch.empty(SMALL // 4), torch.empty(4)
+    gradients, large, small = Gradients(World(MESH).ranks[0]), torch.empty(MIN_BUCKET_BYTES // 4), torch.empty(4)
     begun: list[Work] = []
     for bucket, given in (
         (shard, large),
@@ -127,11 +127,11 @@ def test_buckets_that_go_together_leave_their_sums_as_each_would() -> None:
     assert first.joined((first,)) is first
 
 
-@pytest.mark.parametrize("size", [1, LEAST // 4])
+@pytest.mark.parametrize("size", [1, MIN_POOLED_BYTES // 4])
 @pytest.mark.parametrize("count", [1, 2])
 def test_what_is_summed_in_place_is_no_gradients_own_memory(count: int, size: int) -> None:
     """Autograd may have given a gradient to others, too."""
-    comm: Any = SimpleNamespace(deferred=False, buffer=lambda *args: Spare().take(*args, call=1))
+    comm: Any = SimpleNamespace(deferred=False, buffer=lambda *args: BufferPool().take(*args, call=1))
     gradients = [torch.ones(size) for _ in range(count)]
     flat, parts = FlatBucket(comm, [Move("I", "R", ("dp",))] * count)._flat(gradients, torch.float32)
     assert flat.tolist() == [1.0] * count * size
@@ -140,11 +140,16 @@ def test_what_is_summed_in_place_is_no_gradients_own_memory(count: int, size: in
     assert all(g.min() == 1.0 for g in gradients)
 
 
-SHAPES = (torch.Size([LEAST // 16, 2]), torch.Size([]), torch.Size([0, 3]), torch.Size([LEAST // 8]))
+SHAPES = (
+    torch.Size([MIN_POOLED_BYTES // 16, 2]),
+    torch.Size([]),
+    torch.Size([0, 3]),
+    torch.Size([MIN_POOLED_BYTES // 8]),
+)
 
 
 def test_a_buffer_is_used_again_when_nobody_sees_it() -> None:
-    spare, like = Spare(), torch.empty(0)
+    spare, like = BufferPool(), torch.empty(0)
 
     def take(call: int) -> torch.Tensor:
         return spare.take(like, SHAPES, torch.float32, call)[0]
@@ -160,8 +165,8 @@ def test_a_buffer_is_used_again_when_nobody_sees_it() -> None:
     del gradient
     assert take(2).data_ptr() == place
     del second
-    take(2 + CALLS + 1)
-    assert [x.call for kept in spare._kept.values() for x in kept] == [2 + CALLS + 1], "what nobody takes is freed"
+    take(2 + IDLE_CALLS + 1)
+    assert [x.call for kept in spare._kept.values() for x in kept] == [2 + IDLE_CALLS + 1], "what nobody takes is freed"
     spare.take(like, SHAPES[::3], torch.float32, 20)
     assert [x.call for kept in spare._kept.values() for x in kept] == [20], (
         "nor what nothing like it is taken of any more"
@@ -199,7 +204,7 @@ class Holder(torch.autograd.Function):
 )
 def test_parts_are_used_again_when_nobody_has_one(holds: Callable[[list[torch.Tensor]], Any]) -> None:
     """They are the same tensors then, and others where somebody, or the last backward, has one."""
-    spare, like = Spare(), torch.empty(0)
+    spare, like = BufferPool(), torch.empty(0)
     buffer, parts = spare.take(like, SHAPES, torch.float32, 1)
     assert [x.shape for x in parts] == [*SHAPES]
     numbers = [*map(id, parts)]

@@ -83,7 +83,7 @@ def test_numbers_of_micro_batches_are_no_loss(
 @pytest.mark.parametrize("ascending", [False, True])
 def test_integers_that_are_made_up_are_of_the_whole_range(ascending: bool) -> None:
     described = {"dtype": "int32", "shape": [500], "low": 2, "high": 9, "ascending": ascending}
-    made = launch._synthetic(described, torch.Generator().manual_seed(0))
+    made = launch._random_input(described, torch.Generator().manual_seed(0))
     assert made.dtype == torch.int32
     assert made.unique().tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
     assert bool((made.diff() >= 0).all()) is ascending
@@ -91,7 +91,7 @@ def test_integers_that_are_made_up_are_of_the_whole_range(ascending: bool) -> No
 
 def test_ascending_integers_begin_at_the_least() -> None:
     described = {"dtype": "int64", "shape": [3], "low": 2, "high": 900, "ascending": True}
-    assert launch._synthetic(described, torch.Generator().manual_seed(0))[0] == 2
+    assert launch._random_input(described, torch.Generator().manual_seed(0))[0] == 2
 
 
 @pytest.mark.parametrize("safe", [True, False])

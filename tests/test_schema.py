@@ -21,7 +21,7 @@ import autoshard
 from autoshard import Hardware, Link, MeshError, Plan, PlanError
 from autoshard.errors import AutoshardError
 from autoshard.hardware import PRESETS
-from autoshard.hardware.tiles import Tiling
+from autoshard.hardware.device import Tiling
 
 DELETED, NESTED = object(), object()
 OTHER = (None, True, 3, -1, 10**400, 1.5, "x", "", [], [1], ["x"], [[1]], {}, {"x": 1}, {"x": "y"}, math.inf,

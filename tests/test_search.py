@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, Memory, solve
-from autoshard.passes.search.exact import eliminate, solver, tables
-from autoshard.passes.search.exact.bound import Dual
-from autoshard.passes.search.exact.eliminate import ORDERS, Eliminator, Order, by_join, by_result
+from autoshard.passes.search.exact import elimination, solver
+from autoshard.passes.search.exact.elimination import ORDERS, Eliminator, Order, Tables, by_join, by_result
 from autoshard.passes.search.exact.milp import solve_core
-from autoshard.passes.search.exact.solver import finish
-from autoshard.passes.search.exact.tables import Tables
+from autoshard.passes.search.exact.pruning import Dual
+from autoshard.passes.search.exact.solver import finish_search
 
 
 def costs(draw: st.DrawFn, *shape: int, forbidden: float = 0.15) -> np.ndarray:
@@ -95,7 +94,7 @@ def dense(generator: np.random.Generator, nodes: int, size: int, forbidden: floa
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("seed", range(5))
 def test_every_order_equals_brute_force(order: Order, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eliminate, "ORDERS", (order,))
+    monkeypatch.setattr(elimination, "ORDERS", (order,))
     check(dense(np.random.default_rng(seed), nodes=6, size=3, forbidden=0.1))
 
 
@@ -121,7 +120,7 @@ def test_the_order_of_the_smaller_joins_is_taken(monkeypatch: pytest.MonkeyPatch
     joined, order = work.cheapest_order(10**5)
     assert order is by_result
     assert joined < 10**6
-    monkeypatch.setattr(eliminate, "ORDERS", (by_join,))
+    monkeypatch.setattr(elimination, "ORDERS", (by_join,))
     assert work.cheapest_order(10**6)[0] == math.inf
 
 
@@ -162,7 +161,7 @@ def test_of_a_large_core_a_choice_close_to_the_bound_is_enough(monkeypatch: pyte
     monkeypatch.setattr(solver, "LARGE_CORE", 0)
     found = solve(dear)
     assert not found.exact
-    assert found.lower_bound < best <= found.cost <= found.lower_bound * (1 + solver.CLOSE)
+    assert found.lower_bound < best <= found.cost <= found.lower_bound * (1 + solver.CLOSE_TO_BOUND)
     assert solve(network).exact  # here the same gap is a large part of the cost
 
 
@@ -176,7 +175,7 @@ def test_a_right_supposition_proves_the_optimum(join: int, seed: int, monkeypatc
     monkeypatch.setattr(solver, "MAX_SWEEPS", 1)
     monkeypatch.setattr(solver, "TRIAL_JOIN", join)
     monkeypatch.setattr(solver, "GUESSES", (1e-3, 1.0))
-    monkeypatch.setattr(solver, "finish", lambda run: sizes.append(run.upper - run.bound) or finish(run))
+    monkeypatch.setattr(solver, "finish_search", lambda run: sizes.append(run.upper - run.bound) or finish_search(run))
     network = dense(np.random.default_rng(seed), nodes=7, size=3, forbidden=0.0)
     found = solve(network)
     assert found.cost == brute_force(network)
@@ -309,7 +308,7 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: an elimination that forgets the costs is caught by the comparison with brute force."""
     network = dense(np.random.default_rng(4), nodes=5, size=3, forbidden=0.0)
     check(network)
-    monkeypatch.setattr(tables, "min_sum", lambda parts, shape: np.zeros(shape))
+    monkeypatch.setattr(elimination, "min_sum", lambda parts, shape: np.zeros(shape))
     with pytest.raises(AssertionError):
         check(network)
 

@@ -14,15 +14,12 @@ from autoshard.errors import PlanError
 from autoshard.passes.search import CostNetwork, Memory, solve
 from autoshard.passes.search.exact import solver
 from autoshard.passes.search.exact.milp import CoreSolution
-from autoshard.passes.search.exact.solver import cheaper
+from autoshard.passes.search.exact.solver import solve_below
 from autoshard.passes.search.network import Array
 from autoshard.passes.search.over_time import search
-from autoshard.passes.search.over_time.core import Core
-from autoshard.passes.search.over_time.descent import Best
-from autoshard.passes.search.over_time.domains import Domains, least_between
-from autoshard.passes.search.over_time.lives import Lives
-from autoshard.passes.search.over_time.neighbourhood import Neighbourhoods
-from autoshard.passes.search.over_time.subgradient import priced
+from autoshard.passes.search.over_time.liveness import Domains, LivenessProblem, least_between
+from autoshard.passes.search.over_time.local_search import Best, Neighbourhoods
+from autoshard.passes.search.over_time.subgradient import Core, subgradient_prices
 
 
 def problem(seed: int, nodes: int, limit: float, alive: int = 3, never: float = 0.15) -> tuple[CostNetwork, Memory]:
@@ -42,7 +39,7 @@ def problem(seed: int, nodes: int, limit: float, alive: int = 3, never: float = 
 
 
 def feasible(network: CostNetwork, memory: Memory) -> list[tuple[int, ...]]:
-    lives = Lives.of(network, memory)
+    lives = LivenessProblem.of(network, memory)
     choices = itertools.product(*(range(v.size) for v in network.nodes))
     return [choice for choice in choices if lives.judge(choice)[:2] == (0, 0.0)]
 
@@ -51,7 +48,7 @@ def test_only_what_no_choice_contains_is_dropped() -> None:
     dropped = none = 0
     for seed in range(40):
         network, memory = problem(seed, nodes=5, limit=9.0)
-        domains = Domains.of(Lives.of(network, memory), math.inf)
+        domains = Domains.of(LivenessProblem.of(network, memory), math.inf)
         possible = feasible(network, memory)
         if domains is None:
             none += 1
@@ -73,7 +70,7 @@ def test_the_least_between() -> None:
 
 def test_a_changed_part_is_judged_as_the_whole() -> None:
     network, memory = problem(0, nodes=30, limit=20.0)
-    lives = Lives.of(network, memory)
+    lives = LivenessProblem.of(network, memory)
     generator = np.random.default_rng(0)
     best = Best(lives, tuple(int(generator.integers(v.size)) for v in network.nodes))
     taken = 0
@@ -87,19 +84,19 @@ def test_a_changed_part_is_judged_as_the_whole() -> None:
         forbidding = [{i, j} for i, j, matrix in network.edges if math.isinf(matrix[best.choice[i], best.choice[j]])]
         assert all(pair & set(best.broken) for pair in forbidding)
         assert set(best.broken) <= set().union(*forbidding)
-        seed = Neighbourhoods(best, cheaper, math.inf, [], [], [])._seed()
+        seed = Neighbourhoods(best, solve_below, math.inf, [], [], [])._seed()
         assert not forbidding or any(seed in pair for pair in forbidding)
     assert taken > 10
 
 
 def test_neighbourhoods_alone_come_near_the_best() -> None:
     network, memory = problem(1, nodes=40, limit=20.0)
-    lives = Lives.of(network, memory)
+    lives = LivenessProblem.of(network, memory)
     exact = solve(network, memory=memory, effort=0.2)
     start = tuple(int(np.argmin(usage)) for usage in memory.usage)
     best = Best(lives, start)
     assert best.forbidden
-    near = Neighbourhoods(best, cheaper, math.inf, [start], list(network.nodes), [0.0] * 40)
+    near = Neighbourhoods(best, solve_below, math.inf, [start], list(network.nodes), [0.0] * 40)
     near.sizes = dict.fromkeys(itertools.product((False, True), repeat=2), 12.0)
     for _ in range(60):
         near.step()
@@ -109,13 +106,13 @@ def test_neighbourhoods_alone_come_near_the_best() -> None:
 def test_messages_and_windows_come_near_the_best_of_a_large_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gap to the bound tells where to search: windows anywhere else better little."""
     network, memory = problem(1, nodes=200, limit=20.0)
-    lives = Lives.of(network, memory)
+    lives = LivenessProblem.of(network, memory)
 
     def found(aim: Callable[[Array], Array]) -> tuple[float, float]:
         best = Best(lives, tuple(int(np.argmin(usage)) for usage in memory.usage))
         assert best.forbidden
-        messages = priced(best, 20, 1.0, math.inf)
-        near = Neighbourhoods(best, cheaper, math.inf, messages.seen, messages.scores, [0.0] * 200, messages.prices)
+        messages = subgradient_prices(best, 20, 1.0, math.inf)
+        near = Neighbourhoods(best, solve_below, math.inf, messages.seen, messages.scores, [0.0] * 200, messages.prices)
         for beside in (False, True):
             near.aim(lambda choice: aim(messages.core.gaps(choice)), 40, beside)
         return best.cost, messages.bound
@@ -123,7 +120,7 @@ def test_messages_and_windows_come_near_the_best_of_a_large_network(monkeypatch:
     cost, bound = found(lambda gaps: gaps)
     assert bound <= cost <= 1.04 * bound
     assert found(np.zeros_like)[0] > cost
-    monkeypatch.setattr(search, "MOST", 199)
+    monkeypatch.setattr(search, "MAX_NEIGHBOURHOOD", 199)
     monkeypatch.setattr(search, "WINDOWS", (40, 80))
     monkeypatch.setattr(search, "NEIGHBOURHOODS", 4)
     whole = solve(network, memory=memory)
@@ -135,7 +132,7 @@ def test_what_is_left_at_prices_is_what_the_whole_network_costs() -> None:
     generator = np.random.default_rng(0)
     for seed in range(20):
         network, memory = problem(seed, nodes=9, limit=1.0, never=0.05)
-        lives = Lives.of(network, memory)
+        lives = LivenessProblem.of(network, memory)
         core = Core(lives)
         for _ in range(3):
             prices = generator.random(lives.count) * (generator.random(lives.count) < 0.5)
@@ -160,7 +157,7 @@ def test_the_time_limit_holds_for_a_large_problem(monkeypatch: pytest.MonkeyPatc
     middle = time.process_time()
     found = solve(network, memory=memory, time_limit=1.5)
     assert time.process_time() - middle < 1.5 + 1.25 * (middle - begin)
-    lives = Lives.of(network, memory)
+    lives = LivenessProblem.of(network, memory)
     assert lives.judge(found.choice)[:2] == (0, 0.0)
     assert found.lower_bound <= found.cost == network.cost(found.choice)
 
@@ -179,11 +176,11 @@ def test_what_was_not_found_in_time_is_not_proven_to_be_none(monkeypatch: pytest
     generator = np.random.default_rng(0)
     pairs = itertools.combinations(range(9), 2)
     network = CostNetwork((np.zeros(6),) * 9, tuple((i, j, generator.random((6, 6))) for i, j in pairs))
-    best = cheaper(network, math.inf, math.inf).cost
+    best = solve_below(network, math.inf, math.inf).cost
     monkeypatch.setattr(solver, "MAX_JOIN", 0)
     monkeypatch.setattr(solver, "EASY_JOIN", 0)
     monkeypatch.setattr(solver.Eliminator, "cost", lambda self, choice: math.inf)  # nor do the messages find one
     monkeypatch.setattr(solver, "solve_core", lambda *args, **kwargs: CoreSolution(None, -math.inf, False))
-    found = cheaper(network, math.inf, math.inf)
+    found = solve_below(network, math.inf, math.inf)
     assert found.choice == ()
     assert found.lower_bound <= best

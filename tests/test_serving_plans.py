@@ -15,14 +15,14 @@ from torch import nn
 import autoshard
 from autoshard import Layout, Mesh, Replicate, Shard
 from autoshard.cli import main
-from autoshard.compiler import captured
-from autoshard.devices import requests
+from autoshard.compiler import capture_graph
+from autoshard.devices import meshes
 from autoshard.errors import AutoshardError, CaptureError, MeshError, PlanError
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate import propagate
-from autoshard.passes.propagate.hints import resolve
+from autoshard.passes.propagate.hints import resolve_hints
 from autoshard.plans.plan import Plan
-from autoshard.serving import together
+from autoshard.serving import search_jointly
 
 TOKENS = torch.randint(3, 64, (4, 6), generator=torch.Generator().manual_seed(0))
 
@@ -39,10 +39,10 @@ def test_weights_lie_as_is_cheapest_for_all_calls() -> None:
     """The search over both is as good as trying every layout of the weights on each; what comes more often decides."""
     model, prompt, token = mlp()
     mesh, names, whole = Mesh({"x": 4}), ("0.weight", "2.weight"), {"*.bias": Replicate()}
-    graphs = [captured(model, rows, {}, training=False) for rows in (prompt, token)]
+    graphs = [capture_graph(model, rows, {}, training=False) for rows in (prompt, token)]
 
     def cost(graph: Graph, hints: dict[str, Any]) -> float:
-        return propagate(graph, mesh, resolve({**whole, **hints}, graph, mesh)).solution.cost
+        return propagate(graph, mesh, resolve_hints({**whole, **hints}, graph, mesh)).solution.cost
 
     layouts = itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2)
     each = [[cost(graph, dict(zip(names, placed, strict=True))) for graph in graphs] for placed in layouts]
@@ -111,11 +111,11 @@ def test_a_mesh_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its axes are used for names them, and is not searched again: the plan is that of a search with these names."""
     searched: list[tuple[int, ...]] = []
 
-    def counting(calls: Any, mesh: Mesh, wishes: Any) -> Any:
+    def counting(calls: Any, mesh: Mesh, opts: Any) -> Any:
         searched.append(mesh.shape)
-        return together(calls, mesh, wishes)
+        return search_jointly(calls, mesh, opts)
 
-    monkeypatch.setattr(requests, "together", counting)
+    monkeypatch.setattr(meshes, "search_jointly", counting)
     asked = {"training": False, "profile": {"prefill": 1, "decode": 11}, "hardware": "ideal_network"}
     found = autoshard.plan(llama(layers=1), None, (TOKENS,), devices=2, **asked)
     assert searched == [(2,)]

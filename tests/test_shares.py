@@ -13,15 +13,15 @@ from torch import nn
 
 import autoshard
 from autoshard import Hardware, Mesh, Shard
-from autoshard.hardware import FEW, PRESETS
+from autoshard.hardware import PRESETS, SMALL_ALL_REDUCE
 from autoshard.layout import I, Layout, P, R
 from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import Graph, TensorType
-from autoshard.passes.ir.program import Internal
+from autoshard.passes.ir.program import InternalCollective
 from autoshard.passes.propagate.edges import conversion_parts, forward_matrices
-from autoshard.passes.propagate.prices.bucketed import bucket_bytes, latency_shares
-from autoshard.passes.propagate.prices.cost import internal_cost
-from autoshard.passes.redistribute.pricing import Shares
+from autoshard.passes.propagate.prices.coalescing import bucket_bytes, latency_shares
+from autoshard.passes.propagate.prices.roofline import internal_cost
+from autoshard.passes.redistribute.pricing import MessageShares
 
 CPU = replace(PRESETS["cpu"], overlap=0.0)
 MACHINES = {"cpu": CPU, "late": replace(CPU, node=replace(CPU.node, latency=2e-3)), "h100": PRESETS["h100"]}
@@ -117,9 +117,9 @@ def test_what_lasts_longer_than_the_compute_of_a_block_is_waited_for(stage: int,
     type_, moves = graph.types[name], ([(Shard(0),)], [(R,)])
     what = type_, mesh, *moves, stage, True
     forward = float(forward_matrices(type_, *([Layout(mesh, s) for s in side] for side in moves))[1][0, 0])
-    hidden = conversion_parts(*what, Shares())
+    hidden = conversion_parts(*what, MessageShares())
     for beside, late in ((forward / 4, sum(waits) * forward / 4), (forward, 0.0)):
-        found = conversion_parts(*what, Shares(beside=beside))
+        found = conversion_parts(*what, MessageShares(beside=beside))
         assert float((found.blocking - hidden.blocking)[0, 0]) == pytest.approx(late, abs=1e-12)
         assert float((hidden.node - found.node)[0, 0]) == pytest.approx(late, abs=1e-12)
 
@@ -154,7 +154,7 @@ def test_a_plan_of_micro_batches_costs_the_same_when_it_is_given_back(budget: fl
 def test_stages_are_those_of_what_is_gathered(shape: tuple[int, ...], passes: int) -> None:
     """What a rank pads, or moves from cut to cut, comes in every pass at any stage; and nothing takes less than no time."""
     mesh, type_ = Mesh({"a": 2, "b": 2}, hardware="h100"), TensorType(shape, torch.float64, grad=True)
-    share = Shares(gathers=0.1, sums=0.1, beside=1e-10)
+    share = MessageShares(gathers=0.1, sums=0.1, beside=1e-10)
     every = (I, R, P, *map(Shard, range(len(shape))))
     sources = [x for x in itertools.product(every, repeat=2) if P not in x and R not in x]
     targets = list(itertools.product(every, repeat=2))
@@ -191,18 +191,18 @@ def test_the_sum_of_one_number_is_no_sum_of_a_row(losses: int) -> None:
 
     plans = {}
     cpu = PRESETS["cpu"]
-    rows = tuple(rate for rate in cpu.node.rates if rate.kind != FEW)
+    rows = tuple(rate for rate in cpu.node.rates if rate.kind != SMALL_ALL_REDUCE)
     for name, hardware in (("as it is", cpu), ("all alike", replace(cpu, node=replace(cpu.node, rates=rows)))):
         mesh = Mesh({"dp": 4}, hardware=hardware)
         plan = autoshard.plan(Losses(), mesh, (torch.randn(256, 64),), like="ddp")
         sums = [c for c in plan.collectives if c.phase == "forward"]
-        alone = mesh.link("dp").rate(FEW)[0], mesh.link("dp").rate("all_reduce")[0]
+        alone = mesh.link("dp").rate(SMALL_ALL_REDUCE)[0], mesh.link("dp").rate("all_reduce")[0]
         assert sum(c.seconds for c in sums) == pytest.approx(min(losses * alone[0], alone[1]), rel=0.02)
         cost = plan.cost
         assert sum(c.seconds for c in plan.collectives) + cost.local_s == pytest.approx(cost.comm_s - cost.merged_s)
         assert cost.merged_s > -1e-6
         plans[name] = cost.total_s
-    less = losses * (cpu.node.rate("all_reduce", 4)[0] - cpu.node.rate(FEW, 4)[0])
+    less = losses * (cpu.node.rate("all_reduce", 4)[0] - cpu.node.rate(SMALL_ALL_REDUCE, 4)[0])
     assert plans["all alike"] - plans["as it is"] == pytest.approx(less, rel=0.02)
 
 
@@ -210,8 +210,8 @@ def test_the_sum_of_one_number_is_no_sum_of_a_row(losses: int) -> None:
 def test_what_an_operation_sums_of_few_numbers_has_their_rate(rows: int, few: bool) -> None:
     """As many as four gloo ranks send each other all of, of float32."""
     mesh = Mesh({"dp": 4}, hardware="cpu")
-    latency, per_byte = mesh.link("dp").rate(FEW if few else "all_reduce")
+    latency, per_byte = mesh.link("dp").rate(SMALL_ALL_REDUCE if few else "all_reduce")
     ring = 1.5 * 4 * rows
-    found = internal_cost(Internal("all_reduce", ("dp",), 4.0 * rows, "forward", "sums of rows"), mesh)
+    found = internal_cost(InternalCollective("all_reduce", ("dp",), 4.0 * rows, "forward", "sums of rows"), mesh)
     assert found == pytest.approx((ring, latency + per_byte * ring))
-    assert mesh.link("dp").rate(FEW)[0] < mesh.link("dp").rate("all_reduce")[0]
+    assert mesh.link("dp").rate(SMALL_ALL_REDUCE)[0] < mesh.link("dp").rate("all_reduce")[0]

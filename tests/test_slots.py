@@ -9,12 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.runtime.operations import grouped, slots
-from autoshard.runtime.operations.experts import experts
-from autoshard.runtime.operations.gated import gated_products
-from autoshard.runtime.operations.grouped import product
-from autoshard.runtime.operations.slots import collected, dealt, slots_of
-from autoshard.runtime.transport.segments import by_columns
+from autoshard.runtime.operations import experts as expert_ops
+from autoshard.runtime.operations import grouped
+from autoshard.runtime.operations.experts import (
+    combine_expert_rows,
+    dispatch_expert_rows,
+    dispatch_slots,
+    experts,
+    gated_products,
+)
+from autoshard.runtime.operations.grouped import grouped_product
+from autoshard.runtime.transport.move import transposed_segments
 
 ROWS, TOP, COUNT = 5, 2, 3
 IDS = torch.tensor([[0, 2], [2, 1], [2, 0], [0, 2], [2, -1]])
@@ -82,8 +87,8 @@ def test_some_slots_are_dealt_and_collected(order: list[int], dtype: torch.dtype
     (x, weights, *_), numbers = operands(dtype), torch.tensor(order, dtype=torch.int64)
     weights = weights.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
     again = [t.detach().clone().requires_grad_() for t in (x, weights)]
-    slots = slots_of(numbers, ROWS, TOP)
-    found = collected(dealt(x, slots).sin(), weights.reshape(-1), slots)
+    slots = dispatch_slots(numbers, ROWS, TOP)
+    found = combine_expert_rows(dispatch_expert_rows(x, slots).sin(), weights.reshape(-1), slots)
     made = again[0][numbers // TOP].sin() * again[1].reshape(-1)[numbers].unsqueeze(1)
     wanted = torch.zeros(ROWS, x.shape[1], dtype=made.dtype).index_add(0, numbers // TOP, made)
     assert found.dtype == wanted.dtype
@@ -96,9 +101,9 @@ def test_some_slots_are_dealt_and_collected(order: list[int], dtype: torch.dtype
 
 @pytest.mark.parametrize("few", [6, 5], ids=["put together", "gathered"])
 def test_segments_change_their_order_and_come_back(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
-    monkeypatch.setattr("autoshard.runtime.transport.segments.FEW", few)
+    monkeypatch.setattr("autoshard.runtime.transport.move.MAX_CONCATENATED_SEGMENTS", few)
     x = torch.arange(7.0)
-    order = by_columns([[2, 0, 1], [1, 3, 0]], x.device)
+    order = transposed_segments([[2, 0, 1], [1, 3, 0]], x.device)
     moved = order.of(x)
     assert moved.tolist() == [0, 1, 3, 4, 5, 6, 2]
     assert torch.equal(order.turned().of(moved), x)
@@ -112,7 +117,7 @@ def test_the_gradient_of_a_weight_lies_as_the_weight_does(dtype: torch.dtype, tu
     stored = torch.randn(3, 8, 4, dtype=dtype).mT if turned else torch.randn(3, 4, 8, dtype=dtype)
     weight = stored.contiguous().requires_grad_()
     ends = torch.tensor([4, 4, 6], dtype=torch.int32)
-    out = product(x, weight.mT, ends)
+    out = grouped_product(x, weight.mT, ends)
     torch.testing.assert_close(out, torch.cat([x[:4] @ weight[0].mT, x[4:] @ weight[2].mT]))
     x_grad, gradient = torch.autograd.grad(out, (x, weight), torch.ones_like(out))
     assert gradient.stride() == weight.stride()
@@ -160,10 +165,10 @@ def test_gated_products_in_pieces(monkeypatch: pytest.MonkeyPatch, turned: bool,
     """Of groups of rows, one of them empty: as row after row, twice differentiable, and gradients of weights lie as these
     do."""
     if cached is None:
-        at_once = "autoshard.runtime.operations.gated.pieces"
-        monkeypatch.setattr(at_once, lambda x, ends, columns: [grouped.Piece(slice(None), (), x.shape[0], ends)])
+        at_once = "autoshard.runtime.operations.experts.group_blocks"
+        monkeypatch.setattr(at_once, lambda x, ends, columns: [grouped.GroupBlock(slice(None), (), x.shape[0], ends)])
     else:
-        monkeypatch.setattr(grouped, "CACHED", cached)
+        monkeypatch.setattr(grouped, "CACHE_BLOCK_ELEMENTS", cached)
     lengths = torch.tensor([3, 0, 4])
     ends = lengths.cumsum(0).to(torch.int32)
     drawn = torch.Generator().manual_seed(0)
@@ -173,7 +178,7 @@ def test_gated_products_in_pieces(monkeypatch: pytest.MonkeyPatch, turned: bool,
         matrices = [w.mT.contiguous().mT for w in matrices]
     given = [t.requires_grad_() for t in (x, *matrices)]
     again = [t.detach().clone().requires_grad_() for t in given]
-    assert len(grouped.pieces(x, ends, 6)) == (2 if cached == 1 else 1)
+    assert len(grouped.group_blocks(x, ends, 6)) == (2 if cached == 1 else 1)
     found = gated_products(*given, ends, "silu")
     numbers = torch.arange(3).repeat_interleave(lengths)
     made = [again[0][i] @ again[1][e] for i, e in enumerate(numbers)]
@@ -195,10 +200,10 @@ def test_gradients_of_weights_without_the_kernel_that_gpus_lack(monkeypatch: pyt
     order = torch.randperm(ROWS * TOP, generator=torch.Generator().manual_seed(0))[:computed]
     found = []
     for has in (True, False):
-        monkeypatch.setattr(slots, "_has_dots", lambda x, has=has: has)
+        monkeypatch.setattr(expert_ops, "_has_weight_gradient_kernel", lambda x, has=has: has)
         x, weights = torch.ones(computed, 4, dtype=torch.float64), operands()[1].detach().flatten()
         x = (x * torch.arange(4.0) + torch.arange(float(computed)).unsqueeze(1)).requires_grad_()
-        y = collected(x, weights.requires_grad_(), slots_of(order, ROWS, TOP))
+        y = combine_expert_rows(x, weights.requires_grad_(), dispatch_slots(order, ROWS, TOP))
         found.append(torch.autograd.grad((y * torch.arange(20.0).view(ROWS, 4)).sum(), (x, weights)))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=0)

@@ -14,13 +14,13 @@ from torch import nn
 from transformers_models import ALIBI
 
 import autoshard
-from autoshard.check.closeness import difference, scale
+from autoshard.check.reference import largest_difference, largest_magnitude
 from autoshard.errors import RuntimeMismatchError
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.rules.families import ring
-from autoshard.runtime.attention.banded import banded_op
-from autoshard.runtime.attention.order import ALL, CAUSAL, Band
+from autoshard.passes.rules.families import context_parallel
+from autoshard.runtime.attention.masked_attention import banded_op
+from autoshard.runtime.attention.ring_geometry import ALL_KEYS, CAUSAL, Band
 
 aten = torch.ops.aten
 ATTENTION = {aten.scaled_dot_product_attention.default, banded_op._opoverload}
@@ -111,7 +111,7 @@ FORMS: dict[Form, tuple[Band, bool]] = {
     added: (Band(3, 0), False),
     flat: (CAUSAL, True),
     sliced: (CAUSAL, True),
-    contracted: (ALL, False),
+    contracted: (ALL_KEYS, False),
     capped: (CAUSAL, False),
     Sunk(): (Band(3, 0), False),
 }
@@ -158,7 +158,7 @@ def test_is_put_together(dtype: torch.dtype) -> None:
     nodes = _attentions(graph)
     assert len(nodes) == len(FORMS)
     for node, (form, (band, sloped)) in zip(nodes, FORMS.items(), strict=True):
-        assert ring.band_of(node) == band, form
+        assert context_parallel.band_of(node) == band, form
         assert bool(node.argument("sloped", False)) == sloped, form
         assert node.argument("enable_gqa"), form
     assert not any(t.shape[-2:] == (S, S) for t in graph.types.values())
@@ -261,7 +261,7 @@ def test_second_derivatives() -> None:
     for m in (model, autoshard.compile(model, mesh, (x,))):
         (first,) = torch.autograd.grad(m(x), x, create_graph=True)
         twice.append(torch.autograd.grad(first.square().sum(), x)[0])
-    assert difference(*twice) < 1e-9 * scale(twice[1])
+    assert largest_difference(*twice) < 1e-9 * largest_magnitude(twice[1])
     sharded = autoshard.compile(model, mesh, (x.detach(),))
     with pytest.raises(RuntimeMismatchError, match="create_graph=True: attention"):
         torch.autograd.grad(sharded(x.detach()), list(sharded.parameters()), create_graph=True)

@@ -13,11 +13,11 @@ from state_cases import CASES
 from state_experts import Fused
 
 import autoshard
-from autoshard.compiler import captured
+from autoshard.compiler import capture_graph
 from autoshard.errors import LayoutError
 from autoshard.layout import Grouped
 from autoshard.report.record import placement_from
-from autoshard.viz.layout_picture import visualize_layout
+from autoshard.viz import visualize_layout
 
 aten = torch.ops.aten
 
@@ -29,7 +29,7 @@ def given() -> torch.Tensor:
 
 
 def test_slices_that_tile_a_projection_are_a_split() -> None:
-    graph = captured(Fused(), (given().float(),), {}, training=True)
+    graph = capture_graph(Fused(), (given().float(),), {}, training=True)
     ops = [n.op for n in graph.nodes]
     assert aten.split_with_sizes.default in ops
     assert aten.slice.Tensor not in ops
@@ -41,7 +41,7 @@ def test_slices_that_leave_a_gap_are_none() -> None:
             y = super().forward(x)
             return y[..., :4] * y[..., 5:9]
 
-    ops = [n.op for n in captured(Gap(8, 9), (given().float(),), {}, training=True).nodes]
+    ops = [n.op for n in capture_graph(Gap(8, 9), (given().float(),), {}, training=True).nodes]
     assert ops.count(aten.slice.Tensor) == 2
 
 
@@ -52,7 +52,7 @@ def test_a_slice_whose_end_the_data_decides_is_none() -> None:
             return y[:, : int(n)].sum() + y[..., : int(n)].sum() + y[..., int(n) :].sum()
 
     given_ = given().float(), torch.tensor(4)
-    ops = [n.op for n in captured(Cut(8, 9), given_, {}, training=True).nodes]
+    ops = [n.op for n in capture_graph(Cut(8, 9), given_, {}, training=True).nodes]
     assert ops.count(aten.slice.Tensor) == 3
 
 

@@ -14,21 +14,21 @@ import pytest
 import torch
 
 from autoshard import Mesh
-from autoshard.compiler import build, captured
+from autoshard.compiler import capture_graph, compile_graph
 from autoshard.errors import PlanError
 from autoshard.hardware import PRESETS, Hardware, Link, Rate
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.ir.units import show_seconds
+from autoshard.passes.ir.text import show_seconds
 from autoshard.passes.microbatch import micro_batched
-from autoshard.passes.pipeline import Pieces, boundaries
+from autoshard.passes.pipeline import SegmentedGraph, stage_boundaries
 from autoshard.passes.propagate.planner import Planner
 from autoshard.plans import stages
-from autoshard.plans.alike import renaming
+from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.plans.wishes import Wishes
-from autoshard.report.pipeline import pipeline, stage_times, staged_times
+from autoshard.plans.reuse import graph_renaming
+from autoshard.report.pipeline import pipeline_timeline, stage_times, staged_times
 from autoshard.report.record import Staged
 from autoshard.viz.html import html
 from autoshard.viz.trace import trace_json
@@ -41,7 +41,7 @@ def gpt(vocab: int = 500) -> Graph:
     with torch.device("meta"):
         model = Gpt(GptConfig(vocab, 128, 128, 4, LAYERS, dropout=0.0))
         tokens = torch.empty(BATCHES, 128, dtype=torch.long)
-    return captured(model, (tokens,), {"labels": tokens}, training=True)
+    return capture_graph(model, (tokens,), {"labels": tokens}, training=True)
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def graph() -> Graph:
 
 
 def planned(graph: Graph, schedule: str = "1f1b", hardware: Hardware = PRESETS["h100"], **asked: object) -> Plan:
-    wishes = Wishes(stages="pp", schedule=schedule, micro_batches=BATCHES, **asked)  # type: ignore[arg-type]
-    return build(graph, Mesh({"pp": STAGES, "tp": 2}, hardware), wishes).plan
+    opts = CompileOptions(stages="pp", schedule=schedule, micro_batches=BATCHES, **asked)  # type: ignore[arg-type]
+    return compile_graph(graph, Mesh({"pp": STAGES, "tp": 2}, hardware), opts).plan
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +78,13 @@ def test_stages_are_whole_layers(plans: dict[str, Plan]) -> None:
 
 
 def test_the_step_is_work_communication_and_waiting(plan: Plan) -> None:
-    cost, step = plan.cost, pipeline(plan)
+    cost, step = plan.cost, pipeline_timeline(plan)
     assert cost.total_s == pytest.approx(cost.compute_s + cost.exposed_s + cost.bubble_s)
     assert cost.total_s >= step.step_s > 0
     assert cost.total_s - step.step_s < 0.2 * cost.total_s  # the update, and sums of gradients
     assert 0 < cost.bubble_s < cost.total_s / 2
     assert plan.from_json(plan.to_json()).cost == cost
-    assert pipeline(plan.from_json(plan.to_json())) == step
+    assert pipeline_timeline(plan.from_json(plan.to_json())) == step
 
 
 def test_ranks_that_share_cores_take_less_where_others_wait(graph: Graph, plans: dict[str, Plan]) -> None:
@@ -99,7 +99,9 @@ def test_ranks_that_share_cores_take_less_where_others_wait(graph: Graph, plans:
 def test_what_stages_take_of_the_processor_is_priced(graph: Graph, plans: dict[str, Plan]) -> None:
     host = replace(PRESETS["h100"], actions=0.01)
     plan, alone = planned(graph, hardware=host), plans["1f1b"]
-    assert pipeline(plan).work_s == pytest.approx(pipeline(alone).work_s + 2 * BATCHES * 0.01, rel=0.05)
+    assert pipeline_timeline(plan).work_s == pytest.approx(
+        pipeline_timeline(alone).work_s + 2 * BATCHES * 0.01, rel=0.05
+    )
     assert plan.cost.exposed_s >= 2 * BATCHES * 0.01
     assert plan.cost.bubble_s == pytest.approx(plan.cost.total_s - plan.cost.compute_s - plan.cost.exposed_s)
     two_cores = replace(PRESETS["h100"], sharing=((1, 1 / 3), (2, 1 / 3), (6, 1.0)))
@@ -111,9 +113,9 @@ def test_ranks_meet_before_and_after_the_schedule(graph: Graph) -> None:
     messages = Rate("permute", 2, 1e-5, 1e11)
     link = Link(1.0, 1e11, (messages, Rate("all_gather", STAGES, 1.0, 1e11)))
     slow = replace(PRESETS["h100"], node=link, kernel_latency=0.0)
-    plan = build(graph, Mesh({"pp": STAGES}, slow), Wishes(stages="pp", micro_batches=BATCHES)).plan
+    plan = compile_graph(graph, Mesh({"pp": STAGES}, slow), CompileOptions(stages="pp", micro_batches=BATCHES)).plan
     cost = plan.cost
-    assert pipeline(plan).step_s < 0.1
+    assert pipeline_timeline(plan).step_s < 0.1
     assert (
         4.0 <= cost.total_s < 4.1
     )  # what others train, which call it is, whether one failed, and the loss: a second each
@@ -163,8 +165,8 @@ def test_within_a_budget_the_first_stages_make_more_again(graph: Graph, plans: d
 def test_a_heavy_head_has_fewer_layers_beside_it(graph: Graph) -> None:
     def layers(graph: Graph) -> list[int]:
         one, _ = micro_batched(graph, BATCHES)
-        found = boundaries(
-            Pieces(one, Mesh({"tp": 2}), Mesh({"pp": STAGES, "tp": 2}).link("pp")), "1f1b", STAGES, BATCHES
+        found = stage_boundaries(
+            SegmentedGraph(one, Mesh({"tp": 2}), Mesh({"pp": STAGES, "tp": 2}).link("pp")), "1f1b", STAGES, BATCHES
         )
         firsts = [i for i, n in enumerate(one.nodes) if n.fqn.startswith("blocks.") and n.fqn.endswith("norm_1")]
         return [sum(low <= i < high for i in firsts) for low, high in itertools.pairwise((0, *found, len(one.nodes)))]
@@ -174,9 +176,9 @@ def test_a_heavy_head_has_fewer_layers_beside_it(graph: Graph) -> None:
 
 
 def test_more_stages_than_operations_are_refused(graph: Graph) -> None:
-    pieces = Pieces(graph, Mesh({"tp": 2}), Mesh({"pp": 2, "tp": 2}).link("pp"))
+    pieces = SegmentedGraph(graph, Mesh({"tp": 2}), Mesh({"pp": 2, "tp": 2}).link("pp"))
     with pytest.raises(PlanError, match="operations to cut between"):
-        boundaries(pieces, "1f1b", 1000, 8)
+        stage_boundaries(pieces, "1f1b", 1000, 8)
 
 
 def test_the_table_has_a_row_per_stage(plan: Plan) -> None:
@@ -194,7 +196,7 @@ def test_the_table_has_a_row_per_stage(plan: Plan) -> None:
 def test_the_trace_has_a_process_per_rank(plan: Plan) -> None:
     events = json.loads(trace_json(plan))["traceEvents"]
     work = [e for e in events if e["ph"] == "X" and e["tid"] == 0]
-    step, staged = pipeline(plan), staged_in(plan)
+    step, staged = pipeline_timeline(plan), staged_in(plan)
     assert {e["pid"] for e in work} == set(range(STAGES))
     kinds = 3 if staged.schedule == "zero_bubble" else 2
     assert len(work) == kinds * BATCHES * len(staged.plans)
@@ -213,7 +215,7 @@ def test_the_page_holds_the_schedule(plan: Plan) -> None:
     page = html(plan)
     data = json.loads(page.split('<script type="application/json" id="data">')[1].split("</script>")[0])["plans"][0]
     assert [[tuple(row[:3]) for row in rank] for rank in data["pipeline"]["ranks"]] == [
-        [tuple(span.action) for span in spans] for spans in pipeline(plan).ranks
+        [tuple(span.action) for span in spans] for spans in pipeline_timeline(plan).ranks
     ]
 
 
@@ -228,12 +230,12 @@ def test_equal_stages_are_searched_once(graph: Graph, plans: dict[str, Plan], mo
     monkeypatch.setattr(Planner, "cheapest", counted)
     nodes = micro_batched(graph, BATCHES)[0].nodes
     ends = tuple(next(i for i, n in enumerate(nodes) if n.fqn.startswith(f"blocks.{k}.")) for k in range(1, LAYERS))
-    wishes = Wishes(stages="pp", micro_batches=BATCHES, boundaries=ends)
-    build(graph, Mesh({"pp": LAYERS, "tp": 2}), wishes)
+    opts = CompileOptions(stages="pp", micro_batches=BATCHES, boundaries=ends)
+    compile_graph(graph, Mesh({"pp": LAYERS, "tp": 2}), opts)
     assert len(searched) < LAYERS
     searched.clear()
-    monkeypatch.setattr(stages, "renaming", lambda a, b: None)
-    build(graph, Mesh({"pp": LAYERS, "tp": 2}), wishes)
+    monkeypatch.setattr(stages, "graph_renaming", lambda a, b: None)
+    compile_graph(graph, Mesh({"pp": LAYERS, "tp": 2}), opts)
     assert len(searched) == LAYERS + 1  # the last also as it were without the first, with which it shares a weight
 
 
@@ -242,10 +244,11 @@ def test_a_weight_of_several_stages_is_cut_only_where_all_gain() -> None:
     """Within this memory the first stage alone would have the embedding cut, which costs the head more than that gains."""
     with torch.device("meta"):
         model, tokens = Gpt(GptConfig(1000, 128, 256, 8, 4, dropout=0.0)), torch.empty(16, 128, dtype=torch.long)
-    shared = captured(model, (tokens,), {"labels": tokens}, training=True)
-    wishes = Wishes(stages="pp", micro_batches=2, memory_budget=60e6)
+    shared = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
+    opts = CompileOptions(stages="pp", micro_batches=2, memory_budget=60e6)
     free, ddp = (
-        build(shared, Mesh({"pp": 2, "dp": 4}, PRESETS["cpu"]), w).plan for w in (wishes, replace(wishes, like="ddp"))
+        compile_graph(shared, Mesh({"pp": 2, "dp": 4}, PRESETS["cpu"]), w).plan
+        for w in (opts, replace(opts, like="ddp"))
     )
     assert max(p.memory.peak for p in staged_in(free).plans) <= 60e6
     assert free.cost.total_s < ddp.cost.total_s
@@ -253,10 +256,10 @@ def test_a_weight_of_several_stages_is_cut_only_where_all_gain() -> None:
 
 def test_graphs_that_differ_are_not_alike(graph: Graph) -> None:
     one, other = micro_batched(graph, BATCHES)[0], micro_batched(graph, BATCHES // 2)[0]
-    assert renaming(one, one) is not None
-    assert renaming(one, other) is None
+    assert graph_renaming(one, one) is not None
+    assert graph_renaming(one, other) is None
     last = one.nodes[-1]
-    assert renaming(one, replace(one, nodes=(*one.nodes[:-1], replace(last, args=())))) is None
+    assert graph_renaming(one, replace(one, nodes=(*one.nodes[:-1], replace(last, args=())))) is None
 
 
 def test_every_form_of_a_plan_takes_stages(plan: Plan, tmp_path: Path) -> None:

@@ -21,15 +21,20 @@ from autoshard.hardware import PRESETS, Overlap
 from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.op_space import op_space
-from autoshard.passes.propagate.prices import cost as costs
-from autoshard.passes.propagate.prices.fusion import traffic
-from autoshard.passes.propagate.prices.hiding import stepped, stepping
-from autoshard.passes.propagate.prices.step_time import Parts, movable_values, summed
+from autoshard.passes.propagate.prices import roofline as costs
+from autoshard.passes.propagate.prices.overlap import (
+    StepParts,
+    movable_values,
+    network_of_steps,
+    tables_of_step,
+    total_parts,
+)
+from autoshard.passes.propagate.prices.roofline import fused_traffic
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.families import ring
+from autoshard.passes.rules.families import context_parallel
 from autoshard.passes.search import solve
 from autoshard.plans.plan import Plan
-from autoshard.report.schedule import BESIDE, COMPUTE, step_end, timeline
+from autoshard.report.schedule import COMPUTE_STREAM, PARAMETER_STREAMS, step_end, step_timeline
 
 H100 = PRESETS["h100"]
 ALONE = replace(H100, overlap=0.0)
@@ -72,21 +77,21 @@ def test_the_search_finds_the_least_time_of_all_choices(seed: int) -> None:
     sizes, near = r.integers(2, 4, 4), float(r.choice([0.0, 0.5, 0.84, 1.0]))
     overlap = Overlap(near, float(r.choice([near, (1 + near) / 2])) if near else 0.0)
 
-    def parts(*shape: int, compute: bool) -> Parts:
+    def parts(*shape: int, compute: bool) -> StepParts:
         draw = [r.integers(0, 6, shape).astype(float) for _ in range(5)]
         zero = np.zeros(())
-        return Parts(*draw[:3], zero, zero) if compute else Parts(zero, zero, draw[2], 3 * draw[3], 2 * draw[4])
+        return StepParts(*draw[:3], zero, zero) if compute else StepParts(zero, zero, draw[2], 3 * draw[3], 2 * draw[4])
 
     nodes = [parts(n, compute=True) for n in sizes]
     edges = [(i, i + 1, parts(sizes[i], sizes[i + 1], compute=False)) for i in range(3)]
-    own = [stepped(p, (int(n),), overlap) for n, p in zip(sizes, nodes, strict=True)]
-    between = [(i, j, stepped(p, (int(sizes[i]), int(sizes[j])), overlap)) for i, j, p in edges]
-    network, rows = stepping(own, between, overlap)
+    own = [tables_of_step(p, (int(n),), overlap) for n, p in zip(sizes, nodes, strict=True)]
+    between = [(i, j, tables_of_step(p, (int(sizes[i]), int(sizes[j])), overlap)) for i, j, p in edges]
+    network, rows = network_of_steps(own, between, overlap)
     assert bool(rows) == bool(near)
 
     def step(choice: tuple[int, ...]) -> float:
         found = [p[s] for p, s in zip(nodes, choice, strict=True)] + [p[choice[i], choice[j]] for i, j, p in edges]
-        total = summed(found)
+        total = total_parts(found)
         return float(total.step(overlap))
 
     every = {choice: step(choice) for choice in itertools.product(*(range(n) for n in sizes))}
@@ -99,11 +104,11 @@ def test_the_search_finds_the_least_time_of_all_choices(seed: int) -> None:
 def test_time_is_the_longer_of_both_where_all_can_hide() -> None:
     one = np.array(1.0)
     for moved in (0.0, 0.5, 1.0, 3.0):
-        found = Parts(compute=one, node=np.array(moved))
+        found = StepParts(compute=one, node=np.array(moved))
         beside = max(1.0 + 0.2 * moved, moved)  # compute runs at 0.8 of its speed as long as the collectives run
         assert float(found.step(Overlap(0.8, 0.9))) == pytest.approx(beside)
         assert float(found.step(Overlap(0.0, 0.0))) == pytest.approx(1.0 + moved)
-        far = Parts(compute=one, network=np.array(moved))
+        far = StepParts(compute=one, network=np.array(moved))
         assert float(far.step(Overlap(0.8, 0.9))) == pytest.approx(max(1.0 + 0.1 * moved, moved))
 
 
@@ -138,7 +143,7 @@ def test_the_optimizer_takes_the_time_of_its_state() -> None:
 # --- kernels ---
 
 
-def seconds_of(graph: Graph, op: str, mesh: Mesh) -> dict[tuple[str, ...], costs.Seconds]:
+def seconds_of(graph: Graph, op: str, mesh: Mesh) -> dict[tuple[str, ...], costs.PhaseSeconds]:
     (node,) = (n for n in graph.nodes if op in str(n.op))
     flops = costs.node_flops(node, graph, rule_for(node.op))
     space = op_space(node, graph, mesh)
@@ -191,9 +196,9 @@ def test_attention_reaches_what_was_measured_at_its_length() -> None:
 def test_short_causal_attention_computes_all_pairs_where_kernels_leave_out_long_tiles() -> None:
     graph = attention(causal=True)  # of 4096 queries and keys
     (node,) = (n for n in graph.nodes if "attention" in str(n.op))
-    assert ring.in_tiles(node, graph, 0) == 1.0
-    assert ring.in_tiles(node, graph, 4096) == pytest.approx(8192 / 4097)
-    assert ring.in_tiles(node, graph, 512) == pytest.approx(2 * 9 / 16, rel=1e-3)
+    assert context_parallel.tile_padding_ratio(node, graph, 0) == 1.0
+    assert context_parallel.tile_padding_ratio(node, graph, 4096) == pytest.approx(8192 / 4097)
+    assert context_parallel.tile_padding_ratio(node, graph, 512) == pytest.approx(2 * 9 / 16, rel=1e-3)
     here = replace(H100, attention_tile=4096)
     taken = [seconds_of(graph, "attention", Mesh({"tp": 2}, hardware=h))["heads",] for h in (here, H100)]
     assert taken[0].backward > 1.9 * taken[1].backward
@@ -284,7 +289,7 @@ def test_narrow_products_and_convolutions_reach_what_was_measured() -> None:
 
 def test_chains_of_elementwise_operations_are_one_kernel() -> None:
     graph = mlp(layers=2)
-    touched = traffic(graph)
+    touched = fused_traffic(graph)
     by_op = defaultdict(list)
     for node in graph.nodes:
         by_op[str(node.op)].append(touched[node.name])
@@ -294,7 +299,7 @@ def test_chains_of_elementwise_operations_are_one_kernel() -> None:
     assert not last.launches  # the loss is computed where it is made
     assert not any(by_op["aten.mean.default"][0].reads)
     fused, alone = (Mesh({"dp": 1}, replace(H100, fuses=f)) for f in (True, False))
-    taken = [autoshard.compiler.build(graph, m).plan.cost.compute_s for m in (fused, alone)]
+    taken = [autoshard.compiler.compile_graph(graph, m).plan.cost.compute_s for m in (fused, alone)]
     assert taken[0] < taken[1]
 
 
@@ -318,7 +323,7 @@ def test_a_plan_saved_before_there_were_rates_is_read() -> None:
 @pytest.mark.parametrize("hardware", [H100, ALONE], ids=["beside", "alone"])
 def test_a_stream_does_one_thing_at_a_time(hardware: Hardware) -> None:
     plan = planned(hardware)
-    events, cost = timeline(plan), plan.cost
+    events, cost = step_timeline(plan), plan.cost
     streams = defaultdict(list)
     for e in events:
         streams[e.stream].append(e)
@@ -326,10 +331,10 @@ def test_a_stream_does_one_thing_at_a_time(hardware: Hardware) -> None:
         for a, b in itertools.pairwise(sorted(found, key=lambda e: e.start)):
             assert b.start >= (a.start + a.seconds) * (1 - 1e-12)
     sent = sum(c.seconds for c in plan.collectives)
-    pairs = [(a, b) for link, beside in BESIDE.items() for a in streams[link] for b in streams[beside]]
+    pairs = [(a, b) for link, beside in PARAMETER_STREAMS.items() for a in streams[link] for b in streams[beside]]
     ends = [(max(a.start, b.start), min(a.start + a.seconds, b.start + b.seconds)) for a, b in pairs]
     shared = sum(max(0.0, end - start) for start, end in ends)  # each has half of the link meanwhile
-    assert sum(e.seconds for e in events if e.stream != COMPUTE) == pytest.approx(sent + shared)
+    assert sum(e.seconds for e in events if e.stream != COMPUTE_STREAM) == pytest.approx(sent + shared)
     assert cost.compute_s <= step_end(plan) <= cost.compute_s + sent + cost.local_s + 1e-12
     assert cost.schedule_s == step_end(plan)
     if not hardware.overlap:
@@ -339,8 +344,8 @@ def test_a_stream_does_one_thing_at_a_time(hardware: Hardware) -> None:
 
 
 def test_a_block_is_gathered_while_the_one_before_it_runs() -> None:
-    events = timeline(planned())
-    begins = {b: min(e.start for e in events if f"blocks.{b}." in e.fqn and e.stream == COMPUTE) for b in (1, 2)}
+    events = step_timeline(planned())
+    begins = {b: min(e.start for e in events if f"blocks.{b}." in e.fqn and e.stream == COMPUTE_STREAM) for b in (1, 2)}
     gathers = [e for e in events if e.name.startswith("all_gather") and "blocks.2." in e.fqn and e.phase == "forward"]
     assert gathers
     assert all(begins[1] * (1 - 1e-9) <= e.start < begins[2] for e in gathers)

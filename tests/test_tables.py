@@ -15,7 +15,7 @@ from torch import nn
 
 import autoshard
 import autoshard.models
-from autoshard.passes.propagate.owners import balanced
+from autoshard.passes.propagate.embedding_tables import balance_loads
 
 
 def dlrm(sparse: bool, batch: int = 8) -> Call:
@@ -267,13 +267,13 @@ def test_a_wrong_owner_is_seen() -> None:
     """Negative control: results of one table in the place of another's."""
     from autoshard.runtime.operations import tables
 
-    right = tables.placed
-    tables.placed = lambda *args: right(*args)[::-1]
+    right = tables.unpack_tables
+    tables.unpack_tables = lambda *args: right(*args)[::-1]
     try:
         with pytest.raises(AssertionError):
             trains_alike(dlrm(sparse=False), AXES["x2"], like="table-wise")
     finally:
-        tables.placed = right
+        tables.unpack_tables = right
 
 
 def test_bytes_are_those_of_the_formulas() -> None:
@@ -341,11 +341,11 @@ def test_balance() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.rand(40, 2, generator=generator).pow(3)
     loads = {f"t{i}": (float(a), float(b)) for i, (a, b) in enumerate(sizes)}
-    place = balanced(loads, 4)
+    place = balance_loads(loads, 4)
     for kind in range(2):
         held = [sum(loads[n][kind] for n, r in place.items() if r == rank) for rank in range(4)]
         assert max(held) < 1.3 * sum(held) / 4
-    assert balanced(loads, 4, {"t3": 2})["t3"] == 2
+    assert balance_loads(loads, 4, {"t3": 2})["t3"] == 2
 
 
 def test_verify_knows_sparse_gradients() -> None:

@@ -14,22 +14,21 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard.compiler import captured, planned
+from autoshard.compiler import capture_graph, plan_graph
 from autoshard.hardware import PRESETS, Link
 from autoshard.layout import I, Layout, Owned, R, Shard
 from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import TensorType
-from autoshard.passes.lower.tables import tables_together
-from autoshard.passes.propagate import exchanges
-from autoshard.passes.propagate.alternatives import alternatives
-from autoshard.passes.propagate.objective import objective
+from autoshard.passes.lower.coalescing import group_look_ups
+from autoshard.passes.propagate import embedding_tables
+from autoshard.passes.propagate.objective import alternatives, objective
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.propagate.planner import Planner
-from autoshard.passes.propagate.prices import bucketed, joined
-from autoshard.passes.propagate.prices.cost import optimizer_seconds
+from autoshard.passes.propagate.prices import coalescing
+from autoshard.passes.propagate.prices.roofline import optimizer_seconds
 from autoshard.passes.rules.families import embedding
-from autoshard.plans.wishes import Wishes
-from autoshard.runtime.operations.tables import Arrival, Group, _Placed, placed
+from autoshard.plans.options import CompileOptions
+from autoshard.runtime.operations.tables import LookupArrival, LookupGroup, _UnpackedTables, unpack_tables
 
 
 class Tables(nn.Module):
@@ -47,13 +46,13 @@ class Tables(nn.Module):
 def test_look_ups_in_tables_of_one_owner_each_go_together() -> None:
     """Negative control: not where one needs the other."""
     given, asked = (torch.arange(4), torch.arange(4)), {"like": {"tp": "table-wise"}}
-    assert change(tables_together, Tables(nested=False), *given, **asked) == [
+    assert change(group_look_ups, Tables(nested=False), *given, **asked) == [
         "- embedding: f32[4, 4] S(0)@tp = runtime.table_wise([p_users_weight], [user], [0], 'tp', 'sum')",
         "- embedding_1: f32[4, 4] S(0)@tp = runtime.table_wise([p_items_weight], [item], [1], 'tp', 'sum')",
         "+ embedding: f32[4, 4] S(0)@tp, embedding_1: f32[4, 4] S(0)@tp = "
         "runtime.table_wise([p_users_weight, p_items_weight], [user, item], [0, 1], 'tp', 'sum')",
     ]
-    assert change(tables_together, Tables(nested=True), *given, **asked) == []
+    assert change(group_look_ups, Tables(nested=True), *given, **asked) == []
 
 
 class Pools(nn.Module):
@@ -81,11 +80,11 @@ def test_look_ups_in_tables_that_are_cut_alike_go_in_one_call() -> None:
         "row-wise": f"P@tp = runtime.pooled_together({tables}, {indices}, 'sum', padding=[2, -1], sizes=[8, 6], axes='tp')",
     }
     for like, call in calls.items():
-        lines = change(tables_together, Pools(), *given, like=like)
+        lines = change(group_look_ups, Pools(), *given, like=like)
         assert next(line for line in lines if line[0] == "+").endswith(call), lines
         assert len(lines) == 3, lines
         for apart in ("nested", "mode", "width", "sparse"):
-            assert change(tables_together, Pools(apart), *given, like=like) == [], (like, apart)
+            assert change(group_look_ups, Pools(apart), *given, like=like) == [], (like, apart)
 
 
 @pytest.mark.parametrize("like", ["column-wise", "row-wise", "replicate"])
@@ -161,10 +160,10 @@ def test_what_is_looked_up_pays_for_the_one_message_that_brings_it(like: str, mo
     messages = [c for c in found.collectives if c.kind != "all_reduce"]
     assert [c.phase for c in messages] == ["forward", "backward"]
     assert found.cost.merged_s == pytest.approx(0.0, abs=1e-4 * LATE.node.latency)
-    monkeypatch.setattr(joined, "AXES", 0)
-    monkeypatch.setattr(bucketed, "_beside_others", lambda graph, waits: {})
-    monkeypatch.setattr(embedding, "_share", lambda site: 1.0)
-    monkeypatch.setattr(exchanges, "groups", lambda graph, mesh: ())
+    monkeypatch.setattr(coalescing, "MAX_GROUPED_AXES", 0)
+    monkeypatch.setattr(coalescing, "_coalesced_shares", lambda graph, waits: {})
+    monkeypatch.setattr(embedding, "_latency_share", lambda site: 1.0)
+    monkeypatch.setattr(embedding_tables, "groupable_lookups", lambda graph, mesh: ())
     latencies = sum(found.mesh.link("x").rate(c.kind)[0] for c in messages)
     assert features(like).cost.merged_s == pytest.approx(5 * latencies, rel=1e-2)
 
@@ -181,7 +180,7 @@ def test_ways_of_what_is_looked_up_are_told_apart(monkeypatch: pytest.MonkeyPatc
 
     latencies = sum(LATE.node.rate(kind, 4)[0] for kind in ("reduce_scatter", "all_gather"))
     assert merged() == pytest.approx(latencies, rel=1e-2)
-    monkeypatch.setattr(joined, "AXES", 0)
+    monkeypatch.setattr(coalescing, "MAX_GROUPED_AXES", 0)
     assert merged() == pytest.approx(-latencies, rel=1e-2)
 
 
@@ -196,7 +195,7 @@ def test_tables_of_one_owner_each_share_with_those_that_lie_so(monkeypatch: pyte
 
     latency = LATE.node.rate("all_to_all", 4)[0]
     assert merged() == pytest.approx(0.0, abs=1e-2 * latency)
-    monkeypatch.setattr(exchanges, "groups", lambda graph, mesh: ())
+    monkeypatch.setattr(embedding_tables, "groupable_lookups", lambda graph, mesh: ())
     assert merged() == pytest.approx(-2 * 2 / 6 * latency, rel=1e-2)
 
 
@@ -231,7 +230,7 @@ def test_the_update_takes_what_the_fullest_rank_has(
             owned[x.owner] += n
     assert [isinstance(x, Owned) for x in layouts] == [i not in cut for i in range(4)]
     working = sum(owned) / max(owned)
-    expected = max(owned) * mesh.hardware.lasting(working, 4) + sum(rows[i] for i in cut) / 4
+    expected = max(owned) * mesh.hardware.relative_duration(working, 4) + sum(rows[i] for i in cut) / 4
     each = optimizer_seconds("adamw", TensorType((1, 16), torch.float32, True), (R,), mesh)
     assert plan.cost.optimizer_s == pytest.approx(expected * each, rel=0.2 if sharing and cut == (2, 3) else 1e-6)
 
@@ -241,7 +240,7 @@ def test_a_look_up_pays_for_the_kernels_of_its_form(cpu: bool) -> None:
     """With the sum two; in a table cut by rows four more; all but one of these once for six where a node does all of them;
     where tables have one owner each, a rank's part of them."""
     mesh = autoshard.Mesh({"x": 4}, hardware=replace(LATE, kernel_latency=1.0, cpu=cpu))
-    graph = captured(Features(), (torch.zeros(64, 6, 4, dtype=torch.int64),), {}, training=True)
+    graph = capture_graph(Features(), (torch.zeros(64, 6, 4, dtype=torch.int64),), {}, training=True)
     node = next(n for n in graph.nodes if "pooled" in str(n.op))
     space = OpSpaces(graph, mesh)[node]
     launches = {choice[0].label: tuple(x) for choice, x in zip(space.choices, space.launches.T, strict=True)}
@@ -255,8 +254,8 @@ def test_a_look_up_pays_for_the_kernels_of_its_form(cpu: bool) -> None:
 def test_plans_within_memory_that_do_the_same_along_all_axes(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where few fit: the way that look-ups go is what they do."""
     asked = list[str]()
-    real = Planner.evenly
-    monkeypatch.setattr(Planner, "evenly", lambda self: asked.append("evenly") or real(self))
+    real = Planner.restrict_evenly
+    monkeypatch.setattr(Planner, "restrict_evenly", lambda self: asked.append("evenly") or real(self))
     mesh = autoshard.Mesh({"x": 2, "y": 2}, hardware=LATE)
     with torch.device("meta"):
         model, ids = Sized(900, 300, 200, 100), torch.zeros(64, 4, dtype=torch.int64)
@@ -285,10 +284,10 @@ def test_no_plan_of_a_recommender_is_above_one_by_name(axes: dict[str, int]) -> 
         model, ids = Features(), torch.zeros(64, 6, 4, dtype=torch.int64)
     mesh = autoshard.Mesh(axes, hardware=LATE)
     graph = capture(model, (ids,), {}, training=True)
-    found = planned(graph, mesh, Wishes())[0].assignment
+    found = plan_graph(graph, mesh, CompileOptions())[0].assignment
     assert objective(found).total_s == pytest.approx(found.solution.cost, rel=1e-12)
     for like in ("table-wise", "row-wise", "column-wise", "ddp", "fsdp"):
-        named = planned(graph, mesh, Wishes(like=dict.fromkeys(axes, like)))[0].assignment
+        named = plan_graph(graph, mesh, CompileOptions(like=dict.fromkeys(axes, like)))[0].assignment
         assert objective(named).total_s == pytest.approx(named.solution.cost, rel=1e-12)
         assert found.solution.cost <= named.solution.cost * (1 + 1e-12)
 
@@ -327,15 +326,19 @@ class Written(TorchDispatchMode):
 @pytest.mark.parametrize("by_row", [True, False])
 def test_gradients_of_what_came_are_copied_once(by_row: bool) -> None:
     """To where they are sent from; and they have derivatives. One of the tables gets no gradient."""
-    groups = Group((0, 1, 2), 4, 3, by_row), Group((3,), 4, 2, by_row)
-    arrivals = Arrival(groups[0], (0, 2), 2, 12), Arrival(groups[0], (1,), 2, 6), Arrival(groups[1], (3,), 2, 4)
+    groups = LookupGroup((0, 1, 2), 4, 3, by_row), LookupGroup((3,), 4, 2, by_row)
+    arrivals = (
+        LookupArrival(groups[0], (0, 2), 2, 12),
+        LookupArrival(groups[0], (1,), 2, 6),
+        LookupArrival(groups[1], (3,), 2, 4),
+    )
     moved = torch.randn(22, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
 
     def results(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return _Placed.apply(x, arrivals)[:3]  # type: ignore[no-untyped-call, no-any-return]
+        return _UnpackedTables.apply(x, arrivals)[:3]  # type: ignore[no-untyped-call, no-any-return]
 
-    assert [tuple(x.shape) for x in placed(moved, arrivals)] == [(2, width) for width in (3, 3, 3, 2)]
-    assert sorted(i for x in placed(torch.arange(22), arrivals) for i in x.flatten().tolist()) == list(range(22))
+    assert [tuple(x.shape) for x in unpack_tables(moved, arrivals)] == [(2, width) for width in (3, 3, 3, 2)]
+    assert sorted(i for x in unpack_tables(torch.arange(22), arrivals) for i in x.flatten().tolist()) == list(range(22))
     assert torch.autograd.gradcheck(results, moved)
     assert torch.autograd.gradgradcheck(results, moved)
     found = torch.cat(results(moved), 1).square().sum()
@@ -350,9 +353,9 @@ def test_what_a_table_costs_elsewhere_is_the_difference_of_totals(axes: dict[str
     """By row, by column and whole on every rank: where it is read so, it lies so. With any optimizer."""
     optimizer = "adamw" if sparse else "sgd"
     model, args = fields(DCN, sparse, 8)
-    graph, mesh = captured(model, args, {}, training=True), autoshard.Mesh(axes, "h100")
+    graph, mesh = capture_graph(model, args, {}, training=True), autoshard.Mesh(axes, "h100")
     like = {axis: "table-wise" if axis == "x" else "ddp" for axis in axes}
-    assignment = planned(graph, mesh, Wishes(like=like))[0].assignment
+    assignment = plan_graph(graph, mesh, CompileOptions(like=like))[0].assignment
     found, total = alternatives(assignment, 100, optimizer), objective(assignment, optimizer).total_s
     for node in (n for n in graph.nodes if "embedding" in str(n.op)):
         table, seen = node.inputs[node.positions["weight"]], set()

@@ -7,8 +7,8 @@ import torch
 from programs import Draft, text
 
 from autoshard.passes.ir.verify import check_program
-from autoshard.passes.lower import together as module
-from autoshard.passes.lower.together import together
+from autoshard.passes.lower import coalescing as module
+from autoshard.passes.lower.coalescing import coalesce_collectives
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ def sums(*fqns: str, shape: tuple[int, int] = (8, 16)) -> Draft:
 
 
 def merged(draft: Draft, **outputs: str) -> str:
-    program = together(draft.program(**outputs))
+    program = coalesce_collectives(draft.program(**outputs))
     check_program(program)
     return text(program)
 

@@ -16,7 +16,7 @@ from autoshard import Hardware, runtime
 from autoshard.errors import RuntimeMismatchError
 from autoshard.hardware import PRESETS
 from autoshard.models.llama import Llama, LlamaConfig
-from autoshard.runtime.operations import products
+from autoshard.runtime.operations import collective_matmul
 from autoshard.runtime.transport.window import chunks
 
 Tensor = torch.Tensor
@@ -132,10 +132,12 @@ def test_bytes(length: int, longest: int) -> None:
 
 def test_parts_that_come_in_another_order_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above fail where a part is taken for that of another rank."""
-    before = products._Way.before
+    before = collective_matmul._RingAxis.before
     for run in (gathered, scattered):
         monkeypatch.setattr(
-            products._Way, "before", lambda way, distance: before(way, -distance if abs(distance) > 1 else distance)
+            collective_matmul._RingAxis,
+            "before",
+            lambda way, distance: before(way, -distance if abs(distance) > 1 else distance),
         )
         theirs, ours, _ = run(4, (2, 12, 12), 1)
         assert error(theirs, ours) > 1e-3

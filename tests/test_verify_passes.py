@@ -11,18 +11,18 @@ from torch import nn
 
 import autoshard
 from autoshard import PlanError, Shard
-from autoshard.compiler import Compiled, build
+from autoshard.compiler import Compiled, compile_graph
 from autoshard.layout import Layout
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.verify import check_graph, check_program
-from autoshard.plans.wishes import Wishes
+from autoshard.plans.options import CompileOptions
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     graph = capture(model, (torch.randn(4, 8),))
-    return build(graph, ideal({"tp": 2}), Wishes(hints={"0": "colwise", "2": "rowwise"}))
+    return compile_graph(graph, ideal({"tp": 2}), CompileOptions(hints={"0": "colwise", "2": "rowwise"}))
 
 
 def test_a_value_read_before_it_is_defined(compiled: Compiled) -> None:

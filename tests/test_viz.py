@@ -19,15 +19,14 @@ import torch
 from picture_samples import ODD_NAMES, chain, deep_llama, planned
 
 import autoshard
-from autoshard import Layout, LayoutError, Partial, PlanError, Shard, stages
+from autoshard import Layout, LayoutError, Partial, PlanError, Shard, dumps
 from autoshard.models.moe import Moe, MoeConfig
 from autoshard.plans.plan import Plan
-from autoshard.progress import stage
-from autoshard.report.schedule import COMPUTE, LINKS, timeline
-from autoshard.viz import dot, html, trace_json, tree_text, visualize
-from autoshard.viz.layout_picture import visualize_layout
+from autoshard.progress import shown_progress
+from autoshard.report.schedule import COMPUTE_STREAM, LINK_STREAMS, step_timeline
+from autoshard.viz import dot, html, trace_json, tree_text, visualize, visualize_layout
+from autoshard.viz.drawing import Box, drawing
 from autoshard.viz.trace import memory_over_time
-from autoshard.viz.tree import Box, drawing
 
 jsonschema = pytest.importorskip("jsonschema")
 pydot = pytest.importorskip("pydot")
@@ -227,7 +226,7 @@ def test_text_is_one_line_per_thing(odd: Plan, llama: Plan) -> None:
 @pytest.mark.parametrize("name", ["llama", "moe", "dlrm"])
 def test_the_timeline_is_the_predicted_step(name: str) -> None:
     plan = planned(name, dp=2, tp=2)
-    events, cost = timeline(plan), plan.cost
+    events, cost = step_timeline(plan), plan.cost
     ends = max(e.start + e.seconds for e in events)
     assert ends == cost.schedule_s
     # This hardware overlaps nothing; local copies are no events of their own.
@@ -241,9 +240,9 @@ def test_compute_waits_for_no_gradients_where_it_takes_longer() -> None:
     """Of a mixture of experts: large reduce-scatters, of which two may be under way, and small ones, which do not count."""
     with torch.device("meta"):
         model, tokens = Moe(MoeConfig(layers=2)).bfloat16(), torch.zeros(64, 4096, dtype=torch.long)
-    events = timeline(autoshard.plan(model, {"dp": 8, "ep": 8}, (tokens,), {"labels": tokens}))
+    events = step_timeline(autoshard.plan(model, {"dp": 8, "ep": 8}, (tokens,), {"labels": tokens}))
     assert sum(e.name.startswith("reduce_scatter") for e in events) > 6
-    backward = [e for e in events if e.phase == "backward" and e.stream in (COMPUTE, *LINKS)]
+    backward = [e for e in events if e.phase == "backward" and e.stream in (COMPUTE_STREAM, *LINK_STREAMS)]
     waited = sum(b.start - (a.start + a.seconds) for a, b in itertools.pairwise(backward))
     assert waited < 0.01 * (backward[-1].start - backward[0].start)
 
@@ -260,7 +259,7 @@ def test_the_trace_is_chromes_format(llama: Plan) -> None:
     rows = json.loads(trace_json(llama))["traceEvents"]
     named = {r["tid"]: r["args"]["name"] for r in rows if r["name"] == "thread_name"}
     assert named[0] == "compute"
-    links = {LINKS[llama.mesh.crosses(c.axes)] for c in llama.collectives}
+    links = {LINK_STREAMS[llama.mesh.crosses(c.axes)] for c in llama.collectives}
     assert links == set(named.values()) - {"compute"}
     complete = [r for r in rows if r["ph"] == "X"]
     assert all(r["dur"] >= 0 and r["ts"] >= 0 and r["tid"] in named for r in complete)
@@ -334,7 +333,7 @@ def test_logs_are_chosen_by_name(dumped: tuple[Path, str]) -> None:
 
 
 def test_logs_are_silent_unless_asked(capfd: pytest.CaptureFixture[str]) -> None:
-    stages.set_up_logs("")
+    dumps.set_up_logs("")
     planned("mlp", tp=4)
     assert capfd.readouterr() == ("", "")
 
@@ -346,8 +345,8 @@ class _Terminal(io.StringIO):
 
 @pytest.mark.parametrize(("out", "shown"), [(_Terminal(), True), (io.StringIO(), False)])
 def test_progress_is_for_terminals(out: io.StringIO, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoshard.progress.PATIENCE", 0.05)
-    with stage("planning", out):
+    monkeypatch.setattr("autoshard.progress.SILENT_SECONDS", 0.05)
+    with shown_progress("planning", out):
         time.sleep(0.1)
     assert bool(re.search(r"planning … \d+ s\rautoshard: planning   \d\.\d s\n$", out.getvalue())) is shown
     assert bool(out.getvalue()) is shown
@@ -355,6 +354,6 @@ def test_progress_is_for_terminals(out: io.StringIO, shown: bool, monkeypatch: p
 
 def test_progress_is_silent_for_short_stages() -> None:
     out = _Terminal()
-    with stage("planning", out):
+    with shown_progress("planning", out):
         pass
     assert out.getvalue() == ""

@@ -14,11 +14,11 @@ from browser import chromium, open_page
 from picture_samples import ODD_NAMES, chain, deep_llama, planned
 
 from autoshard import Mesh
-from autoshard.compiler import build, captured
+from autoshard.compiler import capture_graph, compile_graph
 from autoshard.models import Gpt, GptConfig
-from autoshard.passes.ir.units import show_bytes, show_seconds
+from autoshard.passes.ir.text import show_bytes, show_seconds
+from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.plans.wishes import Wishes
 
 CHECKS = (Path(__file__).parent / "page_checks.js").read_text("utf-8")
 OVERLAPS, CONTRAST, COLUMN = (f"{CHECKS}\nreturn {name}(...arguments);" for name in ("overlaps", "contrast", "column"))
@@ -224,8 +224,8 @@ def test_odd_names_are_text(driver: Any, tmp_path: Path) -> None:
 def test_a_pipeline_shows_who_works_when(driver: Any, tmp_path: Path) -> None:
     with torch.device("meta"):
         model, tokens = Gpt(GptConfig.tiny()), torch.empty(4, 16, dtype=torch.long)
-    graph = captured(model, (tokens,), {"labels": tokens}, training=True)
-    plan = build(graph, Mesh({"pp": 2}), Wishes(stages="pp", micro_batches=4)).plan
+    graph = capture_graph(model, (tokens,), {"labels": tokens}, training=True)
+    plan = compile_graph(graph, Mesh({"pp": 2}), CompileOptions(stages="pp", micro_batches=4)).plan
     plan.visualize(tmp_path / "plan.html")
     open_page(driver, tmp_path / "plan.html")
     tab(driver, "Memory and cost")

@@ -13,17 +13,17 @@ from test_calibration import Told
 from test_objective import compiled, drawn
 
 import autoshard
-from autoshard.check import travel
+from autoshard.check import collective_timing
 from autoshard.hardware import PRESETS, Hardware
 from autoshard.layout import Owned, R, Shard
 from autoshard.models import Llama, LlamaConfig
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import TensorType
 from autoshard.passes.propagate.edges import conversion_parts
-from autoshard.passes.propagate.prices.cost import optimizer_seconds
-from autoshard.passes.propagate.prices.waiting import Waits, waiting
-from autoshard.passes.redistribute.pricing import Shares
-from autoshard.passes.search.rows.within import ENOUGH
+from autoshard.passes.propagate.prices.collective_overheads import SkewSeconds, synchronization_skew
+from autoshard.passes.propagate.prices.roofline import optimizer_seconds
+from autoshard.passes.redistribute.pricing import MessageShares
+from autoshard.passes.search.rows.constrained import ENOUGH
 from autoshard.plans.plan import Plan
 
 WAITS = ((1e-4, 1e-4), (1e-3, 2e-4), (1e-2, 4e-4))
@@ -98,9 +98,9 @@ def test_ranks_wait_by_the_line_between_two_products_and_all_of_them(
         asked.append(computed)
         return real(hardware, computed)
 
-    def of(layers: int, waits: tuple[tuple[float, float], ...] = WAITS) -> Waits:
+    def of(layers: int, waits: tuple[tuple[float, float], ...] = WAITS) -> SkewSeconds:
         model, x = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(layers)]), torch.empty(rows, 512)
-        return waiting(capture(model, (x,), {}, training=True), autoshard.Mesh({"tp": 2}, hardware(waits)))
+        return synchronization_skew(capture(model, (x,), {}, training=True), autoshard.Mesh({"tp": 2}, hardware(waits)))
 
     monkeypatch.setattr(Hardware, "waits", noted)
     found = of(8)
@@ -108,7 +108,7 @@ def test_ranks_wait_by_the_line_between_two_products_and_all_of_them(
     for computed in asked:
         assert found.message + found.share * computed == pytest.approx(real(hardware(WAITS), computed))
     assert of(1).share == 0.0  # two products are more than there are
-    assert of(8, ()) == Waits(0.0, 0.0)
+    assert of(8, ()) == SkewSeconds(0.0, 0.0)
 
 
 def test_who_sends_nothing_waits_at_the_end_of_the_step() -> None:
@@ -144,12 +144,12 @@ def test_waits_are_measured_beyond_latencies(monkeypatch: pytest.MonkeyPatch) ->
         return SimpleNamespace(wait=lambda: None)
 
     comm = SimpleNamespace(process_group=lambda axes: None, all_reduce=add)
-    monkeypatch.setattr(travel, "TorchCommunicator", lambda axes, ranks: comm)
-    monkeypatch.setattr(travel.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(travel, "agreed", lambda value, pick: value)
-    monkeypatch.setattr(travel, "slowest", lambda found: found)
-    monkeypatch.setattr(travel, "_layer", lambda clock: layer)
-    found = travel.Waiting(clock).seconds()
+    monkeypatch.setattr(collective_timing, "TorchCommunicator", lambda axes, ranks: comm)
+    monkeypatch.setattr(collective_timing.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(collective_timing, "agreed", lambda value, pick: value)
+    monkeypatch.setattr(collective_timing, "slowest_ranks", lambda found: found)
+    monkeypatch.setattr(collective_timing, "_layer_step", lambda clock: layer)
+    found = collective_timing.RankSkew(clock).seconds()
     assert [after for after, _ in found] == [2e-3, 8e-3, 2e-2]
     assert [seconds for _, seconds in found] == pytest.approx([0.0, 6e-4, 1.8e-3], rel=1e-2)
 
@@ -164,7 +164,7 @@ def test_what_is_made_of_parameters_alone_pays_nothing() -> None:
             float(conversion_parts(type_, mesh, cut, whole, None, movable, share).blocking[0, 0])
             for movable in (True, False)
         ]
-        for share in (Shares(), Shares(waits=1e-3))
+        for share in (MessageShares(), MessageShares(waits=1e-3))
     )
     assert paid[0] == free[0]
     assert paid[1] - free[1] == pytest.approx(2e-3)  # forward and backward

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from autoshard.passes.ir.graph import Ref, map_refs, refs
-from autoshard.passes.ir.program import Call, Local, Offset
-from autoshard.passes.ir.sizes import free_symbols, size, symbol
-from autoshard.passes.ir.walk import map_tree, walk
+from autoshard.passes.ir.graph import Ref, map_refs, map_tree, refs, walk
+from autoshard.passes.ir.program import Local, LocalCall, Offset
+from autoshard.passes.ir.sizes import free_symbols, length_symbol, make_size
 
 aten = torch.ops.aten
-INNER = Call(aten.slice.Tensor, (Ref("y"), 0, Offset(8, ("tp",))), {})
-TREE = Call("gather", ([Ref("x"), (INNER, "dp")], {"a": Ref("z")}), {"size": Local(8, ("tp",)), "to": None})
+INNER = LocalCall(aten.slice.Tensor, (Ref("y"), 0, Offset(8, ("tp",))), {})
+TREE = LocalCall("gather", ([Ref("x"), (INNER, "dp")], {"a": Ref("z")}), {"size": Local(8, ("tp",)), "to": None})
 
 
 def test_everything_is_seen_in_order() -> None:
@@ -32,14 +31,14 @@ def test_a_map_keeps_the_form() -> None:
 
 def test_a_map_reaches_a_call_after_its_arguments() -> None:
     """So that a map can evaluate."""
-    call = Call(aten.add.Tensor, (1, Call(aten.mul.Tensor, (2, 3), {})), {})
-    assert map_tree(call, lambda item: sum(item.args) if isinstance(item, Call) else item) == 6
+    call = LocalCall(aten.add.Tensor, (1, LocalCall(aten.mul.Tensor, (2, 3), {})), {})
+    assert map_tree(call, lambda item: sum(item.args) if isinstance(item, LocalCall) else item) == 6
 
 
 def test_symbols_stand_in_lengths_anywhere() -> None:
-    batch = symbol("batch")
-    n = size(2 * batch, {batch: 4})
-    nested = Call("slice", (Ref("x"), [Local(n, ("tp",))]), {"inner": Call("pad", (n,), {})})
+    batch = length_symbol("batch")
+    n = make_size(2 * batch, {batch: 4})
+    nested = LocalCall("slice", (Ref("x"), [Local(n, ("tp",))]), {"inner": LocalCall("pad", (n,), {})})
     assert free_symbols(nested) == {"batch"}
     assert free_symbols(Offset(n, ("tp",))) == {"batch"}
     assert free_symbols(TREE) == set()

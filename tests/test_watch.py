@@ -20,12 +20,12 @@ from torch import Tensor, nn
 import autoshard
 from autoshard.errors import CaptureError
 from autoshard.passes.capture import watch as watching
-from autoshard.passes.capture.answers.loops import Learnt
-from autoshard.passes.capture.answers.numbers import Numbers
 from autoshard.passes.capture.export import capture
-from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Patch, Refusals
-from autoshard.passes.capture.repeats.observer import Repeats
-from autoshard.passes.capture.watch import Watch, concerns
+from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, RefusalLog, TracedForward
+from autoshard.passes.capture.shared_regions.observer import SharedRegions
+from autoshard.passes.capture.specialization.loops import LoopFindings
+from autoshard.passes.capture.specialization.scalars import ScalarConversions
+from autoshard.passes.capture.watch import ObserverMode, trace_observers
 
 X = torch.ones(2, 3)
 
@@ -36,12 +36,12 @@ class Told(Observer):
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self.said = name, said
 
-    def before(self, call: Call) -> Answer | Call | None:
+    def before(self, call: ObservedCall) -> ObserverAnswer | ObservedCall | None:
         if call.func is torch.relu:
             self.said.append(f"{self.name} before")
         return None
 
-    def after(self, call: Call, result: Any) -> Any:
+    def after(self, call: ObservedCall, result: Any) -> Any:
         if call.func is torch.relu:
             self.said.append(f"{self.name} after")
         return result
@@ -50,27 +50,27 @@ class Told(Observer):
 class Instead(Observer):
     """Answers a sum with 7, makes a sine of a cosine, and watches what stands for ``tanh``."""
 
-    def before(self, call: Call) -> Answer | Call | None:
+    def before(self, call: ObservedCall) -> ObserverAnswer | ObservedCall | None:
         if call.func is torch.sum:
-            return Answer(7, "seven")
+            return ObserverAnswer(7, "seven")
         if call.func is torch.cos:
             return replace(call, func=torch.sin)
-        return replace(call, func=torch.relu, watched=True) if call.func is torch.tanh else None
+        return replace(call, func=torch.relu, observes_inner=True) if call.func is torch.tanh else None
 
-    def after(self, call: Call, result: Any) -> Any:
+    def after(self, call: ObservedCall, result: Any) -> Any:
         return result + 1 if call.func is torch.sin else result
 
 
 def test_the_first_observer_sees_a_call_first_and_its_result_last() -> None:
     said: list[str] = []
-    with Watch((Told("a", said), Told("b", said))):
+    with ObserverMode((Told("a", said), Told("b", said))):
         torch.relu(X)
     assert said == ["a before", "b before", "b after", "a after"]
 
 
 def test_an_answer_ends_the_walk_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "autoshard")
-    with Watch((Instead(),)):
+    with ObserverMode((Instead(),)):
         assert torch.sum(X) == 7
     (line,) = [r.getMessage() for r in caplog.records if "answered" in r.getMessage()]
     assert line.startswith("test_watch.py:")
@@ -79,17 +79,17 @@ def test_an_answer_ends_the_walk_and_says_why(caplog: pytest.LogCaptureFixture) 
 
 def test_another_call_in_its_place_is_made_and_seen_by_those_inside() -> None:
     said: list[str] = []
-    with Watch((Instead(), Told("inside", said))):
+    with ObserverMode((Instead(), Told("inside", said))):
         assert torch.equal(torch.cos(X), torch.sin(X))
         torch.tanh(X)
     assert said == ["inside before", "inside after"]
-    with Watch((Instead(),)):
+    with ObserverMode((Instead(),)):
         assert torch.allclose(torch.cos(X), torch.ones(()).sin() + 1)
 
 
 def test_a_refusal_that_the_model_swallows_is_raised_after_the_trace() -> None:
-    refusals = Refusals()
-    watch = Watch((refusals,))
+    refusals = RefusalLog()
+    watch = ObserverMode((refusals,))
 
     def swallows() -> None:
         with watch.active():
@@ -105,7 +105,7 @@ def test_what_begins_ends_and_is_learnt_reaches_every_observer() -> None:
     class Counts(Observer):
         told = 0
 
-        def begin(self, forward: Forward) -> None:
+        def begin(self, forward: TracedForward) -> None:
             self.told += len(forward.inputs)
 
         def end(self, output: Any) -> None:
@@ -115,19 +115,21 @@ def test_what_begins_ends_and_is_learnt_reaches_every_observer() -> None:
             return self.told == 12
 
     counts = Counts(), Counts()
-    watch = Watch(counts)
-    watch.begin(Forward([X, X], [], [], [False, False], {}))
+    watch = ObserverMode(counts)
+    watch.begin(TracedForward([X, X], [], [], [False, False], {}))
     watch.end(10)
     assert [c.told for c in counts] == [12, 12]
     assert watch.learn(ValueError())
-    assert not Watch((Observer(),)).learn(ValueError())
+    assert not ObserverMode((Observer(),)).learn(ValueError())
 
 
 def attributes() -> dict[tuple[Any, str], Any]:
     """What each observer's patches replace, as it is now."""
     equal = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     patches = [
-        patch for observer in concerns(True, Learnt(), Numbers(), Repeats(equal)) for patch in observer.patches()
+        patch
+        for observer in trace_observers(True, LoopFindings(), ScalarConversions(), SharedRegions(equal))
+        for patch in observer.patches()
     ]
     return {(owner, name): vars(owner).get(name, ...) for owner, name, _ in patches}
 
@@ -180,8 +182,10 @@ def test_patches_are_undone_where_export_or_a_patch_raises(at: str, monkeypatch:
     if at == "export":
         monkeypatch.setattr(torch.export, "export", raises)
     else:
-        original = watching.concerns
-        monkeypatch.setattr("autoshard.passes.capture.export.concerns", lambda *args: (*original(*args), Broken()))
+        original = watching.trace_observers
+        monkeypatch.setattr(
+            "autoshard.passes.capture.export.trace_observers", lambda *args: (*original(*args), Broken())
+        )
     with pytest.raises(CaptureError, match="no patch" if at == "patches" else "no program"):
         capture(nn.Linear(3, 3), (X,))
     assert F.relu is relu

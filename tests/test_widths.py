@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoshard
-from autoshard.compiler import captured
+from autoshard.compiler import capture_graph
 
 LENGTH = 64
 
@@ -58,5 +58,5 @@ def test_no_matrix_of_all_pairs_is_kept() -> None:
 
 
 def test_what_has_one_width_is_left() -> None:
-    ops = [str(n.op) for n in captured(Latent(8, 8), (given().float(),), {}, training=True).nodes]
+    ops = [str(n.op) for n in capture_graph(Latent(8, 8), (given().float(),), {}, training=True).nodes]
     assert not any("pad" in op for op in ops)

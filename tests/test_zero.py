@@ -21,16 +21,16 @@ from zero_cases import COUNTS, LIKE, WIRE, Stack, begun, by_stage, made, mesh_fo
 
 import autoshard
 from autoshard import Link
-from autoshard.compiler import captured, compiled, planned
+from autoshard.compiler import capture_graph, compile_model, plan_graph
 from autoshard.hardware import PRESETS
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.ir.memory import Memory
-from autoshard.passes.memory import tried
-from autoshard.passes.propagate.experts import asked_by
+from autoshard.passes.memory import lower_and_simulate
+from autoshard.passes.propagate.named_strategies import resolve_like
 from autoshard.passes.propagate.objective import objective
 from autoshard.passes.propagate.planner import Planner
-from autoshard.plans.wishes import Wishes
-from autoshard.runtime.transport.step import Step
+from autoshard.plans.options import CompileOptions
+from autoshard.runtime.transport.communicator import MicroBatchStep
 
 pytestmark = pytest.mark.usefixtures("remembering")
 
@@ -44,7 +44,8 @@ def test_bytes_and_numbers(like: str, count: int) -> None:
 def test_a_gradient_that_is_left_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the sums of all micro-batches but the last are lost."""
     monkeypatch.setattr(
-        "autoshard.runtime.transport.step.Gathered.add", lambda self, new: setattr(self, "gradients", list(new))
+        "autoshard.runtime.transport.communicator.SharedGather.add",
+        lambda self, new: setattr(self, "gradients", list(new)),
     )
     with pytest.raises(AssertionError):
         trains("zero1", 4, 4, steps=1)
@@ -52,11 +53,11 @@ def test_a_gradient_that_is_left_behind_is_seen(monkeypatch: pytest.MonkeyPatch)
 
 def test_parameters_of_the_step_before_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: what was gathered outlives its step, and the optimizer's work is not seen."""
-    kept: list[Step] = []
+    kept: list[MicroBatchStep] = []
 
     def enter(self: Any, index: int, count: int, stage: int = 0) -> None:
         self.micro_batch = (index, count)
-        kept[:] = kept or [Step()]
+        kept[:] = kept or [MicroBatchStep()]
         self.step = kept[0] if count > 1 else None
         kept[0].enter(index)
 
@@ -103,8 +104,8 @@ def small() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def gpt(like: str, micro_batches: int = 1) -> Any:
     model, args = small()
-    wishes = Wishes(like=like, micro_batches=micro_batches)
-    return compiled(model, autoshard.Mesh({"dp": 2}, WIRE), args, {}, wishes, training=True)
+    opts = CompileOptions(like=like, micro_batches=micro_batches)
+    return compile_model(model, autoshard.Mesh({"dp": 2}, WIRE), args, {}, opts, training=True)
 
 
 @pytest.mark.parametrize("like", ["ddp", "zero1", "zero2"])
@@ -165,11 +166,13 @@ def test_one_gradient_of_two_parameters_is_summed_for_each() -> None:
 def test_micro_batches_in_flight_share_what_is_gathered(like: str) -> None:
     """In a stage of a pipeline: activations are there once for each, gathered parameters once for all."""
     model, (tokens, labels) = small()
-    graph, mesh = captured(model, (tokens, labels), {}, training=True), autoshard.Mesh({"dp": 2}, WIRE)
+    graph, mesh = capture_graph(model, (tokens, labels), {}, training=True), autoshard.Mesh({"dp": 2}, WIRE)
     whole = sum(p.nbytes for n, p in model.named_parameters() if not is_unread(n))
 
-    def memory(like: str, flying: int, budget: float | None = None) -> Memory:
-        return planned(graph, mesh, Wishes(like=like, flying=flying, memory_budget=budget))[1].memory
+    def memory(like: str, micro_batches_held: int, budget: float | None = None) -> Memory:
+        return plan_graph(
+            graph, mesh, CompileOptions(like=like, micro_batches_held=micro_batches_held, memory_budget=budget)
+        )[1].memory
 
     plain, several, alone = memory("ddp", 8), memory(like, 8), memory(like, 1)
     assert several.gathered == alone.gathered == whole
@@ -241,8 +244,8 @@ SLOW = autoshard.Mesh({"dp": 4}, replace(PRESETS["h100"], node=Link(1e-6, 1e8), 
 def test_what_is_kept_is_the_best_of_all_mixtures(count: int) -> None:
     """The batch is cut; where parameters lie, and the stage of each, is chosen under limits on what is held."""
     x = torch.zeros(64, 64, requires_grad=True)
-    graph = replace(captured(Mixed(), (x,), {}, training=True), passes=count)
-    asked = asked_by("fsdp", graph, SLOW).asked
+    graph = replace(capture_graph(Mixed(), (x,), {}, training=True), passes=count)
+    asked = resolve_like("fsdp", graph, SLOW).asked
 
     def seconds(planner: Planner, limit: float) -> float:
         try:
@@ -261,7 +264,7 @@ def test_what_is_kept_is_the_best_of_all_mixtures(count: int) -> None:
         assert held <= limit
         assert assignment.solution.cost == pytest.approx(min(seconds(p, limit) for p in pinned), rel=1e-9)
         assert objective(assignment).total_s == pytest.approx(assignment.solution.cost, rel=1e-9)
-        program, memory = tried(assignment, "adamw")
+        program, memory = lower_and_simulate(assignment, "adamw")
         found = {s.call.kwargs.get("zero", 0) for s in program.statements if s.call.fn == "gather_parameters"}
         mixed += len(found) > 1
         if count == 1:
@@ -306,11 +309,11 @@ def test_the_free_plan_keeps_what_it_gathers_where_memory_allows() -> None:
     with torch.device("meta"):
         config = replace(GptConfig.small(), layers=6, dropout=0.0)
         model, tokens = Gpt(config), torch.zeros(64, 256, dtype=torch.long)
-    graph = captured(model, (tokens, tokens), {}, training=True)
+    graph = capture_graph(model, (tokens, tokens), {}, training=True)
     mesh = autoshard.Mesh({"dp": 8}, replace(PRESETS["h100"], dtypes=(), updates=5e11))
-    free = planned(graph, mesh, Wishes())[1]
+    free = plan_graph(graph, mesh, CompileOptions())[1]
     assert set(free.zero.values()) == {2}
-    tight = planned(graph, mesh, Wishes(memory_budget=0.8 * free.memory.peak))[1]
+    tight = plan_graph(graph, mesh, CompileOptions(memory_budget=0.8 * free.memory.peak))[1]
     assert tight.memory.peak <= 0.8 * free.memory.peak
     assert free.cost.total_s < tight.cost.total_s <= 1.01 * tight.lower_bound
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sample_makers import Sample, call, distinct, f
 
-from autoshard.passes.rules.families import pool
+from autoshard.passes.rules.families import windows
 
 aten = torch.ops.aten
 
@@ -167,4 +167,4 @@ def _of(name: str) -> list[Sample]:
     return (_pooled if "pool" in name else _resized if "upsample" in name else _padded)(name)
 
 
-SAMPLES = CONVOLUTIONS | {rule.op: _of(str(rule.op).removeprefix("aten.")) for rule in pool.RULES}
+SAMPLES = CONVOLUTIONS | {rule.op: _of(str(rule.op).removeprefix("aten.")) for rule in windows.POOL_RULES}

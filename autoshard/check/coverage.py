@@ -9,18 +9,18 @@ from typing import Any
 
 from torch import nn
 
-from autoshard.compiler import compiled
+from autoshard.compiler import compile_model
 from autoshard.errors import AutoshardError
 from autoshard.hardware import PRESETS, Link
 from autoshard.mesh import Mesh, MeshLike
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Program
-from autoshard.passes.ir.units import show_seconds
+from autoshard.passes.ir.text import show_seconds
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
+from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.plans.wishes import Wishes
-from autoshard.report.text import globbed
+from autoshard.report.text import layer_glob
 
 STATUSES = ("refused", "replicated", "decomposed", "sharded")
 
@@ -108,37 +108,40 @@ def coverage(
     resolved = Mesh.of(mesh) if mesh is not None else Mesh({"x": 2}, hardware=SPLIT_ALL)
     try:
         example = tuple(example_args), dict(example_kwargs or {})
-        found = compiled(model, resolved, *example, Wishes(hints=hints), training=training)
+        found = compile_model(model, resolved, *example, CompileOptions(hints=hints), training=training)
     except AutoshardError as error:
         return CoverageReport(resolved, (), f"{type(error).__name__}: {error}")
-    return CoverageReport(resolved, _grouped(_rows(found.graph, found.program, found.plan)))
+    return CoverageReport(resolved, _merged_coverage(_coverage_rows(found.graph, found.program, found.plan)))
 
 
-def _rows(graph: Graph, program: Program, plan: Plan) -> Iterator[OpCoverage]:
+def _coverage_rows(graph: Graph, program: Program, plan: Plan) -> Iterator[OpCoverage]:
     """One row per op of the model, the parts of a decomposed op together."""
     parts: dict[Any, list[Node]] = {}
     for number, node in enumerate(graph.nodes):
         key = (node.origin, node.fqn, node.source) if node.origin else number
         parts.setdefault(key, []).append(node)
     for nodes in parts.values():
-        yield _row(nodes, program, plan)
+        yield _coverage_row(nodes, program, plan)
 
 
-def _row(nodes: Sequence[Node], program: Program, plan: Plan) -> OpCoverage:
+def _coverage_row(nodes: Sequence[Node], program: Program, plan: Plan) -> OpCoverage:
     """The row of the op that was decomposed into ``nodes``."""
     first = nodes[0]
     working = [n for n in nodes if not is_view(n.op)] or list(nodes)
-    whole = [n for n in working if not any(s.divides for s in program.assignment.choices[n.name])]
-    seconds = sum(plan.choices[n.name].seconds for n in whole) * (1 - 1 / program.mesh.size)
+    replicated = [n for n in working if not any(s.divides for s in program.assignment.choices[n.name])]
+    seconds = sum(plan.choices[n.name].seconds for n in replicated) * (1 - 1 / program.mesh.size)
     name, reason = first.origin or str(first.op), ""
-    if len(whole) < len(working):
+    if len(replicated) < len(working):
         status = "decomposed" if first.origin else "sharded"
     else:
-        status, reason = "replicated", NO_RULE if any(rule_for(n.op) is None for n in whole) else _why(whole, program)
-    return OpCoverage(name, status, 1, globbed(first.fqn), first.source, seconds, reason)
+        status, reason = (
+            "replicated",
+            NO_RULE if any(rule_for(n.op) is None for n in replicated) else _replication_reason(replicated, program),
+        )
+    return OpCoverage(name, status, 1, layer_glob(first.fqn), first.source, seconds, reason)
 
 
-def _why(nodes: Sequence[Node], program: Program) -> str:
+def _replication_reason(nodes: Sequence[Node], program: Program) -> str:
     """Why ops with a rule run replicated: no dim is long enough, or sharding does not pay."""
     ranks, types = max(program.mesh.shape), program.graph.types
     found = [s for n in nodes if (rule := rule_for(n.op)) for s in rule.strategies(n, program.graph) if s.divides]
@@ -150,7 +153,7 @@ def _why(nodes: Sequence[Node], program: Program) -> str:
     return "its results are tiny" if small else "dividing it does not pay"
 
 
-def _grouped(rows: Iterator[OpCoverage]) -> tuple[OpCoverage, ...]:
+def _merged_coverage(rows: Iterator[OpCoverage]) -> tuple[OpCoverage, ...]:
     """Rows of equal layers merged, most expensive first."""
     groups: dict[Any, list[OpCoverage]] = {}
     for row in rows:

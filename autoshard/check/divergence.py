@@ -17,24 +17,23 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard import runtime
-from autoshard.check.closeness import difference, scale
-from autoshard.check.local_forms import evaluate, flat
-from autoshard.check.loss import copied, fresh, loss_of
-from autoshard.compiler import captured
+from autoshard.check.reference import copied_model, fresh_inputs, largest_difference, largest_magnitude, loss_of
+from autoshard.check.rule_check import evaluate, result_list
+from autoshard.compiler import capture_graph
 from autoshard.errors import RuntimeMismatchError
 from autoshard.layout import Layout
-from autoshard.module.base import ShardedModule
-from autoshard.module.microbatches import beforehand, part_of
+from autoshard.module.microbatches import micro_batch_slice, whole_batch_values
 from autoshard.module.programs.executable import Executable
-from autoshard.module.programs.simulate import join, shard_of
-from autoshard.passes.capture.exported.attributes import parameters_of
+from autoshard.module.programs.simulated_ranks import join_shards, shard_of
+from autoshard.module.sharded_module import ShardedModule
+from autoshard.passes.capture.exported.snapshots import parameters_of
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.program import Program
-from autoshard.passes.rules.interpret import interpret, outputs
-from autoshard.plans.compiled import Compiled
-from autoshard.runtime.transport import generators
+from autoshard.passes.rules.interpreters import interpret, model_outputs
+from autoshard.plans.plan import Compiled
+from autoshard.runtime.transport import torch_state
 
-Tensors = dict[str, torch.Tensor]
+NamedTensors = dict[str, torch.Tensor]
 
 
 def first_divergence(
@@ -49,24 +48,24 @@ def first_divergence(
     compiled = executable.compiled
     graph = compiled.graph if compiled.pipeline is None else compiled.pipeline.whole
     if compiled.micro_batches is not None and compiled.micro_batches.count > 1:
-        precision = sharded._settings.wishes.mixed_precision
-        graph = captured(reference, args, kwargs, training=graph.training, precision=precision)
-    one = _on_one_device(graph, reference, args, kwargs)
-    parts = _on_ranks(executable, reference, args, kwargs, one)
-    found = _first_value(graph, one, parts, rtol) or _first_gradient(graph, one, parts, rtol)
-    return found or _mistraced(reference, graph, one.values, args, kwargs, rtol)
+        precision = sharded._settings.opts.mixed_precision
+        graph = capture_graph(reference, args, kwargs, training=graph.training, precision=precision)
+    one = _reference_values(graph, reference, args, kwargs)
+    parts = _run_on_ranks(executable, reference, args, kwargs, one)
+    found = _first_wrong_value(graph, one, parts, rtol) or _first_wrong_gradient(graph, one, parts, rtol)
+    return found or _capture_mismatch(reference, graph, one.values, args, kwargs, rtol)
 
 
 @dataclass(frozen=True)
-class _Values:
+class _ReferenceValues:
     """Unsharded values of a graph by name, and their gradients."""
 
     values: Mapping[str, Any]
-    gradients: Tensors
+    gradients: NamedTensors
 
 
 @dataclass(frozen=True)
-class _Gradient:
+class _RankGradient:
     """Local gradients per rank, in ``layout``; None stands for zeros."""
 
     parts: Sequence[torch.Tensor | None]
@@ -74,7 +73,7 @@ class _Gradient:
 
 
 @dataclass
-class _Parts:
+class _RankValues:
     """Local values and gradients of every micro-batch and rank."""
 
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -84,7 +83,7 @@ class _Parts:
     """name → [micro-batch][rank]"""
     ends: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """name of an output → [micro-batch], assembled from its output layout"""
-    gradients: dict[str, list[list[_Gradient]]] = field(default_factory=dict)
+    gradients: dict[str, list[list[_RankGradient]]] = field(default_factory=dict)
     """name → [micro-batch][stage that reads it]"""
 
     def joined(
@@ -97,31 +96,33 @@ class _Parts:
         held = [
             zeros if x is None else x.to_dense() if x.is_sparse else x for x, zeros in zip(parts, empty, strict=True)
         ]
-        return join(held, layout, shape, name)
+        return join_shards(held, layout, shape, name)
 
 
-def _on_one_device(graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Values:
-    given = fresh(graph_inputs(graph, model, args, kwargs))
+def _reference_values(
+    graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> _ReferenceValues:
+    given = fresh_inputs(graph_inputs(graph, model, args, kwargs))
     with torch.set_grad_enabled(graph.training):
         torch.manual_seed(0)
         values = interpret(graph, given)
-        loss = _loss(outputs(graph, values)) if graph.training else None
+        loss = _output_loss(model_outputs(graph, values)) if graph.training else None
     tensors = {n: x for n, x in values.items() if isinstance(x, torch.Tensor) and x.requires_grad}
     if loss is None or not loss.requires_grad:
-        return _Values(values, {})
+        return _ReferenceValues(values, {})
     gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
-    return _Values(values, {n: g for n, g in zip(tensors, gradients, strict=True) if g is not None})
+    return _ReferenceValues(values, {n: g for n, g in zip(tensors, gradients, strict=True) if g is not None})
 
 
-def _loss(output: Any) -> torch.Tensor | None:
+def _output_loss(output: Any) -> torch.Tensor | None:
     leaves = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
     return loss_of(output, leaves) if any(x.requires_grad for x in leaves) else None
 
 
-def _on_ranks(
-    executable: Executable, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], one: _Values
-) -> _Parts:
-    compiled, parts = executable.compiled, _Parts()
+def _run_on_ranks(
+    executable: Executable, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], one: _ReferenceValues
+) -> _RankValues:
+    compiled, parts = executable.compiled, _RankValues()
     micro, graph = compiled.micro_batches, compiled.graph
     if compiled.pipeline is not None:
         graph = compiled.pipeline.whole
@@ -130,13 +131,13 @@ def _on_ranks(
     torch.manual_seed(0)
     if micro is not None:
         given = executable.named(pytree.tree_leaves((args, kwargs)))
-        given = {**given, **beforehand(micro, given, model.get_buffer)}
-    states = generators.states()
+        given = {**given, **whole_batch_values(micro, given, model.get_buffer)}
+    states = torch_state.generator_states()
     for index in range(count):
-        generators.set_states(states)  # micro-batches take slices of the batch's random numbers
+        torch_state.set_generator_states(states)  # micro-batches take slices of the batch's random numbers
         values = dict(held)
         if micro is not None:
-            values |= {n: part_of(given[name], dim, index, count) for n, (name, dim) in micro.inputs.items()}
+            values |= {n: micro_batch_slice(given[name], dim, index, count) for n, (name, dim) in micro.inputs.items()}
         _MicroBatch(compiled, graph, values, (index, count), parts).run(one)
     return parts
 
@@ -145,14 +146,14 @@ class _MicroBatch:
     """Forward and backward of one micro-batch through all stages."""
 
     def __init__(
-        self, compiled: Compiled, graph: Graph, values: Tensors, number: tuple[int, int], parts: _Parts
+        self, compiled: Compiled, graph: Graph, values: NamedTensors, number: tuple[int, int], parts: _RankValues
     ) -> None:
         self.stages, self.graph, self.number, self.parts = compiled.parts or (compiled,), graph, number, parts
         self.loss = None if compiled.micro_batches is None else compiled.micro_batches.loss
         self.values = values
         """global values by name: inputs, and outputs of stages"""
 
-    def run(self, one: _Values) -> None:
+    def run(self, one: _ReferenceValues) -> None:
         """``one`` gives shapes known at run time only. Stops where replicas differ."""
         with contextlib.suppress(RuntimeMismatchError):
             runs = [self._forward(stage, one) for stage in self.stages]
@@ -164,14 +165,14 @@ class _MicroBatch:
             for stage, local in zip(reversed(self.stages), reversed(runs), strict=True):
                 self._backward(stage, local, known)
 
-    def _forward(self, stage: Compiled, one: _Values) -> list[dict[str, Any]]:
+    def _forward(self, stage: Compiled, one: _ReferenceValues) -> list[dict[str, Any]]:
         program = stage.program
         with torch.set_grad_enabled(self.graph.training):
-            local = run(program, {i.name: self.values[i.name] for i in stage.graph.inputs}, *self.number)
+            local = run_program(program, {i.name: self.values[i.name] for i in stage.graph.inputs}, *self.number)
         for name in (o for node in stage.graph.nodes for o in node.outputs):
             self._note(name, program)
             self.parts.values.setdefault(name, []).append([torch.as_tensor(rank[name]).detach() for rank in local])
-        for name, end in _ends(stage):
+        for name, end in _stage_outputs(stage):
             self._note(name, program)
             held = [torch.as_tensor(rank[end]).detach() for rank in local]
             made = self.parts.joined(name, held, torch.as_tensor(one.values[name]), program.layouts[end])
@@ -184,7 +185,7 @@ class _MicroBatch:
         if self.number[1] > 1 and not program.types[name].unknown:
             self.parts.shapes[name] = tuple(program.types[name].shape)
 
-    def _loss(self) -> tuple[torch.Tensor | None, Tensors]:
+    def _loss(self) -> tuple[torch.Tensor | None, NamedTensors]:
         """The loss, and the stage outputs that it depends on."""
         names = {o.name for o in self.graph.outputs if isinstance(o, Ref)}
         ends = {n: self.values[n].detach().requires_grad_(self.graph.types[n].grad) for n in names}
@@ -192,12 +193,12 @@ class _MicroBatch:
         if self.loss is not None:
             end = self.graph.outputs[self.loss]
             return ends[end.name] * 1.0, ends
-        return _loss(outputs(self.graph, {**self.values, **ends})), ends
+        return _output_loss(model_outputs(self.graph, {**self.values, **ends})), ends
 
-    def _backward(self, stage: Compiled, local: list[dict[str, Any]], known: Tensors) -> None:
+    def _backward(self, stage: Compiled, local: list[dict[str, Any]], known: NamedTensors) -> None:
         """Gradients of a stage's values; ``known``: of its outputs, extended by its inputs."""
         program, roots, given = stage.program, [], []
-        for name, end in _ends(stage):
+        for name, end in _stage_outputs(stage):
             layout = program.layouts[end].gradient()
             for rank, values in enumerate(local):
                 if name in known and values[end].requires_grad:
@@ -210,7 +211,9 @@ class _MicroBatch:
         tensors = [local[rank][name] for name, rank in places]
         found = dict(zip(places, torch.autograd.grad(roots, tensors, given, allow_unused=True), strict=True))
         for name in dict.fromkeys(name for name, _ in places):
-            gradient = _Gradient([found.get((name, r)) for r in range(len(local))], program.layouts[name].gradient())
+            gradient = _RankGradient(
+                [found.get((name, r)) for r in range(len(local))], program.layouts[name].gradient()
+            )
             if name not in self.graph.producers or name in stage.graph.producers:
                 self._note(name, program)
                 made = self.parts.gradients.setdefault(name, [])
@@ -221,13 +224,13 @@ class _MicroBatch:
                 known[name] = known[name] + whole if name in known else whole
 
 
-def _ends(stage: Compiled) -> list[tuple[str, str]]:
+def _stage_outputs(stage: Compiled) -> list[tuple[str, str]]:
     """Outputs of a stage: (name in the graph, local name in the output layout)."""
     pairs = zip(stage.graph.outputs, stage.program.outputs, strict=True)
     return [(value.name, local.name) for value, local in pairs if isinstance(value, Ref)]
 
 
-def _first_value(graph: Graph, one: _Values, parts: _Parts, rtol: float) -> str | None:
+def _first_wrong_value(graph: Graph, one: _ReferenceValues, parts: _RankValues, rtol: float) -> str | None:
     for node in graph.nodes:
         for name in node.outputs:
             if name not in parts.values:  # micro-batches compute it in another form
@@ -235,23 +238,25 @@ def _first_value(graph: Graph, one: _Values, parts: _Parts, rtol: float) -> str 
             want = torch.as_tensor(one.values[name])  # a number that depends on the data is compared as a scalar
             layout = parts.layouts[name]
             try:
-                wrong = _differs([parts.joined(name, held, want, layout) for held in parts.values[name]], want, rtol)
+                wrong = _micro_batch_mismatch(
+                    [parts.joined(name, held, want, layout) for held in parts.values[name]], want, rtol
+                )
             except Exception as problem:  # shapes that do not fit, or replicas that differ
                 wrong = str(problem)
             if wrong:
-                return f"{_where(node)}, forward: {wrong}, layout {layout}"
+                return f"{_operation_location(node)}, forward: {wrong}, layout {layout}"
         for name in node.outputs:
             want = torch.as_tensor(one.values[name])
-            if name in parts.ends and (wrong := _differs(parts.ends[name], want, rtol)):
-                return f"output {name} of {_where(node)}, forward: {wrong}"
+            if name in parts.ends and (wrong := _micro_batch_mismatch(parts.ends[name], want, rtol)):
+                return f"output {name} of {_operation_location(node)}, forward: {wrong}"
     return None
 
 
-def _first_gradient(graph: Graph, one: _Values, parts: _Parts, rtol: float) -> str | None:
+def _first_wrong_gradient(graph: Graph, one: _ReferenceValues, parts: _RankValues, rtol: float) -> str | None:
     """The first value, in backward order, whose gradient differs: gradients of its users agree."""
-    rounding = max((scale(g) * torch.finfo(g.dtype).eps for g in one.gradients.values()), default=0.0)
+    rounding = max((largest_magnitude(g) * torch.finfo(g.dtype).eps for g in one.gradients.values()), default=0.0)
     fqns = {i.name: i.fqn for i in graph.inputs}
-    for name in _backwards(graph):
+    for name in _backward_order(graph):
         if name not in parts.gradients or not isinstance(one.values.get(name), torch.Tensor):
             continue
         want = one.gradients.get(name)
@@ -261,17 +266,17 @@ def _first_gradient(graph: Graph, one: _Values, parts: _Parts, rtol: float) -> s
                 torch.stack([parts.joined(name, g.parts, want, g.layout) for g in stages]).sum(0)
                 for stages in parts.gradients[name]
             ]
-            wrong = _differs(held, want, rtol, 100 * rounding)
+            wrong = _micro_batch_mismatch(held, want, rtol, 100 * rounding)
         except Exception as problem:
             wrong = str(problem)
         if wrong:
-            readers = [_where(node) for node in graph.nodes if name in node.inputs]
+            readers = [_operation_location(node) for node in graph.nodes if name in node.inputs]
             where = " or ".join(readers) or f"output {name}"
             return f"{where}, backward: gradient of {fqns.get(name, name)}: {wrong}, layout {parts.layouts[name]}"
     return None
 
 
-def _backwards(graph: Graph) -> Iterator[str]:
+def _backward_order(graph: Graph) -> Iterator[str]:
     """Value names in backward order; a graph input comes after its earliest reader."""
     for number in reversed(range(len(graph.nodes))):
         node = graph.nodes[number]
@@ -280,36 +285,38 @@ def _backwards(graph: Graph) -> Iterator[str]:
         yield from (name for name in dict.fromkeys(node.inputs) if name not in earlier)
 
 
-def _differs(held: Sequence[torch.Tensor], want: torch.Tensor, rtol: float, floor: float = 0.0) -> str | None:
+def _micro_batch_mismatch(
+    held: Sequence[torch.Tensor], want: torch.Tensor, rtol: float, floor: float = 0.0
+) -> str | None:
     """Error text unless micro-batch values form ``want`` as slices, replicas or summands."""
     shapes = {tuple(x.shape) for x in held}
     if shapes == {tuple(want.shape)}:
-        ways = [max(_error(x, want) for x in held)]
-        ways += [_error(torch.stack([*held]).sum(0), want)] * (len(held) > 1 and want.dtype != torch.bool)
+        ways = [max(_absolute_error(x, want) for x in held)]
+        ways += [_absolute_error(torch.stack([*held]).sum(0), want)] * (len(held) > 1 and want.dtype != torch.bool)
     else:
         dims = [d for d, n in enumerate(want.shape) if len(held[0].shape) == want.ndim and held[0].shape[d] != n]
         if len(dims) != 1:
             return f"shape {[*held[0].shape]} in each of {len(held)} micro-batches, not {[*want.shape]}"
-        ways = [_error(torch.cat([*held], dims[0]), want)]
-    error, largest = min(ways), scale(want)
+        ways = [_absolute_error(torch.cat([*held], dims[0]), want)]
+    error, largest = min(ways), largest_magnitude(want)
     if error <= max(rtol * largest, floor):
         return None
     return f"error {error / (largest or 1.0):.2e}"
 
 
-def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+def _absolute_error(got: torch.Tensor, want: torch.Tensor) -> float:
     if got.shape != want.shape:
         raise ValueError(f"shape {[*got.shape]}, not {[*want.shape]}")
     if want.is_floating_point() or want.is_complex():
-        return difference(got.detach(), want.detach())
+        return largest_difference(got.detach(), want.detach())
     return 0.0 if torch.equal(got, want) else float("inf")
 
 
-def _where(node: Node) -> str:
+def _operation_location(node: Node) -> str:
     return f"{node.op} in {node.fqn or '(root)'} at {node.source}"
 
 
-def _mistraced(
+def _capture_mismatch(
     model: nn.Module,
     graph: Graph,
     values: Mapping[str, Any],
@@ -323,7 +330,7 @@ def _mistraced(
 
     def is_known(x: torch.Tensor) -> bool:
         alike = (v for v in tensors if v.shape == x.shape and v.dtype == x.dtype)
-        return any(_error(v, x) <= rtol * scale(x) for v in alike)
+        return any(_absolute_error(v, x) <= rtol * largest_magnitude(x) for v in alike)
 
     def all_known(tree: Any) -> bool:
         return all(is_known(x) for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor))
@@ -331,10 +338,10 @@ def _mistraced(
     def note(name: str, given: Any, output: Any) -> None:
         made.append((name, all_known(given), all_known(output)))
 
-    model = copied(model)  # its forward may write buffers
+    model = copied_model(model)  # its forward may write buffers
     for name, module in model.named_modules():
         module.register_forward_hook(lambda _, i, k, o, name=name: note(name, (i, k), o), with_kwargs=True)
-    given, named = fresh((args, kwargs))
+    given, named = fresh_inputs((args, kwargs))
     torch.manual_seed(0)
     with torch.set_grad_enabled(graph.training):
         model(*given, **named)
@@ -348,7 +355,7 @@ def _mistraced(
 
 def graph_inputs(
     graph: Graph, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: bool = True
-) -> Tensors:
+) -> NamedTensors:
     """Full tensors for inputs of ``graph``: from ``model`` and, if ``inputs``, from arguments."""
     tensors = parameters_of(model) | dict(model.named_buffers(remove_duplicate=False))
     found = {i.name: tensors[i.fqn] for i in graph.inputs if i.kind in ("parameter", "buffer")}
@@ -359,7 +366,9 @@ def graph_inputs(
     return found | {name: x.to(device) for name, x in graph.constants.items()}
 
 
-def run(program: Program, inputs: Mapping[str, torch.Tensor], index: int, count: int) -> list[dict[str, torch.Tensor]]:
+def run_program(
+    program: Program, inputs: Mapping[str, torch.Tensor], index: int, count: int
+) -> list[dict[str, torch.Tensor]]:
     """Run ``program`` on simulated ranks for one micro-batch: [rank] → local values by name."""
     mesh = program.mesh
     world = runtime.World(dict(zip(mesh.axes, mesh.shape, strict=True)))
@@ -369,7 +378,7 @@ def run(program: Program, inputs: Mapping[str, torch.Tensor], index: int, count:
         values = {n: x.requires_grad_(inputs[n].requires_grad) for n, x in held.items()}
         world.ranks[number].enter(index, count)
         for s in program.statements:
-            results = flat(evaluate(s.call, values, mesh, number))
+            results = result_list(evaluate(s.call, values, mesh, number))
             values.update({o: r for o, r in zip(s.outputs, results, strict=False) if o != "_"})
         return values
 

@@ -14,11 +14,11 @@ import torch.utils._pytree as pytree
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.check.loss import scalar_of
+from autoshard.check.reference import scalar_loss
 from autoshard.errors import AutoshardError
-from autoshard.module.base import ShardedModule
-from autoshard.passes.ir.units import show_bytes, show_seconds
-from autoshard.runtime.parameters.again import telling
+from autoshard.module.sharded_module import ShardedModule
+from autoshard.passes.ir.text import show_bytes, show_seconds
+from autoshard.runtime.parameters.recompute import observing_saved_tensors
 from autoshard.runtime.programs.module import RankModule
 
 
@@ -77,22 +77,22 @@ def measure(
     before = [(p, p.grad) for p in sharded.parameters()]
     distributed = dist.is_available() and dist.is_initialized()
     try:
-        _step(sharded, args, given)  # compiles, where these inputs have no program yet
+        _run_one_step(sharded, args, given)  # compiles, where these inputs have no program yet
         times = []
         for _ in range(steps):
             if distributed:
                 dist.barrier()
-            _ready()
+            _synchronise()
             begin = time.perf_counter()
-            _step(sharded, args, given)
-            _ready()
+            _run_one_step(sharded, args, given)
+            _synchronise()
             times.append(time.perf_counter() - begin)
-        kept, peak = _memory(sharded, args, given)
+        kept, peak = _measured_memory(sharded, args, given)
     finally:
         for p, gradient in before:
             p.grad = gradient
     plan = sharded.plan
-    step_s, kept, peak = _slowest((statistics.median(times), kept, peak))
+    step_s, kept, peak = _largest_over_ranks((statistics.median(times), kept, peak))
     held = plan.memory
     return Measured(
         step_s=step_s,
@@ -106,7 +106,7 @@ def measure(
     )
 
 
-def _slowest(found: tuple[float, float, float]) -> tuple[float, float, float]:
+def _largest_over_ranks(found: tuple[float, float, float]) -> tuple[float, float, float]:
     """Elementwise maximum over all ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return found
@@ -116,42 +116,42 @@ def _slowest(found: tuple[float, float, float]) -> tuple[float, float, float]:
     return step_s, kept, peak
 
 
-def _ready() -> None:
+def _synchronise() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def _step(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _run_one_step(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     for p in sharded.parameters():
         p.grad = None
-    loss = _loss(sharded(*args, **kwargs))
+    loss = _differentiated_scalar(sharded(*args, **kwargs))
     if loss is not None:
         loss.backward()
 
 
-def _loss(output: Any) -> torch.Tensor | None:
+def _differentiated_scalar(output: Any) -> torch.Tensor | None:
     ends = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.requires_grad]
-    scalar = scalar_of(output)
+    scalar = scalar_loss(output)
     return ends[0].sum() if scalar is None and ends else scalar
 
 
-def _memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, float]:
+def _measured_memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, float]:
     """(saved bytes, peak bytes) of the rank that runs in this thread."""
     for p in sharded.parameters():
         p.grad = None
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    given = {_key(x): x.untyped_storage().nbytes() for x in inputs}
-    kept = _Kept(given)
+    given = {_storage_cdata(x): x.untyped_storage().nbytes() for x in inputs}
+    kept = _SavedBytes(given)
 
     def bound(module: RankModule, _: Any) -> None:
         for x in module.tensors():
-            given[_key(x)] = _local(x).untyped_storage().nbytes()
+            given[_storage_cdata(x)] = _to_local_tensor(x).untyped_storage().nbytes()
 
     hooks = [module.register_forward_pre_hook(bound) for module in sharded.rank_modules()]
     try:
-        with _Alive(given) as alive:
-            with telling(kept.pack), torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
-                loss = _loss(sharded(*args, **kwargs))
+        with _LiveBytes(given) as alive:
+            with observing_saved_tensors(kept.pack), torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda x: x):
+                loss = _differentiated_scalar(sharded(*args, **kwargs))
             if loss is not None:
                 loss.backward()
     finally:
@@ -160,15 +160,15 @@ def _memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mapping[str, An
     return float(kept.most), float(alive.peak + sum(given.values()))
 
 
-def _local(x: torch.Tensor) -> torch.Tensor:
+def _to_local_tensor(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _key(x: torch.Tensor) -> int:
-    return int(_local(x).untyped_storage()._cdata)
+def _storage_cdata(x: torch.Tensor) -> int:
+    return int(_to_local_tensor(x).untyped_storage()._cdata)
 
 
-class _Kept:
+class _SavedBytes:
     """Most bytes saved for the backward at once, without the ``given`` storages."""
 
     def __init__(self, given: Mapping[int, int]) -> None:
@@ -178,13 +178,13 @@ class _Kept:
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """Pack hook of ``saved_tensors_hooks``."""
         storage = x.untyped_storage()
-        self.found[_key(x)] = StorageWeakRef(storage), storage.nbytes()
+        self.found[_storage_cdata(x)] = StorageWeakRef(storage), storage.nbytes()
         alive = [(key, size) for key, (ref, size) in self.found.items() if not ref.expired()]
         self.most = max(self.most, sum(size for key, size in alive if key not in self.given))
         return x
 
 
-class _Alive(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """Most bytes of live storages at once, without the ``given`` ones."""
 
     def __init__(self, given: Mapping[int, int]) -> None:
@@ -197,9 +197,9 @@ class _Alive(TorchDispatchMode):
         for key in [k for k, (ref, _) in self.found.items() if ref.expired() or k in self.given]:
             del self.found[key]
         for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and _key(x) not in self.given:
-                storage = _local(x).untyped_storage()
+            if isinstance(x, torch.Tensor) and _storage_cdata(x) not in self.given:
+                storage = _to_local_tensor(x).untyped_storage()
                 alive = StorageWeakRef(storage)
-                self.found[_key(x)] = alive, storage.nbytes()
+                self.found[_storage_cdata(x)] = alive, storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self.found.values()))
         return out

@@ -16,21 +16,133 @@ from typing import Any, Union
 import torch
 from torch._library.custom_ops import CustomOpDef
 
-from autoshard.check.local_forms import evaluate, flat, run
-from autoshard.check.shards import Tensors, differs, noise, scatter
+from autoshard import runtime
 from autoshard.errors import AutoshardError, RuleError
-from autoshard.layout import Layout
+from autoshard.layout import Layout, Partial, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
-from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
-from autoshard.passes.ir.program import Call
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_tree, walk
+from autoshard.passes.ir.program import Local, LocalCall, Offset
 from autoshard.passes.ir.sizes import Size
-from autoshard.passes.propagate.op_space import fits
+from autoshard.passes.propagate.op_space import is_feasible
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Rule, Site
 from autoshard.runtime import World
-from autoshard.runtime.autocast import without_autocast
-from autoshard.runtime.transport import generators
+from autoshard.runtime.transport import torch_state
+from autoshard.runtime.transport.torch_state import without_autocast
+
+TensorList = list[torch.Tensor]
+
+
+def scatter_by_layout(value: torch.Tensor, layout: Layout, random: torch.Generator) -> TensorList:
+    """Local tensors of all ranks for ``value`` in ``layout``; Partial axes get random summands."""
+    summed = layout.axes_with(Partial)
+    count = layout.mesh.size_of(summed) if summed else 1
+    summands = [random_summand(value, random) for _ in range(count - 1)]
+    rest = value.clone()
+    for s in summands:
+        rest = rest - s
+    summands.append(rest)
+    parts = [_slice_of_rank(summands[layout.mesh.index_along(r, summed)], layout, r) for r in range(layout.mesh.size)]
+    return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+
+
+def _slice_of_rank(value: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    for d, n in enumerate(value.shape):
+        chunks = layout.chunks_of(d, n, rank)
+        if chunks != ((0, n),):
+            value = torch.cat([value.narrow(d, *chunk) for chunk in chunks], d)
+    return value
+
+
+def random_summand(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Random tensor of the same shape, dtype and device; raises :class:`RuleError` for bool."""
+    if like.is_floating_point() or like.is_complex():
+        return torch.randn(like.shape, generator=random, dtype=like.dtype, device=random.device).to(like.device)
+    if like.dtype == torch.bool:
+        raise RuleError("a boolean tensor has no summands; leave Partial out of strategies for bool")
+    return torch.randint(-9, 10, like.shape, generator=random, device=random.device).to(like)
+
+
+def shards_mismatch(parts: TensorList, layout: Layout, expected: torch.Tensor, tolerance: float) -> str | None:
+    """Error text if the ranks' shards in ``layout`` do not form ``expected``; None if they do.
+
+    ``tolerance`` is relative to the largest element. Replicas are compared each; summands are
+    added.
+    """
+    mesh, summed = layout.mesh, layout.axes_with(Partial)
+    for r, part in enumerate(parts):
+        if tuple(part.shape) != layout.local_shape(expected.shape, r):
+            want = list(layout.local_shape(expected.shape, r))
+            return f"rank {r} holds shape {list(part.shape)}, should hold {want} of {list(expected.shape)}"
+        if part.dtype != expected.dtype:
+            return f"rank {r} holds {part.dtype}, should hold {expected.dtype}"
+    for r in range(mesh.size):
+        group = mesh.group(r, summed) if summed else (r,)
+        found = parts[group[0]]
+        for other in group[1:]:
+            found = _combined_partial(found, parts[other], layout, summed)
+        wrong = _deviation_text(found, _slice_of_rank(expected, layout, r), tolerance)
+        if wrong:
+            what = f"combined over {', '.join(summed)}" if summed else "its part"
+            return f"rank {r}, {what}: {wrong}"
+    return None
+
+
+def _combined_partial(a: torch.Tensor, b: torch.Tensor, layout: Layout, axes: Sequence[str]) -> torch.Tensor:
+    p = layout[axes[0]]
+    op = p.op if isinstance(p, Partial) else "sum"
+    return a + b if op == "sum" else torch.maximum(a, b) if op == "max" else torch.minimum(a, b)
+
+
+def _deviation_text(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> str | None:
+    if tolerance == float("inf") or not expected.numel():
+        return None
+    if not (expected.is_floating_point() or expected.is_complex()):
+        bad = int((found != expected).sum())
+        return f"{bad} of {expected.numel()} elements differ" if bad else None
+    if torch.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True):  # the usual case
+        return None
+    scale = float(expected[expected.isfinite()].abs().max()) if bool(expected.isfinite().any()) else 0.0
+    if torch.allclose(found, expected, rtol=0, atol=tolerance * max(scale, 1.0), equal_nan=True):
+        return None
+    error = float((found - expected).abs().nan_to_num(float("inf")).max())
+    return f"largest error {error:.3g} (largest element {scale:.3g})"
+
+
+def run_local_form(rule: Rule, site: Site, held: list[TensorList], world: runtime.World) -> list[TensorList]:
+    """Results [rank][slot] of the rule's local form on ``held``; ``world``: of the site's mesh."""
+    call = rule.local(site) if rule.local else LocalCall(rule.op, site.node.args, site.node.kwargs)
+
+    def one(rank: int) -> TensorList:
+        names = dict(zip(site.node.inputs, held[rank], strict=True))
+        results = result_list(evaluate(call, names, site.mesh, rank))
+        return [results[slot] for slot in site.node.output_slots]
+
+    if not any(isinstance(item, LocalCall) and isinstance(item.fn, str) for item in walk(call)):  # no runtime calls
+        return [one(rank) for rank in range(site.mesh.size)]
+    return world.run(one, [(rank,) for rank in range(site.mesh.size)])
+
+
+def evaluate(tree: Any, names: Mapping[str, torch.Tensor], mesh: Mesh, rank: int) -> Any:
+    """The value of a call, or of any argument of one, on ``rank``; ``names``: its local values."""
+
+    def at(item: Any) -> Any:
+        if isinstance(item, Ref):
+            return names[item.name]
+        if isinstance(item, LocalCall):
+            return (getattr(runtime, item.fn) if isinstance(item.fn, str) else item.fn)(*item.args, **item.kwargs)
+        if isinstance(item, Local | Offset):
+            start, length = Layout(mesh, {a: Shard(0) for a in item.axes}, item.axes).chunk_of(0, item.size, rank)
+            return length if isinstance(item, Local) else start
+        return item
+
+    return map_tree(tree, at)
+
+
+def result_list(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple | list) else [result]
+
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 """``(args, kwargs)`` of a call, with float64 tensors where gradients are compared"""
@@ -50,7 +162,7 @@ class RuleCheck:
     cases: int
     strategies: frozenset[str]
     ran: frozenset[Hashable] = field(default=frozenset(), repr=False)
-    """keys of :func:`tried` that were compared"""
+    """keys of :func:`checked_case` that were compared"""
 
     def __str__(self) -> str:
         return f"{self.op}: {self.cases} cases agree ({', '.join(sorted(self.strategies))})"
@@ -62,8 +174,8 @@ class _Example:
 
     node: Node
     graph: Graph
-    operands: Tensors
-    results: Tensors
+    operands: TensorList
+    results: TensorList
     cotangents: list[torch.Tensor | None]
     gradients: list[torch.Tensor | None]
 
@@ -82,39 +194,39 @@ def overload(op: Op) -> torch._ops.OpOverload:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def with_clean_op_state() -> Iterator[None]:
     """Context with gradients and without autocast, which restores random generators at its end."""
-    before = generators.states()
+    before = torch_state.generator_states()
     try:
         with torch.inference_mode(False), torch.enable_grad(), without_autocast():
             yield
     finally:
-        generators.set_states(before)
+        torch_state.set_generator_states(before)
 
 
-def tried(node: Node, graph: Graph, strategy: Strategy, moving: bool) -> Hashable:
+def checked_case(node: Node, graph: Graph, strategy: Strategy, moving: bool) -> Hashable:
     """Key of the calls that a check covers: plain arguments, kinds of tensors, and the strategy.
 
     ``moving``: whether gradients were compared as well, as far as the op has any.
     """
     kinds = [(t.is_floating_point, t.is_complex, t == torch.bool) for t in (graph.types[n].dtype for n in node.inputs)]
     slots = node.input_slots, node.output_slots
-    return _plain(node), tuple(kinds), slots, strategy.label, strategy.inputs, strategy.outputs, moving
+    return _plain_argument_text(node), tuple(kinds), slots, strategy.label, strategy.inputs, strategy.outputs, moving
 
 
-def _plain(node: Node) -> str:
+def _plain_argument_text(node: Node) -> str:
     """Non-tensor arguments as text; "…" stands for a tensor."""
 
-    def told(value: Any) -> str:
+    def argument_text(value: Any) -> str:
         if isinstance(value, tuple | list):
-            return f"[{', '.join(map(told, value))}]"
+            return f"[{', '.join(map(argument_text, value))}]"
         return "…" if isinstance(value, Ref) else str(int(value)) if isinstance(value, Size) else str(value)
 
-    texts = [(a.name, told(node.argument(a.name))) for a in node.op._schema.arguments]
+    texts = [(a.name, argument_text(node.argument(a.name))) for a in node.op._schema.arguments]
     return ", ".join(f"{name}={text}" for name, text in texts if text != "…")
 
 
-@undisturbed()
+@with_clean_op_state()
 def check_rule(
     op: Op | Rule,
     samples: Iterable[Sample],
@@ -143,17 +255,17 @@ def check_rule(
     labels, ran = set[str](), set[Hashable]()
     worlds = [(Mesh(sizes), World(sizes)) for sizes in meshes]
     for number, sample in enumerate(samples):
-        example = _example(tested, sample, gradients, results)
+        example = _run_sample(tested, sample, gradients, results)
         allowed = max(tolerance, 8 * _rounding(example)) if values else float("inf")
         for mesh, world in worlds:
-            for graph, choice in _choices(tested, example, mesh):
+            for graph, choice in _strategy_choices(tested, example, mesh):
                 cases += 1
                 labels.update(s.label for s in choice)
                 known = (False, True) if graph is example.graph else (False,)
-                ran.update(tried(example.node, graph, s, moving) for s in choice for moving in known)
-                difference = _differs(tested, example, graph, mesh, world, choice, allowed)
+                ran.update(checked_case(example.node, graph, s, moving) for s in choice for moving in known)
+                difference = _strategy_error(tested, example, graph, mesh, world, choice, allowed)
                 if difference:
-                    failures.append(f"  {_describe(example, number, mesh, choice)}\n    {difference}")
+                    failures.append(f"  {_case_text(example, number, mesh, choice)}\n    {difference}")
     if failures:
         more = f"\n  … and {len(failures) - 5} more" if len(failures) > 5 else ""
         raise RuleError(
@@ -165,7 +277,7 @@ def check_rule(
     return RuleCheck(str(tested.op), cases, frozenset(labels), frozenset(ran))
 
 
-def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy, ...]) -> str:
+def _case_text(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy, ...]) -> str:
     parts = []
     for axis, s in zip(mesh.axes, choice, strict=True):
         ins, outs = ", ".join(map(str, s.inputs)), ", ".join(map(str, s.outputs))
@@ -175,10 +287,10 @@ def _describe(example: _Example, number: int, mesh: Mesh, choice: tuple[Strategy
 
 def call_text(node: Node, graph: Graph) -> str:
     """Types of the operands and the other arguments, as text."""
-    return ", ".join([*(str(graph.types[name]) for name in node.inputs), *filter(None, [_plain(node)])])
+    return ", ".join([*(str(graph.types[name]) for name in node.inputs), *filter(None, [_plain_argument_text(node)])])
 
 
-def _example(rule: Rule, sample: Sample, moves: bool, wanted: Collection[int] | None) -> _Example:
+def _run_sample(rule: Rule, sample: Sample, with_gradient: bool, wanted: Collection[int] | None) -> _Example:
     """Run the sample unsharded; arguments without a derivative (class weights) are constants.
 
     An op without a backward is compared for values only.
@@ -186,10 +298,10 @@ def _example(rule: Rule, sample: Sample, moves: bool, wanted: Collection[int] | 
     constants: set[str] = set()
     while True:
         try:
-            return _run_whole(rule, sample, moves, constants, wanted)
+            return _run_unsharded(rule, sample, with_gradient, constants, wanted)
         except RuntimeError as error:
-            if "no autograd formula was registered" in str(error) and moves:
-                moves = False
+            if "no autograd formula was registered" in str(error) and with_gradient:
+                with_gradient = False
                 continue
             refused = re.search(r"not differentiable with respect to argument '(\w+)'", str(error))
             if refused is None or refused.group(1) in constants:
@@ -197,15 +309,17 @@ def _example(rule: Rule, sample: Sample, moves: bool, wanted: Collection[int] | 
             constants.add(refused.group(1))
 
 
-def _run_whole(
-    rule: Rule, sample: Sample, moves: bool, constants: Collection[str], wanted: Collection[int] | None
+def _run_unsharded(
+    rule: Rule, sample: Sample, with_gradient: bool, constants: Collection[str], wanted: Collection[int] | None
 ) -> _Example:
     """Run the sample on full tensors, forward and backward."""
-    operands: Tensors = []
+    operands: TensorList = []
 
     def lift(value: Any, name: str) -> Any:
         if isinstance(value, torch.Tensor):
-            differentiable = moves and name not in constants and (value.is_floating_point() or value.is_complex())
+            differentiable = (
+                with_gradient and name not in constants and (value.is_floating_point() or value.is_complex())
+            )
             operands.append(value.detach().clone().requires_grad_(differentiable))
             return Ref(f"x{len(operands) - 1}")
         if isinstance(value, tuple | list):
@@ -218,15 +332,15 @@ def _run_whole(
     names = {f"x{i}": x for i, x in enumerate(operands)}
     _seed()
     if torch.Tag.nondeterministic_seeded in rule.op.tags:
-        results = _alone(rule, args, kwargs, names)
+        results = _single_rank_results(rule, args, kwargs, names)
     else:
-        results = flat(evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
+        results = result_list(evaluate(LocalCall(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
     slots = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and (wanted is None or i in wanted)]
     outputs = [results[i] for i in slots]
-    node, graph = _graph(rule.op, args, kwargs, operands, outputs, slots)
+    node, graph = _graph_of_call(rule.op, args, kwargs, operands, outputs, slots)
     random = torch.Generator("cpu").manual_seed(SEED)
-    cotangents = [noise(y, random) if y.requires_grad else None for y in outputs]
-    gradients = _backward(outputs, cotangents, operands)
+    cotangents = [random_summand(y, random) if y.requires_grad else None for y in outputs]
+    gradients = _leaf_gradients(outputs, cotangents, operands)
     return _Example(node, graph, operands, [y.detach() for y in outputs], cotangents, gradients)
 
 
@@ -241,12 +355,12 @@ def _rounding(example: _Example) -> float:
     return max((torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0)
 
 
-def _graph(
+def _graph_of_call(
     op: torch._ops.OpOverload,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    operands: Tensors,
-    outputs: Tensors,
+    operands: TensorList,
+    outputs: TensorList,
     slots: list[int],
 ) -> tuple[Node, Graph]:
     names = tuple(f"y{i}" for i in slots)
@@ -256,35 +370,37 @@ def _graph(
     return node, Graph((), (node,), types, tuple(map(Ref, names)), None, None)
 
 
-def _alone(rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, torch.Tensor]) -> Tensors:
+def _single_rank_results(
+    rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Mapping[str, torch.Tensor]
+) -> TensorList:
     """Reference of a random op: its local form on one rank, so that random numbers are equal."""
     operands = list(names.values())
-    shapes = flat(evaluate(Call(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
+    shapes = result_list(evaluate(LocalCall(rule.op, args, kwargs), names, Mesh({"x": 1}), 0))
     slots = [i for i, r in enumerate(shapes) if isinstance(r, torch.Tensor)]
-    node, graph = _graph(rule.op, args, kwargs, operands, [shapes[i] for i in slots], slots)
+    node, graph = _graph_of_call(rule.op, args, kwargs, operands, [shapes[i] for i in slots], slots)
     mesh = Mesh({"x": 1})
     choice = (next(s for s in rule.strategies(node, graph) if s.label == "R"),)
     _seed()
-    (results,) = run(rule, _site(node, graph, mesh, choice), [operands], World({"x": 1}))
+    (results,) = run_local_form(rule, _site_of_choice(node, graph, mesh, choice), [operands], World({"x": 1}))
     return results
 
 
-def _choices(rule: Rule, example: _Example, mesh: Mesh) -> Iterator[tuple[Graph, tuple[Strategy, ...]]]:
+def _strategy_choices(rule: Rule, example: _Example, mesh: Mesh) -> Iterator[tuple[Graph, tuple[Strategy, ...]]]:
     """(graph, strategy per axis): strategies for inference only get a graph without gradients."""
     still = {n: TensorType(t.shape, t.dtype) for n, t in example.graph.types.items()}
     without = Graph((), (example.node,), still, example.graph.outputs, None, None)
     moving = rule.strategies(example.node, example.graph)
     for choice in itertools.product(moving, repeat=mesh.ndim):
-        if fits(choice, mesh):
+        if is_feasible(choice, mesh):
             yield example.graph, choice
     plain = [(s, s not in moving) for s in rule.strategies(example.node, without)]
     for marked in itertools.product(plain if any(new for _, new in plain) else (), repeat=mesh.ndim):
         choice = tuple(s for s, _ in marked)
-        if any(new for _, new in marked) and fits(choice, mesh):
+        if any(new for _, new in marked) and is_feasible(choice, mesh):
             yield without, choice
 
 
-def _site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) -> Site:
+def _site_of_choice(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) -> Site:
     for s in choice:
         if len(s.inputs) != len(node.inputs) or len(s.outputs) != len(node.outputs):
             raise RuleError(
@@ -298,7 +414,7 @@ def _site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...]) ->
     return Site(node, graph, mesh, inputs, outputs, choice)
 
 
-def _differs(
+def _strategy_error(
     rule: Rule,
     example: _Example,
     graph: Graph,
@@ -310,49 +426,54 @@ def _differs(
     """Error text for the strategies of ``choice``; None if values and gradients agree."""
     random = torch.Generator("cpu").manual_seed(SEED)
     try:
-        site = _site(example.node, graph, mesh, choice)
-        parts = [scatter(x.detach(), at, random) for x, at in zip(example.operands, site.inputs, strict=True)]
+        site = _site_of_choice(example.node, graph, mesh, choice)
+        parts = [scatter_by_layout(x.detach(), at, random) for x, at in zip(example.operands, site.inputs, strict=True)]
         held = [[part[r].requires_grad_(x.requires_grad) for part, x in zip(parts, example.operands, strict=True)]
                 for r in range(mesh.size)]  # fmt: skip
         _seed()
-        made = run(rule, site, held, world)
+        made = run_local_form(rule, site, held, world)
         for i, (result, at) in enumerate(zip(example.results, site.outputs, strict=True)):
-            wrong = differs([row[i].detach() for row in made], at, result, tolerance)
+            wrong = shards_mismatch([row[i].detach() for row in made], at, result, tolerance)
             if wrong:
                 return f"result {i} ({at}): {wrong}"
         if graph is not example.graph:
             return None
-        return _gradients_differ(example, site, held, made, random, tolerance)
+        return _gradient_error(example, site, held, made, random, tolerance)
     except (AutoshardError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def _gradients_differ(
-    example: _Example, site: Site, held: list[Tensors], made: list[Tensors], random: torch.Generator, tolerance: float
+def _gradient_error(
+    example: _Example,
+    site: Site,
+    held: list[TensorList],
+    made: list[TensorList],
+    random: torch.Generator,
+    tolerance: float,
 ) -> str | None:
     """Error text for the gradient of an operand, assembled by its gradient placement."""
-    outputs: Tensors = []
+    outputs: TensorList = []
     cotangents: list[torch.Tensor | None] = []
     for i, cotangent in enumerate(example.cotangents):
         if cotangent is not None:
             outputs += [row[i] for row in made]
-            cotangents += scatter(cotangent, site.outputs[i].gradient(), random)
+            cotangents += scatter_by_layout(cotangent, site.outputs[i].gradient(), random)
     if not outputs:
         return None
     leaves = [x for row in held for x in row]
-    found = _backward(outputs, cotangents, leaves)
+    found = _leaf_gradients(outputs, cotangents, leaves)
     for i, (gradient, at) in enumerate(zip(example.gradients, site.inputs, strict=True)):
         if gradient is None:
             continue
         locals_ = [g if g is not None else torch.zeros_like(x) for g, x in zip(found, leaves, strict=True)]
-        wrong = differs(locals_[i :: len(example.operands)], at.gradient(), gradient, tolerance)
+        wrong = shards_mismatch(locals_[i :: len(example.operands)], at.gradient(), gradient, tolerance)
         if wrong:
             return f"gradient of operand {i} ({at}, so its gradient is {at.gradient()}): {wrong}"
     return None
 
 
-def _backward(
-    outputs: Tensors, cotangents: Sequence[torch.Tensor | None], leaves: Tensors
+def _leaf_gradients(
+    outputs: TensorList, cotangents: Sequence[torch.Tensor | None], leaves: TensorList
 ) -> list[torch.Tensor | None]:
     """Gradients of the leaves; None for those that require none."""
     pairs = [(y, g) for y, g in zip(outputs, cotangents, strict=True) if g is not None and y.requires_grad]

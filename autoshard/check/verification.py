@@ -13,21 +13,28 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard import api
-from autoshard.check.closeness import difference, scale
 from autoshard.check.divergence import first_divergence
-from autoshard.check.exact import SameDraws, in_float64
-from autoshard.check.loss import copied, fresh, full, loss_of
+from autoshard.check.reference import (
+    SameRandomNumbers,
+    copied_model,
+    fresh_inputs,
+    full_tensor_of,
+    in_float64,
+    largest_difference,
+    largest_magnitude,
+    loss_of,
+)
 from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.mesh import MeshLike
 from autoshard.module.arguments import check_arguments
-from autoshard.module.base import ShardedModule
+from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 
-SPARSE = " (sparse)"
+SPARSE_SUFFIX = " (sparse)"
 """suffix of the names of sparse gradients"""
 LEARNING_RATE = 1e-3
-ROUNDINGS = 4.0
+ROUNDING_RATIO = 4.0
 """allowed rounding error as a multiple of one device's: sums of ranks run in another order"""
 
 
@@ -61,10 +68,10 @@ class Comparison:
 
     @property
     def rounds_alike(self) -> bool:
-        """Whether its error against float64 is at most :data:`ROUNDINGS` times one device's."""
+        """Whether its error against float64 is at most :data:`ROUNDING_RATIO` times one device's."""
         if self.exact is None or self.rounding is None:
             return False
-        return self.exact <= min(ROUNDINGS * self.rounding, math.sqrt(self.limit))
+        return self.exact <= min(ROUNDING_RATIO * self.rounding, math.sqrt(self.limit))
 
     def __str__(self) -> str:
         mark = "ok  " if self.ok else "DIFF"
@@ -149,10 +156,10 @@ def verify(
     if steps < 1:
         raise AutoshardError(f"steps is {steps!r}: at least one step is needed to compare anything")
     kwargs = dict(example_kwargs or {})
-    reference = copied(model)
+    reference = copied_model(model)
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
     if dtype == torch.float64:
-        _without_grouped_products(reference)
+        _disable_grouped_mm(reference)
     asked, rtol = rtol, default_rtol(dtype) if rtol is None else rtol
     parts: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches}
     parts |= {"schedule": schedule, "stages_per_rank": stages_per_rank}
@@ -162,10 +169,10 @@ def verify(
     exact = None
     if asked is None and dtype.is_floating_point and dtype != torch.float64:
         with contextlib.suppress(Exception):
-            exact = copied(model).double()
-            _without_grouped_products(exact)
+            exact = copied_model(model).double()
+            _disable_grouped_mm(exact)
     floor = rtol if atol is None else atol
-    runner = _Runner(reference, sharded, tuple(example_args), kwargs, rtol, floor, asked is not None, exact, dtype)
+    runner = _VerifyRun(reference, sharded, tuple(example_args), kwargs, rtol, floor, asked is not None, exact, dtype)
     for step in range(steps):
         try:
             runner.step(step)
@@ -174,11 +181,11 @@ def verify(
             break
     found = tuple(runner.found)
     ok = all(c.ok for c in found)
-    first = None if ok else _where(runner, next(c for c in found if not c.ok))
+    first = None if ok else _first_divergence_text(runner, next(c for c in found if not c.ok))
     return VerifyReport(ok, found, first, rtol, floor, sharded.plan)
 
 
-def _where(runner: _Runner, first: Comparison) -> str:
+def _first_divergence_text(runner: _VerifyRun, first: Comparison) -> str:
     """The first operation that differs, else (none found, or the search failed) ``first``."""
     try:
         found = first_divergence(runner.reference, runner.sharded, runner.args, runner.kwargs, runner.rtol)
@@ -187,7 +194,7 @@ def _where(runner: _Runner, first: Comparison) -> str:
     return found or f"{first}; every operation agrees by itself"
 
 
-def _without_grouped_products(model: nn.Module) -> None:
+def _disable_grouped_mm(model: nn.Module) -> None:
     """Run transformers' experts one by one (eager): torch's grouped GEMM takes no float64."""
     for module in model.modules():
         if getattr(getattr(module, "config", None), "_experts_implementation", None) == "grouped_mm":
@@ -195,7 +202,7 @@ def _without_grouped_products(model: nn.Module) -> None:
 
 
 @dataclass
-class _Runner:
+class _VerifyRun:
     reference: nn.Module
     sharded: ShardedModule
     args: tuple[Any, ...]
@@ -230,7 +237,7 @@ class _Runner:
         exact: dict[str, dict[str, torch.Tensor]] = {}
         if self.exact is not None:
             try:
-                with SameDraws(self.dtype):
+                with SameRandomNumbers(self.dtype):
                     exact = self._passes(self.exact, number, training, in_float64((self.args, self.kwargs)))
             except Exception:  # for example a dtype that is hard-coded in the model
                 self.exact = None
@@ -247,12 +254,12 @@ class _Runner:
             self._states(self.exact.state_dict(), exact)
         for kind, want in expected.items():
             if kind == "gradient":
-                want, found = _dense(want), _dense(given[kind])
+                want, found = _dense_by_name(want), _dense_by_name(given[kind])
             else:
                 found = given[kind]
             if training or kind not in ("gradient", "parameter"):
                 slack = 100.0 if kind == "parameter" else 1.0
-                self._compare(kind, number, found, want, _dense(exact.get(kind, {})), slack)
+                self._compare(kind, number, found, want, _dense_by_name(exact.get(kind, {})), slack)
 
     def _passes(
         self, module: nn.Module, number: int, training: bool, arguments: tuple[Any, Any]
@@ -260,10 +267,10 @@ class _Runner:
         """Forward and backward of ``module``: kind of tensor → name → tensor."""
         torch.manual_seed(number)
         module.zero_grad()
-        args, kwargs = fresh(arguments)
+        args, kwargs = fresh_inputs(arguments)
         with torch.set_grad_enabled(training):
             out = module(*args, **kwargs)
-            leaves = [full(x) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+            leaves = [full_tensor_of(x) for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
             loss = loss_of(out, leaves) if training else None
         left = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if loss is not None:
@@ -304,12 +311,12 @@ class _Runner:
         exact: Mapping[str, torch.Tensor],
         slack: float,
     ) -> None:
-        largest = max((scale(t) for t in expected.values()), default=0.0)
+        largest = max((largest_magnitude(t) for t in expected.values()), default=0.0)
         for name, want in expected.items():
             rtol = self.rtol if self.fixed else max(self.rtol, default_rtol(want.dtype))
             floor = self.atol * slack * largest
-            if kind == "gradient" and scale(want) <= floor:
-                self.vanishing.add(name.removesuffix(SPARSE))
+            if kind == "gradient" and largest_magnitude(want) <= floor:
+                self.vanishing.add(name.removesuffix(SPARSE_SUFFIX))
             if kind == "parameter" and name in self.vanishing:
                 floor = 2 * LEARNING_RATE * (step + 1)
             if name not in given:
@@ -320,14 +327,14 @@ class _Runner:
             made = compare(name, kind, step, given[name], want, rtol * slack, floor)
             truth = exact.get(name)
             if truth is not None and truth.shape == want.shape == given[name].shape and want.is_floating_point():
-                sharded, one = (distance(x, truth) for x in (given[name], want))
+                sharded, one = (relative_error(x, truth) for x in (given[name], want))
                 made = replace(made, exact=sharded, rounding=one)
             self.found.append(made)
 
 
-def _dense(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _dense_by_name(gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradients made dense; names of sparse ones get a suffix, so both models must agree on it."""
-    return {f"{n}{SPARSE}" if g.is_sparse else n: g.to_dense() for n, g in gradients.items()}
+    return {f"{n}{SPARSE_SUFFIX}" if g.is_sparse else n: g.to_dense() for n, g in gradients.items()}
 
 
 def compare(
@@ -343,13 +350,13 @@ def compare(
     elif not want.is_floating_point() and not want.is_complex():
         error = 0.0 if torch.equal(given, want) else math.inf
     else:
-        largest = difference(given, want)
-        error = largest / (scale(want) or 1.0) if math.isfinite(largest) else math.inf
+        largest = largest_difference(given, want)
+        error = largest / (largest_magnitude(want) or 1.0) if math.isfinite(largest) else math.inf
         error = min(error, rtol) if largest <= floor else error
     return Comparison(what, kind, step, error, rtol, bool(want.isfinite().all()))
 
 
-def distance(x: torch.Tensor, truth: torch.Tensor) -> float:
+def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
     """Largest difference of ``x`` from its float64 value, relative to the largest value."""
-    largest = difference(x.detach().cpu().double(), truth.detach().cpu())
-    return largest / (scale(truth) or 1.0) if math.isfinite(largest) else math.inf
+    largest = largest_difference(x.detach().cpu().double(), truth.detach().cpu())
+    return largest / (largest_magnitude(truth) or 1.0) if math.isfinite(largest) else math.inf

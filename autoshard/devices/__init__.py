@@ -1,8 +1,6 @@
 """Mesh search: for a number of devices the best mesh and the best pipeline that they can form."""
 
-from autoshard.devices.bounds import AXIS
-from autoshard.devices.meshes import divided, planned_for, shapes
-from autoshard.devices.pipelines import pipelined_for
-from autoshard.devices.requests import served_for
+from autoshard.devices.meshes import divided_mesh_shape, mesh_shapes, planned_for, served_for
+from autoshard.devices.pipelines import STAGE_AXIS, pipelined_for
 
-__all__ = ["AXIS", "divided", "pipelined_for", "planned_for", "served_for", "shapes"]
+__all__ = ["STAGE_AXIS", "divided_mesh_shape", "mesh_shapes", "pipelined_for", "planned_for", "served_for"]

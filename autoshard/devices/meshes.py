@@ -1,57 +1,58 @@
-"""Mesh search: the best mesh that a number of devices can form."""
+"""Search over meshes of a number of devices, for a training step or for serving requests."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.compiler import planned
+from autoshard.compiler import plan_graph
 from autoshard.errors import MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
-from autoshard.passes.ir.sizes import noting
-from autoshard.passes.ir.units import show_seconds
-from autoshard.passes.lower.lowering import narrowed
-from autoshard.passes.memory import tried
-from autoshard.passes.microbatch import in_parts
-from autoshard.passes.propagate.experts.roles import named_by_role
-from autoshard.passes.propagate.hints import in_time
+from autoshard.passes.ir.sizes import record_conditions
+from autoshard.passes.ir.text import show_seconds
+from autoshard.passes.lower.lowering import with_length_conditions
+from autoshard.passes.memory import lower_and_simulate
+from autoshard.passes.microbatch import choose_micro_batches
+from autoshard.passes.propagate.hints import micro_batch_placements
+from autoshard.passes.propagate.named_strategies.strategies import axes_by_role
 from autoshard.passes.propagate.op_space import OpSpaces
-from autoshard.plans.describe import describe
-from autoshard.plans.orders import in_cheaper_order
+from autoshard.plans.describe import describe_program
+from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.plans.wishes import Wishes
+from autoshard.plans.zigzag import plan_cheaper_order
 from autoshard.report.record import Candidate, Cost
-from autoshard.runtime.autocast import without_autocast
+from autoshard.runtime.transport.torch_state import without_autocast
+from autoshard.serving import JointPlan, ServedCall, search_jointly, serving_plan
 
 log = logging.getLogger("autoshard.plan")
 
-TIE = 1e-6
+TIE_SHARE = 1e-6
 """relative difference of plans below which the mesh with fewer axes is taken"""
 
 
 @without_autocast()  # its casts are in the graph
-def planned_for(graph: Graph, devices: int, hardware: Hardware, wishes: Wishes, title: str) -> Plan:
+def planned_for(graph: Graph, devices: int, hardware: Hardware, opts: CompileOptions, title: str) -> Plan:
     """The cheapest plan of ``graph`` on a mesh of ``devices``, with runners-up in ``candidates``.
 
-    Every mesh of one and two axes is tried, and the best is divided once more (:func:`divided`);
+    Every mesh of one and two axes is tried, and the best is divided once more (:func:`divided_mesh_shape`);
     meshes whose compute alone exceeds the best plan are skipped. Axes are named by use: dp, fsdp,
     cp, tp, ep. Raises :class:`MeshError` for an invalid number, :class:`PlanError` without a plan.
     """
-    return Search(graph, hardware, wishes, title).over(devices)
+    return MeshSearch(graph, hardware, opts, title).over(devices)
 
 
 @dataclass
-class Search:
+class MeshSearch:
     """State of the search over meshes of one number of devices."""
 
     graph: Graph
     hardware: Hardware
-    wishes: Wishes
+    opts: CompileOptions
     title: str
     plans: dict[tuple[int, ...], Plan] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -63,12 +64,12 @@ class Search:
         """See :func:`planned_for`."""
         if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
             raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
-        if isinstance(self.wishes.like, Mapping):
+        if isinstance(self.opts.like, Mapping):
             raise PlanError("like by axis or by module needs a mesh: give mesh=, or a plan's name for all axes")
-        for shape in shapes(devices):
+        for shape in mesh_shapes(devices):
             self.attempt(shape)
         if self.best is not None:
-            self.attempt(divided(self.best.mesh.shape, self.hardware.devices_per_node))
+            self.attempt(divided_mesh_shape(self.best.mesh.shape, self.hardware.devices_per_node))
         return self.result()
 
     def attempt(self, shape: tuple[int, ...]) -> None:
@@ -85,10 +86,10 @@ class Search:
         except PlanError as error:
             self.notes.append(f"a mesh of {shown} has no plan: {error}")
             return
-        named = Mesh(named_by_role(graph, program.assignment), self.hardware)
+        named = Mesh(axes_by_role(graph, program.assignment), self.hardware)
         self.plans[shape] = plan = replace(plan, mesh=named)  # its texts keep the old names
         log.info("mesh %s: %s", plan.mesh, show_seconds(self.seconds(plan)))
-        if self.best is None or self.seconds(plan) < self.seconds(self.best) * (1 - TIE):
+        if self.best is None or self.seconds(plan) < self.seconds(self.best) * (1 - TIE_SHARE):
             self.best, self.program = plan, program
 
     def seconds(self, plan: Plan) -> float:
@@ -96,26 +97,26 @@ class Search:
         return plan.cost.total_s
 
     def _floor(self, mesh: Mesh) -> float:
-        return least_seconds(self.graph, mesh)
+        return least_mesh_seconds(self.graph, mesh)
 
     def _planned(self, mesh: Mesh) -> tuple[Graph, Program, Plan]:
         """(graph, program, plan) on ``mesh``, of one micro-batch if there are several."""
-        wishes = self.wishes
-        return in_parts(
+        opts = self.opts
+        return choose_micro_batches(
             self.graph,
-            wishes.parts,
-            lambda part, _: in_cheaper_order(part, wishes.plan, lambda g: planned(g, mesh, wishes, self.title)),
+            opts.parts,
+            lambda part, _: plan_cheaper_order(part, opts.plan, lambda g: plan_graph(g, mesh, opts, self.title)),
             lambda found: found[2].cost.total_s,
-            cuts=in_time(wishes.hints, self.graph),
+            cuts=micro_batch_placements(opts.hints, self.graph),
         )
 
     def _named(self, plan: Plan) -> Plan:
         """``plan`` described again with the names of its mesh's axes."""
         assert self.program is not None
-        with noting() as decided:
+        with record_conditions() as decided:
             moved = self.program.assignment.on(plan.mesh)
-            program, memory = tried(moved, self.wishes.optimizer, self.wishes.flying)
-        found = describe(narrowed(program, decided), self.title, self.wishes.optimizer, memory)
+            program, memory = lower_and_simulate(moved, self.opts.optimizer, self.opts.micro_batches_held)
+        found = describe_program(with_length_conditions(program, decided), self.title, self.opts.optimizer, memory)
         return replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
 
     def result(self) -> Plan:
@@ -127,12 +128,12 @@ class Search:
         best = self.best
         plan = self._named(best)
         others = sorted((p for p in self.plans.values() if p is not best), key=self.seconds)
-        runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _lost(p.cost, best.cost)) for p in others)
+        runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _slower_by_text(p.cost, best.cost)) for p in others)
         like = [note for note in best.notes if note.startswith("like=")]
         return replace(plan, candidates=runners_up, notes=(*like, *plan.notes, *self.notes))
 
 
-def shapes(devices: int) -> Iterator[tuple[int, ...]]:
+def mesh_shapes(devices: int) -> Iterator[tuple[int, ...]]:
     """Mesh shapes of one and two axes (outer to inner) for ``devices``.
 
     The order of axes matters inside a node too: unsharding the inner axis of a dim costs less.
@@ -141,7 +142,7 @@ def shapes(devices: int) -> Iterator[tuple[int, ...]]:
     yield from ((outer, devices // outer) for outer in range(2, devices) if devices % outer == 0)
 
 
-def divided(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
+def divided_mesh_shape(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
     """``shape`` with one more axis: the axis that spans nodes is split there, else the largest.
 
     >>> divided((4, 16), 8), divided((8, 8), 8), divided((2, 2), 8), divided((64,), 8)
@@ -158,17 +159,48 @@ def divided(shape: tuple[int, ...], per_node: int) -> tuple[int, ...]:
     return (*shape[:i], shape[i] // least, least, *shape[i + 1 :]) if least else shape
 
 
-def least_seconds(graph: Graph, mesh: Mesh) -> float:
+def least_mesh_seconds(graph: Graph, mesh: Mesh) -> float:
     """Lower bound (seconds) of plans on ``mesh``: cheapest operations, free redistribution."""
     spaces = OpSpaces(graph, mesh)
     return float(sum(spaces[node].seconds.min() for node in graph.nodes))
 
 
-def _lost(cost: Cost, won: Cost) -> str:
+def _slower_by_text(cost: Cost, won: Cost) -> str:
     """How much slower a runner-up is than ``won``, and why, as text."""
     more = cost.total_s - won.total_s
-    if more <= TIE * won.total_s:
+    if more <= TIE_SHARE * won.total_s:
         return "as fast"
     parts = (("compute", cost.compute_s - won.compute_s), ("communication", cost.exposed_s - won.exposed_s))
     what, by = max(parts, key=lambda part: part[1])
     return f"{show_seconds(more)} slower: {show_seconds(by)} more {what}"
+
+
+def served_for(calls: Sequence[ServedCall], devices: int, hardware: Hardware, opts: CompileOptions, title: str) -> Plan:
+    """The plan of :func:`~autoshard.serving.serving_plan` on the best mesh of ``devices``.
+
+    Meshes, candidates and errors are those of :func:`~autoshard.devices.meshes.planned_for`."""
+    return _ServingSearch(max(calls, key=lambda c: c.times).graph, hardware, opts, title, calls=calls).over(devices)
+
+
+@dataclass
+class _ServingSearch(MeshSearch):
+    calls: Sequence[ServedCall] = ()
+    found: dict[tuple[int, ...], JointPlan] = field(default_factory=dict)
+
+    def seconds(self, plan: Plan) -> float:
+        assert plan.serving is not None
+        return plan.serving.total_s
+
+    def _floor(self, mesh: Mesh) -> float:
+        return sum(call.times * least_mesh_seconds(call.graph, mesh) for call in self.calls)
+
+    def _planned(self, mesh: Mesh) -> tuple[Graph, Program, Plan]:
+        self.found[mesh.shape] = found = search_jointly(self.calls, mesh, self.opts)
+        plan = serving_plan(self.calls, found, self.opts, self.title)
+        assert plan.serving is not None
+        of_tokens = next(n for n, call in enumerate(found.calls) if call.name == plan.serving.decode.name)
+        return found.calls[of_tokens].graph, found.programs[of_tokens], plan
+
+    def _named(self, plan: Plan) -> Plan:
+        """The plan of all calls, with the names of the mesh's axes."""
+        return serving_plan(self.calls, self.found[plan.mesh.shape].on(plan.mesh, self.opts), self.opts, self.title)

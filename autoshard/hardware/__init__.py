@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from autoshard.hardware.device import AHEAD, Hardware, free_memory
-from autoshard.hardware.link import FEW, Link, Overlap, Rate, Route
+from autoshard.hardware.device import PREFETCHED_BUCKETS, Hardware, free_memory
+from autoshard.hardware.link import SMALL_ALL_REDUCE, Link, Overlap, Rate, Route
 from autoshard.hardware.presets import PRESETS, hardware
 
 __all__ = [
-    "AHEAD",
-    "FEW",
+    "PREFETCHED_BUCKETS",
     "PRESETS",
+    "SMALL_ALL_REDUCE",
     "Hardware",
     "Link",
     "Overlap",

@@ -1,4 +1,11 @@
-"""One device type: peak rates, the shares that kernels reach, and links."""
+"""One device type: rates, links, checks of fields, and tile quantization of matrix products.
+
+A multiprocessor computes one tile of the result at a time. So a product takes full waves of tiles,
+and the last may leave units idle. Edge tiles are computed in full (NVIDIA, "Matrix
+Multiplication Background User's Guide"). Libraries pick the fastest of several tile sizes: small
+tiles fill more units but read more per multiplication. Below one wave of the smallest tiles, the
+summed dim is split (split-K).
+"""
 
 from __future__ import annotations
 
@@ -6,24 +13,173 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from autoshard.errors import MeshError
-from autoshard.hardware.checks import check_fields
-from autoshard.hardware.link import Link, Route
-from autoshard.hardware.schema import SchemaError, parsed, read
-from autoshard.hardware.tiles import Tiling
+from autoshard.hardware.link import Link, Route, is_amount
+from autoshard.hardware.schema import SchemaError, parse_json, read_as, to_python_numbers
 
-ALIGNED = 16
+SQUARE_PRODUCT_LENGTH = 8192
+"""rows, columns and summands of the product that a device's speed refers to"""
+
+
+class Tile(NamedTuple):
+    """The block of a result that one unit computes at a time."""
+
+    rows: int
+    columns: int
+    share: float
+    """speed relative to the largest tiles while all units work"""
+
+
+class Tiling(NamedTuple):
+    """A device's ``units`` (multiprocessors), and the tile sizes of its matmul kernels."""
+
+    units: int
+    tiles: tuple[Tile, ...]
+    between: float
+    """seconds between the last multiplication of a tile and the first of the next"""
+
+    @classmethod
+    def of(cls, units: int, tiles: Iterable[Iterable[float]], between: float) -> Tiling:
+        """From plain numbers, as in a file."""
+        sizes = ((int(m), int(n), float(share)) for m, n, share in tiles)
+        return cls(int(units), tuple(Tile(*size) for size in sizes), float(between))
+
+    def seconds(self, flops: float, rows: int, columns: int, speed: float) -> float:
+        """Seconds of a product; ``speed``: FLOP/s of the product of :data:`SQUARE_PRODUCT_LENGTH` cubed."""
+        return (
+            _tiled_product_seconds(self, flops / (2.0 * rows * columns), rows, columns, speed)
+            if rows * columns
+            else 0.0
+        )
+
+
+@lru_cache(maxsize=1 << 16)
+def _tiled_product_seconds(tiling: Tiling, summed: float, rows: int, columns: int, speed: float) -> float:
+    each = 2.0 * summed * tiling.units / _full_speed(tiling, speed)
+    return min(size * each + waits for size, waits in _tile_costs(tiling, rows, columns))
+
+
+def _tile_costs(tiling: Tiling, rows: int, columns: int) -> list[tuple[float, float]]:
+    """Per tile size: (elements per unit, scaled to the largest tiles' speed; idle seconds)."""
+    smallest, found = min(t.rows * t.columns for t in tiling.tiles), []
+    for tile in tiling.tiles:
+        size = tile.rows * tile.columns
+        waves = math.ceil(rows / tile.rows) * math.ceil(columns / tile.columns) / tiling.units
+        waves = waves if size == smallest and waves < 1 else math.ceil(waves)
+        found.append((waves * size / tile.share, max(0.0, waves - 1) * tiling.between))
+    return found
+
+
+@lru_cache(maxsize=256)
+def _full_speed(tiling: Tiling, speed: float) -> float:
+    """FLOP/s of full waves of the largest tiles, if the square product reaches ``speed``."""
+    taken = 2.0 * SQUARE_PRODUCT_LENGTH**3 / speed
+    ways = _tile_costs(tiling, SQUARE_PRODUCT_LENGTH, SQUARE_PRODUCT_LENGTH)
+    return min(
+        2.0 * SQUARE_PRODUCT_LENGTH * size * tiling.units / (taken - waits) for size, waits in ways if waits < taken
+    )
+
+
+FieldCheck = tuple[str, Callable[[Any], bool]]
+"""(description of valid values, predicate)"""
+
+
+def _int_check(least: int) -> FieldCheck:
+    def fits(value: Any) -> bool:
+        return type(value) is int and value >= least
+
+    return f"an int of at least {least}", fits
+
+
+def _rows_check(*each: Callable[[Any], bool], what: str = "") -> FieldCheck:
+    def fits(rows: Any) -> bool:
+        if not isinstance(rows, tuple) or not all(isinstance(row, tuple) and len(row) == len(each) for row in rows):
+            return False
+        return all(is_one(x) for row in rows for is_one, x in zip(each, row, strict=True))
+
+    return f"a tuple of tuples of {what or f'{len(each)} numbers of at least 0'}", fits
+
+
+def _is_positive(value: Any) -> bool:
+    return is_amount(value) and value > 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_tiling(value: Any) -> bool:
+    if not isinstance(value, Tiling) or not isinstance(value.tiles, tuple) or not value.tiles:
+        return False
+    sizes = all(isinstance(tile, Tile) and all(map(_is_positive, tile)) for tile in value.tiles)
+    return sizes and _is_positive(value.units) and is_amount(value.between)
+
+
+_ABOVE: FieldCheck = "a number above 0", _is_positive
+_AMOUNT: FieldCheck = "a number of at least 0", is_amount
+_FLAG: FieldCheck = "True or False", lambda value: isinstance(value, bool)
+_LINK: FieldCheck = "a Link", lambda value: isinstance(value, Link)
+_PAIRS = _rows_check(is_amount, is_amount)
+
+FIELD_CHECKS: dict[str, FieldCheck] = {
+    "name": ("a text", _is_text),
+    "flops": _ABOVE,
+    "memory_bandwidth": _ABOVE,
+    "memory_bytes": _ABOVE,
+    "node": _LINK,
+    "network": _LINK,
+    "devices_per_node": _int_check(1),
+    "efficiency": _ABOVE,
+    "kernel_latency": ("seconds", is_amount),
+    "overlap": ("a share from 0 to 1", lambda value: is_amount(value) and value <= 1),
+    "part_by_part": _FLAG,
+    "memory_efficiency": _AMOUNT,
+    "tiling": ("a Tiling of tiles above 0, or None", lambda value: value is None or _is_tiling(value)),
+    "attention": _rows_check(is_amount, is_amount, is_amount),
+    "fuses": _FLAG,
+    "dtypes": _rows_check(_is_text, _is_positive, what="a name and FLOP/s above 0"),
+    "products": _PAIRS,
+    "unaligned": _ABOVE,
+    "convolutions": _ABOVE,
+    "channels": _PAIRS,
+    "attention_tile": _int_check(0),
+    "caches": _PAIRS,
+    "functions": (
+        "a tuple of seconds forward and backward, or of none",
+        lambda value: isinstance(value, tuple) and len(value) in (0, 2) and all(map(is_amount, value)),
+    ),
+    "ahead": _int_check(1),
+    "updates": _AMOUNT,
+    "sharing": _PAIRS,
+    "waiting": _PAIRS,
+    "actions": _AMOUNT,
+    "carried": _AMOUNT,
+    "cpu": _FLAG,
+    "disturbed": _AMOUNT,
+}
+
+
+def check_hardware_fields(hardware: Any) -> None:
+    """Raise :class:`MeshError` for an invalid field; NumPy numbers become Python numbers."""
+    for name, (what, is_one) in FIELD_CHECKS.items():
+        object.__setattr__(hardware, name, value := to_python_numbers(getattr(hardware, name)))
+        if not is_one(value):
+            raise MeshError(f"hardware {hardware.name!r}: {name} is {what}, got {value!r}")
+
+
+ALIGNED_BYTES = 16
 """bytes of one vectorized load"""
 
-AHEAD = 4
+PREFETCHED_BUCKETS = 4
 """prefetched parameter buckets where collectives need no processor: about those of a block"""
 
 
@@ -64,7 +220,7 @@ class Hardware:
     products: tuple[tuple[int, float], ...] = ()
     """(length of the shortest dim, share of ``flops`` that matmuls reach); 1 beyond the longest"""
     unaligned: float = 1.0
-    """relative speed of 16-bit matmuls whose rows are no multiples of :data:`ALIGNED` bytes"""
+    """relative speed of 16-bit matmuls whose rows are no multiples of :data:`ALIGNED_BYTES` bytes"""
     convolutions: float = 1.0
     """speed of convolutions relative to matmuls"""
     channels: tuple[tuple[int, float], ...] = ()
@@ -93,7 +249,7 @@ class Hardware:
     """share of its measurements that steal time disturbed in every try"""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_hardware_fields(self)
 
     def paces(self, groups: int, ranks: int) -> tuple[float, ...]:
         """Speeds of a rank while 1, 2, … of ``groups`` groups of ``ranks`` work; 1 while all do.
@@ -105,7 +261,7 @@ class Hardware:
         known, seconds = zip(*self.sharing, strict=True)
         return tuple(float(x) for x in 1 / np.interp(ranks * np.arange(1, groups + 1), known, seconds))
 
-    def lasting(self, working: float, ranks: int) -> float:
+    def relative_duration(self, working: float, ranks: int) -> float:
         """Duration of a rank's work while ``working`` of ``ranks`` work, relative to all."""
         if not self.sharing or ranks > self.sharing[-1][0]:
             return 1.0
@@ -164,7 +320,7 @@ class Hardware:
 
         ``aligned``: :meth:`is_aligned`; for gradients, that of their forward product.
         """
-        share = self._share(flops, result) * (1.0 if aligned else self.unaligned)
+        share = self._shortest_dim_share(flops, result) * (1.0 if aligned else self.unaligned)
         speed = self.peak(dtype) * self.efficiency
         if self.tiling is None or len(result) < 2:
             return flops / (speed * share)
@@ -172,10 +328,10 @@ class Hardware:
 
     def convolution_seconds(self, flops: float, dtype: torch.dtype, channels: tuple[int, ...] = ()) -> float:
         """Seconds of a convolution of ``flops`` FLOPs; ``channels``: local channels (in, out)."""
-        share = self.convolutions * math.prod(map(self._filled, channels))
+        share = self.convolutions * math.prod(map(self._channel_share, channels))
         return flops / (self.peak(dtype) * self.efficiency * share)
 
-    def _filled(self, channels: int) -> float:
+    def _channel_share(self, channels: int) -> float:
         """Relative speed with so many channels: seconds are interpolated between measurements."""
         if not self.channels or channels >= self.channels[-1][0]:
             return 1.0
@@ -183,13 +339,13 @@ class Hardware:
         return float(channels / np.interp(channels, known, [n / share for n, share in self.channels]))
 
     def is_aligned(self, flops: float, result: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Whether rows of a matmul's operands and result are multiples of :data:`ALIGNED` bytes."""
+        """Whether rows of a matmul's operands and result are multiples of :data:`ALIGNED_BYTES` bytes."""
         if not flops or not result or dtype.itemsize > 2:
             return True
         summed = flops / (2.0 * math.prod(result))
-        return not any(n * dtype.itemsize % ALIGNED for n in (result[-1], round(summed)))
+        return not any(n * dtype.itemsize % ALIGNED_BYTES for n in (result[-1], round(summed)))
 
-    def _share(self, flops: float, result: tuple[int, ...]) -> float:
+    def _shortest_dim_share(self, flops: float, result: tuple[int, ...]) -> float:
         """Share of a matmul by its shortest dim: rows, columns or the summed dim."""
         if not self.products or len(result) < 2 or not flops:
             return 1.0
@@ -227,7 +383,7 @@ class Hardware:
 
         Raises :class:`~autoshard.hardware.schema.SchemaError` for invalid data.
         """
-        found: Hardware = read(Hardware, data)
+        found: Hardware = read_as(Hardware, data)
         return found
 
     def save(self, path: str | Path) -> None:
@@ -238,7 +394,7 @@ class Hardware:
     def load(path: str | os.PathLike[str]) -> Hardware:
         """Read a file of :meth:`save`. Raises :class:`MeshError` for a missing or invalid file."""
         try:
-            return Hardware.from_dict(parsed(Path(path).read_bytes()))
+            return Hardware.from_dict(parse_json(Path(path).read_bytes()))
         except OSError as error:
             raise MeshError(f"the hardware file {str(path)!r} cannot be read: {error}") from error
         except SchemaError as error:

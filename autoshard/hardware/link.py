@@ -14,27 +14,27 @@ from functools import cached_property
 from typing import NamedTuple, TypeGuard
 
 from autoshard.errors import MeshError
-from autoshard.hardware.schema import plain
+from autoshard.hardware.schema import to_python_numbers
 
-FEW = "few"
+SMALL_ALL_REDUCE = "few"
 """an all-reduce of few numbers (losses): on gloo ranks exchange them directly, without a ring"""
 
-_SAME_AS = {
-    FEW: "all_reduce",
+_FALLBACK_KINDS = {
+    SMALL_ALL_REDUCE: "all_reduce",
     "reduce_scatter": "all_gather",
     "all_to_all": "all_gather",
     "permute": "all_gather",
     "all_reduce": "all_gather",
 }
 
-_SUMS = ("all_reduce", FEW)
+_ALL_REDUCE_KINDS = ("all_reduce", SMALL_ALL_REDUCE)
 
 
 class Rate(NamedTuple):
     """Measured latency and bandwidth of one kind of collective among ``ranks`` ranks."""
 
     kind: str
-    """all_gather, reduce_scatter, all_reduce, all_to_all, permute or :data:`FEW`"""
+    """all_gather, reduce_scatter, all_reduce, all_to_all, permute or :data:`SMALL_ALL_REDUCE`"""
     ranks: int
     latency: float
     """seconds"""
@@ -70,7 +70,7 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("latency", "bandwidth", "rates"):
-            object.__setattr__(self, name, plain(getattr(self, name)))
+            object.__setattr__(self, name, to_python_numbers(getattr(self, name)))
         if not isinstance(self.rates, tuple) or not all(isinstance(rate, Rate) for rate in self.rates):
             raise MeshError(f"the rates of a link are a tuple of Rate, got {self.rates!r}")
         pairs: tuple[tuple[object, object], ...] = ((self.latency, self.bandwidth), *(r[2:] for r in self.rates))
@@ -90,10 +90,10 @@ class Link:
             return 0.0, 0.0
         known = sorted((r for r in self.rates if r.kind == kind), key=lambda r: r.ranks)
         if not known and kind != "all_gather" and self.rates:
-            return self.rate(_SAME_AS[kind], 2 if kind == "permute" else ranks)
+            return self.rate(_FALLBACK_KINDS[kind], 2 if kind == "permute" else ranks)
         if not known:
             return self.latency * (1 + 0.25 * (ranks - 1)), 1.0 / self.bandwidth
-        at = (lambda n: math.log2(n)) if kind in _SUMS else float
+        at = (lambda n: math.log2(n)) if kind in _ALL_REDUCE_KINDS else float
         if len(known) == 1 or ranks <= known[0].ranks:
             return known[0].latency, 1.0 / known[0].bandwidth
         below, above = next((p for p in itertools.pairwise(known) if ranks <= p[1].ranks), (known[-2], known[-1]))
@@ -135,10 +135,10 @@ class Route:
 
     def _fastest(self, kind: str) -> tuple[float, float]:
         latency, per_byte = self._rate(kind)
-        if kind in _SUMS:  # at most reduce-scatter + all-gather
+        if kind in _ALL_REDUCE_KINDS:  # at most reduce-scatter + all-gather
             (a, b), (c, d) = self._rate("reduce_scatter"), self._rate("all_gather")
             latency, per_byte = min(latency, a + c), min(per_byte, (b + d) / 2)
-        if kind == FEW:
+        if kind == SMALL_ALL_REDUCE:
             latency = min(latency, self._rate("all_reduce")[0])
         if kind in ("all_gather", "reduce_scatter"):  # small messages go by a tree (NCCL's PAT)
             latency = min(latency, self._rate("all_reduce")[0])
@@ -162,5 +162,5 @@ class Route:
             crossing = (ranks - inside) / (ranks - 1)
             return near + far, max(crossing * across, (1 - crossing) * beside)
         crossing = (nodes - 1) / nodes * ranks / (ranks - 1)
-        steps = 1 if kind in _SUMS else inside  # a ring visits all ranks, a tree's depth is by node
+        steps = 1 if kind in _ALL_REDUCE_KINDS else inside  # a ring visits all ranks, a tree's depth is by node
         return near + far * steps, max(beside if inside > 1 else 0.0, crossing * across / inside)

@@ -43,12 +43,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from autoshard.errors import MeshError
-from autoshard.hardware.device import AHEAD, Hardware
-from autoshard.hardware.link import FEW, Link, Rate
-from autoshard.hardware.tiles import Tiling
+from autoshard.hardware.device import PREFETCHED_BUCKETS, Hardware, Tiling
+from autoshard.hardware.link import SMALL_ALL_REDUCE, Link, Rate
 
 GB = 1e9
-BESIDE = 0.47 / 0.8
+H100_OVERLAP = 0.47 / 0.8
 
 _H100_NODE = Link(
     8e-6,
@@ -83,7 +82,7 @@ _LOOPBACK = Link(
     tuple(
         Rate(kind, ranks, latency, bandwidth * GB)
         for kind, bandwidth, pair, four in (
-            (FEW, 1.34, 0.73e-3, 1.6e-3),
+            (SMALL_ALL_REDUCE, 1.34, 0.73e-3, 1.6e-3),
             ("all_reduce", 1.34, 0.73e-3, 2.7e-3),
             ("all_gather", 0.94, 0.89e-3, 1.8e-3),
             ("reduce_scatter", 0.95, 0.97e-3, 2.0e-3),
@@ -111,7 +110,7 @@ _H100 = Hardware(
     _network(48 * GB),
     efficiency=716 / 989.4,
     kernel_latency=7e-6,
-    overlap=BESIDE,
+    overlap=H100_OVERLAP,
     memory_efficiency=0.7,
     tiling=Tiling.of(132, _HOPPER_TILES, _BETWEEN_TILES),
     attention=(
@@ -123,7 +122,7 @@ _H100 = Hardware(
     dtypes=(("float32", 66.9e12), ("float64", 66.9e12), ("tf32", 494.7e12)),
     unaligned=97 / 642,
     convolutions=0.5,
-    ahead=AHEAD,
+    ahead=PREFETCHED_BUCKETS,
 )  # fmt: skip
 
 _H100_NEW = replace(
@@ -149,8 +148,8 @@ _A100 = replace(
 )
 
 _MI325X = Hardware(
-    "mi325x", 1300e12, 6000e9, 256e9, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=7e-6, overlap=BESIDE,
-    fuses=True, ahead=AHEAD,
+    "mi325x", 1300e12, 6000e9, 256e9, Link(6e-6, 448 * GB), Link(15e-6, 50 * GB), kernel_latency=7e-6, overlap=H100_OVERLAP,
+    fuses=True, ahead=PREFETCHED_BUCKETS,
 )  # fmt: skip
 
 PRESETS: dict[str, Hardware] = {

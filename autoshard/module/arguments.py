@@ -11,13 +11,13 @@ from torch import nn
 
 from autoshard.errors import AutoshardError, CaptureError, HintError, PlanError
 from autoshard.mesh import Mesh
-from autoshard.module.base import ShardedModule
-from autoshard.passes.capture.refusals.checks import check_kinds
+from autoshard.module.sharded_module import ShardedModule
+from autoshard.passes.capture.refusals.checks import check_module_classes
 from autoshard.plans.plan import Plan
 
-T = TypeVar("T")
+CopyableT = TypeVar("CopyableT")
 _HINTS = "{pattern: Shard(d) | 'colwise' | 'rowwise' | 'replicate' | {axis: placement}}"
-_KINDS: dict[str, tuple[tuple[type, ...], str, type[AutoshardError]]] = {
+_ARGUMENT_TYPES: dict[str, tuple[tuple[type, ...], str, type[AutoshardError]]] = {
     "hints": ((Mapping, type(None)), _HINTS, HintError),
     "plan": ((Plan, type(None)), "a Plan, from autoshard.plan or Plan.from_json", PlanError),
     "training": ((bool, type(None)), "True, False or None", PlanError),
@@ -34,8 +34,8 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
     ``args``, ``kwargs``: the example's; ``given``: further arguments of ``compile`` by name.
     """
     if not isinstance(model, nn.Module):
-        raise CaptureError(f"the model is an nn.Module, got {_described(model)}")
-    check_kinds(model)
+        raise CaptureError(f"the model is an nn.Module, got {_model_in_words(model)}")
+    check_module_classes(model)
     for name, part in model.named_modules():
         if isinstance(part, ShardedModule):
             what = f"its module {name!r}" if name else "the model"
@@ -52,12 +52,12 @@ def check_arguments(model: Any, args: Any, kwargs: Any, **given: Any) -> None:
     if not (kwargs is None or isinstance(kwargs, Mapping)):
         raise CaptureError(f"example_kwargs is a dict of the arguments by name, got {type(kwargs).__name__}")
     for name, value in given.items():
-        kinds, meant, error = _KINDS[name]
+        kinds, meant, error = _ARGUMENT_TYPES[name]
         if not isinstance(value, kinds):
             raise error(f"{name}={value!r:.60}: give {meant}")
 
 
-def _described(x: Any) -> str:
+def _model_in_words(x: Any) -> str:
     """Text for an object given as a model; calls no method of user classes."""
     if isinstance(x, type):
         return f"the class {x.__name__}: make one, {x.__name__}(…)"
@@ -71,11 +71,11 @@ def _is_mesh(x: Any) -> bool:
     return sizes or isinstance(x, Mesh) or hasattr(x, "mesh_dim_names")
 
 
-def own(given: T) -> T:
+def copy_containers(given: CopyableT) -> CopyableT:
     """A copy of ``given`` (nested dicts, tuples): the user may change the originals later."""
     found: Any = given
     if type(found) is dict:
-        found = {name: own(value) for name, value in found.items()}
+        found = {name: copy_containers(value) for name, value in found.items()}
     elif type(found) is tuple:
-        found = tuple(map(own, found))
+        found = tuple(map(copy_containers, found))
     return found  # type: ignore[no-any-return]

@@ -11,12 +11,18 @@ from torch import nn
 
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.module.base import ShardedModule
-from autoshard.module.inputs import Cuts
-from autoshard.module.programs.carried import Carried
-from autoshard.module.programs.compiling import Settings
+from autoshard.module.inputs import InputLayouts
+from autoshard.module.programs.compiling import CompileSettings
 from autoshard.module.programs.executable import Executable
-from autoshard.module.programs.simulate import cut, join, joined, shard_of, views
+from autoshard.module.programs.kv_cache import CachedShards
+from autoshard.module.programs.simulated_ranks import (
+    join_differentiably,
+    join_shards,
+    shard_for_ranks,
+    shard_of,
+    writable_shards,
+)
+from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.ir.graph import Ref
 from autoshard.runtime.programs.module import RankModule
 from autoshard.runtime.transport.communicator import Executed
@@ -31,9 +37,11 @@ class InProcessModule(ShardedModule):
     _parts: dict[Any, tuple[torch.Tensor, Any, tuple[torch.Tensor, ...]]]
     """program without backward, name → (full tensor, its address and strides, shards by rank)"""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: CompileSettings) -> None:
         super().__init__(model, mesh, settings)
-        object.__setattr__(self, "_world", World(dict(zip(self._running.axes, self._running.shape, strict=True))))
+        object.__setattr__(
+            self, "_world", World(dict(zip(self._program_mesh.axes, self._program_mesh.shape, strict=True)))
+        )
         object.__setattr__(self, "_rank_modules", {})
         object.__setattr__(self, "_parts", {})
 
@@ -55,21 +63,21 @@ class InProcessModule(ShardedModule):
         return [modules[0] for modules in self._rank_modules.values()]
 
     def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
-        return nn.Parameter(_real(p, initial), requires_grad=p.requires_grad)
+        return nn.Parameter(_materialised_copy(p, initial), requires_grad=p.requires_grad)
 
     def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
-        return _real(b, initial)
+        return _materialised_copy(b, initial)
 
-    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cuts:
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputLayouts:
         given = super()._input_layouts(args, kwargs)
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        if not any(isinstance(x, Carried) for x in leaves):
+        if not any(isinstance(x, CachedShards) for x in leaves):
             return given
         asked = given or (None,) * len(leaves)
-        mesh = self._running
+        mesh = self._program_mesh
 
         def comes_in(x: Any, given: Layout | None) -> Layout | None:
-            if not isinstance(x, Carried):
+            if not isinstance(x, CachedShards):
                 return given
             return Layout(mesh, x.placements) if x.lies_on(mesh) else None  # other mesh: gathered
 
@@ -77,7 +85,7 @@ class InProcessModule(ShardedModule):
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         plain: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-            Carried, Carried.whole, (tuple(args), dict(kwargs))
+            CachedShards, CachedShards.whole, (tuple(args), dict(kwargs))
         )
         return plain
 
@@ -96,7 +104,9 @@ class InProcessModule(ShardedModule):
         names = executable.compiled.source.inputs
         written = {name for fqn, name in program.graph.states.items() if fqn in program.in_place}
         arguments = [
-            views(_plain(x), program.layouts[n]) if n in written else self._spread(x, program.layouts[n])
+            writable_shards(_full_if_cached(x), program.layouts[n])
+            if n in written
+            else self._input_shards(x, program.layouts[n])
             for n, x in zip(names, inputs, strict=True)
         ]
         for rank, module in enumerate(modules):
@@ -117,13 +127,13 @@ class InProcessModule(ShardedModule):
                 continue
             layout, shape = program.layouts[out.name], shapes[i]
             parts = [r[i] for r in results]
-            if keeps and self._keeps(executable, i) and shape is not None and layout.axes_with(Shard):
-                leaves.append(Carried.of(parts, layout, shape))
+            if keeps and self._stays_sharded(executable, i) and shape is not None and layout.axes_with(Shard):
+                leaves.append(CachedShards.of(parts, layout, shape))
             else:
-                leaves.append(joined(parts, layout, shape, f"output {i}"))
+                leaves.append(join_differentiably(parts, layout, shape, f"output {i}"))
         first = len(program.outputs)
         mutated = {
-            fqn: join([r[first + i].detach() for r in results], program.layouts[name], shapes[first + i], fqn)
+            fqn: join_shards([r[first + i].detach() for r in results], program.layouts[name], shapes[first + i], fqn)
             for i, (fqn, name) in enumerate(program.mutations.items())
             if fqn not in program.in_place
         }
@@ -141,11 +151,11 @@ class InProcessModule(ShardedModule):
                 continue
             layout = executable.compiled.plan.layouts[value.fqn]
             if value.kind == "constant":
-                found[value.fqn] = cut(executable.graph.constants[value.name], layout, value.fqn)
+                found[value.fqn] = shard_for_ranks(executable.graph.constants[value.name], layout, value.fqn)
             elif value.fqn in executable.compiled.program.in_place:
-                found[value.fqn] = views(self.tensor(value.fqn), layout)
+                found[value.fqn] = writable_shards(self.tensor(value.fqn), layout)
             elif executable.graph.training:
-                found[value.fqn] = cut(self.tensor(value.fqn), layout, value.fqn)
+                found[value.fqn] = shard_for_ranks(self.tensor(value.fqn), layout, value.fqn)
             else:
                 found[value.fqn] = self._seen((id(executable), value.fqn), self.tensor(value.fqn), layout)
         return found
@@ -154,7 +164,7 @@ class InProcessModule(ShardedModule):
         """Shards of a read-only tensor: cached views; copies of segment-wise sharded dims."""
         known, lie = self._parts.get(key), (full.data_ptr(), full.stride())
         if known is None or known[0] is not full or known[1] != lie:
-            parts = tuple(shard_of(full, layout, rank).detach() for rank in range(self._running.size))
+            parts = tuple(shard_of(full, layout, rank).detach() for rank in range(self._program_mesh.size))
             if layout.grouped:  # copies: later writes would not reach them
                 return parts
             known = self._parts[key] = full, lie, parts
@@ -165,21 +175,21 @@ class InProcessModule(ShardedModule):
         with torch.no_grad():
             return {name: parts[rank].detach() for name, parts in self._tensors(executable).items()}
 
-    def _spread(self, x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    def _input_shards(self, x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
         """A global input by rank: sharded, or replicated with the full gradient on each."""
-        if isinstance(x, Carried):
+        if isinstance(x, CachedShards):
             return x.parts_in(layout)
         if layout.axes_with(Shard) or (x.requires_grad and torch.is_grad_enabled()):
-            return cut(x, layout, "an input")
-        return (x,) * self._running.size
+            return shard_for_ranks(x, layout, "an input")
+        return (x,) * self._program_mesh.size
 
 
-def _real(tensor: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
+def _materialised_copy(tensor: torch.Tensor, initial: torch.Tensor | None) -> torch.Tensor:
     """A copy of the data; a meta tensor becomes its initial value, or zeros to be loaded."""
     if not tensor.is_meta:
         return tensor.detach().clone()
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if initial is None else initial.detach().clone()
 
 
-def _plain(x: torch.Tensor) -> torch.Tensor:
-    return x.whole() if isinstance(x, Carried) else x
+def _full_if_cached(x: torch.Tensor) -> torch.Tensor:
+    return x.whole() if isinstance(x, CachedShards) else x

@@ -21,28 +21,28 @@ from torch import nn
 from autoshard.errors import CaptureError, HintError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.capture.exported.arguments import argument_paths
-from autoshard.passes.propagate.hints import in_space
+from autoshard.passes.capture.exported.example_inputs import argument_paths
+from autoshard.passes.propagate.hints import without_micro_batch_axis
 
-Inputs = str | Mapping[str, str]
+InputScope = str | Mapping[str, str]
 """``"global"``, ``"local"``, or {fnmatch pattern of an input name: one of these}"""
 
-Cuts = tuple[Layout | None, ...]
+InputLayouts = tuple[Layout | None, ...]
 """per argument leaf the layout of a local input; None, or an empty tuple: global"""
 
-_KINDS = ("global", "local")
+_INPUT_SCOPES = ("global", "local")
 _BATCH_AXIS = re.compile(r"(dp|ddp|fsdp|hsdp|zero\d?|data|batch|replica|replicate|shard)(_|\d|$)")
 """conventional names of mesh axes that shard the batch"""
 
 
 def check_inputs(inputs: Any) -> None:
-    """Raise :class:`HintError` unless ``inputs`` is one of :data:`Inputs`."""
+    """Raise :class:`HintError` unless ``inputs`` is one of :data:`InputScope`."""
     kinds = inputs.values() if isinstance(inputs, Mapping) else (inputs,)
-    if wrong := [k for k in kinds if k not in _KINDS]:
+    if wrong := [k for k in kinds if k not in _INPUT_SCOPES]:
         raise HintError(f'inputs={inputs!r}: {wrong[0]!r} is neither "global" nor "local"')
 
 
-def with_rows(
+def with_batch_size(
     batch: int | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs with rows repeated up to ``batch`` (None: unchanged).
@@ -67,8 +67,8 @@ def with_rows(
 
 
 def local_layouts(
-    model: nn.Module, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Inputs, hints: Any
-) -> Cuts:
+    model: nn.Module, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: InputScope, hints: Any
+) -> InputLayouts:
     """The layout of each local argument leaf; None if global.
 
     Dim 0 is sharded over the batch axes unless a hint says otherwise. Raises :class:`HintError` if
@@ -76,18 +76,22 @@ def local_layouts(
     """
     if inputs == "global":
         return ()
-    example, hints = (tuple(args), dict(kwargs)), in_space(hints, mesh)
+    example, hints = (tuple(args), dict(kwargs)), without_micro_batch_axis(hints, mesh)
     names, leaves = argument_paths(model, example), pytree.tree_leaves(example)
     if isinstance(inputs, Mapping):
         _check_patterns(inputs, model, names)
     local = [bool(n) and leaf.ndim > 0 and _is_local(n, inputs) for n, leaf in zip(names, leaves, strict=True)]
-    found = tuple(_layout(n, mesh, hints) if is_local else None for n, is_local in zip(names, local, strict=True))
+    found = tuple(
+        _local_input_layout(n, mesh, hints) if is_local else None for n, is_local in zip(names, local, strict=True)
+    )
     if inputs == "local":
-        _check_lengths([(n, x) for n, x, layout in zip(names, leaves, found, strict=True) if layout is not None], found)
+        _check_batch_dim(
+            [(n, x) for n, x, layout in zip(names, leaves, found, strict=True) if layout is not None], found
+        )
     return found
 
 
-def _is_local(name: str, inputs: Inputs) -> bool:
+def _is_local(name: str, inputs: InputScope) -> bool:
     if isinstance(inputs, str):
         return inputs == "local"
     return any(kind == "local" and _matches(name, pattern) for pattern, kind in inputs.items())
@@ -106,7 +110,7 @@ def _check_patterns(inputs: Mapping[str, str], model: nn.Module, names: Sequence
             raise HintError(f"inputs: {pattern!r} matches no input. Nearest: {', '.join(near)}")
 
 
-def _layout(name: str, mesh: Mesh, hints: Any) -> Layout:
+def _local_input_layout(name: str, mesh: Mesh, hints: Any) -> Layout:
     asked: Any = Shard(0)
     for pattern, hint in (hints or {}).items():
         cuts = [p for p in (hint.values() if isinstance(hint, Mapping) else (hint,)) if isinstance(p, Shard)]
@@ -128,7 +132,7 @@ def _batch_axes(name: str, mesh: Mesh) -> list[str]:
     return found
 
 
-def _check_lengths(local: Sequence[tuple[str, torch.Tensor]], layouts: Sequence[Layout | None]) -> None:
+def _check_batch_dim(local: Sequence[tuple[str, torch.Tensor]], layouts: Sequence[Layout | None]) -> None:
     """For ``inputs="local"``: check that dim 0 has one length, the batch, in all inputs."""
     cuts = [layout for layout in layouts if layout is not None]
     rows = [(n, x.shape[0]) for (n, x), layout in zip(local, cuts, strict=True) if layout.axes_of(0)]
@@ -139,12 +143,12 @@ def _check_lengths(local: Sequence[tuple[str, torch.Tensor]], layouts: Sequence[
         )
 
 
-def whole_shape(part: Sequence[int], layout: Layout) -> tuple[int, ...]:
+def global_input_shape(part: Sequence[int], layout: Layout) -> tuple[int, ...]:
     """The global shape of an input whose shard on every rank has shape ``part``."""
     return tuple(n * layout.mesh.size_of(layout.axes_of(d)) for d, n in enumerate(part))
 
 
-def wholes(
+def global_examples(
     args: Sequence[Any], kwargs: Mapping[str, Any], layouts: Sequence[Layout | None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of global shape from repeated shards: examples for planning without other ranks."""
@@ -152,15 +156,17 @@ def wholes(
     for i, layout in enumerate(layouts):
         if layout is not None:
             part = leaves[i].detach()
-            whole = without_data(part, whole_shape(part.shape, layout))
-            made = part.repeat(whole_shape([1] * part.ndim, layout)) if whole is None else whole
+            whole = meta_input(part, global_input_shape(part.shape, layout))
+            made = part.repeat(global_input_shape([1] * part.ndim, layout)) if whole is None else whole
             leaves[i] = made.requires_grad_(leaves[i].requires_grad)
     found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, spec)
     return found
 
 
 @contextlib.contextmanager
-def telling_wholes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], layouts: Cuts) -> Iterator[None]:
+def report_global_inputs(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], layouts: InputLayouts
+) -> Iterator[None]:
     """Inside, errors of tracing name the assumed global shapes of local inputs."""
     try:
         yield
@@ -176,11 +182,11 @@ def telling_wholes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         raise CaptureError(text) from error.__cause__
 
 
-_LARGE = 1 << 24
+_LARGE_INPUT = 1 << 24
 """elements of a local floating-point input (KV cache) above which capture gets no data"""
 
 
-def without_data(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
+def meta_input(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
     """A meta tensor for a large floating-point input; None for others: capture gets their data."""
-    large = like.is_floating_point() and torch.Size(shape).numel() > _LARGE
+    large = like.is_floating_point() and torch.Size(shape).numel() > _LARGE_INPUT
     return torch.empty(tuple(shape), dtype=like.dtype, device="meta") if large else None

@@ -11,13 +11,13 @@ import torch.utils._pytree as pytree
 
 from autoshard import runtime
 from autoshard.layout import Layout, Replicate, Shard
-from autoshard.module.dtensors.outputs import ABOUT
+from autoshard.module.dtensors.outputs import METADATA_GETTERS
 
-Gather = Callable[[torch.Tensor, Layout, Sequence[int]], torch.Tensor]
+GatherShards = Callable[[torch.Tensor, Layout, Sequence[int]], torch.Tensor]
 """(local shard, its layout, global shape) → full tensor"""
 
 
-class Logits(torch.Tensor):
+class ShardedLogits(torch.Tensor):
     """Logits whose last dim (vocabulary) is sharded; generation loops run on the shards.
 
     argmax, topk and multinomial send candidates, softmax two numbers per row. Any other operation
@@ -26,17 +26,17 @@ class Logits(torch.Tensor):
 
     _own: tuple[torch.Tensor, Layout]
     """local shard or full tensor, and its layout"""
-    _source: tuple[Logits, Any] | None
+    _source: tuple[ShardedLogits, Any] | None
     """source and index, if this is a view"""
     _comm: runtime.Communicator
-    _gather: Gather
+    _gather: GatherShards
 
     @staticmethod
     def of(
-        part: torch.Tensor, layout: Layout, shape: Sequence[int], comm: runtime.Communicator, gather: Gather
+        part: torch.Tensor, layout: Layout, shape: Sequence[int], comm: runtime.Communicator, gather: GatherShards
     ) -> torch.Tensor:
         """The tensor of this global shape."""
-        made = torch.Tensor._make_wrapper_subclass(Logits, tuple(shape), dtype=part.dtype, device=part.device)
+        made = torch.Tensor._make_wrapper_subclass(ShardedLogits, tuple(shape), dtype=part.dtype, device=part.device)
         made._own, made._source, made._comm, made._gather = (part, layout), None, comm, gather
         return made
 
@@ -45,7 +45,7 @@ class Logits(torch.Tensor):
     ) -> torch.Tensor:
         """Another tensor in this layout, from its shard; ``index``: of a view."""
         layout = self._layout if layout is None else layout
-        made = Logits.of(part, layout, self.shape if shape is None else shape, self._comm, self._gather)
+        made = ShardedLogits.of(part, layout, self.shape if shape is None else shape, self._comm, self._gather)
         made._source = None if index is None else (self, index)  # type: ignore[attr-defined]
         return made
 
@@ -90,35 +90,37 @@ class Logits(torch.Tensor):
     ) -> Any:
         kwargs = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            if func in ABOUT:
+            if func in METADATA_GETTERS:
                 return func(*args, **kwargs)
-            if func in _LOCAL and isinstance(args[0], Logits) and args[0]._is_cut:
-                made = _LOCAL[func](args[0], func, args[1:], kwargs)
+            if func in _VOCAB_PARALLEL_OPS and isinstance(args[0], ShardedLogits) and args[0]._is_cut:
+                made = _VOCAB_PARALLEL_OPS[func](args[0], func, args[1:], kwargs)
                 if made is not None:
                     return made
-            own, named = pytree.tree_map_only(Logits, Logits.whole, (tuple(args), kwargs))
+            own, named = pytree.tree_map_only(ShardedLogits, ShardedLogits.whole, (tuple(args), kwargs))
             return func(*own, **named)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        own, named = pytree.tree_map_only(Logits, Logits.whole, (tuple(args), dict(kwargs or {})))
+        own, named = pytree.tree_map_only(ShardedLogits, ShardedLogits.whole, (tuple(args), dict(kwargs or {})))
         return func(*own, **named)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Logits({list(self.shape)}, {self._layout})"
 
 
-def plain(tree: Any) -> Any:
+def gather_logits(tree: Any) -> Any:
     """``tree`` with full tensors, for callers that asked for scores."""
-    return pytree.tree_map_only(Logits, Logits.whole, tree)
+    return pytree.tree_map_only(ShardedLogits, ShardedLogits.whole, tree)
 
 
 # --- what is done with the parts: None where it cannot be ---
 
 
-def _indexed(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _index_positions(
+    x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
     """Indexing of unsharded dims."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if not all(isinstance(i, int | slice) for i in index) or len(index) > x.ndim:
@@ -132,41 +134,43 @@ def _indexed(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     return x.like(x._part[index], shape, x._layout.replace(placed), index)
 
 
-def _each(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _elementwise_on_logits(
+    x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
     """A pointwise operation with numbers, equally sharded logits, or one number per row."""
     last = x.ndim - 1
     for other in pytree.tree_leaves((args, kwargs)):
-        if isinstance(other, Logits):
+        if isinstance(other, ShardedLogits):
             if (other.shape, other._layout) != (x.shape, x._layout):
                 return None
         elif isinstance(other, torch.Tensor) and other.ndim:
             rows_are_whole = not any(x._layout.axes_of(d) for d in range(last))
             if other.ndim != x.ndim or other.shape[last] != 1 or not rows_are_whole:
                 return None
-    own, named = pytree.tree_map_only(Logits, lambda other: other._part, (tuple(args), dict(kwargs)))
+    own, named = pytree.tree_map_only(ShardedLogits, lambda other: other._part, (tuple(args), dict(kwargs)))
     part = func(x._part, *own, **named)
     return x if part is x._part else x.like(part)
 
 
-def _detached(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _detach_logits(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     return x.like(x._part.detach(), index=...)
 
 
-def _softmax(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _vocab_softmax(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     if not _along_last(x, args[:1], kwargs) or len(args) > 1 or not kwargs.keys() <= {"dim", "dtype", "_stacklevel"}:
         return None
     with runtime.bind(x._comm):
         return x.like(runtime.softmax(x._part, x.ndim - 1, x._layout.axes_of(x.ndim - 1), kwargs.get("dtype")))
 
 
-def _argmax(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _vocab_argmax(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     if not _along_last(x, args, kwargs):
         return None
     with runtime.bind(x._comm):
         return x._rows(runtime.argmax(x._part, x.ndim - 1, x.shape[-1], x._layout.axes_of(x.ndim - 1)))
 
 
-def _topk(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _vocab_topk(x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     given = {"dim": -1, **dict(zip(("k", "dim"), args, strict=False)), **kwargs}
     if not _along_last(x, (), {"dim": given["dim"]}) or len(args) > 2 or given.keys() != {"k", "dim"}:
         return None
@@ -175,7 +179,9 @@ def _topk(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return torch.return_types.topk((x._rows(found[0]), x._rows(found[1])))
 
 
-def _multinomial(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _vocab_multinomial(
+    x: ShardedLogits, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> torch.Tensor | None:
     given = {**dict(zip(("num_samples",), args, strict=False)), **kwargs}
     if len(args) > 1 or given != {"num_samples": 1}:
         return None
@@ -184,19 +190,33 @@ def _multinomial(x: Logits, func: Any, args: Sequence[Any], kwargs: Mapping[str,
         return x._rows(runtime.multinomial(x._part, 1, x.shape, dims))
 
 
-def _along_last(x: Logits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _along_last(x: ShardedLogits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     dims = [*args, *([kwargs["dim"]] if "dim" in kwargs else [])]
     return len(dims) == 1 and dims[0] in (-1, x.ndim - 1) and kwargs.keys() <= {"dim", "dtype", "_stacklevel"}
 
 
-_T = torch.Tensor
-_LOCAL: Mapping[Any, Callable[..., Any]] = {
-    _T.__getitem__: _indexed,
-    **dict.fromkeys((_T.to, _T.float, _T.double, _T.clone, _T.contiguous), _each),
-    _T.detach: _detached,
-    **dict.fromkeys((_T.__truediv__, _T.div, _T.__mul__, _T.mul, _T.masked_fill, _T.__lt__, _T.lt), _each),
-    **dict.fromkeys((F.softmax, torch.softmax, _T.softmax), _softmax),
-    **dict.fromkeys((torch.argmax, _T.argmax), _argmax),
-    **dict.fromkeys((torch.topk, _T.topk), _topk),
-    **dict.fromkeys((torch.multinomial, _T.multinomial), _multinomial),
+_PLAIN_TENSOR = torch.Tensor
+_VOCAB_PARALLEL_OPS: Mapping[Any, Callable[..., Any]] = {
+    _PLAIN_TENSOR.__getitem__: _index_positions,
+    **dict.fromkeys(
+        (_PLAIN_TENSOR.to, _PLAIN_TENSOR.float, _PLAIN_TENSOR.double, _PLAIN_TENSOR.clone, _PLAIN_TENSOR.contiguous),
+        _elementwise_on_logits,
+    ),
+    _PLAIN_TENSOR.detach: _detach_logits,
+    **dict.fromkeys(
+        (
+            _PLAIN_TENSOR.__truediv__,
+            _PLAIN_TENSOR.div,
+            _PLAIN_TENSOR.__mul__,
+            _PLAIN_TENSOR.mul,
+            _PLAIN_TENSOR.masked_fill,
+            _PLAIN_TENSOR.__lt__,
+            _PLAIN_TENSOR.lt,
+        ),
+        _elementwise_on_logits,
+    ),
+    **dict.fromkeys((F.softmax, torch.softmax, _PLAIN_TENSOR.softmax), _vocab_softmax),
+    **dict.fromkeys((torch.argmax, _PLAIN_TENSOR.argmax), _vocab_argmax),
+    **dict.fromkeys((torch.topk, _PLAIN_TENSOR.topk), _vocab_topk),
+    **dict.fromkeys((torch.multinomial, _PLAIN_TENSOR.multinomial), _vocab_multinomial),
 }

@@ -12,26 +12,25 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import RuntimeMismatchError
-from autoshard.module.dtensors.made import plain
-from autoshard.module.dtensors.outputs import Output
-from autoshard.module.dtensors.sparse_gradients import SparseGradient, accumulate
-from autoshard.module.dtensors.views import alongside
-from autoshard.module.parameter_hooks import unheard
-from autoshard.passes.capture.answers.eager import unhooked
+from autoshard.module.dtensors.accumulate_grad import SparseGradient, accumulate_sparse, silence_without_gradient
+from autoshard.module.dtensors.from_local import full_if_dtensor
+from autoshard.module.dtensors.outputs import ShardedOutput
+from autoshard.module.dtensors.views import dtensor_like
+from autoshard.passes.capture.specialization.eager_semantics import without_saved_hooks
 from autoshard.passes.microbatch import MicroBatches
-from autoshard.passes.rules.interpret import interpret
-from autoshard.runtime.transport import generators
-from autoshard.runtime.transport.handed_on import HandingOn
+from autoshard.passes.rules.interpreters import interpret
+from autoshard.runtime.transport import torch_state
+from autoshard.runtime.transport.autograd import NoneGradFunction
 
-Leaves = list[Any]
-Run = Callable[[list[torch.Tensor]], tuple[Leaves, dict[str, torch.Tensor]]]
+OutputLeaves = list[Any]
+RunMicroBatch = Callable[[list[torch.Tensor]], tuple[OutputLeaves, dict[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
 class MicroBatchRun:
     """Runs one micro-batch on all ranks of this process."""
 
-    run: Run
+    run: RunMicroBatch
     """the forward, with inputs in program order"""
     enter: Callable[[int, int], None]
     """tells the ranks (index, count) of the micro-batch"""
@@ -44,26 +43,26 @@ class MicroBatchRun:
 
     def __call__(
         self, micro: MicroBatches, inputs: Mapping[str, torch.Tensor], names: Sequence[str]
-    ) -> tuple[Leaves, dict[str, torch.Tensor]]:
+    ) -> tuple[OutputLeaves, dict[str, torch.Tensor]]:
         """Outputs and mutated states. ``inputs``: global batch; ``names``: of the program.
 
         The loss carries the gradients; its backward scales and delivers them. Other outputs are
         detached; the backward of another scalar raises.
         """
         given = {n: x.detach().requires_grad_() if x.requires_grad else x for n, x in inputs.items()}
-        given |= beforehand(micro, given, self.tensor)
+        given |= whole_batch_values(micro, given, self.tensor)
         sources = [micro.inputs[name] for name in names]
-        made: list[Leaves] = []
+        made: list[OutputLeaves] = []
         written: dict[str, torch.Tensor] = {}
-        states, before = generators.states(), self.defer(True)
-        with self.leaves() if micro.loss is not None else nullcontext([]) as pairs, unseen():
+        states, before = torch_state.generator_states(), self.defer(True)
+        with self.leaves() if micro.loss is not None else nullcontext([]) as pairs, without_checkpoint_hooks():
             wanted = [*pairs, *((x, given[n]) for n, x in inputs.items() if x.requires_grad)]
             try:
                 for index in range(micro.count):
                     self.enter(index, micro.count)
                     self.defer(index < micro.count - 1)  # the last backward reduces over replicas
-                    generators.set_states(states)  # each draws its share of the batch's numbers
-                    parts = [part_of(given[source], dim, index, micro.count) for source, dim in sources]
+                    torch_state.set_generator_states(states)  # each draws its share of the batch's numbers
+                    parts = [micro_batch_slice(given[source], dim, index, micro.count) for source, dim in sources]
                     leaves, written = self.run(parts)
                     if micro.loss is not None:
                         leaves[micro.loss].backward(inputs=[leaf for _, leaf in wanted])
@@ -71,19 +70,19 @@ class MicroBatchRun:
             finally:
                 self.enter(0, 1)
                 self.defer(before)
-        return delivered(micro, made, wanted), written
+        return step_outputs(micro, made, wanted), written
 
 
-def unseen() -> AbstractContextManager[Any]:
+def without_checkpoint_hooks() -> AbstractContextManager[Any]:
     """Inside, hooks of an enclosing activation checkpoint are off; ``save_on_cpu`` hooks stay.
 
     The checkpoint would recompute the step in the backward of each micro-batch.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return nullcontext() if hooks is None or hooks[0].__module__ != checkpoint.__module__ else unhooked()
+    return nullcontext() if hooks is None or hooks[0].__module__ != checkpoint.__module__ else without_saved_hooks()
 
 
-def beforehand(
+def whole_batch_values(
     micro: MicroBatches, inputs: Mapping[str, torch.Tensor], tensor: Callable[[str], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Values of the full batch before the first micro-batch. ``tensor``: name → buffer."""
@@ -98,25 +97,27 @@ def beforehand(
     return {o.name: values[o.name] for o in graph.outputs}
 
 
-def delivered(
-    micro: MicroBatches, made: Sequence[Leaves], wanted: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> Leaves:
+def step_outputs(
+    micro: MicroBatches, made: Sequence[OutputLeaves], wanted: Sequence[tuple[torch.Tensor, torch.Tensor]]
+) -> OutputLeaves:
     """The outputs of the step from those of its micro-batches; the loss delivers the gradients.
 
     ``wanted``: pairs (tensor that gets a gradient, leaf that has it).
     """
-    outputs = [_combined(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)]
+    outputs = [
+        _combine_micro_batches(parts, how) for parts, how in zip(zip(*made, strict=True), micro.outputs, strict=True)
+    ]
     if micro.loss is None:
         return outputs
     gradients, tensors = [leaf.grad for _, leaf in wanted], [x for x, _ in wanted]
-    with unhooked():
-        outputs[micro.loss] = _Delivered.apply(outputs[micro.loss], gradients, *tensors)
+    with without_saved_hooks():
+        outputs[micro.loss] = _LossWithGradients.apply(outputs[micro.loss], gradients, *tensors)
         for position, name in micro.others.items():
-            outputs[position] = _Other.apply(outputs[position], name, *tensors)
+            outputs[position] = _ScalarWithoutGradient.apply(outputs[position], name, *tensors)
     return outputs
 
 
-def part_of(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Tensor:
+def micro_batch_slice(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.Tensor:
     """Slice ``index`` of ``count`` of an input along ``dim``; None: all of it."""
     if dim is None:
         return x
@@ -124,7 +125,7 @@ def part_of(x: torch.Tensor, dim: int | None, index: int, count: int) -> torch.T
     return x.narrow(dim, index * length, length)
 
 
-def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
+def _combine_micro_batches(parts: Sequence[Any], how: int | str | None) -> Any:
     if how is None or not isinstance(parts[0], torch.Tensor):
         return parts[-1]
     if how == "sum":
@@ -139,10 +140,10 @@ def _combined(parts: Sequence[Any], how: int | str | None) -> Any:
     stride = torch.empty(shape, device="meta").stride()
     mesh, local = parts[0].device_mesh, torch.cat(whole, how)
     made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-    return parts[0].like(made) if isinstance(parts[0], Output) else Output.of(made)
+    return parts[0].like(made) if isinstance(parts[0], ShardedOutput) else ShardedOutput.of(made)
 
 
-class _Delivered(HandingOn):
+class _LossWithGradients(NoneGradFunction):
     """A loss with known gradients; its backward scales them, and frees them unless retained."""
 
     @staticmethod
@@ -160,11 +161,11 @@ class _Delivered(HandingOn):
                 "backward of each micro-batch have run already. Compile with micro_batches=1 and without stages for it."
             )
         _, *gradients = ctx.saved_tensors
-        scale = plain(scale)
-        return None, None, *(_handed_over(x, g, scale) for x, g in zip(ctx.tensors, gradients, strict=True))
+        scale = full_if_dtensor(scale)
+        return None, None, *(_gradient_for(x, g, scale) for x, g in zip(ctx.tensors, gradients, strict=True))
 
 
-class _Other(HandingOn):
+class _ScalarWithoutGradient(NoneGradFunction):
     """A scalar other than the loss: its backward raises."""
 
     @staticmethod
@@ -181,18 +182,18 @@ class _Other(HandingOn):
         )
 
 
-def _handed_over(x: Any, gradient: Any, scale: torch.Tensor) -> Any:
+def _gradient_for(x: Any, gradient: Any, scale: torch.Tensor) -> Any:
     """What autograd adds to ``x.grad``."""
     if isinstance(gradient, SparseGradient):
-        accumulate(x, gradient.to_local() * scale, gradient._spec)
+        accumulate_sparse(x, gradient.to_local() * scale, gradient._spec)
         return None
     if gradient is None:
-        unheard(x)
+        silence_without_gradient(x)
         return None
-    return _scaled(gradient, scale)
+    return _scale_gradient(gradient, scale)
 
 
-def _scaled(gradient: Any, scale: torch.Tensor) -> Any:
+def _scale_gradient(gradient: Any, scale: torch.Tensor) -> Any:
     if isinstance(gradient, DTensor):
-        return alongside(gradient.to_local() * scale, gradient)
+        return dtensor_like(gradient.to_local() * scale, gradient)
     return gradient * scale

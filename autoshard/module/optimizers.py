@@ -1,28 +1,199 @@
-"""State loading of torch optimizers on sharded parameters."""
+"""Optimizers on sharded parameters: gradient clipping, GradScaler, state loading, stage gradients."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from autoshard.module.dtensors.ops import is_ours
-from autoshard.module.model.parts import part_of
+from autoshard.errors import AutoshardError, RuntimeMismatchError
+from autoshard.module.dtensors.patches import is_module_dtensor
+from autoshard.module.model.submodules import shard_like
+from autoshard.module.sharded_module import ShardedModule
+from autoshard.runtime.transport.process_group import all_gather_single
+
+NonFiniteByDevice = dict[torch.device, torch.Tensor]
+"""device → 1 if a gradient there is not finite"""
+
+
+def clip_grad_norm_(
+    sharded: ShardedModule, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> torch.Tensor:
+    """Scale gradients in place to a norm of at most ``max_norm``; returns the prior norm (scalar).
+
+    It is the unsharded model's norm, by one collective of one number;
+    :func:`torch.nn.utils.clip_grad_norm_` needs one per layout. Raises RuntimeError for a
+    non-finite norm if ``error_if_nonfinite``, :class:`AutoshardError` for another module.
+    """
+    if not isinstance(sharded, ShardedModule):
+        raise AutoshardError(
+            f"autoshard.clip_grad_norm_ takes what autoshard.compile returned, got {type(sharded).__name__}; "
+            "for other parameters there is torch.nn.utils.clip_grad_norm_"
+        )
+    gradients: list[Any] = [p.grad for p in sharded.parameters() if p.grad is not None]
+    partial = [g for g in gradients if isinstance(g, DTensor) and any(p.is_partial() for p in g.placements)]
+    if partial:
+        raise RuntimeMismatchError(
+            f"{len(partial)} gradients are not summed over the ranks yet: the last backward pass was inside no_sync()"
+        )
+    if not sharded.is_staged and (not gradients or not isinstance(gradients[0], DTensor)):
+        norm, held = torch.nn.utils.get_total_norm([_gradient_values(g) for g in gradients], norm_type), gradients
+    else:
+        norm = _total_norm(sharded.unduplicated_gradients(), float(norm_type), next(sharded.all_stages_parameters()))
+        held = [g.to_local() for g in gradients]
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {float(norm)}, and nothing was clipped")
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for g in held:
+        g.mul_(scale)
+    return norm
+
+
+def _total_norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> torch.Tensor:
+    """The norm of all DTensors in the dtype of ``like``; of replicas only the first counts."""
+    mine = []
+    for g in gradients:
+        place = g.device_mesh.get_coordinate()
+        if place is None:  # another rank owns it
+            continue
+        # is_shard() is False for torch's strided shards
+        first = all(n == 0 or not p.is_replicate() for p, n in zip(g.placements, place, strict=True))
+        if first and g.to_local().numel():
+            mine.append(_gradient_values(g.to_local()))
+    device = mine[0].device if mine else torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
+    norms = torch.stack([n.to(device, like.dtype) for n in torch._foreach_norm(mine, order)]) if mine else None
+    total = (
+        torch.zeros((), device=device, dtype=like.dtype) if norms is None else torch.linalg.vector_norm(norms, order)
+    )
+    everyone = total.new_empty(dist.get_world_size())
+    all_gather_single(everyone, total.reshape(1))  # no all-reduce: the maximum of gloo loses NaN
+    norm: torch.Tensor = torch.linalg.vector_norm(everyone, order)
+    return norm
+
+
+def _gradient_values(x: torch.Tensor) -> torch.Tensor:
+    """The stored values: of a sparse gradient those of its rows."""
+    return x.coalesce().values() if x.is_sparse else x
 
 
 @functools.cache
-def load_whole_states() -> None:
+def patch_grad_scaler() -> None:
+    """Make :class:`torch.amp.GradScaler` find the same overflow on every rank.
+
+    DTensor reduces over the axes that shard the *first* gradient. If that one is replicated and
+    another is not, ranks decide alone and diverge in scale and steps. Ranks of other stages or
+    tables may have other gradients, dtypes, or none. So local findings are combined once per
+    optimizer.
+    """
+    torch.amp.GradScaler._unscale_grads_ = _agree_on_nonfinite(torch.amp.GradScaler._unscale_grads_)  # type: ignore[method-assign]
+
+
+def _agree_on_nonfinite(unscale: Callable[..., NonFiniteByDevice]) -> Callable[..., NonFiniteByDevice]:
+    @functools.wraps(unscale)
+    def together(
+        scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, fp16: bool
+    ) -> NonFiniteByDevice:
+        by_device = unscale(scaler, optimizer, inverse, found, fp16)
+        if any(is_module_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
+            by_device = by_device or {found.device: found}
+            for x in by_device.values():
+                dist.all_reduce(x, dist.ReduceOp.MAX)
+        return by_device
+
+    return together
+
+
+@functools.cache
+def patch_load_state_dict() -> None:
     """Have ``optimizer.load_state_dict`` take full tensors; each rank keeps its shards."""
     of: Any = torch.optim.Optimizer
     loaded = of._process_value_according_to_param_policy
 
     def process(param: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(param) and value.ndim and not isinstance(value, DTensor):
-            value = part_of(value, param)
+        if is_module_dtensor(param) and value.ndim and not isinstance(value, DTensor):
+            value = shard_like(value, param)
             if not isinstance(value, DTensor) and all(p.is_replicate() for p in param.placements):
                 value = DTensor.from_local(value, param.device_mesh, param.placements, run_check=False)
         return loaded(param, value, *args, **kwargs)
 
     of._process_value_according_to_param_policy = staticmethod(process)
+
+
+_NORM_FUNCTIONS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm, torch._foreach_norm)
+_SAME_GRADIENT = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+_FLATTEN_FUNCTIONS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten)
+
+
+def mark_stage_gradient(p: torch.Tensor) -> None:
+    """Mark ``p.grad`` as a stage's gradient; a post-accumulate hook."""
+    if type(p.grad) is DTensor:
+        p.grad.__class__ = StageGradient
+
+
+class StageGradient(DTensor):
+    """A gradient whose norm must not be combined, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Nor may its elements be concatenated, as LBFGS does.
+    """
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:
+        """Keeps the class: a compiled ``optimizer.step`` guards on it."""
+        made: DTensor = DTensor.__tensor_unflatten__(inner, spec, size, stride)
+        made.__class__ = StageGradient
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            for kind, funcs in (
+                (_StageNorm, _NORM_FUNCTIONS),
+                (_StageElements, _FLATTEN_FUNCTIONS),
+                (cls, _SAME_GRADIENT),
+            ):
+                for x in (result if isinstance(result, list | tuple) else (result,)) if func in funcs else ():
+                    if type(x) is DTensor:
+                        x.__class__ = kind
+            return result
+
+
+class _StageNorm(DTensor):
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.stack:
+            raise RuntimeMismatchError(
+                "the norm of these gradients is that of this rank's pipeline stages, not of the model: use "
+                "autoshard.clip_grad_norm_(sharded, max_norm) instead of torch.nn.utils.clip_grad_norm_"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.to and type(result) is DTensor:
+                result.__class__ = cls
+            return result
+
+
+class _StageElements(DTensor):
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.cat, torch.concat, torch.concatenate):
+            raise RuntimeMismatchError(
+                "these gradients put together are those of this rank's pipeline stages, not of the model: optimizers that "
+                "take all parameters as one vector, such as LBFGS, do not train stages. sharded.full_gradients() has all"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

@@ -11,51 +11,49 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.memory import Memory, Recomputed
-from autoshard.passes.ir.merge import TRAVELLING
-from autoshard.passes.ir.program import Program, Statement, Step
+from autoshard.passes.ir.program import COLLECTIVE_MATMULS, Program, RedistributionStep, Statement
 from autoshard.passes.ir.sizes import Size, free_symbols
-from autoshard.passes.lower.again import redrawn
 from autoshard.passes.lower.blocks import module_of
-from autoshard.passes.lower.bucket import prefetched, regathered
-from autoshard.passes.memory import simulate
-from autoshard.passes.memory.moments import name_of
-from autoshard.passes.propagate.alternatives import alternatives, cheapest_use
-from autoshard.passes.propagate.edges import seconds_on_the_way
-from autoshard.passes.propagate.objective import Objective, objective
+from autoshard.passes.lower.bucket import prefetch_depth, regathered_parameters
+from autoshard.passes.lower.recompute import redrawn_dropouts
+from autoshard.passes.memory import simulate_memory
+from autoshard.passes.memory.simulate import statement_name
+from autoshard.passes.propagate.edges import forward_seconds_between
+from autoshard.passes.propagate.objective import Objective, alternatives, cheapest_use, objective
 from autoshard.passes.propagate.op_space import axis_strategies
-from autoshard.passes.propagate.prices import cost as costs
-from autoshard.passes.propagate.prices.bucketed import EachShares, latency_shares
-from autoshard.passes.propagate.prices.copies import copied_on_the_way
-from autoshard.passes.propagate.prices.step_time import movable_values
-from autoshard.passes.propagate.prices.travelling import beside, journeys
-from autoshard.passes.redistribute.pricing import ALONE, Shares
+from autoshard.passes.propagate.prices import roofline as costs
+from autoshard.passes.propagate.prices.coalescing import SharesByValue, latency_shares
+from autoshard.passes.propagate.prices.collective_matmul import overlapping_products, ring_transfers
+from autoshard.passes.propagate.prices.collective_overheads import copy_seconds_between
+from autoshard.passes.propagate.prices.overlap import movable_values
+from autoshard.passes.redistribute.pricing import UNSHARED_MESSAGES, MessageShares
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.checks import has_rule
 from autoshard.passes.rules.facts import is_view
+from autoshard.passes.rules.restrictions import has_rule
 from autoshard.plans.plan import Plan
-from autoshard.report.record import TOGETHER, Choice, Collective, Cost
+from autoshard.report.record import REASON_SEPARATOR, Choice, Collective, Cost
 from autoshard.report.schedule import step_end
 from autoshard.report.text import utilisation
 
-ONCE = 0
+ONCE_PER_STEP = 0
 """in place of a count: once for all micro-batches"""
 
-AGAIN, PART_BY_PART = "(made again)", " (part by part, beside products)"
+RECOMPUTED_SUFFIX, COLLECTIVE_MATMUL_SUFFIX = "(made again)", " (part by part, beside products)"
 """ends of reasons"""
 
 
-def describe(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
+def describe_program(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
     """The plan of a program. ``memory``: of its step with this ``optimizer``, simulated if None."""
     graph, mesh, assignment = program.graph, program.mesh, program.assignment
     searched = objective(assignment, optimizer)
-    found = tuple(_collectives(program, searched))
+    found = tuple(_program_collectives(program, searched))
     public = {i.name: i.fqn for i in graph.inputs}
-    choices = _choices(program, searched, optimizer)
-    kinds, gathered = {i.fqn: i.kind for i in graph.inputs}, _gathered(program)
+    choices = _plan_choices(program, searched, optimizer)
+    kinds, gathered = {i.fqn: i.kind for i in graph.inputs}, _bucketed_parameters(program)
     layouts = {public.get(n, n): layout for n, layout in assignment.layouts.items()}
     ties = {alias: i.fqn for i in graph.inputs for alias in i.aliases}
-    memory = simulate(program, optimizer) if memory is None else memory
-    local = graph.passes * sum(_step_seconds(step)[2] for step in _steps(program.statements))
+    memory = simulate_memory(program, optimizer) if memory is None else memory
+    local = graph.passes * sum(_step_seconds(step)[2] for step in _redistribution_steps(program.statements))
     local += sum(c.copied_s for c in found)
     plan = Plan(
         mesh=mesh,
@@ -67,7 +65,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
             total_s=searched.total_s,
             memory_bytes=memory.peak,
             flops=sum(c.flops for c in choices.values()),
-            flops_per_rank=sum(_on_busiest(node, choices[node.name].flops, assignment) for node in graph.nodes),
+            flops_per_rank=sum(_busiest_rank_flops(node, choices[node.name].flops, assignment) for node in graph.nodes),
             local_s=local,
             merged_s=searched.comm_s - sum(c.seconds for c in found) - local,
             exposed_s=searched.exposed_s,
@@ -81,7 +79,7 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         shapes={public.get(n, n): t.example.shape for n, t in graph.types.items()},
         kinds={n: kinds.get(n, "value") for n in layouts},
         ties=ties,
-        notes=(*_notes(program, choices), *_notes_on_travel(found)),
+        notes=(*_plan_notes(program, choices), *_collective_matmul_notes(found)),
         training=graph.training,
         title=title,
         modules={path: name for node in graph.nodes for path, name in node.module_types},
@@ -89,17 +87,17 @@ def describe(program: Program, title: str = "", optimizer: str = "adamw", memory
         differentiable=tuple(public.get(n, n) for n, t in graph.types.items() if t.grad),
         memory=memory,
         optimizer=optimizer,
-        recomputed=tuple(_recomputed(program, memory, searched)),
+        recomputed=tuple(_recomputed_values(program, memory, searched)),
         shared_again=tuple(sorted(public.get(n, n) for n in assignment.shared_again)),
         zero={public[n]: stage for n, stage in assignment.zero.items() if n in gathered},
-        prefetch=max(1, prefetched(program)),
+        prefetch=max(1, prefetch_depth(program)),
         micro_batches=graph.passes,
     )
     mfu, hfu = utilisation(plan)
     return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu, schedule_s=step_end(plan)))
 
 
-def _choices(program: Program, searched: Objective, optimizer: str) -> dict[str, Choice]:
+def _plan_choices(program: Program, searched: Objective, optimizer: str) -> dict[str, Choice]:
     """Choice per operation."""
     graph, assignment = program.graph, program.assignment
     public, others = {i.name: i.fqn for i in graph.inputs}, alternatives(assignment, optimizer=optimizer)
@@ -125,19 +123,19 @@ def _choices(program: Program, searched: Objective, optimizer: str) -> dict[str,
     return found
 
 
-def _on_busiest(node: Node, flops: float, assignment: Assignment) -> float:
+def _busiest_rank_flops(node: Node, flops: float, assignment: Assignment) -> float:
     """FLOPs on the busiest rank, with a recomputed forward."""
     again = assignment.again.get(node.name) == 2
     forward = flops / (1.0 + costs.backward_factor(node, assignment.graph)) if again else 0.0
-    return (flops + forward) * costs.divided(assignment.choices[node.name], assignment.mesh)
+    return (flops + forward) * costs.work_share(assignment.choices[node.name], assignment.mesh)
 
 
-def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterator[Recomputed]:
+def _recomputed_values(program: Program, memory: Memory, searched: Objective) -> Iterator[Recomputed]:
     """Recomputed values in program order, without those that neither save memory nor run."""
     nodes = {n.name: n for n in program.graph.nodes}
     remade = [part for s in program.statements if s.again for part in s.parts]
-    drawn = {name_of(s) for s in redrawn(program)}
-    runs = {*map(name_of, remade), *drawn}
+    drawn = {statement_name(s) for s in redrawn_dropouts(program)}
+    runs = {*map(statement_name, remade), *drawn}
     for name in dict.fromkeys((*memory.spared, *searched.again)):
         node = nodes.get(name) or program.graph.producers.get(name)
         parts = searched.again.get(name)
@@ -149,40 +147,40 @@ def _recomputed(program: Program, memory: Memory, searched: Objective) -> Iterat
             yield Recomputed(name, node.fqn if node is not None else "", what, memory.spared.get(name, 0.0), seconds)
 
 
-def _collectives(program: Program, searched: Objective) -> Iterator[Collective]:
+def _program_collectives(program: Program, searched: Objective) -> Iterator[Collective]:
     """Forward collectives in program order, then backward ones in reverse."""
     found: list[Collective] = []
     graph = program.assignment.graph  # its caches are filled
-    again, movable = regathered(program), movable_values(graph)
+    again, movable = regathered_parameters(program), movable_values(graph)
     by_name = latency_shares(graph, program.mesh)
-    shares = EachShares({i.fqn: by_name[i.name] for i in program.graph.inputs if i.name in by_name}, by_name.others)
+    shares = SharesByValue({i.fqn: by_name[i.name] for i in program.graph.inputs if i.name in by_name}, by_name.others)
 
     def of_step(part: Statement, again: bool, stage: int = 0) -> Iterator[Collective]:
         moved = part.value in movable
-        return (replace(c, movable=moved) for c in _of_step(program, part, again, stage, by_name[part.value]))
+        return (replace(c, movable=moved) for c in _step_collectives(program, part, again, stage, by_name[part.value]))
 
     def of_part(part: Statement, again: bool) -> Iterable[Collective]:
         if part.step is not None or part.node is None:
             return of_step(part, again)
-        return _of_node(program, part, searched.operations[part.node.name].compute)
+        return _node_collectives(program, part, searched.operations[part.node.name].compute)
 
     for s in program.statements:
-        if s.call.fn in TRAVELLING:
-            found += _travelled(program, s)
+        if s.call.fn in COLLECTIVE_MATMULS:
+            found += _collective_matmul_steps(program, s)
         elif s.members and not s.parameter:
-            found += _together([c for part in s.members for c in of_part(part, bool(s.again))], program)
+            found += _coalesced_collectives([c for part in s.members for c in of_part(part, bool(s.again))], program)
         elif s.step is not None:  # of a bucket, every member is listed with its share of the time
             stage = s.call.kwargs.get("zero", 0)
             parts = [c for part in s.parts for c in of_step(part, bool(s.again) or part.outputs[0] in again, stage)]
-            found += _shared(parts, program.mesh, s.parts[0].value) if s.members else parts
+            found += _time_shares(parts, program.mesh, s.parts[0].value) if s.members else parts
         elif s.node is not None:
-            found += _of_node(program, s, searched.operations[s.node.name].compute)
-    found = [_in_all_passes(_across_blocks(c, shares, program.mesh), program.graph) for c in found]
+            found += _node_collectives(program, s, searched.operations[s.node.name].compute)
+    found = [_over_micro_batches(_at_bucket_share(c, shares, program.mesh), program.graph) for c in found]
     yield from (c for c in found if c.phase == "forward")
     yield from (c for c in reversed(found) if c.phase == "backward")
 
 
-def _across_blocks(c: Collective, shares: EachShares, mesh: Mesh) -> Collective:
+def _at_bucket_share(c: Collective, shares: SharesByValue, mesh: Mesh) -> Collective:
     """``c`` with waiting (skew), if an operation waits for it. A gradient all-reduce over replicas
     instead has its share of the latency, since several blocks share a message."""
     if c.kind != "all_reduce" or c.phase != "backward" or c.value not in shares:
@@ -191,17 +189,17 @@ def _across_blocks(c: Collective, shares: EachShares, mesh: Mesh) -> Collective:
     return replace(c, seconds=shares[c.value].sums * latency + per_byte * c.bytes)
 
 
-def _in_all_passes(c: Collective, graph: Graph) -> Collective:
+def _over_micro_batches(c: Collective, graph: Graph) -> Collective:
     """``c`` for all micro-batches of a step. Gradient sums over replicas and ZeRO gathers that run
     once count once."""
-    if graph.passes == 1 or c.times == ONCE:
+    if graph.passes == 1 or c.times == ONCE_PER_STEP:
         return c if c.times == 1 else replace(c, times=1)
     n = graph.passes
     seconds, hidden, copied = (n * x for x in (c.seconds, c.hidden_s, c.copied_s))
     return replace(c, bytes=n * c.bytes, times=n, seconds=seconds, hidden_s=hidden, copied_s=copied)
 
 
-def _shared(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> list[Collective]:
+def _time_shares(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> list[Collective]:
     """``parts`` with their shares of the time of one call per kind and phase. ``bucket``: its
     name."""
     calls: dict[tuple[str, str], list[Collective]] = {}
@@ -219,11 +217,11 @@ def _shared(parts: Sequence[Collective], mesh: Mesh, bucket: str = "") -> list[C
     return [replace(c, seconds=share(c), bucket=bucket) for c in parts]
 
 
-def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collective]:
+def _coalesced_collectives(parts: Sequence[Collective], program: Program) -> Iterator[Collective]:
     """Coalesced collectives: one per phase."""
     for phase in ("forward", "backward"):
-        if same := _shared([c for c in parts if c.phase == phase], program.mesh):
-            reason = TOGETHER.join(c.reason for c in same)
+        if same := _time_shares([c for c in parts if c.phase == phase], program.mesh):
+            reason = REASON_SEPARATOR.join(c.reason for c in same)
             size, seconds, copied = (
                 sum(x) for x in zip(*((c.bytes, c.seconds, c.copied_s) for c in same), strict=True)
             )
@@ -231,20 +229,20 @@ def _together(parts: Sequence[Collective], program: Program) -> Iterator[Collect
             yield replace(same[0], bytes=size, seconds=seconds, copied_s=copied, reason=reason, also=also)
 
 
-def _gathered(program: Program) -> frozenset[str]:
+def _bucketed_parameters(program: Program) -> frozenset[str]:
     """Parameters that the forward gathers in buckets."""
     buckets = (s for s in program.statements if s.call.fn == "gather_parameters")
     return frozenset(part.value for s in buckets for part in s.parts)
 
 
-def _steps(statements: Iterable[Statement]) -> Iterator[Step]:
+def _redistribution_steps(statements: Iterable[Statement]) -> Iterator[RedistributionStep]:
     for s in statements:
-        yield from _steps(s.members)
+        yield from _redistribution_steps(s.members)
         if s.step is not None and not s.members:
             yield s.step
 
 
-def _step_seconds(step: Step) -> tuple[float, float, float]:
+def _step_seconds(step: RedistributionStep) -> tuple[float, float, float]:
     """Seconds of the forward collective, the backward one, and the local part without either."""
     moved = step.forward_bytes + step.backward_bytes
     if not moved:
@@ -253,7 +251,9 @@ def _step_seconds(step: Step) -> tuple[float, float, float]:
     return forward, step.seconds - forward, 0.0
 
 
-def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Shares) -> Iterator[Collective]:
+def _step_collectives(
+    program: Program, s: Statement, again: bool, stage: int, share: MessageShares
+) -> Iterator[Collective]:
     """Collectives of a redistribution step; ``stage``: ZeRO stage; ``share``: of a parameter."""
     step = s.step
     if step is None:
@@ -263,7 +263,7 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Sha
     reason = f"{public}: {step.src} → {step.dst}"
     forward, backward, _ = _step_seconds(step)
     graph, way = program.assignment.graph, (step.src, step.dst)
-    ahead, back = copied_on_the_way(graph, program.types[s.value], *way, s.parameter, share)
+    ahead, back = copy_seconds_between(graph, program.types[s.value], *way, s.parameter, share)
     first = Collective(
         step.kind,
         step.group,
@@ -277,9 +277,9 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Sha
         copied_s=ahead,
     )
     if step.is_collective:
-        yield replace(first, times=ONCE if stage else 1)
+        yield replace(first, times=ONCE_PER_STEP if stage else 1)
     if step.backward and program.types[s.value].grad:
-        times = ONCE if s.parameter and (step.kind == "enter" or stage == 1) else 1
+        times = ONCE_PER_STEP if s.parameter and (step.kind == "enter" or stage == 1) else 1
         yield replace(
             first,
             kind=step.backward,
@@ -290,27 +290,29 @@ def _of_step(program: Program, s: Statement, again: bool, stage: int, share: Sha
             copied_s=back,
         )
     if again and step.is_collective:
-        seconds = seconds_on_the_way(graph, program.graph.types[s.value], *way)
-        how = "(gathered again)" if s.parameter else AGAIN
+        seconds = forward_seconds_between(graph, program.graph.types[s.value], *way)
+        how = "(gathered again)" if s.parameter else RECOMPUTED_SUFFIX
         yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} {how}")
 
 
-def _travelled(program: Program, s: Statement) -> Iterator[Collective]:
+def _collective_matmul_steps(program: Program, s: Statement) -> Iterator[Collective]:
     """Ring steps of a collective matmul, in place of the collectives of its step."""
     part = next(part for part in s.parts if part.step is not None)
-    near, step = beside(program.assignment.graph, program.mesh)[part.value], part.step
-    found = None if step is None else journeys(program.graph.types[part.value], near, step.src, step.dst)
-    for c in _of_step(program, part, bool(s.again or part.again), 0, ALONE):
+    near, step = overlapping_products(program.assignment.graph, program.mesh)[part.value], part.step
+    found = None if step is None else ring_transfers(program.graph.types[part.value], near, step.src, step.dst)
+    for c in _step_collectives(program, part, bool(s.again or part.again), 0, UNSHARED_MESSAGES):
         c = replace(c, kind="permute", fqn=module_of(s, program.graph))
         journey = None if found is None else found[c.phase == "backward"]
-        if not c.reason.endswith(AGAIN) and journey is not None:
-            c = replace(c, seconds=journey.seconds, hidden_s=journey.hidden, reason=f"{c.reason}{PART_BY_PART}")
+        if not c.reason.endswith(RECOMPUTED_SUFFIX) and journey is not None:
+            c = replace(
+                c, seconds=journey.seconds, hidden_s=journey.hidden, reason=f"{c.reason}{COLLECTIVE_MATMUL_SUFFIX}"
+            )
         elif part.again and journey is not None:  # overlaps with the same products
             c = replace(c, hidden_s=min(program.mesh.beside(c.axes, c.kind) * c.seconds, journey.free))
         yield c
 
 
-def _of_node(program: Program, s: Statement, compute: costs.Seconds) -> Iterator[Collective]:
+def _node_collectives(program: Program, s: Statement, compute: costs.PhaseSeconds) -> Iterator[Collective]:
     """Collectives inside an operation's local form; ``compute``: its own seconds."""
     mesh, node = program.mesh, s.node
     if node is None:
@@ -318,7 +320,7 @@ def _of_node(program: Program, s: Statement, compute: costs.Seconds) -> Iterator
     for c in s.internal:
         if mesh.size_of(c.axes) == 1 or (c.phase == "backward" and not program.graph.training):
             continue
-        # :func:`_together` handles coalesced ones
+        # :func:`_coalesced_collectives` handles coalesced ones
         moved, seconds = costs.internal_cost(replace(c, share=1.0), mesh)
         reason = f"{node.op}: {c.what}"
         hidden = costs.hidden_seconds(c, mesh, compute)
@@ -327,17 +329,17 @@ def _of_node(program: Program, s: Statement, compute: costs.Seconds) -> Iterator
         )
         yield found
         if s.again and c.phase == "forward" and not c.kept:
-            yield replace(found, phase="backward", reason=f"{reason} {AGAIN}")
+            yield replace(found, phase="backward", reason=f"{reason} {RECOMPUTED_SUFFIX}")
 
 
-def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
+def _plan_notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
     """Notes: unused axes, data-dependent lengths, operations without a sharding rule."""
     mesh = program.mesh
-    yield from _notes_on_lengths(program.graph, mesh)
+    yield from _length_notes(program.graph, mesh)
     for number, axis in enumerate(mesh.axes):
         if mesh.size_of(axis) > 1 and not any(isinstance(x[axis], Shard) for x in program.layouts.values()):
-            yield f"axis {axis} is not used: every tensor is replicated along it, because {_why_whole(choices, number)}"
-    rigid = [n for n in program.graph.nodes if _is_whole_for_its_data(n, program)]
+            yield f"axis {axis} is not used: every tensor is replicated along it, because {_why_replicated(choices, number)}"
+    rigid = [n for n in program.graph.nodes if _has_data_dependent_length(n, program)]
     if rigid:
         first = rigid[0]
         yield (
@@ -349,18 +351,18 @@ def _notes(program: Program, choices: Mapping[str, Choice]) -> Iterator[str]:
             yield f"replicated: no rule for {node.op} in {node.fqn or '(root)'} at {node.source}"
 
 
-def _notes_on_travel(found: Iterable[Collective]) -> Iterator[str]:
+def _collective_matmul_notes(found: Iterable[Collective]) -> Iterator[str]:
     """How much of the collective matmuls is hidden (overlap)."""
-    round_ = [c for c in found if c.reason.endswith(PART_BY_PART)]
+    round_ = [c for c in found if c.reason.endswith(COLLECTIVE_MATMUL_SUFFIX)]
     if round_:
         hidden, seconds = sum(c.hidden_s for c in round_), sum(c.seconds for c in round_)
         yield (
-            f"{len(round_)} conversions of activations go {PART_BY_PART.strip(' ()')}: {hidden * 1e6:.3g} of "
+            f"{len(round_)} conversions of activations go {COLLECTIVE_MATMUL_SUFFIX.strip(' ()')}: {hidden * 1e6:.3g} of "
             f"{seconds * 1e6:.3g} µs are hidden"
         )
 
 
-def _notes_on_lengths(graph: Graph, mesh: Mesh) -> Iterator[str]:
+def _length_notes(graph: Graph, mesh: Mesh) -> Iterator[str]:
     """Which lengths are open or fixed, and where an open one prevents sharding."""
     names = [s.name for s in graph.symbols.read]
     if names:
@@ -381,13 +383,13 @@ def _notes_on_lengths(graph: Graph, mesh: Mesh) -> Iterator[str]:
         )
 
 
-def _is_whole_for_its_data(node: Node, program: Program) -> bool:
+def _has_data_dependent_length(node: Node, program: Program) -> bool:
     """Whether ``node`` runs unsharded because of a data-dependent length."""
     unknown = any(program.graph.types[x].unknown for x in (*node.inputs, *node.outputs))
     return unknown and not any(s.divides for s in program.assignment.choices[node.name])
 
 
-def _why_whole(choices: Mapping[str, Choice], axis: int) -> str:
+def _why_replicated(choices: Mapping[str, Choice], axis: int) -> str:
     """Seconds of the cheapest split along the unused mesh axis, preferably of a matmul."""
     others = {name: c.alternatives for name, c in choices.items()}
     cheapest = cheapest_use({n: a for n, a in others.items() if choices[n].flops}, axis) or cheapest_use(others, axis)

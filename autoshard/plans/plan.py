@@ -1,12 +1,19 @@
-"""The plan as a user holds it: choices, costs and memory, as text and pictures."""
+"""Results of a compilation: the plan as a user holds it, and all stages of the compilation."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from autoshard.report.diff import diff
-from autoshard.report.explain import explain
+from autoshard.layout import Layout
+from autoshard.passes.codegen import Source
+from autoshard.passes.ir.graph import Graph, Symbols
+from autoshard.passes.ir.program import Program
+from autoshard.passes.microbatch import MicroBatches
+from autoshard.passes.pipeline import Stages
+from autoshard.report.explain import diff, explain
 from autoshard.report.record import Record
 from autoshard.report.text import plan_text
 from autoshard.report.tp_plan import TpPlan, tp_plan
@@ -38,3 +45,47 @@ class Plan(Record):
     def visualize(self, path: str | os.PathLike[str], other: Record | None = None) -> None:
         """Draw into ``path`` (.html .dot .svg .json .txt .trace.json); ``other``: earlier plan."""
         visualize(self, path, before=other)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Graph, program, plan and source of one compilation; each prints itself."""
+
+    graph: Graph
+    program: Program
+    plan: Plan
+    write: Callable[[], Source]
+    """makes :attr:`source`; not called if only the plan is wanted"""
+    micro_batches: MicroBatches | None = None
+    """if the step has several: the other fields are those of one micro-batch"""
+    pipeline: Stages | None = None
+    """pipeline stages, if any; ``program`` and ``source`` are then those of the first stage"""
+    parts: tuple[Compiled, ...] = ()
+    """per pipeline stage; their ``source`` is one file"""
+
+    @cached_property
+    def source(self) -> Source:
+        return self.write()
+
+    @property
+    def in_place(self) -> frozenset[str]:
+        """Buffers and inputs that the program writes in place."""
+        return frozenset().union(*(part.program.in_place for part in self.parts or (self,)))
+
+    @property
+    def symbols(self) -> Symbols:
+        """Open lengths (dynamic shapes) and the conditions on them."""
+        if not self.parts:
+            return self.program.graph.symbols
+        conditions = (c for part in self.parts for c in part.symbols.conditions)
+        return replace(self.graph.symbols, conditions=tuple(dict.fromkeys(conditions)))
+
+    @property
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """Original name of a parameter or buffer → layout on the mesh of one stage."""
+        layouts: dict[str, Layout] = {}
+        for part in self.parts or (self,):
+            layouts |= part.plan.layouts
+        names = [i.fqn for i in self.graph.inputs if i.kind in ("parameter", "buffer")]
+        whole = Layout((self.parts or (self,))[0].plan.mesh)
+        return {name: layouts.get(name, whole) for name in names}

@@ -1,13 +1,13 @@
-"""Pipeline stages: split points of the graph, and a plan per stage on the rest of the mesh."""
+"""Pipeline stages: split points of the graph, a plan per stage, and their combined plan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from autoshard.errors import AutoshardError, MeshError, PlanError
 from autoshard.hardware import Hardware
@@ -16,122 +16,210 @@ from autoshard.mesh import Mesh
 from autoshard.passes.codegen import Source, codegen_stages
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
-from autoshard.passes.memory.fit import SHARE
+from autoshard.passes.memory.fit import DEFAULT_BUDGET_SHARE
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.pipeline import (
-    Pieces,
+    SegmentedGraph,
     Stage,
     Stages,
-    boundaries,
-    cut,
-    following,
-    in_two_parts,
+    boundaries_from_homes,
+    cut_into_stages,
+    split_backward,
+    stage_boundaries,
     stages_per_rank,
-    with_parameters,
+    with_trained_parameters,
 )
-from autoshard.passes.pipeline.timeline import SCHEDULES, held, orders
-from autoshard.passes.propagate.experts import asked_by
-from autoshard.passes.propagate.hints import goes_out, resolve
-from autoshard.plans.alike import renamed, renaming
-from autoshard.plans.compiled import Compiled
-from autoshard.plans.follow import check_mesh
-from autoshard.plans.plan import Plan
-from autoshard.plans.stages_together import rest, together
-from autoshard.plans.wishes import Wishes
-from autoshard.report.record import Staged
+from autoshard.passes.pipeline.schedules import SCHEDULES, peak_kept, rank_orders
+from autoshard.passes.propagate.hints import resolve_hints, wanted_output_layouts
+from autoshard.passes.propagate.named_strategies import resolve_like
+from autoshard.passes.propagate.objective import LazyAlternatives
+from autoshard.plans.options import CompileOptions
+from autoshard.plans.plan import Compiled, Plan
+from autoshard.plans.reuse import check_mesh, graph_renaming, rename_plan
+from autoshard.report.pipeline import pipeline_cost, pipeline_memory
+from autoshard.report.record import Choice, Staged
+from autoshard.report.text import utilisation
 
-IN_ROUNDS = ("interleaved", "zero_bubble")
+Joinable = TypeVar("Joinable")
+
+STAGE_LABEL = "–"
+"""an operation's label along the axis of stages: it runs in one of them"""
+
+
+def mesh_without_axis(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh of a stage: ``mesh`` without ``axis``; a mesh of one rank if nothing is left."""
+    others = {a: n for a, n in zip(mesh.axes, mesh.shape, strict=True) if a != axis}
+    return Mesh(others or {axis: 1}, mesh.hardware)
+
+
+def combine_stage_plans(stages: Stages, plans: Sequence[Plan], mesh: Mesh, staged: Staged) -> Plan:
+    """The combined plan on the full ``mesh``; shared values are listed as in the first stage."""
+    first = plans[0]
+    outputs: list[Layout | None] = [None] * len(stages.whole.outputs)
+    for stage, plan in zip(stages.each, plans, strict=True):
+        for position, layout in zip(stage.results, plan.outputs[len(stage.sent) :], strict=True):
+            outputs[position] = layout
+    backwards = [*reversed(plans)]
+    plan = replace(
+        first,
+        mesh=mesh,
+        layouts=_layouts_on_mesh(mesh, _merge_by_name(p.layouts for p in backwards)),
+        collectives=(
+            *(c for p in plans for c in p.collectives if c.phase == "forward"),
+            *(c for p in backwards for c in p.collectives if c.phase == "backward"),
+        ),
+        cost=pipeline_cost(staged, mesh),
+        choices={n: _with_stage_label(c, mesh, staged.axis) for p in backwards for n, c in p.choices.items()},
+        shared=_layouts_on_mesh(mesh, _merge_by_name(p.shared for p in backwards)),
+        outputs=tuple(None if x is None else _on_full_mesh(mesh, x) for x in outputs),
+        given=tuple(sorted({name for p in plans for name in p.given} & {i.fqn for i in stages.whole.inputs})),
+        shapes=_merge_by_name(p.shapes for p in backwards),
+        kinds={**_merge_by_name(p.kinds for p in plans), **{n: "value" for s in stages.each for n in s.received}},
+        notes=(_schedule_note(staged), *_stage_notes(plans)),
+        ties=_merge_by_name(p.ties for p in plans),
+        modules=_merge_by_name(p.modules for p in backwards),
+        dtypes=_merge_by_name(p.dtypes for p in backwards),
+        differentiable=tuple(dict.fromkeys(n for p in plans for n in p.differentiable)),
+        memory=pipeline_memory(staged, mesh.size_of(staged.axis)),
+        recomputed=tuple(r for p in plans for r in p.recomputed),
+        zero=_merge_by_name(p.zero for p in plans),
+        shared_again=tuple(sorted({n for p in plans for n in p.shared_again})),
+        staged=staged,
+    )
+    mfu, hfu = utilisation(plan)
+    return replace(plan, cost=replace(plan.cost, mfu=mfu, hfu=hfu))
+
+
+def _stage_notes(plans: Sequence[Plan]) -> Iterator[str]:
+    """Notes of the stages, without those whose first clause repeats."""
+    begun: set[str] = set()
+    for note in dict.fromkeys(note for p in plans for note in p.notes):
+        begins = note.partition(",")[0]
+        if begins not in begun:
+            begun.add(begins)
+            yield note
+
+
+def _schedule_note(staged: Staged) -> str:
+    return f"{len(staged.plans)} stages along {staged.axis}, schedule {staged.schedule}, {staged.micro_batches} micro-batches"
+
+
+def _merge_by_name(parts: Iterator[Mapping[str, Joinable]]) -> dict[str, Joinable]:
+    return {name: x for part in parts for name, x in part.items()}
+
+
+def _layouts_on_mesh(mesh: Mesh, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    return {name: _on_full_mesh(mesh, layout) for name, layout in layouts.items()}
+
+
+def _on_full_mesh(mesh: Mesh, layout: Layout) -> Layout:
+    """A stage's layout on the full mesh: replicated along the axis of stages."""
+    return Layout(mesh, {a: layout[a] for a in layout.mesh.axes})
+
+
+def _with_stage_label(choice: Choice, mesh: Mesh, axis: str) -> Choice:
+    """A stage's choice with a label along the axis of stages."""
+
+    def with_axis(labels: Sequence[str]) -> tuple[str, ...]:
+        if mesh.ndim == 1:
+            return (STAGE_LABEL,)
+        at = mesh.index(axis)
+        return (*labels[:at], STAGE_LABEL, *labels[at:])
+
+    others = LazyAlternatives(lambda: [(with_axis(labels), seconds) for labels, seconds in choice.alternatives])
+    return replace(choice, labels=with_axis(choice.labels), alternatives=others)
+
+
+MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble")
 """schedules with several stages per rank"""
-LEAST = {"interleaved": 2}
+MIN_STAGES_PER_RANK = {"interleaved": 2}
 """fewest stages per rank"""
 
-Planned = tuple[Program, Plan]
+PlannedGraph = tuple[Program, Plan]
 
 
-def check_stages(mesh: Mesh, wishes: Wishes) -> None:
+def check_stages(mesh: Mesh, opts: CompileOptions) -> None:
     """Raise :class:`MeshError` for an unknown axis, :class:`PlanError` for an unknown schedule."""
-    check_schedule(wishes, wishes.stages is not None)
-    if wishes.plan is not None and wishes.plan.staged is not None:
-        check_mesh(wishes.plan, mesh)
-    if wishes.stages is not None and wishes.stages not in mesh.axes:
-        raise MeshError(f"stages={wishes.stages!r}: the mesh has the axes {', '.join(mesh.axes)}")
+    check_schedule(opts, opts.stages is not None)
+    if opts.plan is not None and opts.plan.staged is not None:
+        check_mesh(opts.plan, mesh)
+    if opts.stages is not None and opts.stages not in mesh.axes:
+        raise MeshError(f"stages={opts.stages!r}: the mesh has the axes {', '.join(mesh.axes)}")
 
 
-def check_schedule(wishes: Wishes, searched: bool) -> None:
+def check_schedule(opts: CompileOptions, searched: bool) -> None:
     """Raise :class:`PlanError` for an unknown schedule, or one without stages. ``searched``:
     whether there are or will be stages."""
-    if wishes.schedule not in SCHEDULES:
-        raise PlanError(f"schedule={wishes.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}")
+    if opts.schedule not in SCHEDULES:
+        raise PlanError(f"schedule={opts.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}")
     for name in ("schedule", "stages_per_rank"):
-        if not searched and getattr(wishes, name) != getattr(Wishes, name):
+        if not searched and getattr(opts, name) != getattr(CompileOptions, name):
             raise PlanError(
-                f"{name}={getattr(wishes, name)!r} is one of stages, and there are none: name the mesh axis along which the "
+                f"{name}={getattr(opts, name)!r} is one of stages, and there are none: name the mesh axis along which the "
                 'graph is cut, stages="pp"'
             )
-    each = wishes.stages_per_rank
+    each = opts.stages_per_rank
     if each is None:
         return
     if isinstance(each, bool) or not isinstance(each, int) or each < 1:
         raise PlanError(f"stages_per_rank={each!r} is a number of stages, such as 2")
-    if (each > 1) != (wishes.schedule == "interleaved") and wishes.schedule != "zero_bubble":
+    if (each > 1) != (opts.schedule == "interleaved") and opts.schedule != "zero_bubble":
         raise PlanError(
-            f"stages_per_rank={each}: {wishes.schedule!r} runs {'several' if each == 1 else 'one'}. "
+            f"stages_per_rank={each}: {opts.schedule!r} runs {'several' if each == 1 else 'one'}. "
             "Choose 'interleaved' or 'zero_bubble' for several, 'zero_bubble', '1f1b' or 'gpipe' for one"
         )
 
 
-def staged(graph: Graph, mesh: Mesh, wishes: Wishes, micro: MicroBatches | None) -> Stages:
+def split_into_stages(graph: Graph, mesh: Mesh, opts: CompileOptions, micro: MicroBatches | None) -> Stages:
     """The ``graph`` of one micro-batch, split into axis size × stages per rank pipeline stages.
 
     Raises :class:`PlanError` if that is impossible.
     """
-    check_stages(mesh, wishes)
-    assert wishes.stages is not None
+    check_stages(mesh, opts)
+    assert opts.stages is not None
     loss = micro.loss if micro is not None else None
-    ranks = mesh.size_of(wishes.stages)
-    if micro is not None and wishes.schedule in IN_ROUNDS and micro.count % max(1, micro.count // ranks):
+    ranks = mesh.size_of(opts.stages)
+    if micro is not None and opts.schedule in MULTI_STAGE_SCHEDULES and micro.count % max(1, micro.count // ranks):
         raise PlanError(
-            f"schedule={wishes.schedule!r} runs micro-batches in {micro.count // ranks} equal rounds, since {wishes.stages} "
+            f"schedule={opts.schedule!r} runs micro-batches in {micro.count // ranks} equal rounds, since {opts.stages} "
             f"has {ranks} ranks, and {micro.count} do not fall into such: choose a multiple of {ranks}"
         )
-    pieces = Pieces(graph, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
-    if wishes.plan is not None:
-        if wishes.plan.staged is None:
-            raise PlanError(f"stages={wishes.stages!r}: the plan that is given has no stages. Plan again with them.")
-        return cut(pieces, wishes.plan.staged.boundaries, loss, idle=True)
-    if wishes.boundaries is not None:
-        return cut(pieces, wishes.boundaries, loss)
-    if wishes.homes is not None:
-        last = max((stage for stages in wishes.homes.values() for stage in stages), default=0)
-        each = max(last // ranks + 1, wishes.stages_per_rank or LEAST.get(wishes.schedule, 1))
-        return cut(pieces, following(pieces, wishes.homes, ranks * each), loss, idle=True)
-    budget = budget_of(wishes, mesh.hardware)
-    asked = wishes.schedule, ranks, wishes.micro_batches
-    chunks = wishes.stages_per_rank or (
-        stages_per_rank(pieces, *asked, budget) if wishes.schedule == "interleaved" else 1
-    )
-    cuts = boundaries(pieces, *asked, chunks, budget)
-    return cut(pieces, with_parameters(graph, cuts), loss)
+    pieces = SegmentedGraph(graph, mesh_without_axis(mesh, opts.stages), mesh.link(opts.stages), opts.optimizer)
+    if opts.plan is not None:
+        if opts.plan.staged is None:
+            raise PlanError(f"stages={opts.stages!r}: the plan that is given has no stages. Plan again with them.")
+        return cut_into_stages(pieces, opts.plan.staged.boundaries, loss, idle=True)
+    if opts.boundaries is not None:
+        return cut_into_stages(pieces, opts.boundaries, loss)
+    if opts.homes is not None:
+        last = max((stage for stages in opts.homes.values() for stage in stages), default=0)
+        each = max(last // ranks + 1, opts.stages_per_rank or MIN_STAGES_PER_RANK.get(opts.schedule, 1))
+        return cut_into_stages(pieces, boundaries_from_homes(pieces, opts.homes, ranks * each), loss, idle=True)
+    budget = rank_memory_budget(opts, mesh.hardware)
+    asked = opts.schedule, ranks, opts.micro_batches
+    chunks = opts.stages_per_rank or (stages_per_rank(pieces, *asked, budget) if opts.schedule == "interleaved" else 1)
+    cuts = stage_boundaries(pieces, *asked, chunks, budget)
+    return cut_into_stages(pieces, with_trained_parameters(graph, cuts), loss)
 
 
-def in_stages(
+def compile_stages(
     graph: Graph,
     mesh: Mesh,
-    wishes: Wishes,
+    opts: CompileOptions,
     title: str,
     micro: MicroBatches | None,
-    plan: Callable[[Graph, Mesh, Wishes, str], Planned],
+    plan: Callable[[Graph, Mesh, CompileOptions, str], PlannedGraph],
 ) -> Compiled:
     """The steps after capture for a graph with pipeline stages. ``plan``: plans one graph."""
     count = micro.count if micro is not None else 1
-    wishes = replace(wishes, micro_batches=count)
-    assert wishes.stages is not None
-    pipeline = staged(graph, mesh, wishes, micro)
-    found, whole = planned_stages(pipeline, mesh, wishes, title, plan)
-    if wishes.schedule == "zero_bubble" and graph.training:
-        found = [(in_two_parts(program), one) for program, one in found]
+    opts = replace(opts, micro_batches=count)
+    assert opts.stages is not None
+    pipeline = split_into_stages(graph, mesh, opts, micro)
+    found, whole = plan_stages(pipeline, mesh, opts, title, plan)
+    if opts.schedule == "zero_bubble" and graph.training:
+        found = [(split_backward(program), one) for program, one in found]
     programs, recomputed = [program for program, _ in found], [one.recomputed for _, one in found]
-    sources = cache(partial(codegen_stages, programs, title, mesh, wishes.stages, recomputed))
+    sources = cache(partial(codegen_stages, programs, title, mesh, opts.stages, recomputed))
     parts = tuple(
         Compiled(stage.graph, program, one, lambda number=number: sources()[number])  # type: ignore[misc]
         for number, (stage, (program, one)) in enumerate(zip(pipeline.each, found, strict=True))
@@ -144,93 +232,97 @@ def in_stages(
     return Compiled(graph, programs[0], whole, source, micro, pipeline, parts)
 
 
-def planned_stages(
-    stages: Stages, mesh: Mesh, wishes: Wishes, title: str, plan: Callable[[Graph, Mesh, Wishes, str], Planned]
-) -> tuple[list[Planned], Plan]:
+def plan_stages(
+    stages: Stages,
+    mesh: Mesh,
+    opts: CompileOptions,
+    title: str,
+    plan: Callable[[Graph, Mesh, CompileOptions, str], PlannedGraph],
+) -> tuple[list[PlannedGraph], Plan]:
     """Program and plan of every stage, and the combined plan. ``plan``: plans one graph.
 
     A stage takes a value in the layout in which the previous stage gives it, so nothing is gathered
     to be sharded again. A parameter of several stages has the layout of the first, or of the last
-    if the step is then shorter. Stages of one rank share its memory by :func:`_shared_out`, or
+    if the step is then shorter. Stages of one rank share its memory by :func:`_stage_budgets`, or
     equally if that does not fit.
     """
-    assert wishes.stages is not None
-    ranks, budget = mesh.size_of(wishes.stages), budget_of(wishes, mesh.hardware)
+    assert opts.stages is not None
+    ranks, budget = mesh.size_of(opts.stages), rank_memory_budget(opts, mesh.hardware)
     chunks = len(stages) // ranks
-    flying = _in_flight(stages, wishes, ranks, chunks)
-    own = rest(mesh, wishes.stages)
+    micro_batches_held = _micro_batches_in_flight(stages, opts, ranks, chunks)
+    own = mesh_without_axis(mesh, opts.stages)
 
-    def one(stage: Stage, asked: Wishes) -> Planned:
+    def one(stage: Stage, asked: CompileOptions) -> PlannedGraph:
         return plan(stage.graph, own, asked, title)
 
-    planned = partial(_planned_within, wishes, one, partial(_one_after_another, stages, mesh, flying, one))
+    planned = partial(_plan_within_limits, opts, one, partial(_plan_in_order, stages, mesh, micro_batches_held, one))
     if chunks > 1 and stages.whole.training:
         with suppress(PlanError):
-            found = planned(_shared_out(budget, chunks, flying, stages, mesh, wishes))
+            found = planned(_stage_budgets(budget, chunks, micro_batches_held, stages, mesh, opts))
             if found[1].memory.peak <= budget:
                 return found
     return planned([budget / chunks] * len(stages))
 
 
-def _shared_out(
-    budget: float, chunks: int, flying: Sequence[int], stages: Stages, mesh: Mesh, wishes: Wishes
+def _stage_budgets(
+    budget: float, chunks: int, micro_batches_held: Sequence[int], stages: Stages, mesh: Mesh, opts: CompileOptions
 ) -> list[float]:
     """Bytes that each stage's plan may need, if a rank has several stages (``chunks``).
 
     States are shared equally, the rest in proportion to micro-batches in flight. Only the running
     stage needs the working memory of its operations.
     """
-    assert wishes.stages is not None
+    assert opts.stages is not None
     ranks = len(stages) // chunks
-    pieces = Pieces(stages.whole, rest(mesh, wishes.stages), mesh.link(wishes.stages), wishes.optimizer)
+    pieces = SegmentedGraph(stages.whole, mesh_without_axis(mesh, opts.stages), mesh.link(opts.stages), opts.optimizer)
     state = sum(pieces.states.values()) / len(stages)
     work = max(map(pieces.touched, stages.whole.nodes), default=0.0)
     free = max(0.0, budget - chunks * state)
-    shares = (n / sum(flying[i % ranks :: ranks]) for i, n in enumerate(flying))
+    shares = (n / sum(micro_batches_held[i % ranks :: ranks]) for i, n in enumerate(micro_batches_held))
     return [state + free * share + (1 - 1 / chunks) * work for share in shares]
 
 
-RIVALS = ("ddp", "zero1", "zero2", "fsdp")
+TIGHT_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """named strategies that are tried if memory is tight"""
-TIGHT = 0.5
+TIGHT_SHARE = 0.5
 """share of a stage's budget below which memory did not influence its plan"""
 
-Done = list[tuple[Stage, Wishes, Planned]]
+StageResults = list[tuple[Stage, CompileOptions, PlannedGraph]]
 """stages in order, their options, and their plans"""
 
 
-PlanOne = Callable[[Stage, Wishes], Planned]
+PlanStage = Callable[[Stage, CompileOptions], PlannedGraph]
 """plans one stage"""
 
 
-def _planned_within(
-    wishes: Wishes,
-    plan: PlanOne,
-    planned: Callable[[Wishes, Sequence[float]], tuple[Done, Plan]],
+def _plan_within_limits(
+    opts: CompileOptions,
+    plan: PlanStage,
+    planned: Callable[[CompileOptions, Sequence[float]], tuple[StageResults, Plan]],
     limits: Sequence[float],
-) -> tuple[list[Planned], Plan]:
-    """See :func:`planned_stages`. ``planned``: all stages in order; ``limits``: bytes per stage.
+) -> tuple[list[PlannedGraph], Plan]:
+    """See :func:`plan_stages`. ``planned``: all stages in order; ``limits``: bytes per stage.
 
     A stage is planned without the later ones, and not optimally under a limit. So if memory may
     decide, plans that keep parameters gathered and named strategies compete.
     """
-    found: list[tuple[Done, Plan]] = []
+    found: list[tuple[StageResults, Plan]] = []
     refused: list[PlanError] = []
 
-    def attempt(asked: Wishes) -> None:
+    def attempt(asked: CompileOptions) -> None:
         try:
             found.append(planned(asked, limits))
         except PlanError as error:
             refused.append(error)
 
-    plain = replace(wishes, stays=False)
+    plain = replace(opts, keep_gathered=False)
     attempt(plain)
-    free = not (wishes.plan or wishes.like or wishes.hints)
-    if found and free and (last := _as_in_the_last(found[0][0], plain, plan)):
-        attempt(replace(plain, parameters={**(wishes.parameters or {}), **last}))
-    if wishes.plan is None and (not found or _is_tight(found[0][0])):
-        attempt(wishes)
-        for like in RIVALS if free else ():
+    free = not (opts.plan or opts.like or opts.hints)
+    if found and free and (last := _last_stage_layouts(found[0][0], plain, plan)):
+        attempt(replace(plain, parameters={**(opts.parameters or {}), **last}))
+    if opts.plan is None and (not found or _is_memory_tight(found[0][0])):
+        attempt(opts)
+        for like in TIGHT_STRATEGIES if free else ():
             attempt(replace(plain, like=like))
     if not found:
         raise refused[0]
@@ -238,18 +330,18 @@ def _planned_within(
     return [one for _, _, one in done], best
 
 
-def _is_tight(done: Done) -> bool:
+def _is_memory_tight(done: StageResults) -> bool:
     """Whether memory may have influenced the plans of stages with a backward."""
     return any(
-        stage.graph.training and (one.recomputed or one.memory.peak > TIGHT * (asked.memory_budget or 0.0))
+        stage.graph.training and (one.recomputed or one.memory.peak > TIGHT_SHARE * (asked.memory_budget or 0.0))
         for stage, asked, (_, one) in done
     )
 
 
-def _as_in_the_last(done: Done, wishes: Wishes, plan: PlanOne) -> dict[str, Layout]:
+def _last_stage_layouts(done: StageResults, opts: CompileOptions, plan: PlanStage) -> dict[str, Layout]:
     """Shared parameters whose last stage, planned alone, prefers another layout than the first."""
     found: dict[str, Layout] = {}
-    fixed = set(wishes.parameters or ())
+    fixed = set(opts.parameters or ())
     for stage, asked, _ in reversed(done):
         taken = asked.parameters or {}
         shared = {i.fqn for i in stage.graph.inputs if i.kind == "parameter" and i.fqn in taken} - fixed
@@ -261,72 +353,81 @@ def _as_in_the_last(done: Done, wishes: Wishes, plan: PlanOne) -> dict[str, Layo
     return found
 
 
-def _one_after_another(
-    stages: Stages, mesh: Mesh, flying: tuple[int, ...], plan: PlanOne, wishes: Wishes, limits: Sequence[float]
-) -> tuple[Done, Plan]:
-    """Plan the stages in order. ``flying``: see :func:`_in_flight`."""
-    axis = wishes.stages
+def _plan_in_order(
+    stages: Stages,
+    mesh: Mesh,
+    micro_batches_held: tuple[int, ...],
+    plan: PlanStage,
+    opts: CompileOptions,
+    limits: Sequence[float],
+) -> tuple[StageResults, Plan]:
+    """Plan the stages in order. ``micro_batches_held``: see :func:`_micro_batches_in_flight`."""
+    axis = opts.stages
     assert axis is not None
-    own, done = rest(mesh, axis), Done()
-    resolve(wishes.hints, stages.whole, own, known=wishes.known)  # raises for patterns that match nothing in any stage
-    inputs = dict(zip(stages.whole.flat_inputs, wishes.inputs, strict=False))
+    own, done = mesh_without_axis(mesh, axis), StageResults()
+    resolve_hints(
+        opts.hints, stages.whole, own, known=opts.known
+    )  # raises for patterns that match nothing in any stage
+    inputs = dict(zip(stages.whole.flat_inputs, opts.inputs, strict=False))
     taken = {i.fqn: layout for i in stages.whole.inputs if (layout := inputs.get(i.name)) is not None}
-    given_back = goes_out({} if stages.whole.training else {**taken, **(wishes.states or {})}, stages.whole)
+    given_back = wanted_output_layouts({} if stages.whole.training else {**taken, **(opts.states or {})}, stages.whole)
     received: dict[str, Layout | None] = {}
-    parameters = dict(wishes.parameters or {})
-    given = wishes.plan.staged.plans if wishes.plan is not None and wishes.plan.staged is not None else ()
+    parameters = dict(opts.parameters or {})
+    given = opts.plan.staged.plans if opts.plan is not None and opts.plan.staged is not None else ()
     for stage in stages.each:
         asked = replace(
-            wishes,
+            opts,
             stages=None,
-            hints=_that_fit(wishes.hints, partial(resolve, graph=stage.graph, mesh=own)),
-            like=_styles(wishes.like, stage, own),
+            hints=_matching_entries(opts.hints, partial(resolve_hints, graph=stage.graph, mesh=own)),
+            like=_stage_strategy(opts.like, stage, own),
             plan=cast(Plan, given[stage.number]) if given else None,
             parameters=dict(parameters),
-            flying=flying[stage.number],
+            micro_batches_held=micro_batches_held[stage.number],
             memory_budget=limits[stage.number],
             inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
-            states=_given_back(stage, given_back),
+            states=_stage_output_layouts(stage, given_back),
         )
         if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
-            asked = replace(asked, plan=_as_before(stage, asked, done))
+            asked = replace(asked, plan=_reused_plan(stage, asked, done))
         done.append((stage, asked, plan(stage, asked)))
         one = done[-1][2][1]
         parameters |= {i.fqn: one.layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
         received = dict(zip(stage.sent, one.outputs, strict=False))
     plans = [one for _, _, (_, one) in done]
     messages = tuple(float(s.message_bytes) for s in stages.each[:-1])
-    sent = tuple(_sent(stage, one) for stage, one in zip(stages.each[:-1], plans, strict=False))
+    sent = tuple(_sent_bytes_per_rank(stage, one) for stage, one in zip(stages.each[:-1], plans, strict=False))
     record = Staged(
-        axis, wishes.schedule, wishes.micro_batches, stages.boundaries, tuple(plans), messages, sent, flying
+        axis, opts.schedule, opts.micro_batches, stages.boundaries, tuple(plans), messages, sent, micro_batches_held
     )
-    return done, together(stages, plans, mesh, record)
+    return done, combine_stage_plans(stages, plans, mesh, record)
 
 
-def _as_before(stage: Stage, asked: Wishes, done: Done) -> Plan | None:
+def _reused_plan(stage: Stage, asked: CompileOptions, done: StageResults) -> Plan | None:
     """The plan of an earlier stage that is equal except for names, if it is the best here, too.
 
     That needs as many micro-batches in flight, or fewer and no recomputation.
     """
     if any(fqn in (asked.parameters or {}) for fqn in stage.held):
         return None
-    for other, wishes, (_, plan) in reversed(done):
-        fits = asked.flying == wishes.flying or (asked.flying < wishes.flying and not plan.recomputed)
-        same = asked.inputs == wishes.inputs and asked.states == wishes.states
-        if fits and same and not any(fqn in (wishes.parameters or {}) for fqn in other.held):
-            names = renaming(other.graph, stage.graph)
+    for other, opts, (_, plan) in reversed(done):
+        fits = asked.micro_batches_held == opts.micro_batches_held or (
+            asked.micro_batches_held < opts.micro_batches_held and not plan.recomputed
+        )
+        same = asked.inputs == opts.inputs and asked.states == opts.states
+        if fits and same and not any(fqn in (opts.parameters or {}) for fqn in other.held):
+            names = graph_renaming(other.graph, stage.graph)
             if names is not None:
-                return renamed(plan, names)
+                return rename_plan(plan, names)
     return None
 
 
-def _given_back(stage: Stage, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+def _stage_output_layouts(stage: Stage, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
     """``layouts`` of the full graph's outputs, under a stage's own keys "out:i"."""
     places = enumerate(stage.results, len(stage.sent))
     return {f"out:{at}": layouts[f"out:{i}"] for at, i in places if f"out:{i}" in layouts}
 
 
-def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:
+def _sent_bytes_per_rank(stage: Stage, plan: Plan) -> tuple[float, float]:
     """Bytes that a rank sends after the forward, and receives after the backward."""
     ahead = back = 0.0
     for name, layout in zip(stage.sent, plan.outputs, strict=False):
@@ -337,28 +438,28 @@ def _sent(stage: Stage, plan: Plan) -> tuple[float, float]:
     return ahead, back
 
 
-def _in_flight(stages: Stages, wishes: Wishes, ranks: int, chunks: int) -> tuple[int, ...]:
+def _micro_batches_in_flight(stages: Stages, opts: CompileOptions, ranks: int, chunks: int) -> tuple[int, ...]:
     """Micro-batches in flight per stage, with ``chunks`` stages per rank; 0 without a backward."""
     if not stages.whole.training:
         return (0,) * len(stages)
-    order = orders(wishes.schedule, ranks, wishes.micro_batches, chunks)
+    order = rank_orders(opts.schedule, ranks, opts.micro_batches, chunks)
     each = range(len(stages))
-    return tuple(int(held(order[i % ranks], [float(i == k) for k in each])) for i in each)
+    return tuple(int(peak_kept(order[i % ranks], [float(i == k) for k in each])) for i in each)
 
 
-def budget_of(wishes: Wishes, hardware: Hardware) -> float:
+def rank_memory_budget(opts: CompileOptions, hardware: Hardware) -> float:
     """Memory budget of a rank in bytes."""
-    return SHARE * hardware.memory_bytes if wishes.memory_budget is None else wishes.memory_budget
+    return DEFAULT_BUDGET_SHARE * hardware.memory_bytes if opts.memory_budget is None else opts.memory_budget
 
 
-def _styles(like: Any, stage: Stage, mesh: Mesh) -> Any:
+def _stage_strategy(like: Any, stage: Stage, mesh: Mesh) -> Any:
     """The named strategy restricted to a stage: without styles for modules elsewhere."""
     if not isinstance(like, Mapping) or any(axis in mesh.axes for axis in like):
         return like
-    return _that_fit(like, lambda one: asked_by(one, stage.graph, mesh)) or None
+    return _matching_entries(like, lambda one: resolve_like(one, stage.graph, mesh)) or None
 
 
-def _that_fit(asked: Mapping[str, Any] | None, attempt: Callable[[Mapping[str, Any]], Any]) -> dict[str, Any]:
+def _matching_entries(asked: Mapping[str, Any] | None, attempt: Callable[[Mapping[str, Any]], Any]) -> dict[str, Any]:
     """The entries that ``attempt`` accepts: patterns that match something."""
     found = {}
     for pattern, what in (asked or {}).items():

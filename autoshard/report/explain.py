@@ -1,19 +1,20 @@
-"""Reasons of layouts and strategies: ``plan.explain(name)``."""
+"""Plans in words: ``plan.explain(name)`` says why, ``plan.diff(other)`` compares two plans."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 from autoshard.errors import PlanError
-from autoshard.passes.ir.paths import holders
-from autoshard.passes.ir.units import show_bytes, show_seconds
+from autoshard.passes.ir.text import enclosing_modules, show_bytes, show_flops, show_seconds
 from autoshard.report.record import Choice, Collective, Record, local_bytes
-from autoshard.report.text import short_op, show_layout, together
+from autoshard.report.text import layer_glob, ranged_name, reasons_text, short_op, show_layout
 
-MOST = 12
+MOST_LISTED = 12
 """most parameters and operations of a module, or collectives, that are listed"""
 
 
@@ -29,42 +30,42 @@ def explain(plan: Record, name: str) -> str:
     if (first := plan.ties.get(name)) is not None:
         return f"{name} is tied to {first}\n{explain(plan, first)}"
     if plan.kinds.get(name, "value") != "value":
-        return "\n".join(_of_input(plan, name))
-    if node := _making(plan, name):
-        return "\n".join(_of_operation(plan, node))
+        return "\n".join(_tensor_lines(plan, name))
+    if node := _producing_operation(plan, name):
+        return "\n".join(_operation_lines(plan, node))
     found = [m for m in sorted(plan.modules) if m and fnmatch.fnmatchcase(m, name)]
-    found = found or [m for m in _holders(plan) if fnmatch.fnmatchcase(m, name)]
+    found = found or [m for m in _container_modules(plan) if fnmatch.fnmatchcase(m, name)]
     named = [n for n, kind in plan.kinds.items() if kind != "value" and fnmatch.fnmatchcase(n, name)]
     if not found and not named:
         known = [n for n, kind in plan.kinds.items() if kind != "value"]
-        known += [*plan.ties, *dict.fromkeys([*filter(None, plan.modules), *_holders(plan)])]
+        known += [*plan.ties, *dict.fromkeys([*filter(None, plan.modules), *_container_modules(plan)])]
         near = difflib.get_close_matches(name, [*known, *plan.choices], n=3, cutoff=0.3)
         raise PlanError(
             f"{name!r} is no parameter, buffer, input, module or operation of this plan. "
             f"Nearest: {', '.join(near or known[:3])}"
         )
-    lines = [_of_module(plan, module) for module in found] or [_of_input(plan, n) for n in named]
+    lines = [_module_lines(plan, module) for module in found] or [_tensor_lines(plan, n) for n in named]
     return "\n".join(line for part in lines for line in part)
 
 
-def _holders(plan: Record) -> list[str]:
+def _container_modules(plan: Record) -> list[str]:
     """Container modules, such as ``nn.ModuleList``, which need not be called themselves."""
     held = (n for n, kind in plan.kinds.items() if kind in ("parameter", "buffer"))
-    return holders([*held, *filter(None, plan.modules)])
+    return enclosing_modules([*held, *filter(None, plan.modules)])
 
 
-def _count(operations: int) -> str:
+def _operations_text(operations: int) -> str:
     return "1 operation" if operations == 1 else f"{operations} operations"
 
 
-def _making(plan: Record, name: str) -> str | None:
+def _producing_operation(plan: Record, name: str) -> str | None:
     """The operation with this name, or that computes the value with this name."""
     return name if name in plan.choices else next((n for n, c in plan.choices.items() if name in c.outputs), None)
 
 
-def _why(plan: Record, name: str) -> str:
+def _layout_reason(plan: Record, name: str) -> str:
     if plan.staged is not None:
-        return _why_in_stages(plan.staged.plans, name)
+        return _staged_layout_reason(plan.staged.plans, name)
     if name in plan.given:
         return (
             f"asked for by like={plan.like}"
@@ -77,15 +78,15 @@ def _why(plan: Record, name: str) -> str:
     return "part of the cheapest plan" if exact else "part of the best plan found"
 
 
-def _why_in_stages(stages: Sequence[Record], name: str) -> str:
+def _staged_layout_reason(stages: Sequence[Record], name: str) -> str:
     """The reason in the first stage that has ``name``: later stages take its layout."""
     stage = next(p for p in stages if name in p.kinds)
     searched = any(p.lower_bound > 0 for p in stages)
     follows = searched and stage.lower_bound <= 0 and name not in stage.given
-    return "as in a stage before that is equal" if follows else _why(stage, name)
+    return "as in a stage before that is equal" if follows else _layout_reason(stage, name)
 
 
-def _lies(plan: Record, name: str) -> str:
+def _explained_layout(plan: Record, name: str) -> str:
     """Layout of ``name``; with stages that on a stage's mesh, and which stages hold it."""
     if plan.staged is None:
         return show_layout(plan.layouts[name])
@@ -96,129 +97,245 @@ def _lies(plan: Record, name: str) -> str:
     return f"{how} in stage{'s' * (len(there) > 1)} {' and '.join(there)} of {len(plans)}"
 
 
-def _of_input(plan: Record, name: str) -> Iterator[str]:
+def _tensor_lines(plan: Record, name: str) -> Iterator[str]:
     shape, layout = plan.shapes[name], plan.layouts[name]
     yield f"{name}: {plan.kinds[name]}, {plan.dtypes.get(name, '')}{list(shape)}"
     each = "per rank" if plan.staged is None else "on each of its ranks"
-    yield f"  lies {_lies(plan, name)}: {show_bytes(local_bytes(plan, name))} {each}; {_why(plan, name)}"
-    yield from _noted(plan, [name])
+    yield f"  lies {_explained_layout(plan, name)}: {show_bytes(local_bytes(plan, name))} {each}; {_layout_reason(plan, name)}"
+    yield from _note_lines(plan, [name])
     shared = show_layout(plan.shared.get(name, layout))
     if shared != show_layout(layout):
         yield f"  its readers convert from {shared}"
     for node, choice in plan.choices.items():
         for value, use in zip(choice.inputs, choice.uses, strict=True):
             if value == name:
-                yield f"  read as {use.replace('I@', 'R@')} by {node} ({_what(choice)}), {_labels(plan, choice)}"
-                yield from _alternatives(plan, choice, "    ")
-    yield from _sent(c for c in plan.collectives if _moves(c, {name}))
+                yield f"  read as {use.replace('I@', 'R@')} by {node} ({_choice_text(choice)}), {_sharding_text(plan, choice)}"
+                yield from _alternative_lines(plan, choice, "    ")
+    yield from _collective_lines(c for c in plan.collectives if _is_moved_by(c, {name}))
 
 
-def _noted(plan: Record, names: Collection[str]) -> Iterator[str]:
+def _note_lines(plan: Record, names: Collection[str]) -> Iterator[str]:
     """Notes that name one of these parameters: why it deviates from the named strategy."""
     yield from (f"  {note}" for note in plan.notes if not {*names}.isdisjoint(re.split(r"[ ,;:]+", note)))
 
 
-def _of_operation(plan: Record, node: str) -> Iterator[str]:
+def _operation_lines(plan: Record, node: str) -> Iterator[str]:
     choice = plan.choices[node]
-    yield f"{node}: {_what(choice)}" + (f" at {choice.source}" if choice.source else "")
-    yield f"  runs {_labels(plan, choice)} in {show_seconds(choice.seconds)}; {_reason(plan, choice)}"
+    yield f"{node}: {_choice_text(choice)}" + (f" at {choice.source}" if choice.source else "")
+    yield f"  runs {_sharding_text(plan, choice)} in {show_seconds(choice.seconds)}; {_choice_reason(plan, choice)}"
     for value, use in zip(choice.inputs, choice.uses, strict=True):
         yield f"  reads {value} {list(plan.shapes[value])} as {use.replace('I@', 'R@')}"
     for value in choice.outputs:
         yield f"  makes {value} {list(plan.shapes[value])} as {show_layout(plan.layouts[value])}"
     made = {node, *choice.outputs}
-    sent = [c for c in plan.collectives if c.op == node or _moves(c, made)]
+    sent = [c for c in plan.collectives if c.op == node or _is_moved_by(c, made)]
     if (
         plan.folded
         and any("folded" in label for label in choice.labels)
         and not any("halves" in c.reason for c in sent)
     ):
         yield f"  the sequence comes, and goes on, in folded order of {plan.folded} ranks: nothing is swapped for it"
-    yield from _alternatives(plan, choice, "  ")
-    yield from _sent(sent)
+    yield from _alternative_lines(plan, choice, "  ")
+    yield from _collective_lines(sent)
 
 
-def _of_module(plan: Record, module: str) -> Iterator[str]:
+def _module_lines(plan: Record, module: str) -> Iterator[str]:
     inside = {n: c for n, c in plan.choices.items() if c.fqn == module or c.fqn.startswith(module + ".")}
     owned = [n for n, kind in plan.kinds.items() if kind in ("parameter", "buffer") and n.startswith(module + ".")]
     seconds = sum(c.seconds for c in inside.values())
     called = f" ({plan.modules[module]})" if module in plan.modules else ""
-    yield f"{module}{called}: {_count(len(inside))}, {show_seconds(seconds)}"
-    for name in owned[:MOST]:
-        yield f"  {name} {list(plan.shapes[name])} lies {_lies(plan, name)}; {_why(plan, name)}"
-    yield from _noted(plan, owned)
-    heavy = sorted(inside, key=lambda n: -inside[n].seconds)[:MOST]
+    yield f"{module}{called}: {_operations_text(len(inside))}, {show_seconds(seconds)}"
+    for name in owned[:MOST_LISTED]:
+        yield f"  {name} {list(plan.shapes[name])} lies {_explained_layout(plan, name)}; {_layout_reason(plan, name)}"
+    yield from _note_lines(plan, owned)
+    heavy = sorted(inside, key=lambda n: -inside[n].seconds)[:MOST_LISTED]
     for node in (n for n in inside if n in heavy):
-        yield f"  {node} ({short_op(inside[node])}) runs {_labels(plan, inside[node])} in {show_seconds(inside[node].seconds)}"
-        yield from _alternatives(plan, inside[node], "    ", 1)
-    left = max(0, len(owned) - MOST) + max(0, len(inside) - MOST)
+        choice = inside[node]
+        yield f"  {node} ({short_op(choice)}) runs {_sharding_text(plan, choice)} in {show_seconds(choice.seconds)}"
+        yield from _alternative_lines(plan, choice, "    ", 1)
+    left = max(0, len(owned) - MOST_LISTED) + max(0, len(inside) - MOST_LISTED)
     if left:
         yield f"  and {left} more"
-    yield from _sent(
+    yield from _collective_lines(
         c
         for c in plan.collectives
         if c.fqn == module or c.fqn.startswith(module + ".") or c.value in owned or {*inside, *owned} & {*c.also}
     )
 
 
-def _moves(c: Collective, names: Iterable[str]) -> bool:
+def _is_moved_by(c: Collective, names: Iterable[str]) -> bool:
     """Whether ``c`` moves one of these values."""
     return not {c.value, *c.also}.isdisjoint(names)
 
 
-def _shown(reason: str) -> str:
+def _reason_text(reason: str) -> str:
     """``reason`` with I shown as R, except for gradient sums, where only I and R differ."""
     value, _, change = reason.partition(": ")
     before, arrow, after = change.replace("I@", "R@").partition(" → ")
     return f"{value}: gradients added ({change})" if arrow and before == after else reason.replace("I@", "R@")
 
 
-def _what(choice: Choice) -> str:
+def _choice_text(choice: Choice) -> str:
     return f"{short_op(choice)} in {choice.fqn or '(root)'}"
 
 
-def _reason(plan: Record, choice: Choice) -> str:
+def _choice_reason(plan: Record, choice: Choice) -> str:
     if not choice.has_rule:
         return "it has no rule"
     return f"like={plan.like} asks for it where it names it" if plan.like else "part of the plan that was found"
 
 
-def _labels(plan: Record, choice: Choice, labels: tuple[str, ...] = ()) -> str:
+def _sharding_text(plan: Record, choice: Choice, labels: tuple[str, ...] = ()) -> str:
     """``cut along n@tp``, ``whole``, ``on summands``."""
     pairs = list(zip(labels or choice.labels, plan.mesh.axes, strict=True))
-    cut = [f"{label.replace('...', 'd')}@{axis}" for label, axis in pairs if _divides(label)]
+    cut = [f"{label.replace('...', 'd')}@{axis}" for label, axis in pairs if _is_sharding_label(label)]
     summed = [axis for label, axis in pairs if label.startswith("P(")]
     parts = [f"cut along {', '.join(cut)}"] if cut else []
     parts += [f"on summands along {', '.join(summed)}"] if summed else []
     return " and ".join(parts) or "whole on every rank"
 
 
-def _divides(label: str) -> bool:
+def _is_sharding_label(label: str) -> bool:
     return label not in ("I", "R", "–") and not label.startswith("P(")
 
 
-def _alternatives(plan: Record, choice: Choice, indent: str, most: int = 3) -> Iterator[str]:
+def _alternative_lines(plan: Record, choice: Choice, indent: str, most: int = 3) -> Iterator[str]:
     """Other strategies of the operation, and the seconds that each change alone would cost."""
-    now = _labels(plan, choice)
-    told: dict[str, float] = {}
+    now = _sharding_text(plan, choice)
+    seconds_by_text: dict[str, float] = {}
     for labels, seconds in choice.alternatives:
-        what = _labels(plan, choice, labels)
+        what = _sharding_text(plan, choice, labels)
         if what != now:
-            told[what] = min(seconds, told.get(what, seconds))
-    for what, seconds in list(told.items())[:most]:
+            seconds_by_text[what] = min(seconds, seconds_by_text.get(what, seconds))
+    for what, seconds in list(seconds_by_text.items())[:most]:
         more = "more" if seconds >= 0 else "less"
         yield f"{indent}instead {what}: {show_seconds(abs(seconds))} {more} a step, all else as it is"
 
 
-def _sent(collectives: Iterable[Collective]) -> Iterator[str]:
+def _collective_lines(collectives: Iterable[Collective]) -> Iterator[str]:
     found = list(collectives)
-    for c in found[:MOST]:
+    for c in found[:MOST_LISTED]:
         yield (
             f"  sends {show_bytes(c.bytes)} by {c.kind}@{','.join(c.axes)} {c.phase}, {show_seconds(c.seconds)}: "
-            f"{together(map(_shown, c.reasons))}"
+            f"{reasons_text(map(_reason_text, c.reasons))}"
         )
-    if rest := found[MOST:]:
+    if rest := found[MOST_LISTED:]:
         more = "1 collective" if len(rest) == 1 else f"{len(rest)} collectives"
         yield f"  and {more} more, {show_bytes(sum(c.bytes for c in rest))}"
     if not found:
         yield "  nothing is sent for it"
+
+
+COMPARED_MEMORY_PARTS = ("parameters", "gradients", "optimizer", "buffers", "activations", "temporaries")
+"""compared fields of :class:`~autoshard.passes.ir.memory.Memory`"""
+
+
+def diff(plan: Record, other: Record) -> str:
+    """Costs, memory, layouts and collectives of ``plan`` (left) and ``other`` (right), as text."""
+    if not isinstance(other, Record):
+        raise PlanError(f"diff takes another plan, got {other!r}")
+    heading = ("", _plan_heading(plan, "this plan"), _plan_heading(other, "other plan"))
+    parts = [_aligned_columns([heading, *_cost_rows(plan, other)])]
+    layouts = _layout_differences(plan, other)
+    parts.append(
+        "Layouts that differ\n" + _aligned_columns(layouts)
+        if layouts
+        else "All parameters, buffers and inputs lie alike"
+    )
+    if work := _operation_differences(plan, other):
+        parts.append("Operations that run otherwise\n" + _aligned_columns(work))
+    if sent := _collective_differences(plan, other):
+        parts.append("Collectives of a step\n" + _aligned_columns(sent))
+    return "\n\n".join(parts)
+
+
+def _plan_heading(plan: Record, side: str) -> str:
+    step = "training" if plan.training else "inference"
+    parts = f"{plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+    like = f"like={plan.like}" if plan.like else ""
+    return f"{side}: " + ", ".join(filter(None, (str(plan.mesh), step, like, parts, plan.mixed_precision)))
+
+
+def _cost_rows(plan: Record, other: Record) -> list[tuple[str, str, str]]:
+    a, b = plan.cost, other.cost
+    sent = [sum(c.bytes for c in p.collectives) for p in (plan, other)]
+    return [
+        ("step", show_seconds(a.total_s), f"{show_seconds(b.total_s)}{_cost_ratio_text(a.total_s, b.total_s)}"),
+        ("compute", show_seconds(a.compute_s), show_seconds(b.compute_s)),
+        ("communication", show_seconds(a.comm_s), show_seconds(b.comm_s)),
+        ("of it hidden", show_seconds(a.hidden_s), show_seconds(b.hidden_s)),
+        *([("waiting", show_seconds(a.bubble_s), show_seconds(b.bubble_s))] if a.bubble_s or b.bubble_s else []),
+        ("sent per rank", show_bytes(sent[0]), show_bytes(sent[1])),
+        ("memory per rank", show_bytes(a.memory_bytes), show_bytes(b.memory_bytes)),
+        *(
+            (f"  {x}", show_bytes(getattr(plan.memory, x)), show_bytes(getattr(other.memory, x)))
+            for x in COMPARED_MEMORY_PARTS
+        ),
+        ("busiest rank", show_flops(a.flops_per_rank), show_flops(b.flops_per_rank)),
+    ]
+
+
+def _cost_ratio_text(a: float, b: float) -> str:
+    return f" (× {b / a:.3g})" if a > 0 else ""
+
+
+def _layout_differences(plan: Record, other: Record) -> list[tuple[str, str, str]]:
+    """(name, left, right) of parameters, buffers, inputs that differ in layout, layers folded."""
+
+    def shown(p: Record, name: str) -> str:
+        return show_layout(p.layouts[name]) if name in p.layouts else "–"
+
+    names = [n for n, kind in (*plan.kinds.items(), *other.kinds.items()) if kind in ("parameter", "buffer", "input")]
+    pairs = {n: (shown(plan, n), shown(other, n)) for n in dict.fromkeys(names)}
+    return _merged_differences({n: pair for n, pair in pairs.items() if pair[0] != pair[1]})
+
+
+def _operation_differences(plan: Record, other: Record) -> list[tuple[str, str, str]]:
+    """(operation, left, right) of operations with FLOPs that are sharded along other factors."""
+
+    def shown(p: Record, node: str) -> str:
+        return " ".join(f"{x}@{axis}" for x, axis in zip(p.choices[node].labels, p.mesh.axes, strict=True)).replace(
+            "I@", "R@"
+        )
+
+    shared = [n for n, c in plan.choices.items() if c.flops and n in other.choices and other.choices[n].op == c.op]
+    pairs = {n: (shown(plan, n), shown(other, n)) for n in shared}
+    differ = {n: pair for n, pair in pairs.items() if pair[0] != pair[1]}
+    return _merged_differences(differ, {n: plan.choices[n].fqn or n for n in differ})
+
+
+def _merged_differences(
+    differ: Mapping[str, tuple[str, str]], called: Mapping[str, str] | None = None
+) -> list[tuple[str, str, str]]:
+    """(names with ranges of layer numbers, left, right)."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, pair in differ.items():
+        shown = called[name] if called else name
+        groups.setdefault((layer_glob(shown), *pair), []).append(shown)
+    return [(ranged_name(names), left, right) for (_, left, right), names in groups.items()]
+
+
+def _collective_differences(plan: Record, other: Record) -> list[tuple[str, str, str]]:
+    """(kind, axes and phase; number × bytes left; right)."""
+
+    def counted(p: Record) -> tuple[Counter[str], Counter[str]]:
+        count: Counter[str] = Counter()
+        sent: Counter[str] = Counter()
+        for c in p.collectives:
+            key = f"{c.kind}@{','.join(c.axes)} {c.phase}"
+            count[key] += 1
+            sent[key] += c.bytes  # type: ignore[assignment]
+        return count, sent
+
+    (n, a), (m, b) = counted(plan), counted(other)
+
+    def shown(count: Counter[str], sent: Counter[str], key: str) -> str:
+        return f"{count[key]} × {show_bytes(sent[key] / count[key])}" if count[key] else "–"
+
+    return [(key, shown(n, a, key), shown(m, b, key)) for key in dict.fromkeys((*n, *m))]
+
+
+def _aligned_columns(rows: Iterable[tuple[str, str, str]]) -> str:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

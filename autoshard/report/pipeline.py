@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory
-from autoshard.passes.ir.paths import block_path
-from autoshard.passes.pipeline.later import PRODUCTS
-from autoshard.passes.pipeline.timeline import StageSeconds, Timeline, orders, timeline
+from autoshard.passes.ir.text import block_path
+from autoshard.passes.pipeline.schedules import SPLIT_PRODUCTS, StageSeconds, Timeline, rank_orders, simulate_timeline
 from autoshard.report.record import Collective, Cost, Record, Staged, local_bytes
 
-_PRODUCTS = frozenset(map(str, PRODUCTS))
+_SPLIT_BACKWARD_OPS = frozenset(map(str, SPLIT_PRODUCTS))
 
-Sent = tuple[float, float, float, float]
+MessageSeconds = tuple[float, float, float, float]
 """(forward, backward, host forward, host backward) seconds of messages: :func:`stage_times`"""
 
-MEETINGS = 4
+SYNCHRONISATIONS = 4
 """small collectives per step: trained parameters of other stages, call number, failures, loss"""
 
 
@@ -42,36 +41,38 @@ class StageTimes:
         return self.batch.once
 
 
-def stage_times(plan: Record, sent: Sent = (0.0, 0.0, 0.0, 0.0)) -> StageTimes:
+def stage_times(plan: Record, sent: MessageSeconds = (0.0, 0.0, 0.0, 0.0)) -> StageTimes:
     """Times of the stage of ``plan``; ``sent``: seconds of its messages, then of their host work.
 
     Micro-batches after the first accumulate their gradients.
     """
     cost, mesh, count = plan.cost, plan.mesh, plan.micro_batches
-    once = [c for c in plan.collectives if _is_once(c, plan)]
-    each = [replace(c, seconds=c.seconds / count) for c in plan.collectives if not _is_once(c, plan)]
-    added = (1 - 1 / count) * _adding(plan) if plan.training else 0.0
+    once = [c for c in plan.collectives if _is_once_per_step(c, plan)]
+    each = [replace(c, seconds=c.seconds / count) for c in plan.collectives if not _is_once_per_step(c, plan)]
+    added = (1 - 1 / count) * _accumulation_seconds(plan) if plan.training else 0.0
     compute = (cost.compute_s - cost.optimizer_s) / count + added
     ahead = min(compute, math.fsum(c.seconds - c.backward_s for c in plan.choices.values()) / count)
     copied = math.fsum(c.copied_s for c in once)
     waits, moves = ([c for c in each if c.movable == movable] for movable in (False, True))
-    blocking = _seconds(waits) + (cost.local_s - copied) / count
-    first = blocking * _share(_seconds(c for c in waits if c.phase == "forward"), _seconds(waits))
-    shown = _shown(moves, mesh, compute)
-    begun = shown * _share(_seconds(c for c in moves if c.phase == "forward"), _seconds(moves))
+    blocking = _collective_seconds(waits) + (cost.local_s - copied) / count
+    first = blocking * _fraction(
+        _collective_seconds(c for c in waits if c.phase == "forward"), _collective_seconds(waits)
+    )
+    shown = _exposed_seconds(moves, mesh, compute)
+    begun = shown * _fraction(_collective_seconds(c for c in moves if c.phase == "forward"), _collective_seconds(moves))
     forward, backward = ahead + first + begun, compute - ahead + blocking - first + shown - begun
-    weights = added + (backward - added) * _share(
-        _weights(plan), math.fsum(c.backward_s for c in plan.choices.values())
+    weights = added + (backward - added) * _fraction(
+        _weight_gradient_seconds(plan), math.fsum(c.backward_s for c in plan.choices.values())
     )
     gathers, sums = ([c for c in once if c.movable and c.phase == phase] for phase in ("forward", "backward"))
-    shared = _shown(gathers, mesh, ahead) + _shown(sums, mesh, compute - ahead)
-    shared += _seconds(c for c in once if not c.movable) + copied
+    shared = _exposed_seconds(gathers, mesh, ahead) + _exposed_seconds(sums, mesh, compute - ahead)
+    shared += _collective_seconds(c for c in once if not c.movable) + copied
     host = mesh.hardware.on_processor(mesh.hardware.actions)
     batch = StageSeconds(forward, backward, weights, *sent, host=host, once=shared + cost.optimizer_s)
     return StageTimes(batch, compute, cost.optimizer_s)
 
 
-def _adding(plan: Record) -> float:
+def _accumulation_seconds(plan: Record) -> float:
     """Seconds to accumulate gradients once: two reads, one write; unsharded under ZeRO-1."""
     trained = [name for name in plan.differentiable if plan.kinds.get(name) == "parameter"]
     along: dict[str, set[str]] = {name: set() for name in trained}
@@ -82,9 +83,9 @@ def _adding(plan: Record) -> float:
     return math.fsum(plan.mesh.hardware.traffic_seconds(3.0 * size) for size in sizes)
 
 
-def _is_once(c: Collective, plan: Record) -> bool:
+def _is_once_per_step(c: Collective, plan: Record) -> bool:
     """Whether ``c`` runs once per step: an all-reduce of accumulated gradients, or a collective
-    of a parameter that ZeRO keeps gathered (:mod:`autoshard.passes.propagate.prices.zero`)."""
+    of a parameter that ZeRO keeps gathered (:mod:`autoshard.passes.propagate.recompute`)."""
     if plan.kinds.get(c.value) != "parameter":
         return False
     if c.phase == "forward":
@@ -92,23 +93,23 @@ def _is_once(c: Collective, plan: Record) -> bool:
     return c.kind == "all_reduce" or plan.zero.get(c.value) == 1
 
 
-def _seconds(collectives: Iterable[Collective]) -> float:
+def _collective_seconds(collectives: Iterable[Collective]) -> float:
     return math.fsum(c.seconds for c in collectives)
 
 
-def _share(part: float, whole: float) -> float:
+def _fraction(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _shown(moves: Sequence[Collective], mesh: Mesh, compute: float) -> float:
+def _exposed_seconds(moves: Sequence[Collective], mesh: Mesh, compute: float) -> float:
     """Exposed seconds of movable collectives behind ``compute`` (as in ``prices.step_time``)."""
-    moved = [_seconds(c for c in moves if mesh.crosses(c.axes) == crossing) for crossing in (False, True)]
+    moved = [_collective_seconds(c for c in moves if mesh.crosses(c.axes) == crossing) for crossing in (False, True)]
     if not mesh.hardware.overlap:
         return sum(moved)
     return sum((1 - speed) * x + max(0.0, speed * x - compute) for speed, x in zip(mesh.overlap, moved, strict=True))
 
 
-def _weights(plan: Record) -> float:
+def _weight_gradient_seconds(plan: Record) -> float:
     """Seconds of weight gradients, which zero-bubble schedules can delay."""
     wanting = frozenset(plan.differentiable)
     weights = {name for name, kind in plan.kinds.items() if kind == "parameter"}
@@ -116,7 +117,7 @@ def _weights(plan: Record) -> float:
     for choice in plan.choices.values():
         if choice.inputs and weights.issuperset(choice.inputs):
             weights.update(choice.outputs)
-        factors = [name for name in choice.inputs[:2] if name in wanting] if choice.op in _PRODUCTS else []
+        factors = [name for name in choice.inputs[:2] if name in wanting] if choice.op in _SPLIT_BACKWARD_OPS else []
         found += choice.backward_s * sum(name in weights for name in factors) / max(1, len(factors))
     return found
 
@@ -125,7 +126,7 @@ def staged_times(staged: Staged, mesh: Mesh) -> tuple[StageTimes, ...]:
     """Times of every stage, with its messages over the links along the stage axis."""
     link, hardware = mesh.link(staged.axis), mesh.hardware
 
-    def sent(number: int) -> Sent:
+    def sent(number: int) -> MessageSeconds:
         sizes = [staged.sent[n][b] if 0 <= n < len(staged.sent) else 0.0 for n, b in ((number, 0), (number - 1, 1))]
         ahead, back = (link.seconds(size, "permute") if size else 0.0 for size in sizes)
         carry, carry_back = (hardware.on_processor(hardware.carried * size) for size in sizes)
@@ -134,33 +135,33 @@ def staged_times(staged: Staged, mesh: Mesh) -> tuple[StageTimes, ...]:
     return tuple(stage_times(p, sent(i)) for i, p in enumerate(staged.plans))
 
 
-def pipeline(plan: Record) -> Timeline:
+def pipeline_timeline(plan: Record) -> Timeline:
     """Timeline of a pipelined step: actions of every rank and messages, no work once per step."""
     staged = plan.staged
     if staged is None:
         raise ValueError("the plan has no stages")
-    return _simulated(staged, plan.mesh, staged_times(staged, plan.mesh))
+    return _simulated_timeline(staged, plan.mesh, staged_times(staged, plan.mesh))
 
 
-def _simulated(staged: Staged, mesh: Mesh, times: Sequence[StageTimes]) -> Timeline:
+def _simulated_timeline(staged: Staged, mesh: Mesh, times: Sequence[StageTimes]) -> Timeline:
     ranks, training = mesh.size_of(staged.axis), staged.plans[0].training
-    order = orders(staged.schedule, ranks, staged.micro_batches, len(staged.plans) // ranks, training)
-    return timeline(order, [t.batch for t in times], mesh.hardware.paces(ranks, mesh.size // ranks))
+    order = rank_orders(staged.schedule, ranks, staged.micro_batches, len(staged.plans) // ranks, training)
+    return simulate_timeline(order, [t.batch for t in times], mesh.hardware.paces(ranks, mesh.size // ranks))
 
 
-def meeting_seconds(mesh: Mesh) -> float:
+def synchronisation_seconds(mesh: Mesh) -> float:
     """Seconds of a step's small collectives among all ranks, before and after the schedule."""
-    return MEETINGS * mesh.link(mesh.axes).seconds(0.0)
+    return SYNCHRONISATIONS * mesh.link(mesh.axes).seconds(0.0)
 
 
 def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
     """Cost of a pipelined step: work of the busiest rank, and its bubble."""
     times, ranks, count = staged_times(staged, mesh), mesh.size_of(staged.axis), staged.micro_batches
-    found = _simulated(staged, mesh, times)
-    of_ranks = [[times[i] for i in own] for own in _of_ranks(staged, ranks)]
+    found = _simulated_timeline(staged, mesh, times)
+    of_ranks = [[times[i] for i in own] for own in _stages_by_rank(staged, ranks)]
     busiest = max(range(ranks), key=lambda r: sum(t.batch.work for t in of_ranks[r]))
     own, plans = of_ranks[busiest], [staged.plans[i] for i in range(busiest, len(times), ranks)]
-    meetings = meeting_seconds(mesh)
+    meetings = synchronisation_seconds(mesh)
     end = found.end_s + meetings
     update = sum(t.update_s for t in own)
     work = count * sum(t.batch.work for t in own)
@@ -176,7 +177,7 @@ def pipeline_cost(staged: Staged, mesh: Mesh) -> Cost:
         total_s=end,
         memory_bytes=pipeline_memory(staged, ranks).peak,
         flops=sum(p.cost.flops for p in staged.plans),
-        flops_per_rank=max(sum(staged.plans[i].cost.flops_per_rank for i in x) for x in _of_ranks(staged, ranks)),
+        flops_per_rank=max(sum(staged.plans[i].cost.flops_per_rank for i in x) for x in _stages_by_rank(staged, ranks)),
         local_s=sum(p.cost.local_s for p in plans),
         optimizer_s=update,
         schedule_s=end,
@@ -206,30 +207,30 @@ def stage_rows(plan: Record) -> tuple[StageRow, ...]:
         return ()
     ranks, found = plan.mesh.size_of(staged.axis), list[StageRow]()
     for i, (times, one) in enumerate(zip(staged_times(staged, plan.mesh), staged.plans, strict=True)):
-        modules = dict.fromkeys(_path(c.fqn) for c in one.choices.values())
+        modules = dict.fromkeys(_layer_path(c.fqn) for c in one.choices.values())
         flying = staged.flying[i] if staged.flying else 0
         sent = staged.sent[i][0] if i < len(staged.sent) else 0.0
         found.append(StageRow(i, i % ranks, tuple(modules), times, flying, sent, one.memory))
     return tuple(found)
 
 
-def _path(fqn: str) -> str:
+def _layer_path(fqn: str) -> str:
     """The numbered module around ``fqn``, such as a layer; else its first part."""
     return block_path(fqn) or fqn.partition(".")[0] or "(root)"
 
 
-def _of_ranks(staged: Staged, ranks: int) -> Iterator[range]:
+def _stages_by_rank(staged: Staged, ranks: int) -> Iterator[range]:
     """Stage numbers per rank."""
     return (range(rank, len(staged.plans), ranks) for rank in range(ranks))
 
 
 def pipeline_memory(staged: Staged, ranks: int) -> Memory:
     """Memory of the fullest rank: states of its stages add up, temporaries are of one at a time."""
-    found = ([staged.plans[i].memory for i in own] for own in _of_ranks(staged, ranks))
-    return max((_beside(own) for own in found), key=lambda m: m.peak)
+    found = ([staged.plans[i].memory for i in own] for own in _stages_by_rank(staged, ranks))
+    return max((_memory_of_rank(own) for own in found), key=lambda m: m.peak)
 
 
-def _beside(stages: Sequence[Memory]) -> Memory:
+def _memory_of_rank(stages: Sequence[Memory]) -> Memory:
     if len(stages) == 1:
         return stages[0]
     stay = ("parameters", "gradients", "optimizer", "buffers", "activations")

@@ -1,4 +1,4 @@
-"""The record of a plan: layouts, collectives, predicted cost and memory; to and from JSON."""
+"""The record of a plan: layouts, collectives, costs, memory and serving figures; to and from JSON."""
 
 from __future__ import annotations
 
@@ -12,17 +12,112 @@ import torch
 
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.hardware import Hardware
-from autoshard.hardware.schema import SchemaError, parsed, read
-from autoshard.hardware.schema import fields as fields_from
+from autoshard.hardware.schema import SchemaError, parse_json, read_as
+from autoshard.hardware.schema import read_fields as fields_from
 from autoshard.layout import Grouped, Invariant, Layout, Owned, Partial, Placement, Replicate, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory, Recomputed
-from autoshard.passes.pipeline.timeline import SCHEDULES
-from autoshard.report.serving import Serving
+from autoshard.passes.ir.text import show_bytes, show_seconds
+from autoshard.passes.pipeline.schedules import SCHEDULES
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One kind of call, such as prefill or decode; bytes are those of the busiest rank."""
+
+    name: str
+    times: float
+    """runs, relative to other phases"""
+    requests: int
+    """batch size"""
+    tokens: int
+    """tokens per request that the call reads"""
+    seconds: float
+    sent: float
+    """bytes of its collectives"""
+    weights: float
+    """bytes of weights read; of embedding tables the rows looked up"""
+    caches: float
+    """bytes of the KV cache read"""
+    least_s: float
+    """roofline of all devices: matmuls at peak FLOP/s, or weights and KV cache read once"""
+    peak: float
+    """peak memory of a rank in bytes"""
+
+    @property
+    def roofline(self) -> float:
+        """Share of ``seconds`` that the roofline takes, which no layout can save."""
+        return self.least_s / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Serving of prompts and tokens with one layout of the weights; see :func:`autoshard.plan`."""
+
+    objective: str
+    """latency or throughput"""
+    phases: tuple[Phase, ...]
+    devices: int
+    lower_bound: float = 0.0
+    """lower bound on :attr:`total_s` with one layout of the weights"""
+    room: float = math.nan
+    """further requests of this length whose KV cache would fit; nan without caches"""
+
+    @property
+    def decode(self) -> Phase:
+        """The decode phase: fewest tokens per request, then most frequent."""
+        return min(self.phases, key=lambda p: (p.tokens, -p.times))
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all phases, each as often as it runs."""
+        return math.fsum(p.times * p.seconds for p in self.phases)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Latency of the next token of a request."""
+        return self.decode.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of new tokens over all requests and devices; the time includes prompts."""
+        decode = self.decode
+        return decode.times * decode.requests / self.total_s if self.total_s else 0.0
+
+    @property
+    def bytes_per_token(self) -> dict[str, float]:
+        """Bytes per rank for a new token of one request: sent, weights read, KV cache read."""
+        decode = self.decode
+        return {n: getattr(decode, n) / decode.requests for n in ("sent", "weights", "caches")}
+
+
+def serving_text(serving: Serving) -> list[str]:
+    """Lines for a report."""
+    decode, per = serving.decode, serving.bytes_per_token
+    lines = [
+        f"{serving.objective}: {show_seconds(serving.seconds_per_token)} a token of each request, "
+        f"{serving.tokens_per_second:.3g} tokens/s by {serving.devices} devices ({_requests(decode.requests)})",
+        f"a token of a request: {show_bytes(per['sent'])} sent per rank, {show_bytes(per['weights'])} of weights and "
+        f"{show_bytes(per['caches'])} of caches read",
+    ]
+    lines += [
+        f"{phase.name} ×{phase.times:g}: {_requests(phase.requests)} of {phase.tokens} token"
+        f"{'s' if phase.tokens > 1 else ''} in {show_seconds(phase.seconds)}, {phase.roofline:.0%} of which the "
+        f"roofline takes; {show_bytes(phase.peak)} held per rank"
+        for phase in serving.phases
+    ]
+    if not math.isnan(serving.room):
+        lines.append(f"room for the caches of {serving.room:.0f} more requests as long as these")
+    return lines
+
+
+def _requests(count: int) -> str:
+    return f"{count} request{'s' if count > 1 else ''}"
+
 
 Kind = TypeVar("Kind", bound="Record")
 
-TOGETHER = "; "
+REASON_SEPARATOR = "; "
 """separator of the reasons of several values in one collective"""
 
 
@@ -62,7 +157,7 @@ class Collective:
     @property
     def reasons(self) -> tuple[str, ...]:
         """The reason of each moved value; coalesced collectives have several."""
-        return tuple(self.reason.split(TOGETHER))
+        return tuple(self.reason.split(REASON_SEPARATOR))
 
     def __str__(self) -> str:
         return f"{self.kind}@{','.join(self.axes)} {self.phase} {self.bytes:.0f} B  {self.fqn}  {self.reason}"
@@ -252,13 +347,13 @@ class Record:
 
         ``alternatives``: include runner-up strategies; computing them takes as long as the search.
         """
-        return json.dumps(self if alternatives else _bare(self), default=_encoded, indent=1)
+        return json.dumps(self if alternatives else _without_alternatives(self), default=_encoded, indent=1)
 
     @classmethod
     def from_json(cls: type[Kind], text: str | bytes) -> Kind:
         """Read a plan of :meth:`to_json`. Raises :class:`PlanError` with the invalid field."""
         try:
-            return _decoded(cls, parsed(text))
+            return _decoded(cls, parse_json(text))
         except (AutoshardError, RecursionError, SchemaError) as error:
             raise PlanError(f"this is not a plan that autoshard wrote: {error}") from error
 
@@ -269,12 +364,12 @@ def local_bytes(plan: Record, name: str) -> int:
     return math.prod(plan.layouts[name].max_local_shape(plan.shapes[name])) * dtype.itemsize
 
 
-_LETTERS: dict[str, Placement] = {"R": Replicate(), "I": Invariant(), "P": Partial()}
+_LETTER_PLACEMENTS: dict[str, Placement] = {"R": Replicate(), "I": Invariant(), "P": Partial()}
 
 
-def _bare(plan: Record) -> Record:
+def _without_alternatives(plan: Record) -> Record:
     choices = {n: replace(c, alternatives=()) for n, c in plan.choices.items()}
-    staged = plan.staged and replace(plan.staged, plans=tuple(map(_bare, plan.staged.plans)))
+    staged = plan.staged and replace(plan.staged, plans=tuple(map(_without_alternatives, plan.staged.plans)))
     return replace(plan, choices=choices, staged=staged)
 
 
@@ -296,48 +391,48 @@ def _encoded(part: Any) -> Any:
 
 def _decoded(cls: type[Kind], data: Any, path: str = "") -> Kind:
     """The inverse of :func:`_encoded`; fields that older plans lack get defaults."""
-    form = read(_Form, data, path)
+    form = read_as(_PlanHeader, data, path)
     if form.format != 1:
         raise SchemaError(f"its format is {form.format}, and 1 is known")
-    for name, least in _LEAST.items():
+    for name, least in _FIELD_MINIMUMS.items():
         if getattr(form, name) < least:
             raise SchemaError(f"{name} is an int of at least {least}, got {getattr(form, name)}")
     hardware, mesh = form.hardware, Mesh(form.mesh, form.hardware)
     readers: dict[Any, Callable[[Any, str], Any]] = {
-        Mesh: lambda x, p: Mesh(read(Mapping[str, int], x, p), hardware),
-        Layout: lambda x, p: _layout_from(mesh, read(_LayoutForm, x, p)),
+        Mesh: lambda x, p: Mesh(read_as(Mapping[str, int], x, p), hardware),
+        Layout: lambda x, p: _layout_from(mesh, read_as(_LayoutJson, x, p)),
         Record: lambda x, p: _decoded(cls, x, p),
         float: _finite,
     }
     cost = {"lower_bound": form.lower_bound, **data["cost"]} if isinstance(data.get("cost"), dict) else None
     made = cls(**fields_from(cls, {"given": data.get("pinned", ()), **data, "cost": cost}, path, readers))
-    _check(made)
+    _check_consistency(made)
     return made
 
 
-_LARGEST = 1e100
+_LARGEST_NUMBER = 1e100
 """limit of numbers in a plan, so that their sums are finite"""
 
 
 def _finite(data: Any, path: str) -> float:
-    found: float = read(float, data, path)
-    if abs(found) >= _LARGEST:
-        raise SchemaError(f"{path} is a number below {_LARGEST:g}, got {found}")
+    found: float = read_as(float, data, path)
+    if abs(found) >= _LARGEST_NUMBER:
+        raise SchemaError(f"{path} is a number below {_LARGEST_NUMBER:g}, got {found}")
     return found
 
 
-def _check(plan: Record) -> None:
+def _check_consistency(plan: Record) -> None:
     """Raise :class:`SchemaError` if parts of a plan are inconsistent in names or lengths."""
     choices, collectives = plan.choices.values(), plan.collectives
     for part in ("shapes", "dtypes", "kinds"):
-        _known(getattr(plan, part), part, plan.layouts.keys() - plan.ties.keys())
+        _require_names(getattr(plan, part), part, plan.layouts.keys() - plan.ties.keys())
     read_or_made = {name for c in choices for name in (*c.inputs, *c.outputs)}
-    _known(plan.layouts, "layouts", {*plan.ties, *plan.ties.values(), *plan.shared, *plan.zero, *read_or_made})
+    _require_names(plan.layouts, "layouts", {*plan.ties, *plan.ties.values(), *plan.shared, *plan.zero, *read_or_made})
     inside = plan.choices.keys()  # an op with several results stands for them
-    _known({*plan.layouts, *inside}, "layouts", {c.value for c in collectives} - {""})
-    _known(plan.choices, "choices", {c.op for c in collectives} - {""})
-    _known(plan.mesh.axes, "mesh", {axis for c in collectives for axis in c.axes})
-    _known(_DTYPES, "dtypes of torch", set(plan.dtypes.values()))
+    _require_names({*plan.layouts, *inside}, "layouts", {c.value for c in collectives} - {""})
+    _require_names(plan.choices, "choices", {c.op for c in collectives} - {""})
+    _require_names(plan.mesh.axes, "mesh", {axis for c in collectives for axis in c.axes})
+    _require_names(_DTYPE_NAMES, "dtypes of torch", set(plan.dtypes.values()))
     for name, layout in (*plan.layouts.items(), *plan.shared.items()):
         layout.max_local_shape(plan.shapes[plan.ties.get(name, name)])
     for name, choice in plan.choices.items():
@@ -347,24 +442,24 @@ def _check(plan: Record) -> None:
                 f"choices[{name!r}] has a use per input, a label per axis of the mesh, and outputs of its flops"
             )
     if (staged := plan.staged) is not None:
-        _known(plan.mesh.axes, "mesh", {staged.axis})
-        _known(SCHEDULES, "schedules", {staged.schedule})
+        _require_names(plan.mesh.axes, "mesh", {staged.axis})
+        _require_names(SCHEDULES, "schedules", {staged.schedule})
         size, count = plan.mesh.size_of((staged.axis,)), len(staged.plans)
         between = {len(x) for x in (staged.boundaries, staged.messages, staged.sent)}
         if between != {count - 1} or len(staged.flying) != count or count % size:
             raise SchemaError(f"staged is of {size} stages or a multiple, with one boundary less")
 
 
-def _known(names: Container[str], where: str, asked: Iterable[str]) -> None:
+def _require_names(names: Container[str], where: str, asked: Iterable[str]) -> None:
     if lacking := sorted(name for name in asked if name not in names):
         raise SchemaError(f"{where} lacks {lacking[0]!r}")
 
 
-_DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
+_DTYPE_NAMES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
 
 @dataclass(frozen=True)
-class _Form:
+class _PlanHeader:
     """Fields of a plan that are read first."""
 
     mesh: Mapping[str, int]
@@ -376,23 +471,23 @@ class _Form:
     folded: int = 0
 
 
-_LEAST = {"micro_batches": 1, "prefetch": 1, "folded": 0}
+_FIELD_MINIMUMS = {"micro_batches": 1, "prefetch": 1, "folded": 0}
 
 
 @dataclass(frozen=True)
-class _LayoutForm:
+class _LayoutJson:
     placements: tuple[str, ...]
     order: tuple[str, ...] | None = None
 
 
-def _layout_from(mesh: Mesh, form: _LayoutForm) -> Layout:
+def _layout_from(mesh: Mesh, form: _LayoutJson) -> Layout:
     return Layout(mesh, [placement_from(p) for p in form.placements], form.order)
 
 
 def placement_from(text: str) -> Placement:
     """``S(1)``, ``S(1/4:1:1)``, ``O(2)``, ``R``, ``I``, ``P`` or ``P(max)`` as a placement."""
-    if text in _LETTERS:
-        return _LETTERS[text]
+    if text in _LETTER_PLACEMENTS:
+        return _LETTER_PLACEMENTS[text]
     inner = text[2:-1]
     if text.startswith("O("):
         return Owned(owner=int(inner))

@@ -17,20 +17,18 @@ from rich.text import Text
 
 from autoshard.layout import Invariant, Layout, Replicate
 from autoshard.passes.ir.memory import Recomputed
-from autoshard.passes.ir.names import is_number
-from autoshard.passes.ir.units import show_bytes, show_flops, show_seconds
+from autoshard.passes.ir.text import is_number, show_bytes, show_flops, show_seconds
 from autoshard.report.pipeline import stage_rows
-from autoshard.report.record import TOGETHER, Choice, Collective, Cost, Record, local_bytes
-from autoshard.report.serving import serving_text
+from autoshard.report.record import REASON_SEPARATOR, Choice, Collective, Cost, Record, local_bytes, serving_text
 
-WIDTH = 120
+TEXT_WIDTH = 120
 """columns of text that does not go to a terminal"""
 
 
 def plan_text(plan: Record, width: int | None = None) -> str:
     """``plan`` as plain text tables. ``width``: columns; default: the terminal's, else 120."""
     if width is None:
-        width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
+        width = max(80, shutil.get_terminal_size().columns) if sys.stdout.isatty() else TEXT_WIDTH
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
     console.print(plan_table(plan))
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
@@ -39,15 +37,19 @@ def plan_text(plan: Record, width: int | None = None) -> str:
 
 def plan_table(plan: Record) -> RenderableType:
     """``plan`` as a rich renderable."""
-    parts: list[RenderableType] = [_headline(plan), *([_stages(plan)] if plan.staged else []), _parameters(plan)]
+    parts: list[RenderableType] = [
+        _headline(plan),
+        *([_stages_table(plan)] if plan.staged else []),
+        _parameters_table(plan),
+    ]
     if plan.collectives:
-        parts.append(_collectives(plan))
-    parts.append(_memory(plan))
+        parts.append(_collectives_table(plan))
+    parts.append(_memory_table(plan))
     if plan.recomputed:
-        parts.append(_recomputed(plan))
-    parts.append(_dominates(plan))
+        parts.append(_recomputed_table(plan))
+    parts.append(_hot_spots_table(plan))
     if any(not c.has_rule for c in plan.choices.values()):
-        parts.append(_without_rule(plan))
+        parts.append(_without_rule_table(plan))
     parts += [Text(f"\n{note}", "yellow") for note in plan.notes if not note.startswith("replicated: no rule")]
     return Group(*parts)
 
@@ -61,12 +63,12 @@ def show_layout(layout: Layout) -> str:
     return str(layout.replace(changes))
 
 
-def globbed(fqn: str) -> str:
+def layer_glob(fqn: str) -> str:
     """``fqn`` with layer numbers as ``*``."""
     return ".".join("*" if is_number(part) else part for part in fqn.split("."))
 
 
-def numbers(fqns: Iterable[str]) -> str:
+def layer_numbers(fqns: Iterable[str]) -> str:
     """Layer numbers of names that share a glob, as ranges: ``0-3,7``."""
     first = (next(filter(is_number, fqn.split(".")), None) for fqn in fqns)
     found = sorted({int(number) for number in first if number is not None})
@@ -82,13 +84,13 @@ def numbers(fqns: Iterable[str]) -> str:
 # --- the tables ---
 
 
-def folded(names: Sequence[str]) -> str:
+def ranged_name(names: Sequence[str]) -> str:
     """Names that share a glob as one, with ranges of numbers: ``blocks.{0-3}.mlp.2.weight``."""
     places = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(parts[0] if len(set(parts)) == 1 else "{" + numbers(parts) + "}" for parts in places)
+    return ".".join(parts[0] if len(set(parts)) == 1 else "{" + layer_numbers(parts) + "}" for parts in places)
 
 
-def _table(title: str, *columns: str) -> Table:
+def _new_table(title: str, *columns: str) -> Table:
     table = Table(
         title=Text(f"\n{title}"), title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1)
     )
@@ -98,7 +100,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _add(table: Table, *cells: str) -> None:
+def _add_row(table: Table, *cells: str) -> None:
     table.add_row(*(Text(c) for c in cells))
 
 
@@ -124,7 +126,7 @@ def _headline(plan: Record) -> Text:
     lines = [
         f"{plan.title or 'Plan'} on {plan.mesh.hardware.name}, mesh {plan.mesh}: {plan.mesh.size} ranks, {what}",
         f"predicted step {show_seconds(cost.total_s)} = compute {show_seconds(cost.compute_s)} + communication "
-        f"{show_seconds(cost.exposed_s)} ({share:.0%}){_waiting(cost)}; {_proof(plan)}",
+        f"{show_seconds(cost.exposed_s)} ({share:.0%}){_bubble_text(cost)}; {_optimality_text(plan)}",
         f"{show_flops(cost.flops)} in all, {show_flops(cost.flops_per_rank)} on the busiest rank; "
         f"MFU {cost.mfu:.1%}, HFU {cost.hfu:.1%}",
     ]
@@ -142,29 +144,29 @@ def _headline(plan: Record) -> Text:
     return Text("\n".join(lines))
 
 
-def _waiting(cost: Cost) -> str:
+def _bubble_text(cost: Cost) -> str:
     """The pipeline bubble as a term of the step."""
     return f" + waiting {show_seconds(cost.bubble_s)} ({cost.bubble_s / cost.total_s:.0%})" if cost.bubble_s else ""
 
 
-def _stages(plan: Record) -> Table:
+def _stages_table(plan: Record) -> Table:
     staged = plan.staged
     assert staged is not None
     title = f"Stages along {staged.axis}: {staged.schedule}, {staged.micro_batches} micro-batches"
     columns = (">stage", ">rank", "modules", ">forward", ">backward", ">sends", ">in flight", ">memory/rank")
-    table = _table(title, *columns)
+    table = _new_table(title, *columns)
     for row in stage_rows(plan):
         globs: dict[str, list[str]] = {}
         for path in row.modules:
-            globs.setdefault(globbed(path), []).append(path)
-        modules = ", ".join(map(folded, globs.values()))
+            globs.setdefault(layer_glob(path), []).append(path)
+        modules = ", ".join(map(ranged_name, globs.values()))
         seconds = [show_seconds(s) for s in (row.times.batch.forward, row.times.batch.backward)]
         sizes = show_bytes(row.sent), str(row.flying), show_bytes(row.memory.peak)
-        _add(table, str(row.number), str(row.rank), modules, *seconds, *sizes)
+        _add_row(table, str(row.number), str(row.rank), modules, *seconds, *sizes)
     return table
 
 
-def _proof(plan: Record) -> str:
+def _optimality_text(plan: Record) -> str:
     """The optimality gap as text, for the searched problem with its given layouts."""
     if plan.lower_bound <= 0 < plan.cost.total_s:
         return "not compared with the optimum of the cost model"
@@ -175,7 +177,7 @@ def _proof(plan: Record) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterRow:
     """Parameters with the same glob, shape and layout."""
 
     glob: str
@@ -184,30 +186,32 @@ class Row:
     layout: Layout
 
 
-def parameter_rows(plan: Record) -> tuple[Row, ...]:
+def parameter_rows(plan: Record) -> tuple[ParameterRow, ...]:
     """Rows of parameters, buffers and inputs, equal layers folded."""
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, kind in plan.kinds.items():
         if kind in ("parameter", "buffer", "input"):
-            groups.setdefault((globbed(name), plan.shapes[name], str(plan.layouts[name])), []).append(name)
+            groups.setdefault((layer_glob(name), plan.shapes[name], str(plan.layouts[name])), []).append(name)
     split = Counter(glob for glob, _, _ in groups)
     return tuple(
-        Row(glob if split[glob] == 1 < len(names) else folded(names), tuple(names), shape, plan.layouts[names[0]])
+        ParameterRow(
+            glob if split[glob] == 1 < len(names) else ranged_name(names), tuple(names), shape, plan.layouts[names[0]]
+        )
         for (glob, shape, _), names in groups.items()
     )
 
 
-def _parameters(plan: Record) -> Table:
-    table = _table("Parameters, buffers and inputs", "name", "", "shape", "layout", ">bytes/rank")
+def _parameters_table(plan: Record) -> Table:
+    table = _new_table("Parameters, buffers and inputs", "name", "", "shape", "layout", ">bytes/rank")
     for row in parameter_rows(plan):
         count = f"×{len(row.names)}" if len(row.names) > 1 else ""
         size = sum(local_bytes(plan, n) for n in row.names)
-        _add(table, row.glob, count, str(list(row.shape)), show_layout(row.layout), show_bytes(size))
+        _add_row(table, row.glob, count, str(list(row.shape)), show_layout(row.layout), show_bytes(size))
     return table
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CollectiveRow:
     """Collectives of one kind for equal modules; ``count``, ``bytes``, ``seconds`` are totals."""
 
     kind: str
@@ -221,13 +225,13 @@ class Traffic:
     first: Collective
 
 
-def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
+def collective_rows(collectives: Iterable[Collective]) -> tuple[CollectiveRow, ...]:
     """Rows of collectives, equal layers folded, most expensive first."""
     groups: dict[tuple[str, tuple[str, ...], str, str, str], list[Collective]] = {}
     for c in collectives:
-        groups.setdefault((c.kind, c.axes, c.phase, globbed(c.fqn), _change(c)), []).append(c)
+        groups.setdefault((c.kind, c.axes, c.phase, layer_glob(c.fqn), _layout_change_text(c)), []).append(c)
     rows = [
-        Traffic(
+        CollectiveRow(
             *key[:3],
             key[3] if len(found) > 1 else found[0].fqn,
             key[4],
@@ -241,12 +245,12 @@ def traffic(collectives: Iterable[Collective]) -> tuple[Traffic, ...]:
     return tuple(sorted(rows, key=lambda t: (-t.seconds, -t.bytes)))
 
 
-def _change(c: Collective) -> str:
+def _layout_change_text(c: Collective) -> str:
     """The redistribution and its value without layer numbers: ``linear P@tp → S(1)@tp``."""
     reason, *others = c.reasons
     value, colon, change = reason.partition(": ")
     if not colon or " → " not in change:
-        return together(c.reasons)
+        return reasons_text(c.reasons)
     more = f" and {len(others)} more" if others else ""
     change, again, _ = change.partition(" (")
     src, dst = (side.split() for side in change.split(" → "))
@@ -259,23 +263,23 @@ def _change(c: Collective) -> str:
     return f"{what} {before} → {after}".replace("I@", "R@") + (" again" if again else "") + more
 
 
-def together(reasons: Iterable[str]) -> str:
+def reasons_text(reasons: Iterable[str]) -> str:
     """The reasons of one collective, equal ones once: ``embedding: rows of tables ×26``."""
     found = Counter(reason.replace("aten.", "", 1).replace(".default", "", 1) for reason in reasons)
-    return TOGETHER.join(f"{reason} ×{count}" if count > 1 else reason for reason, count in found.items())
+    return REASON_SEPARATOR.join(f"{reason} ×{count}" if count > 1 else reason for reason, count in found.items())
 
 
-def _collectives(plan: Record) -> Table:
-    rows = traffic(plan.collectives)
+def _collectives_table(plan: Record) -> Table:
+    rows = collective_rows(plan.collectives)
     calls, sent = sum(c.times for c in plan.collectives), show_bytes(sum(r.bytes for r in rows))
     title = f"Collectives of a step: {calls} per rank, {sent} sent"
-    table = _table(title, "kind", "axis", "phase", "module", "", "why", ">bytes", ">time", ">share")
+    table = _new_table(title, "kind", "axis", "phase", "module", "", "why", ">bytes", ">time", ">share")
     for row in rows:
         count = f"×{row.count}" if row.count > 1 else ""
         share = row.seconds / plan.cost.total_s if plan.cost.total_s else 0.0
         where = row.where or "(root)"
         cells = (row.kind, ",".join(row.axes), row.phase, where, count, row.reason)
-        _add(table, *cells, show_bytes(row.bytes), show_seconds(row.seconds), f"{share:.1%}")
+        _add_row(table, *cells, show_bytes(row.bytes), show_seconds(row.seconds), f"{share:.1%}")
     return table
 
 
@@ -286,15 +290,15 @@ def memory_parts(plan: Record) -> dict[str, float]:
     return {k: v for k, v in parts.items() if v or k == "parameters"}
 
 
-def _memory(plan: Record) -> Table:
+def _memory_table(plan: Record) -> Table:
     limit = plan.mesh.hardware.memory_bytes
-    table = _table("Memory per rank at the peak", "what", ">bytes", ">share")
+    table = _new_table("Memory per rank at the peak", "what", ">bytes", ">share")
     parts = memory_parts(plan)
     total = sum(parts.values())
     for what, size in parts.items():
-        _add(table, what, show_bytes(size), f"{size / total:.0%}" if total else "")
+        _add_row(table, what, show_bytes(size), f"{size / total:.0%}" if total else "")
     room = f"{total / limit:.0%} of {show_bytes(limit)}" if limit < 1e15 else ""
-    _add(table, f"together, at {plan.memory.moment}", show_bytes(total), room)
+    _add_row(table, f"together, at {plan.memory.moment}", show_bytes(total), room)
     return table
 
 
@@ -302,7 +306,7 @@ def recomputed_rows(plan: Record) -> list[tuple[str, str, int, float, float]]:
     """Recomputation: (module, operations, count, bytes saved, seconds), equal layers folded."""
     rows: dict[str, list[Recomputed]] = {}
     for r in plan.recomputed:
-        rows.setdefault(globbed(r.fqn) or "(root)", []).append(r)
+        rows.setdefault(layer_glob(r.fqn) or "(root)", []).append(r)
 
     def names(found: list[Recomputed]) -> str:
         ops = dict.fromkeys(
@@ -318,10 +322,10 @@ def recomputed_rows(plan: Record) -> list[tuple[str, str, int, float, float]]:
     return sorted(folded, key=lambda row: -row[3])
 
 
-def _recomputed(plan: Record) -> Table:
-    table = _table("Made again in the backward", "module", "what", "", ">bytes saved", ">time")
+def _recomputed_table(plan: Record) -> Table:
+    table = _new_table("Made again in the backward", "module", "what", "", ">bytes saved", ">time")
     for where, what, count, size, seconds in recomputed_rows(plan):
-        _add(table, where, what, f"×{count}" if count > 1 else "", show_bytes(size), show_seconds(seconds))
+        _add_row(table, where, what, f"×{count}" if count > 1 else "", show_bytes(size), show_seconds(seconds))
     return table
 
 
@@ -329,9 +333,9 @@ def hot_spots(plan: Record, limit: int = 6) -> tuple[tuple[str, int, float], ...
     """(what, count, total seconds) of the costliest operations and collectives, layers folded."""
     seconds: dict[str, list[float]] = {}
     for choice in plan.choices.values():
-        seconds.setdefault(f"{short_op(choice)} in {globbed(choice.fqn) or '(root)'}", []).append(choice.seconds)
+        seconds.setdefault(f"{short_op(choice)} in {layer_glob(choice.fqn) or '(root)'}", []).append(choice.seconds)
     for c in plan.collectives:
-        what = f"{c.kind}@{','.join(c.axes)} {c.phase} in {globbed(c.fqn) or '(root)'}"
+        what = f"{c.kind}@{','.join(c.axes)} {c.phase} in {layer_glob(c.fqn) or '(root)'}"
         seconds.setdefault(what, []).append(c.seconds)
     ordered = sorted(((k, len(v), sum(v)) for k, v in seconds.items()), key=lambda x: -x[2])
     return tuple(x for x in ordered[:limit] if x[2] > 0)
@@ -342,31 +346,33 @@ def short_op(choice: Choice) -> str:
     return choice.op.removeprefix("aten.").removesuffix(".default")
 
 
-def _dominates(plan: Record) -> Table:
-    table = _table("What dominates", "what", "", ">time", ">share")
+def _hot_spots_table(plan: Record) -> Table:
+    table = _new_table("What dominates", "what", "", ">time", ">share")
     for what, count, seconds in hot_spots(plan):
         share = f"{seconds / plan.cost.total_s:.1%}" if plan.cost.total_s else ""
-        _add(table, what, f"×{count}" if count > 1 else "", show_seconds(seconds), share)
+        _add_row(table, what, f"×{count}" if count > 1 else "", show_seconds(seconds), share)
     return table
 
 
-def lost(plan: Record, choice: Choice) -> float:
+def seconds_lost_replicated(plan: Record, choice: Choice) -> float:
     """Seconds that a replicated ``choice`` loses against an even split over all ranks."""
     return choice.seconds * (1 - 1 / plan.mesh.size)
 
 
-def _replicated(plan: Record) -> Iterator[tuple[str, int, Choice, float]]:
+def _replicated_rows(plan: Record) -> Iterator[tuple[str, int, Choice, float]]:
     groups: dict[tuple[str, str, str], list[Choice]] = {}
     for c in plan.choices.values():
         if not c.has_rule:
-            groups.setdefault((c.op, globbed(c.fqn), c.source), []).append(c)
+            groups.setdefault((c.op, layer_glob(c.fqn), c.source), []).append(c)
     for (op, _, _), found in groups.items():
-        yield op, len(found), found[0], sum(lost(plan, c) for c in found)
+        yield op, len(found), found[0], sum(seconds_lost_replicated(plan, c) for c in found)
 
 
-def _without_rule(plan: Record) -> Table:
-    table = _table("Replicated: no rule (correct, but every rank does all the work)", "op", "", "module", "at", ">lost")
-    for op, count, first, seconds in sorted(_replicated(plan), key=lambda x: -x[3]):
-        where = globbed(first.fqn) if count > 1 else first.fqn
-        _add(table, op, f"×{count}" if count > 1 else "", where or "(root)", first.source, show_seconds(seconds))
+def _without_rule_table(plan: Record) -> Table:
+    table = _new_table(
+        "Replicated: no rule (correct, but every rank does all the work)", "op", "", "module", "at", ">lost"
+    )
+    for op, count, first, seconds in sorted(_replicated_rows(plan), key=lambda x: -x[3]):
+        where = layer_glob(first.fqn) if count > 1 else first.fqn
+        _add_row(table, op, f"×{count}" if count > 1 else "", where or "(root)", first.source, show_seconds(seconds))
     return table

@@ -9,9 +9,14 @@ from autoshard.errors import PlanError
 from autoshard.layout import Layout, Owned, Shard
 from autoshard.report.record import Choice, Record
 
-_PRODUCTS = {"aten.linear.default": 0, "aten.addmm.default": 1, "aten.mm.default": 1, "aten.matmul.default": 1}
+_OUTPUT_FEATURE_DIMS = {
+    "aten.linear.default": 0,
+    "aten.addmm.default": 1,
+    "aten.mm.default": 1,
+    "aten.matmul.default": 1,
+}
 """operation → the dim of its weight with output features"""
-_TABLES = ("aten.embedding.default",)
+_EMBEDDING_OPS = ("aten.embedding.default",)
 
 
 class TpPlan(dict[str, str]):
@@ -28,14 +33,14 @@ def tp_plan(plan: Record, axis: str | None = None) -> TpPlan:
     Raises :class:`PlanError` if the axis is ambiguous.
     """
     axis = _axis(plan, axis)
-    found, told = dict[str, str](), set[str]()
+    found, covered = dict[str, str](), set[str]()
     for choice in plan.choices.values():
         for name, style in _styles(plan, choice, axis):
-            told.add(name)
+            covered.add(name)
             if style:
                 found[choice.fqn] = style
     made = TpPlan(_patterns(found, {c.fqn for c in plan.choices.values()}))
-    made.unsaid = tuple(_unsaid(plan, axis, told))
+    made.unsaid = tuple(_inexpressible(plan, axis, covered))
     return made
 
 
@@ -57,17 +62,17 @@ def _styles(plan: Record, choice: Choice, axis: str) -> Iterator[tuple[str, str]
         placed, ndim = plan.layouts[name][axis], len(plan.shapes[name])
         if not isinstance(placed, Shard) or isinstance(placed, Owned):
             continue
-        if choice.op in _TABLES:
+        if choice.op in _EMBEDDING_OPS:
             yield name, "embedding_rowwise" if placed.dim == 0 else "embedding_colwise"
-        elif choice.op in _PRODUCTS and ndim == 2:
-            makes = placed.dim == _PRODUCTS[choice.op]
-            gathered = makes and any(_is_result(plan, value, axis) for value in choice.outputs)
+        elif choice.op in _OUTPUT_FEATURE_DIMS and ndim == 2:
+            makes = placed.dim == _OUTPUT_FEATURE_DIMS[choice.op]
+            gathered = makes and any(_is_returned_sharded(plan, value, axis) for value in choice.outputs)
             yield name, "colwise_gather_output" if gathered else "colwise" if makes else "rowwise"
-        elif choice.op in _PRODUCTS and ndim == 1:
+        elif choice.op in _OUTPUT_FEATURE_DIMS and ndim == 1:
             yield name, ""  # a bias goes with its weight
 
 
-def _is_result(plan: Record, value: str, axis: str) -> bool:
+def _is_returned_sharded(plan: Record, value: str, axis: str) -> bool:
     """Whether a sharded value is a result of the model, so that the style must gather it."""
     read = {n for c in plan.choices.values() for n in c.inputs}
     return value not in read and isinstance(plan.layouts[value][axis], Shard)
@@ -89,14 +94,14 @@ def _patterns(found: dict[str, str], modules: set[str]) -> dict[str, str]:
     return {p: made[p] for p in sorted(first, key=first.__getitem__)}
 
 
-def _unsaid(plan: Record, axis: str, told: set[str]) -> Iterator[str]:
+def _inexpressible(plan: Record, axis: str, covered: set[str]) -> Iterator[str]:
     for other in plan.mesh.axes:
-        if other != axis and any(_cut(x, other) for x in plan.layouts.values()):
+        if other != axis and any(_is_sharded_along(x, other) for x in plan.layouts.values()):
             yield f"what is cut along {other!r}: a tp_plan knows one axis"
     for name, kind in plan.kinds.items():
-        if kind in ("parameter", "buffer") and name not in told and _cut(plan.layouts[name], axis):
+        if kind in ("parameter", "buffer") and name not in covered and _is_sharded_along(plan.layouts[name], axis):
             yield f"{kind} {name} lies in {plan.layouts[name]}"
 
 
-def _cut(layout: Layout, axis: str) -> bool:
+def _is_sharded_along(layout: Layout, axis: str) -> bool:
     return isinstance(layout[axis], Shard)

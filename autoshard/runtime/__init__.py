@@ -4,8 +4,9 @@ Imports torch and nothing of the compiler."""
 
 from torch import reshape
 
-from autoshard.runtime.channels import channels_first, channels_last
-from autoshard.runtime.operations import ctc, exactly, functions, grouped  # noqa: F401  their ops
+from autoshard.runtime.operations import autograd_ops, checks, grouped, losses  # noqa: F401  their ops
+from autoshard.runtime.operations.autograd_ops import fan_out
+from autoshard.runtime.operations.collective_matmul import gather_products, scatter_product
 from autoshard.runtime.operations.collectives import (
     all_gather,
     all_reduce,
@@ -20,21 +21,20 @@ from autoshard.runtime.operations.collectives import (
     size,
     slice,  # noqa: A004
 )
-from autoshard.runtime.operations.fan_out import fan_out
-from autoshard.runtime.operations.in_place import write_select, write_slice
-from autoshard.runtime.operations.products import gather_products, scatter_product
+from autoshard.runtime.operations.halo import channels_first, channels_last
+from autoshard.runtime.operations.indexing import write_select, write_slice
 from autoshard.runtime.operations.random import dropout, shared, synchronised_rng
-from autoshard.runtime.parameters.again import again
 from autoshard.runtime.parameters.block import enter_parameters, gather_parameters, regather, wait_gradients
-from autoshard.runtime.parameters.gradients import Gradients
-from autoshard.runtime.parameters.later import conv, linear, matmul
-from autoshard.runtime.parameters.together import (
+from autoshard.runtime.parameters.coalesced import (
     all_gather_together,
     all_reduce_together,
     all_to_all_together,
     enter_together,
     reduce_scatter_together,
 )
+from autoshard.runtime.parameters.gradients import Gradients
+from autoshard.runtime.parameters.recompute import recompute
+from autoshard.runtime.parameters.split_backward import conv, linear, matmul
 from autoshard.runtime.programs.launch import main
 from autoshard.runtime.programs.module import Block, RankModule, require
 from autoshard.runtime.transport.communicator import Communicator, Executed, bind, current, device
@@ -50,7 +50,6 @@ __all__ = [
     "RankModule",
     "TorchCommunicator",
     "World",
-    "again",
     "all_gather",
     "all_gather_together",
     "all_reduce",
@@ -81,6 +80,7 @@ __all__ = [
     "permute",
     "pooled",
     "pooled_together",
+    "recompute",
     "reduce_scatter",
     "reduce_scatter_together",
     "regather",
@@ -94,10 +94,9 @@ __all__ = [
     "wait_gradients",
 ]
 
-from autoshard.runtime.attention.fold import folded, unfolded
-from autoshard.runtime.attention.heads import attention, causal_mask, kv_heads
+from autoshard.runtime.attention.masked_attention import attention, causal_mask, kv_heads
 from autoshard.runtime.attention.ring import banded_rows, gathered_attention, ring_attention
-from autoshard.runtime.operations.draw import draw, draw_like, draw_whole, native_dropout, rrelu
+from autoshard.runtime.attention.zigzag import from_zigzag, to_zigzag
 from autoshard.runtime.operations.embedding import pooled, pooled_together, vocab_embedding, vocab_embedding_bag
 from autoshard.runtime.operations.experts import experts
 from autoshard.runtime.operations.halo import average, crop, halo, split
@@ -116,8 +115,8 @@ from autoshard.runtime.operations.indexing import (
     sharded_select,
     sharded_slice,
 )
-from autoshard.runtime.operations.loss import cross_entropy, nll_loss
-from autoshard.runtime.operations.norm import batch_norm, batch_norm_no_stats, group_norm, layer_norm, rms_norm
+from autoshard.runtime.operations.losses import cross_entropy, nll_loss
+from autoshard.runtime.operations.random import draw, draw_like, draw_whole, native_dropout, rrelu
 from autoshard.runtime.operations.ranking import (
     argmax,
     argmin,
@@ -128,26 +127,37 @@ from autoshard.runtime.operations.ranking import (
     multinomial,
     topk,
 )
-from autoshard.runtime.operations.reduce import (
+from autoshard.runtime.operations.reductions import (
     all,  # noqa: A004
     amax,
     amin,
     aminmax,
     any,  # noqa: A004
+    batch_norm,
+    batch_norm_no_stats,
     bincount,
+    cummax,
+    cummin,
+    cumprod,
+    cumsum,
+    group_norm,
+    layer_norm,
+    log_softmax,
+    logcumsumexp,
     logsumexp,
     prod,
+    rms_norm,
+    safe_softmax,
+    softmax,
     std,
     std_mean,
     var,
     var_mean,
     vector_norm,
 )
-from autoshard.runtime.operations.scan import cummax, cummin, cumprod, cumsum, logcumsumexp
-from autoshard.runtime.operations.softmax import log_softmax, safe_softmax, softmax
 from autoshard.runtime.operations.stacked import stacked
 from autoshard.runtime.operations.tables import table_wise
-from autoshard.runtime.transport.sparse import cast_table
+from autoshard.runtime.transport.sparse_gradients import cast_table
 
 __all__ += [
     "all",
@@ -176,7 +186,7 @@ __all__ += [
     "experts",
     "flat_argmax",
     "flat_argmin",
-    "folded",
+    "from_zigzag",
     "gathered_attention",
     "group_norm",
     "halo",
@@ -214,8 +224,8 @@ __all__ += [
     "std",
     "std_mean",
     "table_wise",
+    "to_zigzag",
     "topk",
-    "unfolded",
     "var",
     "var_mean",
     "vector_norm",

@@ -14,23 +14,23 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard.errors import CaptureError, PlanError
-from autoshard.passes.capture.exported.trees import flattened
+from autoshard.passes.capture.exported.pytrees import flatten_registered
 from autoshard.passes.ir.graph import Graph, Ref
 
 log = logging.getLogger("autoshard.plan")
 
 OBJECTIVES = ("step", "latency", "throughput")
 PREFILL, DECODE = "prefill", "decode"
-DEFAULT: Mapping[str, Any] = {DECODE: 1}
+DEFAULT_PROFILE: Mapping[str, Any] = {DECODE: 1}
 """the profile of an objective without one"""
 
 Profile = Mapping[str, Any] | None
 """name of a call → how often it comes, or (how often, args, kwargs)"""
-Capture = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Graph]
+CaptureFunction = Callable[[nn.Module, Sequence[Any], Mapping[str, Any]], Graph]
 
 
 @dataclass(frozen=True)
-class Call:
+class ServedCall:
     """One kind of call, captured on meta tensors."""
 
     name: str
@@ -60,7 +60,7 @@ def check_asked(objective: str, profile: Profile, training: bool, others: Mappin
         raise PlanError(f"{what} does not go with {wrong[0]}=: leave one of them out")
     for name, given in (profile or {}).items():
         times = given[0] if isinstance(given, tuple) and given else given
-        if isinstance(given, tuple) and not _is_call(*given[1:]):
+        if isinstance(given, tuple) and not _is_call_arguments(*given[1:]):
             raise PlanError(
                 f"profile: {name!r} is how often it comes, or (how often, args, kwargs) with a tuple and a dict, got {given!r}"
             )
@@ -75,49 +75,56 @@ def check_asked(objective: str, profile: Profile, training: bool, others: Mappin
         raise PlanError("profile: no call comes at all")
 
 
-def _is_call(args: Any = (), kwargs: Any = None, *more: Any) -> bool:
+def _is_call_arguments(args: Any = (), kwargs: Any = None, *more: Any) -> bool:
     return not more and isinstance(args, tuple | list) and isinstance(kwargs or {}, Mapping)
 
 
-def calls_of(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], objective: str, profile: Profile, capture: Capture
-) -> tuple[Call, ...]:
+def capture_calls(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    objective: str,
+    profile: Profile,
+    capture: CaptureFunction,
+) -> tuple[ServedCall, ...]:
     """Captured calls of a profile, without those that never come. Latency: of one request.
 
     Decode is captured with the KV cache at its longest: prompt and all tokens but one. Raises
     :class:`CaptureError` if its arguments are unknown.
     """
-    skeleton, given = without_data(model), _bound(model, args, kwargs)
+    skeleton, given = meta_copy(model), _bound_arguments(model, args, kwargs)
     if "use_cache" in inspect.signature(model.forward).parameters:
         given["use_cache"] = True
-    found: list[Call] = []
-    for name, entry in (profile or DEFAULT).items():
+    found: list[ServedCall] = []
+    for name, entry in (profile or DEFAULT_PROFILE).items():
         times = entry[0] if isinstance(entry, tuple) else entry
         if not times:
             continue
         if isinstance(entry, tuple):
-            own = _bound(model, *(*entry[1:], {})[:2]) if len(entry) > 1 else given
-            own = _meta(_alone(own) if objective == "latency" else own)
-            found.append(Call(name, float(times), capture(skeleton, (), own), *_size(own)))
+            own = _bound_arguments(model, *(*entry[1:], {})[:2]) if len(entry) > 1 else given
+            own = _to_meta(_first_request(own) if objective == "latency" else own)
+            found.append(ServedCall(name, float(times), capture(skeleton, (), own), *_requests_and_tokens(own)))
             continue
-        prompt = _meta(_alone(given) if objective == "latency" else given)
+        prompt = _to_meta(_first_request(given) if objective == "latency" else given)
         if name == PREFILL:
-            found.append(Call(name, float(times), capture(skeleton, (), prompt), *_size(prompt)))
+            found.append(ServedCall(name, float(times), capture(skeleton, (), prompt), *_requests_and_tokens(prompt)))
             continue
         try:
-            found.append(_token(skeleton, prompt, float(times), capture))
-        except _UnknownError:
+            found.append(_decode_call(skeleton, prompt, float(times), capture))
+        except _UnknownDecodeError:
             if profile is not None:
                 raise
-            found.append(Call("call", 1.0, capture(skeleton, (), prompt), *_size(prompt)))  # it makes no tokens
+            found.append(
+                ServedCall("call", 1.0, capture(skeleton, (), prompt), *_requests_and_tokens(prompt))
+            )  # it makes no tokens
     return tuple(found)
 
 
-class _UnknownError(CaptureError):
+class _UnknownDecodeError(CaptureError):
     """A model whose decode arguments are unknown."""
 
 
-def without_data(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy of the model on the meta device; its parameters take no memory."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -128,7 +135,7 @@ def without_data(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _bound(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bound_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -142,59 +149,61 @@ def _bound(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return found
 
 
-def _alone(given: dict[str, Any]) -> dict[str, Any]:
+def _first_request(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of the first request."""
-    leaves, spec = flattened(given)
-    requests, _ = _size(given)
+    leaves, spec = flatten_registered(given)
+    requests, _ = _requests_and_tokens(given)
     one = [x[:1] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == requests else x for x in leaves]
     found: dict[str, Any] = pytree.tree_unflatten(one, spec)
     return found
 
 
-def _meta(given: dict[str, Any]) -> dict[str, Any]:
-    leaves, spec = flattened(given)
+def _to_meta(given: dict[str, Any]) -> dict[str, Any]:
+    leaves, spec = flatten_registered(given)
     bare = [x.detach().to("meta") if isinstance(x, torch.Tensor) else x for x in leaves]
     found: dict[str, Any] = pytree.tree_unflatten(bare, spec)
     return found
 
 
-def _size(given: Mapping[str, Any]) -> tuple[int, int]:
+def _requests_and_tokens(given: Mapping[str, Any]) -> tuple[int, int]:
     """(requests, tokens per request) of a call."""
     shape = next((x.shape for x in given.values() if isinstance(x, torch.Tensor) and x.ndim), (1,))
     return int(shape[0]), int(shape[1]) if len(shape) > 1 else 1
 
 
-def _token(skeleton: nn.Module, prompt: dict[str, Any], times: float, capture: Capture) -> Call:
+def _decode_call(skeleton: nn.Module, prompt: dict[str, Any], times: float, capture: CaptureFunction) -> ServedCall:
     """The decode call with the longest KV cache, from output shapes of a prompt of that length."""
-    requests, tokens = _size(prompt)
+    requests, tokens = _requests_and_tokens(prompt)
     name = next((n for n, x in prompt.items() if isinstance(x, torch.Tensor) and x.ndim), "")
     ids, length = prompt.get(name), tokens + max(0, round(times) - 1)
     if ids is None or ids.ndim != 2 or ids.is_floating_point():
-        raise _UnknownError(_unknown("its first argument is not [requests, tokens]"))
+        raise _UnknownDecodeError(_unknown_decode_text("its first argument is not [requests, tokens]"))
     others = {n: x for n, x in prompt.items() if not isinstance(x, torch.Tensor)}
     masks = {n: x for n, x in prompt.items() if "mask" in n and isinstance(x, torch.Tensor) and x.shape == ids.shape}
 
-    def of_length(so_many: int) -> dict[str, Any]:
-        return {n: x.new_empty((requests, so_many)) for n, x in masks.items()}
+    def of_length(mask_length: int) -> dict[str, Any]:
+        return {n: x.new_empty((requests, mask_length)) for n, x in masks.items()}
 
-    longest = _meta({**others, name: ids.new_empty((requests, length)), **of_length(length)})
+    longest = _to_meta({**others, name: ids.new_empty((requests, length)), **of_length(length)})
     try:
-        given = _given_back(skeleton, longest, capture)
+        given = _meta_outputs(skeleton, longest, capture)
     except CaptureError as error:
-        raise _UnknownError(_unknown(f"with {', '.join(longest)} alone it fails ({error})")) from error
+        raise _UnknownDecodeError(
+            _unknown_decode_text(f"with {', '.join(longest)} alone it fails ({error})")
+        ) from error
     parameters = inspect.signature(skeleton.forward).parameters
-    states = {n: x for n, x in _fields(given).items() if n in parameters and x is not None}
+    states = {n: x for n, x in _output_fields(given).items() if n in parameters and x is not None}
     if not states:
-        raise _UnknownError(_unknown("it gives back nothing that is called as one of its arguments"))
+        raise _UnknownDecodeError(_unknown_decode_text("it gives back nothing that is called as one of its arguments"))
     own = {**others, name: ids.new_empty((requests, 1)), **of_length(length + 1), **states}
-    places = {id(x): i for i, x in enumerate(flattened(given)[0]) if isinstance(x, torch.Tensor)}
-    taken = [places.get(id(x)) for x in flattened(((), own))[0]]
+    places = {id(x): i for i, x in enumerate(flatten_registered(given)[0]) if isinstance(x, torch.Tensor)}
+    taken = [places.get(id(x)) for x in flatten_registered(((), own))[0]]
     made = capture(skeleton, (), own)
     carried = tuple((n, i) for n, i in zip(made.flat_inputs, taken, strict=True) if n is not None and i is not None)
-    return Call(DECODE, times, made, requests, 1, carried)
+    return ServedCall(DECODE, times, made, requests, 1, carried)
 
 
-def _given_back(skeleton: nn.Module, given: dict[str, Any], capture: Capture) -> Any:
+def _meta_outputs(skeleton: nn.Module, given: dict[str, Any], capture: CaptureFunction) -> Any:
     """Outputs on the meta device: of the model's Python, else of a capture."""
     try:
         with torch.no_grad():
@@ -211,13 +220,13 @@ def _given_back(skeleton: nn.Module, given: dict[str, Any], capture: Capture) ->
     return pytree.tree_unflatten(leaves[: graph.out_spec.num_leaves], graph.out_spec)
 
 
-def _fields(given: Any) -> Mapping[str, Any]:
+def _output_fields(given: Any) -> Mapping[str, Any]:
     if isinstance(given, Mapping):
         return given
     return given._asdict() if hasattr(given, "_asdict") else dict(getattr(given, "__dict__", {}))
 
 
-def _unknown(why: str) -> str:
+def _unknown_decode_text(why: str) -> str:
     return (
         f"what a step of decoding is called with is not known of this model: {why}. Give an example of it: "
         f'profile={{"{PREFILL}": 1, "{DECODE}": (200, args, kwargs)}}'

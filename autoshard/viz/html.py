@@ -10,10 +10,9 @@ from typing import Any
 
 from autoshard.layout import Layout
 from autoshard.report.record import Record, local_bytes
-from autoshard.report.text import hot_spots, memory_parts, short_op, traffic, utilisation
-from autoshard.viz.stages import chart
-from autoshard.viz.trace import memory_over_time
-from autoshard.viz.tree import Box, Drawing, Item, drawing, is_view
+from autoshard.report.text import collective_rows, hot_spots, memory_parts, short_op, utilisation
+from autoshard.viz.drawing import Box, Drawing, Item, drawing, is_view_choice
+from autoshard.viz.trace import memory_over_time, pipeline_chart
 
 _SCRIPTS = ("dom.js", "layout.js", "graph.js", "details.js", "tables.js", "charts.js", "pipeline.js", "app.js")
 
@@ -43,7 +42,7 @@ class _Payload:
         self.plan = plan
         self.layouts: dict[str, int] = {}
         self.values: dict[str, int] = {}
-        self.of_collective: dict[int, int] = {}
+        self.item_of_collective: dict[int, int] = {}
 
     def build(self, name: str) -> dict[str, Any]:
         plan, drawn = self.plan, drawing(self.plan)
@@ -68,7 +67,7 @@ class _Payload:
             "memory": _thinned(memory_over_time(plan)),
             "memoryParts": list(memory_parts(plan).items()),
             "hot": hot_spots(plan, 14),
-            "pipeline": chart(plan),
+            "pipeline": pipeline_chart(plan),
         }
 
     def layout(self, layout: Layout | str) -> int:
@@ -115,7 +114,7 @@ class _Payload:
         if item.kind == "op":
             return row | self.op(item.name)
         if item.kind == "comm":
-            self.of_collective |= dict.fromkeys(item.collectives, item.id)
+            self.item_of_collective |= dict.fromkeys(item.collectives, item.id)
             return row | {"collectives": list(item.collectives)}
         return row | {"value": self.value(item.name)}
 
@@ -129,7 +128,7 @@ class _Payload:
             "labels": list(c.labels),
             "flops": c.flops,
             "seconds": c.seconds,
-            "view": is_view(c),
+            "view": is_view_choice(c),
             "rule": c.has_rule,
             "inputs": [[self.value(v), self.layout(use)] for v, use in zip(c.inputs, c.uses, strict=True)],
             "outputs": [self.value(o) for o in c.outputs],
@@ -138,17 +137,17 @@ class _Payload:
 
     def collectives(self, drawn: Drawing) -> list[list[Any]]:
         """A row per collective; its last entry is the item that shows it (of the drawn layer)."""
-        by_key = {self.key(i): at for i, at in self.of_collective.items()}
+        by_key = {self.key(i): at for i, at in self.item_of_collective.items()}
         rows: list[list[Any]] = []
         for i, c in enumerate(self.plan.collectives):
-            at = self.of_collective.get(i, by_key.get(self.key(i, drawn.representative(c.fqn)), -1))
+            at = self.item_of_collective.get(i, by_key.get(self.key(i, drawn.representative(c.fqn)), -1))
             rows.append([c.kind, list(c.axes), c.phase, c.bytes, c.seconds, c.fqn, c.value, c.reason, at])
         return rows
 
     def traffic(self) -> list[list[Any]]:
         """Rows of collectives, layers folded; the last entry is the position of their first."""
         at = {id(c): i for i, c in enumerate(self.plan.collectives)}
-        rows = traffic(self.plan.collectives)
+        rows = collective_rows(self.plan.collectives)
         return [[t.where, t.reason, t.count, t.bytes, t.seconds, at[id(t.first)]] for t in rows]
 
     def key(self, i: int, fqn: str | None = None) -> Any:

@@ -22,70 +22,93 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
 from autoshard.errors import CaptureError
-from autoshard.passes.capture.answers import steering
-from autoshard.passes.capture.answers.classes import Classes
-from autoshard.passes.capture.answers.eager import AsInEager, without_grad
-from autoshard.passes.capture.answers.first_call import with_first_call
-from autoshard.passes.capture.answers.loops import Learnt, check_draws
-from autoshard.passes.capture.answers.numbers import Numbers
-from autoshard.passes.capture.answers.questions import Exported, indifferent
-from autoshard.passes.capture.answers.retries import Retry, asks, tried
-from autoshard.passes.capture.exported.arguments import Example, gradient_sources, tensors_of, with_keywords
-from autoshard.passes.capture.exported.attached import own_tensors, stand_for
-from autoshard.passes.capture.exported.attributes import (
-    WrittenError,
-    apart,
-    as_buffers,
-    check_shapes,
-    check_unwritten,
-    held,
-    shapes_of,
-    untouched,
-    write_back,
+from autoshard.passes.capture.exported.example_inputs import (
+    Example,
+    example_without_data,
+    gradient_sources,
+    tensors_by_argument,
+    with_explicit_keywords,
 )
-from autoshard.passes.capture.exported.contents import stand_in_for
-from autoshard.passes.capture.exported.growing import from_one, longer
-from autoshard.passes.capture.exported.handed import CHANGED, RETURNED, Handed, Returned, of_dicts
-from autoshard.passes.capture.exported.lengths import Dynamic, opened, shapes_for_export
-from autoshard.passes.capture.exported.provenance import ENABLES, ForwardFrames, plainly_named
-from autoshard.passes.capture.exported.trees import register_types
-from autoshard.passes.capture.exported.without_data import without_data
-from autoshard.passes.capture.observer import Forward, patched, replacing
+from autoshard.passes.capture.exported.mutated_arguments import (
+    CHANGED_KEY,
+    RETURNED_KEY,
+    MutatedArguments,
+    ReturnedObjects,
+    split_output_spec,
+)
+from autoshard.passes.capture.exported.provenance import ENABLES_GRAD_KEY, ForwardFrames, rename_unreadable_inputs
+from autoshard.passes.capture.exported.pytrees import register_types
+from autoshard.passes.capture.exported.snapshots import (
+    AttributeWriteError,
+    alias_plain_tensors,
+    attributes_restored,
+    buffer_shapes,
+    check_attribute_writes,
+    check_buffer_shapes,
+    plain_tensors,
+    register_as_buffers,
+    replace_in_attributes,
+    write_buffers_in_place,
+)
+from autoshard.passes.capture.exported.symbolic_shapes import (
+    Dynamic,
+    covering_length_one,
+    dynamic_inputs,
+    lengthened_example,
+    shapes_for_export,
+)
+from autoshard.passes.capture.exported.tensor_attributes import parameters_and_buffers, record_origins
+from autoshard.passes.capture.observer import TracedForward, patched, replacement_patch
+from autoshard.passes.capture.polyfills.mixed_precision import (
+    annotate_stored_dtypes,
+    with_parameter_dtype,
+    with_shared_casts,
+)
+from autoshard.passes.capture.polyfills.parameter_writes import CLAMPED_KEY, clamped_parameters
+from autoshard.passes.capture.polyfills.trailing_slices import check_trailing_writes
+from autoshard.passes.capture.refusals.aliasing import check_parameter_aliases, storages_of
 from autoshard.passes.capture.refusals.checks import check_dtypes, check_example, check_model
-from autoshard.passes.capture.refusals.draws import none_drawn
-from autoshard.passes.capture.refusals.explain import explain
-from autoshard.passes.capture.refusals.outside import reading_outside
-from autoshard.passes.capture.refusals.second_call import (
+from autoshard.passes.capture.refusals.errors import explained_capture_error
+from autoshard.passes.capture.refusals.random_draws import model_generators_unused
+from autoshard.passes.capture.refusals.untraceable_calls import recording_outside_reads
+from autoshard.passes.capture.shared_regions.inlining import inline_regions
+from autoshard.passes.capture.shared_regions.observer import SharedRegions
+from autoshard.passes.capture.shared_regions.recording import RegionMismatchError
+from autoshard.passes.capture.specialization import known_values
+from autoshard.passes.capture.specialization.eager_semantics import EagerClasses, EagerModes, grad_off_at_start
+from autoshard.passes.capture.specialization.loops import LoopFindings, check_loop_draws
+from autoshard.passes.capture.specialization.model_state import (
     SecondCallError,
-    as_found,
-    check_made,
+    check_created_state,
     check_second_call,
-    leave,
-    leaving,
+    graph_after_warm_up,
+    record_left_state,
+    recording_left_state,
+    state_before_call,
 )
-from autoshard.passes.capture.refusals.shared import check_shared, memory_of
-from autoshard.passes.capture.repeats.calls import UnequalError
-from autoshard.passes.capture.repeats.observer import Repeats
-from autoshard.passes.capture.repeats.written_out import write_out
-from autoshard.passes.capture.substitutes.autocast import with_kept_casts
-from autoshard.passes.capture.substitutes.clamps import CLAMPED, clamped
-from autoshard.passes.capture.substitutes.precision import reading_in, with_precision
-from autoshard.passes.capture.substitutes.windows import check_views
+from autoshard.passes.capture.specialization.retries import (
+    TracedProgram,
+    TraceRetry,
+    answer_independent,
+    is_value_question,
+    trace_with_retries,
+)
+from autoshard.passes.capture.specialization.scalars import ScalarConversions
 from autoshard.passes.capture.translate.decompose import decompose
-from autoshard.passes.capture.translate.nodes import translate
-from autoshard.passes.capture.translate.regions import detach_no_grad, record_nothing
-from autoshard.passes.capture.translate.tables import with_tables
-from autoshard.passes.capture.watch import Watch, concerns
+from autoshard.passes.capture.translate.embedding_tables import mark_embedding_tables
+from autoshard.passes.capture.translate.graph_from_export import graph_of_export
+from autoshard.passes.capture.translate.no_grad import detach_no_grad, drop_enable_grad
+from autoshard.passes.capture.watch import ObserverMode, trace_observers
+from autoshard.passes.ir.analyses import interned_types
 from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.ir.known import one_of_each
-from autoshard.passes.ir.names import attribute
+from autoshard.passes.ir.text import attribute_source
 from autoshard.passes.rules.facts import has_effect
 from autoshard.precision import Precision
 
 log = logging.getLogger("autoshard")
-ALONE = threading.RLock()
+TRACE_LOCK = threading.RLock()
 """lock of the tracing thread: tracers and their monkey patches are global to the process"""
-ATTACHED = "autoshard_attached"
+ATTRIBUTE_READS_KEY = "autoshard_attached"
 """key in an exported program's meta: attributes of parameters and buffers that the forward read"""
 _NO_METADATA = "_extract_tensor_metadata", lambda tensor: None
 """patch that skips fx's second description of every traced tensor, which nothing here reads"""
@@ -117,221 +140,239 @@ def capture(
     check_example(model, example)
     register_types(example)
     if dynamic:
-        opened(tensors_of(model, example), dynamic)  # a wrong request is refused before tracing
-    trace = functools.partial(_captured, model, example, training, dynamic, precision)
+        dynamic_inputs(tensors_by_argument(model, example), dynamic)  # a wrong request is refused before tracing
+    trace = functools.partial(_capture_once, model, example, training, dynamic, precision)
     try:
         graph = trace()
     except SecondCallError as error:
         with torch.set_grad_enabled(training or torch.is_grad_enabled()):
-            graph = with_first_call(model, example, trace, error)
-    if dynamic is True and (other := longer(graph, example)) is not None:
+            graph = graph_after_warm_up(model, example, trace, error)
+    if dynamic is True and (other := lengthened_example(graph, example)) is not None:
         with contextlib.suppress(CaptureError):
-            return from_one(graph, _captured(model, other, training, dynamic, precision)) or graph
+            return covering_length_one(graph, _capture_once(model, other, training, dynamic, precision)) or graph
     return graph
 
 
-def _captured(
+def _capture_once(
     model: nn.Module, example: Example, training: bool, dynamic: Dynamic, precision: Precision | None
 ) -> Graph:
     """One trace of :func:`capture`, with all tracer patches installed. Takes the trace lock."""
     with (
-        _transforms_ended(),
-        ALONE,
-        untouched(model),
-        _quiet(),
+        _transforms_closed(),
+        TRACE_LOCK,
+        attributes_restored(model),
+        _tracer_logs_silenced(),
         # Most intermediate graph modules are never called; lazy ones generate code on demand.
         _use_lazy_graph_module(True),
         patched([(torch.fx.proxy, "CapturedTraceback", ForwardFrames), (proxy_tensor, *_NO_METADATA)]),
-        patched([(torch.fx.graph, "_format_target", attribute)]),  # fx leaves "class" and quotes unescaped
+        patched([(torch.fx.graph, "_format_target", attribute_source)]),  # fx leaves "class" and quotes unescaped
         patched([(type(model), "named_parameters", nn.Module.named_parameters)]),  # export looks them up by path
         torch.set_grad_enabled(training or torch.is_grad_enabled()),
-        reading_in(model, precision) as kept,
-        reading_outside() as read,
-        leaving(model),
+        with_parameter_dtype(model, precision) as stored_dtypes,
+        recording_outside_reads() as read,
+        recording_left_state(model),
     ):
-        apart(model)
-        graph, eager_grads = _graph(model, example, training, dynamic)
-        check_shared(model, graph)
-        check_second_call(model, graph, lambda: _graph(model, example, training, dynamic)[0])
-    graph = with_tables(with_precision(graph, kept, precision))
-    graph = replace(graph, types=one_of_each(graph.types), outside=tuple(read.values()))
+        alias_plain_tensors(model)
+        graph, eager_grads = _graph_and_output_grads(model, example, training, dynamic)
+        check_parameter_aliases(model, graph)
+        check_second_call(model, graph, lambda: _graph_and_output_grads(model, example, training, dynamic)[0])
+    graph = mark_embedding_tables(annotate_stored_dtypes(graph, stored_dtypes, precision))
+    graph = replace(graph, types=interned_types(graph.types), outside=tuple(read.values()))
     check_dtypes(graph)
     if training and eager_grads is not None:
         _compare_gradients(graph, eager_grads)
     return graph
 
 
-def _graph(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> tuple[Graph, list[bool] | None]:
+def _graph_and_output_grads(
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic
+) -> tuple[Graph, list[bool] | None]:
     """The graph, and per output tensor whether it required a gradient in the trace."""
     try:
         program, eager_grads, inputs = _export(model, example, training, dynamic)
-    except WrittenError as error:
-        as_buffers(model, error.names)
+    except AttributeWriteError as error:
+        register_as_buffers(model, error.names)
         program, eager_grads, inputs = _export(model, example, training, dynamic)
-    graph = with_kept_casts(translate(program, model, example, training, inputs))
+    graph = with_shared_casts(graph_of_export(program, model, example, training, inputs))
     meta = program.graph_module.meta
-    own, changed = of_dicts(graph.out_spec, meta[CHANGED])
-    found = replace(graph, enables=meta[ENABLES], handed=meta[RETURNED], clamped=meta[CLAMPED], attached=meta[ATTACHED])
+    own, changed = split_output_spec(graph.out_spec, meta[CHANGED_KEY])
+    found = replace(
+        graph,
+        enables_grad=meta[ENABLES_GRAD_KEY],
+        handed=meta[RETURNED_KEY],
+        clamped=meta[CLAMPED_KEY],
+        attached=meta[ATTRIBUTE_READS_KEY],
+    )
     return replace(found, out_spec=own, changed=changed), eager_grads
 
 
-def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
+def _export(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> TracedProgram:
     """The functional exported program, gradient flags of its outputs, and its dynamic inputs.
 
     A model may branch on ``is_compiling()``. The branch for tracers is traced if eager's fails.
     """
-    eager, export = AsInEager(), functools.partial(_functional, model, example, training, dynamic)
+    eager, export = EagerModes(), functools.partial(_export_sharing_regions, model, example, training, dynamic)
 
-    def for_tracers() -> Exported:
+    def for_tracers() -> TracedProgram:
         eager.answers = False
         return export()
 
     def has_other(error: CaptureError) -> bool:
         return eager.asked or "HigherOrder" in str(error)  # dynamo stops at the False
 
-    with eager.around(), Classes(model).around():
-        return tried(export, Retry(has_other, for_tracers, "Its program for tracers"))
+    with eager.around(), EagerClasses(model).around():
+        return trace_with_retries(export, TraceRetry(has_other, for_tracers, "Its program for tracers"))
 
 
-def _functional(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> Exported:
+def _export_sharing_regions(model: nn.Module, example: Example, training: bool, dynamic: Dynamic) -> TracedProgram:
     """See :func:`_export`. Traces with shared regions first; if that fails, traces every module."""
-    repeats = Repeats(None if dynamic or isinstance(model, torch.fx.GraphModule) else model)
+    repeats = SharedRegions(None if dynamic or isinstance(model, torch.fx.GraphModule) else model)
     if repeats.members:
         try:
-            return _answered(model, example, training, dynamic, repeats)
-        except (CaptureError, UnequalError) as error:
+            return _export_with_retries(model, example, training, dynamic, repeats)
+        except (CaptureError, RegionMismatchError) as error:
             log.debug("every module is traced: %s", error)
         finally:
             repeats.close()
-    return _answered(model, example, training, dynamic, Repeats(None))
+    return _export_with_retries(model, example, training, dynamic, SharedRegions(None))
 
 
-def _answered(model: nn.Module, example: Example, training: bool, dynamic: Dynamic, repeats: Repeats) -> Exported:
+def _export_with_retries(
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, repeats: SharedRegions
+) -> TracedProgram:
     """The exported program. Value questions: try a program for all answers, then the example's."""
-    trace = functools.partial(_traced, model, example, training, dynamic, Numbers(), repeats)
-    finish = functools.partial(_finished, model, example, training)
+    trace = functools.partial(_trace_until_learnt, model, example, training, dynamic, ScalarConversions(), repeats)
+    finish = functools.partial(_functionalized, model, example, training)
 
-    def whatever() -> Exported | None:
-        found = indifferent(trace)
+    def with_any_answers() -> TracedProgram | None:
+        found = answer_independent(trace)
         return None if found is None else finish(found)
 
-    return tried(
+    return trace_with_retries(
         lambda: finish(trace()),
-        Retry(asks, whatever, "Whatever the answers are"),
-        Retry(
-            lambda e: asks(e) and not dynamic, lambda: finish(trace(steered=True)), "With the answers of the example"
+        TraceRetry(is_value_question, with_any_answers, "Whatever the answers are"),
+        TraceRetry(
+            lambda e: is_value_question(e) and not dynamic,
+            lambda: finish(trace(specialized=True)),
+            "With the answers of the example",
         ),
     )
 
 
-def _finished(model: nn.Module, example: Example, training: bool, traced: Exported) -> Exported:
+def _functionalized(model: nn.Module, example: Example, training: bool, traced: TracedProgram) -> TracedProgram:
     """The traced program in functional form, decomposed into ops that have sharding rules."""
     program, output_grads, inputs = traced
-    check_views(program.graph_module)
-    known = {key: program.graph_module.meta[key] for key in (RETURNED, CHANGED, CLAMPED, ATTACHED)}
+    check_trailing_writes(program.graph_module)
+    known = {
+        key: program.graph_module.meta[key] for key in (RETURNED_KEY, CHANGED_KEY, CLAMPED_KEY, ATTRIBUTE_READS_KEY)
+    }
     try:
-        plainly_named(program)
-        with effects_stay():
+        rename_unreadable_inputs(program)
+        with effects_kept():
             if training:
                 detach_no_grad(program.graph_module, gradient_sources(program, model, example))
-            enables = (not training or without_grad.get()) and record_nothing(program.graph_module)
+            enables_grad = (not training or grad_off_at_start.get()) and drop_enable_grad(program.graph_module)
             program = decompose(program)
-            program.graph_module.meta |= {ENABLES: enables, **known}
-        write_out(program)
+            program.graph_module.meta |= {ENABLES_GRAD_KEY: enables_grad, **known}
+        inline_regions(program)
         return program, output_grads, inputs
-    except UnequalError:
+    except RegionMismatchError:
         raise
     except Exception as error:
-        raise explain(model, error) from error
+        raise explained_capture_error(model, error) from error
 
 
-def _traced(
-    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: Numbers, repeats: Repeats,
-    steered: bool = False,
-) -> Exported:  # fmt: skip
+def _trace_until_learnt(
+    model: nn.Module, example: Example, training: bool, dynamic: Dynamic, numbers: ScalarConversions, repeats: SharedRegions,
+    specialized: bool = False,
+) -> TracedProgram:  # fmt: skip
     """The traced program. The trace is repeated while an observer learns from its error."""
-    learnt = Learnt()
+    findings = LoopFindings()
     while True:
-        watch = Watch(concerns(training, learnt, numbers, repeats, example if steered else None))
-        with untouched(model):
-            trace = _Trace(model, watch, example, example[1] if dynamic else ())
+        watch = ObserverMode(trace_observers(training, findings, numbers, repeats, example if specialized else None))
+        with attributes_restored(model):
+            trace = _TracedCall(model, watch, example, example[1] if dynamic else ())
             try:
-                with steering.values_at_hand() if steered else contextlib.nullcontext():
-                    given = without_data(model, example)
+                with known_values.with_concrete_values() if specialized else contextlib.nullcontext():
+                    given = example_without_data(model, example)
                 if not training:  # with gradients off, the forward may write to views of inputs
                     given = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, given)
-                inputs = opened(tensors_of(model, given), dynamic) if dynamic else {}
+                inputs = dynamic_inputs(tensors_by_argument(model, given), dynamic) if dynamic else {}
                 shapes = shapes_for_export(inputs.values()) if inputs else None
-                grad = torch.is_grad_enabled() and not without_grad.get()
-                with effects_stay(), watch.active(), torch.set_grad_enabled(grad):
+                grad = torch.is_grad_enabled() and not grad_off_at_start.get()
+                with effects_kept(), watch.active(), torch.set_grad_enabled(grad):
                     program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
-                check_draws(program)
+                check_loop_draws(program)
                 changed = tuple((path, lost) for path, (lost, _) in trace.changed.items())
-                found = {RETURNED: trace.returned, CHANGED: changed, CLAMPED: clamped(watch.observers, model)}
-                found[ATTACHED] = tuple(trace.attached)
+                found = {
+                    RETURNED_KEY: trace.returned,
+                    CHANGED_KEY: changed,
+                    CLAMPED_KEY: clamped_parameters(watch.observers, model),
+                }
+                found[ATTRIBUTE_READS_KEY] = tuple(trace.attached)
                 program.graph_module.meta |= found
                 return program, trace.output_grads, inputs
             except Exception as error:
                 cause = trace.error or error
-                if isinstance(cause, WrittenError):
+                if isinstance(cause, AttributeWriteError):
                     raise cause from None
                 if not watch.learn(cause):
-                    raise explain(model, cause) from cause
+                    raise explained_capture_error(model, cause) from cause
 
 
 class _StoppedError(Exception):
     """Replaces the user's error while export unwinds: for some, export prints full graphs."""
 
 
-class _Trace:
+class _TracedCall:
     """Record of the traced call: the forward's error, mutated arguments, gradient flags."""
 
-    def __init__(self, model: nn.Module, watch: Watch, example: Example, keywords: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, watch: ObserverMode, example: Example, keywords: Collection[str] = ()) -> None:
         self.error: Exception | None = None
-        self.returned: Returned = ()
+        self.returned: ReturnedObjects = ()
         self.changed: dict[Any, tuple[tuple[Any, ...], dict[Any, Any]]] = {}
         self.output_grads: list[bool] | None = None  # stays None for an fx.GraphModule
-        forward, buffers, tensors = model.forward, dict(model.named_buffers()), own_tensors(model)
+        forward, buffers, tensors = model.forward, dict(model.named_buffers()), parameters_and_buffers(model)
         self.attached: dict[tuple[str, str], Any] = {}
-        parameters = memory_of(model.parameters())  # export replaces them during the trace
+        parameters = storages_of(model.parameters())  # export replaces them during the trace
         trained = [isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(example)]
 
         @functools.wraps(forward)
         def traced(*args: Any, **kwargs: Any) -> Any:
             own: dict[int, torch.Tensor] = {}
             try:
-                own = stand_for(model, tensors, self.attached)
-                stand_in_for(model, own)
-                attributes, before = held(model), as_found(model)
-                assigned = [(module, dict(module._buffers), shapes_of(module)) for module in model.modules()]
-                with none_drawn(model), watch:
+                own = record_origins(model, tensors, self.attached)
+                replace_in_attributes(model, own)
+                attributes, before = plain_tensors(model), state_before_call(model)
+                assigned = [(module, dict(module._buffers), buffer_shapes(module)) for module in model.modules()]
+                with model_generators_unused(model), watch:
                     state = [(b, buffers.get(n)) for n, b in model.named_buffers()]
-                    watch.begin(Forward(self.given, list(model.parameters()), state, trained, own))
+                    watch.begin(TracedForward(self.given, list(model.parameters()), state, trained, own))
                     output = forward(*args, **kwargs)
                     watch.end(output)
-                check_made(before)
+                check_created_state(before)
                 for module, owned, shapes in assigned:
-                    check_shapes(module, shapes)
+                    check_buffer_shapes(module, shapes)
                     if module is not model:
-                        write_back(module, owned)
-                check_unwritten(model, attributes, parameters)
-                leave(model, before)
+                        write_buffers_in_place(module, owned)
+                check_attribute_writes(model, attributes, parameters)
+                record_left_state(model, before)
                 return output
             except Exception as error:
                 self.error = error
                 raise _StoppedError from None
             finally:
-                stand_in_for(model, {id(own[id(x)]): x for x in tensors.values() if id(x) in own})
+                replace_in_attributes(model, {id(own[id(x)]): x for x in tensors.values() if id(x) in own})
 
         if keywords:
-            traced.__signature__ = with_keywords(inspect.signature(forward), keywords)  # type: ignore[attr-defined]
-        model.__dict__["forward"] = traced  # removed again by ``untouched``
+            traced.__signature__ = with_explicit_keywords(inspect.signature(forward), keywords)  # type: ignore[attr-defined]
+        model.__dict__["forward"] = traced  # removed again by ``attributes_restored``
         model.register_forward_pre_hook(self._input, prepend=True, with_kwargs=True)
         model.register_forward_hook(self._output)
 
     def _input(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Forward pre-hook, called before the user's hooks."""
-        self.given, self.handed = pytree.tree_leaves((args, kwargs)), Handed(args, kwargs)
+        self.given, self.handed = pytree.tree_leaves((args, kwargs)), MutatedArguments(args, kwargs)
 
     def _output(self, model: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook after the user's: notes gradient flags, adds entries of mutated dicts."""
@@ -361,7 +402,7 @@ def _compare_gradients(graph: Graph, eager: list[bool]) -> None:
 
 
 @contextlib.contextmanager
-def _transforms_ended() -> Iterator[None]:
+def _transforms_closed() -> Iterator[None]:
     """Close open torch.func transforms on exit: after a failed trace, torch's own exit may fail."""
     depth, nesting = torch._C._functorch.get_dynamic_layer_stack_depth(), eager_transforms.JVP_NESTING
     level = forward_ad._current_level
@@ -377,7 +418,7 @@ def _transforms_ended() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _tracer_logs_silenced() -> Iterator[None]:
     """Silence warnings and logs of the tracer; errors carry the relevant text."""
     levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in _NOISY]
     with warnings.catch_warnings():
@@ -391,10 +432,10 @@ def _quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def effects_stay() -> AbstractContextManager[None]:
+def effects_kept() -> AbstractContextManager[None]:
     """While inside, fx dead-code elimination keeps unused nodes with side effects."""
 
     def also(original: Callable[..., bool]) -> Callable[..., bool]:
         return lambda node, *args, **kwargs: has_effect(node) or original(node, *args, **kwargs)
 
-    return patched([replacing(torch.fx.Node, "is_impure", also)])
+    return patched([replacement_patch(torch.fx.Node, "is_impure", also)])

@@ -23,25 +23,25 @@ Patch = tuple[Any, str, Any]
 
 
 @dataclass(frozen=True)
-class Answer:
+class ObserverAnswer:
     """Result returned in place of a call.
 
-    ``because``: the reason, for logs and as the message of the guard; "": not logged.
+    ``reason``: the reason, for logs and as the message of the guard; "": not logged.
     """
 
     value: Any
-    because: str
+    reason: str
 
 
 @dataclass(frozen=True)
-class Call:
+class ObservedCall:
     """``func(*args, **kwargs)``, called from ``frame`` (None: in the body of a higher-order op)."""
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     frame: FrameType | None
-    watched: bool = False
+    observes_inner: bool = False
     """whether observers see the calls that ``func`` makes instead of its own"""
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Forward:
+class TracedForward:
     """Tensors of the traced forward: inputs, parameters, buffers."""
 
     inputs: list[Any]
@@ -92,13 +92,13 @@ class Observer:
         """Context manager around the full trace."""
         return patched(self.patches())
 
-    def begin(self, forward: Forward) -> None:
+    def begin(self, forward: TracedForward) -> None:
         """The traced forward begins."""
 
-    def before(self, call: Call) -> Answer | Call | None:
+    def before(self, call: ObservedCall) -> ObserverAnswer | ObservedCall | None:
         """An answer or another call in place of ``call``; None: make it unchanged."""
 
-    def after(self, call: Call, result: Any) -> Any:
+    def after(self, call: ObservedCall, result: Any) -> Any:
         """``result``, or a replacement of it."""
         return result
 
@@ -110,7 +110,7 @@ class Observer:
         return False
 
 
-class Refusals(Observer):
+class RefusalLog(Observer):
     """Makes errors from messages. The first is raised after the trace if the model swallowed it."""
 
     first: CaptureError | None = None
@@ -137,6 +137,6 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
         yield
 
 
-def replacing(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
+def replacement_patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Patch:
     """The patch that replaces an attribute by ``make(original)``."""
     return owner, name, make(getattr(owner, name))

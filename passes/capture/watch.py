@@ -15,46 +15,46 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from autoshard.frames import place_of
-from autoshard.passes.capture.answers.conditions import Conditions
-from autoshard.passes.capture.answers.known import Known
-from autoshard.passes.capture.answers.loops import Learnt, Loops
-from autoshard.passes.capture.answers.numbers import Numbers
-from autoshard.passes.capture.answers.steering import Steering
-from autoshard.passes.capture.exported.arguments import Example
-from autoshard.passes.capture.observer import Answer, Call, Forward, Observer, Refusals
-from autoshard.passes.capture.refusals.asked import Asked
-from autoshard.passes.capture.refusals.default_dtype import DefaultDtype
-from autoshard.passes.capture.refusals.draws import Draws
-from autoshard.passes.capture.refusals.gradients import Gradients
-from autoshard.passes.capture.refusals.outside import ReadsOutside
-from autoshard.passes.capture.refusals.overlaps import Overlaps
-from autoshard.passes.capture.repeats.observer import Repeats
-from autoshard.passes.capture.substitutes.autocast import Autocast
-from autoshard.passes.capture.substitutes.caches import Caches
-from autoshard.passes.capture.substitutes.checkpoints import Checkpoints
-from autoshard.passes.capture.substitutes.clamps import Clamps
-from autoshard.passes.capture.substitutes.conversions import Conversions
-from autoshard.passes.capture.substitutes.custom_functions import CustomFunctions
-from autoshard.passes.capture.substitutes.experts import Experts
-from autoshard.passes.capture.substitutes.flex import FlexAttention
-from autoshard.passes.capture.substitutes.no_grad import NoGrad
-from autoshard.passes.capture.substitutes.packed import PackedSequences
-from autoshard.passes.capture.substitutes.rewritten import Rewritten
-from autoshard.passes.capture.substitutes.scripted import Scripted
+from autoshard.frames import frame_location_text
+from autoshard.passes.capture.exported.example_inputs import Example
+from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, RefusalLog, TracedForward
+from autoshard.passes.capture.polyfills.autograd_functions import CustomAutogradFunctions
+from autoshard.passes.capture.polyfills.autograd_regions import ActivationCheckpoints, GradModeMarks
+from autoshard.passes.capture.polyfills.mixed_precision import AutocastDecompositions
+from autoshard.passes.capture.polyfills.moe_modules import TransformersExperts
+from autoshard.passes.capture.polyfills.packed_sequences import PackedSequences
+from autoshard.passes.capture.polyfills.parameter_writes import ModuleConversions, ParameterClamps
+from autoshard.passes.capture.polyfills.torch_functions import FlexAttention, Polyfills
+from autoshard.passes.capture.polyfills.wrapped_functions import LruCaches, ScriptFunctions
+from autoshard.passes.capture.refusals.aliasing import OverlappingWrites
+from autoshard.passes.capture.refusals.random_draws import NonTorchDraws
+from autoshard.passes.capture.refusals.untraceable_calls import (
+    AutogradSideEffects,
+    DefaultDtypeChanges,
+    OutsideTensors,
+    TensorIdentityQueries,
+)
+from autoshard.passes.capture.shared_regions.observer import SharedRegions
+from autoshard.passes.capture.specialization.known_values import ConstantFolding, IntegerSpecialization
+from autoshard.passes.capture.specialization.loops import LoopFindings, NonzeroLoops
+from autoshard.passes.capture.specialization.scalars import ScalarConversions, TruthValues
 
 log = logging.getLogger("autoshard")
 
 
-class Bodies(Observer):
+class HigherOrderBodies(Observer):
     """Makes calls in bodies of higher-order ops: dynamo traces those, not later observers."""
 
-    def before(self, call: Call) -> Answer | None:
-        return Answer(call.make(), "it is in the body of a higher-order op") if call.frame is None else None
+    def before(self, call: ObservedCall) -> ObserverAnswer | None:
+        return ObserverAnswer(call.make(), "it is in the body of a higher-order op") if call.frame is None else None
 
 
-def concerns(
-    training: bool, learnt: Learnt, numbers: Numbers, repeats: Repeats, example: Example | None = None
+def trace_observers(
+    training: bool,
+    findings: LoopFindings,
+    numbers: ScalarConversions,
+    repeats: SharedRegions,
+    example: Example | None = None,
 ) -> tuple[Observer, ...]:
     """The observers of one trace, outermost first. ``example``: specialize on its integers.
 
@@ -62,19 +62,19 @@ def concerns(
     ``repeats``. Refusals precede answers, constant folding precedes truth values, and loops see
     calls as they are made. ``refusals`` exits first: its error precedes errors found at the end.
     """
-    refusals, loops = Refusals(), Loops(learnt)
-    steering = () if example is None else (Steering(example),)
+    refusals, loops = RefusalLog(), NonzeroLoops(findings)
+    steering = () if example is None else (IntegerSpecialization(example),)
     return (
-        ReadsOutside(training, refusals), repeats, numbers, Draws(refusals), DefaultDtype(refusals), Caches(),
-        PackedSequences(), Clamps(repeats), Gradients(training, refusals), CustomFunctions(training, refusals),
-        Checkpoints(training, refusals),
-        NoGrad(), Asked(refusals), Overlaps(refusals), Conversions(), Scripted(), FlexAttention(), Experts(), Autocast(),
-        Bodies(),
-        Known(bool(steering)), Conditions(loops), Rewritten(), *steering, loops, refusals,
+        OutsideTensors(training, refusals), repeats, numbers, NonTorchDraws(refusals), DefaultDtypeChanges(refusals),
+        LruCaches(), PackedSequences(), ParameterClamps(repeats), AutogradSideEffects(training, refusals),
+        CustomAutogradFunctions(training, refusals), ActivationCheckpoints(training, refusals), GradModeMarks(),
+        TensorIdentityQueries(refusals), OverlappingWrites(refusals), ModuleConversions(), ScriptFunctions(), FlexAttention(),
+        TransformersExperts(), AutocastDecompositions(), HigherOrderBodies(), ConstantFolding(bool(steering)),
+        TruthValues(loops), Polyfills(), *steering, loops, refusals,
     )  # fmt: skip
 
 
-class Watch(TorchFunctionMode):
+class ObserverMode(TorchFunctionMode):
     """Torch-function mode around the traced forward; :meth:`active` surrounds the full trace."""
 
     def __init__(self, observers: tuple[Observer, ...]) -> None:
@@ -85,16 +85,16 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         frame = None if torch.compiler.is_dynamo_compiling() else sys._getframe(1)
-        call = Call(func, args, kwargs or {}, frame)
+        call = ObservedCall(func, args, kwargs or {}, frame)
         for observer in self.befores:
             found = observer.before(call)
-            if isinstance(found, Answer):
-                if frame is not None and found.because:
-                    log.debug("%s: %s is answered: %s", place_of(frame), func, found.because)
+            if isinstance(found, ObserverAnswer):
+                if frame is not None and found.reason:
+                    log.debug("%s: %s is answered: %s", frame_location_text(frame), func, found.reason)
                 return found.value
             if found is not None:
                 call = found
-            if call.watched:
+            if call.observes_inner:
                 with self:
                     return call.make()
         result = call.make()
@@ -110,7 +110,7 @@ class Watch(TorchFunctionMode):
                 stack.enter_context(observer.around())
             yield
 
-    def begin(self, forward: Forward) -> None:
+    def begin(self, forward: TracedForward) -> None:
         """The traced forward begins."""
         for observer in self.observers:
             observer.begin(forward)

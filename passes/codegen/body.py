@@ -10,19 +10,28 @@ from typing import Any
 
 from autoshard.aten import aten
 from autoshard.frames import printable
-from autoshard.passes.codegen.printing import WIDTH, Expression, atom, expression
-from autoshard.passes.codegen.source_text import Names, layout_text, one_of, python_path, shape_text, step_comment
-from autoshard.passes.codegen.wanted import Wanted, is_next
+from autoshard.passes.codegen.source_text import (
+    LINE_WIDTH,
+    Expression,
+    NameScope,
+    atom,
+    layout_text,
+    print_call,
+    python_path,
+    shape_text,
+    singular_name,
+    step_comment,
+)
+from autoshard.passes.codegen.variable_names import PreferredNames, can_be_next_value
 from autoshard.passes.ir.memory import Recomputed
-from autoshard.passes.ir.merge import SCATTERED, TRAVELLING
-from autoshard.passes.ir.names import is_number
-from autoshard.passes.ir.program import Program, Statement, bytes_text, reads
+from autoshard.passes.ir.program import COLLECTIVE_MATMULS, SCATTER_PRODUCT, Program, Statement, binary_bytes, reads
+from autoshard.passes.ir.text import is_number
 from autoshard.passes.lower.blocks import Segment, module_of
 from autoshard.passes.rules.facts import is_random
 
 
 @dataclass(frozen=True)
-class Line:
+class SourceLine:
     """``targets = value  # comment``, wrapped as needed."""
 
     targets: tuple[str, ...]
@@ -53,22 +62,22 @@ class Line:
     def lines(self, indent: str, mark: Callable[[str], str]) -> list[str]:
         """The text. ``mark``: module → end of its lines until line numbers are known."""
         lines = self.value.lines(self.prefix, indent)
-        if self.wide and len(lines[0]) > WIDTH:  # as ruff format breaks it
+        if self.wide and len(lines[0]) > LINE_WIDTH:  # as ruff format breaks it
             lines = [f"{indent}(", *(f"{indent}    {t}," for t in self.targets), *self.value.lines(") = ", indent)]
         end = "" if self.module is None else mark(self.module)
         if not self.comment:
             return lines
-        if len(lines) == 1 and len(lines[0]) + len(self.comment) + 4 <= WIDTH:
+        if len(lines) == 1 and len(lines[0]) + len(self.comment) + 4 <= LINE_WIDTH:
             return [f"{lines[0]}  # {self.comment}{end}"]
         return [f"{indent}# {self.comment}", *(line + end for line in lines)]
 
 
 @dataclass(frozen=True)
-class Function(Line):
+class SourceFunction(SourceLine):
     """A nested function: a recomputed part (activation checkpoint), which a later line calls."""
 
     arguments: tuple[str, ...] = ()
-    body: tuple[Line, ...] = ()
+    body: tuple[SourceLine, ...] = ()
     returned: str = ""
 
     @property
@@ -86,18 +95,18 @@ class Function(Line):
 
 
 @dataclass
-class Body:
+class FunctionBody:
     """Writes the statements of one function. ``path``: its block, "" for the root."""
 
     program: Program
-    wanted: Wanted
+    wanted: PreferredNames
     path: str
-    names: Names
+    names: NameScope
     recomputed: Mapping[str, Recomputed] = field(default_factory=dict)
     """recomputations, by operation or value; for comments"""
     returns: bool = True
     """whether the function returns right after the added statements: no final ``del``"""
-    written: list[Line] = field(default_factory=list)
+    written: list[SourceLine] = field(default_factory=list)
 
     def add(self, segment: Segment, kept: Collection[str]) -> None:
         """Write ``segment``, each recomputed part as a function. ``kept``: locals read after it."""
@@ -107,14 +116,14 @@ class Body:
             statements = tuple(one)
             if again:
                 end += len(statements)
-                self._dying(kept, last_read, end - 1)
+                self._set_dead_names(kept, last_read, end - 1)
                 later = {*kept, *(n for s in segment.statements[end:] for n in reads(s))}
                 others = any(s.again not in (0, again) for s in segment.statements)
                 self._part(replace(segment, statements=statements), later, "" if others else segment.path)
                 self._free(statements[-1])
                 continue
             for statement in statements:
-                self._dying(kept, last_read, end)
+                self._set_dead_names(kept, last_read, end)
                 self.written.append(self._line(statement))
                 end += 1
                 if not self.returns or end < len(segment.statements):
@@ -123,11 +132,11 @@ class Body:
     def _free(self, s: Statement) -> None:
         """Write ``del`` of locals that are dead after ``s``, unless their names were reused."""
         names = self.names
-        mine = dict.fromkeys(names.of[n] for n in s.frees if n in names.of and names.holder.get(names.of[n]) == n)
+        mine = dict.fromkeys(names.of[n] for n in s.dead_after if n in names.of and names.holder.get(names.of[n]) == n)
         if mine:
-            self.written.append(Line((), atom(f"del {', '.join(mine)}")))
+            self.written.append(SourceLine((), atom(f"del {', '.join(mine)}")))
 
-    def _dying(self, kept: Collection[str], last_read: Mapping[str, int], now: int) -> None:
+    def _set_dead_names(self, kept: Collection[str], last_read: Mapping[str, int], now: int) -> None:
         self.names.dead = lambda name: name not in kept and last_read.get(name, -1) <= now
 
     def _part(self, segment: Segment, later: Collection[str], whole: str) -> None:
@@ -139,20 +148,20 @@ class Body:
         read = [n for n in dict.fromkeys(n for s in segment.statements for n in reads(s)) if n not in made]
         outputs = [o for s in segment.statements for o in s.outputs if o in later and o != "_"]
         self._bind(read)
-        inside = Names(self.names.fixed)
+        inside = NameScope(self.names.fixed)
         for name in read:
             own = name in self.wanted.inputs and self.wanted.inputs[name].kind != "input"
             inside.fresh(name, "_".join(self.wanted.inputs[name].fqn.split(".")[-2:]) if own else self.names.of[name])
-        body = Body(self.program, self.wanted, self.path, inside, self.recomputed)
+        body = FunctionBody(self.program, self.wanted, self.path, inside, self.recomputed)
         body.add(replace(segment, statements=tuple(replace(s, again=0) for s in segment.statements)), outputs)
         function = self.names.fresh("", f"{self._title(segment, whole) or inside.of[outputs[0]]}_again")
         arguments = [inside.of[name] for name in read]
         returned = ", ".join(inside.of[o] for o in outputs)
         self.written.append(
-            Function(
+            SourceFunction(
                 targets=(),
                 value=atom(function),
-                comment=self._gain(segment),
+                comment=self._recompute_comment(segment),
                 arguments=tuple(arguments),
                 body=tuple(body.written),
                 returned=returned,
@@ -165,7 +174,7 @@ class Body:
         for o in outputs:
             targets.append(self.names.fresh(o, inside.of[o], avoid=targets))
         module = self._module(segment.statements[0])
-        self.written.append(Line(tuple(targets), Expression("runtime.again(", parts, ")"), "", module))
+        self.written.append(SourceLine(tuple(targets), Expression("runtime.recompute(", parts, ")"), "", module))
 
     def _title(self, segment: Segment, whole: str) -> str:
         """Name of a part: the submodule of all its operations, or the block; "" if neither fits."""
@@ -173,31 +182,31 @@ class Body:
         common = paths[0][: sum(len(set(names)) == 1 for names in zip(*paths, strict=False))] if paths else []
         if len(common) > len(self.path.split(".") if self.path else []) and not is_number(common[-1]):
             return common[-1]
-        return one_of(whole.rpartition(".")[0]) if whole and len(paths) > 1 else ""
+        return singular_name(whole.rpartition(".")[0]) if whole and len(paths) > 1 else ""
 
-    def _gain(self, segment: Segment) -> str:
+    def _recompute_comment(self, segment: Segment) -> str:
         """Comment of a recomputed part: bytes it saves, and seconds it costs."""
         parts = [part for s in segment.statements for part in s.parts]
         names = dict.fromkeys(p.value if p.step is not None else p.node.name for p in parts if p.node is not None)
         found = [self.recomputed[n] for n in names if n in self.recomputed]
         kept, seconds = sum(r.bytes for r in found), sum(r.seconds for r in found)
         paid = f", for {seconds * 1e6:.2g} µs" if seconds >= 1e-9 else ""
-        return f"runs again in the backward, keeps {bytes_text(kept)} less{paid}" if kept or paid else ""
+        return f"runs again in the backward, keeps {binary_bytes(kept)} less{paid}" if kept or paid else ""
 
     def call(self, segment: Segment, kind: str, method: str, lengths: Sequence[str], kept: Collection[str]) -> None:
         """Write the call of ``method`` of a block of class ``kind``."""
         self._bind(segment.inputs)
         self.names.dead = lambda name: name not in kept
         given = [self.names.of[name] for name in segment.inputs]
-        one, targets, types = one_of(segment.path.rpartition(".")[0]), list[str](), self.program.types
+        one, targets, types = singular_name(segment.path.rpartition(".")[0]), list[str](), self.program.types
         for out in segment.outputs:
             dead = [n for n in segment.inputs if n not in kept and self.names.is_held(n)]
-            wanted = [self.names.of[n] for n in dead if is_next(types[n], types[out])]
+            wanted = [self.names.of[n] for n in dead if can_be_next_value(types[n], types[out])]
             plain = "x" if one in ("block", "layer") else one
             targets.append(self.names.fresh(out, *sorted(wanted, key=plain.__ne__), plain, avoid=targets))
         parts = [atom(name) for name in (*given, *lengths)]
         called = Expression(f"{python_path(segment.path)}{method}(", parts, ")")
-        self.written.append(Line(tuple(targets), called, block=segment.path, kind=kind))
+        self.written.append(SourceLine(tuple(targets), called, block=segment.path, kind=kind))
         self._free(segment.statements[-1])
 
     def own(self, name: str) -> str:
@@ -211,10 +220,10 @@ class Body:
             if name not in self.names.of:
                 self.names.of[name] = self.own(name)
 
-    def _line(self, s: Statement) -> Line:
+    def _line(self, s: Statement) -> SourceLine:
         names, operands = self.names, reads(s)
         self._bind(operands)
-        value = expression(s.call, names.of, dict(zip(self.program.mesh.axes, self.program.mesh.shape, strict=True)))
+        value = print_call(s.call, names.of, dict(zip(self.program.mesh.axes, self.program.mesh.shape, strict=True)))
         targets: list[str] = []
         for out in s.outputs:
             if out == "_":
@@ -227,8 +236,8 @@ class Body:
             else:
                 targets.append(names.fresh(out, *self.wanted.of(s, out, held), avoid=targets))
         module = self._module(s) if "runtime." in value.flat else None
-        wide = bool(s.members) and s.call.fn != SCATTERED
-        return Line(tuple(targets), value, self._comment(s), module, self._rest(s, targets), wide)
+        wide = bool(s.members) and s.call.fn != SCATTER_PRODUCT
+        return SourceLine(tuple(targets), value, self._comment(s), module, self._rest(s, targets), wide)
 
     def _module(self, s: Statement) -> str:
         module = module_of(s, self.program.graph)
@@ -268,7 +277,7 @@ class Body:
             for o, layout in zip(s.outputs, s.layouts, strict=True)
             if layout is not None
         ]
-        if s.call.fn in TRAVELLING:
+        if s.call.fn in COLLECTIVE_MATMULS:
             moved = (step_comment(part).partition("    ")[0] for part in s.parts if part.step is not None)
             made += [f"{arrow} part by part" for arrow in moved]
         source = s.node.source if s.node is not None else ""

@@ -1,36 +1,149 @@
-"""Emit a program as one readable SPMD Python file, with a class per distinct block."""
+"""Emit a program as one readable SPMD Python file, with a class per distinct block.
+
+Consecutive calls of equal blocks are rolled into a loop: ``for block in self.blocks: x =
+block(x)``."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autoshard.mesh import Mesh
-from autoshard.passes.codegen.body import Body
-from autoshard.passes.codegen.loops import rolled
-from autoshard.passes.codegen.printing import WIDTH, length, literal
+from autoshard.passes.codegen.body import FunctionBody, SourceFunction, SourceLine
 from autoshard.passes.codegen.source_text import (
-    Names,
+    LINE_WIDTH,
+    Expression,
+    NameScope,
     block_table,
     condition_lines,
     def_lines,
     docstring,
-    listed,
+    format_paths,
+    literal,
     literal_mesh,
+    local_length,
     op_name,
+    python_path,
     shape_text,
+    singular_name,
     symbol_lines,
 )
-from autoshard.passes.codegen.wanted import Wanted, without_moves
+from autoshard.passes.codegen.variable_names import PreferredNames, without_moved_suffix
 from autoshard.passes.ir.graph import Input, Ref
 from autoshard.passes.ir.memory import Recomputed
-from autoshard.passes.ir.names import identifier
-from autoshard.passes.ir.paths import block_path
 from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.sizes import free_symbols
-from autoshard.passes.lower.blocks import Segment, segments
-from autoshard.passes.lower.bucket import prefetched
+from autoshard.passes.ir.text import block_path, identifier
+from autoshard.passes.lower.blocks import Segment, program_segments
+from autoshard.passes.lower.bucket import prefetch_depth
+
+_INDENT = " " * 8
+
+
+@dataclass(frozen=True)
+class _LoopCandidate:
+    """``size`` lines from ``start``, one of which calls a block, that repeat ``count`` times."""
+
+    start: int
+    size: int
+    path: str
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.size * self.count
+
+
+def roll_loops(
+    body: Sequence[SourceLine],
+    children: Mapping[str, Collection[str]],
+    taken: Collection[str],
+    mark: Callable[[str], str],
+) -> list[str]:
+    """The text of the root's ``body`` with repeated lines as loops.
+
+    Lines repeat if their text is equal but for the block. ``children``: container of blocks → names
+    of its children. ``taken``: names that a loop variable may not have.
+    """
+    calls = [i for i, line in enumerate(body) if line.block]
+    text: list[str] = []
+    done = 0
+    for here, following in itertools.pairwise([*calls, len(body)]):
+        turn = _longest_loop(body, done, here, following) if here >= done else None
+        if turn is None or turn.count < 2:
+            continue
+        for line in body[done : turn.start]:
+            text += line.lines(_INDENT, mark)
+        container, _, first = turn.path.rpartition(".")
+        variable = _loop_variable(container, taken)
+        numbers = range(int(first), int(first) + turn.count)
+        text.append(f"{_INDENT}for {variable} in {_iterated_blocks(container, numbers, children[container])}:")
+        for line in body[turn.start : turn.start + turn.size]:
+            text += _with_loop_variable(line, turn.path, variable).lines(f"{_INDENT}    ", mark)
+        done = turn.end
+    for line in body[done:]:
+        text += line.lines(_INDENT, mark)
+    return text
+
+
+def _longest_loop(body: Sequence[SourceLine], done: int, here: int, following: int) -> _LoopCandidate | None:
+    """The longest loop whose first turn has the call at ``here``; lines before may belong to it."""
+    if following == len(body):
+        return None
+    size, path = following - here, body[here].block
+    starts = range(here, max(here - size, done - 1), -1)
+    return max(
+        (_LoopCandidate(start, size, path, _repetitions(body, start, size, path)) for start in starts),
+        key=lambda t: t.count,
+    )
+
+
+def _repetitions(body: Sequence[SourceLine], start: int, size: int, path: str) -> int:
+    """How often the ``size`` lines from ``start`` repeat, each time with the next block."""
+    container, _, number = path.rpartition(".")
+
+    def turn(n: int) -> list[Any]:
+        lines = body[start + n * size : start + (n + 1) * size]
+        own = ".".join(filter(None, (container, str(int(number) + n))))
+        return (
+            [_with_loop_variable(line, own, "").key for line in lines] if own in [line.block for line in lines] else []
+        )
+
+    first, n = turn(0), 1
+    while turn(n) == first:
+        n += 1
+    return n
+
+
+def _with_loop_variable(line: SourceLine, path: str, variable: str) -> SourceLine:
+    """``line`` with ``variable`` in place of the block at ``path``, in its profiling scope, too."""
+    module = line.module
+    if module is not None and f"{module}.".startswith(f"{path}."):
+        module = f"@{variable}{module[len(path) :]}"
+    if isinstance(line, SourceFunction):
+        return replace(line, body=tuple(_with_loop_variable(inner, path, variable) for inner in line.body))
+    if line.block != path:
+        return replace(line, module=module)
+    value = line.value
+    head = variable + value.head[len(python_path(path)) :]
+    return replace(line, value=Expression(head, value.parts, value.close), module=module, block="")
+
+
+def _loop_variable(container: str, taken: Collection[str]) -> str:
+    plain = singular_name(container)
+    numbered = (f"{plain}_{n}" for n in itertools.count(1))
+    return next(name for name in itertools.chain([plain], numbered) if name not in taken)
+
+
+def _iterated_blocks(container: str, numbers: range, children: Collection[str]) -> str:
+    """Source of the blocks ``numbers``: the container, sliced if it has other children."""
+    owner = python_path(container) if container else "self"
+    if container and set(children) == set(map(str, numbers)) and numbers.start == 0:
+        return owner
+    return f"{owner}[{numbers.start or ''}:{numbers.stop}]"
 
 
 @dataclass(frozen=True)
@@ -53,8 +166,8 @@ def codegen(program: Program, title: str = "model", recomputed: Sequence[Recompu
 
     ``recomputed``: recomputations (activation checkpointing), for comments.
     """
-    file = _File()
-    root, _ = _Emitter(program, title, recomputed, file).root()
+    file = _SourceFile()
+    root, _ = _ProgramEmitter(program, title, recomputed, file).root()
     header = f"{title} on mesh {program.mesh}: what every rank runs, on its own shards."
     return file.whole(header, [root], program.mesh, root_class())[0]
 
@@ -63,10 +176,10 @@ def codegen_stages(
     programs: Sequence[Program], title: str, mesh: Mesh, axis: str, recomputed: Sequence[Sequence[Recomputed]]
 ) -> tuple[Source, ...]:
     """One file with the programs of all pipeline stages along ``axis``, as a source per stage."""
-    file, roots, called = _File(), list[Source](), dict[str, str]()
+    file, roots, called = _SourceFile(), list[Source](), dict[str, str]()
     for number, (program, again) in enumerate(zip(programs, recomputed, strict=True)):
         what = f"stage {number} of {title}"
-        root, returned = _Emitter(program, what, again, file, root_class(number), called).root()
+        root, returned = _ProgramEmitter(program, what, again, file, root_class(number), called).root()
         roots.append(root)
         called |= returned
     header = f"{title} on mesh {mesh}, in {len(programs)} stages along {axis}: what every rank runs, on its own shards."
@@ -79,11 +192,11 @@ def root_class(number: int | None = None) -> str:
     return "RankModule" if number is None else f"Stage{number}"
 
 
-ENDING = '\n\n\nif __name__ == "__main__":\n    runtime.main({}, __file__)\n'
+SCRIPT_ENDING = '\n\n\nif __name__ == "__main__":\n    runtime.main({}, __file__)\n'
 
 
 @dataclass
-class _BlockClass:
+class _EmittedBlock:
     name: str
     tensors: str
     methods: list[str]
@@ -91,7 +204,7 @@ class _BlockClass:
 
     @property
     def text(self) -> str:
-        lines = ["", "", f"class {self.name}(runtime.Block):", f'    """{docstring(listed(self.paths))}"""', ""]
+        lines = ["", "", f"class {self.name}(runtime.Block):", f'    """{docstring(format_paths(self.paths))}"""', ""]
         lines.append(self.tensors)
         for i, method in enumerate(self.methods):
             lines.append(method.replace("def forward(", f"def forward_{i}(", 1) if i else method)
@@ -99,10 +212,10 @@ class _BlockClass:
 
 
 @dataclass
-class _File:
+class _SourceFile:
     """What the programs of a file share: block classes, marks of lines that may communicate."""
 
-    classes: list[_BlockClass] = field(default_factory=list)
+    classes: list[_EmittedBlock] = field(default_factory=list)
     marks: dict[str, int] = field(default_factory=dict)
 
     def whole(self, title: str, roots: Sequence[Source], mesh: Mesh, run: str) -> tuple[Source, ...]:
@@ -127,7 +240,7 @@ class _File:
             "aten = torch.ops.aten",
             f"MESH = {literal_mesh(dict(zip(mesh.axes, mesh.shape, strict=True)))}",
         ]
-        body = "\n".join([*header, *(c.text for c in self.classes), *roots]) + ENDING.format(run)
+        body = "\n".join([*header, *(c.text for c in self.classes), *roots]) + SCRIPT_ENDING.format(run)
         if "F." not in body.split("aten = ", 1)[1]:
             body = body.replace("import torch.nn.functional as F\n", "", 1)
         if "aten." not in body.split("aten = torch.ops.aten\n", 1)[1]:
@@ -146,13 +259,13 @@ class _File:
         return "\n".join(line for line, _, _ in lines), found
 
 
-class _Emitter:
+class _ProgramEmitter:
     def __init__(
         self,
         program: Program,
         title: str,
         recomputed: Sequence[Recomputed],
-        file: _File,
+        file: _SourceFile,
         name: str = root_class(),
         called: Mapping[str, str] | None = None,
     ) -> None:
@@ -160,14 +273,14 @@ class _Emitter:
         self.program, self.title, self.file, self.name, self.called = program, title, file, name, called or {}
         self.recomputed = {r.name: r for r in recomputed}
         self.arguments = [i for i in program.graph.inputs if i.kind == "input"]
-        self.segments = segments(program)
+        self.segments = program_segments(program)
         self.kinds: dict[str, list[str]] = {}
         """block class → paths of its blocks in this program"""
         self.method_of: dict[int, str] = {}
         self.symbols = [s.name for s in program.graph.symbols.read]
         self.tensors = self._tensors()
         self.read_later = self._read_later()
-        self.wanted = Wanted(program, self.segments)
+        self.wanted = PreferredNames(program, self.segments)
 
     def root(self) -> tuple[Source, dict[str, str]]:
         """The root class, and returned value → its identifier. Adds block classes to the file."""
@@ -215,7 +328,7 @@ class _Emitter:
             tensors = self._tensor_table(path)
             same = next((c for c in self.file.classes if c.tensors == tensors and c.methods == texts), None)
             if same is None:
-                same = _BlockClass(self._class_name(path), tensors, texts)
+                same = _EmittedBlock(self._class_name(path), tensors, texts)
                 self.file.classes.append(same)
             same.paths.append(path)
             self.kinds.setdefault(same.name, []).append(path)
@@ -245,11 +358,11 @@ class _Emitter:
         return "\n".join(["    TENSORS = {", *lines, "    }", ""])
 
     def _method(self, segment: Segment) -> str:
-        names = Names(self.symbols)
+        names = NameScope(self.symbols)
         for name in segment.inputs:
             names.fresh(name, *self.wanted.argument(name, segment))
         signature = ["self", *(names.of[n] for n in segment.inputs), *self._symbols(segment)]
-        body = Body(self.program, self.wanted, segment.path, names, self.recomputed)
+        body = FunctionBody(self.program, self.wanted, segment.path, names, self.recomputed)
         body.add(segment, frozenset(segment.outputs))
         returned = ", ".join(names.of[o] for o in segment.outputs)
         lines = def_lines("forward", signature)
@@ -267,13 +380,13 @@ class _Emitter:
     # --- the root ---
 
     def _root(self) -> str:
-        names = Names(self.symbols)
+        names = NameScope(self.symbols)
         for value in self.arguments:
             sent = value.name in self.called
             names.fresh(value.name, *((self.called[value.name], op_name(value.name)) if sent else (value.fqn,)))
         self.names, self.argument_names = names, dict(names.of)
         signature = ["self", *(names.of[i.name] for i in self.arguments)]
-        body = Body(self.program, self.wanted, "", names, self.recomputed, returns=False)
+        body = FunctionBody(self.program, self.wanted, "", names, self.recomputed, returns=False)
         kinds = {path: name for name, paths in self.kinds.items() for path in paths}
         for number, segment in enumerate(self.segments):
             if segment.path:
@@ -301,15 +414,15 @@ class _Emitter:
         gathers = [s.call for s in self.program.statements if s.call.fn == "gather_parameters"]
         if not all(call.kwargs.get("zero") for call in gathers):
             lines.append("    GATHERS = True")
-        if depth := prefetched(self.program):
+        if depth := prefetch_depth(self.program):
             lines.append(f"    PREFETCH = {depth}")
         if any(s.again for s in self.program.statements):
-            lines.append("    AGAIN = True")
+            lines.append("    RECOMPUTES = True")
         lines += [block_table(self.kinds.items()), self._tensor_table("")]
         lines += def_lines("forward", signature)
         lines += self._symbol_lines()
-        lines += rolled(body.written, self._children(), {*names.holder, *names.fixed}, self.file.mark)
-        if len(last) <= WIDTH:
+        lines += roll_loops(body.written, self._children(), {*names.holder, *names.fixed}, self.file.mark)
+        if len(last) <= LINE_WIDTH:
             lines.append(last)
         else:
             lines += ["        return (", *(f"            {r}," for r in returned), "        )"]
@@ -319,7 +432,7 @@ class _Emitter:
         both = zip(self.program.graph.outputs, self.program.outputs, strict=True)
         pairs = [(value, local) for value, local in both if isinstance(value, Ref) and isinstance(local, Ref)]
         names = self.names.of
-        return {value.name: without_moves(names[local.name]) for value, local in pairs if local.name in names}
+        return {value.name: without_moved_suffix(names[local.name]) for value, local in pairs if local.name in names}
 
     def _children(self) -> dict[str, set[str]]:
         """Container of blocks → names of all its children."""
@@ -337,7 +450,7 @@ class _Emitter:
         layouts, mesh = self.program.layouts, self.program.mesh
         sizes = dict(zip(mesh.axes, mesh.shape, strict=True))
         local = {
-            name: [length(n, layouts[name].axes_of(dim), sizes) for dim, n in enumerate(shape)]
+            name: [local_length(n, layouts[name].axes_of(dim), sizes) for dim, n in enumerate(shape)]
             for name, shape in shapes.items()
         }
         return symbol_lines(symbols, self.argument_names, shapes) + condition_lines(

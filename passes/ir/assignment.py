@@ -18,23 +18,23 @@ Placements = tuple[Placement, ...]
 """one placement per mesh axis, nested in mesh order"""
 
 
-def canonical(placement: Placement, grad: bool) -> Placement:
+def normalize_placement(placement: Placement, grad: bool) -> Placement:
     """``placement``; Invariant becomes Replicate where no gradient flows: both are equal then."""
     return R if isinstance(placement, Invariant) and not grad else placement
 
 
 @lru_cache(maxsize=16384)
-def laid_out(mesh: Mesh, placements: Placements) -> Layout:
+def cached_layout(mesh: Mesh, placements: Placements) -> Layout:
     """``Layout(mesh, placements)``, interned, so that cached properties are computed once."""
     return Layout(mesh, placements)
 
 
-def is_whole(placements: Placements) -> bool:
+def is_fully_replicated(placements: Placements) -> bool:
     """Whether every rank holds the full value: no axis shards it or leaves partial sums."""
     return not any(isinstance(p, Shard | Partial) for p in placements)
 
 
-def stated(name: str, graph: Graph, mesh: Mesh, given: Mapping[str, Layout]) -> Layout:
+def input_layout(name: str, graph: Graph, mesh: Mesh, given: Mapping[str, Layout]) -> Layout:
     """Layout of an input, ``given`` or replicated; unsharded axes: I with a gradient, else R."""
     whole = I if graph.types[name].grad else R
     layout = given.get(name, Layout(mesh))
@@ -104,39 +104,41 @@ class Strategy:
             return False
         if not self.least or (self.least == 1 and self.size % count == 0):
             return True
-        return not isinstance(self.size, Size) and _least(self.size, tuple(ranks)) >= self.least
+        return not isinstance(self.size, Size) and _shortest_chunk(self.size, tuple(ranks)) >= self.least
 
 
-def together(choice: Sequence[Strategy]) -> bool:
+def can_combine_axes(choice: Sequence[Strategy]) -> bool:
     """Whether these strategies, one per mesh axis, exclude none of each other."""
     labels = {s.label for s in choice}
     inside = (t for i, s in enumerate(choice) if s.innermost for t in choice[i + 1 :] if t.label != s.label)
     if any(not labels.isdisjoint(s.apart) for s in choice) or any(t.outputs == (Shard(0),) for t in inside):
         return False
-    return not any(s.in_parts for s in choice) or all(map(_one_cut, zip(*(s.placements for s in choice), strict=True)))
+    return not any(s.in_parts for s in choice) or all(
+        map(_is_grouped_alone, zip(*(s.placements for s in choice), strict=True))
+    )
 
 
-def _one_cut(placements: Placements) -> bool:
+def _is_grouped_alone(placements: Placements) -> bool:
     """Whether a dim that is sharded segment by segment is sharded in no other way."""
     grouped = {p for p in placements if isinstance(p, Grouped)}
     return all(p in grouped or p.dim not in {g.dim for g in grouped} for p in placements if isinstance(p, Shard))
 
 
-def _least(size: int, ranks: tuple[int, ...]) -> int:
+def _shortest_chunk(size: int, ranks: tuple[int, ...]) -> int:
     """The shortest shard of ``size`` along mesh axes of these sizes, outer to inner."""
     if not ranks:
         return size
-    return min(_least(chunk(size, ranks[0], r)[1], ranks[1:]) for r in (0, ranks[0] - 1))
+    return min(_shortest_chunk(chunk(size, ranks[0], r)[1], ranks[1:]) for r in (0, ranks[0] - 1))
 
 
-def used(choice: Sequence[Strategy], operand: int, grad: bool) -> Placements:
+def operand_placements(choice: Sequence[Strategy], operand: int, grad: bool) -> Placements:
     """Placements in which an operation reads an operand. ``grad``: whether that has a gradient."""
-    return tuple(canonical(s.inputs[operand], grad) for s in choice)
+    return tuple(normalize_placement(s.inputs[operand], grad) for s in choice)
 
 
-def made(choice: Sequence[Strategy], result: int, grad: bool) -> Placements:
-    """Placements in which an operation makes a result; arguments as in :func:`used`."""
-    return tuple(canonical(s.outputs[result], grad) for s in choice)
+def result_placements(choice: Sequence[Strategy], result: int, grad: bool) -> Placements:
+    """Placements in which an operation makes a result; arguments as in :func:`operand_placements`."""
+    return tuple(normalize_placement(s.outputs[result], grad) for s in choice)
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class Assignment:
         choice, grad = self.choices[node.name], self.graph.types[node.inputs[operand]].grad
         known, found, owned = self._used.get(key := (id(choice), operand, grad), ((), (), False))
         if known is not choice:
-            found = used(choice, operand, grad)
+            found = operand_placements(choice, operand, grad)
             owned = any(isinstance(p, Owned) for p in found)
             self._used[key] = choice, found, owned
         if not owned:
@@ -196,7 +198,7 @@ class Assignment:
 
     def made(self, node: Node, result: int) -> Placements:
         """Placements in which ``node`` makes result number ``result``."""
-        return made(self.choices[node.name], result, self.graph.types[node.outputs[result]].grad)
+        return result_placements(self.choices[node.name], result, self.graph.types[node.outputs[result]].grad)
 
     def placed(self, node: Node) -> tuple[Placements, ...]:
         """Placements of all operands of ``node``, then of all results."""

@@ -1,25 +1,99 @@
-"""The graph that all passes share: typed values, and operations in program order; frozen."""
+"""The graph that all passes share: typed values, and operations in program order.
+
+Graphs are frozen; a pass builds a new one. Nested arguments are read by :func:`walk` and
+rewritten by :func:`map_tree`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from autoshard.errors import RuleError
-from autoshard.frames import place
-from autoshard.passes.ir.schema import argument_names, places_and_defaults, tensor_arguments
-from autoshard.passes.ir.walk import Applied, map_tree, walk
+from autoshard.frames import location_text
 
-Parts = tuple[int, tuple[int, ...]]
+
+class CallLike:
+    """Base of dataclasses with arguments: operations of a graph, calls on local tensors."""
+
+    __slots__ = ()
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def walk(tree: Any) -> Iterator[Any]:
+    """The leaves of nested tuples, lists and dicts, in order; a call, then its arguments."""
+    found: list[Any] = []
+    _collect_items(tree, found)
+    return iter(found)
+
+
+def _collect_items(tree: Any, found: list[Any]) -> None:
+    kind = _CONTAINER_KINDS[type(tree)]
+    if kind is None:
+        found.append(tree)
+    elif kind is CallLike:
+        found.append(tree)
+        _collect_items(tree.args, found)
+        _collect_items(tree.kwargs, found)
+    else:
+        for item in tree if kind is list else tree.values():
+            _collect_items(item, found)
+
+
+class _ContainerKinds(dict[type, type | None]):
+    """Class → how to reach the items of its objects; None: a leaf."""
+
+    def __missing__(self, cls: type) -> type | None:
+        kinds = {CallLike: CallLike, tuple: list, list: list, Mapping: dict}
+        self[cls] = next((kind for base, kind in kinds.items() if issubclass(cls, base)), None)
+        return self[cls]
+
+
+_CONTAINER_KINDS = _ContainerKinds()
+
+
+def map_tree(tree: Any, f: Callable[[Any], Any]) -> Any:
+    """``tree`` with ``f`` applied to all that :func:`walk` finds, to arguments before calls."""
+    kind = _CONTAINER_KINDS[type(tree)]
+    if kind is None:
+        return f(tree)
+    if kind is CallLike:
+        call: Any = tree
+        return f(replace(call, args=map_tree(tree.args, f), kwargs=map_tree(tree.kwargs, f)))
+    if kind is list:
+        return type(tree)([map_tree(item, f) for item in tree])
+    return {k: map_tree(item, f) for k, item in tree.items()}
+
+
+@cache
+def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Names of the op's arguments, in schema order."""
+    return tuple(a.name for a in op._schema.arguments)
+
+
+@cache
+def argument_defaults(op: torch._ops.OpOverload) -> dict[str, tuple[int, Any]]:
+    """Argument name → (position, default); a missing default is None."""
+    return {a.name: (i, a.default_value) for i, a in enumerate(op._schema.arguments)}
+
+
+@cache
+def tensor_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
+    """Names of the op's arguments that take tensors, in schema order."""
+    return tuple(a.name for a in op._schema.arguments if "Tensor" in str(a.type))
+
+
+DimSegments = tuple[int, tuple[int, ...]]
 """(dim, ratio of the lengths of the segments that it is split into later)"""
 
 
-class OfRows(NamedTuple):
+class SparseRows(NamedTuple):
     """A sparse gradient as communicated: rows and their indices."""
 
     dtype: torch.dtype
@@ -27,7 +101,7 @@ class OfRows(NamedTuple):
     """upper bound of the number of rows, over all ranks"""
 
 
-Moves = bool | torch.dtype | OfRows
+GradientTransfer = bool | torch.dtype | SparseRows
 """whether a gradient is communicated; a dtype, where it differs from the value's"""
 
 
@@ -58,7 +132,7 @@ class TensorType:
     such tensors of at least half its size, itself included; else 0"""
     together: int = 1
     """of such a table: the number of look-ups in one grouped look-up if all are table-wise"""
-    parts: Parts | None = None
+    parts: DimSegments | None = None
     """fused dim whose segments may be sharded separately, as of a QKV projection"""
 
     def __hash__(self) -> int:  # hot: hashes the fields that differ most
@@ -85,10 +159,10 @@ class TensorType:
         return self if self.stored is None else replace(self, dtype=self.stored)
 
     @property
-    def moves(self) -> Moves:
+    def moves(self) -> GradientTransfer:
         """Whether a gradient is communicated, its dtype if that differs, or its rows if sparse."""
         if self.grad and self.sparse:
-            return OfRows(self.kept.dtype, self.looked_up)
+            return SparseRows(self.kept.dtype, self.looked_up)
         return (self.summed or True) if self.grad else False
 
     @property
@@ -118,7 +192,7 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Node(Applied):
+class Node(CallLike):
     """One operation. Its operands are the :class:`Ref` in ``args`` and ``kwargs``, in order."""
 
     name: str
@@ -147,11 +221,11 @@ class Node(Applied):
     @cached_property
     def source(self) -> str:
         """Innermost ``file:line`` of the user's code, or ""."""
-        return place(*self.frames[-1]) if self.frames else ""
+        return location_text(*self.frames[-1]) if self.frames else ""
 
     @cached_property
     def known(self) -> dict[Any, Any]:
-        """Cache of :func:`~autoshard.passes.ir.known.known_of_node`."""
+        """Cache of :func:`~autoshard.passes.ir.analyses.cached_per_node`."""
         return {}
 
     @cached_property
@@ -188,7 +262,7 @@ class Node(Applied):
 
         Raises :class:`RuleError` where the op has no such argument and ``absent`` is not given.
         """
-        if name in (known := places_and_defaults(self.op)):
+        if name in (known := argument_defaults(self.op)):
             place, default = known[name]
             return self.kwargs.get(name, self.args[place] if place < len(self.args) else default)
         if absent:
@@ -198,7 +272,7 @@ class Node(Applied):
     def with_arguments(self, /, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with some arguments replaced, or added by name."""
         args, kwargs = list(self.args), dict(self.kwargs)
-        known = places_and_defaults(self.op)
+        known = argument_defaults(self.op)
         for name, value in changes.items():
             if name not in kwargs and known[name][0] < len(args):
                 args[known[name][0]] = value
@@ -207,7 +281,7 @@ class Node(Applied):
         return tuple(args), kwargs
 
     def __str__(self) -> str:
-        return f"{', '.join(self.outputs) or '_'} = {show_call(self.op, self)}"
+        return f"{', '.join(self.outputs) or '_'} = {format_call(self.op, self)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +350,7 @@ class Graph:
     flat_inputs: tuple[str | None, ...] = ()
     """per leaf of ``in_spec``: the name of its Input; None: no tensor, specialized to its value"""
     training: bool = True
-    enables: bool = field(default=False, compare=False)
+    enables_grad: bool = field(default=False, compare=False)
     """whether the forward uses ``enable_grad``, which a graph without a backward leaves out"""
     handed: tuple[tuple[tuple[Any, ...], tuple[Any, ...]], ...] = field(default=(), compare=False)
     """(path in ``(args, kwargs)``, path in the output) of objects passed through: KV caches"""
@@ -305,7 +379,7 @@ class Graph:
 
     @cached_property
     def known(self) -> dict[Any, Any]:
-        """Cache of :func:`~autoshard.passes.ir.known.known_of_graph`."""
+        """Cache of :func:`~autoshard.passes.ir.analyses.cached_per_graph`."""
         return {}
 
     @cached_property
@@ -373,7 +447,7 @@ class Graph:
         for node in self.nodes:
             types = ", ".join(str(self.types[o]) for o in node.outputs)
             lines.append(f"    {node}    # {types}  {node.fqn}  {node.source}".rstrip())
-        lines.append(f"    return {', '.join(show(o) for o in self.outputs)}")
+        lines.append(f"    return {', '.join(format_argument(o) for o in self.outputs)}")
         lines += [f"    {fqn} ← {name}" for fqn, name in self.mutations.items()]
         return "\n".join(lines)
 
@@ -388,17 +462,18 @@ def map_refs(tree: Any, f: Callable[[Ref], Any]) -> Any:
     return map_tree(tree, lambda item: f(item) if isinstance(item, Ref) else item)
 
 
-def show(value: Any) -> str:
+def format_argument(value: Any) -> str:
     """An argument as text."""
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(map(show, value)) + "]"
+        return "[" + ", ".join(map(format_argument, value)) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{show(k)}: {show(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, Ref | Applied):
+        return "{" + ", ".join(f"{format_argument(k)}: {format_argument(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, Ref | CallLike):
         return str(value)
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else repr(value)
 
 
-def show_call(name: object, call: Applied) -> str:
+def format_call(name: object, call: CallLike) -> str:
     """``name(arguments)`` as text."""
-    return f"{name}({', '.join([*map(show, call.args), *(f'{k}={show(v)}' for k, v in call.kwargs.items())])})"
+    named = (f"{k}={format_argument(v)}" for k, v in call.kwargs.items())
+    return f"{name}({', '.join([*map(format_argument, call.args), *named])})"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autoshard.errors import PlanError
-from autoshard.passes.ir.units import show_bytes
+from autoshard.passes.ir.text import show_bytes
 
 OPTIMIZERS: Mapping[str, tuple[float, float]] = {
     "adamw": (2, 0),

@@ -6,29 +6,28 @@ from collections.abc import Set
 
 from autoshard.errors import PlanError
 from autoshard.layout import Placement
-from autoshard.passes.ir.assignment import is_whole
+from autoshard.passes.ir.assignment import is_fully_replicated
 from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.ir.merge import fused, merged
-from autoshard.passes.ir.program import Program, Statement, reads
+from autoshard.passes.ir.program import Program, Statement, fuse_replica_gather, merge_statements, reads
 
 
 def check_graph(graph: Graph) -> None:
     """Check that each value has a type and one definition before reads, else :class:`PlanError`."""
     defined: set[str] = set()
     for value in graph.inputs:
-        _define(value.name, defined, graph, "an input")
+        _check_definition(value.name, defined, graph, "an input")
     for node in graph.nodes:
         for name in node.inputs:
             if name not in defined:
                 raise PlanError(f"invalid graph: {node.name} reads {name} before it is defined")
         for name in node.outputs:
-            _define(name, defined, graph, node.name)
+            _check_definition(name, defined, graph, node.name)
     for name in sorted(graph.returned):
         if name not in defined:
             raise PlanError(f"invalid graph: it returns {name}, which nothing defines")
 
 
-def _define(name: str, defined: set[str], graph: Graph, where: str) -> None:
+def _check_definition(name: str, defined: set[str], graph: Graph, where: str) -> None:
     if name in defined:
         raise PlanError(f"invalid graph: {name} is defined twice, the second time by {where}")
     if name not in graph.types:
@@ -52,7 +51,7 @@ def check_program(program: Program) -> None:
             if part.step is None:
                 _check_operation(part, program)
             else:
-                _check_step(part, program)
+                _check_redistribution(part, program)
             inside.update(part.outputs)
         made.update(name for name in statement.outputs if name != "_")
     for out, layout in zip(program.outputs, program.assignment.outputs, strict=True):
@@ -69,13 +68,13 @@ def check_program(program: Program) -> None:
 def _check_reads(statement: Statement, *made: Set[str]) -> None:
     for name in reads(statement):
         if not any(name in names for names in made):
-            raise PlanError(f"invalid program: {_what(statement)} reads {name} before it is made")
+            raise PlanError(f"invalid program: {_describe_statement(statement)} reads {name} before it is made")
 
 
 def _check_merged(statement: Statement, program: Program) -> None:
     """Check that call, outputs and layouts are those of the merged members."""
-    chains = [(m, fused(*m.members)) for m in statement.members if m.members]
-    whole = merged(str(statement.call.fn), statement.members, program.assignment.zero)
+    chains = [(m, fuse_replica_gather(*m.members)) for m in statement.members if m.members]
+    whole = merge_statements(str(statement.call.fn), statement.members, program.assignment.zero)
     for s, made_of in [(statement, whole), *chains]:
         if (s.outputs, s.layouts, s.call) != (made_of.outputs, made_of.layouts, made_of.call):
             raise PlanError(
@@ -84,7 +83,7 @@ def _check_merged(statement: Statement, program: Program) -> None:
             )
 
 
-def _check_step(statement: Statement, program: Program) -> None:
+def _check_redistribution(statement: Statement, program: Program) -> None:
     """Check that a step's source and target are the layouts of its operand and result."""
     step, operands = statement.step, reads(statement)
     if step is None or len(operands) != 1 or len(statement.outputs) != 1:
@@ -106,19 +105,24 @@ def _check_operation(statement: Statement, program: Program) -> None:
         wanted.setdefault(value, set()).add(program.assignment.use(node, i))
     if isinstance(counted := statement.call.kwargs.get("counted"), Ref):
         whole, value = program.layouts[counted.name], program.values.get(counted.name, counted.name)
-        if value not in wanted or not is_whole(whole.placements):
-            raise PlanError(f"invalid program: {_what(statement)} counts {value} as {whole}, not its labels whole")
+        if value not in wanted or not is_fully_replicated(whole.placements):
+            raise PlanError(
+                f"invalid program: {_describe_statement(statement)} counts {value} as {whole}, not its labels whole"
+            )
         wanted[value].add(whole.placements)
     for name in reads(statement):
         value = program.values.get(name, name)
         if program.layouts[name].placements not in wanted[value]:
             raise PlanError(
-                f"invalid program: {_what(statement)} reads {value} as {program.layouts[name]}, its strategy differs"
+                f"invalid program: {_describe_statement(statement)} reads {value} as {program.layouts[name]}, its "
+                "strategy differs"
             )
     for slot, value in enumerate(node.outputs):
         if program.layouts[value].placements != program.assignment.made(node, slot):
-            raise PlanError(f"invalid program: {_what(statement)} does not make {value} as {program.layouts[value]}")
+            raise PlanError(
+                f"invalid program: {_describe_statement(statement)} does not make {value} as {program.layouts[value]}"
+            )
 
 
-def _what(statement: Statement) -> str:
+def _describe_statement(statement: Statement) -> str:
     return str(statement.step or statement.node)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.paths import block_path
 from autoshard.passes.ir.program import Program, Statement, reads
+from autoshard.passes.ir.text import block_path
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ def module_of(statement: Statement, graph: Graph) -> str:
     return asker if maker is None or block_path(maker.fqn) == block_path(asker) else maker.fqn
 
 
-def runs(program: Program) -> Iterator[tuple[str, tuple[Statement, ...]]]:
+def block_runs(program: Program) -> Iterator[tuple[str, tuple[Statement, ...]]]:
     """Maximal runs of statements of one block, in program order: (path, statements)."""
     for path, statements in groupby(program.statements, key=lambda s: s.block):
         yield path, tuple(statements)
 
 
-def hoisted(program: Program) -> Program:
+def hoist_redistributions(program: Program) -> Program:
     """Loop-invariant code motion: conversions of values from outside precede their block."""
     fqn_of = {i.name: i.fqn for i in program.graph.inputs if i.kind in ("parameter", "buffer")}
     result: list[Statement] = []
-    for path, statements in runs(program):
+    for path, statements in block_runs(program):
         inside: set[str] = set()
         kept: list[Statement] = []
         for s in statements:
@@ -62,12 +62,12 @@ def hoisted(program: Program) -> Program:
     return replace(program, statements=tuple(result))
 
 
-def segments(program: Program) -> tuple[Segment, ...]:
+def program_segments(program: Program) -> tuple[Segment, ...]:
     """The program as one :class:`Segment` per run of a block."""
     kinds = {i.name: i for i in program.graph.inputs}
     later = set(program.returned)
     result: list[Segment] = []
-    for path, statements in reversed(tuple(runs(program))):
+    for path, statements in reversed(tuple(block_runs(program))):
         made = {o for s in statements for o in s.outputs}
         read = dict.fromkeys(name for s in statements for name in reads(s) if name not in made)
         own = {n for n in read if n in kinds and path and kinds[n].fqn.startswith(path + ".")}

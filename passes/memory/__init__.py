@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.passes.memory.fit import fitting, tried
-from autoshard.passes.memory.simulate import simulate
+from autoshard.passes.memory.fit import lower_and_simulate, search_within_memory
+from autoshard.passes.memory.simulate import simulate_memory
 
-__all__ = ["fitting", "simulate", "tried"]
+__all__ = ["lower_and_simulate", "search_within_memory", "simulate_memory"]

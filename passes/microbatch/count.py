@@ -10,18 +10,18 @@ from typing import Any, TypeVar
 from autoshard.errors import PlanError
 from autoshard.layout import Placement
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.microbatch.body import MicroBatches, micro_batched
+from autoshard.passes.microbatch.micro_batch import MicroBatches, micro_batched
 
 log = logging.getLogger("autoshard.plan")
 
-Found = TypeVar("Found")
+PlannedStep = TypeVar("PlannedStep")
 AUTO = 0
 """micro_batches="auto"."""
 PRIMES = (2, 3, 5, 7, 11, 13)
 """one of them must divide the batch"""
 
 
-def count_of(asked: Any) -> int:
+def parse_micro_batches(asked: Any) -> int:
     """Parse ``micro_batches``: a number, or "auto" as AUTO. Raises :class:`PlanError` otherwise."""
     if asked == "auto":
         return AUTO
@@ -30,14 +30,14 @@ def count_of(asked: Any) -> int:
     return asked
 
 
-def in_parts(
+def choose_micro_batches(
     graph: Graph,
     asked: int,
-    make: Callable[[Graph, MicroBatches | None], Found],
-    seconds: Callable[[Found], float],
+    make: Callable[[Graph, MicroBatches | None], PlannedStep],
+    seconds: Callable[[PlannedStep], float],
     always: bool = False,
     cuts: Mapping[str, Placement] | None = None,
-) -> Found:
+) -> PlannedStep:
     """``make`` for the graph of one of ``asked`` micro-batches; AUTO: choose their number.
 
     AUTO tries divisors of the batch upwards, until a plan exists and the next is no faster by
@@ -47,11 +47,11 @@ def in_parts(
     number works, the error of the largest.
     """
     if asked != AUTO:
-        return make(*_part(graph, asked, always, cuts))
-    best: Found | None = None
+        return make(*_one_micro_batch(graph, asked, always, cuts))
+    best: PlannedStep | None = None
     why: PlanError | None = None
-    for count in _counts(graph, always, cuts):
-        part = _part(graph, count, always, cuts)
+    for count in _candidate_counts(graph, always, cuts):
+        part = _one_micro_batch(graph, count, always, cuts)
         try:
             found = make(*part)
         except PlanError as error:
@@ -68,7 +68,7 @@ def in_parts(
     return best
 
 
-def _part(
+def _one_micro_batch(
     graph: Graph, count: int, always: bool, cuts: Mapping[str, Placement] | None
 ) -> tuple[Graph, MicroBatches | None]:
     several = count > 1 or always if graph.training else count > 1 and always
@@ -83,7 +83,7 @@ def _part(
         return graph, None
 
 
-def _counts(graph: Graph, always: bool, cuts: Mapping[str, Placement] | None) -> list[int]:
+def _candidate_counts(graph: Graph, always: bool, cuts: Mapping[str, Placement] | None) -> list[int]:
     """Divisors of the batch; [1] if the model does not divide into micro-batches."""
     if not (graph.training or always) or graph.symbols.read:
         return [1]

@@ -18,27 +18,30 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.layout import Grouped, P, Partial, Placement, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Strategy, canonical
-from autoshard.passes.ir.gradients import outputs_reached
-from autoshard.passes.ir.graph import Graph, Node, Parts, Ref
-from autoshard.passes.ir.program import Call, Offset
-from autoshard.passes.ir.walk import walk
-from autoshard.passes.microbatch.constants import on_summands
-from autoshard.passes.microbatch.joined import along_parts, as_one
-from autoshard.passes.microbatch.losses import averaged, located, of_own_labels
-from autoshard.passes.microbatch.scalars import names_of, output_named
-from autoshard.passes.propagate.floating import floating
+from autoshard.passes.ir.analyses import outputs_reached
+from autoshard.passes.ir.assignment import Strategy, normalize_placement
+from autoshard.passes.ir.graph import DimSegments, Graph, Node, Ref, walk
+from autoshard.passes.ir.program import LocalCall, Offset
+from autoshard.passes.microbatch.losses import (
+    averaged_loss,
+    node_location,
+    output_description,
+    output_names,
+    own_labels_reason,
+)
+from autoshard.passes.microbatch.strategies import as_single_dim, concat_strategies, partial_with_constant
 from autoshard.passes.propagate.hints import MICRO_BATCH
-from autoshard.passes.propagate.op_space import axis_strategies, internal_collectives, site_of
-from autoshard.passes.propagate.prices.cost import node_flops
+from autoshard.passes.propagate.op_space import axis_strategies, internal_collectives, op_site
+from autoshard.passes.propagate.prices.roofline import node_flops
+from autoshard.passes.propagate.recompute import duplicable_nodes
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
-from autoshard.passes.rules.families.factory import FILLED
+from autoshard.passes.rules.families.factory import FILL_OPS
 from autoshard.passes.search import CostNetwork, solve
 
-LATER_DIM = 1e-3
+LATER_DIM_COST = 1e-3
 """cost per dim before the divided one: the first dim that can be divided is the batch"""
-PART = 1.0
+PART_COST = 1.0
 """cost of slicing a replicated value"""
 
 
@@ -62,13 +65,13 @@ def separation(graph: Graph, count: int, asked: Mapping[str, Placement]) -> Sepa
 
     Raises :class:`PlanError` that names the op which needs the full batch.
     """
-    network = _Separating(graph, Mesh({MICRO_BATCH: count}), asked)
+    network = _SeparationNetwork(graph, Mesh({MICRO_BATCH: count}), asked)
     network.build()
     return network.solved()
 
 
 @dataclass
-class _Separating:
+class _SeparationNetwork:
     graph: Graph
     mesh: Mesh
     asked: Mapping[str, Placement]
@@ -76,17 +79,17 @@ class _Separating:
     costs: dict[str, np.ndarray] = field(default_factory=dict)
     edges: list[tuple[str, str, np.ndarray]] = field(default_factory=list)
     """(producer, reader, table: inf where impossible)"""
-    joined: dict[str, Parts] = field(default_factory=dict)
+    joined: dict[str, DimSegments] = field(default_factory=dict)
     """value → its concatenated dim, and the ratio of segments"""
-    own: frozenset[str] = frozenset()
+    input_free: frozenset[str] = frozenset()
     """values that depend on no input: a micro-batch may add its share to a sum"""
-    partible: frozenset[str] = frozenset()
+    sliceable: frozenset[str] = frozenset()
     """values without gradient that are made once, such as draws: a micro-batch may slice them"""
 
     def build(self) -> None:
         graph = self.graph
-        self.own = _of_no_input(graph)
-        self.partible = _partible(graph)
+        self.input_free = _input_free_values(graph)
+        self.sliceable = _sliceable_values(graph)
         free = {i.name for i in graph.inputs if i.kind == "input" and not graph.types[i.name].unknown}
         made: dict[str, tuple[str, list[Placement]]] = {
             i.name: (f"input:{i.name}", [R]) for i in graph.inputs if i.name not in free
@@ -98,14 +101,14 @@ class _Separating:
             work = 1.0 + node_flops(node, graph, rule_for(node.op)) + sum(graph.types[o].numel for o in node.outputs)
             costs = [0.0 if s.divides else work for s in strategies]
             for position, name in enumerate(node.inputs):
-                uses = [canonical(s.inputs[position], graph.types[name].grad) for s in strategies]
+                uses = [normalize_placement(s.inputs[position], graph.types[name].grad) for s in strategies]
                 if name in free:
                     costs = [c + self._of_input(name, p) for c, p in zip(costs, uses, strict=True)]
                 else:
                     self._connect(name, made[name], f"node:{node.name}", uses)
             self._add(f"node:{node.name}", strategies, costs)
             for slot, name in enumerate(node.outputs):
-                placed = [canonical(s.outputs[slot], graph.types[name].grad) for s in strategies]
+                placed = [normalize_placement(s.outputs[slot], graph.types[name].grad) for s in strategies]
                 made[name] = (f"node:{node.name}", placed)
                 self.joined.update((name, (p.dim, p.parts)) for p in placed if isinstance(p, Grouped))
         for number, out in enumerate(graph.outputs):
@@ -122,12 +125,12 @@ class _Separating:
         self.variables[variable], self.costs[variable] = states, np.array(costs)
 
     def _connect(self, value: str, made: tuple[str, list[Placement]], reader: str, uses: Sequence[Placement]) -> None:
-        shares, parts = value in self.own, value in self.partible and reader.startswith("node:")
+        shares, parts = value in self.input_free, value in self.sliceable and reader.startswith("node:")
 
         def cost(a: Placement, b: Placement) -> float:
             if a == b or (shares and (a, b) == (R, P)):
                 return 0.0
-            return PART if parts and a == R and isinstance(b, Shard) and not isinstance(b, Grouped) else np.inf
+            return PART_COST if parts and a == R and isinstance(b, Shard) and not isinstance(b, Grouped) else np.inf
 
         table = [[cost(a, b) for b in uses] for a in made[1]]
         self.edges.append((made[0], reader, np.array(table).reshape(len(made[1]), len(uses))))
@@ -138,7 +141,7 @@ class _Separating:
             return np.inf
         if not isinstance(placement, Shard) or isinstance(placement, Grouped):
             return 0.0 if placement == R else np.inf
-        return LATER_DIM * placement.dim
+        return LATER_DIM_COST * placement.dim
 
     def _exits(self, name: str) -> list[Placement]:
         """Placements of an output: the loss must be a sum, others may be concatenated."""
@@ -151,19 +154,19 @@ class _Separating:
         """Strategies of the node that need no communication between micro-batches."""
         every = axis_strategies(node, self.graph, False)
         if not (alone := [s for s in every if s.label != "I" and self._stands_alone(s, node)]):
-            raise PlanError(f"{located(node)} cannot run in micro-batches")
+            raise PlanError(f"{node_location(node)} cannot run in micro-batches")
         # a float32 upcast region may round differently here; a parameter's cast must run
         exact = axis_strategies(node, self.graph)
         found = [s for s in alone if s in exact]
         offered = [*found, *(s for s in alone if s.label == "R" and s not in found)] if found else alone
-        joined = along_parts(alone, node, self.graph, self.mesh.size, self.joined)
-        return [*offered, *joined, *on_summands(node, self.graph)]
+        joined = concat_strategies(alone, node, self.graph, self.mesh.size, self.joined)
+        return [*offered, *joined, *partial_with_constant(node, self.graph)]
 
     def _stands_alone(self, strategy: Strategy, node: Node) -> bool:
         graph, count = self.graph, self.mesh.size
         names = (*node.inputs, *node.outputs)
         placed = tuple(
-            (canonical(p, graph.types[n].grad),)
+            (normalize_placement(p, graph.types[n].grad),)
             for n, p in zip(names, (*strategy.inputs, *strategy.outputs), strict=True)
         )
         for name, (placement,) in zip(names, placed, strict=True):
@@ -178,7 +181,7 @@ class _Separating:
             return False
         if is_random(node):  # draws for the full batch, then slices
             return True
-        return is_plain(local_call(node, graph, self.mesh, strategy))
+        return is_torch_only(local_call(node, graph, self.mesh, strategy))
 
     def solved(self) -> Separation:
         chosen = self._chosen(self.costs)
@@ -203,7 +206,7 @@ class _Separating:
         """Value → placement, of the results of ``nodes``."""
         types = self.graph.types
         return {
-            name: canonical(chosen[f"node:{n.name}"].outputs[slot], types[name].grad)
+            name: normalize_placement(chosen[f"node:{n.name}"].outputs[slot], types[name].grad)
             for n in nodes
             for slot, name in enumerate(n.outputs)
         }
@@ -268,15 +271,20 @@ class _Separating:
         costs = {v: cost for v, cost in self.costs.items() if v.startswith("input:") or v in ends}
         for node in self.graph.nodes[:number]:
             variable = f"node:{node.name}"
-            wanted = [slot for slot, name in enumerate(node.outputs) if name in self.spread and types[name].grad]
+            wanted = [
+                slot for slot, name in enumerate(node.outputs) if name in self.batch_dependent and types[name].grad
+            ]
             # products: no partial sums, since a summed dim is not the batch
             refused = {R, P} if node_flops(node, self.graph, rule_for(node.op)) else {R}
-            wrong = [any(canonical(s.outputs[i], True) in refused for i in wanted) for s in self.variables[variable]]
+            wrong = [
+                any(normalize_placement(s.outputs[i], True) in refused for i in wanted)
+                for s in self.variables[variable]
+            ]
             costs[variable] = np.where(wrong, np.inf, self.costs[variable])
         return self._chosen(costs)
 
     @cached_property
-    def spread(self) -> frozenset[str]:
+    def batch_dependent(self) -> frozenset[str]:
         """Values that depend on the batch: they must be sharded or Partial."""
         graph, count = self.graph, self.mesh.size
         given = (i.name for i in graph.inputs if i.kind == "input")
@@ -284,70 +292,71 @@ class _Separating:
         for node in graph.nodes:
             if not found.isdisjoint(node.inputs):
                 found.update(node.outputs)
-        return frozenset(found - self.own)
+        return frozenset(found - self.input_free)
 
     def _whole_for(self, node: Node) -> str:
         """Error text: the values that ``node`` needs of the full batch, and what to do."""
         graph, number = self.graph, self.graph.nodes.index(node)
-        if (loss := averaged(node, graph)) is not None:
-            return of_own_labels(loss, graph)
+        if (loss := averaged_loss(node, graph)) is not None:
+            return own_labels_reason(loss, graph)
         placed = self._placed(self._divided(number) or {}, graph.nodes[:number])
-        reads = {n: placed.get(n, R) for n in node.inputs if n in self.spread}
-        sums = [f"{n} ({located(graph.producers[n])})" for n, p in reads.items() if p == P]
+        reads = {n: placed.get(n, R) for n in node.inputs if n in self.batch_dependent}
+        sums = [f"{n} ({node_location(graph.producers[n])})" for n, p in reads.items() if p == P]
         needed = sums or [n for n, p in reads.items() if p != R] or [*(reads or node.inputs)]
         balancing = (
             " A loss that balances experts multiplies two means over the batch: leave it out (transformers: "
             "output_router_logits=False)."
         )
         return (
-            f"{located(node)}{self._term_with(node)} needs {', '.join(needed)} of the whole batch in the middle of the model, "
+            f"{node_location(node)}{self._term_with(node)} needs {', '.join(needed)} of the whole batch in the "
+            "middle of the model, "
             "and a micro-batch sees its own part only. Use micro_batches=1, or an operation that looks at each sample by "
             f"itself.{balancing if len(sums) > 1 else ''}"
         )
 
     def _term_with(self, node: Node) -> str:
         """The output scalar besides the loss that ``node`` computes, as part of a sentence."""
-        graph, names = self.graph, names_of(self.graph.out_spec)
+        graph, names = self.graph, output_names(self.graph.out_spec)
         reached = outputs_reached(graph)
         for i, o in enumerate(graph.outputs):
             is_term = isinstance(o, Ref) and not graph.types[o.name].shape and names.get(i, "loss") != "loss"
             if is_term and any(reached[name] >> i & 1 for name in node.outputs):
-                return f", for {output_named(i, names)},"
+                return f", for {output_description(i, names)},"
         return ""
 
 
-def _of_no_input(graph: Graph) -> frozenset[str]:
+def _input_free_values(graph: Graph) -> frozenset[str]:
     """Float values that depend on no input: parameters, buffers, penalties on weights."""
     found = {i.name for i in graph.inputs if i.kind != "input"}
     for node in graph.nodes:
-        if node.op in FILLED or found.issuperset(node.inputs):  # also draws: all make the same
+        if node.op in FILL_OPS or found.issuperset(node.inputs):  # also draws: all make the same
             found.update(node.outputs)
     return frozenset(name for name in found if graph.types[name].dtype.is_floating_point)
 
 
-def _partible(graph: Graph) -> frozenset[str]:
+def _sliceable_values(graph: Graph) -> frozenset[str]:
     """Values of known length without gradient that depend on random draws."""
-    free, types = floating(graph), graph.types
+    free, types = duplicable_nodes(graph), graph.types
     made = (name for node in graph.nodes if node.name not in free for name in node.outputs)
     return frozenset(n for n in made if not (types[n].grad or types[n].unknown) and types[n].number is None)
 
 
-def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Call:
+def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> LocalCall:
     """The node's local form in one micro-batch."""
-    rule, strategy = rule_for(node.op), as_one(strategy)
+    rule, strategy = rule_for(node.op), as_single_dim(strategy)
     if rule is None or rule.local is None:
-        return Call(node.op, node.args, node.kwargs)
+        return LocalCall(node.op, node.args, node.kwargs)
     names = (*node.inputs, *node.outputs)
     pairs = zip(names, (*strategy.inputs, *strategy.outputs), strict=True)
-    placed = tuple((canonical(p, graph.types[n].grad),) for n, p in pairs)
-    call = rule.local(replace(site_of(node, graph, mesh, (strategy,), placed), of_micro_batch=True))
+    placed = tuple((normalize_placement(p, graph.types[n].grad),) for n, p in pairs)
+    call = rule.local(replace(op_site(node, graph, mesh, (strategy,), placed), in_micro_batch=True))
     if rule.named and call.fn == rule.named and call.kwargs.keys() <= {a.name for a in node.op._schema.arguments}:
         given = {a.name for a in node.op._schema.arguments[: len(call.args)]}
         same = {k: v for k, v in node.kwargs.items() if k not in given and not isinstance(v, Ref)}
-        return Call(node.op, call.args, {**same, **call.kwargs})
+        return LocalCall(node.op, call.args, {**same, **call.kwargs})
     return call
 
 
-def is_plain(call: Call) -> bool:
+def is_torch_only(call: LocalCall) -> bool:
     """Whether a local form has torch ops only and does not use the micro-batch's number."""
-    return not any(isinstance(x, Offset) or (isinstance(x, Call) and isinstance(x.fn, str)) for x in walk(call))
+    return not any(isinstance(x, Offset) or (isinstance(x, LocalCall) and isinstance(x.fn, str)) for x in walk(call))

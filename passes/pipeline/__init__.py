@@ -1,19 +1,23 @@
 """Pipeline stages: a graph cut along a mesh axis into graphs that run one after another."""
 
-from autoshard.passes.pipeline.boundaries import boundaries, following, stages_per_rank, with_parameters
-from autoshard.passes.pipeline.cut import cut
-from autoshard.passes.pipeline.later import in_two_parts
-from autoshard.passes.pipeline.pieces import Pieces
-from autoshard.passes.pipeline.stage import Stage, Stages
+from autoshard.passes.pipeline.schedules import split_backward
+from autoshard.passes.pipeline.segments import (
+    SegmentedGraph,
+    boundaries_from_homes,
+    stage_boundaries,
+    stages_per_rank,
+    with_trained_parameters,
+)
+from autoshard.passes.pipeline.stages import Stage, Stages, cut_into_stages
 
 __all__ = [
-    "Pieces",
+    "SegmentedGraph",
     "Stage",
     "Stages",
-    "boundaries",
-    "cut",
-    "following",
-    "in_two_parts",
+    "boundaries_from_homes",
+    "cut_into_stages",
+    "split_backward",
+    "stage_boundaries",
     "stages_per_rank",
-    "with_parameters",
+    "with_trained_parameters",
 ]

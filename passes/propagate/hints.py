@@ -1,10 +1,15 @@
-"""The user's hints: patterns on names, resolved to constraints on the layouts of values."""
+"""Layouts that a value may have: candidates from its shape, hints, layouts of earlier programs.
+
+A hint is a pattern of names with a placement or a style; :func:`resolve_hints` turns hints into
+constraints on values."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +17,99 @@ import torch
 import torch.utils._pytree as pytree
 
 from autoshard.errors import HintError, PlanError
-from autoshard.layout import Grouped, I, Invariant, Layout, Owned, Partial, Placement, R, Replicate, Shard, of_torch
+from autoshard.layout import (
+    Grouped,
+    I,
+    Invariant,
+    Layout,
+    Owned,
+    Partial,
+    Placement,
+    R,
+    Replicate,
+    Shard,
+    from_torch_placement,
+)
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import canonical
+from autoshard.passes.ir.assignment import Placements, normalize_placement
 from autoshard.passes.ir.graph import Graph, Input, TensorType
-from autoshard.passes.ir.paths import holders
-from autoshard.passes.rules.families.embedding import LOOK_UPS
+from autoshard.passes.ir.text import enclosing_modules
+from autoshard.passes.rules.families.embedding import LOOKUP_OPS
 
-OWNER = -1
+
+def free_buffers(graph: Graph, given: Collection[str], constraints: Collection[str]) -> frozenset[str]:
+    """Buffers kept between calls (KV cache) whose layout the search chooses; none of ``given``.
+
+    In training, where they are running statistics, only hinted ones.
+    """
+    buffers = {i.fqn for i in graph.inputs if i.kind == "buffer"}
+    states = {old for fqn, old in graph.states.items() if fqn in buffers and old not in given}
+    return frozenset(n for n in states if not graph.training or n in constraints)
+
+
+def candidate_placements(type_: TensorType, mesh: Mesh, replicated: Placement | None = None) -> tuple[Placements, ...]:
+    """All sharded placements with chunks for all ranks; else ``replicated`` (None: R or I)."""
+    whole: tuple[Placement, ...] = (replicated,) if replicated is not None else (R, I) if type_.grad else (R,)
+    per_axis = [
+        (*whole, *(Shard(d) for d, n in enumerate(type_.shape) if ranks > 1 and int(n) >= ranks and not type_.unknown))
+        for ranks in mesh.shape
+    ]
+    return tuple(p for p in itertools.product(*per_axis) if _leaves_chunks(type_.shape, p, mesh))
+
+
+def fixed_placements(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
+    """Placements of a parameter that no conversion reaches: owned by one rank, or grouped."""
+    return _owned_placements(type_, mesh) + _grouped_placements(type_, mesh)
+
+
+def _owned_placements(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
+    """Table-wise placements: a table or an expert's matrix is owned along some axes.
+
+    Other axes replicate it, or shard a matrix evenly: ranks without rows derive shapes from that.
+    """
+    if not type_.tables:
+        return ()
+    whole = I if type_.grad else R
+    cuts = () if type_.looked_up else tuple(Shard(d) for d in range(len(type_.shape)))
+    per_axis = [(whole, Owned(), *cuts) if ranks > 1 else (whole,) for ranks in mesh.shape]
+    return tuple(
+        p
+        for p in itertools.product(*per_axis)
+        if any(isinstance(x, Owned) for x in p)
+        and all(int(n) % cut == 0 for n, cut in zip(type_.shape, _chunk_counts(type_.shape, p, mesh), strict=True))
+    )
+
+
+def _grouped_placements(type_: TensorType, mesh: Mesh) -> tuple[Placements, ...]:
+    """Placements that shard every part of a fused dim along some axes, and no others shard it."""
+    if type_.parts is None:
+        return ()
+    (dim, parts), whole = type_.parts, I if type_.grad else R
+    others = tuple(Shard(d) for d in range(len(type_.shape)) if d != dim)
+    per_axis = [(whole, *others, Grouped(dim, parts)) if ranks > 1 else (whole,) for ranks in mesh.shape]
+    size = int(type_.shape[dim]) // sum(parts)
+    return tuple(
+        p
+        for p in itertools.product(*per_axis)
+        if any(isinstance(x, Grouped) for x in p)
+        and size % math.prod(n for x, n in zip(p, mesh.shape, strict=True) if isinstance(x, Grouped)) == 0
+        and _leaves_chunks(type_.shape, p, mesh)
+    )
+
+
+def _leaves_chunks(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> bool:
+    return all(int(n) >= cut or cut == 1 for n, cut in zip(shape, _chunk_counts(shape, placements, mesh), strict=True))
+
+
+def _chunk_counts(shape: tuple[int, ...], placements: Placements, mesh: Mesh) -> list[int]:
+    """Chunks per dim."""
+    pairs = list(zip(placements, mesh.shape, strict=True))
+    return [math.prod(ranks for p, ranks in pairs if p == Shard(d)) for d in range(len(shape))]
+
+
+OWNER_DIM = -1
 """in place of a dim: owned by one rank instead of sharded"""
-STYLES = ("colwise", "rowwise", "replicate")
+HINT_STYLES = ("colwise", "rowwise", "replicate")
 MICRO_BATCH = "micro_batch"
 """name of the mesh axis in time, along which micro-batches divide inputs"""
 
@@ -46,20 +134,20 @@ class Constraint:
         result = dict.fromkeys(s for s in states if self.meets(s, mesh))
         if not result:  # shards too small for the search are still the user's request
             asked: dict[str, Placement | None] = {**dict(self.axes)} or {mesh.axes[-1]: self.anywhere}
-            result = {tuple(_as(asked.get(a), type_, whole) for a in mesh.axes): None}
+            result = {tuple(_resolved_placement(asked.get(a), type_, whole) for a in mesh.axes): None}
         return tuple(result)
 
     def meets(self, state: tuple[Placement, ...], mesh: Mesh) -> bool:
         """Whether placements satisfy the hint."""
         if self.anywhere is not None:
             if not isinstance(self.anywhere, Shard):
-                return all(_same(self.anywhere, p) for p in state)
+                return all(_placement_matches(self.anywhere, p) for p in state)
             others = (p for p in state if p != self.anywhere)
             return self.anywhere in state and not any(isinstance(p, Shard) for p in others)
-        return all(_same(p, state[mesh.index(axis)]) for axis, p in self.axes)
+        return all(_placement_matches(p, state[mesh.index(axis)]) for axis, p in self.axes)
 
-    def check(self, type_: TensorType, kind: str, anew: bool = False) -> None:
-        """Raise :class:`HintError` for an impossible hint. ``anew``: every call sets the buffer."""
+    def check(self, type_: TensorType, kind: str, reassigned: bool = False) -> None:
+        """Raise :class:`HintError` for an impossible hint. ``reassigned``: every call sets the buffer."""
         for axis, p in self.axes or ((None, self.anywhere),):
             where = f" on axis {axis!r}" if axis else ""
             if isinstance(p, Shard) and p.dim < 0:
@@ -70,7 +158,7 @@ class Constraint:
                     f"{len(type_.shape)} dims, shape {list(type_.shape)}. "
                     + (f"Use Shard(0) to Shard({len(type_.shape) - 1})." if type_.shape else "A scalar stays whole.")
                 )
-            if isinstance(p, Shard) and kind == "buffer" and anew:
+            if isinstance(p, Shard) and kind == "buffer" and reassigned:
                 raise HintError(
                     f"hint {self.pattern!r} asks for {p}{where}, but the forward sets buffer {self.name!r} anew, in another "
                     "shape or dtype: such a buffer is kept whole on every rank. Leave it out of the pattern, use Replicate(), "
@@ -84,8 +172,8 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """A named strategy's limit on a parameter: dims to shard per mesh axis (:data:`OWNER`: owned).
+class DimLimit:
+    """A named strategy's limit on a parameter: dims to shard per mesh axis (:data:`OWNER_DIM`: owned).
 
     Empty: replicated; None: free. If sizes do not allow a dim, it is replicated along that axis.
     """
@@ -103,7 +191,9 @@ class Limit:
         beside: list[tuple[Placement, ...]] = []
         for state in states:
             pairs = [(p, dims) for p, dims in zip(state, self.dims, strict=True) if dims is not None]
-            if all(not isinstance(p, Shard) or (OWNER if isinstance(p, Owned) else p.dim) in dims for p, dims in pairs):
+            if all(
+                not isinstance(p, Shard) or (OWNER_DIM if isinstance(p, Owned) else p.dim) in dims for p, dims in pairs
+            ):
                 if len(type_.shape) == 1 and any(isinstance(p, Grouped) for p in state):
                     beside.append(state)
                 else:
@@ -111,20 +201,22 @@ class Limit:
         return (*found[max(found)], *beside)
 
 
-def _same(asked: Placement, given: Placement) -> bool:
+def _placement_matches(asked: Placement, given: Placement) -> bool:
     """Replicate asks for the full value and leaves the form of its gradient open."""
     if isinstance(asked, Replicate):
         return isinstance(given, Replicate | Invariant)
     return asked == given
 
 
-def _as(asked: Placement | None, type_: TensorType, whole: Placement | None) -> Placement:
+def _resolved_placement(asked: Placement | None, type_: TensorType, whole: Placement | None) -> Placement:
     if asked is None or isinstance(asked, Replicate):
         return whole or (I if type_.grad else R)
     return asked
 
 
-def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known: bool = False) -> dict[str, Constraint]:
+def resolve_hints(
+    hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known: bool = False
+) -> dict[str, Constraint]:
     """Value name → constraint. A later hint on the same value replaces an earlier one.
 
     ``known``: checked with an earlier program; patterns may match nothing here.
@@ -134,14 +226,18 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known:
     Raises :class:`HintError` if a pattern matches nothing, or a hint is invalid or impossible.
     """
     constraints: dict[str, Constraint] = {}
-    for pattern, given in in_space(hints, mesh).items():
-        hint = {axis: of_torch(p) for axis, p in given.items()} if isinstance(given, Mapping) else of_torch(given)
+    for pattern, given in without_micro_batch_axis(hints, mesh).items():
+        hint = (
+            {axis: from_torch_placement(p) for axis, p in given.items()}
+            if isinstance(given, Mapping)
+            else from_torch_placement(given)
+        )
         _check_hint(pattern, hint, mesh)
-        targets = _targets(pattern, hint, graph)
+        targets = _hint_targets(pattern, hint, graph)
         if targets is None:
             if known:
                 continue
-            raise HintError(_unknown(pattern, graph))
+            raise HintError(_unmatched_hint_text(pattern, graph))
         for name, kind, asked in targets:
             value = module_output(graph, name) if kind == "module" else _input_named(graph, name)
             constraint = _constraint(pattern, name, asked, mesh)
@@ -151,12 +247,12 @@ def resolve(hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh, *, known:
     return constraints
 
 
-def in_time(
+def micro_batch_placements(
     hints: Mapping[str, Any] | None, graph: Graph, mesh: Mesh | None = None, *, known: bool = False
 ) -> dict[str, Placement]:
     """Input name → the dim that micro-batches divide, from hints on axis ``"micro_batch"``.
 
-    ``known``: see :func:`resolve`. Raises :class:`HintError` like it, for a pattern that names no
+    ``known``: see :func:`resolve_hints`. Raises :class:`HintError` like it, for a pattern that names no
     input, and if ``mesh`` has an axis of that name.
     """
     given = {pattern: hint for pattern, hint in (hints or {}).items() if isinstance(hint, Mapping)}
@@ -165,7 +261,7 @@ def in_time(
         raise HintError(
             f"hint {next(iter(given))!r} names axis {MICRO_BATCH!r}, which is time and an axis of the mesh: rename that"
         )
-    found = resolve(given, graph, Mesh({MICRO_BATCH: 1}), known=known)
+    found = resolve_hints(given, graph, Mesh({MICRO_BATCH: 1}), known=known)
     kinds = {i.name: i.kind for i in graph.inputs}
     for name, constraint in found.items():
         if kinds.get(name) != "input":
@@ -176,7 +272,7 @@ def in_time(
     return {name: dict(constraint.axes)[MICRO_BATCH] for name, constraint in found.items()}
 
 
-def in_space(hints: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any]:
+def without_micro_batch_axis(hints: Mapping[str, Any] | None, mesh: Mesh) -> dict[str, Any]:
     """``hints`` without their entries for axis ``"micro_batch"``."""
     found = {}
     for pattern, hint in (hints or {}).items():
@@ -205,26 +301,26 @@ def _check_hint(pattern: str, hint: Any, mesh: Mesh) -> None:
                 raise HintError(f"hint {pattern!r} names axis {axis!r}; the mesh has {', '.join(mesh.axes)}")
             if not isinstance(p, placement):
                 raise HintError(f"hint {pattern!r}: {p!r} on axis {axis!r} is not Shard(d), Replicate() or Partial()")
-    elif not isinstance(hint, placement) and hint not in STYLES:
+    elif not isinstance(hint, placement) and hint not in HINT_STYLES:
         raise HintError(
-            f"hint {pattern!r}: {hint!r} is not a hint. Use Shard(d), Replicate(), {', '.join(map(repr, STYLES))}, "
+            f"hint {pattern!r}: {hint!r} is not a hint. Use Shard(d), Replicate(), {', '.join(map(repr, HINT_STYLES))}, "
             "or {axis: placement}."
         )
 
 
-def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]] | None:
+def _hint_targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]] | None:
     """(name, kind, placement or {axis: placement}) of matches; None if nothing matches."""
     found: list[tuple[str, str, Any]] = []
     for kinds in (("parameter", "buffer"), ("input",)):
         for value in graph.inputs:
             names = [n for n in (value.fqn, *value.aliases) if n == pattern or fnmatch.fnmatchcase(n, pattern)]
             if value.kind in kinds and names:
-                found.append((value.fqn, value.kind, _styled(hint, value, graph, names[0].rpartition(".")[0])))
+                found.append((value.fqn, value.kind, _style_placement(hint, value, graph, names[0].rpartition(".")[0])))
         if found:
             return found
     running = modules_of(graph)
     matched = [m for m in running if fnmatch.fnmatchcase(m, pattern)]
-    matched = matched or [m for m in _holders(graph) if fnmatch.fnmatchcase(m, pattern)]
+    matched = matched or [m for m in _parent_modules(graph) if fnmatch.fnmatchcase(m, pattern)]
     if not matched:
         return None
     for module in matched:
@@ -241,11 +337,14 @@ def _targets(pattern: str, hint: Any, graph: Graph) -> list[tuple[str, str, Any]
         direct = [i for i in owned if any(n.rpartition(".")[0] == module for n in (i.fqn, *i.aliases))]
         if not (owned if hint == "replicate" else direct):
             raise HintError(f"hint {pattern!r}: module {module!r} has no parameters of its own to lay out {hint!r}")
-        found += [(i.fqn, i.kind, _styled(hint, i, graph, module)) for i in (owned if hint == "replicate" else direct)]
+        found += [
+            (i.fqn, i.kind, _style_placement(hint, i, graph, module))
+            for i in (owned if hint == "replicate" else direct)
+        ]
     return found
 
 
-def _styled(hint: Any, value: Input, graph: Graph, module: str) -> Any:
+def _style_placement(hint: Any, value: Input, graph: Graph, module: str) -> Any:
     """A style as a placement of this parameter: column-parallel shards output features."""
     if not isinstance(hint, str):
         return hint
@@ -254,19 +353,19 @@ def _styled(hint: Any, value: Input, graph: Graph, module: str) -> Any:
         return R
     if ndim == 1:
         return Shard(0)
-    return Shard(int((hint == "rowwise") != _is_table(value.name, graph, module)))
+    return Shard(int((hint == "rowwise") != _is_lookup_table(value.name, graph, module)))
 
 
-def _is_table(name: str, graph: Graph, module: str) -> bool:
+def _is_lookup_table(name: str, graph: Graph, module: str) -> bool:
     """Whether rows of it, or of a value of its shape made from it alone, are looked up.
 
     A tied table is what ``module`` reads it as.
     """
     made, shape = {name}, graph.types[name].shape
-    if own := [node.op in LOOK_UPS and node.inputs[0] == name for node in graph.uses[name] if node.fqn == module]:
+    if own := [node.op in LOOKUP_OPS and node.inputs[0] == name for node in graph.uses[name] if node.fqn == module]:
         return any(own)
     for node in graph.nodes:
-        if node.op in LOOK_UPS and node.inputs[0] in made:
+        if node.op in LOOKUP_OPS and node.inputs[0] in made:
             return True
         if node.inputs and made.issuperset(node.inputs):
             made.update(o for o in node.outputs if graph.types[o].shape == shape)
@@ -278,10 +377,10 @@ def modules_of(graph: Graph) -> list[str]:
     return list(dict.fromkeys(path for n in graph.nodes for path, _ in n.module_types if path))
 
 
-def _holders(graph: Graph) -> list[str]:
+def _parent_modules(graph: Graph) -> list[str]:
     """Paths of modules with parameters, buffers or running modules, as of ``nn.ModuleList``."""
     held = (n for i in graph.inputs if i.kind in ("parameter", "buffer") for n in (i.fqn, *i.aliases))
-    return holders([*held, *modules_of(graph)])
+    return enclosing_modules([*held, *modules_of(graph)])
 
 
 def _why_no_output(graph: Graph, module: str) -> str:
@@ -312,9 +411,9 @@ def module_output(graph: Graph, module: str) -> str:
     return inside[-1].outputs[-1]
 
 
-def _unknown(pattern: str, graph: Graph) -> str:
+def _unmatched_hint_text(pattern: str, graph: Graph) -> str:
     names = [n for i in graph.inputs if i.kind != "constant" for n in (i.fqn, *i.aliases)]
-    names += dict.fromkeys((*modules_of(graph), *_holders(graph)))
+    names += dict.fromkeys((*modules_of(graph), *_parent_modules(graph)))
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
     return (
         f"hint {pattern!r} matches no parameter, buffer, input or module. Nearest: "
@@ -322,7 +421,7 @@ def _unknown(pattern: str, graph: Graph) -> str:
     )
 
 
-def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
+def fixed_parameters(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constraint]:
     """Constraints that keep parameters (by fqn) in the layouts of an earlier compilation.
 
     Raises :class:`PlanError` if an owned or grouped parameter is read in a way that cannot use it.
@@ -342,13 +441,13 @@ def fixed(parameters: Mapping[str, Layout], graph: Graph) -> dict[str, Constrain
                     f'hints={{{value.fqn!r}: "replicate"}}{alike}, or like=, or compile in the state of this call (mode, '
                     "autocast, arguments), whose plan then serves the others."
                 )
-            placements = (canonical(p, grad) for p in layout.placements)  # I and R differ in the gradient
+            placements = (normalize_placement(p, grad) for p in layout.placements)  # I and R differ in the gradient
             axes = tuple(zip(layout.mesh.axes, placements, strict=True))
             found[value.name] = Constraint(value.fqn, value.fqn, axes)
     return found
 
 
-def comes_in(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout]:
+def given_input_layouts(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout]:
     """Layouts of arriving inputs by name. ``layouts``: per leaf of arguments; None: replicated.
 
     A dim whose length is read (dynamic) is replicated whatever its layout.
@@ -363,7 +462,7 @@ def comes_in(layouts: Sequence[Layout | None], graph: Graph) -> dict[str, Layout
     }
 
 
-def goes_out(states: Mapping[str, Layout], graph: Graph) -> dict[str, Layout]:
+def wanted_output_layouts(states: Mapping[str, Layout], graph: Graph) -> dict[str, Layout]:
     """Layouts wanted of outputs, by "out:i", from ``states`` by the next call's argument names.
     Outputs of pipeline stages are named "out:i" in ``states``, too."""
     if not states or graph.out_spec is None or graph.out_spec.num_leaves > len(graph.outputs):
@@ -376,7 +475,7 @@ def goes_out(states: Mapping[str, Layout], graph: Graph) -> dict[str, Layout]:
     return {f"out:{i}": states[name] for i, name in enumerate(names) if name in states}
 
 
-def held(tensors: Mapping[str, Layout] | None, graph: Graph) -> dict[str, Layout]:
+def kept_buffer_layouts(tensors: Mapping[str, Layout] | None, graph: Graph) -> dict[str, Layout]:
     """Layouts of buffers kept since an earlier compilation, by name."""
     known = tensors or {}
     return {i.name: known[i.fqn] for i in graph.inputs if i.kind == "buffer" and i.fqn in known}

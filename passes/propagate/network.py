@@ -1,73 +1,111 @@
 """The cost network of a graph: one variable per choice, tables of seconds between them.
 
 Variables: an operation's strategy (one per mesh axis, combined), an input's layout, and the
-*shared* layout from which several readers of a value convert. So one redistribution serves readers
-of equal layout, and the network stays pairwise. Costs are seconds: an operation's compute on local
-shapes, forward and backward, and the redistribution along an edge. Redistributions of parameters
-overlap with compute (:mod:`.prices.step_time`). With a memory limit variables have tags
-(:mod:`.keep`), and tables of bytes stand beside those of seconds.
-"""
+*shared* layout from which several readers of a value convert. So one redistribution serves
+readers of equal layout, and the network stays pairwise. Costs are seconds: an operation's compute
+on local shapes, forward and backward, and the redistribution along an edge. Redistributions of
+parameters overlap with compute (:mod:`.prices.overlap`). With a memory limit variables have tags
+(:mod:`.activation_memory`), and tables of bytes stand beside those of seconds.
+
+Variables in the same place of repeated modules have one label, so that the search may tie their
+choices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from autoshard.layout import I, Layout, Placement, R
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Placements, stated
+from autoshard.passes.ir.assignment import Placements, input_layout
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.memory import optimizer_bytes
-from autoshard.passes.propagate.alike import alike
-from autoshard.passes.propagate.edges import EdgeTables
-from autoshard.passes.propagate.exchanges import exchanges
-from autoshard.passes.propagate.hints import Constraint, Limit
-from autoshard.passes.propagate.keep import AGAIN, KeepTables, Side, is_passive, passive_tags, tail_of
-from autoshard.passes.propagate.links import Link, readings
+from autoshard.passes.ir.text import block_path
+from autoshard.passes.propagate.activation_memory import (
+    RECONVERTED,
+    EdgeSide,
+    SavedTensorTables,
+    is_memory_view,
+    nodes_after_blocks,
+    passive_tags,
+)
+from autoshard.passes.propagate.edges import EdgeTables, ValueEdge, operand_reads
+from autoshard.passes.propagate.embedding_tables import exchange_pricings
+from autoshard.passes.propagate.hints import Constraint, DimLimit, candidate_placements, fixed_placements, free_buffers
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
-from autoshard.passes.propagate.prices import cost as costs
-from autoshard.passes.propagate.prices.hiding import Stepped, stepped, stepping
-from autoshard.passes.propagate.prices.joined import Ways
-from autoshard.passes.propagate.prices.step_time import Parts
-from autoshard.passes.propagate.prices.waiting import update_seconds
-from autoshard.passes.propagate.states import fixed_states, free_states, placeable
+from autoshard.passes.propagate.prices import roofline as costs
+from autoshard.passes.propagate.prices.coalescing import GroupedConversions
+from autoshard.passes.propagate.prices.collective_overheads import update_seconds
+from autoshard.passes.propagate.prices.overlap import StepParts, StepTables, network_of_steps, tables_of_step
 from autoshard.passes.rules.facts import can_redraw
-from autoshard.passes.search import CostNetwork, Row
-from autoshard.passes.search.folded import Folded
+from autoshard.passes.search import CostNetwork, LinearRow
+from autoshard.passes.search.arrays import CompactMatrix
 
-Offer = Callable[[Node], tuple[int, ...]]
+
+@lru_cache(maxsize=4096)
+def _block_kind(block: str) -> str:
+    """A block's path without its number."""
+    return re.sub(r"\d+$", "", block)
+
+
+def repetition_labels(graph: Graph, variables: Iterable[str]) -> tuple[Hashable | None, ...]:
+    """Per variable its place in its block, without the block's number; None: outside all blocks.
+
+    Place of an operation: how many precede it in its block; of a parameter: its name there. Blocks
+    of equal labels may differ; the search compares their tables.
+    """
+    places: dict[str, Hashable] = {}
+    counts: Counter[str] = Counter()
+    for node in graph.nodes:
+        block = block_path(node.fqn)
+        if block:
+            kind, number = _block_kind(block), counts[block]
+            counts[block] += 1
+            places[f"node:{node.name}"] = kind, number
+            places.update((f"shared:{name}", (kind, number, slot)) for slot, name in enumerate(node.outputs))
+    for value in graph.inputs:
+        if value.kind == "parameter" and (block := block_path(value.fqn)):
+            place = _block_kind(block), value.fqn.removeprefix(block)
+            places[value.name], places[f"shared:{value.name}"] = place, ("shared", *place)
+    return tuple(places.get(name) for name in variables)
+
+
+StateOffer = Callable[[Node], tuple[int, ...]]
 """the recompute states that an operation may have"""
 
 
-ZERO = Parts()
+NO_SECONDS = StepParts()
 
 
-class _Reader(NamedTuple):
-    """A reader of a value; see :class:`~autoshard.passes.propagate.links.Reading`."""
+class _ValueReader(NamedTuple):
+    """A reader of a value; see :class:`~autoshard.passes.propagate.edges.OperandRead`."""
 
     variable: str
-    side: Side
+    side: EdgeSide
     mask: np.ndarray | None = None
     spared: np.ndarray | None = None
-    ways: Ways | None = None
+    ways: GroupedConversions | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Variable:
+class NetworkVariable:
     """A choice of the network. State number = place of its tag × number of choices + choice."""
 
     choices: tuple[Any, ...]
     """strategies of an operation, or placements of a value"""
     tags: tuple[int, ...] = (0,)
-    parts: Parts = ZERO
+    parts: StepParts = NO_SECONDS
     """seconds, per state"""
     kept: np.ndarray | None = None
     """bytes held at the end of the forward, per state"""
-    stays: np.ndarray | None = None
+    at_backward_end: np.ndarray | None = None
     """bytes held at the end of the backward, per state"""
     stages: tuple[int, ...] = ()
     """ZeRO stage of each tag; only of parameters, or of their shared layout if there is one"""
@@ -79,82 +117,84 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltNetwork:
     """A network with its overlap rows, and its memory rows if memory is limited."""
 
     network: CostNetwork
-    hiding: tuple[Row, ...]
-    kept: tuple[Row, ...] = ()
+    hiding: tuple[LinearRow, ...]
+    kept: tuple[LinearRow, ...] = ()
     """bytes at the end of the forward, and of the backward; callers set the limits"""
     alike: tuple[Hashable | None, ...] = ()
     """per variable: label shared by the same place of equal modules; None: unique"""
 
 
 @dataclass
-class Network:
+class LayoutNetwork:
     """Builder of the cost network. ``offer``: recompute states; None: no memory rows."""
 
     graph: Graph
     mesh: Mesh
-    constraints: Mapping[str, Constraint | Limit]
+    constraints: Mapping[str, Constraint | DimLimit]
     spaces: OpSpaces
-    keeps: KeepTables
-    offer: Offer | None = None
+    keeps: SavedTensorTables
+    offer: StateOffer | None = None
     optimizer: str = "adamw"
     given: Mapping[str, Layout] = field(default_factory=dict)
     """layouts of inputs that arrive sharded, and layouts wanted of outputs, as "out:i" """
     stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """parameter → ZeRO stages on offer; default (0,)"""
-    flying: int = 1
+    micro_batches_held: int = 1
     """micro-batches in flight: each keeps its activations"""
     carried: frozenset[str] = frozenset()  # inputs whose layout the search chooses, like a parameter's
-    variables: dict[str, Variable] = field(default_factory=dict)
+    variables: dict[str, NetworkVariable] = field(default_factory=dict)
     """by name: a value, "node:…", "shared:…", "out:i", "way:i" """
-    links: list[Link] = field(default_factory=list)
-    calls: list[tuple[str, str, Parts]] = field(default_factory=list)
+    links: list[ValueEdge] = field(default_factory=list)
+    calls: list[tuple[str, str, StepParts]] = field(default_factory=list)
     """of grouped look-ups: (variable of the group, variable of a look-up, seconds)"""
     known: dict[Any, Any] = field(default_factory=dict)
     """interned objects: equal layers share identical tables"""
 
     def __post_init__(self) -> None:
-        self.views = frozenset(n.name for n in self.graph.nodes if is_passive(n))
-        self.tail = tail_of(self.graph) if self.offer is not None else frozenset()
-        self.free = free_states(self.graph, self.given, self.constraints) | self.carried
+        self.views = frozenset(n.name for n in self.graph.nodes if is_memory_view(n))
+        self.tail = nodes_after_blocks(self.graph) if self.offer is not None else frozenset()
+        self.free = free_buffers(self.graph, self.given, self.constraints) | self.carried
         """buffers whose layout the search chooses, like a parameter's"""
 
-    def build(self, tables: EdgeTables) -> Built:
+    def build(self, tables: EdgeTables) -> BuiltNetwork:
         """Create variables and edges, then their tables."""
         self._variables()
         tables.collect(self.links)
         hides = self.mesh.overlap, self.graph.passes
-        own: dict[Any, Stepped] = {}
-        made: dict[Any, tuple[Stepped, Folded | None]] = {}
+        own: dict[Any, StepTables] = {}
+        made: dict[Any, tuple[StepTables, CompactMatrix | None]] = {}
         for v in self.variables.values():
             if (id(v.parts), v.size) not in own:
-                own[id(v.parts), v.size] = stepped(v.parts, (v.size,), *hides)
+                own[id(v.parts), v.size] = tables_of_step(v.parts, (v.size,), *hides)
         keys = [tables.key(link) for link in self.links]
         for link, key in zip(self.links, keys, strict=True):
             if key not in made:  # unfolded parts are several times as large: not kept
-                found = tables.of(link, self.offer is not None, self.flying)
-                made[key] = stepped(found.parts, found.shape, *hides, (found.rows, found.columns)), found.held
+                found = tables.of(link, self.offer is not None, self.micro_batches_held)
+                made[key] = tables_of_step(found.parts, found.shape, *hides, (found.rows, found.columns)), found.held
         between = [made[key] for key in keys]
         numbers = {name: i for i, name in enumerate(self.variables)}
         edges = [(numbers[x.source], numbers[x.reader], e) for x, (e, _) in zip(self.links, between, strict=True)]
         for way, look_up, parts in self.calls:
-            edges.append((numbers[way], numbers[look_up], stepped(parts, parts.blocking.shape, *hides)))
+            edges.append((numbers[way], numbers[look_up], tables_of_step(parts, parts.blocking.shape, *hides)))
         nodes = [own[id(v.parts), v.size] for v in self.variables.values()]
-        network, hiding = stepping(nodes, edges, *hides)
+        network, hiding = network_of_steps(nodes, edges, *hides)
         if self.offer is None:
-            return Built(network, hiding, alike=alike(self.graph, self.variables))
+            return BuiltNetwork(network, hiding, alike=repetition_labels(self.graph, self.variables))
         held = (*(held for _, held in between), *[None] * len(self.calls))
-        kept = Row(tuple(v.kept for v in self.variables.values()), held, math.inf)
-        stays = Row(tuple(v.stays for v in self.variables.values()), (None,) * len(edges), math.inf)
-        return Built(network, hiding, (kept, stays), alike(self.graph, self.variables))
+        kept = LinearRow(tuple(v.kept for v in self.variables.values()), held, math.inf)
+        at_backward_end = LinearRow(
+            tuple(v.at_backward_end for v in self.variables.values()), (None,) * len(edges), math.inf
+        )
+        return BuiltNetwork(network, hiding, (kept, at_backward_end), repetition_labels(self.graph, self.variables))
 
     def _variables(self) -> None:
         graph = self.graph
         needed = self._needed()
-        readers: dict[str, list[_Reader]] = {n: [] for n in graph.types}
+        readers: dict[str, list[_ValueReader]] = {n: [] for n in graph.types}
         for node in graph.nodes:
             space = self.spaces[node]
             tags = self._tags(node, needed)
@@ -164,44 +204,44 @@ class Network:
         for i, out in enumerate(graph.outputs):
             if isinstance(out, Ref):
                 states = self._output_states(out.name, self.given.get(f"out:{i}"))
-                self.variables[f"out:{i}"] = Variable(states)
-                readers[out.name].append(_Reader(f"out:{i}", Side(states)))
+                self.variables[f"out:{i}"] = NetworkVariable(states)
+                readers[out.name].append(_ValueReader(f"out:{i}", EdgeSide(states)))
         for fqn, name in graph.mutations.items():
             old = graph.states.get(fqn)
             if old in self.free:
                 if old != name:
-                    readers[name].append(_Reader(old, Side(self._input_states(old, "buffer"))))
+                    readers[name].append(_ValueReader(old, EdgeSide(self._input_states(old, "buffer"))))
                 continue
             placed = (R,) * self.mesh.ndim if old is None else self._stated(old).without_gradient().placements
-            states = self._once(("mutation", placed), (placed,))
-            self.variables[f"mutation:{fqn}"] = Variable(states)
-            readers[name].append(_Reader(f"mutation:{fqn}", Side(states)))
+            states = self._interned(("mutation", placed), (placed,))
+            self.variables[f"mutation:{fqn}"] = NetworkVariable(states)
+            readers[name].append(_ValueReader(f"mutation:{fqn}", EdgeSide(states)))
         for value in graph.inputs:
             states = self._input_states(value.name, value.kind)
             stages = self._stages(value.name) if len(readers[value.name]) == 1 else ()
             self.variables[value.name] = self._input(value.name, states, stages)
-            side = Side(states, (0,) * max(1, len(stages)), fixed=True, stages=stages)
+            side = EdgeSide(states, (0,) * max(1, len(stages)), fixed=True, stages=stages)
             self._connect(value.name, side, value.name, readers[value.name], needed)
         for node in graph.nodes:
             for slot, name in enumerate(node.outputs):
                 side = self._definition(node, slot, self.variables[f"node:{node.name}"].tags)
                 self._connect(f"node:{node.name}", side, name, readers[name], needed)
-        self._ways()
-        self._in_order()
+        self._lookup_groups()
+        self._sort_variables()
 
-    def _ways(self) -> None:
+    def _lookup_groups(self) -> None:
         """Variables of grouped look-ups: the way that most look-ups of a group go."""
-        for i, of in enumerate(exchanges(self.graph, self.mesh, self.optimizer)):
+        for i, of in enumerate(exchange_pricings(self.graph, self.mesh, self.optimizer)):
             found = of.group([self.spaces[node] for node in of.nodes])
             if found is None:
                 continue
-            self.variables[f"way:{i}"] = Variable(found.ways, parts=Parts(blocking=found.seconds))
+            self.variables[f"way:{i}"] = NetworkVariable(found.ways, parts=StepParts(blocking=found.seconds))
             for node, parts in zip(of.nodes, found.more, strict=True):
                 look_up = f"node:{node.name}"
                 tags = len(self.variables[look_up].tags)
-                self.calls.append((f"way:{i}", look_up, Parts(*(np.tile(x, tags) if x.ndim else x for x in parts))))
+                self.calls.append((f"way:{i}", look_up, StepParts(*(np.tile(x, tags) if x.ndim else x for x in parts))))
 
-    def _in_order(self) -> None:
+    def _sort_variables(self) -> None:
         """Sort variables next to their neighbours in program order, for the search to eliminate."""
         place = {f"node:{node.name}": float(i) for i, node in enumerate(self.graph.nodes)}
         for link in self.links:
@@ -238,9 +278,9 @@ class Network:
         offered = self.offer(node)
         return passive_tags(not needed.isdisjoint(node.outputs), any(offered), 0 in offered)
 
-    def _operation(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Variable:
+    def _operation(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> NetworkVariable:
         if self.offer is None:
-            return Variable(space.choices, tags, space.parts)
+            return NetworkVariable(space.choices, tags, space.parts)
         key = ("operation", id(space), tags, node.name in self.views, node.name in self.tail)
         if key not in self.known:
             passive, keeps = node.name in self.views, self.keeps.of(node, space)
@@ -248,33 +288,33 @@ class Network:
             own = keeps.private.copy()
             for slot, saves in enumerate(keeps.results):
                 own += np.where(saves, self.bytes(node.outputs[slot], space.outputs[slot]), 0.0)
-            own *= self.flying  # one micro-batch works at a time
+            own *= self.micro_batches_held  # one micro-batch works at a time
             again = [not passive and (tag == 2 or (tag == 1 and can_redraw(node))) for tag in tags]
             each = [space.parts + space.again if a else space.parts for a in again]
-            parts = Parts(*(np.concatenate(x) if x[0].ndim else x[0] for x in zip(*each, strict=True)))
+            parts = StepParts(*(np.concatenate(x) if x[0].ndim else x[0] for x in zip(*each, strict=True)))
             kept = np.concatenate([np.zeros_like(own) if passive else work if a else own + work for a in again])
             self.known[key] = parts, kept if kept.any() else None
-        return Variable(space.choices, tags, *self.known[key])
+        return NetworkVariable(space.choices, tags, *self.known[key])
 
-    def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Iterator[tuple[str, _Reader]]:
+    def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Iterator[tuple[str, _ValueReader]]:
         key = ("reads", id(space), tags, self.offer is None)
         if key not in self.known:  # equal nodes have equal readers
-            found = list(readings(node, space))
+            found = list(operand_reads(node, space))
             keeps = [self.keeps.of(node, space).saves(node, x.position, space) if self.offer else None for x in found]
-            sides = [Side(x.placed, tags, node.name in self.views, k) for x, k in zip(found, keeps, strict=True)]
+            sides = [EdgeSide(x.placed, tags, node.name in self.views, k) for x, k in zip(found, keeps, strict=True)]
             self.known[key] = [(x.position, side, *x[3:]) for x, side in zip(found, sides, strict=True)]
         variable = f"node:{node.name}"
         for position, *rest in self.known[key]:
-            yield node.inputs[position], _Reader(variable, *rest)
+            yield node.inputs[position], _ValueReader(variable, *rest)
 
-    def _definition(self, node: Node, slot: int, tags: tuple[int, ...]) -> Side:
+    def _definition(self, node: Node, slot: int, tags: tuple[int, ...]) -> EdgeSide:
         space = self.spaces[node]
         key = ("definition", id(space), slot, tags, self.offer is None)
         if key not in self.known:
             holds = self.keeps.of(node, space).results[slot] if self.offer is not None else None
             held = holds if holds is not None and holds.any() else None
-            self.known[key] = Side(space.outputs[slot], tags, node.name in self.views, holds=held)
-        side: Side = self.known[key]
+            self.known[key] = EdgeSide(space.outputs[slot], tags, node.name in self.views, holds=held)
+        side: EdgeSide = self.known[key]
         return side
 
     # --- edges ---
@@ -282,9 +322,9 @@ class Network:
     def _connect(
         self,
         variable: str,
-        defined: Side,
+        defined: EdgeSide,
         value: str,
-        readers: list[_Reader],
+        readers: list[_ValueReader],
         needed: frozenset[str],
     ) -> None:
         """Edges from a definition to its readers; several readers share a layout variable."""
@@ -296,7 +336,7 @@ class Network:
                 states = constraint.allowed(states, self.graph.types[value], self.mesh)
             tags: tuple[int, ...] = (0,)
             if self.offer is not None:
-                again = any(AGAIN in r.side.tags for r in readers)
+                again = any(RECONVERTED in r.side.tags for r in readers)
                 saving = [r.side.tags for r in readers if r.side.saves is not None and r.side.saves.any()]
                 pinned = all(1 in tags and 0 not in tags for tags in saving)  # nobody keeps a copy, so none is kept
                 copies = again and value not in self.graph.parameters
@@ -305,11 +345,13 @@ class Network:
             if stages:
                 tags, stages = tags * len(stages), tuple(s for s in stages for _ in tags)
             shared, passive = f"shared:{value}", self.offer is not None
-            self.variables[shared] = Variable(states, tags, stages=stages)
-            self.links.append(Link(variable, defined, shared, Side(states, tags, passive, stages=stages), value))
-            variable, defined = shared, Side(states, tags, passive, fixed=fixed, stages=stages)
+            self.variables[shared] = NetworkVariable(states, tags, stages=stages)
+            self.links.append(
+                ValueEdge(variable, defined, shared, EdgeSide(states, tags, passive, stages=stages), value)
+            )
+            variable, defined = shared, EdgeSide(states, tags, passive, fixed=fixed, stages=stages)
         for reader, side, mask, spared, ways in readers:
-            self.links.append(Link(variable, defined, reader, side, value, mask, spared, ways))
+            self.links.append(ValueEdge(variable, defined, reader, side, value, mask, spared, ways))
 
     def _shared_states(
         self, value: str, defined: Sequence[Placements], read: Sequence[Sequence[Placements]]
@@ -321,7 +363,7 @@ class Network:
             for placed in read:
                 union.update(dict.fromkeys(placed))
             if asked:
-                union.update(dict.fromkeys(placeable(self.graph.types[value], self.mesh)))
+                union.update(dict.fromkeys(candidate_placements(self.graph.types[value], self.mesh)))
             self.known[key] = tuple(union)
         states: tuple[Placements, ...] = self.known[key]
         return states
@@ -329,19 +371,19 @@ class Network:
     # --- inputs and outputs ---
 
     def _stated(self, name: str) -> Layout:
-        return stated(name, self.graph, self.mesh, self.given)
+        return input_layout(name, self.graph, self.mesh, self.given)
 
     def _stages(self, value: str) -> tuple[int, ...]:
         """ZeRO stages on offer for a parameter; () for other values."""
         return self.stages.get(value, (0,)) if value in self.graph.parameters else ()
 
-    def _input(self, name: str, states: tuple[Placements, ...], stages: tuple[int, ...]) -> Variable:
+    def _input(self, name: str, states: tuple[Placements, ...], stages: tuple[int, ...]) -> NetworkVariable:
         type_, count = self.graph.types[name], max(1, len(stages))
         if name in self.free:
             size = self.bytes(name, states)
-            return Variable(states, kept=size, stays=size)
+            return NetworkVariable(states, kept=size, at_backward_end=size)
         if name not in self.graph.parameters:
-            return Variable(states)
+            return NetworkVariable(states)
         key = ("parameter", type_, id(states), count)
         if key not in self.known:
             trained = type_.grad and self.graph.training
@@ -350,25 +392,27 @@ class Network:
             state = np.array([optimizer_bytes(self.optimizer, x, type_.kept.dtype) if trained else 0.0 for x in shapes])
             on = self.graph, self.mesh
             seconds = np.array([update_seconds(self.optimizer, type_, placed, *on) for placed in states])
-            left = costs.row_bytes(type_, states, self.mesh) if type_.sparse else size
-            skew = np.array([costs.skew(type_, placed, self.mesh) for placed in states])
+            left = costs.sparse_gradient_bytes(type_, states, self.mesh) if type_.sparse else size
+            skew = np.array([costs.owner_imbalance(type_, placed, self.mesh) for placed in states])
             size, state, left = size * skew, state * skew, left * skew
-            parts = Parts(once=np.tile(seconds, count)) if type_.grad else ZERO
-            stays = size + state + (left if trained else 0.0)
-            held = stays if self.graph.passes > 1 else size + state  # gradients of earlier passes are held, too
-            self.known[key] = parts, np.tile(held, count), np.tile(stays, count)
-        parts, kept, stays = self.known[key]
-        return Variable(states, (0,) * count, parts, kept, stays, stages)
+            parts = StepParts(once=np.tile(seconds, count)) if type_.grad else NO_SECONDS
+            at_backward_end = size + state + (left if trained else 0.0)
+            held = (
+                at_backward_end if self.graph.passes > 1 else size + state
+            )  # gradients of earlier passes are held, too
+            self.known[key] = parts, np.tile(held, count), np.tile(at_backward_end, count)
+        parts, kept, at_backward_end = self.known[key]
+        return NetworkVariable(states, (0,) * count, parts, kept, at_backward_end, stages)
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
         """Layouts of an input: as given (default replicated); parameters, states: maybe sharded."""
         whole = I if (type_ := self.graph.types[name]).grad else R
         if kind != "parameter" and name not in self.free:
             placed = self._stated(name).placements
-            return self._once(("given", placed), (placed,))
+            return self._interned(("given", placed), (placed,))
         key = ("parameter", type_, constraint := self.constraints.get(name))
         if key not in self.known:
-            every = placeable(type_, self.mesh, replicated=whole) + fixed_states(type_, self.mesh)
+            every = candidate_placements(type_, self.mesh, replicated=whole) + fixed_placements(type_, self.mesh)
             self.known[key] = every if constraint is None else constraint.allowed(every, type_, self.mesh, whole)
         states: tuple[Placements, ...] = self.known[key]
         return states
@@ -376,21 +420,21 @@ class Network:
     def _output_states(self, name: str, asked: Layout | None) -> tuple[Placements, ...]:
         """Layouts of an output, ``asked`` if possible. Scalars are replicated; no partial sums."""
         type_ = self.graph.types[name]
-        states = placeable(type_, self.mesh, replicated=I if type_.grad else R)
+        states = candidate_placements(type_, self.mesh, replicated=I if type_.grad else R)
         if self.spaces.asked and name in self.graph.producers:
-            made = [{*row, R, I} for row in self._made(name)]
+            made = [{*row, R, I} for row in self._producible_placements(name)]
             states = tuple(s for s in states if all(p in m for p, m in zip(s, made, strict=True)))
         if asked is not None and asked.placements in states:
-            return self._once(("output", asked.placements), (asked.placements,))
-        return self._once(("output", states), states)
+            return self._interned(("output", asked.placements), (asked.placements,))
+        return self._interned(("output", states), states)
 
-    def _made(self, name: str) -> tuple[frozenset[Placement], ...]:
+    def _producible_placements(self, name: str) -> tuple[frozenset[Placement], ...]:
         """Per mesh axis the placements in which the producer can make a value."""
         node = self.graph.producers[name]
         states = self.spaces[node].outputs[node.outputs.index(name)]
         return tuple(frozenset(s[axis] for s in states) for axis in range(self.mesh.ndim))
 
-    def _once(self, key: Any, states: tuple[Placements, ...]) -> tuple[Placements, ...]:
+    def _interned(self, key: Any, states: tuple[Placements, ...]) -> tuple[Placements, ...]:
         """One tuple object per key."""
         found: tuple[Placements, ...] = self.known.setdefault(key, states)
         return found

@@ -14,21 +14,24 @@ import numpy as np
 from autoshard.errors import RuleError
 from autoshard.layout import Partial, Placement
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Placements, Strategy, canonical, laid_out, together
+from autoshard.passes.ir.analyses import node_signature
+from autoshard.passes.ir.assignment import Placements, Strategy, cached_layout, can_combine_axes, normalize_placement
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.known import signature
-from autoshard.passes.ir.program import Internal
-from autoshard.passes.propagate.prices import cost as costs
-from autoshard.passes.propagate.prices.fusion import Traffic, traffic
-from autoshard.passes.propagate.prices.joined import Ways
-from autoshard.passes.propagate.prices.step_time import Parts
-from autoshard.passes.propagate.prices.waiting import NOBODY, Waits, waiting
+from autoshard.passes.ir.program import InternalCollective
+from autoshard.passes.propagate.prices import roofline as costs
+from autoshard.passes.propagate.prices.coalescing import GroupedConversions
+from autoshard.passes.propagate.prices.collective_overheads import NO_SKEW, SkewSeconds, synchronization_skew
+from autoshard.passes.propagate.prices.overlap import StepParts
+from autoshard.passes.propagate.prices.roofline import Traffic, fused_traffic
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.base import Site
-from autoshard.passes.rules.exact import exact, is_single_in_double
-from autoshard.passes.rules.factors import whole
-from autoshard.passes.rules.families.parts import in_parts
-from autoshard.passes.rules.rigid import is_rigid, leaves_whole
+from autoshard.passes.rules.base import Site, unsharded_strategies
+from autoshard.passes.rules.families.splits import segment_strategies
+from autoshard.passes.rules.restrictions import (
+    bit_exact_strategies,
+    is_single_in_double,
+    keeps_unknown_unsharded,
+    needs_full_tensors,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,19 +52,19 @@ class OpSpace:
     inputs: tuple[tuple[Placements, ...], ...]
     """per operand, per choice"""
     outputs: tuple[tuple[Placements, ...], ...]
-    ways: Ways | None = None
+    ways: GroupedConversions | None = None
     """conversions of operands that share a message; None: none do"""
 
     @cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> StepParts:
         """Seconds of every choice."""
         launches = self.launches.sum(axis=0)
-        return Parts(self.compute.sum(axis=0) - launches, launches, self.inside.sum(axis=0))
+        return StepParts(self.compute.sum(axis=0) - launches, launches, self.inside.sum(axis=0))
 
     @cached_property
-    def again(self) -> Parts:
+    def again(self) -> StepParts:
         """Seconds to recompute every choice."""
-        return Parts(self.compute[0] - self.launches[0], self.launches[0], self.inside_again)
+        return StepParts(self.compute[0] - self.launches[0], self.launches[0], self.inside_again)
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -70,7 +73,7 @@ class OpSpace:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class OpRequest:
     """What a named strategy asks of an operation on one mesh axis: factors to shard, or none.
 
     If sizes do not allow it, the operation runs unsharded.
@@ -84,27 +87,27 @@ class Asked:
     """whether operands may be partial sums"""
     invariant: bool = True
     """whether unsharded work may have replicated gradients (I), not only partial ones"""
-    instead: frozenset[str] = frozenset()
+    fallback: frozenset[str] = frozenset()
     """factors to shard if ``cuts`` is impossible"""
 
     def allows(self, strategy: Strategy) -> bool:
         if strategy.divides:
-            return strategy.factor in self.cuts | self.instead
+            return strategy.factor in self.cuts | self.fallback
         if strategy.label == "I" and not self.invariant:
             return False
         return self.sums or not any(isinstance(p, Partial) for p in strategy.inputs)
 
 
-AskedOf = tuple[Asked | None, ...]
+OpRequests = tuple[OpRequest | None, ...]
 """per mesh axis; None: free"""
 
 
-class _Priced(NamedTuple):
+class _PricedChoice(NamedTuple):
     choice: tuple[Strategy, ...]
     placed: tuple[Placements, ...]
     """of operands, then of results"""
-    compute: costs.Seconds
-    inside: costs.Inside
+    compute: costs.PhaseSeconds
+    inside: costs.InternalSeconds
     spared: Mapping[int, float]
 
     @property
@@ -113,15 +116,20 @@ class _Priced(NamedTuple):
 
 
 def op_space(
-    node: Node, graph: Graph, mesh: Mesh, asked: AskedOf = (), traffic: Traffic | None = None, waits: Waits = NOBODY
+    node: Node,
+    graph: Graph,
+    mesh: Mesh,
+    asked: OpRequests = (),
+    traffic: Traffic | None = None,
+    waits: SkewSeconds = NO_SKEW,
 ) -> OpSpace:
     """Feasible combinations of per-axis strategies; of equal layouts only the cheapest.
 
-    ``asked``: restrictions; ``traffic``: :func:`costs.node_seconds`; ``waits``: :func:`waiting`.
+    ``asked``: restrictions; ``fused_traffic``: :func:`costs.node_seconds`; ``waits``: :func:`synchronization_skew`.
     """
-    best: dict[Any, _Priced] = {}
-    for choices in _as_asked(_combined(node, graph, mesh, asked), asked or (None,) * mesh.ndim):
-        best = _priced(choices, node, graph, mesh, traffic, waits)
+    best: dict[Any, _PricedChoice] = {}
+    for choices in _request_tiers(_feasible_choices(node, graph, mesh, asked), asked or (None,) * mesh.ndim):
+        best = _cheapest_by_layout(choices, node, graph, mesh, traffic, waits)
         if best:
             break
     placed = [tuple(found.placed[i] for found in best.values()) for i in range(len(node.inputs) + len(node.outputs))]
@@ -140,16 +148,16 @@ def op_space(
     )
 
 
-def _combined(node: Node, graph: Graph, mesh: Mesh, asked: AskedOf) -> list[tuple[Strategy, ...]]:
+def _feasible_choices(node: Node, graph: Graph, mesh: Mesh, asked: OpRequests) -> list[tuple[Strategy, ...]]:
     per_axis = axis_strategies(node, graph)
     wanted = asked or (None,) * mesh.ndim
     allowed = [[s for s in per_axis if a is None or a.allows(s)] for a in wanted]
-    fitting = (_fitting(strategies, ranks) for strategies, ranks in zip(allowed, mesh.shape, strict=True))
+    fitting = (_strategies_for_ranks(strategies, ranks) for strategies, ranks in zip(allowed, mesh.shape, strict=True))
     free = not any(s.apart or s.innermost or s.in_parts for s in per_axis)
-    return [choice for choice in itertools.product(*fitting) if fits(choice, mesh, free)]
+    return [choice for choice in itertools.product(*fitting) if is_feasible(choice, mesh, free)]
 
 
-def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterator[list[tuple[Strategy, ...]]]:
+def _request_tiers(choices: Sequence[tuple[Strategy, ...]], asked: OpRequests) -> Iterator[list[tuple[Strategy, ...]]]:
     """Tiers of choices: first those sharded along most axes that ask for it, then one axis less.
 
     One tier if several axes ask for the same factor and the best choices need a layout of their own
@@ -159,7 +167,7 @@ def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterat
     for choice in choices:
         pairs = [(s, a) for s, a in zip(choice, asked, strict=True) if a is not None]
         whole_axes = sum(not a.optional and bool(a.cuts) and not s.divides for s, a in pairs)
-        found.setdefault((whole_axes, sum(s.factor in a.instead for s, a in pairs)), []).append(choice)
+        found.setdefault((whole_axes, sum(s.factor in a.fallback for s, a in pairs)), []).append(choice)
     tiers = [found[n] for n in sorted(found)]
     several = any(a and b and a.cuts & b.cuts for a, b in itertools.combinations(asked, 2))
     if several and tiers and all(any(s.alone or s.in_parts for s in choice) for choice in tiers[0]):
@@ -167,34 +175,36 @@ def _as_asked(choices: Sequence[tuple[Strategy, ...]], asked: AskedOf) -> Iterat
     yield from tiers
 
 
-def _priced(
+def _cheapest_by_layout(
     choices: Sequence[tuple[Strategy, ...]],
     node: Node,
     graph: Graph,
     mesh: Mesh,
     traffic: Traffic | None,
-    waits: Waits,
-) -> dict[Any, _Priced]:
+    waits: SkewSeconds,
+) -> dict[Any, _PricedChoice]:
     """Layouts of operands and results (as numbers) → the cheapest choice with them."""
     types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
     flops = costs.node_flops(node, graph, rule_for(node.op))
-    asks, seconds = _asks_others(node), costs.by_shapes(node, graph, mesh, flops, traffic)
+    asks, seconds = _has_internal_collectives(node), costs.node_timer(node, graph, mesh, flops, traffic)
     double = is_single_in_double(node, graph)
-    best: dict[Any, _Priced] = {}
-    for choice, key, placed, shapes in _lying(choices, types, mesh):
+    best: dict[Any, _PricedChoice] = {}
+    for choice, key, placed, shapes in _with_local_shapes(choices, types, mesh):
         inside = internal_collectives(node, graph, mesh, choice, placed) if asks else ()
         if inside and double:
             continue
-        compute = seconds(choice, shapes).longer(waits.share)
+        compute = seconds(choice, shapes).slowed_by(waits.share)
         always = [c for c in inside if c.spared is None]
         spared = {c.spared: costs.internal_cost(c, mesh, waits.message)[1] for c in inside if c.spared is not None}
-        found = _Priced(choice, placed, compute, costs.inside_seconds(always, mesh, compute, waits.message), spared)
+        found = _PricedChoice(
+            choice, placed, compute, costs.inside_seconds(always, mesh, compute, waits.message), spared
+        )
         if key not in best or found.step < best[key].step:
             best[key] = found
     return best
 
 
-def _lying(
+def _with_local_shapes(
     choices: Sequence[tuple[Strategy, ...]], types: Sequence[TensorType], mesh: Mesh
 ) -> Iterator[tuple[tuple[Strategy, ...], Any, tuple[Placements, ...], tuple[tuple[int, ...], ...]]]:
     """Each choice with its layouts as numbers, placements and local shapes. Cached per value: few
@@ -202,7 +212,7 @@ def _lying(
     each: dict[int, tuple[int, ...]] = {}
     numbers: list[dict[Placement, int]] = [{} for _ in types]
     for strategy in {id(s): s for choice in choices for s in choice}.values():
-        own = (canonical(p, t.grad) for p, t in zip(strategy.placements, types, strict=True))
+        own = (normalize_placement(p, t.grad) for p, t in zip(strategy.placements, types, strict=True))
         each[id(strategy)] = tuple(number.setdefault(p, len(number)) for p, number in zip(own, numbers, strict=True))
     known = [list(number) for number in numbers]
     lies: list[dict[tuple[int, ...], tuple[Placements, tuple[int, ...]]]] = [{} for _ in types]
@@ -223,8 +233,13 @@ class OpSpaces:
     ``asked``: node name → restrictions of a named strategy.
     """
 
-    def __init__(self, graph: Graph, mesh: Mesh, asked: Mapping[str, AskedOf] | None = None) -> None:
-        self.graph, self.mesh, self.traffic, self.waits = graph, mesh, traffic_on(graph, mesh), waiting(graph, mesh)
+    def __init__(self, graph: Graph, mesh: Mesh, asked: Mapping[str, OpRequests] | None = None) -> None:
+        self.graph, self.mesh, self.traffic, self.waits = (
+            graph,
+            mesh,
+            memory_traffic(graph, mesh),
+            synchronization_skew(graph, mesh),
+        )
         self.asked = asked or {}
         self._of: dict[str, OpSpace] = {}
         found: dict[Any, OpSpace] = {}
@@ -234,19 +249,19 @@ class OpSpaces:
     def __getitem__(self, node: Node) -> OpSpace:
         if node.name not in self._of:
             asked, traffic = self.asked.get(node.name, ()), self.traffic.get(node.name)
-            key = signature(node, self.graph.types), asked, traffic
+            key = node_signature(node, self.graph.types), asked, traffic
             if key not in self._known:
                 self._known[key] = op_space(node, self.graph, self.mesh, asked, traffic, self.waits)
             self._of[node.name] = self._known[key]
         return self._of[node.name]
 
 
-def traffic_on(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
+def memory_traffic(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
     """Memory traffic per node under kernel fusion; empty if the hardware fuses nothing."""
     if not mesh.hardware.fuses:
         return {}
     if "traffic" not in graph.known:
-        graph.known["traffic"] = traffic(graph)
+        graph.known["traffic"] = fused_traffic(graph)
     found: Mapping[str, Traffic] = graph.known["traffic"]
     return found
 
@@ -258,27 +273,29 @@ def axis_strategies(node: Node, graph: Graph, exactly: bool = True) -> tuple[Str
     """
     rule = rule_for(node.op)
     found: tuple[Strategy, ...] = ()
-    if rule is not None and not is_rigid(node, graph.types, rule):
+    if rule is not None and not needs_full_tensors(node, graph.types, rule):
         types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
         try:
-            found = tuple(s for s in rule.strategies(node, graph) if leaves_whole(s, types))
+            found = tuple(s for s in rule.strategies(node, graph) if keeps_unknown_unsharded(s, types))
         except RuleError:
             if not any(t.unknown for t in types):
                 raise  # else: lengths that are equal may have different estimates
-    found = (*found, *in_parts(found, node, graph)) or whole(len(node.inputs), len(node.outputs))
-    return exact(found, node, graph) if exactly else found
+    found = (*found, *segment_strategies(found, node, graph)) or unsharded_strategies(
+        len(node.inputs), len(node.outputs)
+    )
+    return bit_exact_strategies(found, node, graph) if exactly else found
 
 
-def _fitting(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:
+def _strategies_for_ranks(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:
     if ranks == 1:  # nothing to divide: one strategy is enough, without I/R conversions
         return [s for s in strategies if s.label == "I"] or list(strategies[:1])
     return [s for s in strategies if s.allows((ranks,)) and (s.work is None or s.work[1] >= ranks)]
 
 
-def fits(choice: Sequence[Strategy], mesh: Mesh, free: bool = False) -> bool:
+def is_feasible(choice: Sequence[Strategy], mesh: Mesh, free: bool = False) -> bool:
     """Whether every rank gets a chunk of each factor, and no strategy excludes another. ``free``:
     no strategy excludes others."""
-    if not free and not together(choice):
+    if not free and not can_combine_axes(choice):
         return False
     used: dict[str, list[int]] = {}
     for strategy, ranks in zip(choice, mesh.shape, strict=True):
@@ -294,13 +311,13 @@ def fits(choice: Sequence[Strategy], mesh: Mesh, free: bool = False) -> bool:
     return all(strategy.allows(used[strategy.factor]) for strategy in choice)
 
 
-def site_of(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Site:
+def op_site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]) -> Site:
     """The site of ``node``; ``placed``: placements of every operand, then of every result."""
-    layouts = tuple(laid_out(mesh, p) for p in placed)
+    layouts = tuple(cached_layout(mesh, p) for p in placed)
     return Site(node, graph, mesh, layouts[: len(node.inputs)], layouts[len(node.inputs) :], choice)
 
 
-def _asks_others(node: Node) -> bool:
+def _has_internal_collectives(node: Node) -> bool:
     """Whether its local form may contain collectives."""
     rule = rule_for(node.op)
     return rule is not None and rule.collectives is not None
@@ -308,10 +325,10 @@ def _asks_others(node: Node) -> bool:
 
 def internal_collectives(
     node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]
-) -> tuple[Internal, ...]:
+) -> tuple[InternalCollective, ...]:
     """Collectives inside the local form; ``placed``: of every operand, then of every result."""
     rule = rule_for(node.op)
     if rule is None or rule.collectives is None or not any(s.divides for s in choice):
         return ()
-    found = rule.collectives(site_of(node, graph, mesh, choice, placed).example)
+    found = rule.collectives(op_site(node, graph, mesh, choice, placed).example)
     return tuple(c for c in found if c.phase == "forward" or graph.training)

@@ -1,82 +1,94 @@
-"""Recompute (rematerialize, activation checkpointing): the states offered to each operation.
+"""Recompute (rematerialize): activation checkpointing, ZeRO stages, duplicated cheap operations.
 
-"none": nothing is recomputed. "blocks": every repeated module (``layers.3``) keeps its inputs and
-is recomputed. "selective": attention matrices are recomputed (Korthikanti et al.,
-arXiv:2205.05198); with a fused kernel, elementwise operations and norms are, products are kept
-(like torchtitan). ``{module pattern: True | False}``: recomputed like blocks, or kept. "auto":
-modules in ``torch.utils.checkpoint`` are recomputed like blocks; without any, the search decides.
-"""
+The setting ``recompute=`` decides which states each operation is offered. "none": nothing is
+recomputed. "blocks": every repeated module (``layers.3``) keeps its inputs and is recomputed.
+"selective": attention matrices are recomputed (Korthikanti et al., arXiv:2205.05198); with a
+fused kernel, which keeps none, elementwise operations and norms are, and results of products are
+kept (as torchtitan's selective checkpointing). ``{module pattern: True | False}``: matching
+modules are recomputed like blocks, or kept. "auto": modules in ``torch.utils.checkpoint`` are
+recomputed like blocks; in a model without them the search decides per operation.
+
+A parameter's ZeRO stage says how long it stays gathered (Rajbhandari et al., arXiv:1910.02054).
+0: until the forward has used it; the backward gathers it again (stage 3, FSDP). 2: until the
+backward has used it. 1: the same, and with several micro-batches its gradient is reduced once per
+step; at stage 2 it is reduced in each micro-batch.
+
+Cheap operations on inputs alone (masks, positions, rotary tables) may be duplicated on every
+stage instead of sent."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from autoshard.errors import HintError, PlanError
+from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.paths import block_path
-from autoshard.passes.propagate.prices.fusion import is_chained
+from autoshard.passes.ir.text import block_path
+from autoshard.passes.propagate.prices.roofline import is_fusible, node_flops
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.facts import can_redraw, is_view, saved
+from autoshard.passes.rules.facts import can_redraw, has_effect, is_view, saved_for_backward
 
 Recompute = str | Mapping[str, bool]
-Offer = Callable[[Node], tuple[int, ...]]
+RecomputeOffer = Callable[[Node], tuple[int, ...]]
 
-SETTINGS = ("auto", "none", "blocks", "selective")
+RECOMPUTE_SETTINGS = ("auto", "none", "blocks", "selective")
 
 
-def offer(graph: Graph, recompute: Recompute, regather: bool = False) -> Offer:
+def recompute_offer(graph: Graph, recompute: Recompute, regather: bool = False) -> RecomputeOffer:
     """The recompute states of each operation. Raises :class:`PlanError` for an unknown setting.
 
     ``regather``: products convert operands again in any case (Megatron sequence parallelism).
     """
-    found = _offer(graph, recompute)
+    found = _setting_offer(graph, recompute)
     if not regather or not graph.training:
         return found
     return lambda node: (
-        tuple(dict.fromkeys(max(1, state) for state in found(node))) if _is_product(node) else found(node)
+        tuple(dict.fromkeys(max(1, state) for state in found(node))) if _has_flops(node) else found(node)
     )
 
 
-def _is_product(node: Node) -> bool:
+def _has_flops(node: Node) -> bool:
     rule = rule_for(node.op)
     return rule is not None and rule.flops is not None
 
 
-def _offer(graph: Graph, recompute: Recompute) -> Offer:
+def _setting_offer(graph: Graph, recompute: Recompute) -> RecomputeOffer:
     if not graph.training or recompute == "none":
         return lambda node: (0,)
     if isinstance(recompute, Mapping):
-        return _fixed(_within(graph, _matched(graph, recompute)))
+        return _fixed_offer(_checkpoint_states(graph, _matched_modules(graph, recompute)))
     match recompute:
         case "blocks":
-            return _fixed(_within(graph, {node.name: block_path(node.fqn) for node in graph.nodes}))
+            return _fixed_offer(_checkpoint_states(graph, {node.name: block_path(node.fqn) for node in graph.nodes}))
         case "checkpoints":
-            return _fixed(_within(graph, {n.name: str(n.checkpoint) for n in graph.nodes if n.checkpoint}))
+            return _fixed_offer(
+                _checkpoint_states(graph, {n.name: str(n.checkpoint) for n in graph.nodes if n.checkpoint})
+            )
         case "selective":
-            return _fixed(_selective(graph))
+            return _fixed_offer(_selective_states(graph))
         case "auto":
-            return _free(graph)
+            return _search_offer(graph)
     raise PlanError(
-        f"recompute={recompute!r} is not one of {', '.join(map(repr, SETTINGS))} or {{pattern: True | False}}"
+        f"recompute={recompute!r} is not one of {', '.join(map(repr, RECOMPUTE_SETTINGS))} or {{pattern: True | False}}"
     )
 
 
-def hinted(graph: Graph, recompute: Recompute) -> Recompute:
+def with_model_checkpoints(graph: Graph, recompute: Recompute) -> Recompute:
     """``recompute``; "checkpoints" instead of "auto" if the model uses checkpointing."""
     return "checkpoints" if recompute == "auto" and any(node.checkpoint for node in graph.nodes) else recompute
 
 
-def _fixed(states: Mapping[str, int]) -> Offer:
+def _fixed_offer(states: Mapping[str, int]) -> RecomputeOffer:
     return lambda node: (states.get(node.name, 0),)
 
 
-def _free(graph: Graph) -> Offer:
+def _search_offer(graph: Graph) -> RecomputeOffer:
     """State 1 (convert operands again, or redraw) exists only for products and dropout."""
-    return lambda node: (0, 1, 2) if _is_product(node) or can_redraw(node) else (0, 2)
+    return lambda node: (0, 1, 2) if _has_flops(node) or can_redraw(node) else (0, 2)
 
 
-def _matched(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
+def _matched_modules(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
     """Node → the outermost module that the last matching pattern recomputes with it.
 
     Outermost, since the ``*`` of ``layers.*`` matches everything inside a layer, too.
@@ -100,7 +112,7 @@ def _matched(graph: Graph, patterns: Mapping[str, bool]) -> dict[str, str]:
     return found
 
 
-def _within(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
+def _checkpoint_states(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
     """Recompute states of modules: keep the inputs of each ("": no module), recompute inside.
 
     Results not needed inside are not recomputed, such as a module's last product and sum.
@@ -116,7 +128,7 @@ def _within(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
         leaves = read or not left.isdisjoint(node.outputs)
         if leaves and is_view(node.op):  # the tensor behind a view is kept with it
             left.update(node.inputs[:1])
-        keeps = saved(node, graph.types)
+        keeps = saved_for_backward(node, graph.types)
         inside = bool(keeps.intermediates) and not can_redraw(node)
         wanted = bool(keeps.results) or inside or not needed.isdisjoint(node.outputs)
         states[node.name] = 2 if wanted and not leaves else 1
@@ -127,29 +139,29 @@ def _within(graph: Graph, module: Mapping[str, str]) -> dict[str, int]:
     return states
 
 
-def _selective(graph: Graph) -> dict[str, int]:
+def _selective_states(graph: Graph) -> dict[str, int]:
     """Attention matrices and what leads to them from products; else elementwise operations."""
     found = {node.name: 2 for node in graph.nodes if _keeps_matrix(node, graph)}
-    products = {n.name for n in graph.nodes if _multiplies(n, graph)}
+    products = {n.name for n in graph.nodes if _is_activation_product(n, graph)}
     for node in graph.nodes:  # from a product of activations to the next one
         if node.name in products and (between := _until_product(node, graph, products)):
             found.update(dict.fromkeys((node.name, *between), 2))
     if found:
         return found
-    return {n.name: 2 for n in graph.nodes if is_chained(n) and block_path(n.fqn)}
+    return {n.name: 2 for n in graph.nodes if is_fusible(n) and block_path(n.fqn)}
 
 
 def _keeps_matrix(node: Node, graph: Graph) -> bool:
     """Whether an attention operation saves more bytes than its operands and results have."""
-    if not _is_product(node):
+    if not _has_flops(node):
         return False
-    inside = sum(t.nbytes for t in saved(node, graph.types).intermediates)
+    inside = sum(t.nbytes for t in saved_for_backward(node, graph.types).intermediates)
     return inside > sum(graph.types[n].nbytes for n in (*node.inputs, *node.outputs))
 
 
-def _multiplies(node: Node, graph: Graph) -> bool:
+def _is_activation_product(node: Node, graph: Graph) -> bool:
     """Whether it is a product of activations."""
-    return _is_product(node) and graph.parameters.isdisjoint(node.inputs)
+    return _has_flops(node) and graph.parameters.isdisjoint(node.inputs)
 
 
 def _until_product(node: Node, graph: Graph, products: set[str]) -> list[str]:
@@ -161,10 +173,59 @@ def _until_product(node: Node, graph: Graph, products: set[str]) -> list[str]:
         user = open_.pop()
         if user.name in products:
             continue
-        if not (is_chained(user) or is_view(user.op)):
+        if not (is_fusible(user) or is_view(user.op)):
             return []
         if user.name not in found:
             found.append(user.name)
             values.update(user.outputs)
             open_ += [u for o in user.outputs for u in graph.uses[o]]
     return found
+
+
+def offered_zero_stages(
+    graph: Graph, mesh: Mesh, pinned: Mapping[str, int], asked: Collection[str], limited: bool
+) -> dict[str, tuple[int, ...]]:
+    """Parameter → ZeRO stages on offer. ``limited``: memory counts; else only the fastest.
+
+    ``pinned``: stages of a named strategy; ``asked``: parameters with a given layout, which are
+    gathered again. On an ideal network, where bytes only break ties, nothing is kept.
+    """
+    quickest = 1 if graph.passes > 1 else 2
+    free = (0, *range(2, quickest - 1, -1)) if limited else (quickest,)
+    found: dict[str, tuple[int, ...]] = {}
+    for name in graph.parameters:
+        chooses = graph.training and graph.types[name].grad and name not in asked and mesh.hardware.node.latency
+        found[name] = (pinned[name],) if name in pinned else free if chooses else (0,)
+    return found
+
+
+def zero_stages_of(graph: Graph, zero: Mapping[str, int]) -> dict[str, int]:
+    """The stage of every parameter; ``zero``: of those kept gathered."""
+    return {name: zero.get(name, 0) for name in graph.parameters}
+
+
+CHEAP_FLOPS_PER_ELEMENT = 64.0
+"""FLOPs per result element below which repeating beats sending; an outer product is below"""
+
+
+def duplicable_nodes(graph: Graph, at_most: float = CHEAP_FLOPS_PER_ELEMENT) -> frozenset[str]:
+    """Operations that may be duplicated: cheap, without gradient, from inputs and constant buffers.
+
+    ``at_most``: FLOPs per element of the result.
+    """
+    fixed = {i.name for i in graph.inputs if i.kind == "parameter" or i.fqn in graph.mutations}
+    found = set()
+    for node in graph.nodes:
+        results = sum(graph.types[o].numel for o in node.outputs)
+        if (
+            node.outputs
+            and not has_effect(node)
+            and (node.op.namespace == "aten" or rule_for(node.op) is not None)  # custom operations may draw or write
+            and not any(name in fixed for name in node.inputs)
+            and not any(graph.types[o].grad for o in node.outputs)
+            and node_flops(node, graph, rule_for(node.op)) <= at_most * results
+        ):
+            found.add(node.name)
+        else:
+            fixed.update(node.outputs)
+    return frozenset(found)

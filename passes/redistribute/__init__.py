@@ -1,8 +1,16 @@
 """Redistribution (resharding) between layouts, with the fewest bytes or in the least time."""
 
-from autoshard.passes.ir.program import Step
-from autoshard.passes.redistribute.query import redistribution
-from autoshard.passes.redistribute.steps import Redistribution, emit
-from autoshard.passes.redistribute.table import cost_matrix, link_matrices, on_the_way
+from autoshard.passes.ir.program import RedistributionStep
+from autoshard.passes.redistribute.cost_matrices import cost_matrix, link_matrices, peak_move_elements
+from autoshard.passes.redistribute.resharding import redistribution
+from autoshard.passes.redistribute.shortest_path import Redistribution, runtime_call
 
-__all__ = ["Redistribution", "Step", "cost_matrix", "emit", "link_matrices", "on_the_way", "redistribution"]
+__all__ = [
+    "Redistribution",
+    "RedistributionStep",
+    "cost_matrix",
+    "link_matrices",
+    "peak_move_elements",
+    "redistribution",
+    "runtime_call",
+]

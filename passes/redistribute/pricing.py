@@ -1,4 +1,4 @@
-"""Prices of all moves of a :class:`Space` for one mesh, shape and dtype, as arrays."""
+"""Prices of all moves of a :class:`LayoutSpace` for one mesh, shape and dtype, as arrays."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from autoshard.hardware import FEW, Hardware
+from autoshard.hardware import SMALL_ALL_REDUCE, Hardware
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.graph import Moves, OfRows
+from autoshard.passes.ir.graph import GradientTransfer, SparseRows
 from autoshard.passes.ir.sizes import Size
-from autoshard.passes.redistribute.space import Floats, Ints, Space, State, space
+from autoshard.passes.redistribute.layout_graph import Floats, Ints, LayoutSpace, LayoutState, layout_space
 from autoshard.runtime.transport.move import COLLECTIVES
 
-NUMBER = 8
+ROW_INDEX_BYTES = 8
 """bytes of a row number"""
-MESSAGES = 3
+SPARSE_MESSAGES = 3
 """collectives of a sparse gradient: row counts, row numbers, rows"""
 
-IN_BUCKETS = ("all_gather", "enter")
+BUCKETED_KINDS = ("all_gather", "enter")
 """moves that parameters coalesce: gathers of shards, and gradient sums of replicas"""
 
 
-TOGETHER = frozenset({"enter", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
-"""moves that activations coalesce (:mod:`autoshard.passes.lower.together`)"""
+COALESCED_KINDS = frozenset({"enter", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"})
+"""moves that activations coalesce (:mod:`autoshard.passes.lower.coalescing`)"""
 
 SMALL_BYTES = 1 << 20
 """collectives of more bytes per rank gain nothing from coalescing: bandwidth-bound, and copied"""
 
 
-class Shares(NamedTuple):
+class MessageShares(NamedTuple):
     """A tensor's shares of the latency of coalesced messages, and its overlap. Kinds of messages:
-    :data:`IN_BUCKETS` and :data:`TOGETHER`."""
+    :data:`BUCKETED_KINDS` and :data:`COALESCED_KINDS`."""
 
     gathers: float = 1.0
     sums: float = 1.0
@@ -49,9 +49,9 @@ class Shares(NamedTuple):
     """seconds of synchronization skew before each of its messages; 0 if nothing waits for it"""
 
 
-Bools = npt.NDArray[np.bool_]
+BoolArray = npt.NDArray[np.bool_]
 
-ALONE = Shares()
+UNSHARED_MESSAGES = MessageShares()
 """pays full latency"""
 
 FORBIDDEN = 1 << 60
@@ -67,7 +67,7 @@ class Prices:
     """per move: bytes of the backward"""
     seconds: Floats
     numel: Ints
-    space: Space
+    space: LayoutSpace
     piece: Ints
     """per move: elements of the smaller chunk, the unit of volume"""
     mesh: Mesh
@@ -79,10 +79,10 @@ class Prices:
     @cached_property
     def shares(self) -> Floats:
         """[11, moves]: parts of ``seconds``: launches, links between nodes; then for each kind in
-        :data:`IN_BUCKETS` and for small :data:`TOGETHER` the part paid once per message: launches,
+        :data:`BUCKETED_KINDS` and for small :data:`COALESCED_KINDS` the part paid once per message: launches,
         latency of links in a node, latency of links between nodes."""
         graph = self.space
-        crossing, launches, latency, kinds = _messages(self.mesh, graph.kinds, graph.base, self.grad, self.scalar)
+        crossing, launches, latency, kinds = _message_terms(self.mesh, graph.kinds, graph.base, self.grad, self.scalar)
         small = np.maximum(self.numel[graph.src], self.numel[graph.dst]) * self.itemsize <= SMALL_BYTES
         known = np.isfinite(self.seconds)
         rest = np.where(known, self.seconds, 0.0) - launches
@@ -94,7 +94,7 @@ class Prices:
         return np.where(known, np.stack(shares), 0.0)
 
     @cached_property
-    def alike(self) -> list[tuple[int, Ints | None]]:
+    def symmetric_state(self) -> list[tuple[int, Ints | None]]:
         """Per state: (symmetric state one swap nearer to the first of its class, the swap or None).
         Swapping two dims or axes changes no price."""
         same = [
@@ -114,30 +114,30 @@ class Prices:
         return [x for x in found if x is not None]
 
 
-def width(dtype: torch.dtype, grad: Moves) -> int:
+def gradient_itemsize(dtype: torch.dtype, grad: GradientTransfer) -> int:
     """Bytes of a gradient element; 0: no gradient."""
-    if isinstance(grad, OfRows):
+    if isinstance(grad, SparseRows):
         return grad.dtype.itemsize
     return grad.itemsize if isinstance(grad, torch.dtype) else dtype.itemsize * grad
 
 
-def rows_in(grad: Moves) -> int:
+def sparse_gradient_rows(grad: GradientTransfer) -> int:
     """Most rows of a sparse gradient; 0: dense."""
-    return grad.looked_up if isinstance(grad, OfRows) else 0
+    return grad.looked_up if isinstance(grad, SparseRows) else 0
 
 
 @lru_cache(maxsize=64)
-def price(
+def price_moves(
     mesh: Mesh,
     shape: tuple[int, ...],
     itemsize: int,
     kinds: tuple[str, ...],
     back: int,
-    base: State,
+    base: LayoutState,
     closed: tuple[int, ...] = (),
     looked_up: int = 0,
 ) -> Prices:
-    """Prices of all moves of ``space(mesh.shape, kinds, base)`` for a tensor of global ``shape``.
+    """Prices of all moves of ``layout_space(mesh.shape, kinds, base)`` for a tensor of global ``shape``.
 
     Forward plus backward; gradients have ``back`` bytes per element (0: none). No move may shard a
     dim in ``closed``.
@@ -149,17 +149,17 @@ def price(
     ``looked_up``: most rows of a sparse gradient over all ranks. Each of n ranks receives the
     others' rows and numbers: (n-1) · k · (bytes of a row + 8), with k rows per rank.
     """
-    graph = space(mesh.shape, kinds, base)
+    graph = layout_space(mesh.shape, kinds, base)
     sizes = np.array(shape, np.int64)
     piece = (-(-sizes // graph.pieces)).prod(axis=1)[graph.piece]
     scalar = math.prod(shape) == 1
-    latency, per_byte = _rates(mesh, kinds, 0.0 if looked_up else back / itemsize, base, scalar)
-    gradients = _of_rows(graph, sizes, back, looked_up) if looked_up else graph.backward * back * piece
+    latency, per_byte = _move_rates(mesh, kinds, 0.0 if looked_up else back / itemsize, base, scalar)
+    gradients = _sparse_backward_bytes(graph, sizes, back, looked_up) if looked_up else graph.backward * back * piece
     total = graph.forward * itemsize * piece + gradients
     seconds = latency + per_byte * (piece * itemsize)
     if looked_up:
-        seconds = seconds + _rows_seconds(mesh, graph, gradients)
-    uneven = _uneven(shape, graph)[graph.src] & graph.needs_even
+        seconds = seconds + _sparse_gather_seconds(mesh, graph, gradients)
+    uneven = _uneven_dims(shape, graph)[graph.src] & graph.needs_even
     cut = (graph.cuts[graph.dst] > 1)[:, list(closed)]
     if uneven.any() or cut.any():
         forbidden = uneven.any(axis=1) | cut.any(axis=1)
@@ -168,7 +168,7 @@ def price(
     return Prices(total, gradients, seconds, numel, graph, piece, mesh, itemsize, bool(back), scalar)
 
 
-def _of_rows(graph: Space, sizes: Ints, back: int, looked_up: int) -> Ints:
+def _sparse_backward_bytes(graph: LayoutSpace, sizes: Ints, back: int, looked_up: int) -> Ints:
     """Backward bytes of every move of a sparse gradient."""
     found = np.zeros(len(graph.moves), np.int64)
     for i, move in enumerate(graph.moves):
@@ -177,31 +177,32 @@ def _of_rows(graph: Space, sizes: Ints, back: int, looked_up: int) -> Ints:
             sums = move.backward in ("all_reduce", "reduce_scatter")
             rows = min(int(sizes[0]), -(-looked_up // n) if sums else looked_up)
             rows, *rest = (-(-a // c) for a, c in zip((rows, *map(int, sizes[1:])), graph.cuts[move.dst], strict=True))
-            found[i] = graph.ranks * (n - 1) * rows * (math.prod(map(int, rest)) * back + NUMBER)
+            found[i] = graph.ranks * (n - 1) * rows * (math.prod(map(int, rest)) * back + ROW_INDEX_BYTES)
     return found
 
 
-def _rows_seconds(mesh: Mesh, graph: Space, gradients: Ints) -> Floats:
+def _sparse_gather_seconds(mesh: Mesh, graph: LayoutSpace, gradients: Ints) -> Floats:
     """Seconds of gathers of a sparse gradient; the host waits for sizes first."""
     found = np.zeros(len(graph.moves))
     for i in np.flatnonzero(gradients):
         latency, per_byte = mesh.link([mesh.axes[a] for a in graph.moves[i].group]).rate("all_gather")
-        found[i] = MESSAGES * (latency + mesh.hardware.kernel_latency) + per_byte * gradients[i] / graph.ranks
+        found[i] = SPARSE_MESSAGES * (latency + mesh.hardware.kernel_latency) + per_byte * gradients[i] / graph.ranks
     return found
 
 
 @lru_cache(maxsize=64)
-def _messages(
-    mesh: Mesh, kinds: tuple[str, ...], base: State, grad: bool, scalar: bool
-) -> tuple[Bools, Floats, Floats, tuple[Bools, ...]]:
+def _message_terms(
+    mesh: Mesh, kinds: tuple[str, ...], base: LayoutState, grad: bool, scalar: bool
+) -> tuple[BoolArray, Floats, Floats, tuple[BoolArray, ...]]:
     """Per move: whether it leaves a node, launch seconds, latency if it can coalesce; and masks per
-    kind in :data:`IN_BUCKETS`, and of :data:`TOGETHER`."""
-    graph = space(mesh.shape, kinds, base)
+    kind in :data:`BUCKETED_KINDS`, and of :data:`COALESCED_KINDS`."""
+    graph = layout_space(mesh.shape, kinds, base)
     crosses = cache(lambda group: mesh.crosses([mesh.axes[a] for a in group]))
     crossing = np.array([crosses(m.group) for m in graph.moves], np.bool_)
     calls = (graph.forward > 0).astype(np.float64) + ((graph.backward > 0) if grad else 0)
     merging = [
-        np.array([m.kind in of for m in graph.moves], np.bool_) for of in (*((k,) for k in IN_BUCKETS), TOGETHER)
+        np.array([m.kind in of for m in graph.moves], np.bool_)
+        for of in (*((k,) for k in BUCKETED_KINDS), COALESCED_KINDS)
     ]
     seconds = cache(lambda group, *of: message_latency(mesh, tuple(mesh.axes[a] for a in group), *of))
     latency = np.zeros(len(graph.moves))
@@ -213,22 +214,22 @@ def _messages(
 
 def message_latency(mesh: Mesh, axes: tuple[str, ...], forward: str, backward: str | None, scalar: bool) -> float:
     """Seconds of a move's collectives at 0 bytes, forward and backward; ``scalar``: one element."""
-    found = [mesh.link(axes).rate(kind)[0] for kind in (_sent(forward, scalar), backward) if kind in _RATED]
+    found = [mesh.link(axes).rate(kind)[0] for kind in (_rated_kind(forward, scalar), backward) if kind in _RATED]
     return math.fsum(found)
 
 
-_RATED = {*COLLECTIVES, FEW}
+_RATED = {*COLLECTIVES, SMALL_ALL_REDUCE}
 
 
-def _sent(forward: str, scalar: bool) -> str:
+def _rated_kind(forward: str, scalar: bool) -> str:
     """The kind that rates a forward collective; gradient sums are shared (:attr:`Shares.sums`).
 
     FEW only for one element: else padded partial sums, which join no bucket, would win.
     """
-    return FEW if scalar and forward == "all_reduce" else forward
+    return SMALL_ALL_REDUCE if scalar and forward == "all_reduce" else forward
 
 
-def _uneven(shape: tuple[int, ...], graph: Space) -> Bools:
+def _uneven_dims(shape: tuple[int, ...], graph: LayoutSpace) -> BoolArray:
     """Per state and dim: whether chunks may differ in length (dynamic: unless they divide)."""
     found: npt.NDArray[np.bool_] = np.array(shape, np.int64) % graph.cuts != 0
     for dim, n in enumerate(shape):
@@ -239,21 +240,23 @@ def _uneven(shape: tuple[int, ...], graph: Space) -> Bools:
 
 
 @lru_cache(maxsize=64)
-def _rates(mesh: Mesh, kinds: tuple[str, ...], back: float, base: State, scalar: bool) -> tuple[Floats, Floats]:
+def _move_rates(
+    mesh: Mesh, kinds: tuple[str, ...], back: float, base: LayoutState, scalar: bool
+) -> tuple[Floats, Floats]:
     """Per move: fixed seconds, seconds per byte of the smaller chunk (``back``: gradient bytes)."""
-    graph = space(mesh.shape, kinds, base)
-    rate = cache(partial(_rate, mesh, graph, scalar))
+    graph = layout_space(mesh.shape, kinds, base)
+    rate = cache(partial(_move_rate, mesh, graph, scalar))
     launch = mesh.hardware.kernel_latency
     calls = [(m.kind, m.backward if back else None, m.group, m.order, back) for m in graph.moves]
     pairs = np.array([rate(*call) for call in calls], np.float64)
-    pairs.reshape(-1, 2)[:, 0] += [launch * _launched(m.kind, m.backward, bool(back)) for m in graph.moves]
+    pairs.reshape(-1, 2)[:, 0] += [launch * _launch_count(m.kind, m.backward, bool(back)) for m in graph.moves]
     pairs = pairs.reshape(-1, 2)
     return pairs[:, 0].copy(), pairs[:, 1].copy()
 
 
-def _rate(
+def _move_rate(
     mesh: Mesh,
-    graph: Space,
+    graph: LayoutSpace,
     scalar: bool,
     forward: str,
     backward: str | None,
@@ -264,7 +267,7 @@ def _rate(
     """(seconds, seconds per byte) of one move: α-β per collective, traffic per local copy."""
     link = mesh.link([mesh.axes[a] for a in group])
     fixed, rate = local_step(mesh.hardware), 0.0
-    for kind, width, sent in ((forward, 1.0, _sent(forward, scalar)), (backward, back, backward)):
+    for kind, width, sent in ((forward, 1.0, _rated_kind(forward, scalar)), (backward, back, backward)):
         volume = graph.volume(kind, group, order) / graph.ranks
         if sent is not None and volume:
             latency, per_byte = link.rate(sent)
@@ -282,7 +285,7 @@ Without them a small gather would lose to an all-reduce of padded shards, faster
 """
 
 
-def _launched(forward: str, backward: str | None, grad: bool) -> int:
+def _launch_count(forward: str, backward: str | None, grad: bool) -> int:
     return _KERNELS.get(forward, 0) + (_KERNELS_BACK.get(forward, 0) if grad and backward is None else 0)
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import torch
 
-from autoshard.aten import Absent
+from autoshard.aten import MissingOp
 from autoshard.passes.rules.base import Rule
 
 
@@ -27,7 +27,7 @@ def rule_for(op: torch._ops.OpOverload) -> Rule | None:
     return found
 
 
-def register(rule: Rule) -> None:
+def add_rule(rule: Rule) -> None:
     """Add ``rule``; it replaces an earlier one of the same op."""
     _registry()[rule.op] = rule
 
@@ -41,7 +41,7 @@ def all_rules() -> tuple[Rule, ...]:
 def _registry() -> dict[torch._ops.OpOverload, Rule]:
     """Rules by op, built on first use: rule modules import this package."""
     rules = (rule for module in _modules() for rule in getattr(module, "RULES", ()))
-    return {rule.op: rule for rule in rules if not isinstance(rule.op, Absent)}
+    return {rule.op: rule for rule in rules if not isinstance(rule.op, MissingOp)}
 
 
 @cache

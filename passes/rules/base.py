@@ -1,20 +1,180 @@
-"""Sharding rules: an op's strategies along one mesh axis, and its local (per-shard) form."""
+"""Sharding rules: an op's strategies along one mesh axis, its factors, and its local form.
+
+Sharding factor f along one mesh axis gives: operands with f → Shard, operands without f →
+Replicate, results with f → Shard, results without f → Partial. Besides the factors, an op runs on
+full tensors (all Invariant or all Replicate) and on partial sums of each operand in which it is
+linear.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Union
 
 import torch
 
-from autoshard.aten import Absent, aten
-from autoshard.layout import Layout
+from autoshard.aten import MissingOp, aten
+from autoshard.errors import RuleError
+from autoshard.layout import I, Layout, P, Partial, Placement, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call, Internal, Local, spell
-from autoshard.passes.rules.factors import Factors, Space, positive
+from autoshard.passes.ir.program import InternalCollective, Local, LocalCall, axes_argument
+
+Dims = tuple[str | None, ...]
+"""one factor per tensor dim; None: the dim must be unsharded"""
+
+SUMMABLE_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.uint8, torch.int8, torch.int32, torch.int64}
+)
+"""dtypes that collectives can sum, so that Partial exists; not bool or int16"""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of one node: for each input and output one factor per tensor dim."""
+
+    inputs: tuple[Dims, ...]
+    outputs: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    """length of every factor; only factors longer than 1 are sharded"""
+    even: frozenset[str] = frozenset()
+    """factors that lead a compound dim: their chunks must have equal size"""
+    addends: frozenset[int] = frozenset()
+    """operands added to a sum over factors they lack; Partial there, so they are added once"""
+    linear: tuple[tuple[int, ...], ...] = ()
+    """groups of operands in which the op is jointly linear"""
+    reduced: Mapping[str, Placement] = field(default_factory=dict)
+    """placement of results that lack the factor, if not Partial("sum")"""
+    nonempty: frozenset[str] = frozenset()
+    """factors of which no rank may hold an empty chunk, since the kernel fails on it"""
+
+    def strategies(self, node: Node, graph: Graph) -> tuple[Strategy, ...]:
+        """Every strategy: I, R, one per factor, one per linear group of operands."""
+        return (
+            *unsharded_strategies(len(self.inputs), len(self.outputs)),
+            *(self._along(f) for f, n in self.sizes.items() if int(n) > 1 and self._shardable(f, node, graph)),
+            *(self._through(group) for group in self.linear if _can_be_summed(node, graph, group)),
+        )
+
+    def _shardable(self, factor: str, node: Node, graph: Graph) -> bool:
+        """Whether no tensor has ``factor`` twice and results without it have a summable dtype."""
+        if max((dims.count(factor) for dims in self.inputs + self.outputs), default=0) != 1:
+            return False
+        if not isinstance(self.reduced.get(factor, P), Partial):
+            return True
+        lacking = [name for name, dims in zip(node.outputs, self.outputs, strict=True) if factor not in dims]
+        return all(graph.types[name].dtype in SUMMABLE_DTYPES for name in lacking)
+
+    def _along(self, factor: str) -> Strategy:
+        summed = not any(factor in dims for dims in self.outputs)
+        inputs = tuple(
+            _placement_along(dims, factor, P if summed and i in self.addends else R)
+            for i, dims in enumerate(self.inputs)
+        )
+        outputs = tuple(_placement_along(dims, factor, self.reduced.get(factor, P)) for dims in self.outputs)
+        least = int(factor in self.nonempty)
+        return Strategy(factor, inputs, outputs, self.sizes[factor], factor in self.even, divides=True, least=least)
+
+    def _through(self, group: tuple[int, ...]) -> Strategy:
+        inputs = tuple(P if i in group else R for i in range(len(self.inputs)))
+        return Strategy(f"P({','.join(map(str, group))})", inputs, (P,) * len(self.outputs))
+
+
+Space = Union[tuple[Strategy, ...], Factors]
+"""the strategies of a node, or the factors that give them"""
+
+
+def unsharded_strategies(inputs: int, outputs: int) -> tuple[Strategy, ...]:
+    """The two strategies of any op on full tensors: I (full gradients), R (partial gradients)."""
+    return Strategy("I", (I,) * inputs, (I,) * outputs), Strategy("R", (R,) * inputs, (R,) * outputs)
+
+
+def unsharded_only(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """The space of an op that runs on full tensors only."""
+    return unsharded_strategies(len(node.inputs), len(node.outputs))
+
+
+def same_shape_factors(node: Node, graph: Graph) -> Factors:
+    """Factors of an op whose results have the shape of its one operand: every dim is a factor."""
+    (shape,) = graph.shapes(node.inputs)
+    dims = numbered_factors(shape)
+    return Factors((dims,), (dims,) * len(node.outputs), sizes_of(shape))
+
+
+def _placement_along(dims: Dims, factor: str, lacking: Placement) -> Placement:
+    return Shard(dims.index(factor)) if factor in dims else lacking
+
+
+def _can_be_summed(node: Node, graph: Graph, group: tuple[int, ...]) -> bool:
+    """Whether partial sums of these operands give partial sums of the results, without rounding."""
+    ins = [graph.types[node.inputs[i]].dtype for i in group]
+    outs = [graph.types[name].dtype for name in node.outputs]
+    if not ins or not SUMMABLE_DTYPES.issuperset(ins + outs):
+        return False
+    fractional = any(_is_fractional(d) for d in ins)
+    return not fractional or all(_is_fractional(d) for d in outs)
+
+
+def _is_fractional(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+# Building blocks of rules.
+
+
+def operand_factors(node: Node, dims: Mapping[str, Dims]) -> tuple[Dims, ...]:
+    """Factors per entry of ``node.inputs`` from factors per argument name."""
+    return tuple(dims[name] for name in node.positions)
+
+
+def positive(dim: int, rank: int) -> int:
+    """``dim`` as a non-negative number."""
+    return dim + rank if dim < 0 else dim
+
+
+def dims_argument(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
+    """A ``dim`` argument as sorted non-negative dims; None and () mean all dims."""
+    listed = (dims,) if isinstance(dims, int) else tuple(dims or range(rank))
+    return tuple(sorted({positive(d, rank) for d in listed}))
+
+
+def numbered_factors(shape: Sequence[int], without: Iterable[int] = ()) -> Dims:
+    """Factors ``d0, d1, …`` for the dims of a shape, None for those in ``without``."""
+    skipped = set(without)
+    return tuple(None if d in skipped else f"d{d}" for d in range(len(shape)))
+
+
+def sizes_of(shape: Sequence[int]) -> dict[str, int]:
+    """Lengths of the factors that :func:`numbered_factors` names."""
+    return {f"d{d}": n for d, n in enumerate(shape)}
+
+
+def broadcast(shape: Sequence[int], to: Sequence[int], names: Dims) -> Dims:
+    """Factors of a ``shape`` that broadcasts to ``to`` (right-aligned) with factors ``names``."""
+    start = len(to) - len(shape)
+    return tuple(names[start + d] if _is_same_length(n, to[start + d]) else None for d, n in enumerate(shape))
+
+
+def _is_same_length(a: int, b: int) -> bool:
+    """Whether two lengths are equal. Raises :class:`RuleError` if they are in the example only."""
+    if a != b and int(a) == int(b) != 1:
+        raise RuleError(f"the lengths {a} and {b} are equal, but not in all calls as far as can be seen")
+    return a == b
+
+
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape to which tensors of these shapes broadcast."""
+    rank = max(map(len, shapes), default=0)
+    padded = [(1,) * (rank - len(s)) + tuple(s) for s in shapes]
+    return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
+
+
+def wide_bytes(dtype: torch.dtype) -> int:
+    """Bytes per element in sums: at least float32."""
+    return max(4, dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +188,7 @@ class Site:
     outputs: tuple[Layout, ...]
     choice: tuple[Strategy, ...]
     """the strategy chosen on every mesh axis"""
-    of_micro_batch: bool = False
+    in_micro_batch: bool = False
     """ranks stand for micro-batches, whose graphs are planned later: no tuning for a rank here"""
 
     @property
@@ -49,9 +209,9 @@ class Site:
     def out_type(self, i: int = 0) -> TensorType:
         return self.graph.types[self.node.outputs[i]]
 
-    def unchanged(self, /, **changes: Any) -> Call:
+    def unchanged(self, /, **changes: Any) -> LocalCall:
         """The op's own call, with some arguments replaced."""
-        return Call(self.node.op, *self.node.with_arguments(**changes))
+        return LocalCall(self.node.op, *self.node.with_arguments(**changes))
 
     def axes_of(self, name: str, dim: int) -> tuple[str, ...]:
         """Mesh axes that shard ``dim`` of operand ``name``, outer to inner; () if it is absent."""
@@ -59,7 +219,7 @@ class Site:
         return () if position is None else self.inputs[position].axes_of(dim)
 
     @property
-    def cut_dim(self) -> tuple[int, tuple[str, ...]]:
+    def sharded_dim(self) -> tuple[int, tuple[str, ...]]:
         """The op's ``dim`` argument, non-negative, and the mesh axes that shard it."""
         shape = self.in_type(0).shape
         dim: int = positive(self.node.argument("dim"), max(1, len(shape)))
@@ -77,22 +237,22 @@ class Site:
 
     def reductions(
         self, axes: tuple[str, ...], size: float, forward: Sequence[str], backward: Sequence[str]
-    ) -> tuple[Internal, ...]:
+    ) -> tuple[InternalCollective, ...]:
         """All-reduces of ``size`` bytes, one per name; ``backward`` only with a gradient."""
         if self.mesh.size_of(axes) == 1:
             return ()
         phases = [("forward", what) for what in forward] + [("backward", what) for what in backward if self.grad]
-        return tuple(Internal("all_reduce", axes, size, phase, what) for phase, what in phases)
+        return tuple(InternalCollective("all_reduce", axes, size, phase, what) for phase, what in phases)
 
-    def gathered(self, axes: tuple[str, ...], size: float, what: str, to: str) -> tuple[Internal, ...]:
+    def all_gathers(self, axes: tuple[str, ...], size: float, what: str, to: str) -> tuple[InternalCollective, ...]:
         """All-gather of ``size`` bytes per rank to I, or to R, whose backward reduce-scatters."""
         ranks = self.mesh.size_of(axes)
         if ranks == 1:
             return ()
-        forward = Internal("all_gather", axes, ranks * size, "forward", what)
+        forward = InternalCollective("all_gather", axes, ranks * size, "forward", what)
         if to == "I" or not self.grad:
             return (forward,)
-        return forward, Internal("reduce_scatter", axes, ranks * size, "backward", f"gradient of the {what}")
+        return forward, InternalCollective("reduce_scatter", axes, ranks * size, "backward", f"gradient of the {what}")
 
     def local_sizes(self, layout: Layout, shape: Sequence[int]) -> list[int | Local]:
         """The local sizes of a tensor of global ``shape``; ints for unsharded dims."""
@@ -100,8 +260,8 @@ class Site:
 
 
 SpaceOf = Callable[[Node, Graph], Space]
-LocalFormOf = Callable[[Site], Call]
-CollectivesOf = Callable[[Site], tuple[Internal, ...]]
+LocalFormOf = Callable[[Site], LocalCall]
+CollectivesOf = Callable[[Site], tuple[InternalCollective, ...]]
 
 
 Types = Mapping[str, TensorType]
@@ -149,7 +309,7 @@ class Facts:
     """kernels in a row in the forward, and again in the backward; each reads the one before"""
 
 
-UNKNOWN, NOTHING = Facts(), Facts(saves="")
+DEFAULT_FACTS, KEEPS_NOTHING = Facts(), Facts(saves="")
 """the default for any op; an op that saves nothing"""
 
 
@@ -168,7 +328,7 @@ class Rule:
     """collectives of the local form in execution order; forward all-reduces use ``statistic``"""
     sized: bool = True
     """whether the local form needs lengths of unsharded dims, so that they cannot be unknown"""
-    facts: Facts = UNKNOWN
+    facts: Facts = DEFAULT_FACTS
     named: str = ""
     """the runtime function that replaces the op, also on full tensors"""
 
@@ -182,7 +342,7 @@ def ops(names: str) -> tuple[torch._ops.OpOverload, ...]:
     """aten ops from ``"conv1d.default conv2d.default"``, without those this torch lacks."""
     pairs = (name.split(".") for name in names.split())
     found = (getattr(getattr(aten, packet), overload) for packet, overload in pairs)
-    return tuple(op for op in found if not isinstance(op, Absent))
+    return tuple(op for op in found if not isinstance(op, MissingOp))
 
 
 def rules(
@@ -192,50 +352,52 @@ def rules(
     notation: str = "",
     collectives: CollectivesOf | None = None,
     *,
-    facts: Facts = UNKNOWN,
+    facts: Facts = DEFAULT_FACTS,
     sized: bool = True,
 ) -> list[Rule]:
     """One rule for each of several aten ops, named as for :func:`ops`."""
     return [Rule(op, space, local, None, notation, collectives, sized, facts) for op in ops(names)]
 
 
-def stating(facts: Facts, rules: Iterable[Rule]) -> tuple[Rule, ...]:
+def with_facts(facts: Facts, rules: Iterable[Rule]) -> tuple[Rule, ...]:
     """``rules`` with the same facts."""
     return tuple(replace(rule, facts=facts) for rule in rules)
 
 
-def along_cut(function: str, *given: str) -> LocalFormOf:
+def indexed_dim_form(function: str, *given: str) -> LocalFormOf:
     """Local form over a sharded dim: ``function(self, dim, *given, length, axes)``."""
 
-    def local(site: Site) -> Call:
-        node, (dim, axes) = site.node, site.cut_dim
+    def local(site: Site) -> LocalCall:
+        node, (dim, axes) = site.node, site.sharded_dim
         if not axes:
             return site.unchanged()
         others = (node.argument(a) for a in given)
-        return Call(function, (node.argument("self"), dim, *others, site.in_type(0).shape[dim], spell(axes)), {})
+        return LocalCall(
+            function, (node.argument("self"), dim, *others, site.in_type(0).shape[dim], axes_argument(axes)), {}
+        )
 
     return local
 
 
-def over_cut(function: str) -> LocalFormOf:
+def reduced_dim_form(function: str) -> LocalFormOf:
     """Local form over a sharded dim: ``function(self, dim, axes)``, with dtype if changed."""
 
-    def local(site: Site) -> Call:
-        dim, axes = site.cut_dim
+    def local(site: Site) -> LocalCall:
+        dim, axes = site.sharded_dim
         if not axes:
             return site.unchanged()
         dtype = site.out_type().dtype
         extra = {} if dtype == site.in_type(0).dtype else {"dtype": dtype}
-        return Call(function, (site.node.args[0], dim, spell(axes)), extra)
+        return LocalCall(function, (site.node.args[0], dim, axes_argument(axes)), extra)
 
     return local
 
 
-def indices(node: Node, types: Types) -> tuple[TensorType, ...]:
+def index_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
     """:attr:`Facts.intermediates` of ops with values and indices: unused indices are saved."""
     return () if 1 in node.output_slots else (TensorType(types[node.outputs[0]].shape, torch.int64),)
 
 
-def each_other(*names: str) -> str:
+def product_saves(*names: str) -> str:
     """:attr:`Facts.saves` of a product: the gradient of each operand needs all others."""
     return "; ".join(f"{a}: {' '.join(b for b in names if b != a)}" for a in names)

@@ -10,17 +10,16 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from autoshard.passes.ir.graph import Node, TensorType, refs
-from autoshard.passes.ir.known import known_of_node
-from autoshard.passes.ir.schema import places_and_defaults
+from autoshard.passes.ir.analyses import cached_per_node
+from autoshard.passes.ir.graph import Node, TensorType, argument_defaults, refs
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.base import UNKNOWN, Facts, Rounding, Types
+from autoshard.passes.rules.base import DEFAULT_FACTS, Facts, Rounding, Types
 
 
 def facts_of(op: torch._ops.OpOverload) -> Facts:
     """The facts of the op's rule, or the safe defaults."""
     rule = rule_for(op)
-    return UNKNOWN if rule is None else rule.facts
+    return DEFAULT_FACTS if rule is None else rule.facts
 
 
 def is_view(op: torch._ops.OpOverload) -> bool:
@@ -77,7 +76,7 @@ def makes_tensor(node: Node) -> bool:
 
 def _arguments(op: torch._ops.OpOverload, node: Node | fx.Node) -> dict[str, Any]:
     """The node's arguments by name, with the op's defaults."""
-    known = places_and_defaults(op)
+    known = argument_defaults(op)
     defaults = {name: default for name, (_, default) in known.items()}
     return {**defaults, **dict(zip(known, node.args, strict=False)), **node.kwargs}
 
@@ -100,8 +99,8 @@ class Saved:
     """tensors that are neither operands nor results"""
 
 
-@known_of_node
-def saved(node: Node, types: Types) -> Saved:
+@cached_per_node
+def saved_for_backward(node: Node, types: Types) -> Saved:
     """What autograd saves of ``node``; ``types`` may be local. A view keeps all of its base."""
     if not any(types[name].grad for name in node.outputs):
         return Saved()
@@ -112,7 +111,7 @@ def saved(node: Node, types: Types) -> Saved:
         kept = {name for names in (*operands, *results) for name in names}
     else:
         wanting = {n for value, names in zip(node.inputs, operands, strict=True) if types[value].grad for n in names}
-        kept = _kept(stated, wanting)
+        kept = _saved_names(stated, wanting)
     return Saved(
         frozenset(i for i, names in enumerate(operands) if not kept.isdisjoint(names)),
         frozenset(i for i, names in enumerate(results) if not kept.isdisjoint(names)),
@@ -122,10 +121,10 @@ def saved(node: Node, types: Types) -> Saved:
 
 def saves_operand(node: Node, types: Mapping[str, TensorType], position: int) -> bool:
     """Whether autograd saves operand ``position`` of ``node`` for the backward."""
-    return position in saved(node, types).operands
+    return position in saved_for_backward(node, types).operands
 
 
-def _kept(stated: str, wanting: set[str]) -> set[str]:
+def _saved_names(stated: str, wanting: set[str]) -> set[str]:
     """Saved names of a :attr:`Facts.saves` text, if the operands ``wanting`` require gradients."""
     kept: set[str] = set()
     for part in stated.split(";"):

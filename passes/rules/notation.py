@@ -17,14 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoshard.aten import Absent
+from autoshard.aten import MissingOp
 from autoshard.errors import RuleError
-from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.schema import tensor_arguments
-from autoshard.passes.rules.base import UNKNOWN, Facts, LocalFormOf, Rule
-from autoshard.passes.rules.factors import Dims, Factors, undivided
+from autoshard.passes.ir.graph import Graph, Node, tensor_arguments
+from autoshard.passes.rules.base import DEFAULT_FACTS, Dims, Factors, Facts, LocalFormOf, Rule, unsharded_only
 
-ELLIPSIS, WHOLE = "...", "_"
+ELLIPSIS, UNSHARDED_DIM = "...", "_"
 Dim = tuple[str, ...]
 """factors of one tensor dim, outermost first; ``("...",)`` and ``("_",)`` are special"""
 Term = tuple[Dim, ...]
@@ -83,7 +81,7 @@ def _term(text: str, rule: str) -> Term:
             dims.append(tuple(compound))
             compound = None
         elif compound is not None:
-            if token in (ELLIPSIS, WHOLE):
+            if token in (ELLIPSIS, UNSHARDED_DIM):
                 raise RuleError(f"rule {rule!r}: {token!r} inside parentheses in {text.strip()!r}; use factor names")
             compound.append(token)
         else:
@@ -103,7 +101,7 @@ def rule(
     addends: Iterable[int] = (),
     local: LocalFormOf | None = None,
     flops: Callable[[Node, Graph], float] | None = None,
-    facts: Facts = UNKNOWN,
+    facts: Facts = DEFAULT_FACTS,
 ) -> Rule:
     """A :class:`Rule` from notation.
 
@@ -116,8 +114,8 @@ def rule(
         parsed = parse(notation)
     except RuleError as e:
         raise RuleError(f"{op}: {e}") from None
-    if isinstance(op, Absent):
-        return Rule(op, undivided)  # type: ignore[arg-type]
+    if isinstance(op, MissingOp):
+        return Rule(op, unsharded_only)  # type: ignore[arg-type]
     takes = tensor_arguments(op)
     if len(parsed.operands) != len(takes) and not (parsed.operands == ((),) and not takes):
         raise RuleError(
@@ -133,18 +131,18 @@ def rule(
 
     def strategies(node: Node, graph: Graph) -> Factors:
         groups = linear(node, graph) if callable(linear) else linear
-        return bind(parsed, node, graph, groups, frozenset(addends))
+        return notation_factors(parsed, node, graph, groups, frozenset(addends))
 
     return Rule(op, strategies, local, flops, notation, facts=facts)
 
 
-def bind(
+def notation_factors(
     notation: Notation, node: Node, graph: Graph, linear: Groups = (), addends: frozenset[int] = frozenset()
 ) -> Factors:
     """The factors of ``node`` under ``notation``, from global shapes."""
     slots, shapes = node.input_slots, [*graph.shapes(node.inputs), *graph.shapes(node.outputs)]
-    terms, sizes = spelled(notation, node, graph)
-    dims, even = _leading(terms, shapes, sizes)
+    terms, sizes = expanded_terms(notation, node, graph)
+    dims, even = _leading_factors(terms, shapes, sizes)
     n = len(slots)
     return Factors(
         tuple(dims[:n]),
@@ -152,11 +150,11 @@ def bind(
         sizes,
         even,
         frozenset(i for i, s in enumerate(slots) if s in addends),
-        _present(linear, slots, node),
+        _linear_positions(linear, slots, node),
     )
 
 
-def spelled(notation: Notation, node: Node, graph: Graph) -> tuple[list[Term], dict[str, int]]:
+def expanded_terms(notation: Notation, node: Node, graph: Graph) -> tuple[list[Term], dict[str, int]]:
     """Terms of operands and results with ``...`` expanded, and the length of every factor."""
     listed = len(node.op._schema.returns) == 1  # one return with several outputs is a list of tensors
     results = [notation.results[0 if listed else s] for s in node.output_slots]
@@ -164,11 +162,11 @@ def spelled(notation: Notation, node: Node, graph: Graph) -> tuple[list[Term], d
     shapes = [*graph.shapes(node.inputs), *graph.shapes(node.outputs)]
     texts = [f"operand {s}" for s in node.input_slots] + [f"result {s}" for s in node.output_slots]
     where = f"{node.op}: rule {notation.text!r}"
-    found = _spell_ellipsis(terms, shapes, texts, where)
-    return found, _sizes(found, shapes, where)
+    found = _expand_ellipsis(terms, shapes, texts, where)
+    return found, _factor_sizes(found, shapes, where)
 
 
-def _present(groups: Groups, slots: Sequence[int], node: Node) -> Groups:
+def _linear_positions(groups: Groups, slots: Sequence[int], node: Node) -> Groups:
     """Groups as positions in ``node.inputs``, without those with a nonzero constant."""
     names = tensor_arguments(node.op)
     constants = {
@@ -181,7 +179,7 @@ def _present(groups: Groups, slots: Sequence[int], node: Node) -> Groups:
     return tuple(dict.fromkeys(g for g in found if g))
 
 
-def _spell_ellipsis(
+def _expand_ellipsis(
     terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], texts: Sequence[str], where: str
 ) -> list[Term]:
     """Terms with ``...`` expanded to factors ``...0, ...1``, aligned from the right."""
@@ -205,7 +203,7 @@ def _spell_ellipsis(
     return spelled
 
 
-def _sizes(terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], where: str) -> dict[str, int]:
+def _factor_sizes(terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], where: str) -> dict[str, int]:
     """Length of every factor; one factor of a compound dim is inferred from the others."""
     sizes: dict[str, int] = {}
     compound = []
@@ -213,7 +211,7 @@ def _sizes(terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], where: str)
         for dim, n in zip(term, shape, strict=True):
             if len(dim) > 1:
                 compound.append((dim, n))
-            elif dim != (WHOLE,):
+            elif dim != (UNSHARDED_DIM,):
                 known = sizes.get(dim[0], n)
                 if n != known and 1 not in (n, known):
                     raise RuleError(
@@ -229,7 +227,7 @@ def _sizes(terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], where: str)
     return sizes
 
 
-def _leading(
+def _leading_factors(
     terms: Sequence[Term], shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
 ) -> tuple[list[Dims], frozenset[str]]:
     """Per tensor dim the factor that may be sharded: the outermost, unless the dim broadcasts."""
@@ -240,7 +238,7 @@ def _leading(
         row: list[str | None] = []
         for dim, n in zip(term, shape, strict=True):
             factors = [f for f in dim if sizes.get(f) != 1]
-            first = factors[0] if factors and factors != [WHOLE] else None
+            first = factors[0] if factors and factors != [UNSHARDED_DIM] else None
             if len(factors) > 1:
                 inner.update(factors[1:])
                 even.update(factors[:1])

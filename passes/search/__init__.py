@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.passes.search.network import CostNetwork, Memory, Row, Solution
+from autoshard.passes.search.network import CostNetwork, LinearRow, Memory, Solution
 from autoshard.passes.search.prepared import Prepared, solve
 
-__all__ = ["CostNetwork", "Memory", "Prepared", "Row", "Solution", "solve"]
+__all__ = ["CostNetwork", "LinearRow", "Memory", "Prepared", "Solution", "solve"]

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.folded import Matrix, whole
+from autoshard.passes.search.arrays import Matrix, dense_matrix
 
 Choice = tuple[int, ...]
 """a strategy of every node"""
 
 Array = NDArray[np.float64]
 
-GAP = 1e-9
+CLOSED_GAP = 1e-9
 """relative gap between cost and bound that counts as none"""
 ROUNDING = 1e-6
 """relative excess of a bound over the cost that is rounding"""
@@ -56,7 +56,7 @@ class CostNetwork:
     @cached_property
     def matrices(self) -> tuple[tuple[int, int, Array], ...]:
         """The edges with full matrices."""
-        return tuple((i, j, whole(matrix)) for i, j, matrix in self.edges)
+        return tuple((i, j, dense_matrix(matrix)) for i, j, matrix in self.edges)
 
     def cost(self, choice: tuple[int, ...]) -> float:
         """Total cost of one strategy per node."""
@@ -65,7 +65,7 @@ class CostNetwork:
 
 
 @dataclass(frozen=True)
-class Row:
+class LinearRow:
     """A linear side constraint: Σ nodes[i][s_i] + Σ edges[e][s_i, s_j] ≤ limit; excess costs
     ``price`` a unit.
 
@@ -113,7 +113,7 @@ class Solution:
         size, gap = abs(self.cost), self.cost - bound
         below = gap >= -ROUNDING * size
         lower = min(bound, self.cost) if below else -math.inf
-        return replace(self, lower_bound=lower, exact=below and gap <= GAP * size, prove=None, search_on=None)
+        return replace(self, lower_bound=lower, exact=below and gap <= CLOSED_GAP * size, prove=None, search_on=None)
 
 
 @dataclass(frozen=True)

@@ -13,30 +13,30 @@ from typing import ClassVar
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.exact.solver import cheaper, plainly, relaxed
-from autoshard.passes.search.network import FULL, Array, CostNetwork, Effort, Memory, Row, Solution
-from autoshard.passes.search.over_time.lives import Lives
-from autoshard.passes.search.over_time.search import Better, quietly, solve_over_time
-from autoshard.passes.search.rows.alike import Tied, tie
-from autoshard.passes.search.rows.prices import Reduced
+from autoshard.passes.search.exact.solver import solve_below, solve_plain, solve_relaxed
+from autoshard.passes.search.network import FULL, Array, CostNetwork, Effort, LinearRow, Memory, Solution
+from autoshard.passes.search.over_time.liveness import LivenessProblem
+from autoshard.passes.search.over_time.search import Better, ignore_better, solve_over_time
+from autoshard.passes.search.rows.constrained import solve_alike, solve_within
+from autoshard.passes.search.rows.lagrangian import ReducedProblem
 from autoshard.passes.search.rows.stacked import Stacked, Stacks, stack_rows, unstacked
-from autoshard.passes.search.rows.within import solve_alike, solve_within
+from autoshard.passes.search.rows.tied_layers import Tied, tie_layers
 
 
 def solve(
     network: CostNetwork,
     *,
-    rows: Sequence[Row] = (),
+    rows: Sequence[LinearRow] = (),
     memory: Memory | None = None,
     effort: float = 1.0,
     time_limit: float | None = None,
     alike: Sequence[Hashable | None] | None = None,
     prices: Sequence[float] | None = None,
-    better: Better = quietly,
+    better: Better = ignore_better,
 ) -> Solution:
     """The cheapest strategy per node; ties go to the lowest index.
 
-    ``rows``: linear constraints, see :class:`Row`; cost and bound include priced excess.
+    ``rows``: linear constraints, see :class:`LinearRow`; cost and bound include priced excess.
     ``memory``: see :class:`Memory`, instead of rows. ``effort`` scales the proof's work if rows
     bind: equal work, and so equal choices, in every run. ``time_limit``: seconds, then the best
     choice so far, ``exact=False`` and a valid bound. ``alike``: a label per node; equal labels mark
@@ -48,12 +48,12 @@ def solve(
     """
     begin, limit = time.perf_counter(), math.inf if time_limit is None else time_limit
     if memory is not None and memory.intervals is not None:
-        lives = Lives.of(network, memory)
+        lives = LivenessProblem.of(network, memory)
         if lives.count:
-            return solve_over_time(lives, cheaper, limit - (time.perf_counter() - begin), effort, better)
-        return plainly(network, time.perf_counter() + limit)
+            return solve_over_time(lives, solve_below, limit - (time.perf_counter() - begin), effort, better)
+        return solve_plain(network, time.perf_counter() + limit)
     if memory is not None:
-        rows = [*rows, Row(memory.usage, (None,) * len(network.edges), memory.limit)]
+        rows = [*rows, LinearRow(memory.usage, (None,) * len(network.edges), memory.limit)]
     return Prepared(network, tuple(rows), alike).solve(None, Effort(effort), limit, prices).proven()
 
 
@@ -62,7 +62,7 @@ class Prepared:
     """A network to solve under several limits of its rows, with shared preparation."""
 
     network: CostNetwork
-    rows: tuple[Row, ...] = ()
+    rows: tuple[LinearRow, ...] = ()
     alike: Sequence[Hashable | None] | None = None
     stacks: Stacks = field(default_factory=Stacks)
     large: ClassVar[int] = 5_000_000
@@ -87,19 +87,19 @@ class Prepared:
     ) -> Solution:
         """See :func:`solve`; ``limits``: of the rows, None: their own. The bound may be pending."""
         if self._tied is None and not self.rows:
-            return plainly(self.network, time.perf_counter() + time_limit)
+            return solve_plain(self.network, time.perf_counter() + time_limit)
         problem = self._problem if limits is None else replace(self._problem, limits=np.array(limits))
         if self._tied is not None:
             tied = replace(self._tied, problem=replace(self._tied.problem, limits=problem.limits))
             with contextlib.suppress(PlanError):  # infeasible unless layers differ
-                found = solve_alike(self._reduced_tied, problem, tied, relaxed, time_limit, effort, prices)
+                found = solve_alike(self._reduced_tied, problem, tied, solve_relaxed, time_limit, effort, prices)
                 thorough = partial(self.solve, limits, replace(effort, rough=False), time_limit, prices)
                 return replace(found, search_on=thorough if effort.rough else None)
         if all(math.isinf(row.price) for row in self.rows):  # slack rows change nothing
-            found = plainly(self.network, time.perf_counter() + time_limit, milp=False)
+            found = solve_plain(self.network, time.perf_counter() + time_limit, milp=False)
             if found.exact and (problem.used(found.choice) <= problem.limits).all():
                 return found
-        return solve_within(self._reduced, problem, relaxed, time_limit, effort, prices)
+        return solve_within(self._reduced, problem, solve_relaxed, time_limit, effort, prices)
 
     @cached_property
     def _problem(self) -> Stacked:
@@ -109,13 +109,13 @@ class Prepared:
     def _tied(self) -> Tied | None:
         """The problem of the distinct layers, if the network is large."""
         large = sum(matrix.size for *_, matrix in self.network.edges) >= self.large
-        return None if self.alike is None or not large else tie(self._problem, self.alike)
+        return None if self.alike is None or not large else tie_layers(self._problem, self.alike)
 
     @cached_property
-    def _reduced(self) -> Reduced:
-        return Reduced(self._problem)
+    def _reduced(self) -> ReducedProblem:
+        return ReducedProblem(self._problem)
 
     @cached_property
-    def _reduced_tied(self) -> Reduced:
+    def _reduced_tied(self) -> ReducedProblem:
         assert self._tied is not None
-        return Reduced(self._tied.problem)
+        return ReducedProblem(self._tied.problem)

@@ -18,11 +18,11 @@ from checks import assert_all_raise, assert_close, case, mesh, run
 from torch import nn
 
 import autoshard
-from autoshard.check import stolen
+from autoshard.check import clock
 from autoshard.check.clock import Clock
 from autoshard.errors import CaptureError, PlanError, RuntimeMismatchError
 from autoshard.module.ranks.agreement import Agreement
-from autoshard.module.ranks.claims import FIRST_CALLS
+from autoshard.module.ranks.rank_calls import FIRST_CALLS
 
 RANK = 0
 """this process's, set by :func:`here`"""
@@ -44,12 +44,12 @@ def time_stolen_from_one() -> None:
         nonlocal calls
         calls += 1
 
-    with mock.patch.object(stolen, "stolen", gone):
-        clock = Clock(torch.device("cpu"), 2)
-        assert len(clock.in_turns([call])) == 2
-        assert clock.seconds(call, together=True) > 0
+    with mock.patch.object(clock, "steal_seconds", gone):
+        timer = Clock(torch.device("cpu"), 2)
+        assert len(timer.interleaved_seconds([call])) == 2
+        assert timer.seconds(call, together=True) > 0
     assert reads == 2 * (5 + 2 + 1), reads
-    assert (clock.watch.share(), calls > 8) == (0.0, True)
+    assert (timer.watch.share(), calls > 8) == (0.0, True)
 
 
 # --- weights ---
@@ -326,14 +326,14 @@ def rank_0_plans() -> None:
     """The other ranks do not search: they follow rank 0's plan."""
     from autoshard import compiler
 
-    search = compiler.fitting
+    search = compiler.search_within_memory
     searched = []
 
     def counted(*args: Any) -> Any:
         searched.append(args)
         return search(*args)
 
-    with mock.patch.object(compiler, "fitting", counted):
+    with mock.patch.object(compiler, "search_within_memory", counted):
         model, args, kwargs = case("llama")
         sharded = autoshard.compile(model, mesh(), args, kwargs)
         sharded.eval()(*args, **kwargs)
@@ -354,8 +354,8 @@ def errors_are_raised_everywhere() -> None:
         return fail
 
     for name, rank, error in (
-        ("fitting", 0, PlanError("no plan at all")),
-        ("fitting", 0, IndexError("out of range")),
+        ("search_within_memory", 0, PlanError("no plan at all")),
+        ("search_within_memory", 0, IndexError("out of range")),
         ("capture", 1, CaptureError("cannot be captured")),
         ("assignment_of", 1, PlanError("another model")),
     ):

@@ -23,7 +23,7 @@ from torch import nn
 
 import autoshard
 from autoshard import models
-from autoshard.module.ranks import claims, distributed
+from autoshard.module.ranks import distributed, rank_calls
 from autoshard.runtime.transport import process_group
 
 
@@ -150,7 +150,7 @@ def _raises(text: str) -> None:
 def main() -> None:
     pretended_device.install()
     torch.set_num_threads(1)
-    claims.FIRST_CALLS = claims.SAMPLED = 0  # inputs are compared: the host reads their checksums
+    rank_calls.FIRST_CALLS = rank_calls.SAMPLED_ELEMENTS = 0  # inputs are compared: the host reads their checksums
     distributed.default_device_type = lambda: DEVICE
     compiled = distributed.DistributedModule._built
     distributed.DistributedModule._built = lambda *args: _reading(compiled, *args)  # type: ignore[method-assign]

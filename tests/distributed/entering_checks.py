@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard.module.ranks import loaded
+from autoshard.module.ranks import parameters
 from autoshard.runtime.parameters import block, gradients
-from autoshard.runtime.transport import spare
+from autoshard.runtime.transport import buffer_pool
 
 
 class Layer(nn.Module):
@@ -63,17 +63,17 @@ def but_of_the_first(program: Any) -> frozenset[str]:
     return frozenset(name for name in ALONE(program) if not name.startswith("layers.0."))
 
 
-ALONE = loaded.entering_alone
+ALONE = parameters.entering_alone
 MOVE = gradients.Gradients.move
-ENTER = block._entered
+ENTER = block._enter_through_bucket
 
 
 @contextlib.contextmanager
 def every_bucket_alone() -> Iterator[None]:
     with (
-        patch.object(loaded, "SMALL", 1),
-        patch.object(gradients, "SMALL", 1),
-        patch.object(gradients, "LARGE", 1),
+        patch.object(parameters, "MIN_BUCKET_BYTES", 1),
+        patch.object(gradients, "MIN_BUCKET_BYTES", 1),
+        patch.object(gradients, "ALL_REDUCE_BUCKET_BYTES", 1),
     ):
         yield
 
@@ -91,15 +91,18 @@ def parameters_enter_ahead() -> None:
 
     with (
         every_bucket_alone(),
-        patch.object(block, "_entered", enter),
-        patch.object(loaded, "entering_alone", but_of_the_first),
+        patch.object(block, "_enter_through_bucket", enter),
+        patch.object(parameters, "entering_alone", but_of_the_first),
     ):
         sharded = autoshard.compile(copy.deepcopy(model), flat, (x,), like="ddp")
         orders = []
         for step, soon in enumerate((True, True, True, False)):
             entered.clear()
             waits = step == 2
-            with patch.object(block, "AT_ONCE", block.AT_ONCE if soon else 0), contextlib.ExitStack() as stack:
+            with (
+                patch.object(block, "RUN_FIRST_SEQUENCE_NR", block.RUN_FIRST_SEQUENCE_NR if soon else 0),
+                contextlib.ExitStack() as stack,
+            ):
                 if waits:
                     stack.enter_context(sharded.no_sync())
                 loss, order = sharded(x), Order()
@@ -181,7 +184,7 @@ def triple(p: torch.Tensor) -> None:
 
 def gradients_serve_again() -> None:
     """What a step's gradients lie in serves the next one's, but not while somebody has them."""
-    with every_bucket_alone(), patch.object(spare, "LEAST", 1):
+    with every_bucket_alone(), patch.object(buffer_pool, "MIN_POOLED_BYTES", 1):
         pair, places = Pair(), []
         for _ in range(5):
             pair.zero()
@@ -197,7 +200,7 @@ def gradients_serve_again() -> None:
         )
         for hold in views:
             assert held_ones_stay(pair, hold)
-            with patch.object(spare.Kept, "is_free", True):
+            with patch.object(buffer_pool.PooledBuffer, "is_free", True):
                 assert not held_ones_stay(pair, hold), "a gradient in use is written to, and that is not seen"
         pair.backward()
         pair.compare("added to the last")

@@ -20,7 +20,7 @@ import autoshard
 from autoshard import runtime
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
 from autoshard.runtime.transport import process_group
-from autoshard.runtime.transport.move import DIRECT, EXCHANGED, Move
+from autoshard.runtime.transport.move import DIRECT_SUM_BYTES, PAIR_EXCHANGE_BYTES, Move
 
 EXPERTS: dict[str, Any] = {"ep": "expert", "tp": "megatron"}
 
@@ -128,7 +128,7 @@ def sums_without_a_ring() -> None:
         rings.append(x.numel())
         return ring(x, *args, **how)
 
-    few, most = DIRECT // (8 * ranks), EXCHANGED // 8
+    few, most = DIRECT_SUM_BYTES // (8 * ranks), PAIR_EXCHANGE_BYTES // 8
     sizes = (1, 2, few, few + 1, most, most + 1)
     for numbers in (range(ranks), range(ranks - 1, -1, -1)):
         comm = runtime.TorchCommunicator({"dp": ranks}, numbers)

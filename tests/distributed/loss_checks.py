@@ -44,7 +44,7 @@ def losses_are_computed_on_parts() -> None:
             seen.append({n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()})
         assert_close(*seen, name)
         assert_close(sharded.full_gradients(), {n: p.grad for n, p in model.named_parameters()}, f"{name}, gradient of")
-        assert names_of_nodes(of_output(sharded(x))) & {"_PartBackward", "_TotalBackward"}
+        assert names_of_nodes(of_output(sharded(x))) & {"_ToLocalShardBackward", "_SumOfShardsBackward"}
 
 
 def losses_go_back_as_of_plain_outputs() -> None:

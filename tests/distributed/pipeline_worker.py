@@ -53,8 +53,8 @@ def resumed_elsewhere() -> None:
         (ideal({"pp": ranks}), {"stages": "pp", "micro_batches": 4, "schedule": "gpipe"}),
     ]
     state: Any = None
-    for number, (mesh, wishes) in enumerate(asked):
-        sharded = autoshard.compile(copy.deepcopy(made("gpt")[0]), mesh, args, **wishes)
+    for number, (mesh, opts) in enumerate(asked):
+        sharded = autoshard.compile(copy.deepcopy(made("gpt")[0]), mesh, args, **opts)
         ours = torch.optim.AdamW(sharded.parameters(), 1e-2, eps=1e-6)
         if number:
             found = {"model": sharded.state_dict()}
@@ -82,7 +82,7 @@ def saved() -> None:
     mine: dict[str, Any] = dict(sharded.named_parameters())
     assert mine.keys() <= found.keys()
     assert all(torch.equal(found[n], p.to_local()) for n, p in mine.items())
-    assert not any(n in found for n in sharded.whole_names() if n not in mine)
+    assert not any(n in found for n in sharded.all_stages_names() if n not in mine)
     with pytest.raises(LayoutError, match="is about to save"):  # the tensors of a stage are no state of the model
         torch.save(sharded.state_dict(), FOLDER / "one_stage.pt")
 
@@ -182,7 +182,7 @@ def drawn_again() -> None:
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, **asked)
     assert sharded.plan.staged is not None
     assert all(plan.recomputed for plan in sharded.plan.staged.plans)
-    assert "runtime.again(" in sharded.source
+    assert "runtime.recompute(" in sharded.source
     assert "again=True" in sharded.source  # of dropout
     for m in (model, sharded):
         torch.manual_seed(3)
@@ -255,7 +255,7 @@ def what_users_do_with_their_own() -> None:
         with pytest.raises(RuntimeError, match=f"size mismatch for {n}"):
             sharded.load_state_dict({**state, n: torch.ones(3)})
     torch.manual_seed(dist.get_rank())
-    with sharded.drawing_alike():
+    with sharded.same_draws_on_ranks():
         drawn = torch.rand(3)
     torch.manual_seed(0)
     assert torch.equal(drawn, torch.rand(3))
@@ -297,7 +297,7 @@ def read_in_fewer_stages() -> None:
     model, x = ReadAgain().double(), torch.randn(8, 4, dtype=torch.float64)
     mesh = autoshard.Mesh({"pp": dist.get_world_size()}, hardware="ideal_network")
     sharded = autoshard.compile(copy.deepcopy(model), mesh, (x,), stages="pp", micro_batches=2)
-    assert len(sharded._homes["weight"]) == 2
+    assert len(sharded._stage_homes["weight"]) == 2
     ours, theirs = (torch.optim.SGD(m.parameters(), 0.1, 0.9) for m in (sharded, model))
     for kind in ("early", "twice", "late", "early", "twice"):
         for m, optimizer in ((model, theirs), (sharded, ours)):
@@ -356,13 +356,13 @@ def inside(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 def gradients_of_inputs_in_parts() -> None:
     """DTensors, and local tensors, get their part of the gradient: of micro-batches, and of stages."""
     ranks = dist.get_world_size()
-    for axes, wishes in (({"dp": ranks}, {"micro_batches": 2}), ({"pp": 2, "dp": ranks // 2}, {"stages": "pp"})):
+    for axes, opts in (({"dp": ranks}, {"micro_batches": 2}), ({"pp": 2, "dp": ranks // 2}, {"stages": "pp"})):
         torch.manual_seed(0)
         model, x = (
             nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), Mean()).double(),
             torch.randn(8, 6).double(),
         )
-        sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), (x,), **wishes)
+        sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), (x,), **opts)
         own = x.clone().requires_grad_()
         model(own).backward()
         given = distribute_tensor(x, sharded.device_mesh["dp"], [Shard(0)], src_data_rank=None).requires_grad_()
@@ -370,8 +370,8 @@ def gradients_of_inputs_in_parts() -> None:
         assert given.grad is not None
         assert far(given.grad.full_tensor(), own.grad) <= TOLERANCE
         with pytest.MonkeyPatch.context() as patch:  # captures see large ones without data; steps do not
-            patch.setattr("autoshard.module.inputs._LARGE", 8)
-            sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), **wishes)
+            patch.setattr("autoshard.module.inputs._LARGE_INPUT", 8)
+            sharded = autoshard.compile(copy.deepcopy(model), ideal(axes), **opts)
             assert far(sharded(given.detach()).detach(), model(x).detach()) <= TOLERANCE
 
 

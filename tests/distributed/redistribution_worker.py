@@ -21,7 +21,7 @@ from autoshard import runtime
 from autoshard.layout import I, Layout, P, Placement, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Local
-from autoshard.passes.redistribute import Step, emit, redistribution
+from autoshard.passes.redistribute import RedistributionStep, redistribution, runtime_call
 
 S0, S1 = Shard(0), Shard(1)
 
@@ -56,8 +56,8 @@ CASES = {
 }
 
 
-def call(step: Step, x: torch.Tensor) -> torch.Tensor:
-    name, args, kwargs = emit(step)
+def call(step: RedistributionStep, x: torch.Tensor) -> torch.Tensor:
+    name, args, kwargs = runtime_call(step)
     local = {k: runtime.size(v.size, v.axes) if isinstance(v, Local) else v for k, v in kwargs.items()}
     result: torch.Tensor = getattr(runtime, name)(x, *args, **local)
     return result

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import autoshard
 from autoshard.runtime.parameters import gradients
-from autoshard.runtime.parameters.flat_bucket import FlatBucket
+from autoshard.runtime.parameters.bucket import FlatBucket
 from autoshard.runtime.transport import process_group
 
 FOLDER = Path(sys.argv[2]).parent
@@ -180,7 +180,7 @@ def fused_on_parts() -> float:
 def most_under_way(training: Training) -> int:
     """How many reduce-scatters of a step are under way at most, every bucket alone."""
     begun, most = list[Any](), 0
-    reduce_scatter, wait, small = FlatBucket._reduce_scatter, process_group.Added.wait, gradients.SMALL
+    reduce_scatter, wait, small = FlatBucket._reduce_scatter, process_group.PendingSum.wait, gradients.MIN_BUCKET_BYTES
 
     def counted(*args: Any) -> Any:
         nonlocal most
@@ -193,11 +193,15 @@ def most_under_way(training: Training) -> int:
         begun[:] = [work for work in begun if work is not self]  # sums of two ranks are waited for so, too
         wait(self)
 
-    FlatBucket._reduce_scatter, process_group.Added.wait, gradients.SMALL = counted, waited, 0  # type: ignore[method-assign]
+    FlatBucket._reduce_scatter, process_group.PendingSum.wait, gradients.MIN_BUCKET_BYTES = counted, waited, 0  # type: ignore[method-assign]
     try:
         training.steps(0, 1)
     finally:
-        FlatBucket._reduce_scatter, process_group.Added.wait, gradients.SMALL = reduce_scatter, wait, small  # type: ignore[method-assign]
+        FlatBucket._reduce_scatter, process_group.PendingSum.wait, gradients.MIN_BUCKET_BYTES = (
+            reduce_scatter,
+            wait,
+            small,
+        )  # type: ignore[method-assign]
     return most
 
 

@@ -13,10 +13,10 @@ from harness import SLOW_LINK
 
 import autoshard
 from autoshard import runtime
-from autoshard.passes.propagate.experts import sequence
-from autoshard.plans import orders
+from autoshard.passes.propagate.named_strategies import tensor_sequence
+from autoshard.plans import zigzag
 from autoshard.runtime.transport.move import Move
-from autoshard.runtime.transport.relay import Collective, Hop
+from autoshard.runtime.transport.rank_coroutines import Collective, Hop
 
 RINGS = frozenset({"ring", "folded ring", "ring with helpers"})
 PIECES = frozenset({"gathered in pieces", "folded, gathered in pieces"})
@@ -71,17 +71,17 @@ def train_pieces() -> None:
     def pieces_of(node: Any, families: Any) -> frozenset[str]:
         return frozenset(s.label for s in families.strategies(node)) & PIECES
 
-    before, sequence.rings_of = sequence.rings_of, pieces_of
+    before, tensor_sequence.ring_strategies = tensor_sequence.ring_strategies, pieces_of
     try:
         for name in ("llama", "gpt"):
             trains(name, PIECES)
     finally:
-        sequence.rings_of = before
+        tensor_sequence.ring_strategies = before
 
 
 def train_folded() -> None:
     """In folded order from tokens to the last product."""
-    with patch.object(orders, "is_cheaper", lambda plan, than: True):
+    with patch.object(zigzag, "is_cheaper", lambda plan, than: True):
         trains("llama", frozenset({"folded ring"}))
 
 

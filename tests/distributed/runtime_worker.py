@@ -56,12 +56,12 @@ def check_scrambled_memory() -> None:
 @contextlib.contextmanager
 def as_nccl_is_called() -> Iterator[None]:
     """gloo is called as NCCL is, without the detours that are for gloo."""
-    right = process_group.Group
-    process_group.Group = lambda *args: right(*args[:-1], gloo=False)  # type: ignore[assignment, misc]
+    right = process_group.AxesGroup
+    process_group.AxesGroup = lambda *args: right(*args[:-1], gloo=False)  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        process_group.Group = right  # type: ignore[misc]
+        process_group.AxesGroup = right  # type: ignore[misc]
 
 
 def check_values_and_gradients_as_nccl_is_called() -> None:
@@ -219,11 +219,11 @@ def check_profiles_name_the_collective() -> None:
 @contextlib.contextmanager
 def every_bucket_alone() -> Iterator[None]:
     """However small it is."""
-    before, gradients.SMALL = gradients.SMALL, 0
+    before, gradients.MIN_BUCKET_BYTES = gradients.MIN_BUCKET_BYTES, 0
     try:
         yield
     finally:
-        gradients.SMALL = before
+        gradients.MIN_BUCKET_BYTES = before
 
 
 def check_small_gradients_go_together() -> None:
@@ -238,14 +238,14 @@ def check_small_gradients_go_together() -> None:
 @every_bucket_alone()
 def check_large_gradients_do_not_wait() -> None:
     """An all-reduce begins while another is under way, once enough is there."""
-    sent, before = [], gradients.LARGE
+    sent, before = [], gradients.ALL_REDUCE_BUCKET_BYTES
     for enough in (0, before):
-        gradients.LARGE = enough
+        gradients.ALL_REDUCE_BUCKET_BYTES = enough
         comm, params = runtime.TorchCommunicator(meshes()[0]), blocks()
         comm.log = []
         enter = runtime.enter_parameters
         train(comm, params, lambda b, enter=enter: (*enter(b[:1], "a"), *enter(b[1:], "a")), True)
-        gradients.LARGE = before
+        gradients.ALL_REDUCE_BUCKET_BYTES = before
         compare(params)
         sent.append([c.bytes for c in comm.log if c.phase == "backward"])
     assert [len(bytes_) for bytes_ in sent] == [2 * 4, 2 * 2], sent

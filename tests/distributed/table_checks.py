@@ -23,7 +23,7 @@ import autoshard
 from autoshard import runtime
 from autoshard.errors import LayoutError
 from autoshard.module.checkpoints import full_optimizer_state_dict, load_full_optimizer_state_dict
-from autoshard.runtime.operations.stacked import are_neighbours
+from autoshard.runtime.operations.stacked import are_adjacent_in_memory
 from autoshard.runtime.transport.move import Move, Splits
 from autoshard.runtime.transport.process_group import TorchCommunicator
 
@@ -90,7 +90,7 @@ def tables_of_one_owner() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         of_width = [p.to_local() for p in held.values() if p.to_local().numel() and p.shape[1] == 8]
         assert len(of_width) == 2
-        assert are_neighbours(of_width), "one look-up reads them all"
+        assert are_adjacent_in_memory(of_width), "one look-up reads them all"
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     checkpoint.save(sharded.state_dict(), checkpoint_id=folder[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import world
 
-from autoshard.runtime.parameters.gradients import UNDER_WAY
+from autoshard.runtime.parameters.gradients import MAX_REDUCE_SCATTERS
 
 
 def test_resume_after_a_kill(tmp_path: Path) -> None:
@@ -31,6 +31,6 @@ def test_resume_after_a_kill(tmp_path: Path) -> None:
     assert not (cut_off / ".metadata").exists()
     found = json.loads(world.start("resume_worker.py", 2, tmp_path, "resumed", timeout=120))
     assert found.pop("without the checkpoint")[""] > 1e-3, "the control trains alike"
-    assert found.pop("fused") == {"parts": 0.0, "under way": UNDER_WAY + 1}, "fused steps, reduce-scatters"
+    assert found.pop("fused") == {"parts": 0.0, "under way": MAX_REDUCE_SCATTERS + 1}, "fused steps, reduce-scatters"
     assert found.pop("as it was") == {"torch.float64": 0.0, "torch.float32": 0.0}
     assert all(far["torch.float64"] < 1e-12 for far in found.values()), found

@@ -43,7 +43,7 @@ from walk_steps import walk
 import autoshard
 from autoshard import compiler
 from autoshard.errors import MeshError, RuntimeMismatchError
-from autoshard.module.ranks import loaded
+from autoshard.module.ranks import parameters
 from autoshard.runtime.transport import process_group
 
 FOLDER = Path(sys.argv[2]).parent
@@ -211,9 +211,9 @@ class UsedTwice(nn.Module):
 def few_gradients_are_summed_last() -> None:
     """Without a node in every block, by one collective; where there are more to be sent each block has its node."""
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for limit in (loaded.SMALL, 1):
+    for limit in (parameters.MIN_BUCKET_BYTES, 1):
         model = UsedTwice().double()
-        loaded.SMALL, before = limit, loaded.SMALL
+        parameters.MIN_BUCKET_BYTES, before = limit, parameters.MIN_BUCKET_BYTES
         try:
             sharded = autoshard.compile(copy.deepcopy(model), mesh(), (x,), like="ddp")
             for waits in (True, False):
@@ -229,11 +229,11 @@ def few_gradients_are_summed_last() -> None:
                 gradients = {n: p.grad for n, p in model.named_parameters()}
                 assert_close(sharded.full_gradients(), gradients, "gradient of")
                 assert len(sent) == (1 if waits else 2), sent
-                assert bool({"_MoveBackward", "_AheadBackward"} & nodes) == (limit == 1), nodes
+                assert bool({"_ParameterBucketNodeBackward", "_EarlyEntryNodeBackward"} & nodes) == (limit == 1), nodes
                 sharded.zero_grad()
                 model.zero_grad()
         finally:
-            loaded.SMALL = before
+            parameters.MIN_BUCKET_BYTES = before
 
 
 def checkpoint() -> None:

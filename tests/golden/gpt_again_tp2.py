@@ -89,7 +89,7 @@ class Block(runtime.Block):
             gelu = F.gelu(up, approximate="tanh")  # [2, 16, 128/256] S(2)@tp  gpt.py:78
             return x, gelu
 
-        x, gelu = runtime.again(
+        x, gelu = runtime.recompute(
             block_again,
             x,
             self.norm_1.weight,
@@ -118,7 +118,7 @@ class RankModule(runtime.RankModule):
     """Gpt"""
 
     MESH = MESH
-    AGAIN = True
+    RECOMPUTES = True
     BLOCKS = {f"blocks.{i}": Block for i in range(2)}
     TENSORS = {
         "token_embedding.weight": "float64[128, 64]",

@@ -2,41 +2,74 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
-from autoshard.module.dtensors.made import new_dtensor, ones_of
-from autoshard.module.dtensors.missing import GATHERED
-from autoshard.module.dtensors.on_parts import on_parts
-from autoshard.module.dtensors.ops import item
-from autoshard.module.dtensors.strided import cuts
-from autoshard.module.dtensors.trusted import lacks_gradient
+from autoshard.module.dtensors.fallback import GATHERED_CLASSES
+from autoshard.module.dtensors.from_local import loss_on_shards, new_dtensor, unit_gradient
+from autoshard.module.dtensors.patches import scalar_item
+from autoshard.module.dtensors.segments import shards_dim
 from autoshard.module.dtensors.views import (
-    drawing_alike,
-    draws,
-    in_order,
-    is_alias,
-    is_view,
-    seen_from,
-    set_whole,
-    shows,
-    up_to_date,
-    was_written,
-    whole_on,
-    writes,
+    aliases_source,
+    count_write,
+    first_by_position,
+    is_eager_view,
+    is_in_place,
+    may_be_view,
+    may_draw,
+    record_view_source,
+    refresh_views,
+    replicated_on,
+    same_draws_on_ranks,
+    write_full,
 )
-from autoshard.runtime.transport.handed_on import is_batched, refuse_batched
+from autoshard.runtime.transport.autograd import is_batched, refuse_batched
+
+TRUSTED_GRADIENTS = frozenset(
+    "abs absolute acos acosh add addcdiv addcmul adjoint asin asinh atan atan2 atanh bmm broadcast_to "
+    "cat ceil celu chunk clamp clamp_max clamp_min clip clone concat concatenate contiguous cos cosh cosine_similarity "
+    "cumsum detach diagonal div divide dropout einsum elu erf erfc exp exp2 expand expand_as expm1 fix flatten flip "
+    "fliplr flipud float_power floor fmax fmin frac gelu hstack index_select kl_div l1_loss leaky_relu lerp linear log "
+    "log10 log1p log2 log_softmax logaddexp logsumexp masked_fill matmul max maximum mean median min minimum mish mm moveaxis "
+    "movedim mul multiply nan_to_num neg negative norm normalize permute positive pow prod ravel real reciprocal relu "
+    "repeat_interleave reshape reshape_as roll round rsqrt rsub select selu sigmoid sign silu sin sinh softmax softmin "
+    "softplus softsign sort split sqrt square squeeze stack std sub subtract sum swapaxes swapdims t tan tanh "
+    "tensor_split tile topk transpose tril triu true_divide trunc type_as unbind unflatten unsqueeze var vstack "
+    "binary_cross_entropy_with_logits where".split()
+)
+"""function names; ``add_``, ``inplace=True`` and methods count as the function"""
+
+_NON_DIFFERENTIABLE = re.compile(
+    r"arg\w+|is\w+|logical_\w+|bitwise_\w+|\w+_like|all|allclose|any|count_nonzero|detach|eq|equal|ge|greater\w*|gt|le|"
+    r"less\w*|lt|ne|not_equal|numel|result_type|zero|fill"
+)
+"""names of functions without a gradient for their arguments"""
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def lacks_gradient(func: Any) -> bool:
+    """Whether ``func`` is differentiable and not in :data:`TRUSTED_GRADIENTS`."""
+    name = getattr(func, "__name__", "")
+    name = name if name.startswith("__") else name.rstrip("_")
+    if name in TRUSTED_GRADIENTS or _NON_DIFFERENTIABLE.fullmatch(name):
+        return False
+    known = any(callable(getattr(of, name, None)) for of in (torch, F, torch._C._nn))
+    return known or name.startswith(("linalg_", "special_", "fft_"))
+
 
 log = logging.getLogger("autoshard")
 
-ABOUT = frozenset(
+METADATA_GETTERS = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in (
         "shape",
@@ -58,7 +91,7 @@ ABOUT = frozenset(
 """functions that need no data"""
 
 
-def form_of(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+def shape_and_dtype(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
     """Global shape and dtype of a tensor, without ``__torch_function__`` of our subclasses."""
     if type(x) is torch.Tensor:
         return x.shape, x.dtype
@@ -68,11 +101,11 @@ def form_of(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
         return x.shape, x.dtype
 
 
-_ON_WHOLE = (
+_FULL_ONLY = (
     *(torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__iter__),  # leave torch
     torch.Tensor.__setitem__,  # DTensor's own writes into a copy if the dim is sharded
 )
-_BACKWARD = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
+_AUTOGRAD_FUNCTIONS = frozenset((torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad))
 """they record gathers also in no-grad mode, as in the backward of a reentrant checkpoint"""
 
 
@@ -80,7 +113,7 @@ _IN_PLACE_OR_VIEW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView
 """dispatch key that makes autograd replay views, by operations that DTensor lacks"""
 
 
-def _backward(
+def _output_backward(
     x: DTensor, gradient: Any = None, retain_graph: Any = None, create_graph: Any = False, inputs: Any = None
 ) -> None:
     """``x.backward()``; the initial gradient of a scalar is made without DTensor dispatch."""
@@ -92,11 +125,11 @@ def _backward(
         return
     keep = create_graph if retain_graph is None else retain_graph
     torch.autograd.graph._engine_run_backward(
-        (x,), (ones_of(x),), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
+        (x,), (unit_gradient(x),), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
-def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _autograd_on_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """``torch.autograd.grad`` and ``backward`` of gathered outputs; ``inputs`` stay as they are."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     inputs = given.pop("inputs", None)
@@ -107,7 +140,7 @@ def _differentiated(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return func(**whole, inputs=inputs)
 
 
-class Output(DTensor):
+class ShardedOutput(DTensor):
     """A DTensor that is gathered where it meets a plain tensor.
 
     Ops on outputs alone run as DTensor ops where DTensor has them. Other ops, and ops that also
@@ -122,21 +155,21 @@ class Output(DTensor):
     def of(x: DTensor) -> DTensor:
         """The same DTensor as an output; other subclasses, such as parameters, keep their class."""
         if type(x) is DTensor:
-            x.__class__ = Output
+            x.__class__ = ShardedOutput
         return x
 
     def like(self, made: DTensor) -> DTensor:
         """``made``, computed from the shards of ``self``, as an output on the same ranks."""
-        return Output.of(made)
+        return ShardedOutput.of(made)
 
     def to_local(self, **kwargs: Any) -> torch.Tensor:
         """This rank's shard."""
-        up_to_date([self])
+        refresh_views([self])
         return super().to_local(**kwargs)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As :meth:`DTensor.redistribute`, after pending writes; ``full_tensor()`` calls it."""
-        up_to_date([self])
+        refresh_views([self])
         return super().redistribute(*args, **kwargs)
 
     @classmethod
@@ -144,125 +177,129 @@ class Output(DTensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func in ABOUT:
+            if func in METADATA_GETTERS:
                 return func(*args, **(kwargs or {}))
-            up_to_date(_leaves(args, kwargs or {}))
+            refresh_views(_argument_leaves(args, kwargs or {}))
             if len(args) == 1:
                 if func is torch.Tensor.backward:
-                    return _backward(args[0], **(kwargs or {}))
-                if func in _ALONE and "_of" not in args[0].__dict__:
-                    return _ALONE[func](args[0])
-            if (loss := on_parts(func, args, kwargs or {})) is not None:
-                return Output.of(loss)
-            args, kwargs = in_order(args, kwargs or {})
+                    return _output_backward(args[0], **(kwargs or {}))
+                if func in _SCALAR_SHORTCUTS and "_of" not in args[0].__dict__:
+                    return _SCALAR_SHORTCUTS[func](args[0])
+            if (loss := loss_on_shards(func, args, kwargs or {})) is not None:
+                return ShardedOutput.of(loss)
+            args, kwargs = first_by_position(args, kwargs or {})
             given = tuple(args), dict(kwargs)
-            if writes(func, kwargs) and isinstance(args[0], DTensor):
-                return _write(func, *given)
-            dim = chosen_dim(func, *given)
-            if dim is not None and not any(p.is_partial() or cuts(p, dim) for p in args[0].placements):
-                return _of_part(func, dim, *given)
-            leaves = _leaves(*given)
-            if not writes(func, kwargs) and is_dtensors(func, leaves):
-                with torch._C._ExcludeDispatchKeyGuard(_IN_PLACE_OR_VIEW) if is_view(func) else nullcontext():
-                    there, made = _of_dtensors(func, *given)
+            if is_in_place(func, kwargs) and isinstance(args[0], DTensor):
+                return _write_output(func, *given)
+            dim = selection_dim(func, *given)
+            if dim is not None and not any(p.is_partial() or shards_dim(p, dim) for p in args[0].placements):
+                return _select_on_shard(func, dim, *given)
+            leaves = _argument_leaves(*given)
+            if not is_in_place(func, kwargs) and runs_as_dtensor(func, leaves):
+                with torch._C._ExcludeDispatchKeyGuard(_IN_PLACE_OR_VIEW) if may_be_view(func) else nullcontext():
+                    there, made = _try_dtensor_op(func, *given)
                 if there:
                     if not isinstance(made, torch.Size | float | int | bool):
-                        made = pytree.tree_map_only(DTensor, Output.of, made)
-                        _follow(func, *given, made)
+                        made = pytree.tree_map_only(DTensor, ShardedOutput.of, made)
+                        _record_views(func, *given, made)
                     return made
-            if func in _BACKWARD:
-                return _differentiated(func, *given)
+            if func in _AUTOGRAD_FUNCTIONS:
+                return _autograd_on_full(func, *given)
             own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), given)
-            with drawing_alike(func, next(x for x in leaves if isinstance(x, DTensor)), kwargs):
+            with same_draws_on_ranks(func, next(x for x in leaves if isinstance(x, DTensor)), kwargs):
                 made = func(*own, **named)
-            if is_view(func) and isinstance(args[0], DTensor) and shows(args[0], func, args[1:], kwargs):
-                made = pytree.tree_map_only(torch.Tensor, lambda x: Output.of(whole_on(args[0].device_mesh, x)), made)
-                seen_from(args[0], made, func, args[1:], kwargs)
+            if may_be_view(func) and isinstance(args[0], DTensor) and is_eager_view(args[0], func, args[1:], kwargs):
+                made = pytree.tree_map_only(
+                    torch.Tensor, lambda x: ShardedOutput.of(replicated_on(args[0].device_mesh, x)), made
+                )
+                record_view_source(args[0], made, func, args[1:], kwargs)
             return made
 
 
-GATHERED.append(Output)
-_ALONE: dict[Any, Callable[[Any], Any]] = {
-    torch.Tensor.detach: lambda x: new_dtensor(Output, x._local_tensor.detach(), x._spec, requires_grad=False),
-    torch.Tensor.item: item,
-    torch.Tensor.__float__: lambda x: float(item(x)),
+GATHERED_CLASSES.append(ShardedOutput)
+_SCALAR_SHORTCUTS: dict[Any, Callable[[Any], Any]] = {
+    torch.Tensor.detach: lambda x: new_dtensor(ShardedOutput, x._local_tensor.detach(), x._spec, requires_grad=False),
+    torch.Tensor.item: scalar_item,
+    torch.Tensor.__float__: lambda x: float(scalar_item(x)),
 }
 """common operations on a loss, without torch's dispatcher"""
 
 
-def chosen_dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+def selection_dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """The dim from which ``func`` selects slices of a non-plain tensor (cached requests).
 
     None for other functions. If that dim is unsharded, the selection runs per shard.
     """
-    place = _CHOOSES.get(func)
+    place = _SELECTION_DIM_POSITION.get(func)
     if place is None or not args or sum(isinstance(x, torch.Tensor) and type(x) is not torch.Tensor for x in args) != 1:
         return None
     dim = args[place] if place < len(args) else kwargs.get("dim")
     return dim % args[0].ndim if isinstance(dim, int) and type(args[0]) is not torch.Tensor else None
 
 
-_CHOOSES = {
+_SELECTION_DIM_POSITION = {
     **dict.fromkeys((torch.Tensor.index_select, torch.index_select), 1),
     **dict.fromkeys((torch.Tensor.repeat_interleave, torch.repeat_interleave), 2),
 }
 """position of their argument ``dim``"""
 
 
-def _of_part(func: Any, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
+def _select_on_shard(func: Any, dim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor:
     x = args[0]
     part = func(x.to_local(), *args[1:], **kwargs)
     shape = torch.Size([*x.shape[:dim], part.shape[dim], *x.shape[dim + 1 :]])
     stride = torch.empty(shape, device="meta").stride()
     made = DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
-    return Output.of(made)
+    return ShardedOutput.of(made)
 
 
-def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+def _argument_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
     """The leaves of the arguments of a call; most calls contain no containers."""
     given = [*args, *kwargs.values()]
     return given if _NO_CONTAINERS.issuperset(map(type, given)) else pytree.tree_leaves(given)
 
 
-_NO_CONTAINERS = frozenset((Output, DTensor, torch.Tensor, torch.dtype, bool, int, float, str, type(None)))
+_NO_CONTAINERS = frozenset((ShardedOutput, DTensor, torch.Tensor, torch.dtype, bool, int, float, str, type(None)))
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain_operand(x: Any) -> bool:
     """Whether ``x`` forces a gather: not a scalar, unless its gradient would become a DTensor."""
     return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and (x.ndim > 0 or x.requires_grad)
 
 
-def _follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+def _record_views(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
     """Record the sources of views: DTensor may copy, with an autograd history of its own."""
     source = args[0] if args else None
-    if not isinstance(source, DTensor) or not is_view(func) or made is source:
+    if not isinstance(source, DTensor) or not may_be_view(func) or made is source:
         return
-    if shows(source, func, args[1:], kwargs):
-        seen_from(source, made, func, args[1:], kwargs)
+    if is_eager_view(source, func, args[1:], kwargs):
+        record_view_source(source, made, func, args[1:], kwargs)
 
 
-def _write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _write_output(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """An in-place op on an output: per shard if DTensor has it, else on the full tensor.
 
     With gradients, a write into a view joins the autograd history of view and source.
     """
-    x, leaves = args[0], _leaves(args, kwargs)
+    x, leaves = args[0], _argument_leaves(args, kwargs)
     recorded = is_recorded(leaves)
-    on_part = "_of" not in x.__dict__ or (not recorded and is_alias(x))
-    if on_part and not draws(func) and is_dtensors(func, leaves) and _of_dtensors(func, args, kwargs)[0]:
-        was_written(x)
+    on_part = "_of" not in x.__dict__ or (not recorded and aliases_source(x))
+    if on_part and not may_draw(func) and runs_as_dtensor(func, leaves) and _try_dtensor_op(func, args, kwargs)[0]:
+        count_write(x)
         return x
     with torch.set_grad_enabled(recorded):
-        set_whole(func, args, kwargs)
+        write_full(func, args, kwargs)
     return None if func is torch.Tensor.__setitem__ else x
 
 
-def is_dtensors(func: Any, leaves: Sequence[Any]) -> bool:
+def runs_as_dtensor(func: Any, leaves: Sequence[Any]) -> bool:
     """Whether ``func`` with these argument leaves may run as a DTensor op."""
-    return not (func in _ON_WHOLE or any(map(_is_plain, leaves)) or (is_recorded(leaves) and lacks_gradient(func)))
+    return not (
+        func in _FULL_ONLY or any(map(_is_plain_operand, leaves)) or (is_recorded(leaves) and lacks_gradient(func))
+    )
 
 
-def _of_dtensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+def _try_dtensor_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
     """(whether DTensor has ``func`` for these arguments, its result)"""
     try:
         return True, func(*args, **kwargs)

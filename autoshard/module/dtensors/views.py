@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoshard.aten import aten
 from autoshard.errors import LayoutError
-from autoshard.module.dtensors.draws import first_ranks_generator
-from autoshard.module.dtensors.strided import cuts
+from autoshard.module.dtensors.random_ops import first_rank_generator
+from autoshard.module.dtensors.segments import shards_dim
 
-VIEWS = {
+VIEW_OPS = {
     aten.select.int: 1,
     aten.slice.Tensor: 1,
     aten.split.Tensor: 2,
@@ -31,26 +31,26 @@ VIEWS = {
 }
 """view op → position of its argument ``dim`` (0 by default); None: several dims"""
 
-_WRITING = re.compile(
+_IN_PLACE_NAME = re.compile(
     r"(?!requires_grad_|detach_|share_memory_)\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
 """names of in-place functions"""
-_DRAWS = re.compile(
+_RANDOM_NAME = re.compile(
     "normal|uniform|bernoulli|random|rand_|randn_|randint|exponential|cauchy|geometric|dropout|orthogonal|sparse|rrelu|"
     "dirac|multinomial|poisson|binomial|gumbel"
 )
 """substrings of names of functions that may draw random numbers"""
-_VIEWS = frozenset(
+_VIEW_NAMES = frozenset(
     "__getitem__ select narrow unbind chunk split split_with_sizes tensor_split hsplit vsplit dsplit view view_as reshape "
     "reshape_as transpose t permute movedim moveaxis swapaxes swapdims adjoint squeeze unsqueeze flatten unflatten ravel "
     "expand expand_as broadcast_to diagonal unfold contiguous detach".split()
 )
 """functions that may return a view in eager"""
-_GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH"))
+_VIEW_GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH"))
 """attributes that return a view"""
 
 
-class Copied(DTensor):
+class ViewCopy(DTensor):
     """A copy that is a view in eager, of a parameter or gradient; writes reach its source."""
 
     __slots__ = ()
@@ -59,33 +59,35 @@ class Copied(DTensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = in_order(args, kwargs or {})
+        args, kwargs = first_by_position(args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            up_to_date(args)
-            if writes(func) and set_through(func, args, kwargs):
+            refresh_views(args)
+            if is_in_place(func) and write_through_view(func, args, kwargs):
                 return args[0]
             made = func(*args, **kwargs)
-        return seen_from(args[0], made, func, args[1:]) if is_view(func) else made
+        return record_view_source(args[0], made, func, args[1:]) if may_be_view(func) else made
 
 
-def in_order(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+def first_by_position(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
     """Arguments with the first one positional: ``torch.nn.init`` passes all by name."""
     if args or "tensor" not in kwargs:
         return args, kwargs
     return (kwargs["tensor"],), {name: x for name, x in kwargs.items() if name != "tensor"}
 
 
-def seen_from(x: DTensor, made: Any, view: Any, rest: Sequence[Any], named: Mapping[str, Any] | None = None) -> Any:
+def record_view_source(
+    x: DTensor, made: Any, view: Any, rest: Sequence[Any], named: Mapping[str, Any] | None = None
+) -> Any:
     """Record on ``made`` the source of this view of ``x`` and the steps from there."""
     source, steps, _ = x.__dict__.get("_of", (x, (), None))
     for i, each in enumerate(made if isinstance(made, list | tuple) else (made,)):
         if type(each) is DTensor:
-            each.__class__ = Copied
-        each.__dict__["_of"] = source, (*steps, (view, rest, named or {}, i)), _version(source)
+            each.__class__ = ViewCopy
+        each.__dict__["_of"] = source, (*steps, (view, rest, named or {}, i)), _source_version(source)
     return made
 
 
-def _followed(whole: torch.Tensor, steps: Sequence[Any]) -> torch.Tensor:
+def _replay_views(whole: torch.Tensor, steps: Sequence[Any]) -> torch.Tensor:
     """Replay recorded views on the full tensor."""
     for step, rest, named, i in steps:
         made = step(whole, *rest, **named)
@@ -93,31 +95,31 @@ def _followed(whole: torch.Tensor, steps: Sequence[Any]) -> torch.Tensor:
     return whole
 
 
-def shows(x: DTensor, view: Any, rest: Sequence[Any], named: Mapping[str, Any]) -> bool:
+def is_eager_view(x: DTensor, view: Any, rest: Sequence[Any], named: Mapping[str, Any]) -> bool:
     """Whether ``view`` of ``x`` is a view in eager: not with tensor indices or copies."""
     source, steps, _ = x.__dict__.get("_of", (x, (), None))
     whole = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta")
     try:
-        made = _followed(whole, (*steps, (view, rest, named, 0)))
+        made = _replay_views(whole, (*steps, (view, rest, named, 0)))
     except (RuntimeError, NotImplementedError):
         return False
     same: bool = made.untyped_storage()._cdata == whole.untyped_storage()._cdata
     return same
 
 
-def _version(source: DTensor) -> tuple[int, int]:
+def _source_version(source: DTensor) -> tuple[int, int]:
     """Changes with every write into ``source``."""
     return source.__dict__.get("_written", 0), 0 if source.is_inference() else source._version
 
 
-def is_alias(x: DTensor) -> bool:
+def aliases_source(x: DTensor) -> bool:
     """Whether writes into the local shard of a view reach its source."""
     source, _, _ = x.__dict__["_of"]
     same: bool = x._local_tensor.untyped_storage()._cdata == source._local_tensor.untyped_storage()._cdata
     return same
 
 
-def was_written(x: DTensor) -> None:
+def count_write(x: DTensor) -> None:
     """Count a write into ``x``, for views of its source and for autograd, which does not see it."""
     source, steps, _ = x.__dict__.get("_of", (x, (), None))
     source.__dict__["_written"] = source.__dict__.get("_written", 0) + 1
@@ -125,22 +127,22 @@ def was_written(x: DTensor) -> None:
         if not each._local_tensor.is_inference():
             torch.autograd.graph.increment_version(each._local_tensor)
     if steps:
-        x.__dict__["_of"] = source, steps, _version(source)
+        x.__dict__["_of"] = source, steps, _source_version(source)
 
 
-def up_to_date(given: Sequence[Any]) -> None:
+def refresh_views(given: Sequence[Any]) -> None:
     """Refresh views whose sources were written since. Collective."""
     for x in given:
         if isinstance(x, DTensor) and "_of" in x.__dict__:
             source, steps, version = x.__dict__["_of"]
-            if version != _version(source):
+            if version != _source_version(source):
                 with torch.enable_grad():
-                    _become(x, _followed(source.full_tensor(), steps))
-                was_written(x)
-                x.__dict__["_of"] = source, steps, _version(source)
+                    _assign_full(x, _replay_views(source.full_tensor(), steps))
+                count_write(x)
+                x.__dict__["_of"] = source, steps, _source_version(source)
 
 
-def _become(x: DTensor, whole: torch.Tensor) -> None:
+def _assign_full(x: DTensor, whole: torch.Tensor) -> None:
     """Give ``x`` the values and, if gradients are recorded, the history of ``whole``."""
     if any(p.is_partial() for p in x.placements):  # a partial sum has no values of its own
         placements = [Replicate() if p.is_partial() else p for p in x.placements]
@@ -148,87 +150,87 @@ def _become(x: DTensor, whole: torch.Tensor) -> None:
             summed = x.redistribute(placements=placements)
         x._local_tensor, x._spec = summed._local_tensor, summed._spec
     noted = x.__dict__.pop("_of", None)  # the write below is into ``x`` alone
-    x.copy_(_part(whole, x))
+    x.copy_(_shard_with_history(whole, x))
     if noted is not None:
         x.__dict__["_of"] = noted
 
 
-def is_view(func: Any) -> bool:
+def may_be_view(func: Any) -> bool:
     """Whether the result of ``func`` may be a view of its first argument in eager."""
-    return getattr(func, "__name__", "") in _VIEWS or func in _GETTERS
+    return getattr(func, "__name__", "") in _VIEW_NAMES or func in _VIEW_GETTERS
 
 
-def writes(func: Any, kwargs: Mapping[str, Any] | None = None) -> bool:
+def is_in_place(func: Any, kwargs: Mapping[str, Any] | None = None) -> bool:
     """Whether ``func`` writes into its first argument."""
     return _is_writing(getattr(func, "__name__", "")) or bool(kwargs and kwargs.get("inplace") is True)
 
 
 @functools.lru_cache(maxsize=1 << 10)
 def _is_writing(name: str) -> bool:
-    return bool(_WRITING.fullmatch(name))
+    return bool(_IN_PLACE_NAME.fullmatch(name))
 
 
-def draws(func: Any) -> bool:
+def may_draw(func: Any) -> bool:
     """Whether ``func`` may draw random numbers."""
-    return bool(_DRAWS.search(getattr(func, "__name__", "")))
+    return bool(_RANDOM_NAME.search(getattr(func, "__name__", "")))
 
 
-def drawing_alike(func: Any, x: DTensor, named: Mapping[str, Any]) -> AbstractContextManager[None]:
+def same_draws_on_ranks(func: Any, x: DTensor, named: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Inside, ``func`` on the full tensor draws the same numbers on all ranks."""
-    return first_ranks_generator(x, named.get("generator")) if draws(func) else nullcontext()
+    return first_rank_generator(x, named.get("generator")) if may_draw(func) else nullcontext()
 
 
-def indexed(x: Any, made: Any, op: Any, rest: tuple[Any, ...]) -> Any:
-    """Record ``made``, a result of :data:`VIEWS`, if it is a copy of a parameter or gradient."""
-    at = VIEWS[op]
+def record_view_copy(x: Any, made: Any, op: Any, rest: tuple[Any, ...]) -> Any:
+    """Record ``made``, a result of :data:`VIEW_OPS`, if it is a copy of a parameter or gradient."""
+    at = VIEW_OPS[op]
     dims = range(x.ndim) if at is None else (rest[at - 1] % max(x.ndim, 1) if len(rest) >= at else 0,)
-    cut = any(cuts(p, dim) for p in x.placements for dim in dims)
-    copied = type(x) is Copied or (type(x) is DTensor and cut and x.grad_fn is None)
-    return seen_from(x, made, op, rest) if copied else made
+    cut = any(shards_dim(p, dim) for p in x.placements for dim in dims)
+    copied = type(x) is ViewCopy or (type(x) is DTensor and cut and x.grad_fn is None)
+    return record_view_source(x, made, op, rest) if copied else made
 
 
-def set_through(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def write_through_view(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """If the first argument is a recorded view, apply ``write`` to source and copy."""
     copied = args[0] if args else None
     if not isinstance(copied, DTensor) or "_of" not in copied.__dict__:
         return False
     with torch.no_grad():
-        set_whole(write, args, kwargs)
+        write_full(write, args, kwargs)
     return True
 
 
-def set_whole(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def write_full(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Apply ``write`` to the full source of the first argument and reshard it, with its history."""
     x = args[0]
     source, steps, _ = x.__dict__.get("_of", (x, (), None))
     own, named = pytree.tree_map_only(DTensor, lambda x: x.full_tensor(), (tuple(args[1:]), dict(kwargs)))
     whole = source.full_tensor().clone()
-    view = _followed(whole, steps)
-    with drawing_alike(write, source, named):
+    view = _replay_views(whole, steps)
+    with same_draws_on_ranks(write, source, named):
         write(view, *own, **named)
     if view.shape != x.shape:
         raise LayoutError(
             f"{write.__name__}() changes the shape of an output that lies in parts on the ranks ({list(x.shape)} to "
             f"{list(view.shape)}): take the result of {write.__name__.rstrip('_')}() instead"
         )
-    _become(source, whole)
+    _assign_full(source, whole)
     if x is not source:
-        _become(x, view)
-    was_written(x)
+        _assign_full(x, view)
+    count_write(x)
 
 
-def alongside(local: torch.Tensor, like: DTensor) -> DTensor:
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor with local shard ``local`` and the placements of ``like``; differentiable."""
     shape, stride = like.shape, like.stride()
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
 
 
-def whole_on(mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
+def replicated_on(mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
     """A plain tensor, equal on all ranks, as a replicated DTensor; differentiable."""
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _part(whole: torch.Tensor, like: DTensor) -> DTensor:
+def _shard_with_history(whole: torch.Tensor, like: DTensor) -> DTensor:
     if whole.requires_grad and torch.is_grad_enabled():
-        return whole_on(like.device_mesh, whole).redistribute(placements=like.placements)
+        return replicated_on(like.device_mesh, whole).redistribute(placements=like.placements)
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.passes.capture.exported.contents import DEPTH, held_in
+from autoshard.passes.capture.exported.snapshots import SNAPSHOT_DEPTH, items_or_attributes
 from autoshard.passes.capture.observer import patched
 
 Memo = dict[int, Any]
 
 
 @contextlib.contextmanager
-def in_copies(own: Collection[int]) -> Iterator[None]:
+def deepcopy_functions(own: Collection[int]) -> Iterator[None]:
     """Inside, ``copy.deepcopy`` also copies functions and weakrefs that reach ids in ``own``."""
 
     def function(x: FunctionType, memo: Memo) -> FunctionType:
-        if not _reaches(x, own):
+        if not _reaches_any(x, own):
             return x
         cells = tuple(CellType() for _ in x.__closure__ or ())
         made = memo[id(x)] = FunctionType(x.__code__, x.__globals__, x.__name__, None, cells or None)
@@ -40,7 +40,7 @@ def in_copies(own: Collection[int]) -> Iterator[None]:
         return made
 
     def part(x: Any, memo: Memo) -> Any:
-        return copy.deepcopy(x, memo) if _reaches(x, own) else x
+        return copy.deepcopy(x, memo) if _reaches_any(x, own) else x
 
     def bound(x: MethodType, memo: Memo) -> MethodType:
         return MethodType(part(x.__func__, memo), copy.deepcopy(x.__self__, memo))
@@ -77,42 +77,42 @@ def in_copies(own: Collection[int]) -> Iterator[None]:
         yield
 
 
-def tensors_stay() -> contextlib.AbstractContextManager[None]:
+def deepcopy_without_tensors() -> contextlib.AbstractContextManager[None]:
     """Inside, ``copy.deepcopy`` returns tensors themselves unless its memo has them."""
     return patched((kind, "__deepcopy__", lambda x, memo: x) for kind in (torch.Tensor, nn.Parameter))
 
 
-def of_model(model: nn.Module) -> set[int]:
+def ids_in_model(model: nn.Module) -> set[int]:
     """The ids of the model's modules, parameters and buffers."""
     return {id(x) for x in (*model.modules(), *model.parameters(), *model.buffers())}
 
 
-def copied(x: Any, memo: Mapping[int, Any]) -> Any:
+def copy_with_memo(x: Any, memo: Mapping[int, Any]) -> Any:
     """``x`` with the objects of ``memo`` (by id) replaced; ``x`` itself if it holds none."""
     foreign: dict[int, nn.Module] = {}
-    if not _reaches(x, memo.keys(), foreign):
+    if not _reaches_any(x, memo.keys(), foreign):
         return x
-    with in_copies(memo.keys()), tensors_stay():
+    with deepcopy_functions(memo.keys()), deepcopy_without_tensors():
         return copy.deepcopy(x, {**foreign, **memo})
 
 
-def _reaches(x: Any, own: Collection[int], foreign: dict[int, nn.Module] | None = None) -> bool:
+def _reaches_any(x: Any, own: Collection[int], foreign: dict[int, nn.Module] | None = None) -> bool:
     """Whether ``x`` is or holds an object of ``own`` (ids). ``foreign`` collects other modules."""
     found, seen, level = False, set[int](), [x]
-    for _ in range(2 * DEPTH):
+    for _ in range(2 * SNAPSHOT_DEPTH):
         level = [y for y in level if not (id(y) in seen or seen.add(id(y)))]  # type: ignore[func-returns-value]
         found = found or any(id(y) in own for y in level)
         if found and foreign is None:
             return True
         if foreign is not None:
             foreign.update((id(y), y) for y in level if isinstance(y, nn.Module))
-        level = [z for y in level if id(y) not in own for z in _held_by(y)]
+        level = [z for y in level if id(y) not in own for z in _contents_of(y)]
     return found
 
 
-def _held_by(x: Any) -> Iterable[Any]:
+def _contents_of(x: Any) -> Iterable[Any]:
     if isinstance(x, FunctionType):
-        return [*map(_content, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
+        return [*map(_cell_content, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
     if isinstance(x, MethodType):
         return [x.__self__, x.__func__]
     if isinstance(x, functools.partial):
@@ -121,11 +121,11 @@ def _held_by(x: Any) -> Iterable[Any]:
         return [x()]
     if hasattr(type(x), "cache_parameters"):
         return [x.__wrapped__]
-    held = held_in(x)
+    held = items_or_attributes(x)
     return () if held is None else [*held, *held.values()] if isinstance(held, dict) else held
 
 
-def _content(cell: CellType) -> Any:
+def _cell_content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell

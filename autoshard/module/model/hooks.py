@@ -1,12 +1,18 @@
-"""Forward hooks of submodules: programs compute what the hooks present at a call return."""
+"""Hooks of users: forward hooks of inner modules, and tensor hooks on outputs that feed other outputs.
+
+Programs compute what the forward hooks present in a call return. A tensor hook on an output
+(logits) sees in eager also the gradient of outputs computed from it (a loss). Here each output ends
+a program, so such a backward is refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -15,17 +21,19 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import unserializable_hook
 
-from autoshard.errors import CaptureError
-from autoshard.module.model.closures import copied
-from autoshard.passes.capture.exported.trees import constant
+from autoshard.errors import CaptureError, RuntimeMismatchError
+from autoshard.module.model.closures import copy_with_memo
+from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.ir.graph import Graph, Ref
 
-FORWARD = "_forward_pre_hooks", "_forward_hooks"
-HOOKS = (*FORWARD, "_backward_pre_hooks", "_backward_hooks")
-FLAGS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
-GIVEN = "_given_hooks"
+FORWARD_HOOKS = "_forward_pre_hooks", "_forward_hooks"
+HOOK_KINDS = (*FORWARD_HOOKS, "_backward_pre_hooks", "_backward_hooks")
+HOOK_FLAGS = "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"
+HOOK_SNAPSHOT = "_given_hooks"
 """key in a submodule's dict: kind → (the user's hook dict, the hooks it had at adoption)"""
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_CONSTANT_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
 
 
 @dataclass(frozen=True)
@@ -39,65 +47,73 @@ class Hook:
     value: Any = None
 
 
-def share(part: nn.Module, module: nn.Module) -> None:
-    """Share the hook dicts of the user's module until :func:`adopt` separates them."""
-    part.__dict__.update({kind: vars(module)[kind] for kind in (*HOOKS, *FLAGS) if kind in vars(module)})
+def share_hooks(part: nn.Module, module: nn.Module) -> None:
+    """Share the hook dicts of the user's module until :func:`adopt_hooks` separates them."""
+    part.__dict__.update({kind: vars(module)[kind] for kind in (*HOOK_KINDS, *HOOK_FLAGS) if kind in vars(module)})
 
 
-def adopt(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
+def adopt_hooks(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
     """Separate hooks of ``parts`` from ``model``: removals there still apply, additions do not."""
     for path, module in model.named_modules():
         own = vars(parts[path])
-        for kind in (*HOOKS, *FLAGS):
+        for kind in (*HOOK_KINDS, *HOOK_FLAGS):
             if own[kind] is (theirs := vars(module)[kind]):
                 own[kind] = OrderedDict(theirs)
-                if theirs and kind in HOOKS:
-                    own.setdefault(GIVEN, {})[kind] = theirs, frozenset(theirs)
+                if theirs and kind in HOOK_KINDS:
+                    own.setdefault(HOOK_SNAPSHOT, {})[kind] = theirs, frozenset(theirs)
 
 
-def present(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]:
+def forward_hooks_of(parts: Iterable[tuple[str, nn.Module]]) -> tuple[Hook, ...]:
     """The forward hooks of these modules, and plain attributes that users set after compilation."""
     found: list[Hook] = []
     for path, part in parts:
-        _removed(part)
-        hooks = [Hook(path, kind + _name(f), n) for kind in FORWARD for n, f in vars(part)[kind].items()]
+        _drop_removed_hooks(part)
+        hooks = [Hook(path, kind + _hook_name(f), n) for kind in FORWARD_HOOKS for n, f in vars(part)[kind].items()]
         found += hooks
-        found += [Hook(path, n, value=constant(x)) for n, x in new_attributes(part).items() if hooks]
+        found += [Hook(path, n, value=constant_key(x)) for n, x in new_attributes(part).items() if hooks]
     return tuple(found)
 
 
 def new_attributes(part: nn.Module) -> dict[str, Any]:
     """Plain attributes that the user's module lacked."""
-    known = {*vars(nn.Module()), "_original", "_known", GIVEN, *vars(part)["_known"]}
-    return {n: x for n, x in vars(part).items() if n not in known and isinstance(x, _PLAIN)}
+    known = {*vars(nn.Module()), "_original", "_known", HOOK_SNAPSHOT, *vars(part)["_known"]}
+    return {n: x for n, x in vars(part).items() if n not in known and isinstance(x, _CONSTANT_TYPES)}
 
 
-def _removed(part: nn.Module) -> None:
-    for kind, (theirs, given) in vars(part).get(GIVEN, {}).items():
+def _drop_removed_hooks(part: nn.Module) -> None:
+    for kind, (theirs, given) in vars(part).get(HOOK_SNAPSHOT, {}).items():
         for number in given - theirs.keys():
             vars(part)[kind].pop(number, None)
 
 
 @contextlib.contextmanager
-def called(model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[int, torch.Tensor]) -> Iterator[None]:
+def hooks_during_trace(
+    model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[int, torch.Tensor]
+) -> Iterator[None]:
     """Inside, modules of ``model`` have their parts' hooks. ``tensors``: its own, by part id."""
     modules = dict(model.named_modules())
     memo = {**{id(parts[path]): m for path, m in modules.items()}, **tensors}
-    before = {path: {kind: vars(m)[kind] for kind in (*HOOKS, *FLAGS)} for path, m in modules.items()}
+    before = {path: {kind: vars(m)[kind] for kind in (*HOOK_KINDS, *HOOK_FLAGS)} for path, m in modules.items()}
     lent: list[tuple[nn.Module, str]] = []
     try:
         for path, module in modules.items():
             own, part = module.__dict__, parts[path]
-            if own[FORWARD[0]] is vars(part)[FORWARD[0]]:
+            if own[FORWARD_HOOKS[0]] is vars(part)[FORWARD_HOOKS[0]]:
                 continue  # not adopted yet
-            _removed(part)
-            for kind in HOOKS:
+            _drop_removed_hooks(part)
+            for kind in HOOK_KINDS:
                 had, now = own[kind], vars(part)[kind].items()
                 own[kind] = OrderedDict(
-                    (n, had[n] if n in had else _checked(path, copied(f, memo), kind == FORWARD[1])) for n, f in now
+                    (
+                        n,
+                        had[n]
+                        if n in had
+                        else _refuse_observer(path, copy_with_memo(f, memo), kind == FORWARD_HOOKS[1]),
+                    )
+                    for n, f in now
                 )
-            own.update({kind: vars(part)[kind] for kind in FLAGS})
-            if own[FORWARD[0]] or own[FORWARD[1]]:
+            own.update({kind: vars(part)[kind] for kind in HOOK_FLAGS})
+            if own[FORWARD_HOOKS[0]] or own[FORWARD_HOOKS[1]]:
                 lent += [(module, name) for name in new_attributes(part)]
                 own.update(new_attributes(part))
         yield
@@ -108,23 +124,24 @@ def called(model: nn.Module, parts: Mapping[str, nn.Module], tensors: Mapping[in
             module.__dict__.pop(name, None)
 
 
-def _checked(path: str, hook: Callable[..., Any], sees_output: bool) -> Callable[..., Any]:
+def _refuse_observer(path: str, hook: Callable[..., Any], sees_output: bool) -> Callable[..., Any]:
     """``hook``, refused if it only observes values: it would see one trace, not each call."""
 
     @functools.wraps(hook)
     def called(module: nn.Module, *given: Any) -> Any:
         tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
-        before, uses = [x._version for x in tensors], _Uses()
+        before, uses = [x._version for x in tensors], _TensorUses()
         held = sum(map(sys.getrefcount, tensors))
         with uses:
             found = hook(module, *given)
         if not (found is None or (sees_output and found is given[-1])) or before != [x._version for x in tensors]:
             return found
-        found, code = None, _code(hook)  # frees the result: references are counted below
+        found, code = None, _hook_code(hook)  # frees the result: references are counted below
         if uses.any or held != sum(map(sys.getrefcount, tensors)) or code is None or "training" not in code.co_names:
             at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
             raise CaptureError(
-                f"hook {_name(hook)}{at} of module {path!r} inside a sharded module changes nothing: it observes values, which "
+                f"hook {_hook_name(hook)}{at} of module {path!r} inside a sharded module changes nothing: it observes "
+                "values, which "
                 "programs of the whole model do not show it. Remove it, and have the forward return them, or put it on the "
                 "sharded module itself."
             )
@@ -133,7 +150,7 @@ def _checked(path: str, hook: Callable[..., Any], sees_output: bool) -> Callable
     return called
 
 
-class _Uses(TorchFunctionMode):
+class _TensorUses(TorchFunctionMode):
     """Records whether the hook computes or asks anything of tensors."""
 
     any = False
@@ -143,12 +160,89 @@ class _Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _name(hook: Any) -> str:
+def _hook_name(hook: Any) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
-def _code(hook: Any) -> CodeType | None:
+def _hook_code(hook: Any) -> CodeType | None:
     while isinstance(hook, functools.partial):
         hook = hook.func
     plain = hook if hasattr(hook, "__code__") or hasattr(hook, "__func__") else type(hook).__call__
     return getattr(getattr(plain, "__func__", plain), "__code__", None)
+
+
+OutputSources = Mapping[int, tuple[int, ...]]
+"""output number → numbers of the outputs that it is computed from"""
+
+
+def find_output_sources(graph: Graph) -> OutputSources:
+    """Which outputs feed which, through values with gradients; a duplicate by the first."""
+    returned = [x.name if isinstance(x, Ref) and graph.types[x.name].grad else None for x in graph.outputs]
+    first = {name: returned.index(name) for name in returned if name is not None}
+    sources: dict[str, frozenset[int]] = {}
+
+    def of(name: str) -> frozenset[int]:
+        return sources.get(name, frozenset()) | ({first[name]} if name in first else frozenset())
+
+    for node in graph.nodes:
+        read = frozenset().union(*(of(name) for name in node.inputs if graph.types[name].grad))
+        sources.update((name, read) for name in node.outputs if read and graph.types[name].grad)
+    found: dict[int, tuple[int, ...]] = {}
+    for number, name in enumerate(returned):
+        if name is not None:
+            read = frozenset(i for i, other in enumerate(returned) if other is not None and first[other] in of(name))
+            if others := tuple(sorted(read - {number})):
+                found[number] = others
+    return found
+
+
+def refuse_output_hooks(leaves: Sequence[Any], of: OutputSources) -> None:
+    """Make the backward of an output raise :class:`RuntimeMismatchError` if a source has a hook."""
+    if not of:
+        return
+    with torch._C.DisableTorchFunctionSubclass():  # the subclass route of sharded outputs is slow
+        kept: dict[int, _OutputHooks] = {}
+        for x in (leaves[i] for others in of.values() for i in others):
+            if x.requires_grad and id(x) not in kept:
+                kept[id(x)] = _OutputHooks(x)
+        for number, others in of.items():
+            x = leaves[number]
+            sources = {i: kept[id(leaves[i])] for i in others if id(leaves[i]) in kept and leaves[i] is not x}
+            if sources and x.requires_grad:
+                handle = x.register_hook(_refusing_hook(number, sources))
+                if id(x) in kept:
+                    kept[id(x)].own.add(handle.id)
+
+
+class _OutputHooks:
+    """The hooks of a tensor, without keeping it alive."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        if x._backward_hooks is None:  # created here as by its first hook
+            x._backward_hooks = OrderedDict()
+            if x.grad_fn is not None:
+                x.grad_fn._register_hook_dict(x)
+        self.own: set[int] = set()
+        self.all, self.tensor = x._backward_hooks, weakref.ref(x)
+
+    @property
+    def there(self) -> bool:
+        if self.all.keys() - self.own:
+            return True
+        x = self.tensor()
+        return x is not None and x.retains_grad
+
+
+def _refusing_hook(number: int, sources: Mapping[int, _OutputHooks]) -> Any:
+    @unserializable_hook  # type: ignore[untyped-decorator]
+    def check(gradient: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = next((i for i, hooks in sources.items() if hooks.there), None)
+        if found is not None:
+            raise RuntimeMismatchError(
+                f"output {found} of the module has a hook or retain_grad(), and output {number}, which the forward computes "
+                f"from it, has a gradient: what comes back through {number} would not reach the hook. Compute {number} from "
+                f"{found} outside of the module, or register no hook on {found}."
+            )
+
+    return check

@@ -1,4 +1,4 @@
-"""The model behind a sharded module: the user's own until adoption, then a meta-device skeleton."""
+"""The model behind a sharded module, and the call state (modes, flags, hooks) that selects a program."""
 
 from __future__ import annotations
 
@@ -7,53 +7,162 @@ import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as torch_module
 
 from autoshard.errors import CaptureError
 from autoshard.initialise.deferred import recording_of
-from autoshard.module.model.attached import carry, without_data
-from autoshard.module.model.closures import in_copies, of_model, tensors_stay
-from autoshard.module.model.hooks import FORWARD, Hook, adopt, called, present
-from autoshard.module.model.parts import Part, parts_of
-from autoshard.module.model.state import State, defaults
-from autoshard.passes.capture.exported.attached import with_class
-from autoshard.passes.capture.exported.attributes import LEFT, SMALL, VALUES, as_buffers, attribute, parameters_of
-from autoshard.passes.capture.exported.contents import stand_in_for
-from autoshard.passes.capture.refusals.shared import memory_of
-from autoshard.runtime.autocast import autocast_state
+from autoshard.module.model.closures import deepcopy_functions, deepcopy_without_tensors, ids_in_model
+from autoshard.module.model.hooks import FORWARD_HOOKS, Hook, adopt_hooks, forward_hooks_of, hooks_during_trace
+from autoshard.module.model.parameters import carry_attributes, meta_parameter
+from autoshard.module.model.submodules import ShardedSubmodule, sharded_submodules
+from autoshard.passes.capture.exported.snapshots import (
+    BUFFER_VALUES,
+    LEFT_BY_TRACE,
+    MAX_GUARDED_ELEMENTS,
+    attribute_or_none,
+    parameters_of,
+    register_as_buffers,
+    replace_in_attributes,
+)
+from autoshard.passes.capture.exported.tensor_attributes import with_user_class
+from autoshard.passes.capture.refusals.aliasing import storages_of
+from autoshard.passes.capture.specialization.eager_semantics import autograd_modes
+from autoshard.runtime.transport.torch_state import autocast_state
+
+
+@dataclass(frozen=True)
+class CallState:
+    """What a program is specialized for beside the arguments; equal states compute alike."""
+
+    recorded: bool
+    """gradients are recorded: the program has a backward"""
+    grad: bool
+    """grad mode, which a forward may query even if nothing requires a gradient"""
+    inference: bool
+    """inference mode, which a forward may query"""
+    modes: tuple[bool, ...]
+    """train or eval, of every module"""
+    trained: tuple[bool, ...]
+    """requires_grad of each parameter, which a forward may query even if nothing is recorded"""
+    tensors: tuple[Any, ...]
+    """shape, dtype, device and placements of every parameter and buffer"""
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    """per device type under autocast: (device type, dtype, cache enabled)"""
+    defaults: tuple[Any, ...]
+    """default dtype and device, determinism, autograd modes that a forward may query"""
+    hooks: tuple[Hook, ...] = ()
+    """forward hooks of submodules"""
+
+    def __hash__(self) -> int:
+        return self.number
+
+    @cached_property
+    def number(self) -> int:
+        """32-bit hash, equal in every process."""
+        return crc32(repr(self).encode())
+
+
+def default_device() -> torch.device:
+    """:func:`torch.get_default_device` without its per-call search, unless a mode is active."""
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+
+
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+_CPU = torch.device("cpu")
+
+
+def torch_defaults() -> tuple[Any, ...]:
+    """The present ``State.defaults``."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return torch.get_default_dtype(), str(default_device()), deterministic, *autograd_modes()
+
+
+def any_requires_grad(*tensors: Iterable[Any]) -> bool:
+    """Whether any of these is a tensor that requires a gradient."""
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for group in tensors for x in group)
+
+
+def is_plain_context() -> bool:
+    """Whether the context of a call has nothing that :func:`check_call_context` would inspect."""
+    hooks = any(vars(torch_module)[name] for name in _GLOBAL_HOOKS)
+    inside = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
+    return not (inside or hooks or forward_ad._current_level >= 0 or torch.compiler.is_compiling())
+
+
+def _is_dual(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+def check_call_context(leaves: Sequence[Any], held: Callable[[], Sequence[torch.Tensor]]) -> None:
+    """Refuse contexts that programs cannot follow. ``held()``: parameters and buffers."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise CaptureError(
+            "a sharded module is called inside a torch.func transform (vmap, grad, jvp, functionalize), which its programs "
+            "cannot follow. Use torch.autograd outside of it, or transform the model before autoshard.compile."
+        )
+    if forward_ad._current_level >= 0 and any(map(_is_dual, (*leaves, *held()))):
+        raise CaptureError(
+            "a sharded module is called with dual tensors: its programs have no forward-mode derivative. "
+            "Use backward(), or torch.autograd.grad."
+        )
+    if torch.compiler.is_exporting():
+        raise CaptureError(
+            "a sharded module cannot be exported by torch.export: it is a program of every rank already. Export the model "
+            "before autoshard.compile, with sharded.full_state_dict(); sharded.save(directory) writes the ranks' programs."
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise CaptureError(
+            "a sharded module cannot be traced by torch.jit. sharded.save(directory) writes its program."
+        )
+    for name in _GLOBAL_HOOKS:
+        for hook in vars(torch_module)[name].values():
+            if not getattr(hook, "__module__", "").startswith("torch."):
+                raise CaptureError(
+                    f"a global module hook is registered ({getattr(hook, '__qualname__', hook)}): a sharded module's programs "
+                    "do not call the model's modules. Remove it, or use hooks of the sharded module itself."
+                )
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """A snapshot of the adopted tensors, and the fields of :class:`State` that follow from it."""
+class TensorSnapshot:
+    """A snapshot of the adopted tensors, and the fields of :class:`CallState` that follow from it."""
 
     looks: list[tuple[dict[str, Any], str, torch.Tensor, bool, Any]]
-    """(holder dict, key, tensor, requires_grad, :func:`_form_of` or spec) of each tensor"""
+    """(holder dict, key, tensor, requires_grad, :func:`_tensor_signature` or spec) of each tensor"""
     trained: tuple[bool, ...]
     forms: tuple[Any, ...]
 
-    def lasts(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the same tensors are still in place, unchanged."""
         for holder, leaf, tensor, trained, form in self.looks:
             if holder.get(leaf) is not tensor or tensor.requires_grad is not trained:
                 return False
-            now = tensor._spec if isinstance(tensor, DTensor) else _form_of(tensor)
+            now = tensor._spec if isinstance(tensor, DTensor) else _tensor_signature(tensor)
             if now is not form and now != form:
                 return False
         return True
 
 
-def _form_of(tensor: torch.Tensor) -> Any:
+def _tensor_signature(tensor: torch.Tensor) -> Any:
     if isinstance(tensor, DTensor):
         return tensor._spec
     return tensor.dtype, tensor.shape, tensor.device
 
 
-class Original:
+class OriginalModel:
     """``model``, and the modules and tensors that represent it in the sharded module.
 
     Programs are captured from ``model`` with the modes of ``parts``. Once it is a skeleton, capture
@@ -63,7 +172,7 @@ class Original:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.adopted = False
-        self.parts = parts_of(model)
+        self.parts = sharded_submodules(model)
         self.slots: dict[str, tuple[dict[str, Any], str]] = {}
         """original name → (dict, key) that holds the tensor in ``parts``"""
         self.parameters: list[str] = []
@@ -75,11 +184,11 @@ class Original:
         """tensors of other processes: original name → meta tensor (shape, dtype, requires_grad)"""
         self.ties: dict[str, str] = {}
         """further names of a tied tensor → its first name"""
-        self._seen: Seen | None = None
+        self._seen: TensorSnapshot | None = None
         """snapshot of the last call"""
         self._places: list[dict[Any, Any]] | None = None
         """the forward-hook dicts of all parts"""
-        self._states: deque[tuple[Any, State]] = deque(maxlen=4)
+        self._states: deque[tuple[Any, CallState]] = deque(maxlen=4)
         """of the last calls, with their fields: comparing tuples needs no Python call"""
 
     def renewed(self) -> bool:
@@ -89,13 +198,13 @@ class Original:
         now = {path: type(m) for path, m in self.model.named_modules(remove_duplicate=False)}
         if now == {path: part._original for path, part in self.parts.items()}:
             return False
-        before, self.parts, self._places = self.parts, parts_of(self.model), None
+        before, self.parts, self._places = self.parts, sharded_submodules(self.model), None
         for path in self.parts.keys() & before.keys():
             self.parts[path].training = before[path].training
         return True
 
     @property
-    def root(self) -> Part:
+    def root(self) -> ShardedSubmodule:
         """The part of the model itself."""
         return self.parts[""]
 
@@ -108,10 +217,10 @@ class Original:
     def hooks(self) -> tuple[Hook, ...]:
         """The forward hooks of every module."""
         if self._places is None:
-            self._places = [vars(part)[kind] for part in self.parts.values() for kind in FORWARD]
-        return present(self.parts.items()) if any(self._places) else ()
+            self._places = [vars(part)[kind] for part in self.parts.values() for kind in FORWARD_HOOKS]
+        return forward_hooks_of(self.parts.items()) if any(self._places) else ()
 
-    def by_original(self) -> dict[int, Part]:
+    def by_original(self) -> dict[int, ShardedSubmodule]:
         """Parts by id of the user's module."""
         return {id(m): self.parts[path] for path, m in self.model.named_modules(remove_duplicate=False)}
 
@@ -159,7 +268,7 @@ class Original:
         return [self.tensor(name) if x is None else x for name, x in zip(names, found, strict=True)]
 
     @contextlib.contextmanager
-    def standing_in(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    def leaf_stand_ins(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
         """Inside, leaves replace trained parameters; yields pairs (parameter, leaf)."""
         before = {name: self.tensor(name) for name in self.parameters if name in self.slots}
         leaves = {id(p): (p, p.detach().requires_grad_()) for p in before.values() if p.requires_grad}
@@ -196,39 +305,43 @@ class Original:
             return [*own, *self.elsewhere.values()]
         return [*self.model.parameters(), *self.model.buffers()]
 
-    def state(self, recorded: bool, grad: bool, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> State:
+    def state(self, recorded: bool, grad: bool, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> CallState:
         """The state of a call. ``form``: guards of a tensor. Raises as :meth:`seen`."""
         inference = torch.is_inference_mode_enabled()
         if not self.adopted:  # weights may be on another device, or missing
-            return State(recorded, grad, inference, self.modes, (), (), autocast_state(), defaults(), self.hooks)
+            return CallState(
+                recorded, grad, inference, self.modes, (), (), autocast_state(), torch_defaults(), self.hooks
+            )
         seen = self.seen(form)
         modes, casts = self.modes, autocast_state()
-        now = recorded, grad, inference, modes, seen.trained, seen.forms, casts, defaults(), self.hooks
+        now = recorded, grad, inference, modes, seen.trained, seen.forms, casts, torch_defaults(), self.hooks
         for known, state in self._states:
             if known == now:
                 return state  # the same object keeps its cached number
-        self._states.appendleft((now, State(*now)))
+        self._states.appendleft((now, CallState(*now)))
         return self._states[0][1]
 
-    def seen(self, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> Seen:
+    def seen(self, form: Callable[[torch.Tensor], tuple[Any, ...]]) -> TensorSnapshot:
         """The snapshot of the tensors; in most calls the previous object, unchanged.
 
         Raises :class:`CaptureError` for removed or untied tensors.
         """
         known = self._seen
-        if known is None or len(known.looks) != len(self.slots) + len(self.elsewhere) or not known.lasts():
+        if known is None or len(known.looks) != len(self.slots) + len(self.elsewhere) or not known.is_current():
             held = self.held()
             trained = tuple(held[name].requires_grad for name in self.parameters)
             places = [*self.slots.values(), *((self.elsewhere, name) for name in self.elsewhere)]
-            looks = [(holder, leaf, t := holder[leaf], t.requires_grad, _form_of(t)) for holder, leaf in places]
-            self._seen = known = Seen(looks, trained, tuple(map(form, held.values())))
+            looks = [
+                (holder, leaf, t := holder[leaf], t.requires_grad, _tensor_signature(t)) for holder, leaf in places
+            ]
+            self._seen = known = TensorSnapshot(looks, trained, tuple(map(form, held.values())))
         return known
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Original:
+    def __deepcopy__(self, memo: dict[int, Any]) -> OriginalModel:
         self.check_present(())
         self._seen = self._places = None
-        made = memo[id(self)] = object.__new__(Original)
-        with in_copies(of_model(self.model)):
+        made = memo[id(self)] = object.__new__(OriginalModel)
+        with deepcopy_functions(ids_in_model(self.model)):
             made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         made._without_values(self.absent)  # versions of copies differ
         return made
@@ -241,8 +354,8 @@ class Original:
             tied = first.setdefault(id(self.tensor(name)), name)
             if tied != name:
                 self.ties[name] = tied
-        adopt(self.model, self.parts)
-        self.model, self.adopted, self._places = skeleton(self.model), True, None
+        adopt_hooks(self.model, self.parts)
+        self.model, self.adopted, self._places = meta_skeleton(self.model), True, None
 
     def _without_values(self, absent: Iterable[str]) -> None:
         self.absent = {name: (tensor := self.tensor(name), tensor._version) for name in absent}
@@ -251,12 +364,14 @@ class Original:
         """Record identity and version of the user's tensors as they are taken over."""
         model = self.model
         tensors = (*parameters_of(model).items(), *model.named_buffers(remove_duplicate=False))
-        self.origins = {name: _look(t) for name, t in tensors}
+        self.origins = {name: _identity_and_version(t) for name, t in tensors}
 
     def check_unchanged(self, name: str, now: torch.Tensor, shown: str) -> None:
         """Raise :class:`CaptureError` if the user wrote to ``now`` after a submodule took it:
         else that submodule would compute with the old values."""
-        if self.origins.get(name) != _look(now) and _memory(self.tensor(name)) != _memory(now):
+        if self.origins.get(name) != _identity_and_version(now) and _storage_address(
+            self.tensor(name)
+        ) != _storage_address(now):
             raise CaptureError(
                 f"{shown!r} was changed after a module with it was called and before the whole was: compile the model again, "
                 "or change it after the first call of the whole, in the sharded module."
@@ -282,8 +397,8 @@ class Original:
 
     def released(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Turn these plain attributes of the skeleton into buffers; returns their tensors."""
-        found = {name: attribute(self.model, name) for name in names}
-        as_buffers(self.model, found)
+        found = {name: attribute_or_none(self.model, name) for name in names}
+        register_as_buffers(self.model, found)
         for name, tensor in found.items():
             path, _, leaf = name.rpartition(".")
             self.model.get_submodule(path)._buffers[leaf] = tensor.detach().to("meta")
@@ -303,20 +418,20 @@ class Original:
             self._follow(check)
         buffers = dict(self.model.named_buffers()) if self.adopted else {}
         for name, b in buffers.items():
-            if b.numel() <= SMALL:  # its values may decide control flow
-                setattr(b, VALUES, whole(name))
+            if b.numel() <= MAX_GUARDED_ELEMENTS:  # its values may decide control flow
+                setattr(b, BUFFER_VALUES, whole(name))
         modules = dict(self.model.named_modules())
         before = {path: module.training for path, module in modules.items()}
         try:
             for path, module in modules.items():
                 module.training = self.parts[path].training
-            with called(self.model, self.parts, self._standing_for()):
+            with hooks_during_trace(self.model, self.parts, self._standing_for()):
                 yield self.model
         finally:
             for path, training in before.items():
                 modules[path].training = training
             for b in buffers.values():
-                b.__dict__.pop(VALUES, None)
+                b.__dict__.pop(BUFFER_VALUES, None)
 
     def _standing_for(self) -> dict[int, torch.Tensor]:
         """The model's tensors by id of the tensors in ``parts``."""
@@ -344,59 +459,59 @@ class Original:
             own.requires_grad_(now.requires_grad)
         tensors = {name: self.tensor(name) for name in named}
         modules = {id(part): self.model.get_submodule(path) for path, part in self.parts.items()}
-        carry(tensors, {id(t): named[name] for name, t in tensors.items()}, modules)
+        carry_attributes(tensors, {id(t): named[name] for name, t in tensors.items()}, modules)
 
 
-def absent_buffers(model: nn.Module, names: Collection[str]) -> list[str]:
+def meta_buffers(model: nn.Module, names: Collection[str]) -> list[str]:
     """Buffers among ``names`` that are on the meta device."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return [name for name in buffers if name in names and buffers[name].is_meta]
 
 
-def not_saved(model: nn.Module) -> set[str]:
+def non_persistent_buffers(model: nn.Module) -> set[str]:
     """The names of non-persistent buffers."""
     modules = model.named_modules()
     return {f"{path}.{name}" if path else name for path, m in modules for name in m._non_persistent_buffers_set}
 
 
-def skeleton(model: nn.Module) -> nn.Module:
+def meta_skeleton(model: nn.Module) -> nn.Module:
     """A copy of ``model`` with meta parameters and buffers; ties are kept.
 
     Other tensors are shared: later captures see writes to them.
     """
     memo: dict[int, Any] = {id(recording_of(model)): None}
     for p in model.parameters():
-        memo[id(p)] = without_data(p)
+        memo[id(p)] = meta_parameter(p)
     for b in model.buffers():
-        memo[id(b)] = with_class(b.detach().to("meta"), b)
-    for t in computed(model):
+        memo[id(b)] = with_user_class(b.detach().to("meta"), b)
+    for t in computed_attributes(model):
         memo[id(t)] = t.detach().to("meta")
-        setattr(memo[id(t)], LEFT, True)
-    with in_copies(of_model(model)), tensors_stay():
+        setattr(memo[id(t)], LEFT_BY_TRACE, True)
+    with deepcopy_functions(ids_in_model(model)), deepcopy_without_tensors():
         try:
             made = copy.deepcopy(model, memo)
         except TypeError as error:  # Python's own: generators, locks, open files
             raise CaptureError(
                 f"the model cannot be copied: {error}. Keep what cannot out of it, or give its class a __deepcopy__."
             ) from error
-    stand_in_for(made, {i: memo[i] for i in of_model(model)})
+    replace_in_attributes(made, {i: memo[i] for i in ids_in_model(model)})
     return made
 
 
-def computed(model: nn.Module) -> list[torch.Tensor]:
+def computed_attributes(model: nn.Module) -> list[torch.Tensor]:
     """Tensor attributes that are no leaves (old weight norm) or share a parameter's memory.
 
     ``copy.deepcopy`` refuses the former.
     """
     attributes = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Tensor)]
-    parameters = memory_of(model.parameters())
-    return [x for x in attributes if not x.is_leaf or not parameters.isdisjoint(memory_of([x]))]
+    parameters = storages_of(model.parameters())
+    return [x for x in attributes if not x.is_leaf or not parameters.isdisjoint(storages_of([x]))]
 
 
-def _look(tensor: torch.Tensor) -> tuple[int, int]:
+def _identity_and_version(tensor: torch.Tensor) -> tuple[int, int]:
     return id(tensor), 0 if tensor.is_inference() else tensor._version
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: torch.Tensor) -> int:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()

@@ -11,109 +11,132 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.compiler import compiled
+from autoshard.compiler import compile_model
 from autoshard.errors import CaptureError, PlanError
-from autoshard.initialise.computed import recomputed
-from autoshard.initialise.deferred import materialise, recording_of
+from autoshard.initialise.deferred import materialise, recomputed_buffers, recording_of
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.module.inputs import Cuts, Inputs, local_layouts, telling_wholes
-from autoshard.module.model.attached import carry, without_data
-from autoshard.module.model.left import leave
-from autoshard.module.model.original import Original, absent_buffers, not_saved
-from autoshard.module.model.parts import Fixed, attributes, name_as_wrapped
-from autoshard.module.model.state import State, check_call, requires_grad
-from autoshard.module.model.surface import class_of, leave_to_torch_compile
-from autoshard.module.programs.carried import carried
-from autoshard.module.programs.entrance import beside
-from autoshard.module.programs.executable import Call, Executable, described, difference, noted
-from autoshard.module.programs.turns import Turns
-from autoshard.passes.capture.answers.eager import as_called
-from autoshard.passes.capture.exported.attached import are_other, own_tensors, values_of, with_class
-from autoshard.passes.capture.exported.attributes import parameters_of
-from autoshard.passes.capture.exported.lengths import Dynamic, fixed_if_refused
-from autoshard.passes.capture.exported.trees import flattened, in_order
+from autoshard.module.inputs import InputLayouts, InputScope, local_layouts, report_global_inputs
+from autoshard.module.model.original import (
+    CallState,
+    OriginalModel,
+    any_requires_grad,
+    check_call_context,
+    meta_buffers,
+    non_persistent_buffers,
+)
+from autoshard.module.model.parameters import carry_attributes, mark_moved_from, meta_parameter
+from autoshard.module.model.submodules import (
+    FixedModule,
+    kept_attributes,
+    sharded_class,
+    share_wrapper_names,
+    skip_in_dynamo,
+)
+from autoshard.module.programs.call_checks import CallLock, with_changed_dtypes
+from autoshard.module.programs.executable import (
+    Executable,
+    ModuleCall,
+    input_descriptions,
+    key_difference,
+    note_inference_layouts,
+)
+from autoshard.module.programs.kv_cache import is_state_output
+from autoshard.passes.capture.exported.pytrees import flatten_registered, in_signature_order
+from autoshard.passes.capture.exported.snapshots import parameters_of
+from autoshard.passes.capture.exported.symbolic_shapes import Dynamic, with_static_fallback
+from autoshard.passes.capture.exported.tensor_attributes import (
+    are_attributes_changed,
+    attribute_values,
+    parameters_and_buffers,
+    with_user_class,
+)
 from autoshard.passes.capture.refusals.checks import check_example
+from autoshard.passes.capture.specialization.eager_semantics import with_caller_modes
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch import check_lengths
-from autoshard.plans.compiled import Compiled
-from autoshard.plans.stages_together import rest
-from autoshard.plans.wishes import Wishes
-from autoshard.runtime.autocast import without_autocast
-from autoshard.serving import laid_out
+from autoshard.plans.options import CompileOptions
+from autoshard.plans.plan import Compiled
+from autoshard.plans.stages import mesh_without_axis
+from autoshard.runtime.transport.torch_state import without_autocast
+from autoshard.serving import with_serving_layouts
 
 log = logging.getLogger("autoshard")
-log_of_programs = logging.getLogger("autoshard.programs")
+program_log = logging.getLogger("autoshard.programs")
 
 
 @dataclass(frozen=True)
-class Settings:
+class CompileSettings:
     """Options of :func:`autoshard.compile`."""
 
-    wishes: Wishes = field(default_factory=Wishes)
+    opts: CompileOptions = field(default_factory=CompileOptions)
     training: bool | None = None
     gather_outputs: bool | None = None
     dynamic: Dynamic = False
-    inputs: Inputs = "global"
+    inputs: InputScope = "global"
 
 
-class Compiling(Fixed):
+class CompilingModule(FixedModule):
     """A module that compiles a program per kind of call; the first adopts the model's tensors."""
 
     mesh: Mesh
-    _settings: Settings
-    _of: Original
+    _settings: CompileSettings
+    _original_model: OriginalModel
     _title: str
-    _turns: Turns
+    _call_lock: CallLock
     _executables: dict[Any, Executable]
     _latest: Executable | None
-    _running: Mesh
+    _program_mesh: Mesh
     """the mesh that programs run on: ``mesh`` without the pipeline axis"""
     _parameter_layouts: dict[str, Layout] | None
     _state_layouts: Mapping[str, Layout] | None
     """layouts of KV caches from a joint search over prompt and token calls"""
-    _homes: Mapping[str, tuple[int, ...]] | None
+    _stage_homes: Mapping[str, tuple[int, ...]] | None
     """pipeline stages that hold each parameter and buffer"""
-    _last: tuple[Any, Call] | None
+    _last: tuple[Any, ModuleCall] | None
     """guards of the last call, and that call without data"""
-    _inner: dict[str, Any]
+    _inner_modules: dict[str, Any]
     """submodules that were called alone, by path"""
     _layout_of: dict[str, Layout]
     """by each name of a parameter, and of a sharded buffer"""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: CompileSettings) -> None:
         super().__init__()
-        leave_to_torch_compile()
-        self.__dict__.update(attributes(model))
-        name_as_wrapped(self, model)
+        skip_in_dynamo()
+        self.__dict__.update(kept_attributes(model))
+        share_wrapper_names(self, model)
         set_ = object.__setattr__
         set_(self, "mesh", mesh)
-        set_(self, "_running", mesh if settings.wishes.stages is None else rest(mesh, settings.wishes.stages))
+        set_(
+            self,
+            "_program_mesh",
+            mesh if settings.opts.stages is None else mesh_without_axis(mesh, settings.opts.stages),
+        )
         set_(self, "_settings", settings)
-        set_(self, "_of", Original(model))
+        set_(self, "_original_model", OriginalModel(model))
         set_(self, "_title", type(model).__name__)
-        set_(self, "_turns", Turns())
+        set_(self, "_call_lock", CallLock())
         set_(self, "_executables", {})
         set_(self, "_latest", None)
         set_(self, "_parameter_layouts", None)
-        set_(self, "_inner", {})
-        set_(self, "_homes", None)
+        set_(self, "_inner_modules", {})
+        set_(self, "_stage_homes", None)
         set_(self, "_state_layouts", None)
         set_(self, "_last", None)
-        set_(self, "__class__", class_of(type(self), type(model), Compiling))
+        set_(self, "__class__", sharded_class(type(self), type(model), CompilingModule))
         self._show()
 
     def _show(self) -> None:
         """Take over modules, tensors and mode of the root part."""
         tensors = "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"
         for name in (*tensors, "_original", "_known", "training"):
-            self.__dict__[name] = self._of.root.__dict__[name]
+            self.__dict__[name] = self._original_model.root.__dict__[name]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy with its own tensors; programs are shared."""
         memo |= {id(x): x for x in self._shared()}
         memo[id(self._executables)] = dict(self._executables)
-        memo |= {id(self._inner): {}, id(self._last): None}
+        memo |= {id(self._inner_modules): {}, id(self._last): None}
         return super().__deepcopy__(memo)
 
     def _alone(self) -> None:
@@ -121,70 +144,78 @@ class Compiling(Fixed):
 
     def _shared(self) -> list[Any]:
         """What copies share with this module."""
-        return [self.mesh, self._running, self._settings, self._latest, self._layout_of if self._of.adopted else None]
+        return [
+            self.mesh,
+            self._program_mesh,
+            self._settings,
+            self._latest,
+            self._layout_of if self._original_model.adopted else None,
+        ]
 
     # --- calls and their programs ---
 
     def specialise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
     ) -> Executable:
-        """Compile for these arguments and the present :class:`State`, unless a program serves them.
+        """Compile for these arguments and the present :class:`CallState`, unless a program serves them.
 
         ``number``: count of programs for these arguments that were for other integers in tensors.
         ``recorded``: record gradients; default: ``training`` of :func:`autoshard.compile`.
         """
-        with self._turns:
-            args, kwargs = tuple(args), in_order(self._of.model.forward, dict(kwargs))
-            leaves, spec = flattened((args, kwargs))
-            check_example(self._of.model, (args, kwargs))
+        with self._call_lock:
+            args, kwargs = tuple(args), in_signature_order(self._original_model.model.forward, dict(kwargs))
+            leaves, spec = flatten_registered((args, kwargs))
+            check_example(self._original_model.model, (args, kwargs))
             training = self.training if self._settings.training is None else self._settings.training
             wanted = training if recorded is None else recorded
-            recorded = wanted and requires_grad(leaves, self._of.tensors()) if recorded is None else recorded
+            recorded = (
+                wanted and any_requires_grad(leaves, self._original_model.tensors()) if recorded is None else recorded
+            )
             return self._serving(self._call(leaves, spec, recorded, wanted), number)
 
-    def _call(self, leaves: Sequence[Any], spec: Any, recorded: bool, grad: bool) -> Call:
-        """The call with these leaves in the present :class:`State`; ``grad``: its grad mode."""
-        leaves, cuts = self._arrived(leaves, spec)
+    def _call(self, leaves: Sequence[Any], spec: Any, recorded: bool, grad: bool) -> ModuleCall:
+        """The call with these leaves in the present :class:`CallState`; ``grad``: its grad mode."""
+        leaves, cuts = self._inputs_as_called(leaves, spec)
         self._renew()
-        return Call(leaves, spec, self._state(leaves, recorded, grad), cuts)
+        return ModuleCall(leaves, spec, self._state(leaves, recorded, grad), cuts)
 
     def _renew(self) -> None:
         """Adopt modules that the user added to the model before its first call."""
-        if self._of.renewed():
-            self._inner.clear()
+        if self._original_model.renewed():
+            self._inner_modules.clear()
             self._show()
 
     def _recorded(self, leaves: Sequence[Any]) -> bool:
         """Whether a call records gradients; only then its program has a backward."""
-        return self._wanted and requires_grad(leaves, self._of.tensors())
+        return self._wants_gradients and any_requires_grad(leaves, self._original_model.tensors())
 
     @property
-    def _wanted(self) -> bool:
+    def _wants_gradients(self) -> bool:
         return torch.is_grad_enabled() and self._settings.training is not False
 
-    def _state(self, leaves: Sequence[Any], recorded: bool, grad: bool) -> State:
-        original = self._of
+    def _state(self, leaves: Sequence[Any], recorded: bool, grad: bool) -> CallState:
+        original = self._original_model
         if original.root.training != self.training:
             original.root.training = self.training
-        check_call(leaves, original.tensors)
+        check_call_context(leaves, original.tensors)
         return original.state(recorded, grad, self._form)
 
     def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """The guards of a parameter or buffer."""
         return tuple(tensor.shape), tensor.dtype, tensor.device.type
 
-    def _serving(self, call: Call, number: int) -> Executable:
+    def _serving(self, call: ModuleCall, number: int) -> Executable:
         """The program for this call, compiled if missing."""
         found = self._program_for(call, number)
         if found is None:
-            if known := [key for key in self._executables if isinstance(key[-2], State)]:
-                log_of_programs.info("another is compiled, for other %s", difference(call.key(number), known[-1]))
+            if known := [key for key in self._executables if isinstance(key[-2], CallState)]:
+                program_log.info("another is compiled, for other %s", key_difference(call.key(number), known[-1]))
             try:
                 # Tensors made here outlive the call.
-                with as_called(call.state.grad, call.state.inference):
+                with with_caller_modes(call.state.grad, call.state.inference):
                     found = self._build(call, call.key(exactly=False))
             except CaptureError as error:
-                said = beside(error, self.programs, call.leaves)
+                said = with_changed_dtypes(error, self.programs, call.leaves)
                 raise said from (error.__cause__ if said is error else error)  # never its own cause
             adopted = replace(call, state=self._state(call.leaves, call.state.recorded, call.state.grad))
             if found.structure is not None:
@@ -196,12 +227,14 @@ class Compiling(Fixed):
         object.__setattr__(self, "_latest", found)
         return found
 
-    def _enables(self, call: Call, executable: Executable) -> bool:
+    def _enables(self, call: ModuleCall, executable: Executable) -> bool:
         """Whether the forward itself enables gradients in a no-grad call, as in eager."""
         off = call.state.recorded or call.state.inference or self._settings.training is False
-        return executable.graph.enables and not off and requires_grad(call.leaves, self._of.tensors())
+        return (
+            executable.graph.enables_grad and not off and any_requires_grad(call.leaves, self._original_model.tensors())
+        )
 
-    def _program_for(self, call: Call, number: int) -> Executable | None:
+    def _program_for(self, call: ModuleCall, number: int) -> Executable | None:
         """The current program for this call, or None; those with symbolic lengths come first."""
         if number in call.programs and not self._is_outdated(call.programs[number]):
             return call.programs[number]
@@ -211,13 +244,13 @@ class Compiling(Fixed):
             why = program.refuses(call.key(exactly=False), call.leaves)
             if not why:
                 return program
-            log_of_programs.info("a program does not serve this call: %s", why)
+            program_log.info("a program does not serve this call: %s", why)
         found = self._executables.get(call.key(number))
         return None if found is None or self._is_outdated(found) else found
 
     def _is_outdated(self, program: Executable) -> bool:
         """Whether outside tensors or parameter attributes that it read have changed since."""
-        return program.graph.is_outdated or are_other(program.attached, self.tensor)
+        return program.graph.is_outdated or are_attributes_changed(program.attached, self.tensor)
 
     @property
     def programs(self) -> list[Executable]:
@@ -225,50 +258,50 @@ class Compiling(Fixed):
         return list({id(x): x for x in self._executables.values()}.values())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is ours to trace the model
-    def _build(self, call: Call, structure: Any) -> Executable:
+    def _build(self, call: ModuleCall, structure: Any) -> Executable:
         """Compile with symbolic lengths if asked to; if refused, for the shapes of this call."""
         if call.state.recorded:
-            check_lengths(self._settings.wishes.micro_batches, bool(self._settings.dynamic))
-        return fixed_if_refused(
+            check_lengths(self._settings.opts.micro_batches, bool(self._settings.dynamic))
+        return with_static_fallback(
             self._settings.dynamic, lambda lengths: self._built(call, structure if lengths else None)
         )
 
-    def _built(self, call: Call, structure: Any) -> Executable:
+    def _built(self, call: ModuleCall, structure: Any) -> Executable:
         settings, first = self._settings, self._parameter_layouts is None
         dynamic = settings.dynamic if structure is not None else False
-        stages, parts = settings.wishes.stages is not None, settings.wishes.micro_batches != 1
+        stages, parts = settings.opts.stages is not None, settings.opts.micro_batches != 1
         # Micro-batches slice the global batch; so do stages in training.
         of_whole = (parts and stages) or (call.state.recorded and (parts or stages))
         args, kwargs = call.arguments
         inputs = self._input_layouts(args, kwargs)
-        wishes = replace(settings.wishes, inputs=() if of_whole else inputs)
+        opts = replace(settings.opts, inputs=() if of_whole else inputs)
         if not first:
-            parameters, states, homes = self._parameter_layouts, self._state_layouts, self._homes
-            wishes = replace(wishes, plan=None, parameters=parameters, states=states, homes=homes)
-        elif self._inner:
-            wishes = replace(wishes, parameters={name: layout for name, (_, layout) in self._inside().items()})
+            parameters, states, homes = self._parameter_layouts, self._state_layouts, self._stage_homes
+            opts = replace(opts, plan=None, parameters=parameters, states=states, homes=homes)
+        elif self._inner_modules:
+            opts = replace(opts, parameters={name: layout for name, (_, layout) in self._inside().items()})
         args, kwargs = self._whole(args, kwargs)
-        with self._of.as_it_is(self._check, self._whole_buffer) as model:
-            wishes = laid_out(model, self._running, args, kwargs, wishes, self._title) if first else wishes
-            with telling_wholes(model, args, kwargs, inputs):
-                found = self._compiled(model, args, kwargs, wishes, training=call.state.recorded, dynamic=dynamic)
+        with self._original_model.as_it_is(self._check, self._whole_buffer) as model:
+            opts = with_serving_layouts(model, self._program_mesh, args, kwargs, opts, self._title) if first else opts
+            with report_global_inputs(model, args, kwargs, inputs):
+                found = self._compiled(model, args, kwargs, opts, training=call.state.recorded, dynamic=dynamic)
         kept = dict(self._parameter_layouts or found.parameter_layouts)
         if first:
-            object.__setattr__(self, "_state_layouts", wishes.states)
-            object.__setattr__(self, "_homes", None if found.pipeline is None else found.pipeline.homes)
+            object.__setattr__(self, "_state_layouts", opts.states)
+            object.__setattr__(self, "_stage_homes", None if found.pipeline is None else found.pipeline.homes)
             with without_autocast():
-                self._adopt(self._of.model, found.graph, kept)
+                self._adopt(self._original_model.model, found.graph, kept)
         self._adopt_attributes(found.graph, found.parameter_layouts)
-        others = {name: self._layout_of.get(name, Layout(self._running)) for name in self._of.slots}
+        others = {name: self._layout_of.get(name, Layout(self._program_mesh)) for name in self._original_model.slots}
         object.__setattr__(self, "_parameter_layouts", {**others, **kept})
-        outputs = carried(found.graph, inspect.signature(self._of.model.forward).parameters)
-        executable = Executable.of(found, described(found.graph, args, kwargs), outputs, structure)
-        executable.attached = values_of(found.graph.attached, self.tensor)
+        outputs = is_state_output(found.graph, inspect.signature(self._original_model.model.forward).parameters)
+        executable = Executable.of(found, input_descriptions(found.graph, args, kwargs), outputs, structure)
+        executable.attached = attribute_values(found.graph.attached, self.tensor)
         if structure is not None and (why := executable.refuses(structure, call.leaves)):
             raise PlanError(f"the program does not serve the call it was made for: {why}")
         return executable
 
-    def _keeps(self, executable: Executable, number: int) -> bool:
+    def _stays_sharded(self, executable: Executable, number: int) -> bool:
         """Whether an output stays sharded: ``gather_outputs``, else state in inference."""
         asked, training = self._settings.gather_outputs, executable.graph.training
         if asked is not None or training:
@@ -276,10 +309,12 @@ class Compiling(Fixed):
         return bool(executable.carried) and executable.carried[number]
 
     def _compiled(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], opts: CompileOptions, **options: Any
     ) -> Compiled:
         """Compile for these arguments. ``options``: see :func:`capture`."""
-        return noted(self._executables, compiled(model, self.mesh, args, kwargs, wishes, title=self._title, **options))
+        return note_inference_layouts(
+            self._executables, compile_model(model, self.mesh, args, kwargs, opts, title=self._title, **options)
+        )
 
     def _whole_buffer(self, name: str) -> torch.Tensor:
         """The full buffer of this original name. Collective if it is sharded."""
@@ -287,14 +322,16 @@ class Compiling(Fixed):
 
     # --- inputs ---
 
-    def _arrived(self, leaves: Sequence[Any], spec: Any, cuts: Cuts | None = None) -> tuple[Sequence[Any], Cuts]:
+    def _inputs_as_called(
+        self, leaves: Sequence[Any], spec: Any, cuts: InputLayouts | None = None
+    ) -> tuple[Sequence[Any], InputLayouts]:
         """(argument leaves with global shapes, local ones as DTensors; their layouts)."""
         return leaves, ()
 
-    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cuts:
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputLayouts:
         """Per argument leaf the layout it comes in; None, or an empty tuple: global."""
         s = self._settings
-        return local_layouts(self._of.model, self._running, args, kwargs, s.inputs, s.wishes.hints)
+        return local_layouts(self._original_model.model, self._program_mesh, args, kwargs, s.inputs, s.opts.hints)
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments as plain tensors, for capture."""
@@ -315,58 +352,66 @@ class Compiling(Fixed):
         layouts |= {alias: layouts[name] for alias, name in names.items() if name in layouts}
         object.__setattr__(self, "_layout_of", layouts)
         initial = self._initial(model, layouts)
-        self._of.note_origins()
+        self._original_model.note_origins()
         for name, p in parameters_of(model).items():
             if not self._holds(names.get(name, name)):
                 if id(p) not in taken:
-                    taken[id(p)] = without_data(p)
-                self._of.put_elsewhere(name, taken[id(p)], parameter=True)
+                    taken[id(p)] = meta_parameter(p)
+                self._original_model.put_elsewhere(name, taken[id(p)], parameter=True)
                 continue
             if id(p) not in taken:
                 made = inside[name] if name in inside else self._parameter(p, layouts[name], initial.get(name))
-                taken[id(p)] = with_class(made, p)
-            self._of.put(name, taken[id(p)], parameter=True)
-        transient = not_saved(model)
-        found = recomputed(model, absent := absent_buffers(model, transient - initial.keys()))
-        initial |= {n: self._kept(full, layouts.get(n)) for n, full in found.items()}
+                taken[id(p)] = with_user_class(made, p)
+            self._original_model.put(name, taken[id(p)], parameter=True)
+        transient = non_persistent_buffers(model)
+        found = recomputed_buffers(model, absent := meta_buffers(model, transient - initial.keys()))
+        initial |= {n: self._initial_shard(full, layouts.get(n)) for n, full in found.items()}
         for name, b in model.named_buffers(remove_duplicate=False):
             if not self._holds(names.get(name, name)):
-                self._of.put_elsewhere(name, b.detach().to("meta"), parameter=False)
+                self._original_model.put_elsewhere(name, b.detach().to("meta"), parameter=False)
                 continue
             if id(b) not in taken:
                 made = inside[name] if name in inside else self._buffer(b, layouts.get(name), initial.get(name))
-                taken[id(b)] = with_class(made, b)
-            self._of.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
-        carry(own_tensors(model), taken, {**self._of.by_original(), id(model): self})
-        leave(model, inside, self)
-        self._of.adopt([name for name in absent if name not in initial and self._holds(names.get(name, name))])
+                taken[id(b)] = with_user_class(made, b)
+            self._original_model.put(name, taken[id(b)], parameter=False, persistent=name not in transient)
+        carry_attributes(parameters_and_buffers(model), taken, {**self._original_model.by_original(), id(model): self})
+        mark_moved_from(model, inside, self)
+        self._original_model.adopt(
+            [name for name in absent if name not in initial and self._holds(names.get(name, name))]
+        )
 
     def _inside(self) -> dict[str, tuple[torch.Tensor, Layout]]:
         """Tensors and layouts of submodules that were compiled first, by each name here."""
-        model = self._of.model
+        model = self._original_model.model
         named = {**parameters_of(model), **dict(model.named_buffers(remove_duplicate=False))}
         held = {}
-        for path, part in self._inner.items():
-            for own in part._of.slots:
+        for path, part in self._inner_modules.items():
+            for own in part._original_model.slots:
                 if (name := f"{path}.{own}") in named:
-                    part._of.check_unchanged(own, named[name], name)
-                    held[id(named[name])] = part._of.tensor(own), part._parameter_layouts[own]
+                    part._original_model.check_unchanged(own, named[name], name)
+                    held[id(named[name])] = part._original_model.tensor(own), part._parameter_layouts[own]
         return {name: held[id(t)] for name, t in named.items() if id(t) in held}
 
     def _adopt_attributes(self, graph: Graph, layouts: Mapping[str, Layout]) -> None:
         """Adopt plain attributes that the forward writes; they are no constants any more."""
         buffers = (i.fqn for i in graph.inputs if i.kind == "buffer")
-        found = self._of.released(fqn for fqn in buffers if fqn not in self._of.slots and fqn not in self._of.elsewhere)
-        for name, tensor in self._agreed(found).items():
+        found = self._original_model.released(
+            fqn
+            for fqn in buffers
+            if fqn not in self._original_model.slots and fqn not in self._original_model.elsewhere
+        )
+        for name, tensor in self._agree_on_tensors(found).items():
             if not self._holds(name):
-                self._of.put_elsewhere(name, tensor.detach().to("meta"), parameter=False)
+                self._original_model.put_elsewhere(name, tensor.detach().to("meta"), parameter=False)
                 continue
             layout = layouts.get(name)
             if layout is not None and layout.axes_with(Shard):
                 self._layout_of[name] = layout
-            self._of.put(name, self._buffer(tensor, self._layout_of.get(name), None), parameter=False, persistent=False)
+            self._original_model.put(
+                name, self._buffer(tensor, self._layout_of.get(name), None), parameter=False, persistent=False
+            )
 
-    def _agreed(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _agree_on_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of rank 0 on every rank."""
         return tensors
 
@@ -378,7 +423,7 @@ class Compiling(Fixed):
             return {}
 
         def kept(name: str, full: torch.Tensor) -> torch.Tensor:
-            return self._kept(full, layouts.get(name)) if self._holds(name) else full.new_empty(0)
+            return self._initial_shard(full, layouts.get(name)) if self._holds(name) else full.new_empty(0)
 
         return materialise(model, self._seed(), kept)
 
@@ -390,7 +435,7 @@ class Compiling(Fixed):
         """The seed of the default generator, equal on every rank."""
         return torch.initial_seed()
 
-    def _kept(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    def _initial_shard(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
         """This process's part of an initial value; ``layout`` is None for replicated buffers."""
         return full
 
@@ -403,4 +448,4 @@ class Compiling(Fixed):
 
     def tensor(self, fqn: str) -> Any:
         """The parameter or buffer of this name, even if the class has such an attribute."""
-        return self._of.tensor(fqn)
+        return self._original_model.tensor(fqn)

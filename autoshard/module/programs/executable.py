@@ -19,37 +19,49 @@ import torch.utils._pytree as pytree
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import CaptureError, RuntimeMismatchError
-from autoshard.module.dtensors.outputs import form_of
-from autoshard.module.hooked import Feeding, feeding
-from autoshard.module.inputs import Cuts
-from autoshard.module.model.state import State
-from autoshard.passes.capture.exported.attached import Read
-from autoshard.passes.capture.exported.trees import constant
+from autoshard.module.dtensors.outputs import shape_and_dtype
+from autoshard.module.inputs import InputLayouts
+from autoshard.module.model.hooks import OutputSources, find_output_sources
+from autoshard.module.model.original import CallState
+from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.tensor_attributes import AttributeRead
 from autoshard.passes.codegen import root_class
 from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.ir.symbols import Shapes, bind, check, evaluate, mismatch, shapes_of
-from autoshard.plans.compiled import Compiled
-from autoshard.runtime.operations.exactly import EXACTLY, OTHER_BUFFERS, is_of_other_values, says_other_values
-from autoshard.runtime.transport import generators
+from autoshard.passes.ir.sizes import (
+    InputShapes,
+    evaluate_length,
+    shape_checker,
+    shape_function,
+    shape_mismatch,
+    solve_symbols,
+)
+from autoshard.plans.plan import Compiled
+from autoshard.runtime.operations.checks import (
+    EXACTLY,
+    OTHER_BUFFERS,
+    is_specialization_error,
+    is_specialization_message,
+)
+from autoshard.runtime.transport import torch_state
 from autoshard.runtime.transport.profiling import name_lines
 
 log = logging.getLogger("autoshard")
 
-_FOR_INFERENCE = (
+_INFERENCE_LAYOUTS_NOTE = (
     "the layouts are those of an earlier program, which was for inference; to have them chosen for training call model.train() "
     "before compile(), or give training=True"
 )
 
 
 @dataclass(frozen=True)
-class Call:
+class ModuleCall:
     """The argument leaves of a call, and the state in which it is made."""
 
     leaves: Sequence[Any]
     spec: Any
     """pytree structure of (args, kwargs)"""
-    state: State
-    cuts: Cuts = ()
+    state: CallState
+    cuts: InputLayouts = ()
     """layouts of local inputs, by leaf"""
 
     keys: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -57,15 +69,15 @@ class Call:
     programs: dict[int, Executable] = field(default_factory=dict, compare=False, repr=False)
     """number → program that served this call, latest last"""
 
-    def again(self, leaves: Sequence[Any]) -> Call:
+    def with_leaves(self, leaves: Sequence[Any]) -> ModuleCall:
         """This call with other ``leaves`` that differ in data only."""
-        return Call(leaves, self.spec, self.state, self.cuts, self.keys, self.programs)
+        return ModuleCall(leaves, self.spec, self.state, self.cuts, self.keys, self.programs)
 
     def key(self, number: int = 0, exactly: bool | Callable[[Any], bool] = True) -> Any:
-        """The guards; ranks compare them. ``exactly``: see :func:`signature_of`, or per leaf."""
+        """The guards; ranks compare them. ``exactly``: see :func:`leaf_signature`, or per leaf."""
         if exactly not in self.keys:
             one_by_one = exactly if callable(exactly) else None
-            found = (signature_of(x, bool(exactly if one_by_one is None else one_by_one(x))) for x in self.leaves)
+            found = (leaf_signature(x, bool(exactly if one_by_one is None else one_by_one(x))) for x in self.leaves)
             self.keys[exactly] = tuple(found)
         return (*self.keys[exactly], self.spec, self.state, number)
 
@@ -76,12 +88,12 @@ class Call:
         return found
 
 
-def difference(key: Any, other: Any) -> str:
+def key_difference(key: Any, other: Any) -> str:
     """What differs between two keys of calls, as text for the log."""
     *arguments, state, number = key
     *others, before, tried = other
     parts = ["shapes, dtypes or constants of the arguments"] * (arguments != others)
-    parts += [f.name for f in fields(State) if getattr(state, f.name) != getattr(before, f.name)]
+    parts += [f.name for f in fields(CallState) if getattr(state, f.name) != getattr(before, f.name)]
     return ", ".join(parts + ["integers in tensors"] * (number != tried)) or "tensors of others were written to"
 
 
@@ -103,7 +115,7 @@ class Executable:
     parts: tuple[Executable, ...] = ()
     """one per pipeline stage; ``rank_module`` is that of the first"""
 
-    attached: tuple[Read, ...] = ()
+    attached: tuple[AttributeRead, ...] = ()
     """attributes of tensors that the forward read, with their values"""
 
     @staticmethod
@@ -129,15 +141,15 @@ class Executable:
         return self.compiled.graph
 
     @cached_property
-    def feeding(self) -> Feeding:
+    def feeding(self) -> OutputSources:
         """Which outputs feed which others."""
-        return feeding(self.graph)
+        return find_output_sources(self.graph)
 
     @cached_property
     def _stops(self) -> bool:
         """Whether a run may find that the program is for other integers or buffers."""
         text = str(self.graph)
-        return says_other_values(text) or str(EXACTLY) in text
+        return is_specialization_message(text) or str(EXACTLY) in text
 
     def tried(
         self, tensor: Callable[[str], torch.Tensor], inputs: Mapping[str, torch.Tensor]
@@ -149,23 +161,27 @@ class Executable:
         """
         if not self._stops:
             return contextlib.nullcontext()
-        return _undone([inputs[n] if n in inputs else tensor(n) for n in self.compiled.in_place if self.parts])
+        return _undo_on_other_values(
+            [inputs[n] if n in inputs else tensor(n) for n in self.compiled.in_place if self.parts]
+        )
 
     def refuses(self, structure: Any, leaves: Sequence[Any]) -> str:
         """Why it cannot serve a call of this structure with these leaves; "" if it can."""
         if self.structure is None or self.structure != structure:
             return "the arguments differ in more than lengths"
         named = {
-            name: form_of(x)[0] for name, x in zip(self.graph.flat_inputs, leaves, strict=True) if name is not None
+            name: shape_and_dtype(x)[0]
+            for name, x in zip(self.graph.flat_inputs, leaves, strict=True)
+            if name is not None
         }
         if self._serves(tuple(named.values())):
             return ""
-        return mismatch(self.graph.types, self.compiled.symbols, named)
+        return shape_mismatch(self.graph.types, self.compiled.symbols, named)
 
     @cached_property
-    def _serves(self) -> Callable[[Shapes], bool]:
+    def _serves(self) -> Callable[[InputShapes], bool]:
         names = [name for name in self.graph.flat_inputs if name is not None]
-        return check(self.graph.types, self.compiled.symbols, names)
+        return shape_checker(self.graph.types, self.compiled.symbols, names)
 
     def apart(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
         """(leaves with written inputs cloned, written inputs by fqn).
@@ -217,14 +233,14 @@ class Executable:
 
         None for non-tensors and data-dependent lengths, where every rank has the full tensor.
         """
-        found: Sequence[tuple[int, ...] | None] = self._shapes([form_of(x)[0] for x in inputs])
+        found: Sequence[tuple[int, ...] | None] = self._shapes([shape_and_dtype(x)[0] for x in inputs])
         return found
 
     def lengths(self, inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[int]], tuple[int, ...]]:
         """A function from symbolic shapes to the shapes of a call with these ``inputs``."""
         shapes = {name: x.shape for name, x in zip(self.compiled.source.inputs, inputs, strict=True)}
-        values = bind(self.compiled.symbols, shapes)
-        return lambda shape: tuple(evaluate(n, values) for n in shape)
+        values = solve_symbols(self.compiled.symbols, shapes)
+        return lambda shape: tuple(evaluate_length(n, values) for n in shape)
 
     @cached_property
     def global_shapes(self) -> Sequence[tuple[int, ...] | None]:
@@ -235,21 +251,23 @@ class Executable:
         return [None if t is None or t.unknown else tuple(t.shape) for t in types]
 
     @cached_property
-    def _shapes(self) -> Callable[[Shapes], Any]:
-        return shapes_of(self.global_shapes, self.compiled.symbols, self.compiled.source.inputs)
+    def _shapes(self) -> Callable[[InputShapes], Any]:
+        return shape_function(self.global_shapes, self.compiled.symbols, self.compiled.source.inputs)
 
 
 @contextlib.contextmanager
-def _undone(written: Sequence[torch.Tensor]) -> Iterator[None]:
+def _undo_on_other_values(written: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside, restore generators and ``written`` if the program is for other values."""
     # During CUDA graph capture the device's generator state cannot be read.
-    before = generators.states(cuda=torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing())
+    before = torch_state.generator_states(
+        cuda=torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    )
     values = [x.detach().clone() for x in written]
     try:
         yield
     except RuntimeError as error:
-        if is_of_other_values(error):
-            generators.set_states(before)
+        if is_specialization_error(error):
+            torch_state.set_generator_states(before)
             with torch.no_grad():
                 for x, value in zip(written, values, strict=True):
                     x.copy_(value)
@@ -270,7 +288,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(touched.as_strided(b.shape, b.stride(), b.storage_offset()).any())
 
 
-_loaded = itertools.count()
+_module_numbers = itertools.count()
 
 
 def load_classes(text: str, modules: Mapping[int, str] | None, names: Sequence[str]) -> tuple[type[Any], ...]:
@@ -278,7 +296,7 @@ def load_classes(text: str, modules: Mapping[int, str] | None, names: Sequence[s
 
     Its module stays importable while the first class lives: torch.compile looks up globals there.
     """
-    module = types.ModuleType(f"autoshard_rank_module_{next(_loaded)}")
+    module = types.ModuleType(f"autoshard_rank_module_{next(_module_numbers)}")
     exec(compile(text, "<autoshard rank_module.py>", "exec"), module.__dict__)
     found = tuple(getattr(module, name) for name in names)
     for kind in found:
@@ -293,7 +311,7 @@ def load_source(text: str, modules: Mapping[int, str] | None = None) -> type[Any
     return load_classes(text, modules, (root_class(),))[0]
 
 
-def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def input_descriptions(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Input name → shape, dtype, value range, whether it ascends: for synthetic inputs."""
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     found = {}
@@ -303,7 +321,7 @@ def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
         entry: dict[str, Any] = {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch.")}
         if not (x.dtype.is_floating_point or x.dtype.is_complex):
             known = x.numel() and not x.is_meta
-            low, high = _range(x) if known else (0, 1)
+            low, high = _value_range(x) if known else (0, 1)
             entry |= {"low": low, "high": high}
             if (
                 known
@@ -317,7 +335,7 @@ def described(graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
     return found
 
 
-def _range(x: torch.Tensor) -> tuple[int, int]:
+def _value_range(x: torch.Tensor) -> tuple[int, int]:
     """Minimum and maximum of an integer tensor; torch lacks the kernel for wide unsigned types."""
     if x.dtype in (torch.uint16, torch.uint32, torch.uint64):
         numbers = x.detach().cpu().numpy()
@@ -325,18 +343,22 @@ def _range(x: torch.Tensor) -> tuple[int, int]:
     return int(x.min()), int(x.max())
 
 
-def noted(earlier: Mapping[Any, Executable], made: Compiled) -> Compiled:
+def note_inference_layouts(earlier: Mapping[Any, Executable], made: Compiled) -> Compiled:
     """``made``, with a note if its layouts come from ``earlier`` programs for inference."""
     for_training = (e for e in earlier.values() if e.graph.training)
-    if not earlier or not made.graph.training or any(_FOR_INFERENCE not in e.compiled.plan.notes for e in for_training):
+    if (
+        not earlier
+        or not made.graph.training
+        or any(_INFERENCE_LAYOUTS_NOTE not in e.compiled.plan.notes for e in for_training)
+    ):
         return made
-    return replace(made, plan=replace(made.plan, notes=(*made.plan.notes, _FOR_INFERENCE)))
+    return replace(made, plan=replace(made.plan, notes=(*made.plan.notes, _INFERENCE_LAYOUTS_NOTE)))
 
 
-def signature_of(leaf: Any, exactly: bool = True) -> Any:
+def leaf_signature(leaf: Any, exactly: bool = True) -> Any:
     """Guard of an argument leaf; without ``exactly`` a tensor's lengths are ignored."""
     if isinstance(leaf, torch.Tensor):
-        shape, dtype = form_of(leaf)
+        shape, dtype = shape_and_dtype(leaf)
         return (
             shape if exactly else len(shape),
             dtype,
@@ -350,39 +372,39 @@ def signature_of(leaf: Any, exactly: bool = True) -> Any:
             f"argument of type {type(leaf).__name__} is neither a tensor nor a hashable constant; "
             "pass tensors in tuples, lists or dicts"
         ) from None
-    return constant(leaf)
+    return constant_key(leaf)
 
 
-_PROGRAMS = 16
+_MAX_PROGRAMS = 16
 """most programs per signature, for inputs whose integers differ: else every call may compile"""
 
 Served = TypeVar("Served")
 
 
-_OF_INPUTS = "Pad to fixed lengths, or mask."
-_OF_BUFFERS = (
+_INPUT_ADVICE = "Pad to fixed lengths, or mask."
+_BUFFER_ADVICE = (
     "Compare the buffer itself, as `if self.count < 10`: a number that is read of it, by item() or int(), makes a program of "
     "its own."
 )
 
 
-def first_that_serves(serve: Callable[[int], Served], served: Iterable[int] = ()) -> Served:
+def run_first_match(serve: Callable[[int], Served], served: Iterable[int] = ()) -> Served:
     """``serve(number)`` of the first program that fits the integers of inputs and buffers.
 
     ``served``: numbers that fitted earlier calls, latest last; tried first.
     """
     latest = list(served)[::-1]
-    numbers = (*latest, *(n for n in range(_PROGRAMS) if n not in latest))
+    numbers = (*latest, *(n for n in range(_MAX_PROGRAMS) if n not in latest))
     for number in numbers:
         try:
             return serve(number)
         except RuntimeError as error:
-            if not is_of_other_values(error):
+            if not is_specialization_error(error):
                 raise
             if number == numbers[-1]:
-                advice = _OF_BUFFERS if OTHER_BUFFERS in str(error) else _OF_INPUTS
+                advice = _BUFFER_ADVICE if OTHER_BUFFERS in str(error) else _INPUT_ADVICE
                 raise RuntimeMismatchError(
-                    f"{error}. {_PROGRAMS} programs for inputs of these shapes serve others. {advice}"
+                    f"{error}. {_MAX_PROGRAMS} programs for inputs of these shapes serve others. {advice}"
                 ) from error
             log.info("a program does not serve this call: %s", error)
     raise AssertionError

@@ -1,43 +1,49 @@
-"""Agreement of ranks on a gloo group of its own on the CPU, so that no device waits.
+"""What ranks agree on over a gloo group of their own, and the comparison of replicas by checksum.
 
-Numbers are gathered in the background while a call begins. Before its first collective all ranks
-must have the same: a backend may hang or abort on different collectives. If ranks cannot go on
-together, every rank raises.
+The numbers of an agreement are gathered in the background while a call begins. Before the first
+collective all ranks must have the same numbers: a backend may hang or abort where ranks begin
+different collectives. Where ranks cannot go on together, every rank raises.
 """
 
 from __future__ import annotations
 
 import builtins
 import json
+import logging
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard import errors
 from autoshard.errors import AutoshardError, CommunicationError, PlanError, RuntimeMismatchError
-from autoshard.module.ranks.checksum import checksum
-from autoshard.runtime.transport.groups import once
-from autoshard.runtime.transport.peers import Claim, Notes, lost, wait
-from autoshard.runtime.transport.wire import raw
-from autoshard.runtime.transport.work import all_gather_single
+from autoshard.layout import Layout, Shard
+from autoshard.mesh import Mesh
+from autoshard.module.dtensors.table_wise import is_owned
+from autoshard.module.ranks.rank_calls import checksum
+from autoshard.runtime.transport.buffer_pool import raw
+from autoshard.runtime.transport.groups import once_per_initialisation
+from autoshard.runtime.transport.peers import Claim, FailureNotes, collective_error, wait
+from autoshard.runtime.transport.process_group import all_gather_single
 
-T = TypeVar("T")
-_WIDTH = 6
+AgreedT = TypeVar("AgreedT")
+_AGREEMENT_WIDTH = 6
 """numbers in an agreement: a kind and up to five claims"""
 
-_POSITIVE = (1 << 62) - 1
+_POSITIVE_MASK = (1 << 62) - 1
 
-AFTERWARDS = "an earlier call was left between its collectives: start all processes again"
+RESTART_ADVICE = "an earlier call was left between its collectives: start all processes again"
 
-CHECKS = ("inputs", "replicas")
+RANK_CHECKS = ("inputs", "replicas")
 """names for AUTOSHARD_CHECK"""
 
 
-def _cpu(numbers: object) -> torch.Tensor:
+def _cpu_tensor(numbers: object) -> torch.Tensor:
     """A tensor on the CPU, whatever the default device."""
     return torch.tensor(numbers, device="cpu")
 
@@ -45,11 +51,11 @@ def _cpu(numbers: object) -> torch.Tensor:
 class Agreement:
     """The agreements of one module; every rank creates it and calls it in the same order."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: FailureNotes) -> None:
         self.notes = notes
         fake = dist.get_backend() == "fake"
         self.rank, self.ranks = (0, 1) if fake else (dist.get_rank(), dist.get_world_size())
-        self._group = None if self.ranks == 1 else _group()
+        self._group = None if self.ranks == 1 else _gloo_group()
         self._open: tuple[Any, torch.Tensor, tuple[Claim, ...]] | None = None
         notes.settle = self.finish
 
@@ -59,8 +65,8 @@ class Agreement:
         """Begin the comparison; :meth:`finish` has the result."""
         self.finish()
         kind = zlib.crc32(repr((self.notes.number, self.notes.at, [what for what, *_ in claims])).encode())
-        numbers = [kind, *(n & _POSITIVE for _, n, *_ in claims)]
-        self._open = (*self._numbers(_cpu(numbers + [0] * (_WIDTH - len(numbers)))), claims)
+        numbers = [kind, *(n & _POSITIVE_MASK for _, n, *_ in claims)]
+        self._open = (*self._numbers(_cpu_tensor(numbers + [0] * (_AGREEMENT_WIDTH - len(numbers)))), claims)
 
     def finish(self) -> None:
         """Raise :class:`RuntimeMismatchError` on every rank unless all have equal numbers."""
@@ -70,12 +76,12 @@ class Agreement:
         self._wait(work, "an agreement of all ranks" if not claims else f"the agreement on {claims[0][0]}")
         rows = found.tolist()
         for i, (what, _, *peers) in enumerate((("which call they make", 0), *claims)):
-            if others := differing(rows, i, *peers):
+            if others := differing_ranks(rows, i, *peers):
                 why = self.notes.look()
                 first = peers[0][others[0]] if peers else 0
                 said = f"the ranks disagree on {what}"
                 more = f"; {why}" if why and said not in why else ""  # else said twice
-                raise RuntimeMismatchError(f"{said}: {listed(others)} from rank {first}{more}")
+                raise RuntimeMismatchError(f"{said}: {ranks_in_words(others)} from rank {first}{more}")
 
     def agree(self, *claims: Claim) -> None:
         """:meth:`begin` and :meth:`finish`."""
@@ -84,7 +90,7 @@ class Agreement:
 
     def numbers_of(self, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """Checksums of ``tensors`` by rank; -1 on the meta device."""
-        numbers = [-1 if x.is_meta else int(checksum(x)) & _POSITIVE for x in tensors]
+        numbers = [-1 if x.is_meta else int(checksum(x)) & _POSITIVE_MASK for x in tensors]
         return self._rows(numbers, "the comparison of tensors")
 
     def known(self, mine: Sequence[int]) -> list[int]:
@@ -94,12 +100,12 @@ class Agreement:
         words = [int.from_bytes(mine[at : at + 7], "little") for at in range(0, len(mine), 7)]
         rows = self._rows(words, "what ranks know of their tensors")
         each = [b"".join(n.to_bytes(7, "little") for n in row) for row in rows]
-        return [next(filter(None, told), 0) for told in zip(*each, strict=True)][: len(mine)]
+        return [next(filter(None, reported), 0) for reported in zip(*each, strict=True)][: len(mine)]
 
     def _rows(self, mine: Sequence[int], what: str) -> list[list[int]]:
         if not mine:
             return [[] for _ in range(self.ranks)]
-        work, found = self._numbers(_cpu(mine))
+        work, found = self._numbers(_cpu_tensor(mine))
         self._wait(work, what)
         rows: list[list[int]] = found.tolist()
         return rows
@@ -112,25 +118,25 @@ class Agreement:
 
     # --- results and failures ---
 
-    def everywhere(self, do: Callable[[], T]) -> T:
+    def everywhere(self, do: Callable[[], AgreedT]) -> AgreedT:
         """``do()`` on every rank; if it fails on some, every rank raises its or the first error."""
-        result, error = _tried(do)
-        told = self._texts("" if error is None else _told(error))
+        result, error = _result_or_error(do)
+        reported = self._texts("" if error is None else _error_as_json(error))
         if error is not None:
             raise error
-        for text in filter(None, told):
-            raise _error(text)
+        for text in filter(None, reported):
+            raise _error_from_json(text)
         return result  # type: ignore[return-value]
 
     def from_first(self, do: Callable[[], str]) -> str:
         """``do()`` of rank 0, on every rank; its error is raised on every rank."""
-        result, error = _tried(do) if self.rank == 0 else (None, None)
-        sent = "" if self.rank else json.dumps([result, "" if error is None else _told(error)])
-        text, told = json.loads(self._text_of_first(sent))
+        result, error = _result_or_error(do) if self.rank == 0 else (None, None)
+        sent = "" if self.rank else json.dumps([result, "" if error is None else _error_as_json(error)])
+        text, reported = json.loads(self._text_of_first(sent))
         if error is not None:
             raise error
-        if told:
-            raise _error(told)
+        if reported:
+            raise _error_from_json(reported)
         return str(text)
 
     def tensor_of_first(self, x: torch.Tensor) -> torch.Tensor:
@@ -150,7 +156,7 @@ class Agreement:
         if self.ranks == 1:
             return [mine]
         data = mine.encode()
-        work, found = self._numbers(_cpu([len(data)]))
+        work, found = self._numbers(_cpu_tensor([len(data)]))
         self._wait(work, "what the ranks report")
         longest = int(found.max())
         if not longest:
@@ -162,7 +168,7 @@ class Agreement:
 
     def _text_of_first(self, mine: str) -> str:
         data = torch.frombuffer(bytearray(mine.encode()), dtype=torch.uint8) if mine else torch.empty(0, device="cpu")
-        length = self.tensor_of_first(_cpu(len(data)))
+        length = self.tensor_of_first(_cpu_tensor(len(data)))
         data = self.tensor_of_first(data if mine else torch.empty(int(length), dtype=torch.uint8, device="cpu"))
         return data.numpy().tobytes().decode()
 
@@ -170,11 +176,11 @@ class Agreement:
 
     def _begin(self, what: str, collective: Callable[..., Any], *args: Any) -> Any:
         if self.notes.common.lost:
-            raise CommunicationError(AFTERWARDS)
+            raise CommunicationError(RESTART_ADVICE)
         try:
             return collective(*args, group=self._group, async_op=True)
         except RuntimeError as error:
-            raise lost(error, self.notes, what) from error
+            raise collective_error(error, self.notes, what) from error
 
     def _wait(self, work: Any, what: str) -> None:
         if work is None:
@@ -186,12 +192,12 @@ class Agreement:
             raise
 
 
-def differing(rows: Sequence[Sequence[int]], i: int, peers: Sequence[int] | None = None) -> list[int]:
+def differing_ranks(rows: Sequence[Sequence[int]], i: int, peers: Sequence[int] | None = None) -> list[int]:
     """Ranks whose number ``i`` differs from that of their rank in ``peers`` (default: rank 0)."""
     return [rank for rank, row in enumerate(rows) if row[i] != rows[peers[rank] if peers else 0][i]]
 
 
-def listed(ranks: Sequence[int], most: int = 8) -> str:
+def ranks_in_words(ranks: Sequence[int], most: int = 8) -> str:
     """``rank 1 differs``, ``ranks 1, 2 and 5 more differ``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} differs"
@@ -207,31 +213,33 @@ def asked_checks() -> dict[str, int]:
     found = {}
     for part in filter(None, (p.strip() for p in os.environ.get("AUTOSHARD_CHECK", "").split(","))):
         name, _, every = part.partition("=")
-        if name not in CHECKS or not (every or "1").isdigit() or every == "0":
-            raise PlanError(f"AUTOSHARD_CHECK={part}: known are {', '.join(CHECKS)}, and with a number, replicas=100")
+        if name not in RANK_CHECKS or not (every or "1").isdigit() or every == "0":
+            raise PlanError(
+                f"AUTOSHARD_CHECK={part}: known are {', '.join(RANK_CHECKS)}, and with a number, replicas=100"
+            )
         found[name] = int(every or 1)
     return found
 
 
-def _group() -> Any:
+def _gloo_group() -> Any:
     """A gloo group of all ranks."""
-    return once("agreement", lambda: dist.new_group(backend="gloo"))
+    return once_per_initialisation("agreement", lambda: dist.new_group(backend="gloo"))
 
 
-def _tried(do: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _result_or_error(do: Callable[[], AgreedT]) -> tuple[AgreedT | None, Exception | None]:
     try:
         return do(), None
     except Exception as error:
         return None, error
 
 
-def _told(error: Exception) -> str:
+def _error_as_json(error: Exception) -> str:
     return json.dumps([type(error).__name__, str(error)])
 
 
-def _error(told: str) -> Exception:
+def _error_from_json(reported: str) -> Exception:
     """The error of another rank, of the same class if that is ours or a builtin."""
-    name, text = json.loads(told)
+    name, text = json.loads(reported)
     kind = getattr(errors, name, None) or getattr(builtins, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return AutoshardError(f"{name}: {text}")
@@ -240,3 +248,80 @@ def _error(told: str) -> Exception:
     except TypeError:
         error = AutoshardError(f"{name}: {text}")
     return error
+
+
+log = logging.getLogger("autoshard")
+
+_META_CHECKSUM = -1
+"""checksum of a tensor without data"""
+
+_MOST_SHOWN = 5
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by their first names."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def rank0_values(
+    agreement: Agreement, tensors: Mapping[str, torch.Tensor], title: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Rank 0's values (on the CPU) of tensors that differ or lack data on another rank.
+
+    Collective. Names, shapes and dtypes are equal. Rank 0 warns of different data, not of missing
+    data. Raises :class:`RuntimeMismatchError` on every rank if only rank 0 has no data.
+    """
+    rows = agreement.numbers_of(list(tensors.values()))
+    found = [(n, i) for i, n in enumerate(tensors) if differing_ranks(rows, i)]
+    lost = [n for n, i in found if rows[0][i] == _META_CHECKSUM]
+    if lost:
+        raise RuntimeMismatchError(
+            f"rank 0 has {title} on the meta device, and others have data for it ({', '.join(lost[:_MOST_SHOWN])}): "
+            "give rank 0 the data, or load them into the sharded module"
+        )
+    other = [(n, i) for n, i in found if any(rows[r][i] != _META_CHECKSUM for r in differing_ranks(rows, i))]
+    if other and agreement.rank == 0:
+        names = ", ".join(f"{n} ({ranks_in_words(differing_ranks(rows, i))})" for n, i in other[:_MOST_SHOWN])
+        log.warning(
+            "the ranks come with different values of %d of %d tensors of %s; rank 0's are taken: %s%s",
+            len(other),
+            len(tensors),
+            title,
+            names,
+            ", …" if len(other) > _MOST_SHOWN else "",
+        )
+    return ((n, agreement.tensor_of_first(tensors[n])) for n, _ in found)
+
+
+def check_replicas(
+    agreement: Agreement, mesh: Mesh, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise :class:`RuntimeMismatchError` on every rank if replicas differ."""
+    tensors = {**parameters, **buffers}
+    whole = Layout(mesh)
+    tensors = {name: x for name, x in tensors.items() if not is_owned(x)}
+    layouts = [Layout.from_torch(mesh, x.placements) if isinstance(x, DTensor) else whole for x in tensors.values()]
+    rows = agreement.numbers_of([x.to_local() if isinstance(x, DTensor) else x for x in tensors.values()])
+    wrong = []
+    for i, (name, layout) in enumerate(zip(tensors, layouts, strict=True)):
+        for ranks in _replica_groups(layout):
+            others = [r for r in ranks if rows[r][i] != rows[ranks[0]][i]]
+            if others:
+                wrong.append(f"{name} ({ranks_in_words(others)} from rank {ranks[0]})")
+    if wrong:
+        more = f" and {len(wrong) - _MOST_SHOWN} more" if len(wrong) > _MOST_SHOWN else ""
+        raise RuntimeMismatchError(
+            f"replicas have drifted apart: {', '.join(wrong[:_MOST_SHOWN])}{more}. Something changed them on some ranks only"
+        )
+
+
+def _replica_groups(layout: Layout) -> list[Sequence[int]]:
+    """Groups of ranks that hold the same shard."""
+    mesh = layout.mesh
+    cut = [mesh.index(a) for a in layout.axes_with(Shard)]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.size):
+        coordinates = mesh.coordinates(rank)
+        groups.setdefault(tuple(coordinates[i] for i in cut), []).append(rank)
+    return list(groups.values())

@@ -1,4 +1,4 @@
-"""This rank's module under torch.distributed: DTensor parameters, programs on local shards."""
+"""This rank's module under torch.distributed: DTensor parameters, programs on their local shards."""
 
 from __future__ import annotations
 
@@ -18,56 +18,176 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
-from autoshard.compiler import build, captured
-from autoshard.errors import CommunicationError
+from autoshard.compiler import capture_graph, compile_graph
+from autoshard.errors import CaptureError, CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.module.dtensors.mixed import take_plain_gradient
-from autoshard.module.dtensors.of_stage import OfStage
-from autoshard.module.dtensors.ops import mend
-from autoshard.module.dtensors.outputs import Output
-from autoshard.module.dtensors.owned import side_by_side
-from autoshard.module.gradients import one_verdict
-from autoshard.module.inputs import Cuts, without_data
-from autoshard.module.logits import Logits
-from autoshard.module.model.attached import duplicate
-from autoshard.module.optimizers import load_whole_states
-from autoshard.module.programs.compiling import Settings
-from autoshard.module.programs.executable import Call, Executable
-from autoshard.module.programs.turns import Turns
-from autoshard.module.ranks import claims
-from autoshard.module.ranks.agreement import AFTERWARDS, Agreement, asked_checks
-from autoshard.module.ranks.arrivals import arrived, joined, layout_of, part_for
-from autoshard.module.ranks.loaded import Loaded
-from autoshard.module.ranks.on_rank import OnRank, execute
-from autoshard.module.ranks.replicas import check_replicas, named_tensors, of_first
+from autoshard.module.dtensors.outputs import ShardedOutput
+from autoshard.module.dtensors.patches import patch_dtensor, with_plain_gradient
+from autoshard.module.dtensors.segments import reorder_segments
+from autoshard.module.dtensors.table_wise import (
+    as_dtensor,
+    dtensor_layout,
+    gather_owned,
+    has_layout,
+    local_tensor_of,
+    make_tables_contiguous,
+    owner_device_type,
+)
+from autoshard.module.inputs import InputLayouts, meta_input
+from autoshard.module.logits import ShardedLogits
+from autoshard.module.model.parameters import copy_dtensor
+from autoshard.module.optimizers import patch_grad_scaler, patch_load_state_dict
+from autoshard.module.programs.call_checks import CallLock
+from autoshard.module.programs.compiling import CompileSettings
+from autoshard.module.programs.executable import Executable, ModuleCall
+from autoshard.module.programs.kv_cache import StageResidentOutput
+from autoshard.module.programs.simulated_ranks import shard_of
+from autoshard.module.ranks import rank_calls
+from autoshard.module.ranks.agreement import (
+    RESTART_ADVICE,
+    Agreement,
+    asked_checks,
+    check_replicas,
+    named_tensors,
+    rank0_values,
+)
+from autoshard.module.ranks.parameters import RankProgram
+from autoshard.module.ranks.rank_calls import gather_inputs, input_shard, inputs_on_rank, stated_layout
+from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.ir.graph import Ref
-from autoshard.passes.ir.program import Program
-from autoshard.passes.redistribute import redistribution
-from autoshard.plans.compiled import Compiled
-from autoshard.plans.plan import Plan
-from autoshard.plans.wishes import Wishes
+from autoshard.passes.ir.program import Local, Program
+from autoshard.passes.redistribute import redistribution, runtime_call
+from autoshard.passes.redistribute.resharding import without_fixed
+from autoshard.plans.options import CompileOptions
+from autoshard.plans.plan import Compiled, Plan
 from autoshard.runtime.programs.module import RankModule
 from autoshard.runtime.transport.groups import mesh_of
 
-_way = torch.compiler.disable(redistribution)
+
+class RankLocalModule(ShardedModule):
+    """A sharded module with the tensors of one rank."""
+
+    device_mesh: DeviceMesh
+    _comm: runtime.TorchCommunicator
+    _device: torch.device
+    _agreement: Agreement
+
+    def _seed(self) -> int:
+        return int(self._agreement.tensor_of_first(torch.tensor(torch.initial_seed(), device="cpu")))
+
+    def _initial(self, model: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
+        """See :meth:`Compiling._initial`. Values of rank 0 win where ranks differ."""
+        tensors = dict(named_tensors(model))
+        first = rank0_values(self._agreement, tensors, self._title)
+        found = {n: self._initial_shard(full, layouts.get(n)).clone() for n, full in first}
+        missing = any(x.is_meta for n, x in tensors.items() if n not in found)
+        return {**super()._initial(model, layouts), **found} if missing else found
+
+    def _agree_on_tensors(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {**tensors, **dict(rank0_values(self._agreement, tensors, self._title))} if tensors else tensors
+
+    def _initial_shard(self, full: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+        return full if layout is None else shard_of(full, layout, self._comm.rank)
+
+    def _parameter(self, p: nn.Parameter, layout: Layout, initial: torch.Tensor | None) -> nn.Parameter:
+        return nn.Parameter(
+            self._dtensor(self._part(p, layout, initial), layout, p.shape), requires_grad=p.requires_grad
+        )
+
+    def _part(self, full: torch.Tensor, layout: Layout, initial: torch.Tensor | None) -> torch.Tensor:
+        """This rank's shard of a tensor, or a copy of its ``initial`` shard; zeros without data."""
+        if initial is not None:
+            return initial.detach().to(self._device, copy=True).contiguous()
+        if full.is_meta:
+            shape = layout.local_shape(full.shape, self._comm.rank)
+            return torch.zeros(shape, dtype=full.dtype, device=self._device)
+        return shard_of(full.detach(), layout, self._comm.rank).to(self._device, copy=True).contiguous()
+
+    def _dtensor(self, local: torch.Tensor, layout: Layout, shape: Sequence[int]) -> DTensor:
+        return as_dtensor(local, self.device_mesh, layout, shape)
+
+    def _buffer(self, b: torch.Tensor, layout: Layout | None, initial: torch.Tensor | None) -> torch.Tensor:
+        if layout is not None:
+            return ShardedOutput.of(self._dtensor(self._part(b, layout, initial), layout, b.shape))
+        zeros = torch.zeros_like(b, device="cpu") if b.is_meta and initial is None else b
+        return (zeros if initial is None else initial).detach().clone().to(self._device)
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.clone()
+        # DTensor.full_tensor gathers axis by axis; this gathers the flattened axes at once.
+        layout, local, shape = (
+            dtensor_layout(self._program_mesh, self.device_mesh, tensor),
+            local_tensor_of(tensor),
+            tuple(tensor.shape),
+        )
+        owner = {a: layout[a] for a in layout.owner}
+        src = without_fixed(layout) if layout.grouped else layout
+        plan = redistribution(src, Layout(self._program_mesh, owner), shape, self._program_mesh, tensor.dtype, False)
+        with torch.no_grad(), runtime.bind(self._comm):
+            full = run_redistribution(plan, local)
+        if owner:
+            return gather_owned(full, shape, tuple(owner), self._comm)
+        return full.clone() if full is local else reorder_segments(full, layout)
+
+    def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
+        if isinstance(tensor, DTensor):
+            layout = dtensor_layout(self._program_mesh, self.device_mesh, tensor)
+            part = local_tensor_of(full) if isinstance(full, DTensor) else shard_of(full, layout, self._comm.rank)
+            tensor, full = local_tensor_of(tensor), part
+        if not full.is_set_to(tensor):  # else written in place
+            tensor.copy_(full)
+
+    def _form(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        shape, dtype, _ = super()._form(tensor)
+        return shape, dtype, owner_device_type(tensor), tensor.placements if isinstance(tensor, DTensor) else None
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        layout = self._layout_of.get(name)
+        if owner_device_type(tensor) != self._device.type:
+            raise CaptureError(
+                f"{name!r} was moved to {tensor.device}; the mesh is on {self._device.type}. Move it back."
+            )
+        if layout is None and isinstance(tensor, DTensor):
+            raise CaptureError(
+                f"buffer {name!r} was replaced by a DTensor. Every rank holds it whole: use full_tensor()."
+            )
+        placements = tensor.placements if isinstance(tensor, DTensor) else None
+        if layout is not None and not has_layout(layout, self.device_mesh, tensor):
+            raise CaptureError(
+                f"{name!r} was replaced by a tensor in layout {placements or 'of a plain tensor'}; it is kept as a "
+                f"DTensor in {layout}. Copy values into it, or load them with load_full_state_dict."
+            )
+
+
+def run_redistribution(plan: Any, local: torch.Tensor) -> torch.Tensor:
+    """Run a redistribution on this rank's tensor, on the bound communicator."""
+    for step in plan.steps:
+        name, args, kwargs = runtime_call(step)
+        plain = {k: runtime.size(v.size, v.axes) if isinstance(v, Local) else v for k, v in kwargs.items()}
+        local = getattr(runtime, name)(local, *args, **plain)
+    return local
+
+
+_untraced_redistribution = torch.compiler.disable(redistribution)
 """a search, which torch.compile would trace with warnings"""
 
 
-class DistributedModule(OnRank):
+class DistributedModule(RankLocalModule):
     """The sharded module of one process; every rank of the mesh has one."""
 
     _home: torch.device
-    _loaded: dict[int, Loaded]
+    _loaded: dict[int, RankProgram]
     _checks: dict[str, int]
-    _comparisons: claims.Comparisons
+    _comparisons: rank_calls.InputComparisons
     _compared: Any
     """the last compared call: repetitions are not compared"""
     _on_gloo: bool
     _generating: bool = False
     """whether logits go to a generation loop"""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, settings: Settings, device_mesh: DeviceMesh | None) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, settings: CompileSettings, device_mesh: DeviceMesh | None) -> None:
         super().__init__(model, mesh, settings)
         kind = device_mesh.device_type if device_mesh is not None else default_device_type()
         if device_mesh is None:
@@ -77,14 +197,14 @@ class DistributedModule(OnRank):
         set_(self, "_comm", runtime.TorchCommunicator.of(device_mesh))
         set_(self, "_device", torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind))
         set_(self, "_home", next((t.device for _, t in named_tensors(model) if not t.is_meta), torch.device("cpu")))
-        set_(self, "_turns", Turns(waits=False))
-        one_verdict()
-        load_whole_states()
-        mend(device_mesh, self.is_staged)
+        set_(self, "_call_lock", CallLock(waits=False))
+        patch_grad_scaler()
+        patch_load_state_dict()
+        patch_dtensor(device_mesh, self.is_staged)
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())
-        set_(self, "_comparisons", claims.Comparisons())
+        set_(self, "_comparisons", rank_calls.InputComparisons())
         set_(self, "_compared", None)
         set_(
             self, "_on_gloo", all(dist.get_backend(device_mesh.get_group(i)) == "gloo" for i in range(device_mesh.ndim))
@@ -98,14 +218,14 @@ class DistributedModule(OnRank):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """See :meth:`ShardedModule.__deepcopy__`. Loaded programs are not copied."""
         memo[id(self._loaded)] = {}
-        for p in self._of.tensors():
+        for p in self._original_model.tensors():
             if isinstance(p, DTensor):  # deepcopy of a DTensor would keep its gradient
-                memo[id(p)] = duplicate(p)
+                memo[id(p)] = copy_dtensor(p)
         return super().__deepcopy__(memo)
 
     def _alone(self) -> None:
         object.__setattr__(self, "_loaded", {})
-        object.__setattr__(self, "_comparisons", claims.Comparisons())
+        object.__setattr__(self, "_comparisons", rank_calls.InputComparisons())
         object.__setattr__(self, "_compared", None)
 
     # --- inputs ---
@@ -113,14 +233,16 @@ class DistributedModule(OnRank):
     def _device_type(self) -> str | None:
         return None
 
-    def _arrived(self, leaves: Sequence[Any], spec: Any, cuts: Cuts | None = None) -> tuple[Sequence[Any], Cuts]:
+    def _inputs_as_called(
+        self, leaves: Sequence[Any], spec: Any, cuts: InputLayouts | None = None
+    ) -> tuple[Sequence[Any], InputLayouts]:
         if cuts is None:
             are_global = self._settings.inputs == "global"
             cuts = () if are_global else super()._input_layouts(*pytree.tree_unflatten(leaves, spec))
-        return arrived(leaves, cuts, self.device_mesh, self._device), cuts
+        return inputs_on_rank(leaves, cuts, self.device_mesh, self._device), cuts
 
-    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Cuts:
-        return tuple(layout_of(x, self._running) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
+    def _input_layouts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> InputLayouts:
+        return tuple(stated_layout(x, self._program_mesh) for x in pytree.tree_leaves((tuple(args), dict(kwargs))))
 
     def _whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See :meth:`Compiling._whole`: plain tensors on the device where the model is captured.
@@ -131,8 +253,8 @@ class DistributedModule(OnRank):
         def whole(x: torch.Tensor) -> torch.Tensor:
             if not isinstance(x, DTensor) and (x.is_meta or x.device.type == self._home.type):
                 return x
-            full = without_data(x, x.shape) if isinstance(x, DTensor) else x.detach()
-            present = x.everywhere() if full is None and isinstance(x, OfStage) else x
+            full = meta_input(x, x.shape) if isinstance(x, DTensor) else x.detach()
+            present = x.everywhere() if full is None and isinstance(x, StageResidentOutput) else x
             full = self._full(present.detach()) if full is None else full
             return (full if full.is_meta else full.to(self._home)).requires_grad_(x.requires_grad)
 
@@ -141,9 +263,9 @@ class DistributedModule(OnRank):
         )
         return plain
 
-    def _put_together(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _gather_local_inputs(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """See :meth:`ShardedModule._put_together`."""
-        return joined(inputs)
+        return gather_inputs(inputs)
 
     # --- running ---
 
@@ -161,7 +283,7 @@ class DistributedModule(OnRank):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`ShardedModule.forward`. Other ranks are notified of a failure."""
-        with self._comm.notes, self._turns:
+        with self._comm.notes, self._call_lock:
             self._comm.notes.begin()
             return self._called(args, kwargs)
 
@@ -169,22 +291,22 @@ class DistributedModule(OnRank):
     def meeting(self, what: str) -> Iterator[None]:
         """See :meth:`ShardedModule.meeting`."""
         notes = self._comm.notes
-        with notes, self._turns:
+        with notes, self._call_lock:
             notes.begin(meeting=True)
-            notes.present(what, lambda: claims.of_meeting(notes, what))
+            notes.present(what, lambda: rank_calls.meeting_claims(notes, what))
             self._agreement.agree(*notes.claims())
             if notes.broken:
-                raise CommunicationError(AFTERWARDS)
+                raise CommunicationError(RESTART_ADVICE)
             yield
 
     def specialise(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], number: int = 0, recorded: bool | None = None
     ) -> Executable:
         """See :meth:`Compiling.specialise`; ranks pass the same inputs in the same state."""
-        with self._comm.notes, self._turns:
+        with self._comm.notes, self._call_lock:
             return super().specialise(args, kwargs, number, recorded)
 
-    def _serving(self, call: Call, number: int) -> Executable:
+    def _serving(self, call: ModuleCall, number: int) -> Executable:
         """See :meth:`Compiling._serving`. Ranks compare the guards while the program runs.
 
         Not if this rank repeats its last call and called no other module since. Input values are
@@ -195,18 +317,25 @@ class DistributedModule(OnRank):
         executable, again = self._program_for(call, number), notes.calls_again()
         # Lengths of a growing KV cache are known to all ranks.
         in_parts = [x for x in call.leaves if isinstance(x, DTensor)]
-        present = call.key(number, exactly=_is_plain if in_parts else True), self._deferred, notes.failed, notes.broken
+        present = (
+            call.key(number, exactly=_is_not_dtensor if in_parts else True),
+            self._deferred,
+            notes.failed,
+            notes.broken,
+        )
         most = self._comparisons.due(executable, notes.failed)
         most = None if "inputs" in self._checks else most if agreement.ranks > 1 else 0
-        of_call = functools.partial(claims.of_call, notes, call, number, self._settings.inputs, self._deferred)
+        of_call = functools.partial(rank_calls.call_claims, notes, call, number, self._settings.inputs, self._deferred)
         notes.present("a call", of_call)
         if most != 0 or not again or executable is None or present != self._compared or not self._repeats(executable):
             object.__setattr__(self, "_compared", present)
-            agreement.begin(*notes.claims(), *claims.of_values(call.leaves, self._running, self._places, most))
+            agreement.begin(
+                *notes.claims(), *rank_calls.value_claims(call.leaves, self._program_mesh, self._places, most)
+            )
             if most != 0 or executable is None or notes.broken:
                 agreement.finish()
         if notes.broken:
-            raise CommunicationError(AFTERWARDS)
+            raise CommunicationError(RESTART_ADVICE)
         if executable is None:
             return super()._serving(call, number)
         object.__setattr__(self, "_latest", executable)
@@ -227,23 +356,25 @@ class DistributedModule(OnRank):
         return self._on_gloo and any(c.phase == "forward" or not self._deferred for c in collectives)
 
     def _compiled(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], wishes: Wishes, **options: Any
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], opts: CompileOptions, **options: Any
     ) -> Compiled:
         """Rank 0 plans, others follow its plan; an error of one rank is raised on all."""
         agreement = self._agreement
         agreement.finish()
-        graph = agreement.everywhere(lambda: captured(model, args, kwargs, precision=wishes.mixed_precision, **options))
+        graph = agreement.everywhere(
+            lambda: capture_graph(model, args, kwargs, precision=opts.mixed_precision, **options)
+        )
         agreement.agree(("the graph captured from the model", zlib.crc32(str(graph).encode())))
-        constants = dict(of_first(agreement, graph.constants, f"a constant of {self._title}"))
+        constants = dict(rank0_values(agreement, graph.constants, f"a constant of {self._title}"))
         graph = replace(graph, constants={**graph.constants, **constants})
         ours: list[Compiled] = []
 
         def plan() -> str:
-            ours.append(build(graph, self.mesh, wishes, title=self._title))
+            ours.append(compile_graph(graph, self.mesh, opts, title=self._title))
             return ours[0].plan.to_json(alternatives=False)
 
         def follow() -> Compiled:
-            return ours[0] if ours else build(graph, self.mesh, replace(wishes, plan=received), title=self._title)
+            return ours[0] if ours else compile_graph(graph, self.mesh, replace(opts, plan=received), title=self._title)
 
         received = Plan.from_json(agreement.from_first(plan))
         found = agreement.everywhere(follow)
@@ -283,11 +414,11 @@ class DistributedModule(OnRank):
         self._comm.deferred = self._deferred
         if not loaded.recorded:
             self._comm.spare.clear()
-        module.bind_tensors(loaded.tensors(self._of))
+        module.bind_tensors(loaded.tensors(self._original_model))
         _, self._comm.summed_last = loaded.last
         try:
             named = zip(executable.compiled.source.inputs, inputs, strict=True)
-            parts = [part_for(x, program.layouts[n], self.device_mesh, self._device) for n, x in named]
+            parts = [input_shard(x, program.layouts[n], self.device_mesh, self._device) for n, x in named]
             results: Sequence[Any] = module(*parts)
         finally:
             module.release_tensors()
@@ -301,13 +432,13 @@ class DistributedModule(OnRank):
         if not isinstance(out, Ref):
             return local
         whole = local.shape if shape is None else shape
-        layout, keeps = program.layouts[out.name], self._keeps(executable, number)
+        layout, keeps = program.layouts[out.name], self._stays_sharded(executable, number)
         if self._generating and not keeps and local.is_floating_point() and layout.axes_of(len(whole) - 1):
-            return Logits.of(local, layout, whole, self._comm, partial(self._output, kept=False))
+            return ShardedLogits.of(local, layout, whole, self._comm, partial(self._output, kept=False))
         return self._output(local, layout, whole, keeps)
 
     @contextlib.contextmanager
-    def drawing_alike(self) -> Iterator[None]:
+    def same_draws_on_ranks(self) -> Iterator[None]:
         """Inside, all ranks draw as rank 0: other seeds would sample other tokens. Collective."""
         with runtime.synchronised_rng(self._comm):
             self._comm.random_states()
@@ -320,31 +451,35 @@ class DistributedModule(OnRank):
         """See :meth:`ShardedModule.rank_modules`."""
         return [loaded.module for loaded in self._loaded.values()]
 
-    def _load_program(self, executable: Executable) -> Loaded:
+    def _load_program(self, executable: Executable) -> RankProgram:
         """The program on this rank, loaded once."""
         if id(executable) not in self._loaded:
-            side_by_side(map(self.tensor, self._layout_of))
-            self._loaded[id(executable)] = Loaded.of(executable, self._comm, self._device)
+            make_tables_contiguous(map(self.tensor, self._layout_of))
+            self._loaded[id(executable)] = RankProgram.of(executable, self._comm, self._device)
         return self._loaded[id(executable)]
 
     def local_tensors(self, executable: Executable, rank: int) -> dict[str, torch.Tensor]:
         """See :meth:`ShardedModule.local_tensors`; for this process's rank only."""
         with torch.no_grad(), runtime.bind(self._comm):
-            return {name: t.detach() for name, t in self._load_program(executable).tensors(self._of).items()}
+            return {
+                name: t.detach() for name, t in self._load_program(executable).tensors(self._original_model).items()
+            }
 
     def _output(self, local: torch.Tensor, layout: Layout, shape: Sequence[int], kept: bool) -> torch.Tensor:
-        """The full tensor, or an :class:`Output` if ``kept`` and sharded; scalars plain."""
+        """The full tensor, or an :class:`ShardedOutput` if ``kept`` and sharded; scalars plain."""
         cut, state = layout.axes_with(Shard), self._settings.gather_outputs is None and not local.requires_grad
         if kept and (cut or (shape and not state)):
-            return Output.of(self._dtensor(local, layout, shape))
+            return ShardedOutput.of(self._dtensor(local, layout, shape))
         if not cut:
-            return local if shape else take_plain_gradient(local)
-        mesh = self._running
+            return local if shape else with_plain_gradient(local)
+        mesh = self._program_mesh
         whole = Layout(mesh, [I if local.requires_grad else R] * mesh.ndim)
-        return execute(_way(layout, whole, tuple(shape), mesh, local.dtype, local.requires_grad), local)
+        return run_redistribution(
+            _untraced_redistribution(layout, whole, tuple(shape), mesh, local.dtype, local.requires_grad), local
+        )
 
 
-def _is_plain(leaf: Any) -> bool:
+def _is_not_dtensor(leaf: Any) -> bool:
     return not isinstance(leaf, DTensor)
 
 

@@ -11,22 +11,21 @@ neither computed nor stored."""
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from autoshard.runtime.attention import helped, journey
-from autoshard.runtime.attention import pieces as in_pieces
-from autoshard.runtime.attention.job import Job
-from autoshard.runtime.attention.order import Band, held, spans
-from autoshard.runtime.operations.random import noise_like, part
+from autoshard.runtime.attention.balanced_ring import balanced_backward, balanced_forward
+from autoshard.runtime.attention.head_chunks import chunked_backward, chunked_forward
+from autoshard.runtime.attention.ring_geometry import Band, query_and_key_spans, rank_spans
+from autoshard.runtime.attention.ring_task import RingTask, ring_backward, ring_forward
+from autoshard.runtime.operations.random import full_dropout_noise, local_part
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
+from autoshard.runtime.transport.coroutine_autograd import CoroutinePair, apply_coroutines
 from autoshard.runtime.transport.move import Move
-from autoshard.runtime.transport.profiling import named
-from autoshard.runtime.transport.relay import Arrival, Hop, Journey, Tensors
-from autoshard.runtime.transport.round_trip import Trip, round_trip
+from autoshard.runtime.transport.profiling import with_module
+from autoshard.runtime.transport.rank_coroutines import RankCoroutine, Tensors
 
 
 def ring_attention(
@@ -61,9 +60,9 @@ def ring_attention(
     mirrored ranks swap first halves before and after (keys and values only among more than two
     ranks), which balances causal work; then no mask may have rows. ``carried``: operands and result
     are in zigzag order already, and nothing is swapped. ``helpers``: early ranks compute for late
-    ones instead (:mod:`~autoshard.runtime.attention.helped`); needs as many queries as keys, and no
+    ones instead (:mod:`~autoshard.runtime.attention.balanced_ring`); needs as many queries as keys, and no
     ALiBi, window, mask with rows, or dropout. ``sloped``, ``sinks`` (local heads), ``soft_cap``: as
-    in :func:`~autoshard.runtime.attention.banded.banded_op`. No second derivative.
+    in :func:`~autoshard.runtime.attention.masked_attention.banded_op`. No second derivative.
 
     For dropout equal to one device's: ``shape``, the global shape of the weights [..., s, t];
     ``cuts``, the axes that shard each dim but the last two; ``batch`` as in
@@ -72,12 +71,15 @@ def ring_attention(
     names = comm.active(axes)
     ranks = tuple(comm.mesh[a] for a in names)
     folded = folded and bool(names)
-    rows, columns = held(queries, keys, ranks, folded, carried)
+    rows, columns = query_and_key_spans(queries, keys, ranks, folded, carried)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     band = Band(before, 0 if is_causal else after)
-    job = Job(_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)
-    kept = _kept(job, query, shape, cuts, batch)
-    return _run(comm, job, (query, key, value, sinks), attn_mask, kept, helped if helpers else journey)
+    job = RingTask(
+        _ring_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap
+    )
+    dropout_mask = _kept_by_dropout(job, query, shape, cuts, batch)
+    passes = (balanced_forward, balanced_backward) if helpers else (ring_forward, ring_backward)
+    return _run_differentiable(comm, job, (query, key, value, sinks), attn_mask, dropout_mask, *passes)
 
 
 def gathered_attention(
@@ -107,7 +109,7 @@ def gathered_attention(
 ) -> torch.Tensor:
     """:func:`ring_attention` with KV all-gathered in ``pieces`` head chunks × ``batches``: S → S.
 
-    While one chunk is computed, the next is gathered (:mod:`~autoshard.runtime.attention.pieces`).
+    While one chunk is computed, the next is gathered (:mod:`~autoshard.runtime.attention.head_chunks`).
     Operands without a head or batch dim have one chunk there. ``folded``: queries alone are
     swapped. ``carried``: nothing is swapped; each rank brings gathered keys into sequence order."""
     comm = current()
@@ -117,27 +119,29 @@ def gathered_attention(
         pieces if query.dim() > 2 else 1,
         batches if query.dim() > 3 else 1,
     )
-    rows, columns = spans(queries, tuple(comm.mesh[a] for a in names), folded or carried), (((0, keys),),)
+    rows, columns = rank_spans(queries, tuple(comm.mesh[a] for a in names), folded or carried), (((0, keys),),)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     band = Band(before, 0 if is_causal else after)
     form = scale, folded, dropout_p, sloped, soft_cap, pieces, batches, carried
-    job = Job(_move(names), comm.index(names), rows, columns, band, *form)
-    kept = _kept(job, query, shape, cuts, batch)
-    return _run(comm, job, (query, key, value, sinks), attn_mask, kept, in_pieces)
+    job = RingTask(_ring_move(names), comm.index(names), rows, columns, band, *form)
+    dropout_mask = _kept_by_dropout(job, query, shape, cuts, batch)
+    return _run_differentiable(
+        comm, job, (query, key, value, sinks), attn_mask, dropout_mask, chunked_forward, chunked_backward
+    )
 
 
-def _move(names: tuple[str, ...]) -> Move:
-    return named(Move("S", "S", names, order=names), always=True)
+def _ring_move(names: tuple[str, ...]) -> Move:
+    return with_module(Move("S", "S", names, order=names), always=True)
 
 
-def _kept(
-    job: Job, query: torch.Tensor, shape: Sequence[int], cuts: Mapping[int, Axes] | None, batch: int | None
+def _kept_by_dropout(
+    job: RingTask, query: torch.Tensor, shape: Sequence[int], cuts: Mapping[int, Axes] | None, batch: int | None
 ) -> torch.Tensor | None:
     """Which weights [..., s, t] of this rank's queries dropout keeps, over all keys: bool."""
     if not 0.0 < job.dropout_p < 1.0:
         return None
-    kept = part(noise_like(query, job.dropout_p, shape, (), batch) != 0, cuts or {})
-    return torch.cat([kept.narrow(-2, *span) for span in job.rows[job.me]], -2)
+    dropout_mask = local_part(full_dropout_noise(query, job.dropout_p, shape, (), batch) != 0, cuts or {})
+    return torch.cat([dropout_mask.narrow(-2, *span) for span in job.rows[job.me]], -2)
 
 
 def banded_rows(
@@ -169,32 +173,38 @@ def banded_rows(
     comm = current()
     names = comm.active(axes)
     folded = folded and bool(names)
-    rows = spans(query.shape[-2] if queries is None else queries, tuple(comm.mesh[a] for a in names), folded or carried)
+    rows = rank_spans(
+        query.shape[-2] if queries is None else queries, tuple(comm.mesh[a] for a in names), folded or carried
+    )
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     columns, band = (((0, key.shape[-2]),),), Band(before, after)
-    job = Job(_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap)
-    return _run(comm, job, (query, key, value, sinks), attn_mask, _kept(job, query, shape, cuts, batch))
+    job = RingTask(
+        _ring_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap
+    )
+    return _run_differentiable(
+        comm, job, (query, key, value, sinks), attn_mask, _kept_by_dropout(job, query, shape, cuts, batch)
+    )
 
 
-def _run(
+def _run_differentiable(
     comm: Communicator,
-    job: Job,
+    job: RingTask,
     operands: tuple[torch.Tensor | None, ...],
     mask: torch.Tensor | None,
-    kept: torch.Tensor | None,
-    way: ModuleType = journey,
+    dropout_mask: torch.Tensor | None,
+    forward: Callable[..., RankCoroutine] = ring_forward,
+    backward: Callable[..., RankCoroutine] = ring_backward,
 ) -> torch.Tensor:
-    """``operands``: queries, keys, values, sinks or None; ``kept``: weights that dropout keeps."""
+    """``operands``: queries, keys, values, sinks or None; ``dropout_mask``: weights that dropout keeps."""
 
-    def ahead(query: Any, key: Any, value: Any, sinks: Any) -> Generator[Hop, Arrival, Any]:
-        out, *needed = yield from way.forward(job, query, key, value, sinks, mask, kept)
+    def ahead(query: Any, key: Any, value: Any, sinks: Any) -> RankCoroutine:
+        out, *needed = yield from forward(job, query, key, value, sinks, mask, dropout_mask)
         return out, *needed
 
-    def back(gradients: Tensors, saved: Sequence[Any], _: Sequence[bool]) -> Journey:
-        found: Journey = way.backward(job, gradients[0], saved)
-        return found
+    def back(gradients: Tensors, saved: Sequence[Any], _: Sequence[bool]) -> RankCoroutine:
+        return backward(job, gradients[0], saved)
 
     where = f"({', '.join(job.move.axes)}: {job.band})"
     name = f"attention in a ring or in pieces, with a window, slopes or rows of a causal mask {where}"
-    out = round_trip(comm, Trip(name, ahead, back), *operands)[0]
+    out = apply_coroutines(comm, CoroutinePair(name, ahead, back), *operands)[0]
     return out * 0.0 if job.dropout_p == 1.0 else out

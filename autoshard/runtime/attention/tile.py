@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 
 from autoshard.aten import aten
-from autoshard.runtime.attention.banded import capped
-from autoshard.runtime.operations.softmax import wide
+from autoshard.runtime.attention.masked_attention import soft_capped
+from autoshard.runtime.operations.reductions import upcast
 
-DEEP = 1000.0
+LEVEL_THRESHOLD = 1000.0
 """how far below zero a row's additive mask may lie before its log-sum-exp loses digits"""
-ROWS = 1024
+UNFUSED_BLOCK_ROWS = 1024
 """rows of the attention matrix in memory at once where no fused kernel computes a tile"""
 
 
@@ -26,47 +26,47 @@ class Masking(NamedTuple):
     """row i sees columns 0…i"""
     bias: torch.Tensor | None = None
     """bool (False: hidden) or added to the scores; no gradient"""
-    kept: torch.Tensor | None = None
+    dropout_scale: torch.Tensor | None = None
     """factor of the weights: 0 where dropped, else 1 / (1 - p)"""
     level: torch.Tensor | None = None
-    """[..., s, 1], subtracted from the scores: see :func:`level_of`"""
+    """[..., s, 1], subtracted from the scores: see :func:`score_level`"""
     soft_cap: float | None = None
-    """see :func:`~autoshard.runtime.attention.banded.banded_op`"""
+    """see :func:`~autoshard.runtime.attention.masked_attention.banded_op`"""
 
 
-def level_of(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Maximum [..., s, 1] of an additive mask [..., s, t] where it is below -:data:`DEEP`, else 0.
+def score_level(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Maximum [..., s, 1] of an additive mask [..., s, t] where it is below -:data:`LEVEL_THRESHOLD`, else 0.
 
     A row that sees nothing (padding under a numeric mask) has scores near -1e30 only, and their
     log-sum-exp would lose the number of keys. None: there is no such row."""
     if mask is None or not mask.dtype.is_floating_point or mask.device.type == "meta":
         return None
-    top = wide(mask).amax(-1, keepdim=True)
-    deep = (top < -DEEP) & (top > -torch.inf)
+    top = upcast(mask).amax(-1, keepdim=True)
+    deep = (top < -LEVEL_THRESHOLD) & (top > -torch.inf)
     if mask.device.type == "cpu" and not bool(deep.any()):
         return None
     return top.masked_fill(~deep, 0.0)
 
 
-def forward(
+def tile_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d], log-sum-exp [..., s].
 
     Both in float32 or wider; -inf if no key is seen. Key and value may have fewer heads (GQA)."""
     if _is_fused(query, key, value, masking):
-        bias = _added(masking.bias, query)
+        bias = _additive_bias(masking.bias, query)
         out, sums = _kernel(query, key, value, masking.causal, bias, scale)[:2]
-        return wide(out), sums if bias is None else sums.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
-    key, value = (_heads_of(query, x) for x in (key, value))
-    parts = [_forward_rows(query, key, value, masking, scale, *rows) for rows in _blocks(query)]
+        return upcast(out), sums if bias is None else sums.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
+    key, value = (_repeated_kv_heads(query, x) for x in (key, value))
+    parts = [_forward_rows(query, key, value, masking, scale, *rows) for rows in _unfused_row_blocks(query)]
     if query.device.type == "meta" and parts:  # one block was run, all have a shape
         (out, sums), rows = parts[0], query.shape[-2]
         parts = [(out.new_empty((*out.shape[:-2], rows, out.shape[-1])), sums.new_empty((*sums.shape[:-1], rows)))]
     return torch.cat([out for out, _ in parts], -2), torch.cat([sums for _, sums in parts], -1)
 
 
-def backward(
+def tile_backward(
     gradient: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -79,19 +79,19 @@ def backward(
     """The tile's summand of the gradients of query, key, value; ``out``, ``sums``: of all keys."""
     sums = sums.masked_fill(sums == -torch.inf, 0.0)
     if _is_fused(query, key, value, masking):
-        bias = _added(masking.bias, query)
+        bias = _additive_bias(masking.bias, query)
         return _kernel_backward(gradient, query, key, value, out, sums, masking.causal, bias, scale)
-    key, value, shapes = _heads_of(query, key), _heads_of(query, value), (key.shape, value.shape)
-    found = [torch.zeros_like(wide(x)) for x in (query, key, value)]
+    key, value, shapes = _repeated_kv_heads(query, key), _repeated_kv_heads(query, value), (key.shape, value.shape)
+    found = [torch.zeros_like(upcast(x)) for x in (query, key, value)]
     whole = query, key, value, out, gradient
-    for rows in _blocks(query):
+    for rows in _unfused_row_blocks(query):
         for total, part in zip(found, _backward_rows(*whole, sums, masking, scale, *rows), strict=True):
             at = total.narrow(-2, *rows) if total is found[0] else total
             at.add_(part.sum_to_size(at.shape))
-    return found[0], _shared(found[1], shapes[0]), _shared(found[2], shapes[1])
+    return found[0], _sum_over_query_groups(found[1], shapes[0]), _sum_over_query_groups(found[2], shapes[1])
 
 
-def merge(
+def merge_by_log_sum_exp(
     out: torch.Tensor, sums: torch.Tensor, more: torch.Tensor, more_sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge results over disjoint keys by their log-sum-exps; ``out`` is overwritten."""
@@ -105,7 +105,7 @@ def merge(
 def _is_fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking) -> bool:
     """Whether a fused kernel computes the tile, without its matrix of weights."""
     if (
-        masking.kept is not None
+        masking.dropout_scale is not None
         or masking.level is not None
         or masking.soft_cap is not None
         or query.dim() != 4
@@ -164,33 +164,33 @@ def _kernel_backward(
 # --- unfused, in blocks of rows ---
 
 
-def _blocks(query: torch.Tensor) -> list[tuple[int, int]]:
+def _unfused_row_blocks(query: torch.Tensor) -> list[tuple[int, int]]:
     """(start, length) of blocks of rows; on meta tensors the first, whose memory is that of all."""
     rows = query.shape[-2]
-    found = [(start, min(ROWS, rows - start)) for start in range(0, rows, ROWS)]
+    found = [(start, min(UNFUSED_BLOCK_ROWS, rows - start)) for start in range(0, rows, UNFUSED_BLOCK_ROWS)]
     return found[:1] if query.device.type == "meta" else found
 
 
-def _weights(
+def _tile_scores(
     query: torch.Tensor, key: torch.Tensor, masking: Masking, scale: float, start: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Scores [..., length, t] of some rows, their dropout factor, derivative of the soft cap."""
-    scores, slope = wide(query.narrow(-2, start, length) @ key.transpose(-2, -1)) * scale, None
+    scores, slope = upcast(query.narrow(-2, start, length) @ key.transpose(-2, -1)) * scale, None
     if masking.soft_cap is not None:
-        scores = capped(scores, masking.soft_cap)
+        scores = soft_capped(scores, masking.soft_cap)
         slope = 1 - (scores / masking.soft_cap).square()
     if masking.causal:
         rows = torch.arange(start, start + length, device=query.device).unsqueeze(-1)
         scores = scores.masked_fill(torch.arange(key.shape[-2], device=query.device) > rows, -torch.inf)
     if masking.bias is not None:
-        bias = _added(masking.bias, scores)
-        scores = scores + rows_of(bias, start, length)
+        bias = _additive_bias(masking.bias, scores)
+        scores = scores + narrowed_rows(bias, start, length)
     if masking.level is not None:  # after the mask is added, so that it rounds as in eager
-        scores = scores - rows_of(masking.level.to(scores.dtype), start, length)
-    return scores, None if masking.kept is None else masking.kept.narrow(-2, start, length), slope
+        scores = scores - narrowed_rows(masking.level.to(scores.dtype), start, length)
+    return scores, None if masking.dropout_scale is None else masking.dropout_scale.narrow(-2, start, length), slope
 
 
-def rows_of(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
+def narrowed_rows(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
     """Some rows of ``x``, or ``x`` where all rows share it."""
     return x if x.dim() < 2 or x.shape[-2] == 1 else x.narrow(-2, start, length)
 
@@ -198,11 +198,11 @@ def rows_of(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
 def _forward_rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masking: Masking, scale: float, start: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores, kept, _ = _weights(query, key, masking, scale, start, length)
+    scores, dropout_scale, _ = _tile_scores(query, key, masking, scale, start, length)
     sums = scores.logsumexp(-1)
     weights = (scores - sums.masked_fill(sums == -torch.inf, 0.0).unsqueeze(-1)).exp()
-    weights = weights if kept is None else weights * kept
-    return wide(weights.to(value.dtype) @ value), sums
+    weights = weights if dropout_scale is None else weights * dropout_scale
+    return upcast(weights.to(value.dtype) @ value), sums
 
 
 def _backward_rows(
@@ -217,17 +217,17 @@ def _backward_rows(
     start: int,
     length: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scores, kept, slope = _weights(query, key, masking, scale, start, length)
-    q, g, o = (wide(x.narrow(-2, start, length)) for x in (query, gradient, out))
+    scores, dropout_scale, slope = _tile_scores(query, key, masking, scale, start, length)
+    q, g, o = (upcast(x.narrow(-2, start, length)) for x in (query, gradient, out))
     weights = (scores - sums.narrow(-1, start, length).unsqueeze(-1)).exp()
-    inner = g @ wide(value).transpose(-2, -1)
-    dropped, inner = (weights, inner) if kept is None else (weights * kept, inner * kept)
+    inner = g @ upcast(value).transpose(-2, -1)
+    dropped, inner = (weights, inner) if dropout_scale is None else (weights * dropout_scale, inner * dropout_scale)
     moved = weights * (inner - (g * o).sum(-1, keepdim=True)) * scale
     moved = moved if slope is None else moved * slope
-    return moved @ wide(key), moved.transpose(-2, -1) @ q, dropped.transpose(-2, -1) @ g
+    return moved @ upcast(key), moved.transpose(-2, -1) @ q, dropped.transpose(-2, -1) @ g
 
 
-def _added(bias: torch.Tensor | None, like: torch.Tensor) -> Any:
+def _additive_bias(bias: torch.Tensor | None, like: torch.Tensor) -> Any:
     """A mask as an additive bias."""
     if bias is None:
         return None
@@ -237,15 +237,15 @@ def _added(bias: torch.Tensor | None, like: torch.Tensor) -> Any:
     return bias if narrow else bias.to(like.dtype)
 
 
-def _heads_of(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _repeated_kv_heads(query: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Keys or values repeated to one head per query head."""
     if query.dim() < 3 or x.dim() < 3 or x.shape[-3] in (1, query.shape[-3]):
         return x
     return x.repeat_interleave(query.shape[-3] // x.shape[-3], -3)
 
 
-def _shared(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The gradient of :func:`_heads_of`."""
+def _sum_over_query_groups(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The gradient of :func:`_repeated_kv_heads`."""
     if gradient.shape == shape:
         return gradient
     summed: torch.Tensor = gradient.unflatten(-3, (shape[-3], -1)).sum(-3)

@@ -1,4 +1,4 @@
-"""Differentiable collectives of generated code, on plain local tensors.
+"""Differentiable collectives of generated code, on plain local tensors; an overlapped all-reduce.
 
 ``axes`` is one mesh axis, or a tuple that is flattened into one group (first axis outermost).
 Chunks are those of :func:`torch.chunk`, nested for several axes, so a rank may hold 0 rows. The
@@ -9,28 +9,32 @@ gradient of each function follows from the placements it converts
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from autoshard.errors import LayoutError
 from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.move import Move
+from autoshard.runtime.transport.process_group import TorchCommunicator
+from autoshard.runtime.transport.profiling import profiled, with_module
 
-Whole = Literal["I", "R"]
+UnshardedPlacement = Literal["I", "R"]
 
 
 def enter(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """I → R. Forward: identity. Backward: all-reduce (Megatron's f)."""
-    return _move(x, "I", "R", axes)
+    return _apply_move(x, "I", "R", axes)
 
 
 def leave(x: torch.Tensor, axes: Axes) -> torch.Tensor:
     """R → I. Forward: identity. Backward: the group's first rank keeps the gradient; others: 0."""
-    return _move(x, "R", "I", axes)
+    return _apply_move(x, "R", "I", axes)
 
 
-def all_reduce(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") -> torch.Tensor:
+def all_reduce(x: torch.Tensor, axes: Axes, to: UnshardedPlacement = "I", op: str = "sum") -> torch.Tensor:
     """P → I (backward: identity) or R (backward: all-reduce). ``op`` "max", "min": no gradient."""
     if op != "sum":
         x = x.detach()
@@ -39,10 +43,10 @@ def all_reduce(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") ->
     comm = current()
     if not (names := comm.active(axes)):
         return x
-    return comm.apply(Move("P", _whole(to), names, op=op), x)
+    return comm.apply(Move("P", _checked_unsharded(to), names, op=op), x)
 
 
-def statistic(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") -> torch.Tensor:
+def reduce_statistic(x: torch.Tensor, axes: Axes, to: UnshardedPlacement = "I", op: str = "sum") -> torch.Tensor:
     """:func:`all_reduce` inside an operation; recomputation in the backward reuses its result."""
     comm, of = current(), functools.partial(all_reduce, axes=axes, to=to, op=op)
     return of(x) if comm.sums is None or not comm.active(axes) else comm.sums(x if op == "sum" else x.detach(), of)
@@ -50,29 +54,31 @@ def statistic(x: torch.Tensor, axes: Axes, to: Whole = "I", op: str = "sum") -> 
 
 def reduce_scatter(x: torch.Tensor, dim: int, axes: Axes) -> torch.Tensor:
     """P → S(dim). Backward: all-gather."""
-    return _move(x, "P", "S", axes, dim, x.shape[dim])
+    return _apply_move(x, "P", "S", axes, dim, x.shape[dim])
 
 
-def all_gather(x: torch.Tensor, dim: int, axes: Axes, to: Whole = "I", size: int | None = None) -> torch.Tensor:
+def all_gather(
+    x: torch.Tensor, dim: int, axes: Axes, to: UnshardedPlacement = "I", size: int | None = None
+) -> torch.Tensor:
     """S(dim) → I (backward: local slice) or R (backward: reduce-scatter).
 
     ``size``: the length of ``dim`` after the gather; default: chunks are even."""
-    return _move(x, "S", _whole(to), axes, dim, size)
+    return _apply_move(x, "S", _checked_unsharded(to), axes, dim, size)
 
 
-def slice(x: torch.Tensor, dim: int, axes: Axes, of: Whole = "I") -> torch.Tensor:  # noqa: A001
+def slice(x: torch.Tensor, dim: int, axes: Axes, of: UnshardedPlacement = "I") -> torch.Tensor:  # noqa: A001
     """I → S(dim) (backward: all-gather) or R → S(dim) (backward: zero-pad)."""
-    return _move(x, _whole(of), "S", axes, dim, x.shape[dim])
+    return _apply_move(x, _checked_unsharded(of), "S", axes, dim, x.shape[dim])
 
 
 def pad(x: torch.Tensor, dim: int, axes: Axes, size: int | None = None) -> torch.Tensor:
     """S(dim) → P: this rank's chunk among zeros. Backward: local slice. See :func:`all_gather`."""
-    return _move(x, "S", "P", axes, dim, size)
+    return _apply_move(x, "S", "P", axes, dim, size)
 
 
-def partial(x: torch.Tensor, axes: Axes, of: Whole = "I") -> torch.Tensor:
+def partial(x: torch.Tensor, axes: Axes, of: UnshardedPlacement = "I") -> torch.Tensor:
     """I → P or R → P: the group's first rank keeps the value. Backward: identity, or likewise."""
-    return _move(x, _whole(of), "P", axes)
+    return _apply_move(x, _checked_unsharded(of), "P", axes)
 
 
 def all_to_all(x: torch.Tensor, src: int, dst: int, axes: Axes, size: int | None = None) -> torch.Tensor:
@@ -111,7 +117,7 @@ def offset(n: int, axes: Axes) -> int:
     return comm.chunk(n, comm.active(axes))[0]
 
 
-def _move(
+def _apply_move(
     x: torch.Tensor, source: str, target: str, axes: Axes, dim: int = -1, size: int | None = None
 ) -> torch.Tensor:
     comm = current()
@@ -124,7 +130,27 @@ def _move(
     return comm.apply(Move(source, target, names, dim, size), x)
 
 
-def _whole(placement: str) -> str:
+def _checked_unsharded(placement: str) -> str:
     if placement not in ("I", "R"):
         raise LayoutError(f'placement {placement!r} is not "I" (invariant) or "R" (replicate)')
     return placement
+
+
+def begin_sum(x: torch.Tensor, axes: Axes) -> Callable[[], torch.Tensor]:
+    """Begin to sum ``x`` over the ranks of ``axes``, without gradient; call the result to wait."""
+    comm, out = current(), x.detach()
+    names = comm.active(axes)
+    if not isinstance(comm, TorchCommunicator) or not names or comm.sums is not None:
+        whole = reduce_statistic(out, names, to="R")
+        return lambda: whole
+    move, group, out = with_module(Move("P", "R", names), always=True), comm.process_group(names), out.clone()
+    comm.record("all_reduce", names, comm.phase, move.ring_bytes(out, group.size))
+    comm.during(move, comm.phase)
+    with profiled(comm, move, comm.phase):
+        work = comm.begin(group, dist.all_reduce, out)
+
+    def arrived() -> torch.Tensor:
+        work.wait()
+        return out
+
+    return arrived

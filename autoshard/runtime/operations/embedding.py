@@ -1,19 +1,142 @@
-"""Embedding look-ups, also pooled, in vocabulary-parallel tables: ranks look up their own rows."""
+"""Embedding look-ups and bags: vocabulary-parallel tables, and a fast gradient of bags on CPUs.
+
+In a table sharded by rows every rank looks up the rows that it holds, and the results are summed.
+On CPUs the backward of ``embedding_bag`` sorts indices, and that of ``embedding`` adds rows one by
+one. Both take two to three times as long as ``index_add_``, which is used here. On GPUs
+``index_add_`` adds in any order."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime.operations.bags import adds_rows, bagged, bagged_each
-from autoshard.runtime.operations.collectives import offset, statistic
-from autoshard.runtime.operations.in_range import check_range
-from autoshard.runtime.operations.stacked import as_one
+from autoshard.runtime.operations.checks import check_range
+from autoshard.runtime.operations.collectives import offset, reduce_statistic
+from autoshard.runtime.operations.stacked import concatenated_view, stacked_view
+from autoshard.runtime.transport.autograd import LeanFunction, NoneGradFunction, register_backward
 from autoshard.runtime.transport.communicator import Axes
-from autoshard.runtime.transport.handed_on import register
+
+ADDITIVE_MODES = ("sum", "mean")
+"""modes that add rows"""
+
+
+def has_fast_bag_gradient(table: torch.Tensor, indices: torch.Tensor, sparse: bool) -> bool:
+    """Whether :func:`embedding_bag_of_tables` serves ``indices``. torch adds half precision in float32 itself."""
+    accurate = table.dtype in (torch.float32, torch.float64)
+    return accurate and table.device.type == "cpu" and not sparse and indices.numel() > 0 and table.is_contiguous()
+
+
+def embedding_bag_of_tables(indices: torch.Tensor, mode: str, padding: int, *tables: torch.Tensor) -> torch.Tensor:
+    """Sum or mean of each bag's rows: indices [b, k], tables [rows, d] in a row → [b, d].
+
+    ``padding``: a row that gets no gradient; negative: none."""
+    found: torch.Tensor = _EmbeddingBagOfTables.apply(indices, mode, padding, *tables)
+    return found
+
+
+class _EmbeddingBagOfTables(NoneGradFunction):
+    @staticmethod
+    def forward(ctx: Any, indices: torch.Tensor, mode: str, padding: int, *tables: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(indices)
+        ctx.mode, ctx.padding, ctx.sizes = mode, padding, [len(t) for t in tables]
+        return F.embedding_bag(indices, concatenated_view(tables), mode=mode)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (indices,) = ctx.saved_tensors
+        total = gradient.new_zeros(sum(ctx.sizes), gradient.shape[1])
+        _accumulate_bag_gradient(total, indices, gradient, ctx.mode, ctx.padding)
+        starts = itertools.accumulate(ctx.sizes, initial=0)
+        return None, None, None, *(total.narrow(0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
+
+
+def _accumulate_bag_gradient(
+    total: torch.Tensor,
+    indices: torch.Tensor,
+    gradient: torch.Tensor,
+    mode: str,
+    padding: int,
+    mine: torch.Tensor | None = None,
+) -> None:
+    """Add gradients [b, d] of bags to rows ``indices`` [b, k] of ``total``; only where ``mine``."""
+    bags, length = indices.shape
+    added = gradient / length if mode == "mean" else gradient
+    if length > bags:  # one call instead of ``length``
+        rows = added.repeat_interleave(length, 0)
+        total.index_add_(0, indices.reshape(-1), rows if mine is None else rows * mine.reshape(-1, 1))
+    else:
+        for k, column in enumerate(indices.unbind(1)):
+            total.index_add_(0, column, added if mine is None else added * mine[:, k, None])
+    if padding >= 0:
+        total[padding].zero_()
+
+
+def embedding_bags(
+    indices: Sequence[torch.Tensor],
+    mode: str,
+    padding: Sequence[int],
+    tables: Sequence[torch.Tensor],
+    mine: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """:func:`embedding_bag_of_tables` of several tables [rows, d], each with its own indices [b, k], in one node.
+
+    ``mine`` [tables, b, k]: indices that count; others give zeros, whatever their rows hold."""
+    found: tuple[torch.Tensor, ...] = _EmbeddingBags.apply(list(indices), mode, list(padding), mine, *tables)
+    return found
+
+
+class _EmbeddingBags(LeanFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        indices: list[torch.Tensor],
+        mode: str,
+        padding: list[int],
+        mine: torch.Tensor | None,
+        *tables: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(mine, *indices)
+        ctx.mode, ctx.padding, ctx.sizes = mode, padding, [len(t) for t in tables]
+        bags, length = indices[0].shape
+        found = tables[0].new_empty(len(tables), bags, tables[0].shape[1])
+        for i, (out, own, table) in enumerate(zip(found, indices, tables, strict=True)):
+            if not len(table):
+                out.zero_()
+            elif length == 1:
+                torch.index_select(table, 0, own[:, 0], out=out)
+            else:
+                weights = None if mine is None else mine[i].to(table.dtype)
+                out.copy_(F.embedding_bag(own, table, mode="sum", per_sample_weights=weights))
+        if mine is not None and length == 1:
+            found.masked_fill_(~mine, 0)
+        if mode == "mean":
+            found /= length
+        return found.unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        mine, *indices = ctx.saved_tensors
+        wanted = [
+            (i, g)
+            for i, (g, needed) in enumerate(zip(gradients, ctx.needs_input_grad[4:], strict=True))
+            if g is not None and needed
+        ]
+        found: list[torch.Tensor | None] = [None] * len(gradients)
+        if wanted:
+            ends = list(itertools.accumulate((ctx.sizes[i] for i, _ in wanted), initial=0))
+            total = wanted[0][1].new_zeros(ends[-1], wanted[0][1].shape[1])
+            for (i, g), start in zip(wanted, ends, strict=False):
+                found[i] = own = total.narrow(0, start, ctx.sizes[i])
+                if len(own):
+                    _accumulate_bag_gradient(
+                        own, indices[i], g, ctx.mode, ctx.padding[i], None if mine is None else mine[i]
+                    )
+        return None, None, None, None, *found
 
 
 def vocab_embedding(
@@ -62,7 +185,7 @@ def vocab_embedding_bag(
     starts = offsets[:-1] if include_last_offset else offsets
     bag = torch.searchsorted(starts, torch.arange(len(indices), device=indices.device), right=True) - 1
     if mode == "max":
-        return _largest(weight, indices, bag, len(starts), size, axes, padding_idx), None, None, None
+        return _vocabulary_bag_maxima(weight, indices, bag, len(starts), size, axes, padding_idx), None, None, None
     rows = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
     counts = indices != padding_idx
     if padding_idx >= 0:
@@ -77,7 +200,7 @@ def vocab_embedding_bag(
     return found, None, None, None
 
 
-def _largest(
+def _vocabulary_bag_maxima(
     weight: torch.Tensor, indices: torch.Tensor, bag: torch.Tensor, bags: int, size: int, axes: Axes, padding_idx: int
 ) -> torch.Tensor:
     """Per bag and column the maximum, on the rank that has it, and zeros on others: [bags, d] P.
@@ -93,10 +216,10 @@ def _largest(
         own, places = mine.nonzero()[:, 0], bag[mine].unsqueeze(1).expand(-1, width)
         values = weight[indices[own] - start]
         top = weight.new_full((bags, width), -torch.inf).scatter_reduce(0, places, values, "amax")
-        top = statistic(top, axes, "R", "max")
+        top = reduce_statistic(top, axes, "R", "max")
         at = torch.where(values == top[bag[own]], own.unsqueeze(1), many)
         first = indices.new_full((bags, width), many, dtype=torch.int64).scatter_reduce(0, places, at, "amin")
-        first = statistic(first, axes, "R", "min")
+        first = reduce_statistic(first, axes, "R", "min")
         padded = torch.cat([mine, mine.new_zeros(1)])  # position ``many``: an empty bag
         here = padded[first]
         row = torch.where(here, torch.cat([indices, indices.new_zeros(1)])[first] - start, 0)
@@ -116,19 +239,19 @@ def pooled_op(
 
 
 @pooled_op.register_fake
-def _(
+def _fake_pooled(
     weight: torch.Tensor, indices: torch.Tensor, mode: str, padding_idx: int = -1, sparse: bool = False
 ) -> torch.Tensor:
     return weight.new_empty(*indices.shape[:-1], weight.shape[1])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_pooled(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     weight, indices, *form = inputs
     ctx.save_for_backward(indices)
     ctx.rows, ctx.form = len(weight), form
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _pooled_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     (indices,) = ctx.saved_tensors
     weight = grad.new_empty(()).expand(ctx.rows, grad.shape[-1]).requires_grad_()  # its values do not matter
     with torch.enable_grad():
@@ -136,7 +259,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return *torch.autograd.grad(out, weight, grad), None, None, None, None
 
 
-register(pooled_op, _backward, _save)
+register_backward(pooled_op, _pooled_backward, _save_pooled)
 
 
 def pooled(
@@ -151,8 +274,8 @@ def pooled(
     """:func:`pooled_op`; with ``axes`` the weight is a shard of ``size`` rows, the result P."""
     if axes:
         found = vocab_embedding(weight, indices, size, axes, padding_idx, sparse)
-    elif adds_rows(weight, indices, sparse):
-        found = bagged(indices.reshape(-1, indices.shape[-1]), mode, padding_idx, weight)
+    elif has_fast_bag_gradient(weight, indices, sparse):
+        found = embedding_bag_of_tables(indices.reshape(-1, indices.shape[-1]), mode, padding_idx, weight)
         return found.view(*indices.shape[:-1], weight.shape[1])
     else:
         found = F.embedding(indices, weight, padding_idx if padding_idx >= 0 else None, sparse=sparse)
@@ -172,13 +295,13 @@ def pooled_together(
     On CPUs they are one autograd node. In sharded tables (``sizes`` rows) one comparison finds
     local indices."""
     pads = list(padding) or [-1] * len(tables)
-    if not all(adds_rows(t, i, sparse=False) for t, i in zip(tables, indices, strict=True)):
+    if not all(has_fast_bag_gradient(t, i, sparse=False) for t, i in zip(tables, indices, strict=True)):
         each = zip(tables, indices, pads, sizes or [0] * len(tables), strict=True)
         return tuple([pooled(t, i, mode, pad, size=size, axes=axes) for t, i, pad, size in each])
     shape, mine = indices[0].shape, None
     flat: Sequence[torch.Tensor] = [i.reshape(-1, shape[-1]) for i in indices]
     if axes:
-        one = as_one(flat)
+        one = stacked_view(flat)
         every = torch.stack(list(flat)) if one is None else one
         first, rows = [offset(size, axes) for size in sizes], [len(t) for t in tables]
         start, held, size = (every.new_tensor(x).view(-1, 1, 1) for x in (first, rows, sizes))
@@ -186,5 +309,5 @@ def pooled_together(
         mine = (every >= start) & (every < start + held)
         flat = torch.where(mine, every - start, 0).unbind()
         pads = [p - s if s <= p < s + n else -1 for p, s, n in zip(pads, first, rows, strict=True)]
-    found = bagged_each(flat, mode, pads, tables, mine)
+    found = embedding_bags(flat, mode, pads, tables, mine)
     return tuple([x.view(*shape[:-1], x.shape[-1]) for x in found]) if len(shape) > 2 else found

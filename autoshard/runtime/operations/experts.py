@@ -1,24 +1,271 @@
-"""Mixture of experts: all-to-all dispatch of rows to experts, expert MLPs, weighted combine.
+"""Mixture of experts: all-to-all dispatch, expert MLPs, combine; no capacity limit.
 
-No capacity limit: every row is computed. Where axes shard both experts and rows, rows go to their
-experts by an all-to-all. Its sizes are exchanged first, and the host waits for them once (GShard,
-Lepikhin et al. 2020; MegaBlocks, Gale et al. 2022)."""
+Where axes shard both the experts and the rows, rows go to their experts' ranks by an all-to-all.
+Its sizes are exchanged first, and the host waits for them once (GShard, Lepikhin et al. 2020;
+MegaBlocks, Gale et al. 2022).
+
+A *slot* is one choice of one row: row * k + number of the choice. Dispatch and combine gather by
+numbers known from the order of the slots: the slots of a row are a bag of an embedding, so nothing
+is summed into zeros."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from autoshard.runtime.operations.gated import DERIVATIVES, activation_of, gated_by, gated_products
-from autoshard.runtime.operations.grouped import product
+from autoshard.aten import aten
+from autoshard.runtime.operations.grouped import group_blocks, grouped_product, matrices_per_block, rows_per_block
 from autoshard.runtime.operations.halo import split
-from autoshard.runtime.operations.slots import collected, dealt, slots_of
-from autoshard.runtime.operations.whole_op import differentiate
+from autoshard.runtime.transport.autograd import NoneGradFunction, register_recomputed_backward
 from autoshard.runtime.transport.communicator import Axes, Communicator, current
-from autoshard.runtime.transport.move import Move, Splits
-from autoshard.runtime.transport.segments import by_columns
+from autoshard.runtime.transport.move import Move, Splits, transposed_segments
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
+
+
+def activation_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """One of :data:`ACTIVATIONS`, or x · sigmoid(1.702 · x) as "swish 1.702"."""
+    if not name.startswith("swish "):
+        return ACTIVATIONS[name]
+    slope = float(name.removeprefix("swish "))
+    return lambda x: x * torch.sigmoid(x * slope)
+
+
+def gate_activation(
+    activation: Callable[[torch.Tensor], torch.Tensor],
+    made: list[torch.Tensor],
+    limit: float | None = None,
+    shift: float = 0.0,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Input of the second product; ``made``: gate and up features, in one or two tensors."""
+    if len(made) == 1:
+        gate, up = (made[0][..., 0::2], made[0][..., 1::2]) if interleaved else made[0].chunk(2, -1)
+    else:
+        gate, up = made
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return activation(gate) * (up + shift if shift else up)
+
+
+DERIVATIVES: dict[str, Callable[..., Any]] = {
+    "silu": aten.silu_backward.grad_input,
+    "gelu": aten.gelu_backward.grad_input,
+    "gelu_tanh": partial(aten.gelu_backward.grad_input, approximate="tanh"),
+}
+"""backward kernels of the activations that :func:`gated_products` supports"""
+
+
+def gated_products(
+    x: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    ends: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """``(activation(gate) * up) @ second``, with [gate, up] = ``x @ first`` per group of rows.
+
+    ``x`` [s, w] in groups ending at ``ends`` [e], ``first`` [e, w, 2h], ``second`` [e, h, v]."""
+    if not ends.shape[0]:
+        return _gated_products_unfused(x, first, second, ends, activation)
+    found: torch.Tensor = _GatedProducts.apply(x, first, second, ends, activation)
+    return found
+
+
+class _GatedProducts(NoneGradFunction):
+    """Both products in one node: blocks of groups stay in CPU caches, gradients need no cat."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        first: torch.Tensor,
+        second: torch.Tensor,
+        ends: torch.Tensor,
+        activation: str,
+    ) -> torch.Tensor:
+        work = group_blocks(x, ends, first.shape[2])
+        out = x.new_empty(x.shape[0], second.shape[2]) if work[0].lengths else None
+        places = [None] if out is None else rows_per_block(work, out)
+        firsts, seconds, kept = matrices_per_block(work, first), matrices_per_block(work, second), list[torch.Tensor]()
+        for n, (piece, rows, to_mid, to_out) in enumerate(
+            zip(work, rows_per_block(work, x), firsts, seconds, strict=True)
+        ):
+            made = piece.times(rows, to_mid)
+            gate, up = made.chunk(2, -1)
+            active = ACTIVATIONS[activation](gate)
+            mid = active * up
+            of_piece = piece.times(mid, to_out, places[n])
+            kept += [made, active, mid]
+        ctx.pieces, ctx.activation = work, activation
+        ctx.save_for_backward(x, first, second, ends, *kept)
+        return of_piece if out is None else out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, first, second, ends, *kept = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # create_graph
+            out = _gated_products_unfused(x, first, second, ends, ctx.activation)
+            inputs = [t for t, n in zip((x, first, second), wanted, strict=True) if n]
+            found = iter(torch.autograd.grad(out, inputs, gradient, create_graph=True))
+            return *(next(found) if n else None for n in wanted), None, None
+        work = ctx.pieces
+        of_x = torch.empty_like(x) if wanted[0] and len(work) > 1 else None
+        places = None if of_x is None else rows_per_block(work, of_x)
+        of_first, of_second = (
+            torch.empty_like(w) if n and work[0].lengths else None
+            for w, n in zip((first, second), wanted[1:], strict=True)
+        )
+        given = rows_per_block(work, x), rows_per_block(work, gradient), kept[::3], kept[1::3], kept[2::3]
+        through = matrices_per_block(work, first.mT) if wanted[0] else (), matrices_per_block(work, second.mT)
+        rooms = [matrices_per_block(work, w if g is None else g) for w, g in ((first, of_first), (second, of_second))]
+        for n, (piece, rows, mine, made, active, mid) in enumerate(zip(work, *given, strict=True)):
+            (gate, up), of_made = made.chunk(2, -1), torch.empty_like(made)
+            of_gate, of_up = of_made.chunk(2, -1)
+            if wanted[2]:
+                summed = piece.outer(mid, mine, rooms[1][n])
+                of_second = summed if of_second is None else of_second
+            of_mid = piece.times(mine, through[1][n])
+            torch.mul(of_mid, active, out=of_up)
+            torch.mul(of_mid, up, out=of_gate)
+            DERIVATIVES[ctx.activation](of_gate, gate, grad_input=of_gate)
+            if wanted[1]:
+                summed = piece.outer(rows, of_made, rooms[0][n])
+                of_first = summed if of_first is None else of_first
+            if wanted[0]:
+                of_piece = piece.times(of_made, through[0][n], places and places[n])
+        if wanted[0]:
+            of_x = of_piece if of_x is None else of_x
+        return of_x, of_first, of_second, None, None
+
+
+def _gated_products_unfused(
+    x: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    ends: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """:func:`gated_products` composed of differentiable operations."""
+    return grouped_product(gate_activation(ACTIVATIONS[activation], [grouped_product(x, first, ends)]), second, ends)
+
+
+class Slots(NamedTuple):
+    """The computed slots."""
+
+    rows: torch.Tensor
+    """the row of each slot, in the order of computation"""
+    places: torch.Tensor
+    """for the slots row by row: their place in that order"""
+    starts: torch.Tensor
+    """where each row begins in ``places``"""
+    present: torch.Tensor | None
+    """slot numbers, row by row; None: all slots are computed"""
+
+
+def dispatch_slots(order: torch.Tensor, rows: int, top: int) -> Slots:
+    """The slots in ``order``: all or some of the ``top`` slots of each of ``rows``."""
+    starts = torch.arange(0, rows * top, top, device=order.device)
+    if order.shape[0] == rows * top:
+        return Slots(order.floor_divide(top), _inverse_permutation(order), starts, None)
+    present, places = order.sort()
+    return Slots(order.floor_divide(top), places, torch.searchsorted(present, starts), present)
+
+
+def dispatch_expert_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Dispatch: the row of ``x`` [t, w] for every computed slot."""
+    if not x.requires_grad:
+        return x.index_select(0, slots.rows)
+    found: torch.Tensor = _Dispatch.apply(x, *slots[:3])
+    return found
+
+
+def combine_expert_rows(x: torch.Tensor, weights: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Combine: sums [t, v] of slots ``x`` [s, v] per row, times their ``weights`` [t · k]."""
+    dtype = torch.result_type(x, weights)
+    weights = weights if slots.present is None else weights.index_select(0, slots.present)
+    found: torch.Tensor = _Combine.apply(x.to(dtype), weights.to(dtype), *slots[:3])
+    return found
+
+
+def _inverse_permutation(order: torch.Tensor) -> torch.Tensor:
+    """The inverse permutation."""
+    numbers = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).scatter_(0, order, numbers)
+
+
+class _Dispatch(NoneGradFunction):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: Any, starts: Any) -> torch.Tensor:
+        ctx.save_for_backward(places, starts)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        places, starts = ctx.saved_tensors
+        return _weighted_bag_sums(places, gradient, starts), None, None, None
+
+
+class _Combine(NoneGradFunction):
+    """``weights`` are those of the computed slots, row by row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, rows: Any, places: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        of_x, of_weights = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if of_weights else None, weights if of_x else None, rows, places, starts)
+        return _weighted_bag_sums(places, x, starts, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weights, rows, places, starts = ctx.saved_tensors
+        again = torch.is_grad_enabled()  # create_graph
+        of_x = of_weights = None
+        if weights is not None:
+            own = torch.empty_like(weights).scatter_(0, places, weights)
+            if again:
+                of_x = gradient.index_select(0, rows) * own.unsqueeze(1)
+            else:  # bags of one row
+                of_x = _weighted_bag_sums(rows, gradient, torch.arange(rows.shape[0], device=rows.device), own)
+        if x is not None:
+            bags = rows.index_select(0, places)
+            if again:
+                of_weights = (gradient.index_select(0, bags) * x.index_select(0, places)).sum(1)
+            elif _has_weight_gradient_kernel(gradient):
+                of_weights = _per_sample_weight_gradient(gradient, x, places, starts, bags, 0)
+            else:
+                dots = torch.bmm(gradient.index_select(0, rows).unsqueeze(1), x.unsqueeze(2))
+                of_weights = dots.flatten().index_select(0, places)
+        return of_x, of_weights, None, None, None
+
+
+def _weighted_bag_sums(
+    rows: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Sums of ``rows`` of ``x`` in bags from ``starts``; skips torch.nn.functional's checks."""
+    found: torch.Tensor = torch.embedding_bag(x, rows, starts, False, 0, False, weights)[0]
+    return found
+
+
+_per_sample_weight_gradient = aten._embedding_bag_per_sample_weights_backward
+"""per element of the bags: the product of its row and of its bag's gradient"""
+
+
+def _has_weight_gradient_kernel(x: torch.Tensor) -> bool:
+    """Whether that kernel exists: on GPUs not for half precision."""
+    return x.device.type == "cpu" or x.dtype.itemsize > 2
 
 
 @torch.library.custom_op("autoshard::experts", mutates_args=())
@@ -50,7 +297,7 @@ def experts_op(
 
 
 @experts_op.register_fake
-def _(x: torch.Tensor, *others: Any) -> torch.Tensor:
+def _fake_experts(x: torch.Tensor, *others: Any) -> torch.Tensor:
     second, transposed = others[3], others[6]
     return x.new_empty(*x.shape[:-1], second.shape[2 if transposed else 1])
 
@@ -83,17 +330,17 @@ def experts(
     ranks have only gates or only ups. They exchange slices of the weights or, if rows are few,
     products."""
     top, count = ids.shape[-1], count or first.shape[0]
-    if not expert_axes and not _is_known(ids):  # zeros: no host sync for their count
+    if not expert_axes and not _is_host_readable(ids):  # zeros: no host sync for their count
         known = (ids >= 0) & (ids < count)
         ids, weights = ids.where(known, 0), weights.where(known, 0)
         x = x.masked_fill(~known.any(-1, keepdim=True), 0)
-    held = _held(count, expert_axes, exchange_axes, ids.device)
+    held = _expert_placement(count, expert_axes, exchange_axes, ids.device)
     computed, found = _routes(ids.reshape(-1), held)
     flat = x.reshape(-1, x.shape[-1])
-    slots = slots_of(computed, flat.shape[0], top)
-    rows = dealt(flat, slots)
+    slots = dispatch_slots(computed, flat.shape[0], top)
+    rows = dispatch_expert_rows(flat, slots)
     routes = found()  # the sizes have had that time to arrive
-    rows = _exchanged(rows, held, routes.splits)
+    rows = _exchange_expert_rows(rows, held, routes.splits)
     back = None if routes.splits is None else routes.splits.backward()
     ends = routes.ends[: first.shape[0]]
     dim, apart = 2 if transposed else 1, gated and hidden_axes and not interleaved
@@ -103,22 +350,22 @@ def experts(
     else:
         of_rows = exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[dim]))
         parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]
-        made = [product(rows, part if transposed else part.mT, ends) for part in parts]
+        made = [grouped_product(rows, part if transposed else part.mT, ends) for part in parts]
         if first_bias is not None:  # then the product is not split
-            made = [made[0] + _of_rows(first_bias, ends, rows)]
+            made = [made[0] + _expert_bias_of_rows(first_bias, ends, rows)]
         if apart and of_rows:
             made = split(made[0], 1, (hidden, hidden), hidden_axes)
         act = activation_of(activation)
-        mid = gated_by(act, made, limit, shift, interleaved) if gated else act(made[0])
-        out = product(mid, second if transposed else second.mT, ends)
+        mid = gate_activation(act, made, limit, shift, interleaved) if gated else act(made[0])
+        out = grouped_product(mid, second if transposed else second.mT, ends)
         if second_bias is not None:
-            out = out + _of_rows(second_bias, ends, rows)
-    out = _exchanged(out, held, back)
-    out = collected(out, weights.reshape(-1), slots).to(x.dtype)
+            out = out + _expert_bias_of_rows(second_bias, ends, rows)
+    out = _exchange_expert_rows(out, held, back)
+    out = combine_expert_rows(out, weights.reshape(-1), slots).to(x.dtype)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-differentiate(experts_op, experts)
+register_recomputed_backward(experts_op, experts)
 
 
 def exchanges_rows(rows: int, weights: int) -> bool:
@@ -126,18 +373,18 @@ def exchanges_rows(rows: int, weights: int) -> bool:
     return rows < weights
 
 
-def _of_rows(bias: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _expert_bias_of_rows(bias: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The expert's bias for each row."""
     numbers = torch.arange(rows.shape[0], device=ends.device, dtype=ends.dtype)
     return bias.index_select(0, torch.searchsorted(ends, numbers, right=True))
 
 
-def _is_known(ids: torch.Tensor) -> bool:
+def _is_host_readable(ids: torch.Tensor) -> bool:
     """Whether the host reads ``ids`` without a device sync."""
     return ids.device.type in ("cpu", "meta")
 
 
-class _Held(NamedTuple):
+class _ExpertPlacement(NamedTuple):
     """The experts of the ranks that exchange rows."""
 
     comm: Communicator | None
@@ -153,9 +400,9 @@ class _Held(NamedTuple):
     """the all-to-all of the number of rows per expert"""
 
 
-def _held(count: int, expert_axes: Axes, exchange_axes: Axes, device: torch.device) -> _Held:
+def _expert_placement(count: int, expert_axes: Axes, exchange_axes: Axes, device: torch.device) -> _ExpertPlacement:
     if not expert_axes:
-        return _Held(None, (), 1, count, count, None, None)
+        return _ExpertPlacement(None, (), 1, count, count, None, None)
     comm = current()
     cut, axes = comm.active(expert_axes), comm.active(exchange_axes)
     known = ("experts", count, cut, axes, device)
@@ -171,7 +418,7 @@ def _held(count: int, expert_axes: Axes, exchange_axes: Axes, device: torch.devi
         row_each = Splits((1,) * len(ranks), (1,) * len(ranks), comm.index(axes))
         sizes = Move("S", "S", axes, 0, splits=row_each) if axes else None
         comm.memo[known] = len(ranks), most, together, torch.tensor(places, device=device), sizes
-    return _Held(comm, axes, *comm.memo[known])
+    return _ExpertPlacement(comm, axes, *comm.memo[known])
 
 
 class _Routes(NamedTuple):
@@ -183,10 +430,10 @@ class _Routes(NamedTuple):
     """where the rows of each local expert end; a rank may hold fewer experts than ``most``"""
 
 
-def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, Callable[[], _Routes]]:
+def _routes(ids: torch.Tensor, held: _ExpertPlacement) -> tuple[torch.Tensor, Callable[[], _Routes]]:
     """Computed slots (flat ``ids``) by rank and expert; a call that waits for their routes."""
     if ids.is_meta:
-        slots, balanced = _balanced(ids, held)
+        slots, balanced = _balanced_routes(ids, held)
         return slots, lambda: balanced
     # An id that is no expert gets the last place.
     if held.places is None:
@@ -198,7 +445,7 @@ def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, Callable[[], 
     sent = torch.bincount(keys, minlength=cells)[:cells]
     if held.places is None or held.comm is None or held.sizes is None:
         ends = sent.cumsum(0, dtype=torch.int32)  # slots of other ranks' experts come last
-        every = held.places is None and not _is_known(ids)
+        every = held.places is None and not _is_host_readable(ids)
         return slots if every else slots[: int(sent.sum())], lambda: _Routes(None, ends)
     comm, sent = held.comm, sent.view(held.ranks, -1)
     arrive = comm.start(held.sizes, sent, comm.phase)
@@ -212,14 +459,14 @@ def _routes(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, Callable[[], 
     def routes() -> _Routes:
         arriving = arrive() if arrived is None else arrived
         come = arriving.tolist() if known is None else known
-        order = by_columns(come, ids.device)
+        order = transposed_segments(come, ids.device)
         splits = Splits(tuple(map(sum, gone)), tuple(map(sum, come)), comm.index(held.axes), after=order)
         return _Routes(splits, arriving.sum(0).cumsum(0, dtype=torch.int32))
 
     return slots[: sum(map(sum, gone))], routes
 
 
-def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
+def _balanced_routes(ids: torch.Tensor, held: _ExpertPlacement) -> tuple[torch.Tensor, _Routes]:
     """Routes on meta tensors: every expert gets as many rows."""
     ends = torch.empty(held.most, dtype=torch.int32, device="meta")
     if held.places is None:
@@ -231,11 +478,11 @@ def _balanced(ids: torch.Tensor, held: _Held) -> tuple[torch.Tensor, _Routes]:
     each = -(-kept // held.ranks)
     sent = (each,) * (held.ranks - 1)
     sent = (kept - sum(sent), *sent)
-    order = by_columns([[n, *[0] * (held.most - 1)] for n in sent], ids.device)
+    order = transposed_segments([[n, *[0] * (held.most - 1)] for n in sent], ids.device)
     return slots, _Routes(Splits(sent, sent, 0, after=order), ends)
 
 
-def _exchanged(x: torch.Tensor, held: _Held, splits: Splits | None) -> torch.Tensor:
+def _exchange_expert_rows(x: torch.Tensor, held: _ExpertPlacement, splits: Splits | None) -> torch.Tensor:
     if held.comm is None or splits is None:
         return x
     return held.comm.apply(Move("S", "S", held.axes, 0, splits=splits), x)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoshard.runtime.transport.handed_on import HandingOn, register
+from autoshard.runtime.transport.autograd import NoneGradFunction, register_backward
 
-CACHED = 1 << 17
+CACHE_BLOCK_ELEMENTS = 1 << 17
 """elements that a block of rows makes on a CPU: a megabyte, half of a core's cache"""
 
 
@@ -19,18 +19,18 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: 
     """Rows [s, k] in groups ending at ``ends`` [e], each times its matrix of [e, k, n] → [s, n].
 
     Rows after the last group are zero; ``full``: there are none."""
-    return _multiplied(x, weight, ends, full)
+    return _grouped_matmul(x, weight, ends, full)
 
 
 @torch.library.custom_op("autoshard::grouped_outer", mutates_args=())
 def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Per group of rows [s, k] and [s, n] the sum of outer products → [e, k, n]."""
-    return _outer(x, y, ends)
+    return _grouped_outer_product(x, y, ends)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """:func:`grouped_mm` with all rows in groups; outside of a trace without a custom op's cost."""
-    found: torch.Tensor = grouped_mm(x, weight, ends, True) if _is_traced(x) else _Product.apply(x, weight, ends)
+    found: torch.Tensor = grouped_mm(x, weight, ends, True) if _is_traced(x) else _GroupedProduct.apply(x, weight, ends)
     return found
 
 
@@ -38,7 +38,7 @@ def _is_traced(x: torch.Tensor) -> bool:
     return x.is_meta or bool(torch._C._len_torch_dispatch_stack()) or type(x) is not torch.Tensor
 
 
-class Piece(NamedTuple):
+class GroupBlock(NamedTuple):
     """A block of consecutive groups computed together, without autograd."""
 
     groups: slice
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
     def times(self, x: torch.Tensor, matrices: Any, out: torch.Tensor | None = None) -> torch.Tensor:
         """The block's rows [s, k], each times its group's matrix → [s, n], in ``out`` if given."""
         if not self.lengths:
-            return (grouped_mm if _is_traced(x) else _multiplied)(x, matrices, self.ends, True)
+            return (grouped_mm if _is_traced(x) else _grouped_matmul)(x, matrices, self.ends, True)
         if len(self.lengths) == 1:
             return torch.mm(x, matrices[0], out=out)
         out = x.new_empty(x.shape[0], matrices[0].shape[1]) if out is None else out
@@ -66,7 +66,7 @@ class Piece(NamedTuple):
 
         Where one kernel takes all groups: a new tensor, in memory order of ``out`` [e, k, n]."""
         if not self.lengths:
-            made: Callable[..., torch.Tensor] = grouped_outer if _is_traced(x) else _outer
+            made: Callable[..., torch.Tensor] = grouped_outer if _is_traced(x) else _grouped_outer_product
             return made(y, x, self.ends).mT if out.mT.is_contiguous() else made(x, y, self.ends)
         if len(self.lengths) == 1:
             torch.mm(x.mT, y, out=out[0])  # zeros without rows
@@ -76,28 +76,28 @@ class Piece(NamedTuple):
         return None
 
 
-def pieces(x: torch.Tensor, ends: torch.Tensor, columns: int) -> list[Piece]:
+def group_blocks(x: torch.Tensor, ends: torch.Tensor, columns: int) -> list[GroupBlock]:
     """Blocks of the rows [s, k], ``columns`` results each: one, or on CPUs as fit the caches.
 
     No group is split."""
     if _is_traced(x) or x.device.type != "cpu":
-        return [Piece(slice(None), (), x.shape[0], ends)]
+        return [GroupBlock(slice(None), (), x.shape[0], ends)]
     lengths = [b - a for a, b in itertools.pairwise([0, *ends.tolist()])]
-    found, first, rows = list[Piece](), 0, 0
+    found, first, rows = list[GroupBlock](), 0, 0
     for last, length in enumerate(lengths, 1):
         rows += length
-        if rows * columns >= CACHED or last == len(lengths):
-            found.append(Piece(slice(first, last), tuple(lengths[first:last]), rows, ends))
+        if rows * columns >= CACHE_BLOCK_ELEMENTS or last == len(lengths):
+            found.append(GroupBlock(slice(first, last), tuple(lengths[first:last]), rows, ends))
             first, rows = last, 0
     return found
 
 
-def parts(of: Sequence[Piece], x: torch.Tensor) -> Sequence[torch.Tensor]:
+def rows_per_block(of: Sequence[GroupBlock], x: torch.Tensor) -> Sequence[torch.Tensor]:
     """Rows of ``x`` per block."""
     return x.split_with_sizes([piece.rows for piece in of]) if len(of) > 1 else (x,)
 
 
-def matrices(of: Sequence[Piece], weight: torch.Tensor) -> Sequence[Any]:
+def matrices_per_block(of: Sequence[GroupBlock], weight: torch.Tensor) -> Sequence[Any]:
     """Matrices of ``weight`` [e, k, n] per block; all of it where one kernel takes all groups."""
     if not of[0].lengths:
         return (weight,)
@@ -105,22 +105,22 @@ def matrices(of: Sequence[Piece], weight: torch.Tensor) -> Sequence[Any]:
     return [each[piece.groups] for piece in of]
 
 
-def _multiplied(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool) -> torch.Tensor:
+def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool) -> torch.Tensor:
     if full and _has_kernel(x, weight.shape[2]):
         return torch._grouped_mm(x.contiguous(), weight, offs=ends)
     out, last = x.new_empty(x.shape[0], weight.shape[2]), 0
-    for e, a, last in _groups(ends):
+    for e, a, last in _group_bounds(ends):
         torch.mm(x[a:last], weight[e], out=out[a:last])
     if last < out.shape[0]:
         out[last:].zero_()
     return out
 
 
-def _outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _grouped_outer_product(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     if _has_kernel(x, y.shape[1]):
         return torch._grouped_mm(x.contiguous().mT, y.contiguous(), offs=ends)
     out = x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
-    for e, a, b in _groups(ends):
+    for e, a, b in _group_bounds(ends):
         torch.mm(x[a:b].mT, y[a:b], out=out[e])  # zeros without rows
     return out
 
@@ -135,7 +135,7 @@ def _(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
 
 
-def _groups(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+def _group_bounds(ends: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """(number, start, end) of every group."""
     for number, (a, b) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         yield number, a, b
@@ -148,14 +148,14 @@ def _has_kernel(x: torch.Tensor, columns: int) -> bool:
     return narrow and x.shape[0] > 0 and not any(n % 16 for n in units)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_grouped_mm(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, ends, ctx.full = inputs
     of_x, of_weight = ctx.needs_input_grad[:2]
     ctx.turned = weight.mT.is_contiguous()
     ctx.save_for_backward(x if of_weight else None, weight if of_x else None, ends)
 
 
-def _backward(
+def _grouped_mm_backward(
     ctx: Any, grad: torch.Tensor, times: Callable[..., Any] = grouped_mm, outer: Callable[..., Any] = grouped_outer
 ) -> tuple[torch.Tensor | None, ...]:
     x, weight, ends = ctx.saved_tensors
@@ -166,27 +166,31 @@ def _backward(
     return of_x, outer(grad, x, ends).mT if ctx.turned else outer(x, grad, ends), None, None
 
 
-class _Product(HandingOn):
+class _GroupedProduct(NoneGradFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        out = _multiplied(x, weight, ends, True)
-        _save(ctx, (x, weight, ends, True), out)
+        out = _grouped_matmul(x, weight, ends, True)
+        _save_grouped_mm(ctx, (x, weight, ends, True), out)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        found = _backward(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad, _multiplied, _outer)
+        found = (
+            _grouped_mm_backward(ctx, grad)
+            if torch.is_grad_enabled()
+            else _grouped_mm_backward(ctx, grad, _grouped_matmul, _grouped_outer_product)
+        )
         return found[:3]
 
 
-def _save_outer(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_grouped_outer(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward_of_outer(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _grouped_outer_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, y, ends = ctx.saved_tensors
     return grouped_mm(y, grad.mT, ends), grouped_mm(x, grad, ends), None
 
 
-register(grouped_mm, _backward, _save)
-register(grouped_outer, _backward_of_outer, _save_outer)
+register_backward(grouped_mm, _grouped_mm_backward, _save_grouped_mm)
+register_backward(grouped_outer, _grouped_outer_backward, _save_grouped_outer)

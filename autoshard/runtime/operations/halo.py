@@ -1,4 +1,6 @@
-"""Halo exchange: windows (convolution, pooling) over a sharded dim, and slices of a sharded dim."""
+"""Halo exchange for convolutions and pooling over a sharded dim; channels-last memory.
+
+Every rank gets the operand positions that its own positions of the result read."""
 
 from __future__ import annotations
 
@@ -11,6 +13,23 @@ import torch.nn.functional as F
 from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.window import Window, halo_of
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [n, c, h, w] in channels-last memory format on CPUs (oneDNN).
+
+    On other devices ``x`` is unchanged."""
+    return x.contiguous(memory_format=torch.channels_last) if _on_onednn(x) else x
+
+
+def channels_first(x: torch.Tensor) -> torch.Tensor:
+    """``x`` contiguous again, where :func:`channels_last` may have changed its memory format."""
+    return x.contiguous() if _on_onednn(x) else x
+
+
+def _on_onednn(x: torch.Tensor) -> bool:
+    """Includes meta tensors: the simulated memory of a CPU step has to count the copy."""
+    return x.device.type in ("cpu", "meta") and torch.backends.mkldnn.is_available()
 
 
 def halo(

@@ -2,7 +2,8 @@
 
 ``dim`` of the local ``x`` is sharded by ``axes`` from a global length ``size``. Indices are global,
 replicated. The masked look-up of Megatron-LM's VocabParallelEmbedding (arXiv:1909.08053) for any
-indexing op."""
+indexing op. ``write_slice`` and ``write_select`` write in place, into states whose old value is not
+read again."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 
 from autoshard.aten import aten
+from autoshard.runtime.operations.checks import check_range
 from autoshard.runtime.operations.collectives import offset
-from autoshard.runtime.operations.in_range import check_range
 from autoshard.runtime.transport.communicator import Axes, current
 
 torch.library.define("autoshard::part_of_batch", "(Tensor(a) self, int dim, int count) -> Tensor(a)")
@@ -56,18 +57,18 @@ def sharded_slice(x: torch.Tensor, dim: int, start: int, length: int, size: int,
 
 def sharded_index_select(x: torch.Tensor, dim: int, index: torch.Tensor, size: int, axes: Axes) -> torch.Tensor:
     """``x.index_select(dim, index)`` → P."""
-    place, mine = _held(index, x.shape[dim], size, axes)
+    place, mine = _index_in_shard(index, x.shape[dim], size, axes)
     if x.shape[dim] == 0:
-        return _zeros(x, [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]])
+        return _zeros_with_gradient_path(x, [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]])
     found = x.index_select(dim, place)
     return found.masked_fill(~mine.view([-1] + [1] * (x.dim() - dim - 1)), 0)
 
 
 def sharded_gather(x: torch.Tensor, dim: int, index: torch.Tensor, size: int, axes: Axes) -> torch.Tensor:
     """``x.gather(dim, index)`` → P."""
-    place, mine = _held(index, x.shape[dim], size, axes)
+    place, mine = _index_in_shard(index, x.shape[dim], size, axes)
     if x.shape[dim] == 0:
-        return _zeros(x, index.shape)
+        return _zeros_with_gradient_path(x, index.shape)
     return x.gather(dim, place).masked_fill(~mine, 0)
 
 
@@ -80,7 +81,7 @@ def sharded_index(
     for dim, size, axes in cuts:
         asked = places[dim]
         assert asked is not None  # every sharded dim listed has an index
-        places[dim], held = _held(asked, x.shape[dim], size, axes, -size)
+        places[dim], held = _index_in_shard(asked, x.shape[dim], size, axes, -size)
         mine = held if mine is None else mine & held
     given = [i for i in places if i is not None]
     looked_up = [d for d, i in enumerate(places) if i is not None]
@@ -88,7 +89,7 @@ def sharded_index(
     kept = [n for d, n in enumerate(x.shape) if d not in looked_up]
     at = looked_up[0] if looked_up[-1] - looked_up[0] + 1 == len(looked_up) else 0
     if 0 in x.shape:
-        return _zeros(x, [*kept[:at], *common, *kept[at:]])
+        return _zeros_with_gradient_path(x, [*kept[:at], *common, *kept[at:]])
     assert mine is not None
     found: torch.Tensor = aten.index.Tensor(x, places)
     return found.masked_fill(~mine.view([*mine.shape, *([1] * (len(kept) - at))]), 0)
@@ -98,7 +99,7 @@ def sharded_scatter_add(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, size: int, axes: Axes
 ) -> torch.Tensor:
     """``x.scatter_add(dim, index, source)`` → S(dim): every rank adds to its own rows."""
-    place, mine = _held(index, x.shape[dim], size, axes)
+    place, mine = _index_in_shard(index, x.shape[dim], size, axes)
     if x.shape[dim] == 0:
         return x + source.narrow(dim, 0, 0).sum()
     corner = source[tuple(map(slice, index.shape))]
@@ -109,7 +110,7 @@ def sharded_index_add(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, alpha: float, size: int, axes: Axes
 ) -> torch.Tensor:
     """``x.index_add(dim, index, source, alpha=alpha)`` → S(dim)."""
-    place, mine = _held(index, x.shape[dim], size, axes)
+    place, mine = _index_in_shard(index, x.shape[dim], size, axes)
     if x.shape[dim] == 0:
         return x + source.narrow(dim, 0, 0).sum()
     kept = source.masked_fill(~mine.view([-1] + [1] * (x.dim() - dim - 1)), 0)
@@ -120,24 +121,24 @@ def sharded_scatter(
     x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
 ) -> torch.Tensor:
     """``x.scatter(dim, index, value)`` → S(dim): every rank writes its own rows."""
-    return _write(torch.scatter, x, dim, index, value, size, axes)
+    return _write_local(torch.scatter, x, dim, index, value, size, axes)
 
 
 def sharded_index_copy(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, size: int, axes: Axes
 ) -> torch.Tensor:
     """``x.index_copy(dim, index, source)`` → S(dim)."""
-    return _write(torch.index_copy, x, dim, index, source, size, axes)
+    return _write_local(torch.index_copy, x, dim, index, source, size, axes)
 
 
 def sharded_index_fill(
     x: torch.Tensor, dim: int, index: torch.Tensor, value: torch.Tensor | float, size: int, axes: Axes
 ) -> torch.Tensor:
     """``x.index_fill(dim, index, value)`` → S(dim)."""
-    return _write(torch.index_fill, x, dim, index, value, size, axes, -size)
+    return _write_local(torch.index_fill, x, dim, index, value, size, axes, -size)
 
 
-def _write(
+def _write_local(
     write: Callable[..., torch.Tensor],
     x: torch.Tensor,
     dim: int,
@@ -148,7 +149,7 @@ def _write(
     least: int = 0,
 ) -> torch.Tensor:
     """``write(x, dim, index, what)`` → S(dim), on this rank's rows."""
-    place = _held_or_spare(index, x.shape[dim], size, axes, least)
+    place = _index_in_shard_or_spare(index, x.shape[dim], size, axes, least)
     return write(_with_spare(x, dim), dim, place, what).narrow(dim, 0, x.shape[dim])
 
 
@@ -164,7 +165,7 @@ def sharded_index_put(
     for dim, size, axes in cuts:
         asked = places[dim]
         assert asked is not None  # every sharded dim listed has an index
-        places[dim] = _held_or_spare(asked, x.shape[dim], size, axes, -size)
+        places[dim] = _index_in_shard_or_spare(asked, x.shape[dim], size, axes, -size)
         whole = _with_spare(whole, dim)
     written: torch.Tensor = aten.index_put.default(whole, places, values, accumulate)
     for dim, _, _ in cuts:
@@ -187,7 +188,9 @@ def sharded_grouped_mm(
     return out if parts else out + x[:0].sum() + weight.sum()  # zeros on the gradient path
 
 
-def _held(index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _index_in_shard(
+    index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(local position of global indices, 0 if another rank has the row; whether it is local)."""
     check_range(index, size, least=least)
     start = offset(size, axes)
@@ -196,9 +199,9 @@ def _held(index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0)
     return torch.where(mine, place, 0), mine
 
 
-def _held_or_spare(index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0) -> torch.Tensor:
+def _index_in_shard_or_spare(index: torch.Tensor, rows: int, size: int, axes: Axes, least: int = 0) -> torch.Tensor:
     """Local position of global indices; a spare row after the last for other ranks' rows."""
-    place, mine = _held(index, rows, size, axes, least)
+    place, mine = _index_in_shard(index, rows, size, axes, least)
     return torch.where(mine, place, rows)
 
 
@@ -207,6 +210,25 @@ def _with_spare(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.cat([x, x.new_zeros([*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim)
 
 
-def _zeros(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def _zeros_with_gradient_path(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Zeros that keep an empty ``x`` on the gradient path."""
     return x.new_zeros(list(shape)) + x.sum(dtype=x.dtype)
+
+
+def write_slice(
+    x: torch.Tensor,
+    source: torch.Tensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> torch.Tensor:
+    """``x.slice_scatter(source, dim, start, end, step)`` in place; returns ``x``."""
+    aten.slice.Tensor(x, dim, start, end, step).copy_(source)
+    return x
+
+
+def write_select(x: torch.Tensor, source: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """``x.select_scatter(source, dim, index)`` in place; returns ``x``."""
+    x.select(dim, index).copy_(source)
+    return x

@@ -1,4 +1,7 @@
-"""Dropout and random draws that equal one device's: same seed, same values."""
+"""Random ops that draw what one device draws from the same seed: dropout, factories.
+
+Each op is drawn once at its global shape, and every rank takes its shard. Any layout gives the same
+values."""
 
 from __future__ import annotations
 
@@ -8,12 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
+from autoshard.aten import aten
 from autoshard.errors import LayoutError
-from autoshard.runtime.transport.communicator import Axes, Communicator, bind, current
-from autoshard.runtime.transport.generators import set_states, states, synchronised_generators
-from autoshard.runtime.transport.handed_on import HandingOn
+from autoshard.runtime.operations.indexing import part_of_batch
+from autoshard.runtime.transport.autograd import NoneGradFunction
+from autoshard.runtime.transport.communicator import Axes, Communicator, bind, current, device
 from autoshard.runtime.transport.process_group import TorchCommunicator
+from autoshard.runtime.transport.torch_state import generator_states, set_generator_states, synchronised_generators
 
 
 def shared(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -63,40 +69,42 @@ def dropout(
         return x * 0.0
     redraw = None
     if again and x.requires_grad and torch.is_grad_enabled():
-        fill = partial(noise, p=p, dtype=x.dtype, device=x.device)
-        redraw = _later(lambda: part(drawn(fill, shape, order, batch), dims))
-    scales = noise_like(x, p, shape, order, batch)
-    dropped: torch.Tensor = _Drop.apply(x, part(scales, dims), p, redraw)
+        fill = partial(draw_dropout_noise, p=p, dtype=x.dtype, device=x.device)
+        redraw = _redraw_in_backward(lambda: local_part(draw_micro_batch(fill, shape, order, batch), dims))
+    scales = full_dropout_noise(x, p, shape, order, batch)
+    dropped: torch.Tensor = _DropoutFunction.apply(x, local_part(scales, dims), p, redraw)
     return dropped
 
 
-def _later(draw: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def _redraw_in_backward(draw: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """``draw`` for the backward: with the generator states and the micro-batch of now."""
     comm = current()
     now, micro_batch = comm.random_states(), comm.micro_batch
 
     def drawn_then() -> torch.Tensor:
-        before, entered = states(), comm.micro_batch
-        set_states(now)
+        before, entered = generator_states(), comm.micro_batch
+        set_generator_states(now)
         comm.micro_batch = micro_batch
         try:
             with bind(comm):
                 return draw()
         finally:
-            set_states(before)
+            set_generator_states(before)
             comm.micro_batch = entered
 
     return drawn_then
 
 
-def noise_like(
+def full_dropout_noise(
     x: torch.Tensor, p: float, shape: Sequence[int], order: Sequence[int] = (), batch: int | None = None
 ) -> torch.Tensor:
     """Dropout factors of the full tensor of ``shape``; ``x``: for dtype and device."""
-    return drawn(lambda s: current().shared(noise, (s, p, x.dtype, x.device), {}), shape, order, batch)
+    return draw_micro_batch(
+        lambda s: current().shared(draw_dropout_noise, (s, p, x.dtype, x.device), {}), shape, order, batch
+    )
 
 
-class _Drop(HandingOn):
+class _DropoutFunction(NoneGradFunction):
     """``x * noise``; saves one byte per element, or nothing with ``redraw``."""
 
     @staticmethod
@@ -111,23 +119,23 @@ class _Drop(HandingOn):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         kept = ctx.saved_tensors[0] if ctx.redraw is None else ctx.redraw() != 0
-        return gradient * scaled(kept.to(gradient.dtype), ctx.p), None, None, None
+        return gradient * dropout_scaled(kept.to(gradient.dtype), ctx.p), None, None, None
 
 
-def scaled(kept: torch.Tensor, p: float) -> torch.Tensor:
+def dropout_scaled(kept: torch.Tensor, p: float) -> torch.Tensor:
     """Dropout factors of ones where an element is kept, rounded like ATen's."""
     return kept.div_(1 - p) if kept.device.type == "cpu" else kept.mul_(1 / (1 - p))
 
 
-def noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def draw_dropout_noise(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Dropout factors, drawn step by step like ATen's."""
     if device.type == "cpu":
-        return scaled(torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p), p)
+        return dropout_scaled(torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p), p)
     ones = torch.ones(shape, dtype=dtype, device=device)
     return torch.native_dropout(ones, p, True)[0]
 
 
-def drawn(
+def draw_micro_batch(
     draw: Callable[[tuple[int, ...]], torch.Tensor], shape: Sequence[int], order: Sequence[int], batch: int | None
 ) -> torch.Tensor:
     """What ``draw`` makes in memory order ``order``; with ``batch`` this micro-batch's slice."""
@@ -148,9 +156,99 @@ def in_memory_order(
     return draw(tuple(shape[d] for d in order)).permute([order.index(d) for d in range(len(order))])
 
 
-def part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
+def local_part(x: torch.Tensor, dims: Mapping[int, Axes]) -> torch.Tensor:
     """This rank's shard of a global ``x``, copied: a view would keep all of ``x`` alive."""
     comm, cut = current(), x
     for dim, axes in dims.items():
         cut = cut.narrow(dim, *comm.chunk(x.shape[dim], comm.active(axes)))
     return x if cut is x else cut.clone()
+
+
+def draw(
+    op: str, *args: Any, dims: Mapping[int, Axes] | None = None, batch: int | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """This rank's shard of ``aten.op(*args)``: ``draw("rand", [8, 4], dims={0: "dp"})``.
+
+    ``args`` have global shapes. ``dims``: the axes that shard each dim. ``batch``: the dim that
+    micro-batches divide; each slices a draw for the full batch. Tensor arguments are replicated."""
+    args = tuple(a.detach() if isinstance(a, torch.Tensor) else a for a in args)
+    if not any(isinstance(a, torch.Tensor) for a in args):
+        kwargs.setdefault("device", device())
+    found = shared(getattr(aten, op), *args, **kwargs)
+    if batch is not None:
+        found = part_of_batch(found, batch, current().micro_batch[1])
+    return local_part(found, dims or {})
+
+
+def draw_whole(op: str, *args: Any, **kwargs: Any) -> Any:
+    """The results of ``op(*args)`` (``aten::rand``) on replicated arguments, drawn once for all."""
+    namespace, _, name = op.partition("::")
+    whole = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+    return shared(getattr(getattr(torch.ops, namespace), name), *whole[0], **whole[1])
+
+
+def draw_like(
+    op: str,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    dims: Mapping[int, Axes],
+    *args: Any,
+    order: Sequence[int] = (),
+    batch: int | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """This rank's shard of ``aten.op(t, *args)`` for a ``t`` of global ``shape`` with any values.
+
+    ``x``: this rank's shard of ``t``, for dtype and device. ``dims``: the axes that shard each dim.
+    ``order``: memory order of the dims of ``t``, which normal draws follow. ``batch``: see
+    :func:`~autoshard.runtime.dropout`."""
+
+    def fill(shape: Sequence[int]) -> torch.Tensor:
+        empty = partial(torch.empty, dtype=x.dtype, device=x.device)
+        filled: torch.Tensor = getattr(aten, op)(in_memory_order(order, empty, shape), *args, **kwargs)
+        return filled
+
+    return local_part(draw_micro_batch(lambda s: shared(fill, s), shape, (), batch), dims)
+
+
+def native_dropout(
+    x: torch.Tensor,
+    p: float,
+    shape: Sequence[int],
+    dims: Mapping[int, Axes],
+    order: Sequence[int] = (),
+    batch: int | None = None,
+    train: bool | None = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``aten.native_dropout``: (result, kept mask). In training it draws for every ``p``.
+
+    ``train=None`` trains, too, but torch's gradient is then the mask without the scale."""
+    if train is False:
+        return x, torch.ones_like(x, dtype=torch.bool)
+
+    def fill(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.native_dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p, True)[1] != 0
+
+    kept = local_part(draw_micro_batch(lambda s: shared(fill, s), shape, order, batch), dims)
+    scale = 1 / (1 - p) if p < 1 else 0
+    if train is None:
+        return x * kept + (x * kept * (scale - 1)).detach(), kept
+    return x * kept * scale, kept
+
+
+@torch.library.custom_op("autoshard::packed_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def packed_noise(x: torch.Tensor, lengths: torch.Tensor, p: float) -> torch.Tensor:
+    """Dropout factors of packed sequences ``x`` [steps, batch, features], longest first."""
+    inside = torch.arange(x.shape[0], device=lengths.device)[:, None] < lengths
+    whole = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    whole[inside] = draw_dropout_noise((int(lengths.sum()), x.shape[2]), p, x.dtype, x.device)
+    return whole
+
+
+packed_noise.register_fake(lambda x, lengths, p: torch.empty_like(x, memory_format=torch.contiguous_format))
+
+
+def rrelu(x: torch.Tensor, lower: float, upper: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``F.rrelu`` of a replicated ``x`` in training, and the slopes of its negative elements."""
+    slopes = shared(aten.rrelu_with_noise_functional, x.detach(), torch.zeros_like(x), lower, upper, True)[1]
+    return x * slopes, slopes

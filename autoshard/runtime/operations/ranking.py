@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.operations.collectives import all_gather, offset
-from autoshard.runtime.operations.draw import draw_like
+from autoshard.runtime.operations.random import draw_like
 from autoshard.runtime.transport.communicator import Axes, current
 
 
@@ -33,14 +33,14 @@ def max_dim(
     x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x.max(dim)``, values and first indices; ``dim`` (length ``size``) sharded: S(dim) → I."""
-    return _extreme(torch.max, x, dim, size, axes, keepdim)
+    return _sharded_max_or_min(torch.max, x, dim, size, axes, keepdim)
 
 
 def min_dim(
     x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``x.min(dim)`` as in :func:`max_dim`."""
-    return _extreme(torch.min, x, dim, size, axes, keepdim)
+    return _sharded_max_or_min(torch.min, x, dim, size, axes, keepdim)
 
 
 def argmax(x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool = False) -> torch.Tensor:
@@ -83,15 +83,15 @@ def flat_argmax(x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int,
     """``x.argmax()`` of global ``shape``; ``cuts``: (dim, axes) of sharded dims; ``axes``: all.
 
     Every rank must have elements."""
-    return _flat(torch.max, x, shape, cuts, axes)
+    return _sharded_flat_argmax(torch.max, x, shape, cuts, axes)
 
 
 def flat_argmin(x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes) -> torch.Tensor:
     """``x.argmin()`` as in :func:`flat_argmax`."""
-    return _flat(torch.min, x, shape, cuts, axes)
+    return _sharded_flat_argmax(torch.min, x, shape, cuts, axes)
 
 
-def _extreme(
+def _sharded_max_or_min(
     best: Any, x: torch.Tensor, dim: int, size: int, axes: Axes, keepdim: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if x.shape[dim]:
@@ -123,7 +123,7 @@ def _candidates(
     return tuple(t.index_select(dim, kept) for t in every)  # type: ignore[return-value]
 
 
-def _flat(
+def _sharded_flat_argmax(
     best: Any, x: torch.Tensor, shape: Sequence[int], cuts: Sequence[tuple[int, Axes]], axes: Axes
 ) -> torch.Tensor:
     """Among equal values the lowest flat index wins: ranks are not in the order of flat indices."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.transport import sparse as rows_only
-from autoshard.runtime.transport.handed_on import HandingOn, register
+from autoshard.runtime.transport import sparse_gradients as rows_only
+from autoshard.runtime.transport.autograd import NoneGradFunction, register_backward
 
 
 @torch.library.custom_op("autoshard::stacked", mutates_args=())
@@ -19,20 +19,20 @@ def stacked_op(matrices: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
 
 
 @stacked_op.register_fake
-def _(matrices: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
+def _fake_stacked(matrices: Sequence[torch.Tensor], parts: int) -> torch.Tensor:
     first = matrices[0]
     return first.new_empty(len(matrices) // parts, parts * first.shape[0], *first.shape[1:])
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_stacked(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.shape = inputs[0][0].shape
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
+def _stacked_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
     return list(grad.reshape(-1, *ctx.shape).unbind()), None
 
 
-register(stacked_op, _backward, _save)
+register_backward(stacked_op, _stacked_backward, _save_stacked)
 
 
 def stacked(matrices: Sequence[torch.Tensor], parts: int = 1, owned: int | None = None) -> torch.Tensor:
@@ -42,17 +42,17 @@ def stacked(matrices: Sequence[torch.Tensor], parts: int = 1, owned: int | None 
     length, many = owned, sum(m.shape[0] > 0 for m in matrices)
     if length is None:
         length, many = matrices[0].shape[0], len(matrices)
-    rows: torch.Tensor = OneAfterAnother.apply(False, *matrices)
+    rows: torch.Tensor = ConcatenatedView.apply(False, *matrices)
     return rows.reshape(many // parts, parts * length, *matrices[0].shape[1:])
 
 
-class OneAfterAnother(HandingOn):
+class ConcatenatedView(NoneGradFunction):
     """Tensors concatenated along dim 0: a view if they are adjacent in memory."""
 
     @staticmethod
     def forward(ctx: Any, sparse: bool, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.sizes, ctx.sparse = [t.shape[0] for t in tensors], sparse
-        return one_after_another(tensors)
+        return concatenated_view(tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -61,22 +61,22 @@ class OneAfterAnother(HandingOn):
             if not gradient.is_sparse:  # this rank has no rows
                 none = torch.zeros(0, dtype=torch.int64, device=gradient.device)
                 return None, *(rows_only.from_rows(none, gradient[:0], 0) for _ in ctx.sizes)
-            return None, *(rows_only.narrowed(gradient, 0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
+            return None, *(rows_only.narrow_sparse(gradient, 0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
         return None, *(gradient.narrow(0, s, n) for s, n in zip(starts, ctx.sizes, strict=False))
 
 
-def one_after_another(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:class:`OneAfterAnother` without gradients; tensors without rows are skipped."""
+def concatenated_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:class:`ConcatenatedView` without gradients; tensors without rows are skipped."""
     here = [t for t in tensors if t.shape[0]]
     if not here:
         return tensors[0].new_empty(0, *tensors[0].shape[1:])
-    if not are_neighbours(here):
+    if not are_adjacent_in_memory(here):
         return torch.cat(here)
     size = (sum(t.shape[0] for t in here), *here[0].shape[1:])
     return here[0].new_empty(0).set_(here[0].untyped_storage(), here[0].storage_offset(), size, here[0].stride())
 
 
-def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def stacked_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Tensors of one shape at equal distances in one storage, stacked as a view; else None."""
     first, start = tensors[0], tensors[0].storage_offset()
     distance = tensors[1].storage_offset() - start if len(tensors) > 1 else 0
@@ -94,7 +94,7 @@ def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((len(tensors), *first.shape), (distance, *first.stride()), start)
 
 
-def are_neighbours(tensors: Sequence[torch.Tensor]) -> bool:
+def are_adjacent_in_memory(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the tensors are contiguous and adjacent in one storage."""
     return all(
         a.is_contiguous()

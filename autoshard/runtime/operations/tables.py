@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from autoshard.runtime.operations.bags import ADDED, adds_rows, bagged
-from autoshard.runtime.operations.in_range import check_range
-from autoshard.runtime.operations.stacked import OneAfterAnother, are_neighbours, as_one
+from autoshard.runtime.operations.checks import check_range
+from autoshard.runtime.operations.embedding import ADDITIVE_MODES, embedding_bag_of_tables, has_fast_bag_gradient
+from autoshard.runtime.operations.stacked import ConcatenatedView, are_adjacent_in_memory, stacked_view
 from autoshard.runtime.transport.communicator import Axes, current
 from autoshard.runtime.transport.move import Move, Splits
 from autoshard.runtime.transport.window import chunks
@@ -76,18 +76,18 @@ def table_wise(
         for bag in zip(indices, offsets or (None,) * many, weights or (None,) * many, strict=True)
     ]
     pads = tuple(padding) or (None,) * many
-    forms = tuple(_form(*each) for each in zip(tables, pads, given, strict=True))
+    forms = tuple(_lookup_form(*each) for each in zip(tables, pads, given, strict=True))
     me, lengths = comm.index(names), tuple(comm.mesh[a] for a in names)
-    order, splits, arrivals = arranged(forms, tuple(owners), lengths, me)
+    order, splits, arrivals = lookup_exchange(forms, tuple(owners), lengths, me)
     mine = [group.owned_by(me, owners) for group in order]
     found = [
-        _looked_up(
+        _look_up_group(
             [tables[i] for i in group.numbers], [given[i] for i in own], mode, pads[group.numbers[0]], sparse, group
         )
         for group, own in zip(order, mine, strict=True)
     ]
     if summed:
-        return _summands(found, order, owners, me, given)
+        return _partial_results(found, order, owners, me, given)
     without = [
         x.reshape(-1)[:0] for x in weights if x is not None and x.requires_grad
     ]  # weights of a rank that looks up in no table need gradients, too
@@ -100,11 +100,11 @@ def table_wise(
         ]
         goes = torch.cat([*(part[k].reshape(-1) for k in range(len(splits.sent)) for part in cut), *without])
     moved = comm.apply(Move("S", "S", names, 0, splits=splits), goes) if names else goes
-    results: tuple[torch.Tensor, ...] = _Placed.apply(moved, arrivals)  # type: ignore[no-untyped-call]
+    results: tuple[torch.Tensor, ...] = _UnpackedTables.apply(moved, arrivals)  # type: ignore[no-untyped-call]
     return results
 
 
-class Form(NamedTuple):
+class LookupForm(NamedTuple):
     """Static form of a table's look-ups, the same on all ranks."""
 
     width: int
@@ -116,13 +116,13 @@ class Form(NamedTuple):
     padded: bool
 
 
-def _form(table: torch.Tensor, padding: int | None, bag: Bags) -> Form:
+def _lookup_form(table: torch.Tensor, padding: int | None, bag: Bags) -> LookupForm:
     shape = bag.indices.shape if bag.offsets is None else None
     padded = padding is not None and padding >= 0
-    return Form(table.shape[1], table.dtype, bag.number, shape, bag.weights is not None, padded)
+    return LookupForm(table.shape[1], table.dtype, bag.number, shape, bag.weights is not None, padded)
 
 
-class Group(NamedTuple):
+class LookupGroup(NamedTuple):
     """Tables that share one look-up."""
 
     numbers: tuple[int, ...]
@@ -142,19 +142,19 @@ class Group(NamedTuple):
         return rows.view(*((bags, tables) if self.by_row else (tables, bags)), self.width)
 
 
-class Arrival(NamedTuple):
+class LookupArrival(NamedTuple):
     """What a rank sends of a group: ``size`` elements, for ``bags`` bags in tables ``numbers``."""
 
-    group: Group
+    group: LookupGroup
     numbers: tuple[int, ...]
     bags: int
     size: int
 
 
 @functools.lru_cache(maxsize=256)
-def arranged(
-    forms: tuple[Form, ...], owners: tuple[int, ...], axes: tuple[int, ...], me: int
-) -> tuple[tuple[Group, ...], Splits, tuple[Arrival, ...]]:
+def lookup_exchange(
+    forms: tuple[LookupForm, ...], owners: tuple[int, ...], axes: tuple[int, ...], me: int
+) -> tuple[tuple[LookupGroup, ...], Splits, tuple[LookupArrival, ...]]:
     """(groups, all-to-all splits, what arrives) on rank ``me`` of axes of these lengths.
 
     One look-up serves tables of one width, dtype and number of bags; a table with padding is alone.
@@ -168,11 +168,11 @@ def arranged(
         first = forms[numbers[0]]
         by_row = first.shape is not None and len({forms[i].shape for i in numbers}) == 1
         cuts = tuple(length for _, length in chunks(first.bags, axes))
-        order.append(Group(tuple(numbers), first.bags, first.width, by_row, cuts))
+        order.append(LookupGroup(tuple(numbers), first.bags, first.width, by_row, cuts))
     ranks = math.prod(axes)
     sent = [[g.chunks[k] * g.width * len(g.owned_by(me, owners)) for g in order] for k in range(ranks)]
     arrivals = [
-        Arrival(g, tuple(of), g.chunks[me], g.chunks[me] * g.width * len(of))
+        LookupArrival(g, tuple(of), g.chunks[me], g.chunks[me] * g.width * len(of))
         for of, g in ((g.owned_by(k, owners), g) for k in range(ranks) for g in order)
     ]
     received = (sum(a.size for a in arrivals[k * len(order) : (k + 1) * len(order)]) for k in range(ranks))
@@ -180,8 +180,8 @@ def arranged(
     return tuple(order), splits, tuple(a for a in arrivals if a.numbers)
 
 
-def _summands(
-    found: Sequence[torch.Tensor], order: Sequence[Group], owners: Sequence[int], me: int, bags: Sequence[Bags]
+def _partial_results(
+    found: Sequence[torch.Tensor], order: Sequence[LookupGroup], owners: Sequence[int], me: int, bags: Sequence[Bags]
 ) -> tuple[torch.Tensor, ...]:
     """Look-ups as the result [b, d] of every table; zeros for tables of other owners."""
     results: dict[int, torch.Tensor] = {}
@@ -196,38 +196,38 @@ def _summands(
     return tuple(results[i] for i in range(len(bags)))
 
 
-def _looked_up(
+def _look_up_group(
     tables: Sequence[torch.Tensor],
     bags: Sequence[Bags],
     mode: str,
     padding: int | None,
     sparse: bool,
-    group: Group,
+    group: LookupGroup,
 ) -> torch.Tensor:
     """[local tables · b, d], in the group's order. ``tables``: also those without local rows."""
     here = [t for t in tables if t.shape[0]]
-    if len(here) > 1 and not are_neighbours(here):  # concatenation would copy all tables
+    if len(here) > 1 and not are_adjacent_in_memory(here):  # concatenation would copy all tables
         others = [t for t in tables if not t.shape[0]]
         each = zip(([here[0], *others], *([t] for t in here[1:])), bags, strict=True)
-        found = [_looked_up(own, [bag], mode, padding, sparse, group) for own, bag in each]
+        found = [_look_up_group(own, [bag], mode, padding, sparse, group) for own, bag in each]
         return torch.stack(found, 1).flatten(0, 1) if group.by_row else torch.cat(found)
     weighted, jagged = bool(bags) and bags[0].weights is not None, bool(bags) and bags[0].offsets is not None
     sizes = [len(t) for t in here]
     first = [*itertools.accumulate(sizes, initial=0)][: len(bags)]
-    if group.by_row and bags and not weighted and mode in ADDED:
-        indices = _side_by_side([bag.indices for bag in bags], first, sizes)
-        if adds_rows(here[0], indices, sparse):
-            return bagged(indices, mode, -1 if padding is None else padding, *tables)
-    stacked: torch.Tensor = OneAfterAnother.apply(sparse, *tables)
+    if group.by_row and bags and not weighted and mode in ADDITIVE_MODES:
+        indices = _fused_bag_indices([bag.indices for bag in bags], first, sizes)
+        if has_fast_bag_gradient(here[0], indices, sparse):
+            return embedding_bag_of_tables(indices, mode, -1 if padding is None else padding, *tables)
+    stacked: torch.Tensor = ConcatenatedView.apply(sparse, *tables)
     if not bags:
         return stacked[:0]
     if padding is not None and padding >= 0 and not jagged:
         rows = F.embedding(bags[0].indices, stacked, padding, sparse=sparse)
-        return rows if rows.ndim == 2 else _POOL[mode](rows)
+        return rows if rows.ndim == 2 else _REDUCE_BAG[mode](rows)
     weights = [bag.weights for bag in bags if bag.weights is not None]
     form: dict[str, Any] = {"mode": mode, "sparse": sparse, "padding_idx": padding}
     if group.by_row:
-        indices = _side_by_side([bag.indices for bag in bags], first, sizes)
+        indices = _fused_bag_indices([bag.indices for bag in bags], first, sizes)
         joined = torch.stack(weights, 1).view(indices.shape) if weighted else None
         return F.embedding_bag(indices, stacked, per_sample_weights=joined, **form)
     begin = list(itertools.accumulate((bag.indices.numel() for bag in bags), initial=0))
@@ -241,11 +241,11 @@ def _looked_up(
     return F.embedding_bag(indices, stacked, offsets, per_sample_weights=joined, **form)
 
 
-def _side_by_side(indices: Sequence[torch.Tensor], first: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def _fused_bag_indices(indices: Sequence[torch.Tensor], first: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """Indices [b, …] of tables of ``sizes`` rows, offset by ``first``: [b · tables, k]."""
     shape, length = indices[0].shape, math.prod(indices[0].shape[1:])
     if len(indices) > 1:
-        one = as_one(indices)
+        one = stacked_view(indices)
         every = torch.stack(list(indices), 1) if one is None else one.transpose(0, 1)
         starts, rows = (every.new_tensor(x).view(-1, *[1] * (len(shape) - 1)) for x in (first, sizes))
         check_range(every, rows)  # an index beyond its table would read the next one
@@ -253,21 +253,21 @@ def _side_by_side(indices: Sequence[torch.Tensor], first: Sequence[int], sizes: 
     return indices[0].reshape(shape[0], length)
 
 
-_POOL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+_REDUCE_BAG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda rows: rows.sum(-2),
     "mean": lambda rows: rows.mean(-2),
     "max": lambda rows: rows.amax(-2),
 }
 
 
-class _Placed(torch.autograd.Function):
+class _UnpackedTables(torch.autograd.Function):
     """Arrived rows as each table's result; backward: gradients copied into the send buffer."""
 
     @staticmethod
-    def forward(ctx: Any, moved: torch.Tensor, arrivals: Sequence[Arrival]) -> Any:
+    def forward(ctx: Any, moved: torch.Tensor, arrivals: Sequence[LookupArrival]) -> Any:
         ctx.arrivals, ctx.size = arrivals, moved.numel()
         ctx.set_materialize_grads(False)
-        return placed(moved, arrivals)
+        return unpack_tables(moved, arrivals)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -276,12 +276,12 @@ class _Placed(torch.autograd.Function):
             return None, None
         out = there[0][1].new_empty(ctx.size)
         if torch.is_grad_enabled():  # create_graph
-            parts = placed(out.requires_grad_(), ctx.arrivals)
+            parts = unpack_tables(out.requires_grad_(), ctx.arrivals)
             found, given = [parts[i] for i, _ in there], [g for _, g in there]
             return *torch.autograd.grad(found, out, given, create_graph=True), None
-        for block, numbers, dim in _blocks(out, ctx.arrivals):
+        for block, numbers, dim in _arrived_blocks(out, ctx.arrivals):
             of = [g for i in numbers if (g := gradients[i]) is not None]
-            if len(of) == len(numbers) and (one := as_one(of)) is not None:  # slices of one
+            if len(of) == len(numbers) and (one := stacked_view(of)) is not None:  # slices of one
                 block.copy_(one.movedim(0, dim))
                 continue
             for part, i in zip(block.unbind(dim), numbers, strict=True):
@@ -290,16 +290,18 @@ class _Placed(torch.autograd.Function):
         return out, None
 
 
-def _blocks(moved: torch.Tensor, arrivals: Sequence[Arrival]) -> Iterator[tuple[torch.Tensor, tuple[int, ...], int]]:
+def _arrived_blocks(
+    moved: torch.Tensor, arrivals: Sequence[LookupArrival]
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...], int]]:
     """(arrived block, table numbers, the dim along which tables are stacked)."""
     sizes = [a.size for a in arrivals]
     for part, (group, numbers, bags, _) in zip(moved.split(sizes), arrivals, strict=True):
         yield group.in_order(part, bags, len(numbers)), numbers, int(group.by_row)
 
 
-def placed(moved: torch.Tensor, arrivals: Sequence[Arrival]) -> tuple[torch.Tensor, ...]:
+def unpack_tables(moved: torch.Tensor, arrivals: Sequence[LookupArrival]) -> tuple[torch.Tensor, ...]:
     """The rows that arrived from each owner, as the result of every table."""
     found: dict[int, torch.Tensor] = {}
-    for block, numbers, dim in _blocks(moved, arrivals):
+    for block, numbers, dim in _arrived_blocks(moved, arrivals):
         found.update(zip(numbers, block.unbind(dim), strict=True))
     return tuple(found[i] for i in range(len(found)))

@@ -12,25 +12,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autoshard.runtime.parameters.bucket import Begin, Bucket, Dtypes
-from autoshard.runtime.parameters.flat_bucket import FlatBucket, Kind
-from autoshard.runtime.parameters.together import moved_back
+from autoshard.runtime.parameters.bucket import BeginWork, Bucket, BucketKind, Dtypes, FlatBucket
+from autoshard.runtime.parameters.coalesced import bucket_gradients
 from autoshard.runtime.transport.communicator import Communicator
 
-SMALL = 2**20
+MIN_BUCKET_BYTES = 2**20
 """bytes of gradients below which a bucket joins the next: for the first one sent, and for shards"""
 
-LARGE = 25 * 2**20
+ALL_REDUCE_BUCKET_BYTES = 25 * 2**20
 """the same for all-reduces while another is under way, as in DistributedDataParallel"""
 
-UNDER_WAY = 2
-"""the most reduce-scatters of :data:`SMALL` bytes or more in flight; each holds full gradients"""
+MAX_REDUCE_SCATTERS = 2
+"""the most reduce-scatters of :data:`MIN_BUCKET_BYTES` bytes or more in flight; each holds full gradients"""
 
 Earlier = Callable[[Sequence[int], tuple[str, ...]], Mapping[int, torch.Tensor]]
 """(parameter numbers, axes) → by number its stored summand over these axes, which is handed over"""
 
 
-class Entering(NamedTuple):
+class EnteringKey(NamedTuple):
     """Key of a bucket that enters a block: its parameters' ``numbers`` in the forward."""
 
     numbers: tuple[int, ...]
@@ -53,18 +52,18 @@ class Gradients:
         comm: Communicator,
         earlier: Earlier = lambda numbers, axes: {},
         last: tuple[Sequence[int], FlatBucket | None] = ((), None),
-        buckets: dict[Entering, FlatBucket] | None = None,
+        buckets: dict[EnteringKey, FlatBucket] | None = None,
     ) -> None:
         self.comm, self.earlier, self.last = comm, earlier, last
-        self.buckets: dict[Entering, FlatBucket] = {} if buckets is None else buckets
+        self.buckets: dict[EnteringKey, FlatBucket] = {} if buckets is None else buckets
         self.numbers: Sequence[int] | None = None
         """parameter numbers of the last node's results; None: all"""
-        self.expected = Counter[Kind]()
+        self.expected = Counter[BucketKind]()
         """kind → buckets whose gradients are still to come"""
         self.works: list[Any] = []
         self.whole: list[Any] = []
         """works that hold full gradients"""
-        self.later: list[Begin] = []
+        self.later: list[BeginWork] = []
         self.parts: list[tuple[int, torch.Tensor, tuple[str, ...]]] = []
         """(parameter number, part of its gradient, axes over which it is a summand)"""
         self.held: list[tuple[FlatBucket, Sequence[int], Sequence[torch.Tensor | None]]] = []
@@ -98,10 +97,10 @@ class Gradients:
         if self.held and self.held[0][0].kind != bucket.kind:
             self._flush()
         self.held.append((bucket, numbers, gradients))
-        enough = SMALL
+        enough = MIN_BUCKET_BYTES
         if self.works and not bucket.gathers:
-            enough = LARGE
-        held = sum([_bytes(given) for *_, given in self.held])
+            enough = ALL_REDUCE_BUCKET_BYTES
+        held = sum([_gradient_bytes(given) for *_, given in self.held])
         if held >= enough or not self.expected[bucket.kind]:
             self._flush()
 
@@ -121,9 +120,9 @@ class Gradients:
         self.parts += [(n, g, kept) for n, g in zip(numbers, moved, strict=True) if g is not None]
         self.works += works
         self.later += later
-        if isinstance(bucket, FlatBucket) and bucket.gathers and _bytes(gradients) >= SMALL:
+        if isinstance(bucket, FlatBucket) and bucket.gathers and _gradient_bytes(gradients) >= MIN_BUCKET_BYTES:
             self.whole += works
-            while len(self.whole) > UNDER_WAY:
+            while len(self.whole) > MAX_REDUCE_SCATTERS:
                 first = self.whole.pop(0)
                 self.works.remove(first)
                 first.wait()
@@ -163,7 +162,7 @@ class Gradients:
         summed: Sequence[torch.Tensor | None] = [None] * len(given)
         if torch.is_grad_enabled():
             like = (torch.empty(0) if g is None else g for g in given)
-            summed = moved_back(bucket, given, [True] * len(given), [(x.shape, x.dtype, x.device) for x in like])
+            summed = bucket_gradients(bucket, given, [True] * len(given), [(x.shape, x.dtype, x.device) for x in like])
         else:
             self._move(bucket, numbers, given)
         for n, g in zip(numbers, summed, strict=True):
@@ -191,5 +190,5 @@ class Gradients:
         return x if not more or self.comm.index(more) == 0 else torch.zeros_like(x)
 
 
-def _bytes(gradients: Sequence[torch.Tensor | None]) -> int:
+def _gradient_bytes(gradients: Sequence[torch.Tensor | None]) -> int:
     return sum([g.nbytes for g in gradients if g is not None])

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from autoshard.errors import RuntimeMismatchError
-from autoshard.runtime.parameters.again import forgetting
-from autoshard.runtime.parameters.ahead import Ahead
-from autoshard.runtime.parameters.block import regather
+from autoshard.runtime.parameters.block import Prefetcher, regather
+from autoshard.runtime.parameters.recompute import dropping_recomputable
 
 
-class Scope(nn.Module):
+class ModuleTree(nn.Module):
     """A node of the module tree. Names that are no identifiers are items: ``self.layers[0]``.
 
     ``self.layers[2:5]``: a list of numbered children, over which a scope can be iterated."""
@@ -31,26 +30,26 @@ class Scope(nn.Module):
     def place(self, path: str, child: nn.Module) -> None:
         """Put ``child`` at dotted ``path``, and create scopes on the way."""
         *parents, last = path.split(".")
-        _hold(self.scope(".".join(parents)), last, child)
+        _attach_child(self.scope(".".join(parents)), last, child)
 
     def scope(self, path: str) -> nn.Module:
         """The scope at dotted ``path`` ("" is this one), created if needed."""
         scope: nn.Module = self
         for part in path.split(".") if path else ():
             if part not in scope._modules:
-                _hold(scope, part, Scope())
+                _attach_child(scope, part, ModuleTree())
             scope = scope._modules[part]  # type: ignore[assignment]
         return scope
 
 
-def _hold(scope: nn.Module, name: str, child: nn.Module) -> None:
+def _attach_child(scope: nn.Module, name: str, child: nn.Module) -> None:
     """Attach ``child``; also as a plain attribute (found faster) unless the name is taken."""
     scope._modules[name] = child
     if name not in scope.__dict__ and not hasattr(type(scope), name):
         scope.__dict__[name] = child
 
 
-class Block(Scope):
+class Block(ModuleTree):
     """A module of the original model. ``TENSORS``: name → local/global shape and layout."""
 
     TENSORS: ClassVar[Mapping[str, str]] = {}
@@ -70,7 +69,7 @@ class RankModule(Block):
 
     MESH: ClassVar[Mapping[str, int]] = {}
     BLOCKS: ClassVar[Mapping[str, type[Block]]] = {}
-    AGAIN: ClassVar[bool] = False
+    RECOMPUTES: ClassVar[bool] = False
     """whether parts are recomputed in the backward"""
     GATHERS: ClassVar[bool] = False
     """whether gathered parameters are gathered again in the backward instead of saved"""
@@ -78,7 +77,7 @@ class RankModule(Block):
     """number of parameter buckets gathered ahead, forward and backward"""
 
     _slots: Mapping[str, tuple[dict[str, Any], str]]
-    _ahead: Ahead
+    _ahead: Prefetcher
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class RankModule(Block):
             placed = block()
             placed.__dict__["block_path"] = path
             self.place(path, placed)
-        for name, own in (("_slots", dict(self._find_slots())), ("_ahead", Ahead(self.PREFETCH))):
+        for name, own in (("_slots", dict(self._find_slots())), ("_ahead", Prefetcher(self.PREFETCH))):
             self.__dict__[name] = own  # a module or parameter may have the same name
 
     def _find_slots(self) -> Iterator[tuple[str, tuple[dict[str, Any], str]]]:
@@ -98,12 +97,16 @@ class RankModule(Block):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward; call :meth:`bind_tensors` first."""
-        if not (self.PREFETCH or self.GATHERS or self.AGAIN):
+        if not (self.PREFETCH or self.GATHERS or self.RECOMPUTES):
             return super().__call__(*args, **kwargs)
         ahead = self._ahead.forward(self._bound()) if self.PREFETCH else contextlib.nullcontext()
         with (
             ahead,
-            regather(self.PREFETCH) if self.GATHERS else forgetting() if self.AGAIN else contextlib.nullcontext(),
+            regather(self.PREFETCH)
+            if self.GATHERS
+            else dropping_recomputable()
+            if self.RECOMPUTES
+            else contextlib.nullcontext(),
         ):
             return super().__call__(*args, **kwargs)
 

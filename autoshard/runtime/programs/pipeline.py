@@ -1,11 +1,12 @@
-"""Pipeline stages of a program on this rank, run by torch.distributed.pipelining's schedules.
+"""Pipeline stages on this rank, run by the schedules of torch.distributed.pipelining.
 
 A stage takes and gives local tensors in the layouts of the plan, so every shape is known and no
-rank asks another. If the model draws, generator state goes along: a stage begins where the one
-before ended."""
+rank asks another. Where the model draws, the generator state goes from stage to stage: each begins
+where the one before ended. ``StageRanks`` is the group of ranks along the axis of stages."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,17 +14,104 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from autoshard.runtime.operations.exactly import is_of_other_values
-from autoshard.runtime.programs.along import Along
-from autoshard.runtime.transport import generators
+from autoshard.runtime.operations.checks import is_specialization_error
+from autoshard.runtime.transport import sparse_gradients, torch_state
+from autoshard.runtime.transport.buffer_pool import raw
 from autoshard.runtime.transport.communicator import current
-from autoshard.runtime.transport.peers import Notes, lost
-from autoshard.runtime.transport.wire import raw
+from autoshard.runtime.transport.peers import FailureNotes, collective_error, wait
 
-Locals = list[torch.Tensor]
-Run = Callable[[int, int, Locals], Sequence[torch.Tensor]]
+
+class StageRanks:
+    """This rank in ``group``, whose ranks have its coordinates along all other axes."""
+
+    def __init__(self, group: Any, notes: FailureNotes) -> None:
+        self.group, self.notes = group, notes
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def runs(self, stage: int) -> int:
+        """The rank that runs ``stage``."""
+        return stage % self.ranks
+
+    def is_mine(self, stage: int) -> bool:
+        """Whether this rank runs ``stage``."""
+        return self.runs(stage) == self.rank
+
+    def tell(self, stage: int, x: torch.Tensor, what: str) -> None:
+        """Broadcast ``x`` in place from the rank that runs ``stage``. Collective."""
+        if x.numel() and self.ranks > 1:
+            src = dist.get_global_rank(self.group, self.runs(stage))
+            self._run(what, lambda: dist.broadcast(raw(x), src, group=self.group, async_op=True))
+
+    def add_up(self, x: torch.Tensor, stages: Sequence[int], what: str) -> None:
+        """Sum ``x`` in place over the ranks that run ``stages``; each calls it, in the same order.
+
+        A subset of the ranks exchanges messages. Its own process group could deadlock: torch names
+        a group by how many its members have, and ranks that share other parameters have more."""
+        ranks = sorted({self.runs(stage) for stage in stages})
+        if self.rank not in ranks or len(ranks) == 1:
+            return
+        if x.is_sparse:
+            numbers, rows = sparse_gradients.rows_of(x)
+            counts = [int(n) for n in self._of_each(ranks, torch.tensor([len(numbers)], device=x.device), what)]
+            every = [self._of_each(ranks, part, what, counts) for part in (numbers, rows)]
+            total = sparse_gradients.sum_sparse(
+                [sparse_gradients.from_rows(n, r, x.shape[0]) for n, r in zip(*every, strict=True)]
+            )
+        elif len(ranks) == self.ranks:
+            total = x.contiguous()
+            self._run(what, lambda: dist.all_reduce(total, group=self.group, async_op=True))
+        else:  # the same order on all ranks: bitwise equal sums
+            total = functools.reduce(torch.add, self._of_each(ranks, x.contiguous(), what))
+        if total is not x:
+            x.copy_(total)
+
+    def _of_each(
+        self, ranks: Sequence[int], x: torch.Tensor, what: str, lengths: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """``x`` of each of ``ranks``, in point-to-point messages; each of them calls it.
+
+        All have one shape, or ``lengths`` along dim 0."""
+        parts, ops = [], []
+        for place, r in enumerate(ranks):
+            if r == self.rank:
+                parts.append(x)
+                continue
+            parts.append(x.new_empty(x.shape if lengths is None else (lengths[place], *x.shape[1:])))
+            peer = dist.get_global_rank(self.group, r)
+            ops += [dist.P2POp(dist.isend, raw(x), peer, self.group)] if x.numel() else []
+            ops += [dist.P2POp(dist.irecv, raw(parts[-1]), peer, self.group)] if parts[-1].numel() else []
+        self._run(what, lambda: dist.batch_isend_irecv(ops) if ops else [])
+        return parts
+
+    def gathered(self, mine: Any) -> list[Any]:
+        """``mine``, any object, of every rank. Collective."""
+        every: list[Any] = [None] * self.ranks
+        dist.all_gather_object(every, mine, group=self.group)
+        return every
+
+    def _run(self, what: str, begin: Callable[[], Any]) -> None:
+        """Begin and wait. Raises :class:`CommunicationError` if a rank failed or is gone."""
+        self.notes.settle()
+        what = f"{what}, among stages"
+        try:
+            work = begin()
+            if isinstance(work, list):  # gloo ends the connection if a wait for a message times out
+                for message in work:
+                    message.wait()
+                return
+        except RuntimeError as error:
+            raise collective_error(error, self.notes, what) from error
+        if dist.get_backend(self.group) == "gloo":
+            wait(work, self.notes, lambda: what)
+        else:
+            work.wait()
+
+
+LocalTensors = list[torch.Tensor]
+RunStage = Callable[[int, int, LocalTensors], Sequence[torch.Tensor]]
 """(stage, micro-batch, received tensors) → outputs of its rank module"""
 
 
@@ -38,7 +126,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Form:
+class StageForm:
     """What ranks along the stage axis have to know of one another."""
 
     schedule: str
@@ -55,7 +143,7 @@ class Form:
 class Pipeline:
     """The stages that this rank runs."""
 
-    def __init__(self, form: Form, along: Along, device: torch.device, run: Run) -> None:
+    def __init__(self, form: StageForm, along: StageRanks, device: torch.device, run: RunStage) -> None:
         self.form, self.device, self.run = form, device, run
         self.count, self.draws, self.training = form.count, form.draws, form.loss is not None
         self.last = len(form.messages) - 1
@@ -72,7 +160,7 @@ class Pipeline:
         """scalars whose backward gives the weight gradients of the latest backward"""
         self.mine = [*filter(along.is_mine, range(self.last + 1))]
         self.modules = [_StageModule(partial(self._forward, number)) for number in self.mine]
-        from autoshard.runtime.programs.schedules import Stage, scheduled  # its import is slow
+        from autoshard.runtime.programs.schedules import Stage, pipeline_schedule  # its import is slow
 
         made = [
             Stage(
@@ -88,9 +176,9 @@ class Pipeline:
             )
             for number, module in zip(self.mine, self.modules, strict=True)
         ]
-        self.schedule = scheduled(form.schedule, made, self.count, along.ranks, training=self.training)
+        self.schedule = pipeline_schedule(form.schedule, made, self.count, along.ranks, training=self.training)
 
-    def step(self, notes: Notes, leaves: Locals, state: torch.Tensor | None) -> None:
+    def step(self, notes: FailureNotes, leaves: LocalTensors, state: torch.Tensor | None) -> None:
         """Forward (and in training backward) of all micro-batches; ``made`` has the outputs.
 
         ``leaves``: trained parameters; ``state``: of the generators, in the first stage."""
@@ -106,7 +194,7 @@ class Pipeline:
                 warnings.simplefilter("ignore", FutureWarning)
                 self.schedule.step(**given, return_outputs=False)
         except RuntimeError as error:  # of a message: errors of a stage itself go to _fail
-            raise lost(error, notes, "the messages between stages") from error
+            raise collective_error(error, notes, "the messages between stages") from error
         finally:
             current().later = None
             for module in self.modules:
@@ -117,7 +205,7 @@ class Pipeline:
         assert self.later is not None
         found = self.later[:]
         self.later.clear()
-        return partial(_backward, found)
+        return partial(_weight_backward, found)
 
     def _fail(self, error: Exception) -> None:
         """Remember a stage's error, without the wrappers that torch adds."""
@@ -126,7 +214,7 @@ class Pipeline:
         self.failed = self.failed or error
         if self.later is not None:
             self.later.clear()
-        if not is_of_other_values(error):  # else the call is repeated, with another program
+        if not is_specialization_error(error):  # else the call is repeated, with another program
             self.notes.leave(error)  # ranks of the same stage may wait for this one
 
     def _forward(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
@@ -140,7 +228,7 @@ class Pipeline:
         zeros = [torch.zeros(x.shape, dtype=x.dtype, device=self.device).requires_grad_(x.requires_grad) for x in empty]
         if number == self.last:
             return zeros[0] if self.training else ()
-        return (*zeros[:-1], packed(self.device)) if self.draws else tuple(zeros)
+        return (*zeros[:-1], packed_generator_states(self.device)) if self.draws else tuple(zeros)
 
     def _sent_by(self, number: int, received: Sequence[torch.Tensor], index: int) -> Any:
         if self.draws:
@@ -149,12 +237,12 @@ class Pipeline:
             else:
                 assert self.state is not None
                 state = self.state
-            generators.set_states(unpacked(state, self.device))
+            torch_state.set_generator_states(unpacked_generator_states(state, self.device))
         results = self.run(number, index, self._taken(number, received))
         count = self.sent(number)  # what is sent lives only as long as its backward needs it
         kept = (x.detach() if isinstance(x, torch.Tensor) else x for x in results[count:])
         self.made[number].append([*[None] * count, *kept])
-        end = packed(self.device) if self.draws else None
+        end = packed_generator_states(self.device) if self.draws else None
         if number == self.last:
             self.end = end
             return results[self.form.loss] if self.form.loss is not None else ()
@@ -175,10 +263,10 @@ class Pipeline:
             empty = raw(torch.empty(message.shape, dtype=message.dtype, device="meta"))
             found.append(empty.requires_grad_(message.grad and self.training))
         if self.draws and number < self.last:
-            found.append(packed(self.device).to("meta"))
+            found.append(packed_generator_states(self.device).to("meta"))
         return tuple(found)
 
-    def _taken(self, number: int, received: Sequence[torch.Tensor]) -> Locals:
+    def _taken(self, number: int, received: Sequence[torch.Tensor]) -> LocalTensors:
         """Received messages in the dtypes of their values."""
         pairs = zip(self.form.messages[number - 1] if number else (), received, strict=True)
         return [x if x.requires_grad else x.view(message.dtype) for message, x in pairs]
@@ -190,7 +278,7 @@ class _StageModule(nn.Module):
     def __init__(self, run: Callable[[Sequence[torch.Tensor], int], Any]) -> None:
         super().__init__()
         self.run = run
-        self.leaves: Locals = []
+        self.leaves: LocalTensors = []
 
     def parameters(self, recurse: bool = True) -> Iterator[Any]:
         """See :meth:`torch.nn.Module.parameters`."""
@@ -200,18 +288,18 @@ class _StageModule(nn.Module):
         return self.run(received, int(index))
 
 
-def _backward(scalars: list[torch.Tensor]) -> None:
+def _weight_backward(scalars: list[torch.Tensor]) -> None:
     if scalars:  # a stage may train no weight
         torch.autograd.backward(scalars)
         scalars.clear()
 
 
-def packed(device: torch.device) -> torch.Tensor:
+def packed_generator_states(device: torch.device) -> torch.Tensor:
     """Generator states as one message."""
-    return torch.cat(generators.states(cuda=device.type == "cuda")).to(device)
+    return torch.cat(torch_state.generator_states(cuda=device.type == "cuda")).to(device)
 
 
-def unpacked(state: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
-    """The inverse of :func:`packed`."""
-    sizes = [x.numel() for x in generators.states(cuda=device.type == "cuda")]
+def unpacked_generator_states(state: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+    """The inverse of :func:`packed_generator_states`."""
+    sizes = [x.numel() for x in torch_state.generator_states(cuda=device.type == "cuda")]
     return [x.clone() for x in state.cpu().split(sizes)]

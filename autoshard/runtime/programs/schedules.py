@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed import pipelining
 
-_KINDS = {
+_SCHEDULE_CLASSES = {
     "gpipe": pipelining.ScheduleGPipe,
     "1f1b": pipelining.Schedule1F1B,
     "interleaved": pipelining.ScheduleInterleaved1F1B,
@@ -16,15 +16,17 @@ _KINDS = {
 }
 
 
-def scheduled(name: str, stages: Sequence[Stage], count: int, ranks: int, *, training: bool) -> Any:
+def pipeline_schedule(name: str, stages: Sequence[Stage], count: int, ranks: int, *, training: bool) -> Any:
     """The schedule of ``count`` micro-batches on this rank's ``stages``."""
-    kind: Any = _KINDS[name]
+    kind: Any = _SCHEDULE_CLASSES[name]
     if not training or (name == "1f1b" and count < ranks):
-        kind = _KINDS["gpipe"]  # with fewer micro-batches than ranks 1F1B is the same
+        kind = _SCHEDULE_CLASSES["gpipe"]  # with fewer micro-batches than ranks 1F1B is the same
     if len(stages) > 1 and not training:
-        kind = _KINDS["interleaved"]
-    multiple = kind not in (_KINDS["gpipe"], _KINDS["1f1b"])
-    return kind([*stages] if multiple else stages[0], count, loss_fn=_same if training else None, scale_grads=False)
+        kind = _SCHEDULE_CLASSES["interleaved"]
+    multiple = kind not in (_SCHEDULE_CLASSES["gpipe"], _SCHEDULE_CLASSES["1f1b"])
+    return kind(
+        [*stages] if multiple else stages[0], count, loss_fn=_output_as_loss if training else None, scale_grads=False
+    )
 
 
 class Stage(pipelining.PipelineStage):
@@ -51,5 +53,5 @@ class Stage(pipelining.PipelineStage):
             self.fail(error)
 
 
-def _same(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _output_as_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output

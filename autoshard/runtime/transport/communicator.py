@@ -1,4 +1,7 @@
-"""Communicator: the mesh as one rank sees it, and which one this thread uses."""
+"""The communicator: the mesh as one rank sees it, its micro-batch, and the one in use.
+
+:class:`MicroBatchStep` has what micro-batches share: parameters gathered once, and gradients
+reduced once."""
 
 from __future__ import annotations
 
@@ -13,12 +16,62 @@ from typing import Any, NamedTuple
 import torch
 
 from autoshard.errors import MeshError, RuntimeMismatchError
-from autoshard.runtime.transport import sparse
-from autoshard.runtime.transport.generators import states
+from autoshard.runtime.transport import sparse_gradients
 from autoshard.runtime.transport.move import Move
-from autoshard.runtime.transport.relay import Arrival, Begun
-from autoshard.runtime.transport.step import Step
+from autoshard.runtime.transport.rank_coroutines import Arrival, Sending
+from autoshard.runtime.transport.torch_state import generator_states
 from autoshard.runtime.transport.window import Chunks, chunks
+
+
+class SharedGather:
+    """A bucket of parameters, gathered once for all micro-batches of a step."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
+        self.tensors, self.dtype = tensors, dtype
+        """``dtype``: in which gradients are summed; None: their own"""
+        self.gradients: list[torch.Tensor | None] = [None] * len(tensors)
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Accumulate this micro-batch's ``gradients``."""
+        # Out of place: autograd may own the first one.
+        for i, (a, b) in enumerate(zip(self.gradients, gradients, strict=True)):
+            b = b if b is None or self.dtype is None else b.to(self.dtype)
+            self.gradients[i] = a if b is None else b if a is None else a + b
+
+    def take(self, brought: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor | None]:
+        """The accumulated gradients, which are released.
+
+        ``brought``: in a split backward, the gradients of this part; only their sums are taken,
+        since earlier micro-batches may still add to others."""
+        taken = [brought is None or g is not None for g in brought or self.gradients]
+        sums = [g if now else None for g, now in zip(self.gradients, taken, strict=True)]
+        self.gradients = [None if now else g for g, now in zip(self.gradients, taken, strict=True)]
+        return sums
+
+
+class MicroBatchStep:
+    """One stage of a rank in a step. Micro-batches gather the same buckets in the same order."""
+
+    def __init__(self) -> None:
+        self.index, self.at = 0, 0
+        self.found: list[SharedGather] = []
+
+    def enter(self, index: int) -> None:
+        """Begin micro-batch number ``index``."""
+        self.index, self.at = index, 0
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the next bucket is gathered already."""
+        return self.at < len(self.found)
+
+    def gathered(self, gather: Callable[[], Sequence[torch.Tensor]], dtype: torch.dtype | None = None) -> SharedGather:
+        """The next bucket, gathered by the first micro-batch only. ``dtype``: of gradient sums."""
+        if not self.is_gathered:
+            self.found.append(SharedGather(gather(), dtype))
+        self.at += 1
+        return self.found[self.at - 1]
+
 
 Axes = str | Sequence[str]
 
@@ -32,7 +85,7 @@ class Executed(NamedTuple):
     bytes: float
 
 
-Reduce = Callable[[torch.Tensor], torch.Tensor]
+ReduceStatistic = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Communicator(ABC):
@@ -52,7 +105,7 @@ class Communicator(ABC):
     micro_batch: tuple[int, int] = (0, 1)
     """(index, count) of the running micro-batch"""
 
-    step: Step | None = None
+    step: MicroBatchStep | None = None
     """state shared by micro-batches, if there are several"""
 
     summed_last: tuple[str, ...] = ()
@@ -64,7 +117,7 @@ class Communicator(ABC):
     later: list[torch.Tensor] | None = None
     """split backward: collects scalars whose backward is the second part; None: not split"""
 
-    sums: Callable[[torch.Tensor, Reduce], torch.Tensor] | None = None
+    sums: Callable[[torch.Tensor, ReduceStatistic], torch.Tensor] | None = None
     """how operations sum over ranks inside a part that is recomputed in the backward"""
 
     def __init__(self, axes: Mapping[str, int], rank: int) -> None:
@@ -78,7 +131,7 @@ class Communicator(ABC):
         self._active: dict[Axes, tuple[str, ...]] = {}
         self._chunks: dict[tuple[tuple[str, ...], int], Chunks] = {}
         self._index: dict[tuple[str, ...], int] = {}
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, MicroBatchStep] = {}
 
     def enter(self, index: int, count: int, stage: int = 0) -> None:
         """From now on micro-batch ``index`` of ``count`` runs in ``stage``; 0 of 1: all."""
@@ -86,7 +139,7 @@ class Communicator(ABC):
         if count == 1:
             self._steps.clear()
         elif index == 0:
-            self._steps[stage] = Step()
+            self._steps[stage] = MicroBatchStep()
         self.step = self._steps.get(stage)
         if self.step is not None:
             self.step.enter(index)
@@ -107,7 +160,7 @@ class Communicator(ABC):
         """``fn(*args, **kwargs)`` with one random draw for all ranks."""
 
     @abstractmethod
-    def exchange(self, hops: Sequence[Begun], phase: str) -> Sequence[Arrival]:
+    def exchange(self, hops: Sequence[Sending], phase: str) -> Sequence[Arrival]:
         """Begin one hop or collective of every rank in this process, in rank order."""
 
     def meet(self, what: str, value: Any, joint: Callable[[list[Any]], Sequence[Any]]) -> Any:
@@ -135,7 +188,7 @@ class Communicator(ABC):
 
     def random_states(self) -> list[torch.Tensor]:
         """States of the generators that the next draw for all ranks uses."""
-        return states()
+        return generator_states()
 
     def active(self, axes: Axes) -> tuple[str, ...]:
         """``axes`` as a tuple without size-1 axes. Raises :class:`MeshError` for unknown axes."""
@@ -187,7 +240,7 @@ class Communicator(ABC):
     def local(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """Execute a move that needs no communication."""
         if x.is_sparse:
-            return sparse.local(move, x, self.chunks, self.index(move.axes))
+            return sparse_gradients.move_sparse_locally(move, x, self.chunks, self.index(move.axes))
         match move.verb:
             case "enter" | "leave":
                 return x
@@ -220,7 +273,7 @@ class Communicator(ABC):
         return tuple(a for a in self.mesh if a in axes) if kind == "permute" else axes
 
 
-def in_order_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+def in_memory_format_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
     """``moved`` in the memory format (dim order) of ``x``, since kernels round by memory order."""
     if moved is x or x.is_sparse or x.is_contiguous():
         return moved
@@ -232,12 +285,12 @@ def in_order_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
     return moved.permute(order).contiguous().permute(back)
 
 
-_bound = threading.local()
+_thread_binding = threading.local()
 
 
 def current() -> Communicator:
     """The communicator bound in this thread."""
-    comm: Communicator | None = getattr(_bound, "comm", None)
+    comm: Communicator | None = getattr(_thread_binding, "comm", None)
     if comm is None:
         raise RuntimeMismatchError(
             "no communicator is bound in this thread: run the rank module inside `with runtime.bind(comm):`"
@@ -250,12 +303,12 @@ class _Binding:
         self.comm = comm
 
     def __enter__(self) -> Communicator:
-        self.previous = getattr(_bound, "comm", None)
-        _bound.comm = self.comm
+        self.previous = getattr(_thread_binding, "comm", None)
+        _thread_binding.comm = self.comm
         return self.comm
 
     def __exit__(self, *error: object) -> None:
-        _bound.comm = self.previous
+        _thread_binding.comm = self.previous
 
 
 def bind(comm: Communicator) -> AbstractContextManager[Communicator]:

@@ -14,33 +14,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-T = TypeVar("T")
+Cached = TypeVar("Cached")
 
 _world: Any = None
 """the default process group to which the shared objects belong"""
-_made: dict[Hashable, Any] = {}
+_shared_objects: dict[Hashable, Any] = {}
 
 
 _caches: list[Any] = []
 """functools caches of objects with process groups"""
 
 
-def forgotten(cached: T) -> T:
+def cleared_with_groups(cached: Cached) -> Cached:
     """Decorator of a cached function whose results have process groups: cleared with them."""
     _caches.append(cached)
     return cached
 
 
-def once(key: Hashable, make: Callable[[], T]) -> T:
+def once_per_initialisation(key: Hashable, make: Callable[[], Cached]) -> Cached:
     """The result of the first ``make()`` for ``key`` since torch.distributed was initialised."""
     global _world
     if _world is not dist.group.WORLD:
-        for cached in (_made.clear, *(c.cache_clear for c in _caches)):
+        for cached in (_shared_objects.clear, *(c.cache_clear for c in _caches)):
             cached()
         _world = dist.group.WORLD
-    if key not in _made:
-        _made[key] = make()
-    found: T = _made[key]
+    if key not in _shared_objects:
+        _shared_objects[key] = make()
+    found: Cached = _shared_objects[key]
     return found
 
 
@@ -53,10 +53,10 @@ def group_of(ranks: Sequence[int], purpose: str, backend: str | None = None) -> 
     def make() -> Any:
         return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
-    return once((purpose, backend, *ranks), make)
+    return once_per_initialisation((purpose, backend, *ranks), make)
 
 
 def mesh_of(kind: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
     """The DeviceMesh of global ``ranks`` in this shape. All ranks first ask together."""
     key = "mesh", kind, names, tuple(ranks.shape), *ranks.flatten().tolist()
-    return once(key, lambda: DeviceMesh(kind, ranks, mesh_dim_names=names))
+    return once_per_initialisation(key, lambda: DeviceMesh(kind, ranks, mesh_dim_names=names))

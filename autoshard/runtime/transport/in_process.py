@@ -1,29 +1,179 @@
-"""Simulated ranks: all ranks are threads of one process, and one of them runs at a time.
+"""Simulated ranks: all ranks are threads of one process, and one runs at a time.
 
-A rank runs until it needs the others, leaves its tensor and lets the next rank run. The last to
-arrive executes the collective for all. So ranks never race, random draws come in rank order, and a
-rank that never comes is an error at once. Where a gradient flows, a collective is one autograd node
-over all ranks' tensors: one graph spans the mesh, and a plain ``loss.backward()`` runs it."""
+A rank runs until it needs the others, leaves its tensor and lets the next rank run; nobody polls or
+times out. The last to arrive executes the collective for all. So ranks never race, random draws
+come in rank order, and a rank that never comes ends the run instead of hanging it. Where a gradient
+flows, a collective is one autograd node over all ranks' tensors: one graph spans the mesh, and a
+plain ``loss.backward()`` runs it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from autoshard.errors import RuntimeMismatchError
-from autoshard.runtime.transport import sparse
-from autoshard.runtime.transport.communicator import Communicator, Executed, bind, current, in_order_of
-from autoshard.runtime.transport.move import LOCAL, Move, piece, together
-from autoshard.runtime.transport.profiling import named, recorded
-from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Hop
-from autoshard.runtime.transport.schedule import Joint, Schedule, Threads, ThreadState
+from autoshard.runtime.transport import sparse_gradients
+from autoshard.runtime.transport.communicator import Communicator, Executed, bind, current, in_memory_format_of
+from autoshard.runtime.transport.move import LOCAL, Move, assemble_halo, halo_piece
+from autoshard.runtime.transport.profiling import profiled, with_module
+from autoshard.runtime.transport.rank_coroutines import Arrival, Collective, Hop, Sending
+from autoshard.runtime.transport.torch_state import autocast_state
 
-Tensors = tuple[torch.Tensor, ...]
+Joint = Callable[[list[Any]], Sequence[Any]]
+
+
+class Threads:
+    """One waiting thread per rank but 0, which runs in the caller. They end with this object."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.turns = [threading.Lock() for _ in range(size)]
+        for turn in self.turns:
+            turn.acquire()
+        self.job: list[Callable[[int], None] | None] = [None]
+        for rank in range(1, size):
+            args = (self.turns[rank], self.job, rank)
+            threading.Thread(target=_rank_thread, args=args, name=f"autoshard rank {rank}", daemon=True).start()
+        weakref.finalize(self, _end_threads, self.turns, self.job)
+
+
+def _rank_thread(turn: threading.Lock, job: list[Callable[[int], None] | None], rank: int) -> None:
+    while True:
+        turn.acquire()
+        if job[0] is None:
+            return
+        job[0](rank)
+
+
+def _end_threads(turns: list[threading.Lock], job: list[Callable[[int], None] | None]) -> None:
+    job[0] = None
+    for turn in turns[1:]:
+        if turn.locked():
+            turn.release()
+
+
+class Schedule:
+    """One run: whose turn it is, who waits with what, and the first failure."""
+
+    def __init__(self, threads: Threads) -> None:
+        self.failure: BaseException | None = None
+        self._size, self._turns = threads.size, threads.turns
+        self._running = 0
+        self._ended: set[int] = set()
+        self._waiting: dict[int, tuple[Any, Any]] = {}
+        self._results: Sequence[Any] = ()
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def rank_main(self, rank: int, fn: Callable[[], None]) -> None:
+        """Body of a rank's thread, from its first turn to the end of the run."""
+        try:
+            if self.failure is None:
+                fn()
+        except _Aborted:
+            pass
+        except BaseException as error:  # the caller's thread raises it
+            self.failure = self.failure or error
+        self._ended.add(rank)
+        self._waiting.pop(rank, None)
+        self._pass_on(rank)
+
+    def wait(self) -> None:
+        """Wait until every rank has ended; raise the first failure."""
+        self._done.acquire()
+        if self.failure is not None:
+            raise self.failure
+
+    def meet(self, rank: int, what: Any, value: Any, joint: Joint) -> Any:
+        """See ``World.meet``."""
+        if self.failure is not None:
+            raise _Aborted
+        self._waiting[rank] = (what, value)
+        if len(self._waiting) < self._size:
+            self._pass_on(rank)
+            self._turns[rank].acquire()
+            if isinstance(self.failure, RuntimeMismatchError):
+                raise RuntimeMismatchError(*self.failure.args)
+            if self.failure is not None:
+                raise _Aborted
+            return self._results[rank]
+        try:
+            self._check_agreement()
+            self._results = joint([self._waiting[r][1] for r in range(self._size)])
+        except BaseException as error:
+            self.failure = error
+            raise
+        self._waiting.clear()
+        return self._results[rank]
+
+    def _pass_on(self, rank: int) -> None:
+        """Give the turn to the next rank that can run; if all others wait in vain, fail."""
+        if self._running != rank:  # an interrupt ended this rank in another one's turn
+            return
+        ready = [r for r in range(self._size) if r not in self._ended and r not in self._waiting]
+        if not ready and self._waiting:
+            self.failure = self.failure or self._waits_in_vain()
+            ready = sorted(self._waiting)
+        if ready:
+            self._running = ready[0]
+            self._waiting.pop(ready[0], None)
+            self._turns[ready[0]].release()
+        else:
+            self._done.release()
+
+    def _waits_in_vain(self) -> RuntimeMismatchError:
+        waiter = min(self._waiting)
+        return RuntimeMismatchError(
+            f"rank {waiter} waits in {self._waiting[waiter][0]}, but rank {min(self._ended)} has ended without it; "
+            "every rank must call the same collectives in the same order"
+        )
+
+    def _check_agreement(self) -> None:
+        first = self._waiting[0][0]
+        for rank in range(1, self._size):
+            if self._waiting[rank][0] != first:
+                raise RuntimeMismatchError(
+                    f"rank 0 calls {first}, but rank {rank} calls {self._waiting[rank][0]}; "
+                    "every rank must call the same collectives in the same order"
+                )
+
+
+class _Aborted(BaseException):
+    """Unwinds a rank after another one failed; never leaves the schedule."""
+
+
+class ThreadState:
+    """The caller's thread-local torch state, restored in the threads of other ranks."""
+
+    def __init__(self) -> None:
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.device = torch.get_default_device()
+        self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self.autocast = autocast_state()
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside, the caller's grad and inference mode, autocast, default device, CUDA stream."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            if self.device.type != "cpu":
+                stack.enter_context(self.device)
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.stream(self.stream))
+            for kind, dtype, cache in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, True, cache))
+            yield
+
+
+RankTensors = tuple[torch.Tensor, ...]
 
 
 class World:
@@ -100,7 +250,7 @@ class World:
 
     def carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One move of all ranks, without autograd and log."""
-        return [in_order_of(x, out) for x, out in zip(xs, self._carry_out(moves, xs), strict=True)]
+        return [in_memory_format_of(x, out) for x, out in zip(xs, self._carry_out(moves, xs), strict=True)]
 
     def _carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         verb = moves[0].verb
@@ -112,9 +262,9 @@ class World:
                 continue
             group = comm.group(moves[first].axes)
             if xs[first].is_sparse:
-                parts = _sparse(comm, moves[first], [xs[r] for r in group])
+                parts = _simulated_sparse(comm, moves[first], [xs[r] for r in group])
             elif moves[first].splits is not None:
-                parts = _exchanged([moves[r] for r in group], [xs[r] for r in group])
+                parts = _simulated_splits([moves[r] for r in group], [xs[r] for r in group])
             else:
                 parts = _GROUP_OPS[verb](comm, moves[first], [xs[r] for r in group])
             receivers = comm.group(moves[first].order) if verb == "permute" else group
@@ -133,21 +283,21 @@ class InProcessCommunicator(Communicator):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Communicator.apply`. Local moves without a gradient need no meeting."""
         if move.verb in LOCAL and not (x.requires_grad and torch.is_grad_enabled()):
-            return in_order_of(x, self.local(move, x))
-        move = named(move)
-        with recorded(self, move, self.phase):
+            return in_memory_format_of(x, self.local(move, x))
+        move = with_module(move)
+        with profiled(self, move, self.phase):
             result: torch.Tensor = self.world.meet(self.rank, move.key, (move, x), self._joint)
         return result
 
     def _joint(self, values: list[tuple[Move, torch.Tensor]]) -> Sequence[torch.Tensor]:
         moves, xs = zip(*values, strict=True)
-        return _joint(self.world, moves, xs, self.phase)
+        return _joint_execute(self.world, moves, xs, self.phase)
 
-    def exchange(self, hops: Sequence[Begun], phase: str) -> Sequence[Arrival]:
+    def exchange(self, hops: Sequence[Sending], phase: str) -> Sequence[Arrival]:
         """See :meth:`Communicator.exchange`."""
         together = [hop for hop in hops if isinstance(hop, Collective)]
         if together:
-            with recorded(self, together[0].move, phase):
+            with profiled(self, together[0].move, phase):
                 moved = self.world.execute([hop.move for hop in together], [hop.x for hop in together], phase)
             return [functools.partial(tuple, (x,)) for x in moved]
         return self._permute([hop for hop in hops if isinstance(hop, Hop)], phase)
@@ -156,7 +306,7 @@ class InProcessCommunicator(Communicator):
         first = hops[0]
         self.record("permute", first.move.axes, phase, first.bytes)
         sent: dict[int, tuple[torch.Tensor, ...]] = {}
-        with recorded(self, first.move, phase):
+        with profiled(self, first.move, phase):
             for rank, hop in zip(self.world.ranks, hops, strict=True):
                 sent[rank.group(hop.move.axes)[hop.to]] = hop.tensors
         for rank, hop in zip(self.world.ranks, hops, strict=True):
@@ -200,18 +350,18 @@ class InProcessCommunicator(Communicator):
             self.world.log.append(Executed(kind, self.named(kind, axes), phase, ring_bytes))
 
 
-def _joint(world: World, moves: tuple[Move, ...], xs: Tensors, phase: str) -> Sequence[torch.Tensor]:
+def _joint_execute(world: World, moves: tuple[Move, ...], xs: RankTensors, phase: str) -> Sequence[torch.Tensor]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in xs):
-        out: Tensors = _Joint.apply(world, moves, phase, *xs)  # type: ignore[no-untyped-call]
+        out: RankTensors = _JointMove.apply(world, moves, phase, *xs)  # type: ignore[no-untyped-call]
         return out
     return world.execute(moves, xs, phase)
 
 
-class _Joint(torch.autograd.Function):
+class _JointMove(torch.autograd.Function):
     """One move of all ranks as one autograd node."""
 
     @staticmethod
-    def forward(ctx: Any, world: World, moves: tuple[Move, ...], phase: str, *xs: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, world: World, moves: tuple[Move, ...], phase: str, *xs: torch.Tensor) -> RankTensors:
         ctx.world, ctx.moves = world, moves
         ctx.set_materialize_grads(False)
         out = tuple(world.execute(moves, xs, phase))
@@ -227,62 +377,62 @@ class _Joint(torch.autograd.Function):
             for g, (shape, dtype, device) in zip(gradients, ctx.shapes, strict=True)
         )
         moves = tuple(move.backward() for move in ctx.moves)
-        with recorded(ctx.world.ranks[0], moves[0], "backward"):
-            return None, None, None, *_joint(ctx.world, moves, given, "backward")
+        with profiled(ctx.world.ranks[0], moves[0], "backward"):
+            return None, None, None, *_joint_execute(ctx.world, moves, given, "backward")
 
 
-def _all_reduce(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    total = _reduced(move, xs)
+def _simulated_all_reduce(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    total = _reduced_over_ranks(move, xs)
     return [total, *(total.clone() for _ in xs[1:])]
 
 
-def _reduce_scatter(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    total = _reduced(move, xs)
+def _simulated_reduce_scatter(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    total = _reduced_over_ranks(move, xs)
     # Copies: a view would keep the full sum alive.
     parts = (total.narrow(move.dim, *c) for c in comm.chunks(move.size, move.axes))
     return [part.clone(memory_format=torch.contiguous_format) for part in parts]
 
 
-def _all_gather(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_all_gather(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     total = torch.cat(xs, move.dim)
     return [total, *(total.clone() for _ in xs[1:])]
 
 
-def _all_to_all(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_all_to_all(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     cuts = comm.chunks(move.to_size, move.axes)
     return [torch.cat([x.narrow(move.to_dim, *c) for x in xs], move.dim) for c in cuts]
 
 
-def _exchanged(moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_splits(moves: list[Move], xs: list[torch.Tensor]) -> list[torch.Tensor]:
     """All-to-all of rows, by the moves' splits."""
     ways = [move.splits for move in moves if move.splits is not None]
     sent = [way.going(x).split(way.sent) for way, x in zip(ways, xs, strict=True)]
     return [way.staying(torch.cat(parts)) for way, parts in zip(ways, zip(*sent, strict=True), strict=True)]
 
 
-def _sparse(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [sparse.joined(move, xs, comm.chunks, number) for number in range(len(xs))]
+def _simulated_sparse(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [sparse_gradients.join_sparse(move, xs, comm.chunks, number) for number in range(len(xs))]
 
 
-def _permute(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _simulated_permute(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x.clone() for x in xs]
 
 
-def _halo(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [together(move, r, [piece(move, s, r, x) for s, x in enumerate(xs)]) for r in range(len(xs))]
+def _simulated_halo(comm: Communicator, move: Move, xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [assemble_halo(move, r, [halo_piece(move, s, r, x) for s, x in enumerate(xs)]) for r in range(len(xs))]
 
 
 _GROUP_OPS = {
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-    "permute": _permute,
-    "halo": _halo,
+    "all_reduce": _simulated_all_reduce,
+    "reduce_scatter": _simulated_reduce_scatter,
+    "all_gather": _simulated_all_gather,
+    "all_to_all": _simulated_all_to_all,
+    "permute": _simulated_permute,
+    "halo": _simulated_halo,
 }
 
 
-def _reduced(move: Move, xs: list[torch.Tensor]) -> torch.Tensor:
+def _reduced_over_ranks(move: Move, xs: list[torch.Tensor]) -> torch.Tensor:
     total = xs[0].clone(memory_format=torch.contiguous_format)
     for x in xs[1:]:
         total = _COMBINE[move.op](total, x)

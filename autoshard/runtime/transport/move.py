@@ -1,19 +1,60 @@
-"""A move converts one tensor from one placement to another along a group of mesh axes.
+"""A move: one tensor from one placement to another along a group of mesh axes; its adjoint.
 
-The table of the layout algebra in code, for what runs and for what is planned. The gradient of ``X
-→ Y`` is ``dual(Y) → dual(X)``, with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the adjoint of a move is a
-move."""
+The table of the layout algebra, for what runs and for what is planned. The gradient of ``X → Y`` is
+``dual(Y) → dual(X)``, with ``dual``: S ↔ S, I ↔ I, R ↔ P. So the backward of every move is a move."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from autoshard.runtime.transport.segments import Order
 from autoshard.runtime.transport.window import Exchange
+
+
+class SegmentOrder(NamedTuple):
+    """Rows of segments [a, b], reordered as the segments of the transpose."""
+
+    lengths: Sequence[Sequence[int]]
+    """of the segments, [a, b]"""
+    numbers: tuple[torch.Tensor, torch.Tensor] | None
+    """index of each row in the other order, both ways; None: few segments, concatenated instead"""
+
+    def turned(self) -> SegmentOrder:
+        """The inverse order."""
+        return SegmentOrder([*zip(*self.lengths, strict=True)], self.numbers and self.numbers[::-1])
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows ``x`` in this order."""
+        if self.numbers is not None:
+            return x.index_select(0, self.numbers[0])
+        columns = len(self.lengths[0])
+        segments = x.split_with_sizes([n for row in self.lengths for n in row])
+        return torch.cat([s for number in range(columns) for s in segments[number::columns]])
+
+
+MAX_CONCATENATED_SEGMENTS = 64
+"""segments up to which concatenation is faster than gathering rows by index"""
+
+
+def transposed_segments(lengths: Sequence[Sequence[int]], device: torch.device) -> SegmentOrder:
+    """The order of rows in segments of ``lengths`` [a, b] as segments of the transpose [b, a]."""
+    columns, rows = len(lengths[0]), sum(map(sum, lengths))
+    if columns * len(lengths) <= MAX_CONCATENATED_SEGMENTS:
+        return SegmentOrder(lengths, None)
+    starts = [0, *itertools.accumulate(itertools.chain.from_iterable(lengths))]
+    turned = list(itertools.chain.from_iterable(zip(*lengths, strict=True)))
+    places = [0, *itertools.accumulate(turned)]
+    begins = (start for b in range(columns) for start in starts[b:-1:columns])
+    ways = [start - place for start, place in zip(begins, places, strict=False)]  # source - target
+    way, length = torch.tensor([ways, turned], device=device).unbind()
+    numbers = torch.arange(rows, device=device)
+    order = way.repeat_interleave(length, output_size=rows).add_(numbers)
+    return SegmentOrder(lengths, (order, torch.empty_like(order).scatter_(0, order, numbers)))
+
 
 DUAL = {"S": "S", "I": "I", "R": "P", "P": "R"}
 
@@ -36,10 +77,10 @@ CONVERSIONS = {
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute")
 
-DIRECT = 1 << 16
+DIRECT_SUM_BYTES = 1 << 16
 """bytes · ranks up to which more than two ranks of gloo send each other their summands"""
 
-EXCHANGED = 1 << 22
+PAIR_EXCHANGE_BYTES = 1 << 22
 """bytes up to which two ranks of gloo send each other their summands"""
 
 LOCAL = frozenset(CONVERSIONS.values()).difference(COLLECTIVES)
@@ -48,9 +89,9 @@ LOCAL = frozenset(CONVERSIONS.values()).difference(COLLECTIVES)
 UNNAMED = "?"
 
 
-def is_few(size: float, ranks: int) -> bool:
+def sums_directly(size: float, ranks: int) -> bool:
     """Whether ``ranks`` ranks of gloo send each other their summands of ``size`` bytes."""
-    return size * ranks <= DIRECT
+    return size * ranks <= DIRECT_SUM_BYTES
 
 
 def dual(source: str, target: str) -> tuple[str, str]:
@@ -75,9 +116,9 @@ class Splits(NamedTuple):
     sent: tuple[int, ...]
     received: tuple[int, ...]
     me: int
-    before: Order | None = None
+    before: SegmentOrder | None = None
     """order into which rows are put before sending; None: as they lie"""
-    after: Order | None = None
+    after: SegmentOrder | None = None
     """order into which received rows are put; None: as they arrive"""
 
     def backward(self) -> Splits:
@@ -175,14 +216,14 @@ class Move(NamedTuple):
         return f"{self.verb} {self.source} → {self.target}{detail} over {', '.join(self.axes)}"
 
 
-def piece(move: Move, sender: int, receiver: int, x: torch.Tensor) -> torch.Tensor:
+def halo_piece(move: Move, sender: int, receiver: int, x: torch.Tensor) -> torch.Tensor:
     """The part of the sender's ``x`` that a halo sends to the receiver; both are group numbers."""
     assert move.exchange is not None
     start, length = move.exchange.piece(sender, receiver)
     return x.narrow(move.dim, start - move.exchange.held[sender][0] if length else 0, length)
 
 
-def together(move: Move, receiver: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def assemble_halo(move: Move, receiver: int, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """A halo's result on the receiver: the pieces of all ranks, concatenated or summed."""
     assert move.exchange is not None
     first, count = move.exchange.wanted[receiver]

@@ -17,27 +17,27 @@ from typing import Any
 import torch.distributed as dist
 
 from autoshard.errors import CommunicationError
-from autoshard.runtime.transport.groups import once
+from autoshard.runtime.transport.groups import once_per_initialisation
 
 log = logging.getLogger("autoshard")
 
-PATIENCE = datetime.timedelta(seconds=1)
+POLL_INTERVAL = datetime.timedelta(seconds=1)
 """how long a rank waits before its first look at the others' notes, and between looks"""
 
-LONG = 30
+POLLS_BEFORE_WARNING = 30
 """looks after which a rank logs that it still waits"""
 
-_numbers = itertools.count()
+_initialisations = itertools.count()
 
 Claim = tuple[str, int] | tuple[str, int, Sequence[int]]
 """(what must be equal on all ranks, its number[, per rank the rank to agree with, else 0])"""
 
 
-class Common:
+class ModulesState:
     """State shared by modules on the groups of one initialisation of torch.distributed."""
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
+        self.number = next(_initialisations)
         """of the initialisation; the store may outlive it"""
         self.modules = 0
         self.calls = 0
@@ -52,13 +52,13 @@ class Common:
         """whether that collective was an agreement"""
 
 
-class Notes:
+class FailureNotes:
     """Calls of one module, and their failures. Ranks create as many, in the same order.
 
     As a context manager it reports errors inside to the other ranks."""
 
     def __init__(self) -> None:
-        self.common = once("common", Common)
+        self.common = once_per_initialisation("common", ModulesState)
         self.common.modules += 1
         self.common.calls += 1
         self.number = self.common.modules
@@ -154,34 +154,36 @@ class Notes:
         return f"autoshard/{self.common.number}/{call}"
 
 
-def wait(work: Any, notes: Notes, what: Callable[[], str]) -> None:
+def wait(work: Any, notes: FailureNotes, what: Callable[[], str]) -> None:
     """Wait for a gloo collective. Raises :class:`CommunicationError` if it cannot end.
 
     ``what``: its name, for messages."""
     for looks in itertools.count(1):
         try:
-            work.wait(PATIENCE)
+            work.wait(POLL_INTERVAL)
             return
         except RuntimeError as error:
             late = not work.is_completed()
             if not late:
                 if _succeeds(work):
                     return
-                raise lost(error, notes, what()) from error
-        if told := notes.look():
+                raise collective_error(error, notes, what()) from error
+        if reason := notes.look():
             notes.give_up()
-            raise CommunicationError(f"{what()}: {told}")
-        if looks == LONG:
-            log.warning("rank %d has waited %d s for %s", dist.get_rank(), LONG * PATIENCE.seconds, what())
+            raise CommunicationError(f"{what()}: {reason}")
+        if looks == POLLS_BEFORE_WARNING:
+            log.warning(
+                "rank %d has waited %d s for %s", dist.get_rank(), POLLS_BEFORE_WARNING * POLL_INTERVAL.seconds, what()
+            )
 
 
-def lost(error: Exception, notes: Notes, what: str) -> CommunicationError:
+def collective_error(error: Exception, notes: FailureNotes, what: str) -> CommunicationError:
     """The error of a collective that the backend gave up."""
-    told = notes.look()
+    reason = notes.look()
     notes.give_up()  # after the look, since ranks compare it
-    if not told:
-        told = f"another rank is gone (ended, killed, or out of reach), or did not come in time: {error}"
-    return CommunicationError(f"{what}: {told}")
+    if not reason:
+        reason = f"another rank is gone (ended, killed, or out of reach), or did not come in time: {error}"
+    return CommunicationError(f"{what}: {reason}")
 
 
 def _succeeds(work: Any) -> bool:

@@ -1,37 +1,139 @@
-"""Ranks as processes: collectives on torch.distributed (NCCL on GPUs, gloo on CPUs)."""
+"""Ranks as processes: collectives on torch.distributed (NCCL, gloo), and pending work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from autoshard.errors import MeshError
-from autoshard.runtime.transport import sparse
-from autoshard.runtime.transport.communicator import Communicator, in_order_of
-from autoshard.runtime.transport.differentiable import Differentiable
-from autoshard.runtime.transport.float_order import floats, ordered
-from autoshard.runtime.transport.generators import Generators
-from autoshard.runtime.transport.groups import group_of
-from autoshard.runtime.transport.move import LOCAL, UNNAMED, Move, Splits, piece, together
-from autoshard.runtime.transport.peers import Notes, lost
-from autoshard.runtime.transport.profiling import collective_name, named, recorded
-from autoshard.runtime.transport.relay import Arrival, Begun, Collective, Hop
-from autoshard.runtime.transport.spare import Shapes, Spare
-from autoshard.runtime.transport.wire import behind, numel, outermost, padded, raw, with_length
-from autoshard.runtime.transport.work import (
-    Added,
-    Group,
-    Underway,
-    all_gather_single,
-    all_reduce_sum,
-    all_to_all_rows,
-    reduce_scatter_single,
-    to_exchange,
+from autoshard.runtime.transport import sparse_gradients
+from autoshard.runtime.transport.autograd import Differentiable
+from autoshard.runtime.transport.buffer_pool import (
+    BufferPool,
+    BufferShapes,
+    float_order_keys,
+    floats_of_keys,
+    is_outermost,
+    numel,
+    packed_flat,
+    raw,
+    with_length,
+    zero_padded,
 )
+from autoshard.runtime.transport.communicator import Communicator, in_memory_format_of
+from autoshard.runtime.transport.groups import group_of
+from autoshard.runtime.transport.move import (
+    LOCAL,
+    PAIR_EXCHANGE_BYTES,
+    UNNAMED,
+    Move,
+    Splits,
+    assemble_halo,
+    halo_piece,
+    sums_directly,
+)
+from autoshard.runtime.transport.peers import FailureNotes, collective_error, wait
+from autoshard.runtime.transport.profiling import collective_name, profiled, with_module
+from autoshard.runtime.transport.rank_coroutines import Arrival, Collective, Hop, Sending
+from autoshard.runtime.transport.torch_state import SynchronisedGenerators
+
+# Called all_gather_into_tensor and reduce_scatter_tensor before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce_sum(x: torch.Tensor, group: Any, async_op: bool = True) -> Any:
+    """Begin ``dist.all_reduce(x, group=group)`` without its per-call checks."""
+    return group.allreduce([torch.view_as_real(x) if x.is_complex() else x])
+
+
+def all_to_all_rows(
+    out: torch.Tensor, x: torch.Tensor, gets: list[int], gives: list[int], group: Any, async_op: bool = True
+) -> Any:
+    """Begin ``dist.all_to_all_single(out, x, gets, gives, group)`` without its checks."""
+    if x.is_complex():
+        out, x = torch.view_as_real(out), torch.view_as_real(x)
+    return group.alltoall_base(out, x, gets, gives)
+
+
+class AxesGroup(NamedTuple):
+    """The process group of some axes."""
+
+    handle: Any
+    size: int
+    number: int
+    """this rank's number along the axes"""
+    members: tuple[int, ...]
+    """global ranks, in the order of the axes"""
+    order: tuple[int, ...] | None
+    """number along the axes of each member in the process group's order; None: the same order"""
+    gloo: bool
+
+    def in_order(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """``parts`` in the process group's order, put in the order of the axes."""
+        if self.order is None:
+            return list(parts)
+        out = list(parts)
+        for position, k in enumerate(self.order):
+            out[k] = parts[position]
+        return out
+
+
+def exchange_buffers(group: AxesGroup, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]] | None:
+    """(receive buffer, sent tensor, elements per member or []) to exchange summands, else None.
+
+    An exchange meets once, a ring 2 (n - 1) times. Two ranks send as much as in a ring, and
+    exchange unless the buffer would be large. More ranks exchange few numbers; for one number their
+    ring has a single segment."""
+    if not x.is_floating_point():
+        return None
+    if group.size == 2 and x.nbytes <= PAIR_EXCHANGE_BYTES:
+        counts = [0 if m == group.members[group.number] else x.numel() for m in sorted(group.members)]
+        return torch.empty_like(x).view(-1), x.view(-1), counts
+    if group.size > 2 and x.numel() > 1 and sums_directly(x.nbytes, group.size):
+        parts = x.view(-1).expand(group.size, -1).contiguous()
+        return torch.empty_like(parts), parts, []
+    return None
+
+
+class PendingCollective(NamedTuple):
+    """A collective that has begun."""
+
+    work: Any
+    notes: FailureNotes | None
+    """of the rank, if gloo executes it"""
+    what: Callable[[], str]
+    """its name, for messages"""
+
+    def wait(self) -> None:
+        """Wait for its result, once. Raises :class:`CommunicationError` if gloo cannot get it."""
+        if self.notes is None:
+            self.work.wait()
+        else:
+            wait(self.work, self.notes, self.what)
+
+
+class PendingSum(NamedTuple):
+    """A pending sum by all-to-all: a reduce-scatter, a small all-reduce, or one of two ranks."""
+
+    work: PendingCollective
+    received: torch.Tensor
+    """all ranks' summands; if it is as large as ``out``, the other one's of two"""
+    out: torch.Tensor
+
+    def wait(self) -> None:
+        """Wait for the summands and add them up."""
+        self.work.wait()
+        ranks = self.received.numel() // max(1, self.out.numel())
+        if ranks == 1:
+            self.out.add_(self.received.view(self.out.shape))
+            return
+        torch.sum(self.received.view(ranks, *self.out.shape), 0, dtype=self.out.dtype, out=self.out)
+
 
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -51,13 +153,13 @@ class TorchCommunicator(Communicator):
         super().__init__(axes, self.ranks.index(me) if me in self.ranks else -1)
         if self.world_size != len(self.ranks):
             raise MeshError(f"mesh {self.mesh} has {self.world_size} ranks, but {len(self.ranks)} processes run")
-        self._groups: dict[tuple[str, ...], Group] = {}
+        self._groups: dict[tuple[str, ...], AxesGroup] = {}
         self._handles: dict[tuple[int, ...], Any] = {}
-        self.generators: Generators | None = None
+        self.generators: SynchronisedGenerators | None = None
         """set inside :func:`synchronised_rng`"""
         self._at: tuple[Move | None, str] = (None, "a collective")
-        self.notes = Notes()
-        self.spare = Spare()
+        self.notes = FailureNotes()
+        self.spare = BufferPool()
 
     @classmethod
     def of(cls, mesh: Any) -> TorchCommunicator:
@@ -68,7 +170,7 @@ class TorchCommunicator(Communicator):
             comm._handles[tuple(sorted(comm.ranks[r] for r in comm.group((name,))))] = mesh.get_group(i)
         return comm
 
-    def process_group(self, axes: tuple[str, ...]) -> Group:
+    def process_group(self, axes: tuple[str, ...]) -> AxesGroup:
         """The process group of the flattened ``axes``. All members ask together at first."""
         if axes not in self._groups:
             members = tuple(self.ranks[r] for r in self.group(axes))
@@ -79,10 +181,10 @@ class TorchCommunicator(Communicator):
             order = None if ordered == members else tuple(members.index(r) for r in ordered)
             handle = self._handles[ordered]
             gloo = dist.get_backend(handle) == "gloo"
-            self._groups[axes] = Group(handle, len(members), self.index(axes), members, order, gloo)
+            self._groups[axes] = AxesGroup(handle, len(members), self.index(axes), members, order, gloo)
         return self._groups[axes]
 
-    def beside(self, axes: tuple[str, ...]) -> Group:
+    def beside(self, axes: tuple[str, ...]) -> AxesGroup:
         """The process group for what overlaps with compute: parameters and gradients.
 
         NCCL executes a group's collectives in order, so one that the next operation waits for would
@@ -91,11 +193,11 @@ class TorchCommunicator(Communicator):
         group = self.process_group(axes)
         return group if group.gloo else self._own(group)
 
-    def _own(self, group: Group) -> Group:
+    def _own(self, group: AxesGroup) -> AxesGroup:
         """``group`` with a communicator of its own. All members ask together at first."""
         return group._replace(handle=group_of(group.members, "beside"))
 
-    def host_group(self) -> Group:
+    def host_group(self) -> AxesGroup:
         """All ranks, for CPU tensors.
 
         It is a separate gloo group if the backend has none for CPUs (NCCL), or has gloo besides
@@ -107,7 +209,9 @@ class TorchCommunicator(Communicator):
             return world
         return world._replace(handle=group_of(self.ranks, "host", "gloo"), gloo=True)
 
-    def buffer(self, like: torch.Tensor, shapes: Shapes, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def buffer(
+        self, like: torch.Tensor, shapes: BufferShapes, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """A flat buffer on the device of ``like``, and views of ``shapes`` in it: for gradients."""
         return self.spare.take(like, shapes, dtype, self.notes.call - self.notes.meetings)
 
@@ -115,17 +219,17 @@ class TorchCommunicator(Communicator):
         """Name the collectives that follow: a move in a phase, or (no move) ``phase``."""
         self._at = (move, phase)
 
-    def begin(self, group: Group, collective: Callable[..., Any], *args: Any) -> Underway:
+    def begin(self, group: AxesGroup, collective: Callable[..., Any], *args: Any) -> PendingCollective:
         """Begin ``collective(*args)`` of torch.distributed on ``group``."""
         self.notes.settle()
         what = partial(self.name, group, *self._at)
         try:
             work = collective(*args, group=group.handle, async_op=True)
         except RuntimeError as error:
-            raise lost(error, self.notes, what()) from error
-        return Underway(work, self.notes if group.gloo else None, what)
+            raise collective_error(error, self.notes, what()) from error
+        return PendingCollective(work, self.notes if group.gloo else None, what)
 
-    def run(self, group: Group, collective: Callable[..., Any], *args: Any) -> None:
+    def run(self, group: AxesGroup, collective: Callable[..., Any], *args: Any) -> None:
         """``collective(*args)`` on ``group``. Raises as :meth:`Underway.wait` does."""
         if group.gloo:
             self.begin(group, collective, *args).wait()
@@ -133,37 +237,39 @@ class TorchCommunicator(Communicator):
             self.notes.settle()
             collective(*args, group=group.handle)
 
-    def reduce_scatter(self, group: Group, out: torch.Tensor, parts: torch.Tensor) -> Underway | Added:
+    def reduce_scatter(
+        self, group: AxesGroup, out: torch.Tensor, parts: torch.Tensor
+    ) -> PendingCollective | PendingSum:
         """Begin to sum ``parts``, one per rank, shaped as ``out``, into every rank's ``out``.
 
         gloo's own sends as much as an all-reduce; an all-to-all and a local sum send half of it."""
         if not group.gloo:
             return self.begin(group, reduce_scatter_single, out, parts)
         received = torch.empty_like(parts)
-        return Added(self.begin(group, dist.all_to_all_single, received, parts), received, out)
+        return PendingSum(self.begin(group, dist.all_to_all_single, received, parts), received, out)
 
-    def all_reduce(self, group: Group, x: torch.Tensor) -> Underway | Added:
+    def all_reduce(self, group: AxesGroup, x: torch.Tensor) -> PendingCollective | PendingSum:
         """Begin to sum contiguous ``x`` over the ranks, in place.
 
-        gloo's ring wakes threads of every rank 2 (n - 1) times: see :func:`to_exchange`."""
-        if group.gloo and (sent := to_exchange(group, x)) is not None:
+        gloo's ring wakes threads of every rank 2 (n - 1) times: see :func:`exchange_buffers`."""
+        if group.gloo and (sent := exchange_buffers(group, x)) is not None:
             received, parts, counts = sent
-            return Added(self.begin(group, all_to_all_rows, received, parts, counts, counts), received, x)
+            return PendingSum(self.begin(group, all_to_all_rows, received, parts, counts, counts), received, x)
         return self.begin(group, all_reduce_sum, x)
 
-    def name(self, group: Group, move: Move | None, phase: str) -> str:
+    def name(self, group: AxesGroup, move: Move | None, phase: str) -> str:
         """A collective's name in errors."""
         if move is not None:
-            move = move if move.module != UNNAMED else named(move, always=True)  # same line as the begin
+            move = move if move.module != UNNAMED else with_module(move, always=True)  # same line as the begin
             phase = collective_name(move.kind, self.named(move.kind, move.axes), move.module, phase)
         return f"{phase} among ranks {', '.join(map(str, group.members))}"
 
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():
-            move = named(move, always=True)  # for the backward, in which no generated code runs
+            move = with_module(move, always=True)  # for the backward, in which no generated code runs
             result: torch.Tensor = Differentiable.apply(self, move, self.phase, x)
             return result
-        return self.execute(named(move), x, self.phase)
+        return self.execute(with_module(move), x, self.phase)
 
     def execute(self, move: Move, x: torch.Tensor, phase: str) -> torch.Tensor:
         """``move`` on this rank's ``x``, without autograd."""
@@ -171,32 +277,34 @@ class TorchCommunicator(Communicator):
             return self.start(move, x, phase)()
         verb = move.verb
         if verb in LOCAL:
-            return in_order_of(x, self.local(move, x))
+            return in_memory_format_of(x, self.local(move, x))
         group = self.process_group(move.axes)
         if self.log is not None:
             self.record("all_gather" if x.is_sparse else move.kind, move.axes, phase, move.ring_bytes(x, group.size))
         self.during(move, phase)
-        with recorded(self, move, phase):
+        with profiled(self, move, phase):
             if x.is_sparse:
-                parts = sparse.gathered(move, x, group.size, lambda m, part: _all_gather(self, m, group, part))
-                return sparse.joined(move, parts, self.chunks, group.number)
-            return in_order_of(x, _COLLECTIVES[verb](self, move, group, x))
+                parts = sparse_gradients.gather_sparse(
+                    move, x, group.size, lambda m, part: _group_all_gather(self, m, group, part)
+                )
+                return sparse_gradients.join_sparse(move, parts, self.chunks, group.number)
+            return in_memory_format_of(x, _COLLECTIVES[verb](self, move, group, x))
 
     def start(self, move: Move, x: torch.Tensor, phase: str) -> Callable[[], torch.Tensor]:
         """See :meth:`Communicator.start`: row all-to-alls, all-gathers, reduce-scatters."""
-        if move.splits is None and move.verb not in _STARTED:
+        if move.splits is None and move.verb not in _ASYNC_COLLECTIVES:
             moved = self.execute(move, x, phase)
             return lambda: moved
         group = self.process_group(move.axes)
         if self.log is not None:
             self.record(move.kind, move.axes, phase, move.ring_bytes(x, group.size))
         self._at = move, phase
-        with recorded(self, move, phase):
+        with profiled(self, move, phase):
             if move.splits is not None:
                 return _start_rows(self, move.splits, group, x)
-            return _STARTED[move.verb](self, move, group, x)
+            return _ASYNC_COLLECTIVES[move.verb](self, move, group, x)
 
-    def exchange(self, hops: Sequence[Begun], phase: str) -> Sequence[Arrival]:
+    def exchange(self, hops: Sequence[Sending], phase: str) -> Sequence[Arrival]:
         """See :meth:`Communicator.exchange`."""
         (hop,) = hops
         if isinstance(hop, Collective):
@@ -204,14 +312,14 @@ class TorchCommunicator(Communicator):
             return [lambda: (arrive(),)]
         self.record("permute", hop.move.axes, phase, hop.bytes)
         self.during(hop.move, phase)
-        with recorded(self, hop.move, phase):
+        with profiled(self, hop.move, phase):
             return [self.send(self.process_group(hop.move.axes), hop)]
 
-    def send(self, group: Group, hop: Hop) -> Arrival:
+    def send(self, group: AxesGroup, hop: Hop) -> Arrival:
         """Begin to send and to receive."""
         receiver, sender = group.members[hop.to], group.members[hop.source]
         counts = [numel(shape) for shape in hop.shapes]
-        sent = hop.tensors[0].reshape(-1) if len(hop.tensors) == 1 else behind(hop.tensors)
+        sent = hop.tensors[0].reshape(-1) if len(hop.tensors) == 1 else packed_flat(hop.tensors)
         out = sent.new_empty(sum(counts)) if hop.into is None else hop.into.view(-1)
         works: Sequence[Any] = ()
         if group.gloo:  # a single message's wait ends the connection if it times out
@@ -247,14 +355,14 @@ class TorchCommunicator(Communicator):
         return fn(*args, **kwargs)
 
 
-def _all_reduce(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
+def _group_all_reduce(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor) -> torch.Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     if not out.numel():
         return out
     if move.op != "sum" and x.is_floating_point():
-        keys = ordered(out, move.op)
+        keys = float_order_keys(out, move.op)
         comm.run(group, dist.all_reduce, keys, _REDUCE[move.op])
-        return floats(keys, x.dtype)
+        return floats_of_keys(keys, x.dtype)
     if move.op == "sum" and group.gloo:
         comm.all_reduce(group, out).wait()
     else:
@@ -262,12 +370,16 @@ def _all_reduce(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tens
     return out
 
 
-def _all_gather(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
+def _group_all_gather(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor) -> torch.Tensor:
     return _start_gather(comm, move, group, x, comm.run)()
 
 
 def _start_gather(
-    comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor, begin: Callable[..., Underway | None]
+    comm: TorchCommunicator,
+    move: Move,
+    group: AxesGroup,
+    x: torch.Tensor,
+    begin: Callable[..., PendingCollective | None],
 ) -> Callable[[], torch.Tensor]:
     """``begin``: begins a collective, or runs it."""
     chunks = comm.chunks(move.size, move.axes)
@@ -275,8 +387,8 @@ def _start_gather(
     if not numel(out_shape):
         return partial(x.new_empty, out_shape)
     lengths = [length for _, length in chunks]
-    sent = padded(x, move.dim, lengths[0]).contiguous()
-    in_place = lengths[0] == lengths[-1] and group.order is None and outermost(sent.shape, move.dim)
+    sent = zero_padded(x, move.dim, lengths[0]).contiguous()
+    in_place = lengths[0] == lengths[-1] and group.order is None and is_outermost(sent.shape, move.dim)
     out = x.new_empty(out_shape if in_place else [group.size, *sent.shape])
     parts = out.view(group.size, *sent.shape)
     work = begin(group, all_gather_single, raw(parts), raw(sent).unsqueeze(0))
@@ -294,17 +406,17 @@ def _start_gather(
 
 
 def _start_reduce_scatter(
-    comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor
+    comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor
 ) -> Callable[[], torch.Tensor]:
     chunks = comm.chunks(move.size, move.axes)
     longest, mine = chunks[0][1], chunks[group.number][1]
     if not x.numel():
         return partial(x.new_empty, with_length(x.shape, move.dim, mine))
-    if longest == chunks[-1][1] and group.order is None and outermost(x.shape, move.dim):
+    if longest == chunks[-1][1] and group.order is None and is_outermost(x.shape, move.dim):
         parts = x.contiguous()
     else:
-        pieces = [padded(x.narrow(move.dim, *c), move.dim, longest) for c in chunks]
-        parts = behind(pieces if group.order is None else [pieces[k] for k in group.order])
+        pieces = [zero_padded(x.narrow(move.dim, *c), move.dim, longest) for c in chunks]
+        parts = packed_flat(pieces if group.order is None else [pieces[k] for k in group.order])
     out = x.new_empty(with_length(x.shape, move.dim, longest))
     parts = parts.view(group.size * out.shape[0], *out.shape[1:])
     work = comm.reduce_scatter(group, out, parts)
@@ -317,18 +429,20 @@ def _start_reduce_scatter(
     return arrive
 
 
-def _all_to_all(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
+def _group_all_to_all(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor) -> torch.Tensor:
     sent, gathered = comm.chunks(move.to_size, move.axes), comm.chunks(move.size, move.axes)
     members = range(group.size) if group.order is None else group.order
     pieces = [x.narrow(move.to_dim, *sent[k]) for k in members]
     shape = with_length(x.shape, move.to_dim, sent[group.number][1])
     shapes = [with_length(shape, move.dim, gathered[k][1]) for k in members]
-    out = _exchanged(comm, pieces, [numel(s) for s in shapes], group)
+    out = _all_to_all_flat(comm, pieces, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
     return torch.cat(group.in_order(parts), move.dim)
 
 
-def _start_rows(comm: TorchCommunicator, splits: Splits, group: Group, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+def _start_rows(
+    comm: TorchCommunicator, splits: Splits, group: AxesGroup, x: torch.Tensor
+) -> Callable[[], torch.Tensor]:
     """All-to-all of rows, reordered before and after by ``splits`` and the group's order."""
     gives, gets = splits.sent, splits.received
     x = splits.going(x)
@@ -337,7 +451,7 @@ def _start_rows(comm: TorchCommunicator, splits: Splits, group: Group, x: torch.
         x = torch.cat([pieces[k] for k in group.order])
         gives, gets = (tuple(numbers[k] for k in group.order) for numbers in (gives, gets))
     sent, out = x.contiguous(), x.new_empty(sum(gets), *x.shape[1:])
-    work = comm.begin(group, _exchange(group), raw(out), raw(sent), list(gets), list(gives))
+    work = comm.begin(group, _all_to_all_function(group), raw(out), raw(sent), list(gets), list(gives))
 
     def arrive() -> torch.Tensor:
         work.wait()
@@ -347,31 +461,31 @@ def _start_rows(comm: TorchCommunicator, splits: Splits, group: Group, x: torch.
     return arrive
 
 
-def _halo(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
+def _group_halo(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor) -> torch.Tensor:
     assert move.exchange is not None
     members = range(group.size) if group.order is None else group.order
-    sent = [piece(move, group.number, k, x) for k in members]
+    sent = [halo_piece(move, group.number, k, x) for k in members]
     shapes = [with_length(x.shape, move.dim, move.exchange.piece(k, group.number)[1]) for k in members]
-    out = _exchanged(comm, sent, [numel(s) for s in shapes], group)
+    out = _all_to_all_flat(comm, sent, [numel(s) for s in shapes], group)
     parts = [p.view(s) for p, s in zip(out, shapes, strict=True)]
-    return together(move, group.number, group.in_order(parts))
+    return assemble_halo(move, group.number, group.in_order(parts))
 
 
-def _exchanged(
-    comm: TorchCommunicator, sent: list[torch.Tensor], counts: list[int], group: Group
+def _all_to_all_flat(
+    comm: TorchCommunicator, sent: list[torch.Tensor], counts: list[int], group: AxesGroup
 ) -> tuple[torch.Tensor, ...]:
     """Send a tensor to every member; flat tensors of ``counts`` elements arrive, in group order."""
-    buffer = behind(sent)
+    buffer = packed_flat(sent)
     out = buffer.new_empty(sum(counts))
-    comm.run(group, _exchange(group), raw(out), raw(buffer), counts, [s.numel() for s in sent])
+    comm.run(group, _all_to_all_function(group), raw(out), raw(buffer), counts, [s.numel() for s in sent])
     return torch.split(out, counts)
 
 
-def _exchange(group: Group) -> Callable[..., Any]:
+def _all_to_all_function(group: AxesGroup) -> Callable[..., Any]:
     return all_to_all_rows if group.gloo else dist.all_to_all_single
 
 
-def _permute(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor) -> torch.Tensor:
+def _group_permute(comm: TorchCommunicator, move: Move, group: AxesGroup, x: torch.Tensor) -> torch.Tensor:
     after = comm.process_group(move.order)
     to = group.members.index(after.members[group.number])
     shape = (
@@ -380,15 +494,15 @@ def _permute(comm: TorchCommunicator, move: Move, group: Group, x: torch.Tensor)
     return comm.send(group, Hop(move, to, after.number, (x,), (tuple(shape),), 0.0))()[0]
 
 
-_STARTED: dict[str, Callable[..., Callable[[], torch.Tensor]]] = {
+_ASYNC_COLLECTIVES: dict[str, Callable[..., Callable[[], torch.Tensor]]] = {
     "all_gather": lambda comm, move, group, x: _start_gather(comm, move, group, x, comm.begin),
     "reduce_scatter": _start_reduce_scatter,
 }
 _COLLECTIVES = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
+    "all_reduce": _group_all_reduce,
+    "all_gather": _group_all_gather,
     "reduce_scatter": lambda *what: _start_reduce_scatter(*what)(),
-    "all_to_all": _all_to_all,
-    "permute": _permute,
-    "halo": _halo,
+    "all_to_all": _group_all_to_all,
+    "permute": _group_permute,
+    "halo": _group_halo,
 }

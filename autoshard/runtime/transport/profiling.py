@@ -19,10 +19,10 @@ from autoshard.runtime.transport.move import LOCAL, Move
 if TYPE_CHECKING:
     from autoshard.runtime.transport.communicator import Communicator
 
-_TABLE = "__modules_of_lines__"
+_LINE_TABLE = "__modules_of_lines__"
 """the global of a generated file that holds its table"""
 
-_NOTHING = contextlib.nullcontext()
+_NO_RECORD = contextlib.nullcontext()
 
 
 def name_lines(rank_module: type[Any], modules: Mapping[int, str]) -> None:
@@ -30,7 +30,7 @@ def name_lines(rank_module: type[Any], modules: Mapping[int, str]) -> None:
 
     ``modules``: line number → module path, relative to the block of the method; ``@block.mlp`` is
     relative to the block in the loop variable ``block``."""
-    rank_module.forward.__globals__[_TABLE] = modules
+    rank_module.forward.__globals__[_LINE_TABLE] = modules
 
 
 def collective_name(kind: str, axes: Sequence[str], module: str, phase: str) -> str:
@@ -38,17 +38,17 @@ def collective_name(kind: str, axes: Sequence[str], module: str, phase: str) -> 
     return f"{kind}@{','.join(axes)} {module or '(root)'} {phase}"
 
 
-def named(move: Move, always: bool = False) -> Move:
+def with_module(move: Move, always: bool = False) -> Move:
     """``move`` with the module of the running generated line, if a profiler runs or ``always``."""
     return move._replace(module=_running_module()) if always or profiler._is_profiler_enabled else move
 
 
-def recorded(comm: Communicator, move: Move, phase: str, members: int = 1) -> contextlib.AbstractContextManager[Any]:
+def profiled(comm: Communicator, move: Move, phase: str, members: int = 1) -> contextlib.AbstractContextManager[Any]:
     """Show what runs inside in the profile as this collective; local moves are not shown.
 
     A bucket of several ``members`` has the name of its first and how many follow."""
     if not profiler._is_profiler_enabled or move.verb in LOCAL:
-        return _NOTHING
+        return _NO_RECORD
     name = collective_name(move.kind, comm.named(move.kind, move.axes), move.module, phase)
     return profiler.record_function(f"{name} (+{members - 1})" if members > 1 else name)
 
@@ -56,11 +56,11 @@ def recorded(comm: Communicator, move: Move, phase: str, members: int = 1) -> co
 def _running_module() -> str:
     """The module of the innermost generated line on the stack; "?" without one."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _TABLE not in frame.f_globals:
+    while frame is not None and _LINE_TABLE not in frame.f_globals:
         frame = frame.f_back
     if frame is None:
         return "?"
-    owner, module = frame.f_locals.get("self"), frame.f_globals[_TABLE].get(frame.f_lineno, "")
+    owner, module = frame.f_locals.get("self"), frame.f_globals[_LINE_TABLE].get(frame.f_lineno, "")
     if module.startswith("@"):
         variable, _, module = module[1:].partition(".")
         owner = frame.f_locals.get(variable)

@@ -16,11 +16,11 @@ def chunks(size: int, ranks: Iterable[int]) -> Chunks:
     """``size`` split over axes of these sizes, outer to inner, like torch.chunk; may be empty."""
     parts: list[Interval] = [(0, size)]
     for n in ranks:
-        parts = [piece for start, length in parts for piece in _cut(start, length, n)]
+        parts = [piece for start, length in parts for piece in _split_interval(start, length, n)]
     return tuple(parts)
 
 
-def _cut(start: int, length: int, ranks: int) -> list[Interval]:
+def _split_interval(start: int, length: int, ranks: int) -> list[Interval]:
     step = -(-length // ranks)
     ends = [min(i * step, length) for i in range(ranks + 1)]
     return [(start + a, b - a) for a, b in itertools.pairwise(ends)]
@@ -60,7 +60,7 @@ class Window(NamedTuple):
         return results[0] - self.read(results)[0] * self.stride + self.padding
 
 
-def within(interval: Interval, size: int) -> Interval:
+def clipped_interval(interval: Interval, size: int) -> Interval:
     """The part of an interval in [0, size)."""
     low, high = (min(max(end, 0), size) for end in (interval[0], sum(interval)))
     return low, high - low
@@ -109,5 +109,5 @@ def halo_of(window: Window, size: int, to: int, ranks: tuple[int, ...]) -> Halo:
     """``size``, ``to``: global lengths of operand and result, sharded by axes of these sizes."""
     results = chunks(to, ranks)
     reads = tuple(map(window.read, results))
-    moved = Exchange(chunks(size, ranks), tuple(within(r, size) for r in reads))
+    moved = Exchange(chunks(size, ranks), tuple(clipped_interval(r, size) for r in reads))
     return Halo(results, reads, moved, moved.received, moved.backward().received)

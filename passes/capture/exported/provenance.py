@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autoshard.frames import place, stack, users_lines
-from autoshard.passes.ir.names import is_plain
+from autoshard.frames import frames_outwards, location_text, users_lines
+from autoshard.passes.ir.text import is_attribute_name
 
-NO_GRAD = "autoshard_no_grad"
+NO_GRAD_KEY = "autoshard_no_grad"
 """key in a node's meta: traced with gradients off (export misses no_grad inside autocast)"""
 
-ENABLES = "autoshard_enables_grad"
+ENABLES_GRAD_KEY = "autoshard_enables_grad"
 """key in a program's meta: whether the forward turns gradients on in a call that has them off"""
 
-CHECKPOINT = "autoshard_checkpoint"
+CHECKPOINT_KEY = "autoshard_checkpoint"
 """key in a node's custom meta: number of its activation checkpoint"""
 
 
-def marking(key: str, when: Callable[[], bool]) -> Callable[[Any], Any]:
+def marking_nodes(key: str, when: Callable[[], bool]) -> Callable[[Any], Any]:
     """Wrapper of ``fx.Graph.create_node``: nodes made while ``when()`` get ``key`` in meta."""
 
     def around(original: Callable[..., fx.Node]) -> Callable[..., fx.Node]:
@@ -49,7 +49,7 @@ class ForwardFrames:
 
     @classmethod
     def extract(cls) -> ForwardFrames:
-        forwards = [frame for frame in stack() if frame.f_code.co_name == "forward"]
+        forwards = [frame for frame in frames_outwards() if frame.f_code.co_name == "forward"]
         found = [(f.f_code.co_filename, f.f_lineno, f.f_code.co_name) for f in reversed(forwards)]
         return cls([traceback.FrameSummary(*frame, lookup_line=False) for frame in found])
 
@@ -57,27 +57,27 @@ class ForwardFrames:
         return traceback.StackSummary.from_list(self.found)
 
 
-def module_types(node: fx.Node) -> tuple[tuple[str, str], ...]:
+def module_stack_of(node: fx.Node) -> tuple[tuple[str, str], ...]:
     """The module stack, outermost first: (path, class name)."""
     stack = node.meta.get("nn_module_stack") or {}
     return tuple((path, str(getattr(kind, "__name__", kind)).rpartition(".")[2]) for path, kind in stack.values())
 
 
-def fqn(node: fx.Node) -> str:
+def module_path_of(node: fx.Node) -> str:
     """Path of the innermost module, "" for the model itself."""
-    stack = module_types(node)
+    stack = module_stack_of(node)
     return stack[-1][0] if stack else ""
 
 
-def frames(node: fx.Node) -> tuple[tuple[str, int], ...]:
+def source_frames(node: fx.Node) -> tuple[tuple[str, int], ...]:
     """(file, line number) of the user's stack frames, outermost first."""
     return users_lines(node.meta.get("stack_trace") or "")
 
 
-def where(node: fx.Node) -> str:
+def node_loc(node: fx.Node) -> str:
     """Module path and source line, for errors."""
-    found = frames(node)
-    return (fqn(node) or "the model") + (f" ({place(*found[-1])})" if found else "")
+    found = source_frames(node)
+    return (module_path_of(node) or "the model") + (f" ({location_text(*found[-1])})" if found else "")
 
 
 def names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
@@ -88,7 +88,7 @@ def names_by_tensor(model: nn.Module) -> dict[str, list[str]]:
     return {name: names for names in by_id.values() for name in names}
 
 
-def set_apart(program: torch.export.ExportedProgram, names: Container[str]) -> None:
+def rename_clashing_results(program: torch.export.ExportedProgram, names: Container[str]) -> None:
     """Rename results with one of ``names`` (parameters, …): plans refer to values by name."""
     for node in program.graph.nodes:
         if node.op == "call_function" and (old := node.name) in names:
@@ -96,10 +96,10 @@ def set_apart(program: torch.export.ExportedProgram, names: Container[str]) -> N
             program.graph_signature.replace_all_uses(old, node.name)
 
 
-def plainly_named(program: torch.export.ExportedProgram) -> None:
+def rename_unreadable_inputs(program: torch.export.ExportedProgram) -> None:
     """Rename inputs whose names are no identifiers in generated Python: ``class``, ``00``."""
     for node in program.graph.nodes:
-        if node.op == "placeholder" and not is_plain(old := node.name):
+        if node.op == "placeholder" and not is_attribute_name(old := node.name):
             node._rename(f"x_{old}")
             node.target = node.name
             program.graph_signature.replace_all_uses(old, node.name)

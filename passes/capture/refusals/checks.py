@@ -13,22 +13,22 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import OutputKind
 
 from autoshard.errors import CaptureError
-from autoshard.passes.capture.exported.arguments import Example, argument_paths
-from autoshard.passes.capture.exported.attached import check_class
-from autoshard.passes.capture.exported.contents import NOTHING, own
-from autoshard.passes.capture.exported.provenance import where
-from autoshard.passes.capture.exported.symbolic import is_symbolic
-from autoshard.passes.capture.refusals.explain import DATA_DEPENDENT
+from autoshard.passes.capture.exported.example_inputs import Example, argument_paths
+from autoshard.passes.capture.exported.provenance import node_loc
+from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE, own_attribute
+from autoshard.passes.capture.exported.symbolic_shapes import is_data_dependent_number
+from autoshard.passes.capture.exported.tensor_attributes import check_tensor_class
+from autoshard.passes.capture.refusals.errors import DATA_DEPENDENT_MESSAGE
 from autoshard.passes.ir.graph import Graph
 
-_ONE_DTYPE = frozenset(
+_SAME_DTYPE_PRODUCTS = frozenset(
     "linear matmul mm bmm addmm addmv mv dot baddbmm addbmm bilinear convolution conv1d conv2d conv3d conv_transpose1d "
     "conv_transpose2d conv_transpose3d".split()
 )
 """product ops whose operands must have one dtype"""
 
 
-def check_kinds(model: nn.Module) -> None:
+def check_module_classes(model: nn.Module) -> None:
     """Refuse untraceable module classes: ScriptModule, DDP, uninitialised, without forward."""
     for path, module in model.named_modules():
         kind = type(module).__name__
@@ -49,7 +49,7 @@ def check_kinds(model: nn.Module) -> None:
 
 def check_model(model: nn.Module, training: bool) -> None:
     """Refuse wrappers, non-dense parameters, and hooks of the backward if ``training``."""
-    check_kinds(model)
+    check_module_classes(model)
     for path, module in model.named_modules():
         if training and (module._backward_hooks or module._backward_pre_hooks):
             raise CaptureError(
@@ -70,7 +70,9 @@ def check_example(model: nn.Module, example: Example) -> None:
     for i, leaf in enumerate(pytree.tree_leaves(example)):
         if isinstance(leaf, torch.Tensor):
             check_dense(leaf, partial(name, i))
-    by_groups = [x for x in pytree.tree_leaves(example, is_leaf=_quantizes_by_groups) if _quantizes_by_groups(x)]
+    by_groups = [
+        x for x in pytree.tree_leaves(example, is_leaf=_is_group_quantized_layer) if _is_group_quantized_layer(x)
+    ]
     if by_groups:
         raise CaptureError(
             f"a cache of {type(by_groups[0]).__name__} keeps tensors of its library's own class, which cannot be traced. "
@@ -78,9 +80,9 @@ def check_example(model: nn.Module, example: Example) -> None:
         )
 
 
-def _quantizes_by_groups(x: Any) -> bool:
+def _is_group_quantized_layer(x: Any) -> bool:
     """Whether ``x`` is a KV cache layer of transformers for quanto or HQQ."""
-    return all(own(x, name) is not NOTHING for name in ("q_group_size", "residual_length"))
+    return all(own_attribute(x, name) is not NO_ATTRIBUTE for name in ("q_group_size", "residual_length"))
 
 
 def check_dense(x: torch.Tensor, name: Callable[[], str]) -> None:
@@ -96,7 +98,7 @@ def check_dense(x: torch.Tensor, name: Callable[[], str]) -> None:
 def check_dtypes(graph: Graph) -> None:
     """Refuse products of mixed dtypes: they trace, but their kernels fail at run time."""
     for node in graph.nodes:
-        if node.op._opname not in _ONE_DTYPE:
+        if node.op._opname not in _SAME_DTYPE_PRODUCTS:
             continue
         dtypes = dict.fromkeys(graph.types[name].dtype for name in node.inputs)
         if len(dtypes) > 1 and any(d.is_floating_point for d in dtypes):
@@ -118,7 +120,7 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
             f"{kind} {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; autoshard shards plain dense "
             "tensors. Convert it first (full_tensor(), to_dense(), dequantize())."
         )
-    check_class(f"{kind} {name!r}", tensor)
+    check_tensor_class(f"{kind} {name!r}", tensor)
     if training and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
         raise CaptureError(
             f"{kind} {name!r}: it has a tensor hook, which the compiled module would not call. Remove it before "
@@ -126,7 +128,7 @@ def _check_tensor(kind: str, name: str, tensor: torch.Tensor, training: bool) ->
         )
 
 
-def is_left_out(name: str, buffer: fx.Node) -> bool:
+def is_unread_sparse_buffer(name: str, buffer: fx.Node) -> bool:
     """Whether a buffer is sparse and unread. Refuses sparse buffers that the forward reads."""
     layout = buffer.meta["val"].layout
     if layout != torch.strided and buffer.users:
@@ -137,7 +139,7 @@ def is_left_out(name: str, buffer: fx.Node) -> bool:
     return bool(layout != torch.strided)
 
 
-def check_observer(node: fx.Node) -> None:
+def check_quantization_observer(node: fx.Node) -> None:
     """Refuse a fresh per-row quantization observer: its kernel resizes buffers unseen."""
     if not str(node.target).startswith("aten._fused_moving_avg_obs_fq_helper"):
         return
@@ -145,8 +147,8 @@ def check_observer(node: fx.Node) -> None:
     by_row = len(node.args) > 11 and node.args[11]
     if by_row and (low.shape != x.shape[node.args[10] :][:1] or scale.shape != low.shape):
         raise CaptureError(
-            f"{where(node)}: the observer has buffers of shape {list(low.shape)} and {list(scale.shape)}, which its first call "
-            f"resizes to the rows of {list(x.shape)}; a program keeps shapes. Call the model once before compiling it."
+            f"{node_loc(node)}: the observer has buffers of shape {list(low.shape)} and {list(scale.shape)}, which its first "
+            f"call resizes to the rows of {list(x.shape)}; a program keeps shapes. Call the model once before compiling it."
         )
 
 
@@ -155,7 +157,7 @@ def has_no_data(constant: Any) -> bool:
     return not isinstance(constant, torch.Tensor) or constant.is_meta or isinstance(constant, FakeTensor)
 
 
-def constant_of(name: str, tensor: Any) -> torch.Tensor:
+def dense_constant(name: str, tensor: Any) -> torch.Tensor:
     """A constant of the program, detached. Refuses one without data."""
     if has_no_data(tensor):
         raise CaptureError(
@@ -168,14 +170,16 @@ def constant_of(name: str, tensor: Any) -> torch.Tensor:
 
 def check_result(node: fx.Node, value: Any) -> None:
     """Refuse a result that is neither a dense tensor nor a symbolic number."""
-    check_observer(node)
+    check_quantization_observer(node)
     if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        raise CaptureError(f"{where(node)}: {node.target} makes a tensor of layout {value.layout}; use dense tensors.")
-    if value is not None and not isinstance(value, torch.Tensor) and not is_symbolic(value):
-        raise CaptureError(f"{where(node)}: {DATA_DEPENDENT.format(what=f'a result of {node.target}')}")
+        raise CaptureError(
+            f"{node_loc(node)}: {node.target} makes a tensor of layout {value.layout}; use dense tensors."
+        )
+    if value is not None and not isinstance(value, torch.Tensor) and not is_data_dependent_number(value):
+        raise CaptureError(f"{node_loc(node)}: {DATA_DEPENDENT_MESSAGE.format(what=f'a result of {node.target}')}")
 
 
-def check_filled(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...], offset: int) -> None:
+def check_as_strided_operand(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...], offset: int) -> None:
     """Refuse an operand of as_strided with gaps in memory, or a negative ``offset``.
 
     ``order``: the operand's dims by descending stride; () if in order.
@@ -183,14 +187,14 @@ def check_filled(node: fx.Node, operand: torch.Tensor, order: tuple[int, ...], o
     known = all(isinstance(n, int) for n in (*operand.shape, *operand.stride()))
     if known and (offset < 0 or not operand.permute(order or tuple(range(operand.ndim))).is_contiguous()):
         raise CaptureError(
-            f"{where(node)}: as_strided counts in the memory of a tensor that does not fill it (a slice, or expanded). "
+            f"{node_loc(node)}: as_strided counts in the memory of a tensor that does not fill it (a slice, or expanded). "
             "Make the tensor contiguous first."
         )
 
 
-def not_an_op(node: fx.Node) -> str:
+def unsupported_target_message(node: fx.Node) -> str:
     """Error text for a node whose target is no op."""
-    if is_symbolic(node.meta.get("val")):
+    if is_data_dependent_number(node.meta.get("val")):
         name = getattr(node.target, "__name__", str(node.target))
         return (
             f"{name}() of a number that depends on the data is not supported. Compute it on the tensor, before item()."
@@ -199,7 +203,7 @@ def not_an_op(node: fx.Node) -> str:
     return f"the higher-order op {node.target} is not supported. Use plain torch ops instead.{advice}"
 
 
-def written(kind: OutputKind, target: str) -> str:
+def unsupported_effect_message(kind: OutputKind, target: str) -> str:
     """Error text for an unsupported side effect of the forward."""
     if kind is OutputKind.USER_INPUT_MUTATION:
         return (

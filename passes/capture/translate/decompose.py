@@ -1,12 +1,14 @@
 """Decompositions: ops without a sharding rule become ops that have one, as PyTorch defines them.
 
-Ops with a rule stay: a linear layer or an attention shards better than its parts.
-"""
+An op with a rule stays: a linear layer or an attention shards better than its parts. Where only
+composite ops and regions of ``no_grad`` are left, they are expanded in place, without tracing the
+program again."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial, partialmethod
 from typing import Any
 
@@ -14,27 +16,213 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._decomp import core_aten_decompositions, decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch._export.utils import _collect_all_valid_cia_ops, _is_preservable_cia_op, _special_op_to_preserve_cia
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.export import exported_program
 from torch.export.exported_program import _decompose_exported_program
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind, OutputKind, SymIntArgument, TensorArgument
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.aten import aten
 from autoshard.passes.capture.observer import Patch, patched
-from autoshard.passes.capture.repeats.markers import CALLED, CALLED_AGAIN
-from autoshard.passes.capture.translate.canonical import DROPPED
-from autoshard.passes.capture.translate.spliced import REGION, functional, spliced
+from autoshard.passes.capture.shared_regions.recording import REPEATED_REGION, TRACED_REGION
+from autoshard.passes.capture.translate.canonicalize import DROPPED_CHECKS
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.exact import SINGLE
 from autoshard.passes.rules.facts import has_effect, is_random
-from autoshard.runtime.autocast import autocast_state
+from autoshard.passes.rules.restrictions import SINGLE_DTYPES
+from autoshard.runtime.transport.torch_state import autocast_state
+
+GRAD_MODE_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+"""calls a subgraph under ``no_grad`` or ``enable_grad``"""
+RecordedCalls = list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]]
+"""recorded calls in order: (op, args, kwargs, result)"""
+
+
+class _OpRecorder(TorchDispatchMode):
+    """Records ops as the backend sees them, after PyTorch decomposed composite ones."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: RecordedCalls = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, torch.device):  # a query of a fake tensor's device
+            self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+
+def expand_composites(
+    program: torch.export.ExportedProgram, is_kept: Callable[[fx.Node], bool], is_allowed: Callable[[Any], bool]
+) -> bool:
+    """Expand in place all nodes of ``program`` that do not stay; whether that was possible.
+
+    ``is_allowed``: whether an op may result. On False ``program`` is unchanged: another op resulted, a
+    length is symbolic, or a subgraph is no :data:`GRAD_MODE_REGION`. Nodes get the names of a new trace; only
+    their numbers may differ in programs with unread values.
+    """
+    module, old = program.graph_module, program.graph_module.graph
+    same: dict[fx.Node, Any] = {}
+    nodes = list(_inlined_nodes(module, same))
+    values = [leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val"))]
+    if any(node.op == "get_attr" for node in nodes) or any(map(_has_symbolic_length, values)):
+        return False
+    written: dict[fx.Node, tuple[RecordedCalls, Any]] = {}
+    for node in nodes:
+        if not is_kept(node) and node not in same:
+            recorded = _record_calls(node, functional_variant(node.target) or node.target)
+            if not all(
+                is_allowed(func) and isinstance(out, torch.Tensor | list | tuple) for func, _, _, out in recorded[0]
+            ):
+                return False
+            written[node] = recorded
+    graph, new, named = fx.Graph(module), dict[fx.Node, Any](), _AliasTracker()
+    for node in nodes:
+        names = named.before(node)
+        if functional_variant(node.target) is not None and not _writes_sole_alias(names, node, written[node][1]):
+            return False
+        if node in same:
+            new[node] = fx.map_arg(same[node], lambda n: new[n])
+        elif node in written:
+            new[node] = _emit_recorded(graph, node, *written[node], new)
+            if new[node] is None:
+                return False
+        else:
+            new[node] = _copy_node(graph, node, new)
+        if functional_variant(node.target) is not None:
+            new.update(dict.fromkeys(names, new[node]))
+    _rename_outputs(program, {node.name: new[node].name for node in old.nodes if isinstance(new.get(node), fx.Node)})
+    module.graph = graph
+    module.delete_all_unused_submodules()
+    module.recompile()
+    return True
+
+
+def _inlined_nodes(module: fx.GraphModule, same: dict[fx.Node, Any]) -> Iterator[fx.Node]:
+    """The nodes of ``module``, regions inlined; adds aliases across borders to ``same``."""
+    regions = [node for node in module.graph.nodes if node.target is GRAD_MODE_REGION]
+    bodies = {region.args[1] for region in regions}
+    for node in module.graph.nodes:
+        if node.target is GRAD_MODE_REGION:
+            body: Any = getattr(module, node.args[1].target)
+            *inner, output = _inlined_nodes(body, same)
+            same.update(zip(body.graph.find_nodes(op="placeholder"), node.args[2:], strict=True))
+            results: Any = output.args[0]
+            same.update((get, results[get.args[1]]) for get in node.users)
+            yield from inner
+        elif node not in bodies:
+            yield node
+
+
+def functional_variant(op: Any) -> OpOverload | None:
+    """The functional variant of in-place ``op``; None for any other op, and for random ones."""
+    if not isinstance(op, OpOverload) or op.namespace != "aten" or not op._schema.is_mutable:
+        return None
+    first, *others = op._schema.arguments
+    packet = getattr(torch.ops.aten, op.overloadpacket.__name__.removesuffix("_"), None)
+    if any(a.is_write for a in others) or not first.is_write or op.overloadpacket is packet:
+        return None
+    return getattr(packet, op._overloadname, None) if torch.Tag.nondeterministic_seeded not in op.tags else None
+
+
+class _AliasTracker:
+    """Memory → nodes that alias it; none for memory of inputs, or with views."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, list[fx.Node]] = {}
+
+    def before(self, node: fx.Node) -> list[fx.Node]:
+        """The aliases of the memory of ``node`` so far; adds ``node``."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):  # of several results each has a node
+            return []
+        memory = value.untyped_storage()._cdata
+        names = self.of.get(memory, [])
+        if memory not in self.of and node.op == "call_function":
+            self.of[memory] = [node]
+        else:
+            self.of[memory] = [*names, node] if names and functional_variant(node.target) else []
+        return names
+
+
+def _writes_sole_alias(names: list[fx.Node], node: fx.Node, result: Any) -> bool:
+    """Whether ``node`` writes a ``result`` of its own type into one of ``names``."""
+    target = node.args[0]
+    return target in names and (result.shape, result.dtype) == (node.meta["val"].shape, node.meta["val"].dtype)
+
+
+def _has_symbolic_length(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(n, torch.SymInt) for n in value.shape)
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _record_calls(node: fx.Node, op: Any) -> tuple[RecordedCalls, Any]:
+    """(recorded calls, result) of ``op`` on the fake arguments of ``node``."""
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+    mode = detect_fake_mode(pytree.tree_leaves((args, kwargs)))
+    assert mode is not None
+    # As in a trace, the Python dispatcher keeps dropout one op.
+    with mode, enable_python_dispatcher(), _OpRecorder() as recorder:
+        result = op(*args, **kwargs)
+    return recorder.calls, result
+
+
+def _emit_recorded(
+    graph: fx.Graph, node: fx.Node, calls: RecordedCalls, result: Any, new: dict[fx.Node, Any]
+) -> fx.Node | None:
+    """Write ``calls`` in place of ``node``; the node with its result, or None if there is none."""
+    known = {id(arg.meta["val"]): new[arg] for arg in node.all_input_nodes}
+    read = {id(x) for x in pytree.tree_leaves([result, *((args, kwargs) for _, args, kwargs, _ in calls)])}
+    for func, args, kwargs, out in calls:
+        if any(id(x) not in known for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)):
+            return None
+        operands, options = pytree.tree_map_only(torch.Tensor, lambda x: known[id(x)], (args, kwargs))
+        made = graph.create_node("call_function", func, operands, options, _trace_name(graph, func))
+        made.meta = {**node.meta, "val": out}
+        known[id(out)] = made
+        if isinstance(out, list):  # lists are equal if they hold the same tensors
+            known[id(result)] = made if _is_same_list(out, result) else known.get(id(result))
+        for slot, value in enumerate(out) if isinstance(out, tuple) else ():
+            if id(value) in read:
+                known[id(value)] = graph.create_node("call_function", operator.getitem, (made, slot))
+                known[id(value)].meta = {**node.meta, "val": value}
+    return known.get(id(result))
+
+
+def _is_same_list(these: list[Any], those: Any) -> bool:
+    return isinstance(those, list | tuple) and len(these) == len(those) and all(map(operator.is_, these, those))
+
+
+def _copy_node(graph: fx.Graph, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node:
+    """A copy of ``node``, named after its op as a trace names it."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: new[n])
+    name = _trace_name(graph, node.target) if node.op == "call_function" else node.name
+    made = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    made.meta = node.meta
+    if node.op == "placeholder":
+        made.name = node.name  # a new graph would rename ``input``, which shadows a builtin
+    return made
+
+
+def _trace_name(graph: fx.Graph, target: Any) -> str | None:
+    """The name that a trace gives, without a number."""
+    return graph._target_to_str(target.overloadpacket.__name__) if isinstance(target, OpOverload) else None
+
+
+def _rename_outputs(program: torch.export.ExportedProgram, names: dict[str, str]) -> None:
+    for spec in program.graph_signature.output_specs:
+        if isinstance(spec.arg, TensorArgument | SymIntArgument):
+            spec.arg = dataclasses.replace(spec.arg, name=names[spec.arg.name])
+
 
 ORIGIN = "autoshard_origin"
 """key in a node's custom meta: the op that it was decomposed from"""
 
-_TABLE = """
+_DECOMPOSED_OPS = """
     _chunk_cat _softmax_backward_data _log_softmax_backward_data _unsafe_masked_index
     _unsafe_masked_index_put_accumulate block_diag diag_embed dist linspace logspace native_dropout_backward
     native_group_norm native_layer_norm max_pool2d_with_indices_backward upsample_bicubic2d upsample_linear1d
@@ -43,11 +231,11 @@ _TABLE = """
 """ops decomposed by PyTorch's tables, in addition to all CompositeImplicitAutograd ops"""
 
 
-_WHOLE = frozenset({aten.where.default})
+_NEVER_DECOMPOSED = frozenset({aten.where.default})
 """ops with data-dependent lengths: their parts would run on full tensors as well"""
-_OURS = ("aten", "autoshard")
+_PLAIN_NAMESPACES = ("aten", "autoshard")
 """namespaces of ops without effects; other ops may have effects that are ordered by tokens"""
-_LIFTED = frozenset({aten.lift.default, aten.lift_fresh.default})
+_LIFT_OPS = frozenset({aten.lift.default, aten.lift_fresh.default})
 """ops that lift constants into a trace"""
 
 
@@ -60,34 +248,36 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     nodes = [n for m in program.graph_module.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
     for node in nodes:
         if node.target is aten.copy_.default:
-            _convert(node)
-    kept = _islands(program, nodes) | _WHOLE
-    tail = {op: how for op, how in _functional().items() if rule_for(op) is None and op not in kept}
+            _make_cast_explicit(node)
+    kept = _float32_island_ops(program, nodes) | _NEVER_DECOMPOSED
+    tail = {op: how for op, how in _trusted_decompositions().items() if rule_for(op) is None and op not in kept}
     if any(_is_complex(node.meta.get("val")) for node in nodes):
-        tail |= _WRITES
+        tail |= _COMPLEX_SCATTERS
     for node in nodes:
         if node.target in tail:
             node.meta["custom"] = {ORIGIN: str(node.target), **(node.meta.get("custom") or {})}
     if not autocast_state():
-        if all(_stays(node, tail) for node in nodes):
+        if all(_is_kept_node(node, tail) for node in nodes):
             return program
-        if all(_stays(node, tail) or _is_written_alone(node, tail) for node in nodes) and spliced(
-            program, lambda node: _stays(node, tail), lambda op: _op_stays(op, tail)
+        if all(_is_kept_node(node, tail) or _is_locally_expandable(node, tail) for node in nodes) and expand_composites(
+            program, lambda node: _is_kept_node(node, tail), lambda op: _is_kept_op(op, tail)
         ):
             return program
     there = {n.target for n in nodes if isinstance(n.target, OpOverload)}
-    _rename(program, lambda fqn: f"{_APART}{fqn}" if hasattr(fx.GraphModule, fqn.split(".")[0]) else fqn)
-    written = _written(program, there, tail)
-    written = written if _is_plain(written) else _written(program, there, {})
-    _rename(written, lambda fqn: fqn.removeprefix(_APART))
+    _rename_tensors(
+        program, lambda fqn: f"{_RENAMED_PREFIX}{fqn}" if hasattr(fx.GraphModule, fqn.split(".")[0]) else fqn
+    )
+    written = _decompose_functional(program, there, tail)
+    written = written if _is_autograd_program(written) else _decompose_functional(program, there, {})
+    _rename_tensors(written, lambda fqn: fqn.removeprefix(_RENAMED_PREFIX))
     return written
 
 
-_APART = "autoshard_apart."
+_RENAMED_PREFIX = "autoshard_apart."
 """prefix of tensors named like an attribute of fx.GraphModule, such as code: export fails (2.13)"""
 
 
-def _rename(program: torch.export.ExportedProgram, renamed: Callable[[str], str]) -> None:
+def _rename_tensors(program: torch.export.ExportedProgram, renamed: Callable[[str], str]) -> None:
     """Rename the parameters, buffers and constants of ``program``."""
     for spec in (*program.graph_signature.input_specs, *program.graph_signature.output_specs):
         if spec.kind not in (InputKind.USER_INPUT, OutputKind.USER_INPUT_MUTATION) and spec.target is not None:
@@ -101,7 +291,9 @@ def _is_complex(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_complex()
 
 
-def _in_pairs(scatter: Any, x: torch.Tensor, part: torch.Tensor, dim: int = 0, *where: Any, **named: Any) -> Any:
+def _scatter_as_real_pairs(
+    scatter: Any, x: torch.Tensor, part: torch.Tensor, dim: int = 0, *where: Any, **named: Any
+) -> Any:
     """A complex ``scatter`` on (real, imaginary) pairs: the complex one has no derivative."""
     if not x.is_complex():
         return NotImplemented
@@ -109,41 +301,48 @@ def _in_pairs(scatter: Any, x: torch.Tensor, part: torch.Tensor, dim: int = 0, *
     return torch.view_as_complex(scatter(*pairs, dim % x.dim(), *where, **named))
 
 
-_WRITES = {
-    aten.slice_scatter.default: partial(_in_pairs, torch.slice_scatter),
-    aten.select_scatter.default: partial(_in_pairs, torch.select_scatter),
+_COMPLEX_SCATTERS = {
+    aten.slice_scatter.default: partial(_scatter_as_real_pairs, torch.slice_scatter),
+    aten.select_scatter.default: partial(_scatter_as_real_pairs, torch.select_scatter),
 }
 """writes without a derivative for complex numbers → their decomposition"""
 
 
-def _stays(node: fx.Node, tail: Collection[OpOverload]) -> bool:
+def _is_kept_node(node: fx.Node, tail: Collection[OpOverload]) -> bool:
     """Whether the functional form keeps ``node``; it keeps markers of equal modules, too."""
-    if node.op in ("placeholder", "output") or node.target in (operator.getitem, CALLED, CALLED_AGAIN):
+    if node.op in ("placeholder", "output") or node.target in (operator.getitem, TRACED_REGION, REPEATED_REGION):
         return True
-    return _op_stays(node.target, tail) and not _acts(node)
+    return _is_kept_op(node.target, tail) and not _has_ordered_effect(node)
 
 
-def _op_stays(op: Any, tail: Collection[OpOverload]) -> bool:
-    return _is_functional(op, tail) and op not in _LIFTED and (op in _composite() or not _is_composite(op))
+def _is_kept_op(op: Any, tail: Collection[OpOverload]) -> bool:
+    return _is_functional_op(op, tail) and op not in _LIFT_OPS and (op in _composite_ops() or not _is_composite(op))
 
 
-def _is_written_alone(node: fx.Node, tail: Collection[OpOverload]) -> bool:
+def _is_locally_expandable(node: fx.Node, tail: Collection[OpOverload]) -> bool:
     """Whether ``node`` decomposes independently of the nodes around it, as ``flatten`` does."""
-    if node.target is REGION or node.op == "get_attr" or functional(node.target):  # get_attr: the body of a region
+    if (
+        node.target is GRAD_MODE_REGION or node.op == "get_attr" or functional_variant(node.target)
+    ):  # get_attr: the body of a region
         return True
-    return _is_functional(node.target, tail) and _is_composite(node.target) and not _acts(node)
+    return _is_functional_op(node.target, tail) and _is_composite(node.target) and not _has_ordered_effect(node)
 
 
-def _acts(node: fx.Node) -> bool:
+def _has_ordered_effect(node: fx.Node) -> bool:
     """Whether it has an effect other than a random draw or a dropped assertion."""
-    return has_effect(node) and not is_random(node) and node.target not in DROPPED
+    return has_effect(node) and not is_random(node) and node.target not in DROPPED_CHECKS
 
 
-def _is_functional(op: Any, tail: Collection[OpOverload]) -> bool:
-    return isinstance(op, OpOverload) and op.namespace in _OURS and not op._schema.is_mutable and op not in tail
+def _is_functional_op(op: Any, tail: Collection[OpOverload]) -> bool:
+    return (
+        isinstance(op, OpOverload)
+        and op.namespace in _PLAIN_NAMESPACES
+        and not op._schema.is_mutable
+        and op not in tail
+    )
 
 
-def _convert(copy: fx.Node) -> None:
+def _make_cast_explicit(copy: fx.Node) -> None:
     """Make the cast of a copy explicit: functionalization loses it for inputs, buffers (2.13)."""
     target, source = (x.meta["val"] for x in copy.args[:2] if isinstance(x, fx.Node))
     # A copy into another dtype than its target's is export's own, of a reassigned buffer.
@@ -155,7 +354,7 @@ def _convert(copy: fx.Node) -> None:
     copy.update_arg(1, converted)
 
 
-def _written(
+def _decompose_functional(
     program: torch.export.ExportedProgram, there: set[OpOverload], tail: Mapping[OpOverload, Callable[..., Any]]
 ) -> torch.export.ExportedProgram:
     """A faster ``program.run_decompositions(tail)`` for a program with the ops ``there``.
@@ -165,27 +364,27 @@ def _written(
     rest anyway. Input guards are not generated: nothing runs them, and they are invalid Python
     where one attribute's name begins with another's.
     """
-    composite = {op for op in _composite() if rule_for(op) is not None or op in decomposition_table or op in there}
+    composite = {op for op in _composite_ops() if rule_for(op) is not None or op in decomposition_table or op in there}
     composite |= {op for op in there if op.namespace != "aten" and _is_preservable_cia_op(op)}
-    with unset_fake_temporarily(), patched([*_keys_of(program), _UNGUARDED, _UNASKED]):
+    with unset_fake_temporarily(), patched([*_dispatch_keys_patches(program), _NO_GUARDS_PATCH, _NLL_LOSS_PATCH]):
         written: torch.export.ExportedProgram = _decompose_exported_program(
             program,
             cia_to_decomp={op: tail.get(op, _special_op_to_preserve_cia) for op in composite},
-            python_decomp_table={op: how for op, how in tail.items() if op not in _composite()},
+            python_decomp_table={op: how for op, how in tail.items() if op not in _composite_ops()},
             joint_loss_index=None,
             decompose_custom_triton_ops=False,
         )
     return written
 
 
-_UNGUARDED: Patch = (
+_NO_GUARDS_PATCH: Patch = (
     torch.export.ExportedProgram,
     "module",
     partialmethod(torch.export.ExportedProgram.module, check_guards=False),
 )
 
 
-_UNASKED: Patch = (
+_NLL_LOSS_PATCH: Patch = (
     torch._decomp,
     "decomposition_table",
     {op: how for op, how in decomposition_table.items() if op is not aten.nll_loss.default},
@@ -193,7 +392,7 @@ _UNASKED: Patch = (
 """table of fake tensors without nll_loss, whose entry branches on numel == 0, unlike its kernel"""
 
 
-def _keys_of(program: torch.export.ExportedProgram) -> list[Patch]:
+def _dispatch_keys_patches(program: torch.export.ExportedProgram) -> list[Patch]:
     """Patches that limit PyTorch's dispatch keys to devices of ``program``, CPU and meta."""
     tensors = pytree.tree_leaves([n.meta.get("val") for n in program.graph.nodes])
     devices = {"cpu", "meta", *(x.device.type for x in tensors if isinstance(x, torch.Tensor))}
@@ -206,47 +405,49 @@ def _keys_of(program: torch.export.ExportedProgram) -> list[Patch]:
 
 
 @cache
-def _composite() -> frozenset[OpOverload]:
+def _composite_ops() -> frozenset[OpOverload]:
     return frozenset(op for op in _collect_all_valid_cia_ops() if isinstance(op, OpOverload) and op.namespace == "aten")
 
 
-def _is_plain(program: torch.export.ExportedProgram) -> bool:
+def _is_autograd_program(program: torch.export.ExportedProgram) -> bool:
     """Whether all ops have autograd formulas (no prims), and no tokens order effects."""
     if any(spec.kind is InputKind.TOKEN for spec in program.graph_signature.input_specs):
         return False
     return not any(getattr(n.target, "namespace", "") == "prims" for n in program.graph.nodes)
 
 
-def origin(node: fx.Node) -> str:
+def decomposed_from(node: fx.Node) -> str:
     """The op that ``node`` was decomposed from; "" if the user called it."""
     return str((node.meta.get("custom") or {}).get(ORIGIN, ""))
 
 
-def _islands(program: torch.export.ExportedProgram, nodes: Sequence[fx.Node]) -> set[Any]:
+def _float32_island_ops(program: torch.export.ExportedProgram, nodes: Sequence[fx.Node]) -> set[Any]:
     """The ops of float32 islands in a float64 model; decomposed they would round differently."""
     double = any(p.dtype == torch.float64 for p in program.parameters())
-    return {n.target for n in nodes if double and _is_single(n.meta.get("val"))}
+    return {n.target for n in nodes if double and _is_single_precision(n.meta.get("val"))}
 
 
-def _is_single(value: Any) -> bool:
-    return any(getattr(x, "dtype", None) in SINGLE for x in (value if isinstance(value, tuple | list) else (value,)))
+def _is_single_precision(value: Any) -> bool:
+    return any(
+        getattr(x, "dtype", None) in SINGLE_DTYPES for x in (value if isinstance(value, tuple | list) else (value,))
+    )
 
 
 @cache
-def _functional() -> dict[OpOverload, Callable[..., Any]]:
+def _trusted_decompositions() -> dict[OpOverload, Callable[..., Any]]:
     """Functional ops → PyTorch's decompositions, of those that are trusted."""
     known = {**decomposition_table, **dict(core_aten_decompositions().items())}
-    return {op: how for op, how in known.items() if isinstance(op, OpOverload) and _is_listed(op)}
+    return {op: how for op, how in known.items() if isinstance(op, OpOverload) and _has_trusted_decomposition(op)}
 
 
-def _is_listed(op: OpOverload) -> bool:
-    """Whether it is functional, and composite implicit or listed in :data:`_TABLE`."""
+def _has_trusted_decomposition(op: OpOverload) -> bool:
+    """Whether it is functional, and composite implicit or listed in :data:`_DECOMPOSED_OPS`."""
     schema = op._schema
     if op.namespace != "aten" or not any("Tensor" in str(r.type) for r in schema.returns):
         return False  # returns a number, such as a length
     if any(a.alias_info is not None for a in schema.arguments):
         return False
-    return _is_composite(op) or schema.name.removeprefix("aten::") in _TABLE
+    return _is_composite(op) or schema.name.removeprefix("aten::") in _DECOMPOSED_OPS
 
 
 @cache

@@ -12,17 +12,28 @@ from autoshard.aten import aten
 from autoshard.layout import R, Shard, chunk
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call, Internal, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, Types
-from autoshard.passes.rules.factors import Dims, Factors, Space, broadcast_shape, inputs, undivided, wide_bytes
-from autoshard.passes.rules.families import ring
-from autoshard.runtime.attention.banded import banded_op
-from autoshard.runtime.attention.order import CAUSAL
+from autoshard.passes.ir.program import InternalCollective, LocalCall, axes_argument
+from autoshard.passes.rules.base import (
+    Dims,
+    Factors,
+    Facts,
+    Rule,
+    Site,
+    Space,
+    Types,
+    broadcast_shape,
+    operand_factors,
+    unsharded_only,
+    wide_bytes,
+)
+from autoshard.passes.rules.families import context_parallel
+from autoshard.runtime.attention.masked_attention import banded_op
+from autoshard.runtime.attention.ring_geometry import CAUSAL
 
 OPERANDS = ("query", "key", "value", "attn_mask", "sinks")
 
 
-def _shapes(node: Node, graph: Graph) -> dict[str, tuple[int, ...]]:
+def _operand_shapes(node: Node, graph: Graph) -> dict[str, tuple[int, ...]]:
     return {name: graph.shape(node.argument(name)) for name in OPERANDS if name in node.positions}
 
 
@@ -34,7 +45,7 @@ def is_grouped(node: Node, graph: Graph) -> bool:
 
 def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
     """Global shape of the attention matrix [..., queries, keys]."""
-    shapes = _shapes(node, graph)
+    shapes = _operand_shapes(node, graph)
     key = shapes["key"]
     lead = [s[:-2] for s in (shapes["query"], key)]
     if is_grouped(node, graph):
@@ -42,25 +53,25 @@ def weights_shape(node: Node, graph: Graph) -> tuple[int, ...]:
     return (*broadcast_shape(*lead), shapes["query"][-2], key[-2])
 
 
-def _strategies(node: Node, graph: Graph) -> Space:
+def _attention_strategies(node: Node, graph: Graph) -> Space:
     """Softmax over sharded keys needs the distributed form; all other factors are independent.
 
     Linear in the value. With fewer key heads than query heads, either both are sharded ("heads"),
     or only the query heads are ("query heads").
     """
-    shapes = _shapes(node, graph)
+    shapes = _operand_shapes(node, graph)
     shape = weights_shape(node, graph)
     if graph.shapes(node.outputs)[0][:-2] != shape[:-2]:  # only the value has more batch dims
-        return undivided(node, graph)
+        return unsharded_only(node, graph)
     lead = tuple("heads" if d == len(shape) - 3 else f"batch{d}" for d in range(len(shape) - 2))
     sizes = dict(zip(lead, shape, strict=False))
     sizes |= {"queries": shape[-2], "keys": shape[-1], "embed": shapes["value"][-1]}
     grouped = is_grouped(node, graph)
     dims = {
-        "query": (*_leading(shapes["query"], lead, sizes), "queries", None),
-        "key": (*_leading(shapes["key"], lead, sizes), "keys", None),
-        "value": (*_leading(shapes["value"], lead, sizes), "keys", "embed"),
-        "attn_mask": _leading(shapes.get("attn_mask", ()), (*lead, "queries", "keys"), sizes),
+        "query": (*_leading_dims(shapes["query"], lead, sizes), "queries", None),
+        "key": (*_leading_dims(shapes["key"], lead, sizes), "keys", None),
+        "value": (*_leading_dims(shapes["value"], lead, sizes), "keys", "embed"),
+        "attn_mask": _leading_dims(shapes.get("attn_mask", ()), (*lead, "queries", "keys"), sizes),
         "sinks": ("heads",),
     }
     if grouped:
@@ -69,15 +80,15 @@ def _strategies(node: Node, graph: Graph) -> Space:
         sizes["heads"] = math.gcd(shapes["key"][-3], shapes["value"][-3])
     result = (*lead, "queries", "embed")
     even = frozenset({"heads"}) if grouped else frozenset[str]()
-    factors = Factors(inputs(node, dims), (result,), sizes, even, linear=((node.positions["value"],),))
+    factors = Factors(operand_factors(node, dims), (result,), sizes, even, linear=((node.positions["value"],),))
     alone = (_query_heads(node, shape, dims),) if grouped else ()
-    found = (*factors.strategies(node, graph), *alone, *ring.strategies(node, graph, *shape[-2:]))
+    found = (*factors.strategies(node, graph), *alone, *context_parallel.sequence_strategies(node, graph, *shape[-2:]))
     plain = node.op is aten.scaled_dot_product_attention.default
-    left_out = {"queries", "keys"} if ring.order_of(node) else set() if plain else {"keys"}
+    left_out = {"queries", "keys"} if context_parallel.zigzag_order_ranks(node) else set() if plain else {"keys"}
     return tuple(s for s in found if s.label not in left_out)
 
 
-def _leading(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
+def _leading_dims(shape: tuple[int, ...], names: Dims, sizes: dict[str, int]) -> Dims:
     """Factors of an operand's leading dims (a mask: all dims); broadcast dims have none."""
     kept = shape if names[-1:] == ("keys",) else shape[:-2]
     named = names[len(names) - len(kept) :]
@@ -91,62 +102,65 @@ def _query_heads(node: Node, shape: tuple[int, ...], dims: dict[str, Dims]) -> S
     return Strategy("query heads", placements, (Shard(len(shape) - 3),), shape[-3], divides=True)
 
 
-def _local(site: Site) -> Call:
+def _local_attention(site: Site) -> LocalCall:
     node, graph = site.node, site.graph
-    around = _ring(site)
-    query, key, value = (_in_order(site, name, around) for name in OPERANDS[:3])
+    sequence_label = _sequence_label(site)
+    query, key, value = (_sequential_operand(site, name, sequence_label) for name in OPERANDS[:3])
     mask = node.argument("attn_mask")
     shape = weights_shape(node, graph)
     last = len(shape) - 1
-    causal, probability = ring.band_of(node) == CAUSAL, float(node.argument("dropout_p", 0.0))
-    key_axes, row_axes = _axes(site, "key", 2), _axes(site, "query", 2)
+    causal, probability = context_parallel.band_of(node) == CAUSAL, float(node.argument("dropout_p", 0.0))
+    key_axes, row_axes = _axes_from_end(site, "key", 2), _axes_from_end(site, "query", 2)
     grouped = is_grouped(node, graph)
     rows_alone = causal and bool(row_axes) and not key_axes and not probability
-    spelled_out = bool(key_axes or probability or _forgets_mask(site))
-    in_tiles = bool(around) or rows_alone or node.op is banded_op._opoverload
+    spelled_out = bool(key_axes or probability or _loses_mask_gradient(site))
+    in_tiles = bool(sequence_label) or rows_alone or node.op is banded_op._opoverload
     if grouped and (site.axes("query heads") or (not in_tiles and spelled_out)):
-        key, value = (_heads(site, name, x) for name, x in (("key", key), ("value", value)))
+        key, value = (_repeated_heads(site, name, x) for name, x in (("key", key), ("value", value)))
         grouped = False
     if in_tiles:
-        call = ring.local(site, around, (query, key, value), row_axes, shape)
-        order = 0 if around else ring.order_of(node)
-        return Call("folded", (call, last - 1, order), {}) if order else call
+        call = context_parallel.tiled_attention_call(site, sequence_label, (query, key, value), row_axes, shape)
+        order = 0 if sequence_label else context_parallel.zigzag_order_ranks(node)
+        return LocalCall("to_zigzag", (call, last - 1, order), {}) if order else call
     if causal and (key_axes or probability):
-        extent: dict[str, Any] = {"queries": shape[-2], "query_axes": spell(row_axes)} if row_axes else {}
-        extent |= {"keys": shape[-1], "key_axes": spell(key_axes)} if key_axes else {}
-        mask = Call("causal_mask", (query, node.argument("key")), extent)
+        extent: dict[str, Any] = {"queries": shape[-2], "query_axes": axes_argument(row_axes)} if row_axes else {}
+        extent |= {"keys": shape[-1], "key_axes": axes_argument(key_axes)} if key_axes else {}
+        mask = LocalCall("causal_mask", (query, node.argument("key")), extent)
         causal = False
     if spelled_out:
-        return _spelled_out(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})
+        return _explicit_attention(site, (query, key, value), mask, shape, {last: key_axes, last - 1: row_axes})
     return site.unchanged(key=key, value=value, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
 
-def _in_order(site: Site, name: str, around: str) -> Any:
+def _sequential_operand(site: Site, name: str, sequence_label: str) -> Any:
     """An operand in sequential order; zigzag is undone unless the operand is sharded in it."""
-    x, order = site.node.argument(name), ring.order_of(site.node)
-    if not order or around in ring.ALONG or (around and name == "query"):
+    x, order = site.node.argument(name), context_parallel.zigzag_order_ranks(site.node)
+    if not order or sequence_label in context_parallel.SEQUENCE_SHARDED or (sequence_label and name == "query"):
         return x
-    return Call("unfolded", (x, len(site.graph.shape(x)) - 2, order), {})
+    return LocalCall("from_zigzag", (x, len(site.graph.shape(x)) - 2, order), {})
 
 
-def _heads(site: Site, name: str, x: Any) -> Call:
+def _repeated_heads(site: Site, name: str, x: Any) -> LocalCall:
     """``kv_heads``: of keys or values ``x``, the head for each local query head."""
     heads: list[Any] = [
         weights_shape(site.node, site.graph)[-3],
-        spell(_axes(site, "query", 3)),
+        axes_argument(_axes_from_end(site, "query", 3)),
         site.graph.shape(site.node.argument(name))[-3],
     ]
-    if group_axes := _axes(site, name, 3):
-        heads.append(spell(group_axes))
-    return Call("kv_heads", (x, *heads), {})
+    if group_axes := _axes_from_end(site, name, 3):
+        heads.append(axes_argument(group_axes))
+    return LocalCall("kv_heads", (x, *heads), {})
 
 
-def _ring(site: Site) -> str:
+def _sequence_label(site: Site) -> str:
     """The label of the chosen sequence strategy (ring, head chunks, zigzag queries), or ""."""
-    return next((label for label in (*ring.ALONG, ring.FOLDED_ROWS) if site.axes(label)), "")
+    return next(
+        (label for label in (*context_parallel.SEQUENCE_SHARDED, context_parallel.ZIGZAG_QUERIES) if site.axes(label)),
+        "",
+    )
 
 
-def _forgets_mask(site: Site) -> bool:
+def _loses_mask_gradient(site: Site) -> bool:
     """Whether torch's op drops a learnt mask's gradient: some rank has no queries (torch 2.13)."""
     mask, out, last = site.node.positions.get("attn_mask"), site.outputs[0], site.mesh.size - 1
     if mask is None or not site.in_type(mask).grad:
@@ -154,9 +168,9 @@ def _forgets_mask(site: Site) -> bool:
     return any(out.chunk_of(d, n, last)[1] == 0 for d, n in enumerate(site.out_type().shape))
 
 
-def _spelled_out(
+def _explicit_attention(
     site: Site, operands: tuple[Any, ...], mask: Any, shape: tuple[int, ...], rows_and_keys: dict[int, tuple[str, ...]]
-) -> Call:
+) -> LocalCall:
     """The runtime's attention, which takes the sharding of the attention matrix."""
     given = {
         "attn_mask": mask,
@@ -166,47 +180,49 @@ def _spelled_out(
     }
     extra = {name: v for name, v in given.items() if v is not None}
     axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | rows_and_keys
-    cuts = {d: spell(a) for d, a in sorted(axes.items()) if a}
-    return Call("attention", operands, {**extra, "shape": shape, "cuts": cuts})
+    cuts = {d: axes_argument(a) for d, a in sorted(axes.items()) if a}
+    return LocalCall("attention", operands, {**extra, "shape": shape, "cuts": cuts})
 
 
-def _axes(site: Site, name: str, from_end: int) -> tuple[str, ...]:
+def _axes_from_end(site: Site, name: str, from_end: int) -> tuple[str, ...]:
     """Mesh axes that shard an operand's dim, counted from the end."""
     rank = len(site.in_type(site.node.positions[name]).shape)
     return site.axes_of(name, rank - from_end) if rank >= from_end else ()
 
 
-def _collectives(site: Site) -> tuple[Internal, ...]:
+def _attention_collectives(site: Site) -> tuple[InternalCollective, ...]:
     """Row maxima and sums over sharded keys; gathers of key heads that query heads need."""
     node, graph = site.node, site.graph
-    found: tuple[Internal, ...] = ()
-    group_axes, key_axes = _axes(site, "key", 3), _axes(site, "key", 2)
-    query_axes = _axes(site, "query", 3)
+    found: tuple[InternalCollective, ...] = ()
+    group_axes, key_axes = _axes_from_end(site, "key", 3), _axes_from_end(site, "key", 2)
+    query_axes = _axes_from_end(site, "query", 3)
     if is_grouped(node, graph) and site.axes("query heads") and query_axes[: len(group_axes)] != group_axes:
-        found = tuple(_gathered(site, name, group_axes) for name in ("key", "value"))
+        found = tuple(_head_gather(site, name, group_axes) for name in ("key", "value"))
         if any(graph.types[name].grad for name in node.outputs):
             found += tuple(replace(c, kind="reduce_scatter", phase="backward") for c in found)
     shape = weights_shape(node, graph)
-    if label := _ring(site):
-        return found + ring.collectives(site, label, *shape[-2:])
-    axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | {len(shape) - 2: _axes(site, "query", 2)}
+    if label := _sequence_label(site):
+        return found + context_parallel.sequence_collectives(site, label, *shape[-2:])
+    axes = {d: site.outputs[0].axes_of(d) for d in range(len(shape) - 2)} | {
+        len(shape) - 2: _axes_from_end(site, "query", 2)
+    }
     rows = math.prod(chunk(int(n), site.mesh.size_of(axes[d]), 0)[1] for d, n in enumerate(shape[:-1]))
     size = rows * wide_bytes(site.in_type(0).dtype)
     return found + site.reductions(key_axes, size, ("maxima", "sums"), ("gradient of the sums",))
 
 
-def _gathered(site: Site, name: str, axes: tuple[str, ...]) -> Internal:
+def _head_gather(site: Site, name: str, axes: tuple[str, ...]) -> InternalCollective:
     """All-gather of the heads of key or value."""
     local, i = site.local_shape(name), site.node.positions[name]
     size = math.prod(local) * site.mesh.size_of(axes) * site.in_type(i).dtype.itemsize
-    return Internal("all_gather", axes, size, "forward", f"{name} heads")
+    return InternalCollective("all_gather", axes, size, "forward", f"{name} heads")
 
 
-def _flops(node: Node, graph: Graph) -> float:
+def _attention_flops(node: Node, graph: Graph) -> float:
     """FLOPs of two products per visible pair of query and key."""
-    shapes, weights = _shapes(node, graph), weights_shape(node, graph)
+    shapes, weights = _operand_shapes(node, graph), weights_shape(node, graph)
     queries, keys = weights[-2:]
-    pairs = ring.band_of(node).pairs(int(queries), int(keys))
+    pairs = context_parallel.band_of(node).pairs(int(queries), int(keys))
     return 2.0 * math.prod(weights[:-2]) * pairs * (shapes["query"][-1] + shapes["value"][-1])
 
 
@@ -221,7 +237,7 @@ def _is_fused(node: Node, types: Types) -> bool:
     return len(query.shape) == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1] and bool(heads)
 
 
-def _saves(node: Node, types: Types) -> str | None:
+def _attention_saves(node: Node, types: Types) -> str | None:
     if _is_fused(node, types):
         return (
             "query key value attn_mask sinks result"
@@ -233,7 +249,7 @@ def _saves(node: Node, types: Types) -> str | None:
     return "query: value; key: value; attn_mask: value" if plain else None
 
 
-def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
+def _attention_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
     """Fused: log-sum-exp of every row. Otherwise the attention matrix and scaled operands."""
     query, key = (types[name] for name in node.inputs[:2])
     if _is_fused(node, types):
@@ -243,17 +259,28 @@ def _intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
     return (weights, *([query] if key.grad else []), *([key] if query.grad else []))
 
 
-FACTS = Facts(
-    saves=_saves,
-    intermediates=_intermediates,
+ATTENTION_FACTS = Facts(
+    saves=_attention_saves,
+    intermediates=_attention_intermediates,
     draws=lambda given: given.get("dropout_p", 0.0) != 0,
     rounding="product",
     backward=2.0,  # three gradients: five products in the backward, two in the forward
 )
 
-_SPELLED = "... heads queries _, ... heads keys _, ... heads keys embed, ... queries keys -> ... heads queries embed"
+_ATTENTION_NOTATION = (
+    "... heads queries _, ... heads keys _, ... heads keys embed, ... queries keys -> ... heads queries embed"
+)
 
 RULES: tuple[Rule, ...] = tuple(
-    Rule(op, _strategies, _local, _flops, _SPELLED, _collectives, facts=FACTS, named=named)
+    Rule(
+        op,
+        _attention_strategies,
+        _local_attention,
+        _attention_flops,
+        _ATTENTION_NOTATION,
+        _attention_collectives,
+        facts=ATTENTION_FACTS,
+        named=named,
+    )
     for op, named in ((aten.scaled_dot_product_attention.default, ""), (banded_op._opoverload, "banded_rows"))
 )

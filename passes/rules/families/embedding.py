@@ -14,24 +14,35 @@ from autoshard.errors import PlanError
 from autoshard.layout import Owned, P, R, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.program import Call, Internal, Local, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, rules
-from autoshard.passes.rules.factors import Dims, Factors, Space, inputs, numbered, positive, sizes_of
+from autoshard.passes.ir.program import InternalCollective, Local, LocalCall, axes_argument
+from autoshard.passes.rules.base import (
+    Dims,
+    Factors,
+    Facts,
+    Rule,
+    Site,
+    Space,
+    numbered_factors,
+    operand_factors,
+    positive,
+    rules,
+    sizes_of,
+)
 from autoshard.runtime.operations.embedding import pooled_op
 
 BAG_MODES = ("sum", "mean", "max")
-LOOK_UPS = frozenset(
+LOOKUP_OPS = frozenset(
     {aten.embedding.default, aten.embedding_bag.default, aten.embedding_bag.padding_idx, pooled_op._opoverload}
 )
-TABLE = "table"
+TABLE_WISE_LABEL = "table"
 """table-wise strategy: each rank owns full tables and sends what it looks up to all ranks"""
-OF_TABLES = frozenset({TABLE, "vocab", "embed"})
+TABLE_SHARDING_LABELS = frozenset({TABLE_WISE_LABEL, "vocab", "embed"})
 """labels of strategies in which a mesh axis divides tables"""
 TABLE_SUMS = "table sums"
 """table-wise, with the owner's rows as a partial sum (others: zeros): any length of batch"""
 
 
-def _table_wise(node: Node, graph: Graph, factors: Factors) -> Space:
+def _with_table_placement(node: Node, graph: Graph, factors: Factors) -> Space:
     """The strategies of ``factors``, and table-wise ones if the table may have one owner."""
     if not graph.types[node.inputs[node.positions["weight"]]].tables:
         return factors
@@ -39,13 +50,20 @@ def _table_wise(node: Node, graph: Graph, factors: Factors) -> Space:
     batch = graph.shape(node.outputs[0])[0]
     apart = frozenset({"vocab", "embed"})
     whole = Strategy(
-        TABLE, placed, (Shard(0),), batch, divides=True, apart=apart | {TABLE_SUMS}, joins="none", innermost=True
+        TABLE_WISE_LABEL,
+        placed,
+        (Shard(0),),
+        batch,
+        divides=True,
+        apart=apart | {TABLE_SUMS},
+        joins="none",
+        innermost=True,
     )
     sums = Strategy(TABLE_SUMS, placed, (P,), divides=True, apart=apart)
     return (*factors.strategies(node, graph), whole, sums)
 
 
-def _local_table(site: Site, mode: str, **bags: object) -> Call:
+def _local_table(site: Site, mode: str, **bags: object) -> LocalCall:
     """``bags``: keyword arguments of ``runtime.table_wise``; None is left out."""
     axes, node = _axes_of_owners(site), site.node
     owners, owner = site.inputs[node.positions["weight"]].owner, 0
@@ -54,43 +72,45 @@ def _local_table(site: Site, mode: str, **bags: object) -> Call:
     given = {k: v for k, v in bags.items() if v not in (None, (None,), False)}
     if gives_sparse(site):
         given["sparse"] = True
-    if not site.axes(TABLE):
+    if not site.axes(TABLE_WISE_LABEL):
         given["summed"] = True
     tables, indices = (node.argument("weight"),), (node.argument("indices"),)
-    return Call("table_wise", (tables, indices, (owner,), spell(axes), mode), given)
+    return LocalCall("table_wise", (tables, indices, (owner,), axes_argument(axes), mode), given)
 
 
 def _axes_of_owners(site: Site) -> tuple[str, ...]:
     """The mesh axes along which the table has an owner rank."""
-    return site.axes(TABLE) or site.axes(TABLE_SUMS)
+    return site.axes(TABLE_WISE_LABEL) or site.axes(TABLE_SUMS)
 
 
-def _exchanged(site: Site) -> tuple[Internal, ...]:
+def _lookup_collectives(site: Site) -> tuple[InternalCollective, ...]:
     """All-to-all of looked-up rows and their gradients, assuming tables in balance."""
-    axes = site.axes(TABLE)
+    axes = site.axes(TABLE_WISE_LABEL)
     if site.mesh.size_of(axes) == 1:
         return ()
     size = math.prod(site.outputs[0].max_local_shape(site.out_type().shape)) * float(site.out_type().dtype.itemsize)
     found = [("forward", "rows of tables")] + [("backward", "gradients of rows of tables")] * site.grad
-    return tuple(Internal("all_to_all", axes, size, phase, what, share=_share(site)) for phase, what in found)
+    return tuple(
+        InternalCollective("all_to_all", axes, size, phase, what, share=_latency_share(site)) for phase, what in found
+    )
 
 
-def _share(site: Site) -> float:
+def _latency_share(site: Site) -> float:
     """Share of one message's latency, where several tables' look-ups share the message."""
     return 1.0 / site.in_type(site.node.positions["weight"]).together
 
 
-def _of_bags(site: Site) -> tuple[Internal, ...]:
-    """As :func:`_exchanged`; "max" over sharded rows all-reduces maxima and their places."""
+def _bag_collectives(site: Site) -> tuple[InternalCollective, ...]:
+    """As :func:`_lookup_collectives`; "max" over sharded rows all-reduces maxima and their places."""
     axes, node = site.axes("vocab"), site.node
     if not axes or BAG_MODES[node.argument("mode")] != "max":
-        return _exchanged(site)
+        return _lookup_collectives(site)
     elements = math.prod(site.outputs[0].max_local_shape(site.out_type().shape))
     each = ("largest rows", site.out_type().dtype.itemsize), ("places of largest rows", torch.int64.itemsize)
-    return tuple(Internal("all_reduce", axes, float(elements * size), "forward", what) for what, size in each)
+    return tuple(InternalCollective("all_reduce", axes, float(elements * size), "forward", what) for what, size in each)
 
 
-def _local_pooled(site: Site) -> Call:
+def _local_pooled(site: Site) -> LocalCall:
     node, axes = site.node, site.axes_of("weight", 0)
     mode, padding = node.argument("mode"), node.argument("padding_idx")
     if _axes_of_owners(site):
@@ -99,29 +119,29 @@ def _local_pooled(site: Site) -> Call:
     if gives_sparse(site):
         extra["sparse"] = True
     if axes:
-        extra |= {"size": site.in_type(node.positions["weight"]).shape[0], "axes": spell(axes)}
-    return Call("pooled", (node.argument("weight"), node.argument("indices"), mode), extra)
+        extra |= {"size": site.in_type(node.positions["weight"]).shape[0], "axes": axes_argument(axes)}
+    return LocalCall("pooled", (node.argument("weight"), node.argument("indices"), mode), extra)
 
 
-def _looked_up(node: Node, graph: Graph, pooled: bool = False) -> Space:
+def _lookup_factors(node: Node, graph: Graph, pooled: bool = False) -> Space:
     """Factors: index dims (``pooled``: not the last), columns, and rows, whose look-ups sum up."""
     indices, weight = graph.shape(node.argument("indices")), graph.shape(node.argument("weight"))
     kept = indices[:-1] if pooled else indices
-    named = numbered(kept)
+    named = numbered_factors(kept)
     sizes = {**sizes_of(kept), "vocab": weight[0], "embed": weight[1]}
     if node.argument("scale_grad_by_freq", False):  # frequencies are those of the full batch
         sizes = {"embed": weight[1]}
     factors = Factors(
-        inputs(node, {"weight": ("vocab", "embed"), "indices": (*named, *(None,) * pooled)}),
+        operand_factors(node, {"weight": ("vocab", "embed"), "indices": (*named, *(None,) * pooled)}),
         ((*named, "embed"),),
         sizes,
         linear=((node.positions["weight"],),),
-        filled=frozenset({"embed"}),
+        nonempty=frozenset({"embed"}),
     )
-    return _table_wise(node, graph, factors)
+    return _with_table_placement(node, graph, factors)
 
 
-def _local_embedding(site: Site) -> Call:
+def _local_embedding(site: Site) -> LocalCall:
     axes, sparse, padding = site.axes_of("weight", 0), gives_sparse(site), site.node.argument("padding_idx")
     if _axes_of_owners(site):
         return _local_table(site, "sum", padding=(padding if padding >= 0 else None,))
@@ -132,41 +152,41 @@ def _local_embedding(site: Site) -> Call:
     extra: dict[str, object] = {"padding_idx": padding} if padding >= 0 else {}
     if sparse:
         extra["sparse"] = True
-    return Call("vocab_embedding", (weight, indices, rows, spell(axes)), extra)
+    return LocalCall("vocab_embedding", (weight, indices, rows, axes_argument(axes)), extra)
 
 
-def look_ups(node: Node, choice: Sequence[Strategy], ranks: Sequence[int], together: int = 1) -> float:
+def lookup_kernels(node: Node, choice: Sequence[Strategy], ranks: Sequence[int], together: int = 1) -> float:
     """Kernels of one look-up on a rank, as a fraction where it looks up only its own tables.
 
     A pooled look-up has one more, a table sharded by rows four: index range, mask, places, zeros.
     ``together``: grouped look-ups share all but one
     (:func:`~autoshard.runtime.operations.embedding.pooled_together`).
     """
-    pooled, owned = node.op is pooled_op._opoverload, {TABLE, TABLE_SUMS}
+    pooled, owned = node.op is pooled_op._opoverload, {TABLE_WISE_LABEL, TABLE_SUMS}
     once = pooled + 4 * any(s.label == "vocab" for s in choice)
     if pooled and owned.isdisjoint(s.label for s in choice):
         return 1 + once / together
     return (1 + once) / math.prod(n for s, n in zip(choice, ranks, strict=True) if s.label in owned)
 
 
-def in_one_call(graph: Graph) -> dict[Hashable, list[Node]]:
+def grouped_lookups(graph: Graph) -> dict[Hashable, list[Node]]:
     """Groups of equal, independent look-ups in tables that may be placed table-wise.
 
-    :mod:`autoshard.passes.lower.tables` groups the calls in the same way.
+    :mod:`autoshard.passes.lower.coalescing` groups the calls in the same way.
     """
     depth: dict[str, int] = {}
     found: dict[Hashable, list[Node]] = {}
     for node in graph.nodes:
         level = max((depth.get(n, 0) for n in node.inputs), default=0)
-        looks_up = node.op in LOOK_UPS and graph.types[node.inputs[0]].tables > 0
+        looks_up = node.op in LOOKUP_OPS and graph.types[node.inputs[0]].tables > 0
         depth.update(dict.fromkeys(node.outputs, level + looks_up))
         if looks_up:
             kind = graph.types[node.inputs[0]].sparse, graph.types[node.outputs[0]].dtype
-            found.setdefault((level, *kind, *_form(node)), []).append(node)
+            found.setdefault((level, *kind, *_pooling_form(node)), []).append(node)
     return found
 
 
-def _form(node: Node) -> tuple[Any, ...]:
+def _pooling_form(node: Node) -> tuple[Any, ...]:
     """How a look-up pools; whether its bags are jagged, weighted, with the last offset."""
     if node.op == aten.embedding.default:
         return "sum", False
@@ -181,7 +201,7 @@ def gives_sparse(site: Site) -> bool:
     return site.in_type(site.node.positions["weight"]).sparse
 
 
-def _bag(node: Node, graph: Graph) -> Space:
+def _bag_factors(node: Node, graph: Graph) -> Space:
     """Columns and rows are factors; bags too if all have equal length."""
     weight, bags = graph.shape(node.argument("weight")), graph.shape(node.argument("offsets"))[0]
     sizes: dict[str, int] = {"embed": weight[1]}
@@ -195,16 +215,16 @@ def _bag(node: Node, graph: Graph) -> Space:
     dims: dict[str, Dims] = {"weight": ("vocab", "embed"), "indices": flat, "offsets": (None,)}
     ranks = [len(graph.types[name].shape) for name in node.outputs]
     factors = Factors(
-        inputs(node, {**dims, "per_sample_weights": flat}),
+        operand_factors(node, {**dims, "per_sample_weights": flat}),
         tuple(
             (None,) * rank if slot else ("bags", "embed") for slot, rank in zip(node.output_slots, ranks, strict=True)
         ),
         sizes,
         even=frozenset({"bags"}),
-        filled=frozenset({"embed"}),  # CUDA kernels read past an empty gradient
+        nonempty=frozenset({"embed"}),  # CUDA kernels read past an empty gradient
         linear=((node.positions["weight"],),) if "vocab" in sizes and BAG_MODES[node.argument("mode")] != "max" else (),
     )
-    return _table_wise(node, graph, factors)
+    return _with_table_placement(node, graph, factors)
 
 
 def bag_length(node: Node, graph: Graph) -> int:
@@ -217,7 +237,7 @@ def bag_length(node: Node, graph: Graph) -> int:
     return int(step) if regular else 0
 
 
-def _local_bag(site: Site) -> Call:
+def _local_bag(site: Site) -> LocalCall:
     node = site.node
     weight, indices, offsets = (node.argument(a) for a in ("weight", "indices", "offsets"))
     if bags := site.axes("bags"):
@@ -225,7 +245,7 @@ def _local_bag(site: Site) -> Call:
         if not bag_length(captured, site.graph):
             raise PlanError(f"{node.name} ({node.fqn}, {node.source}): bags of unequal length cannot be sharded")
         count = Local(site.graph.shape(offsets)[0], bags)
-        offsets = Call(aten.slice.Tensor, (offsets, 0, 0, count), {})  # offsets are relative to this rank
+        offsets = LocalCall(aten.slice.Tensor, (offsets, 0, 0, count), {})  # offsets are relative to this rank
     if _axes_of_owners(site):
         return _local_table(
             site,
@@ -233,7 +253,7 @@ def _local_bag(site: Site) -> Call:
             offsets=(offsets,),
             weights=(node.argument("per_sample_weights"),),
             last_offset=node.argument("include_last_offset"),
-            padding=(_padding(site),),
+            padding=(_padding_row(site),),
         )
     rows_axes = site.axes_of("weight", 0)
     if not rows_axes:
@@ -241,16 +261,16 @@ def _local_bag(site: Site) -> Call:
     extra = {
         "per_sample_weights": node.argument("per_sample_weights"),
         "include_last_offset": node.argument("include_last_offset") or None,
-        "padding_idx": _padding(site),
+        "padding_idx": _padding_row(site),
         "sparse": gives_sparse(site) or None,
         "mode": mode if (mode := BAG_MODES[node.argument("mode")]) != "sum" else None,
     }
     given = {k: v for k, v in extra.items() if v is not None}
     rows = site.in_type(node.positions["weight"]).shape[0]
-    return Call("vocab_embedding_bag", (weight, indices, offsets, rows, spell(rows_axes)), given)
+    return LocalCall("vocab_embedding_bag", (weight, indices, offsets, rows, axes_argument(rows_axes)), given)
 
 
-def _padding(site: Site) -> int | None:
+def _padding_row(site: Site) -> int | None:
     """``padding_idx`` as a non-negative row, or None."""
     padding = site.node.argument("padding_idx", None)
     return padding if padding is None else positive(padding, site.in_type(site.node.positions["weight"]).shape[0])
@@ -259,28 +279,28 @@ def _padding(site: Site) -> int | None:
 RULES: tuple[Rule, ...] = (
     *rules(
         "embedding.default",
-        _looked_up,
+        _lookup_factors,
         _local_embedding,
         "vocab embed, ... -> ... embed",
-        _exchanged,
+        _lookup_collectives,
         facts=Facts("indices", looks_up=True),
     ),
     Rule(
         pooled_op._opoverload,
-        partial(_looked_up, pooled=True),
+        partial(_lookup_factors, pooled=True),
         _local_pooled,
         None,
         "vocab embed, ... _ -> ... embed",
-        _exchanged,
+        _lookup_collectives,
         facts=Facts("indices"),
         named="pooled",
     ),
     *rules(
         "embedding_bag.default embedding_bag.padding_idx",
-        _bag,
+        _bag_factors,
         _local_bag,
         "vocab embed, (bags _), _, (bags _) -> bags embed",
-        _of_bags,
+        _bag_collectives,
         facts=Facts("indices offsets per_sample_weights result1 result2 result3; per_sample_weights: weight"),
     ),
 )

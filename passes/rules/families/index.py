@@ -15,19 +15,24 @@ import torch
 
 from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, Ref
-from autoshard.passes.ir.program import Call, spell
-from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, along_cut, rules
-from autoshard.passes.rules.factors import (
+from autoshard.passes.ir.program import LocalCall, axes_argument
+from autoshard.passes.rules.base import (
+    KEEPS_NOTHING,
     Dims,
     Factors,
+    Facts,
+    Rule,
+    Site,
     Space,
     broadcast,
     broadcast_shape,
-    numbered,
+    indexed_dim_form,
+    numbered_factors,
     positive,
+    rules,
     sizes_of,
-    undivided,
-    whole,
+    unsharded_only,
+    unsharded_strategies,
 )
 from autoshard.passes.rules.notation import rule
 from autoshard.runtime.operations.indexing import PART_OF_BATCH
@@ -47,7 +52,7 @@ def _index_factors(
     names: Dims = tuple(f"i{k}" for k in range(len(common)))
     sizes = {f"i{k}": n for k, n in enumerate(common)}
     sizes |= sizes_of(source)
-    before = numbered(source)
+    before = numbered_factors(source)
     kept: Dims = tuple(f for d, f in enumerate(before) if d not in indexed)
     adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
     at = indexed[0] if adjacent else 0
@@ -62,24 +67,24 @@ def _is_masked(indices: Sequence[Ref | None], graph: Graph) -> bool:
 def _index(node: Node, graph: Graph) -> Space:
     indices = node.argument("indices")
     if _is_masked(indices, graph):
-        return undivided(node, graph)
+        return unsharded_only(node, graph)
     source = graph.shapes(node.inputs)[0]
     before, taken, result, sizes = _index_factors(source, indices, graph)
     return Factors((before, *taken), (result,), sizes, linear=((0,),))
 
 
-def _local_index(site: Site) -> Call:
-    node, cuts = site.node, _cuts(site)
+def _local_index(site: Site) -> LocalCall:
+    node, cuts = site.node, _sharded_indexed_dims(site)
     if not cuts:
         return site.unchanged()
-    return Call("sharded_index", (node.argument("self"), node.argument("indices"), cuts), {})
+    return LocalCall("sharded_index", (node.argument("self"), node.argument("indices"), cuts), {})
 
 
-def _cuts(site: Site) -> list[tuple[int, int, Any]]:
+def _sharded_indexed_dims(site: Site) -> list[tuple[int, int, Any]]:
     """(dim, global length, axes) of every sharded indexed dim."""
     shape, layout = site.in_type(0).shape, site.inputs[0]
     indexed = [d for d, i in enumerate(site.node.argument("indices")) if i is not None]
-    return [(d, shape[d], spell(layout.axes_of(d))) for d in indexed if layout.axes_of(d)]
+    return [(d, shape[d], axes_argument(layout.axes_of(d))) for d in indexed if layout.axes_of(d)]
 
 
 def _index_put(node: Node, graph: Graph) -> Space:
@@ -89,7 +94,7 @@ def _index_put(node: Node, graph: Graph) -> Space:
     """
     indices, accumulate = node.argument("indices"), bool(node.argument("accumulate"))
     if _is_masked(indices, graph):
-        return undivided(node, graph)
+        return unsharded_only(node, graph)
     source = graph.shapes(node.inputs)[0]
     before, taken, written, sizes = _index_factors(source, indices, graph)
     written_shape = [sizes[f] for f in written if f is not None]
@@ -100,24 +105,24 @@ def _index_put(node: Node, graph: Graph) -> Space:
     return Factors(tuple(rows), (before,), sizes, addends=frozenset({0}), linear=((0, last),))
 
 
-def _local_index_put(site: Site) -> Call:
-    node, cuts = site.node, _cuts(site)
+def _local_index_put(site: Site) -> LocalCall:
+    node, cuts = site.node, _sharded_indexed_dims(site)
     if not cuts:
         return site.unchanged()
     given = [node.argument(a) for a in ("self", "indices", "values", "accumulate")]
-    return Call("sharded_index_put", (*given, cuts), {})
+    return LocalCall("sharded_index_put", (*given, cuts), {})
 
 
 def _index_select(node: Node, graph: Graph) -> Factors:
     source, index = graph.shapes(node.inputs)
     dim = positive(node.argument("dim"), len(source))
-    dims = numbered(source)
+    dims = numbered_factors(source)
     result: Dims = (*dims[:dim], "i", *dims[dim + 1 :]) if source else ()
     sizes = sizes_of(source) | {"i": index[0] if index else 1}
     return Factors((dims, ("i",) * len(index)), (result,), sizes, linear=((0,),))
 
 
-def _along(shapes: Sequence[Sequence[int]], dim: int, inner: str | None) -> tuple[list[Dims], dict[str, int]]:
+def _gather_factors(shapes: Sequence[Sequence[int]], dim: int, inner: str | None) -> tuple[list[Dims], dict[str, int]]:
     """Factors of gather and scatter: dims in which source, index and values have equal length.
 
     Index and values have factor ``inner`` in ``dim``.
@@ -137,8 +142,8 @@ def _along(shapes: Sequence[Sequence[int]], dim: int, inner: str | None) -> tupl
 def _gather(node: Node, graph: Graph) -> Space:
     source, index = graph.shapes(node.inputs)
     if not source or not index:
-        return whole(2, 1)
-    (dims, taken), sizes = _along((source, index), positive(node.argument("dim"), len(source)), "i")
+        return unsharded_strategies(2, 1)
+    (dims, taken), sizes = _gather_factors((source, index), positive(node.argument("dim"), len(source)), "i")
     return Factors((dims, taken), (taken,), sizes, linear=((0,),))
 
 
@@ -146,9 +151,9 @@ def _scatter(node: Node, graph: Graph, adds: bool) -> Space:
     """Adding, index dims are summed; otherwise unsharded. Linear in source and values."""
     shapes = graph.shapes(node.inputs)
     if not all(shapes):
-        return undivided(node, graph)
-    dims, sizes = _along(shapes, positive(node.argument("dim"), len(shapes[0])), "i" if adds else None)
-    return Factors(tuple(dims), (dims[0],), sizes, addends=_source(adds), linear=_jointly(node))
+        return unsharded_only(node, graph)
+    dims, sizes = _gather_factors(shapes, positive(node.argument("dim"), len(shapes[0])), "i" if adds else None)
+    return Factors(tuple(dims), (dims[0],), sizes, addends=_accumulated_operand(adds), linear=_linear_write(node))
 
 
 def _index_add(node: Node, graph: Graph, adds: bool) -> Space:
@@ -156,21 +161,21 @@ def _index_add(node: Node, graph: Graph, adds: bool) -> Space:
     shapes = graph.shapes(node.inputs)
     source, index = shapes[:2]
     if not source or not index:
-        return undivided(node, graph)
+        return unsharded_only(node, graph)
     dim = positive(node.argument("dim"), len(source))
-    dims, inner = numbered(source), "i" if adds else None
+    dims, inner = numbered_factors(source), "i" if adds else None
     values: Dims = (*dims[:dim], inner, *dims[dim + 1 :])
     rows = (dims, (inner,), *(values if s else () for s in shapes[2:]))
     sizes = sizes_of(source) | {"i": index[0]}
-    return Factors(rows, (dims,), sizes, addends=_source(adds), linear=_jointly(node))
+    return Factors(rows, (dims,), sizes, addends=_accumulated_operand(adds), linear=_linear_write(node))
 
 
-def _source(adds: bool) -> frozenset[int]:
+def _accumulated_operand(adds: bool) -> frozenset[int]:
     """Operand 0 as addend, if the op adds to it."""
     return frozenset({0}) if adds else frozenset()
 
 
-def _jointly(node: Node) -> tuple[tuple[int, ...], ...]:
+def _linear_write(node: Node) -> tuple[tuple[int, ...], ...]:
     """A write is linear in source and values, unless it writes a nonzero constant."""
     constant = node.argument("value", 0)
     if not isinstance(constant, Ref) and constant != 0:
@@ -178,7 +183,7 @@ def _jointly(node: Node) -> tuple[tuple[int, ...], ...]:
     return ((0, 2),) if len(node.inputs) == 3 else ((0,),)
 
 
-def _take_along_flat(node: Node, graph: Graph) -> Factors:
+def _take_factors(node: Node, graph: Graph) -> Factors:
     """``take``: the source is unsharded, every index dim is a factor."""
     source, index = graph.shapes(node.inputs)
     names: Dims = tuple(f"i{k}" for k in range(len(index)))
@@ -188,14 +193,14 @@ def _take_along_flat(node: Node, graph: Graph) -> Factors:
 
 def _one_hot(node: Node, graph: Graph) -> Factors:
     (shape,) = graph.shapes(node.inputs)
-    names = numbered(shape)
+    names = numbered_factors(shape)
     return Factors((names,), ((*names, None),), sizes_of(shape))
 
 
 def _bucketize(node: Node, graph: Graph) -> Factors:
     """``bucketize``: boundaries are unsharded, every dim of the values is a factor."""
     (result,) = graph.shapes(node.outputs)
-    names = numbered(result)
+    names = numbered_factors(result)
     inputs: tuple[Dims, ...] = (names, (None,)) if len(node.inputs) == 2 else ((None,),)
     return Factors(inputs, (names,), sizes_of(result))
 
@@ -214,7 +219,7 @@ def _scatter_reduce(node: Node, graph: Graph) -> Space:
 def _searchsorted(node: Node, graph: Graph) -> Factors:
     """The sorted dim is unsharded; leading dims are shared if the sequence has them."""
     shapes, (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
-    names = numbered(result)
+    names = numbered_factors(result)
     sequence: Dims = (*(names[:-1] if len(shapes[0]) > 1 else ()), None)
     others = [names if len(s) == len(result) else (None,) * len(s) for s in shapes[1:2]]
     sorters = [sequence] * (len(shapes) - 1 - len(others))
@@ -223,12 +228,12 @@ def _searchsorted(node: Node, graph: Graph) -> Factors:
 
 def _isin(node: Node, graph: Graph) -> Factors:
     shape, test = graph.shapes(node.inputs)
-    names = numbered(shape)
+    names = numbered_factors(shape)
     return Factors((names, (None,) * len(test)), (names,), sizes_of(shape))
 
 
-INDICES = Facts(saves="indices")
-INDEX = Facts(saves="index", rounding="exact", looks_up=True)
+SAVES_INDICES = Facts(saves="indices")
+SAVES_INDEX = Facts(saves="index", rounding="exact", looks_up=True)
 SCATTERED = Facts(saves="index")
 _WRITES, _REPLACES = partial(_scatter, adds=False), partial(_index_add, adds=False)
 
@@ -245,37 +250,45 @@ RULES: tuple[Rule, ...] = (
     Rule(
         PART_OF_BATCH,
         _part_of_batch,
-        lambda site: Call("part_of_batch", site.node.args, {}),
+        lambda site: LocalCall("part_of_batch", site.node.args, {}),
         notation="dim whole",
-        facts=NOTHING,
+        facts=KEEPS_NOTHING,
     ),
     *rules(
         "index.Tensor",
         _index,
         _local_index,
         "indexed dims summed",
-        facts=replace(INDICES, rounding="exact", looks_up=True),
+        facts=replace(SAVES_INDICES, rounding="exact", looks_up=True),
     ),
-    *rules("_unsafe_index.Tensor", _index, _local_index, "indexed dims summed", facts=INDICES),
+    *rules("_unsafe_index.Tensor", _index, _local_index, "indexed dims summed", facts=SAVES_INDICES),
     *rules(
-        "index_put.default _unsafe_index_put.default", _index_put, _local_index_put, "indexed dims cut", facts=INDICES
+        "index_put.default _unsafe_index_put.default",
+        _index_put,
+        _local_index_put,
+        "indexed dims cut",
+        facts=SAVES_INDICES,
     ),
     *rules(
-        "index_select.default", _index_select, along_cut("sharded_index_select", "index"), "dim summed", facts=INDEX
+        "index_select.default",
+        _index_select,
+        indexed_dim_form("sharded_index_select", "index"),
+        "dim summed",
+        facts=SAVES_INDEX,
     ),
     *rules(
         "gather.default",
         _gather,
-        along_cut("sharded_gather", "index"),
+        indexed_dim_form("sharded_gather", "index"),
         "dim summed",
-        facts=replace(INDEX, saves="self index"),
+        facts=replace(SAVES_INDEX, saves="self index"),
     ),
-    *rules("scatter.src", _WRITES, along_cut("sharded_scatter", "index", "src"), "dim cut", facts=SCATTERED),
-    *rules("scatter.value", _WRITES, along_cut("sharded_scatter", "index", "value"), "dim cut", facts=SCATTERED),
+    *rules("scatter.src", _WRITES, indexed_dim_form("sharded_scatter", "index", "src"), "dim cut", facts=SCATTERED),
+    *rules("scatter.value", _WRITES, indexed_dim_form("sharded_scatter", "index", "value"), "dim cut", facts=SCATTERED),
     *rules(
         "scatter_add.default",
         partial(_scatter, adds=True),
-        along_cut("sharded_scatter_add", "index", "src"),
+        indexed_dim_form("sharded_scatter_add", "index", "src"),
         "index dim summed",
         facts=Facts(saves="src: index"),
     ),
@@ -283,28 +296,28 @@ RULES: tuple[Rule, ...] = (
     *rules(
         "index_add.default",
         partial(_index_add, adds=True),
-        along_cut("sharded_index_add", "index", "source", "alpha"),
+        indexed_dim_form("sharded_index_add", "index", "source", "alpha"),
         "index summed",
         facts=Facts(saves="source: index source"),
     ),
     *rules(
         "index_copy.default",
         _REPLACES,
-        along_cut("sharded_index_copy", "index", "source"),
+        indexed_dim_form("sharded_index_copy", "index", "source"),
         "dim cut",
         facts=Facts(saves="index; source: source"),
     ),
     *rules(
         "index_fill.int_Scalar index_fill.int_Tensor",
         _REPLACES,
-        along_cut("sharded_index_fill", "index", "value"),
+        indexed_dim_form("sharded_index_fill", "index", "value"),
         "dim cut",
         facts=SCATTERED,
     ),
-    *rules("take.default", _take_along_flat, None, "source whole", facts=Facts(saves="self index")),
-    *rules("one_hot.default", _one_hot, None, "... -> ... _", facts=NOTHING),
-    *rules("bucketize.Tensor", _bucketize, None, "boundaries whole", facts=NOTHING),
-    *rules("isin.Tensor_Tensor", _isin, None, "..., (test) -> ...", facts=NOTHING),
-    rule(aten.isin.Tensor_Scalar, "... -> ...", facts=NOTHING),
-    *rules("searchsorted.Tensor", _searchsorted, None, "... _, ... n -> ... n", facts=NOTHING),
+    *rules("take.default", _take_factors, None, "source whole", facts=Facts(saves="self index")),
+    *rules("one_hot.default", _one_hot, None, "... -> ... _", facts=KEEPS_NOTHING),
+    *rules("bucketize.Tensor", _bucketize, None, "boundaries whole", facts=KEEPS_NOTHING),
+    *rules("isin.Tensor_Tensor", _isin, None, "..., (test) -> ...", facts=KEEPS_NOTHING),
+    rule(aten.isin.Tensor_Scalar, "... -> ...", facts=KEEPS_NOTHING),
+    *rules("searchsorted.Tensor", _searchsorted, None, "... _, ... n -> ... n", facts=KEEPS_NOTHING),
 )

@@ -1,4 +1,8 @@
-"""Losses and softmax: sharded samples, sharded classes (vocabulary-parallel), global counts."""
+"""Losses and softmax: samples, classes or both sharded (vocabulary-parallel cross entropy).
+
+"mean" divides by the global count. Also: CTC loss by samples, and runtime functions that need full
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +14,32 @@ from typing import Any
 from autoshard.aten import aten
 from autoshard.layout import I, Shard
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call, Internal, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, Types, over_cut, rules
-from autoshard.passes.rules.factors import (
+from autoshard.passes.ir.program import InternalCollective, LocalCall, axes_argument
+from autoshard.passes.rules.base import (
     Dims,
     Factors,
+    Facts,
+    Rule,
+    Site,
     Space,
-    alike,
+    Types,
     broadcast,
     broadcast_shape,
-    inputs,
-    numbered,
+    numbered_factors,
+    operand_factors,
+    reduced_dim_form,
+    rules,
+    same_shape_factors,
     sizes_of,
-    undivided,
+    unsharded_only,
     wide_bytes,
 )
-from autoshard.runtime.operations.loss import cross_entropy_op
+from autoshard.runtime.operations.autograd_ops import function_op
+from autoshard.runtime.operations.checks import exactly
+from autoshard.runtime.operations.losses import cross_entropy_op, ctc_loss
 
 REDUCTIONS = ("none", "mean", "sum")
-LARGE = 1 << 27
+CHUNKED_LOSS_ELEMENTS = 1 << 27
 """elements of local logits from which on cross entropy runs in chunks"""
 
 
@@ -43,7 +54,7 @@ def class_dim_of(node: Node, graph: Graph) -> int:
     return rank - 1 if node.op is CLASSES_LAST else min(rank - 1, 1)
 
 
-def _samples(node: Node, graph: Graph) -> Factors:
+def _sample_factors(node: Node, graph: Graph) -> Factors:
     """Sample and position dims are factors, and the classes of operands that have them."""
     logits, target = graph.shape(node.argument("self")), graph.shape(node.argument("target"))
     class_dim = class_dim_of(node, graph)
@@ -52,28 +63,28 @@ def _samples(node: Node, graph: Graph) -> Factors:
     dims = {"self": named, "target": named if target == logits else positions_only, "weight": (None,)}
     result = positions_only if REDUCTIONS[node.argument("reduction")] == "none" else ()
     sizes = {f: n for f, n in zip(named, logits, strict=True) if f is not None}
-    return Factors(inputs(node, dims), (result,), sizes)
+    return Factors(operand_factors(node, dims), (result,), sizes)
 
 
 def _cross_entropy(node: Node, graph: Graph) -> Factors:
     """Samples: "none" → S, "sum" and "mean" → P. Sharded classes: the result is I."""
-    return replace(_samples(node, graph), reduced={"vocab": I})
+    return replace(_sample_factors(node, graph), reduced={"vocab": I})
 
 
-def _cross_entropy_collectives(site: Site) -> tuple[Internal, ...]:
+def _cross_entropy_collectives(site: Site) -> tuple[InternalCollective, ...]:
     """Maxima, then packed sums, then the count of "mean". Nothing in the backward."""
     logits = site.in_type(0)
     class_dim = class_dim_of(site.node, site.graph)
     local = site.local_shape("self")
     samples = math.prod(n for d, n in enumerate(local) if d != class_dim)
     class_axes = site.inputs[0].axes_of(class_dim)
-    packed = _sums(site.node, site.graph) * wide_bytes(logits.dtype)
+    packed = _packed_sum_count(site.node, site.graph) * wide_bytes(logits.dtype)
     found = site.reductions(class_axes, samples * logits.dtype.itemsize, ("maxima",), ())
     found += site.reductions(class_axes, samples * packed, ("sum-exp and the target's logit",), ())
     return found + (() if site.in_type(1).dtype.is_floating_point else _nll_collectives(site))
 
 
-def _nll_collectives(site: Site) -> tuple[Internal, ...]:
+def _nll_collectives(site: Site) -> tuple[InternalCollective, ...]:
     """The count of "mean"; with unsharded labels every rank counts all of them itself."""
     if REDUCTIONS[site.node.argument("reduction")] != "mean":
         return ()
@@ -89,23 +100,23 @@ def _batch_axes(site: Site) -> tuple[str, ...]:
     return tuple(a for a, p in placed if isinstance(p, Shard) and p.dim != class_dim)
 
 
-def _sums(node: Node, graph: Graph) -> int:
+def _packed_sum_count(node: Node, graph: Graph) -> int:
     """Number of sums per sample in one all-reduce."""
     logits, target = graph.shape(node.argument("self")), graph.shape(node.argument("target"))
     return 3 if node.argument("label_smoothing") or target == logits else 2
 
 
-def _local_classification(function: str) -> Callable[[Site], Call]:
+def _local_classification(function: str) -> Callable[[Site], LocalCall]:
     """The op itself if shards are independent, else the runtime function."""
 
-    def local(site: Site) -> Call:
+    def local(site: Site) -> LocalCall:
         node = site.node
         shape = site.in_type(0).shape
         class_dim = class_dim_of(node, site.graph)
         class_axes = site.inputs[0].axes_of(class_dim)
         batch_axes = _batch_axes(site)
         reduction = REDUCTIONS[node.argument("reduction")]
-        pieces = _in_pieces(site)
+        pieces = _is_chunked_loss(site)
         if not class_axes and not pieces and (reduction != "mean" or not batch_axes):
             return site.unchanged()
         extra: dict[str, Any] = {}
@@ -116,45 +127,47 @@ def _local_classification(function: str) -> Callable[[Site], Call]:
             extra["reduction"] = reduction
         extra["classes"] = shape[class_dim]
         if class_axes:
-            extra["class_axes"] = spell(class_axes)
+            extra["class_axes"] = axes_argument(class_axes)
         if batch_axes and reduction == "mean":
-            extra["batch_axes"] = spell(batch_axes)
+            extra["batch_axes"] = axes_argument(batch_axes)
         if reduction == "mean" and site.in_type(1).dtype.is_floating_point:
             extra["samples"] = math.prod(shape) // shape[class_dim]
         if pieces and not class_axes:
             extra["pieces"] = True
-        return Call(function, (node.argument("self"), node.argument("target")), extra)
+        return LocalCall(function, (node.argument("self"), node.argument("target")), extra)
 
     return local
 
 
-def _in_pieces(site: Site) -> bool:
+def _is_chunked_loss(site: Site) -> bool:
     """Whether cross entropy runs in chunks, to save probabilities and gradients of logits' size."""
     integers = not site.in_type(1).dtype.is_floating_point
-    large = math.prod(site.local_shape("self")) >= LARGE
+    large = math.prod(site.local_shape("self")) >= CHUNKED_LOSS_ELEMENTS
     known = site.node.op in (aten.cross_entropy_loss.default, CLASSES_LAST)
-    return known and site.grad and integers and large and not site.of_micro_batch
+    return known and site.grad and integers and large and not site.in_micro_batch
 
 
-def _of_rows(site: Site) -> Call:
+def _cross_entropy_of_rows(site: Site) -> LocalCall:
     """Classes last: cross entropy of flattened rows."""
     node, flat = site.node, aten.flatten.using_ints
     found = _local_classification("cross_entropy")(site)
     fn = aten.cross_entropy_loss.default if found.fn is CLASSES_LAST else found.fn
     logits, target, *others = found.args
     but_last = (0, -2) if site.in_type(1).dtype.is_floating_point else ()
-    call = Call(fn, (Call(flat, (logits, 0, -2), {}), Call(flat, (target, *but_last), {}), *others), found.kwargs)
+    call = LocalCall(
+        fn, (LocalCall(flat, (logits, 0, -2), {}), LocalCall(flat, (target, *but_last), {}), *others), found.kwargs
+    )
     if REDUCTIONS[node.argument("reduction")] != "none":
         return call
-    return Call(aten.reshape.default, (call, site.local_sizes(site.outputs[0], site.out_type().shape)), {})
+    return LocalCall(aten.reshape.default, (call, site.local_sizes(site.outputs[0], site.out_type().shape)), {})
 
 
 # --- softmax ---
 
 
-def _softmax_collectives(site: Site) -> tuple[Internal, ...]:
+def _softmax_collectives(site: Site) -> tuple[InternalCollective, ...]:
     """Over a sharded dim: all-reduces of maxima and sums."""
-    dim, axes = site.cut_dim
+    dim, axes = site.sharded_dim
     rows = math.prod(n for d, n in enumerate(site.local_shape("self")) if d != dim)
     size = rows * wide_bytes(site.out_type().dtype)
     return site.reductions(axes, size, ("maxima", "sums"), ("gradient of the sums",))
@@ -165,8 +178,8 @@ def _over_dim(names: str, function: str) -> list[Rule]:
 
     return rules(
         names,
-        alike,
-        over_cut(function),
+        same_shape_factors,
+        reduced_dim_form(function),
         "... -> ...",
         _softmax_collectives,
         facts=Facts(saves="result", chains=True, function=True),
@@ -176,11 +189,11 @@ def _over_dim(names: str, function: str) -> list[Rule]:
 # --- elementwise and rowwise losses ---
 
 
-def _elementwise(node: Node, graph: Graph) -> Factors:
+def _elementwise_loss(node: Node, graph: Graph) -> Factors:
     """All operands broadcast; a reduced result lacks every factor, so it is P."""
     shapes = graph.shapes(node.inputs)
     shape = broadcast_shape(*shapes)
-    dims = numbered(shape)
+    dims = numbered_factors(shape)
     result = dims if REDUCTIONS[node.argument("reduction")] == "none" else ()
     return Factors(tuple(broadcast(s, shape, dims) for s in shapes), (result,), sizes_of(shape))
 
@@ -192,37 +205,37 @@ def _rowwise(node: Node, graph: Graph) -> Space:
     weight = node.positions.get("weight")
     batched = rows and all(s[:1] == (rows,) for i, s in enumerate(shapes) if i != weight)
     if not batched:
-        return undivided(node, graph)
+        return unsharded_only(node, graph)
     dims = tuple(("n" if i != weight else None, *(None,) * len(s))[: len(s)] for i, s in enumerate(shapes))
     return Factors(dims, (("n",) if REDUCTIONS[node.argument("reduction")] == "none" else (),), {"n": rows})
 
 
-def _local_mean(count: Callable[[Site], int]) -> Callable[[Site], Call]:
+def _local_mean(count: Callable[[Site], int]) -> Callable[[Site], LocalCall]:
     """Reduced over sharded elements: the local sum, for "mean" over the global count."""
 
-    def local(site: Site) -> Call:
+    def local(site: Site) -> LocalCall:
         reduction = REDUCTIONS[site.node.argument("reduction")]
         sharded = any(isinstance(p, Shard) for layout in site.inputs for p in layout.placements)
         if reduction == "none" or not sharded:
             return site.unchanged()
         total = _local_sum(site)
-        return Call(aten.div.Scalar, (total, count(site)), {}) if reduction == "mean" else total
+        return LocalCall(aten.div.Scalar, (total, count(site)), {}) if reduction == "mean" else total
 
     return local
 
 
-def _local_sum(site: Site) -> Call:
+def _local_sum(site: Site) -> LocalCall:
     """The op's sum; one op leaves the result for zero rows unset (torch 2.13)."""
     if site.node.op is aten.multi_margin_loss.default:
-        return Call(aten.sum.default, (site.unchanged(reduction=0),), {})
+        return LocalCall(aten.sum.default, (site.unchanged(reduction=0),), {})
     return site.unchanged(reduction=2)
 
 
-def _elements(site: Site) -> int:
+def _element_count(site: Site) -> int:
     return math.prod(broadcast_shape(*site.graph.shapes(site.node.inputs)))
 
 
-def _rows(site: Site) -> int:
+def _row_count(site: Site) -> int:
     return site.in_type(0).shape[0]
 
 
@@ -241,14 +254,14 @@ def _total_weight(node: Node, types: Types) -> tuple[TensorType, ...]:
     return (TensorType((), types[node.inputs[0]].dtype),)
 
 
-def _difference(node: Node, types: Types) -> tuple[TensorType, ...]:
+def _loss_difference(node: Node, types: Types) -> tuple[TensorType, ...]:
     left, right = (types[name] for name in node.inputs)
     return (TensorType(broadcast_shape(left.shape, right.shape), left.dtype),)
 
 
 ELEMENTWISE: dict[str, Facts] = {
     "mse_loss.default smooth_l1_loss.default huber_loss.default soft_margin_loss.default": Facts(saves="self target"),
-    "l1_loss.default": Facts(saves="", intermediates=_difference),
+    "l1_loss.default": Facts(saves="", intermediates=_loss_difference),
     "kl_div.default": Facts(lambda node, types: None if node.argument("log_target") else "target; target: self"),
     "binary_cross_entropy.default": Facts(saves="self target weight"),
     "binary_cross_entropy_with_logits.default": Facts(saves="self target weight pos_weight"),
@@ -266,7 +279,7 @@ CROSS_ENTROPY = Facts(
     function=True,
 )
 
-RULES: tuple[Rule, ...] = (
+LOSS_RULES: tuple[Rule, ...] = (
     *rules(
         "cross_entropy_loss.default",
         _cross_entropy,
@@ -278,7 +291,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         CLASSES_LAST,
         _cross_entropy,
-        _of_rows,
+        _cross_entropy_of_rows,
         None,
         "... vocab, ..., _ -> ... (none), P (sum, mean); vocab: I",
         _cross_entropy_collectives,
@@ -286,7 +299,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *rules(
         "nll_loss_nd.default nll_loss.default nll_loss2d.default",
-        _samples,
+        _sample_factors,
         _local_classification("nll_loss"),
         "n vocab ..., n ..., _ -> n ... (none), P (sum, mean)",
         _nll_collectives,
@@ -299,12 +312,39 @@ RULES: tuple[Rule, ...] = (
         rule
         for names, facts in ELEMENTWISE.items()
         for rule in rules(
-            names, _elementwise, _local_mean(_elements), "..., ... -> ... (none), P", facts=replace(facts, chains=True)
+            names,
+            _elementwise_loss,
+            _local_mean(_element_count),
+            "..., ... -> ... (none), P",
+            facts=replace(facts, chains=True),
         )
     ),
     *(
         rule
         for names, facts in ROWWISE.items()
-        for rule in rules(names, _rowwise, _local_mean(_rows), "n _, n ... -> n (none), P", facts=facts)
+        for rule in rules(names, _rowwise, _local_mean(_row_count), "n _, n ... -> n (none), P", facts=facts)
     ),
 )
+
+
+def _ctc_samples(node: Node, graph: Graph) -> Space:
+    """Samples, if the targets are rows of one tensor."""
+    log_probs, targets, inputs, lengths = graph.shapes(node.inputs)
+    if (len(log_probs), len(targets), len(inputs), len(lengths)) != (3, 2, 1, 1):
+        return unsharded_only(node, graph)
+    return Factors(((None, "n", None), ("n", None), ("n",), ("n",)), (("n",),), {"n": log_probs[1]})
+
+
+OPAQUE_RULES: tuple[Rule, ...] = (
+    Rule(
+        ctc_loss._opoverload,
+        _ctc_samples,
+        notation="_ n _, n _, n, n -> n",
+        facts=Facts("log_probs targets input_lengths target_lengths"),
+    ),
+    Rule(exactly._opoverload, unsharded_only, notation="whole", facts=Facts(saves="", effect=True)),
+    Rule(function_op._opoverload, unsharded_only, notation="whole"),
+)
+
+
+RULES: tuple[Rule, ...] = (*LOSS_RULES, *OPAQUE_RULES)

@@ -10,9 +10,21 @@ import torch
 from autoshard.aten import aten
 from autoshard.layout import R
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import Call, Internal, Local, spell
-from autoshard.passes.rules.base import Facts, Rule, Site, SpaceOf, Types, rules
-from autoshard.passes.rules.factors import Dims, Factors, inputs, numbered, sizes_of, wide_bytes
+from autoshard.passes.ir.program import InternalCollective, Local, LocalCall, axes_argument
+from autoshard.passes.rules.base import (
+    Dims,
+    Factors,
+    Facts,
+    Rule,
+    Site,
+    SpaceOf,
+    Types,
+    numbered_factors,
+    operand_factors,
+    rules,
+    sizes_of,
+    wide_bytes,
+)
 
 # --- layer norm and RMS norm: statistics over the last dims ---
 
@@ -23,37 +35,39 @@ def _last_dims(distributed: bool) -> SpaceOf:
         type_ = graph.types[node.argument("input").name]
         normalised = len(node.argument("normalized_shape"))
         first = len(type_.shape) - normalised
-        dims = numbered(type_.shape, () if distributed else range(first, len(type_.shape)))
+        dims = numbered_factors(type_.shape, () if distributed else range(first, len(type_.shape)))
         statistics = tuple(d if i < first else None for i, d in enumerate(dims))
         named = {"input": dims, "weight": dims[first:], "bias": dims[first:]}
         results = tuple(dims if slot == 0 else statistics for slot in node.output_slots)
-        return Factors(inputs(node, named), results, sizes_of(type_.shape))
+        return Factors(operand_factors(node, named), results, sizes_of(type_.shape))
 
     return strategies
 
 
-def _local_last_dims(site: Site) -> Call:
+def _local_last_dims(site: Site) -> LocalCall:
     node, axes = site.node, _normalised_axes(site)
     if not axes:
         return site.unchanged()
     names = ("input", "normalized_shape", "weight", *(() if _is_rms(node) else ("bias",)), "eps")
-    return Call(node.op._opname, (*map(node.argument, names), spell(axes)), {})
+    return LocalCall(node.op._opname, (*map(node.argument, names), axes_argument(axes)), {})
 
 
 def _is_rms(node: Node) -> bool:
     return "rms" in str(node.op)
 
 
-def _last_dims_collectives(site: Site) -> tuple[Internal, ...]:
+def _last_dims_collectives(site: Site) -> tuple[InternalCollective, ...]:
     local = site.local_shape("input")
     rows = math.prod(local[: len(local) - len(site.node.argument("normalized_shape"))])
     size = rows * wide_bytes(site.in_type(0).dtype)
-    return _both_ways(
+    return _statistics_reductions(
         site, _normalised_axes(site), size, ("mean square",) if _is_rms(site.node) else ("means", "variances")
     )
 
 
-def _both_ways(site: Site, axes: tuple[str, ...], size: float, statistics: tuple[str, ...]) -> tuple[Internal, ...]:
+def _statistics_reductions(
+    site: Site, axes: tuple[str, ...], size: float, statistics: tuple[str, ...]
+) -> tuple[InternalCollective, ...]:
     """All-reduces of statistics, and in reverse order of their gradients."""
     return site.reductions(axes, size, statistics, [f"gradient of the {s}" for s in reversed(statistics)])
 
@@ -68,17 +82,17 @@ def _normalised_axes(site: Site) -> tuple[str, ...]:
 # --- group norm ---
 
 
-def _group_norm(node: Node, graph: Graph) -> Factors:
+def _group_norm_factors(node: Node, graph: Graph) -> Factors:
     """Factors: samples, groups of channels, and positions (with all-reduced statistics)."""
     type_ = graph.types[node.argument("input").name]
     groups = node.argument("num_groups")
-    dims: Dims = ("n", "groups", *numbered(type_.shape)[2:])
+    dims: Dims = ("n", "groups", *numbered_factors(type_.shape)[2:])
     sizes = {**sizes_of(type_.shape), "n": type_.shape[0], "groups": groups}
     named: dict[str, Dims] = {"input": dims, "weight": ("groups",), "bias": ("groups",)}
-    return Factors(inputs(node, named), (dims,), sizes, even=frozenset({"groups"}))
+    return Factors(operand_factors(node, named), (dims,), sizes, even=frozenset({"groups"}))
 
 
-def _local_group_norm(site: Site) -> Call:
+def _local_group_norm(site: Site) -> LocalCall:
     node, shape = site.node, site.in_type(0).shape
     groups: int | Local = node.argument("num_groups")
     count = math.prod(shape[1:]) // node.argument("num_groups")
@@ -88,20 +102,22 @@ def _local_group_norm(site: Site) -> Call:
     if not axes:
         return site.unchanged(num_groups=groups)
     x, weight, bias, eps = (node.argument(a) for a in ("input", "weight", "bias", "eps"))
-    return Call("group_norm", (x, groups, weight, bias, eps, count, spell(axes)), {})
+    return LocalCall("group_norm", (x, groups, weight, bias, eps, count, axes_argument(axes)), {})
 
 
-def _group_norm_collectives(site: Site) -> tuple[Internal, ...]:
+def _group_norm_collectives(site: Site) -> tuple[InternalCollective, ...]:
     shape, channels = site.local_shape("input"), site.in_type(0).shape[1]
     axes = tuple(a for d in range(2, len(shape)) for a in site.inputs[0].axes_of(d))
     groups = site.node.argument("num_groups") * shape[1] // channels
-    return _both_ways(site, axes, shape[0] * groups * wide_bytes(site.in_type(0).dtype), ("means", "variances"))
+    return _statistics_reductions(
+        site, axes, shape[0] * groups * wide_bytes(site.in_type(0).dtype), ("means", "variances")
+    )
 
 
 # --- batch norm: statistics over samples and positions ---
 
 
-def _batch_norm(node: Node, graph: Graph) -> Factors:
+def _batch_norm_factors(node: Node, graph: Graph) -> Factors:
     """Channels are independent; samples and positions share statistics in training."""
     type_ = graph.types[node.argument("input").name]
     dims = tuple("c" if d == 1 else f"d{d}" for d in range(len(type_.shape)))
@@ -114,11 +130,11 @@ def _batch_norm(node: Node, graph: Graph) -> Factors:
     )
     sizes = {**sizes_of(type_.shape), "c": type_.shape[1]}
     return Factors(
-        inputs(node, {"input": dims, **named}),
+        operand_factors(node, {"input": dims, **named}),
         results,
         sizes,
         # ATen's backward crashes on an empty shard
-        filled=frozenset({"c"}) if _trains(node) else frozenset(sizes),
+        nonempty=frozenset({"c"}) if _trains(node) else frozenset(sizes),
         reduced={f: R for f in dims if f != "c"},
     )
 
@@ -132,14 +148,14 @@ def _sample_axes(site: Site) -> tuple[str, ...]:
     return tuple(a for d in range(len(site.in_type(0).shape)) if d != 1 for a in site.inputs[0].axes_of(d))
 
 
-def _batch_norm_collectives(site: Site) -> tuple[Internal, ...]:
+def _batch_norm_collectives(site: Site) -> tuple[InternalCollective, ...]:
     if not _trains(site.node):
         return ()
     size = site.local_shape("input")[1] * wide_bytes(site.in_type(0).dtype)
-    return _both_ways(site, _sample_axes(site), size, ("means", "variances"))
+    return _statistics_reductions(site, _sample_axes(site), size, ("means", "variances"))
 
 
-def _local_batch_norm(site: Site) -> Call:
+def _local_batch_norm(site: Site) -> LocalCall:
     node, shape = site.node, site.in_type(0).shape
     axes = _sample_axes(site)
     if not axes or not _trains(node):
@@ -147,9 +163,9 @@ def _local_batch_norm(site: Site) -> Call:
     count = math.prod(shape) // shape[1]
     x, weight, bias, eps = (node.argument(a) for a in ("input", "weight", "bias", "eps"))
     if node.op is aten._native_batch_norm_legit.no_stats:
-        return Call("batch_norm_no_stats", (x, weight, bias, eps, count, spell(axes)), {})
+        return LocalCall("batch_norm_no_stats", (x, weight, bias, eps, count, axes_argument(axes)), {})
     running = (node.argument(a) for a in ("running_mean", "running_var", "momentum"))
-    return Call("batch_norm", (x, weight, bias, *running, eps, count, spell(axes)), {})
+    return LocalCall("batch_norm", (x, weight, bias, *running, eps, count, axes_argument(axes)), {})
 
 
 def _instance_norm(node: Node, graph: Graph) -> Factors:
@@ -158,8 +174,8 @@ def _instance_norm(node: Node, graph: Graph) -> Factors:
     dims: Dims = ("n", "c", *(None for _ in shape[2:]))
     named: dict[str, Dims] = dict.fromkeys(("weight", "bias", "running_mean", "running_var"), ("c",))
     sizes = {"n": shape[0], "c": shape[1]}
-    filled = frozenset({"n", "c"})  # ATen fails on zero samples or channels
-    return Factors(inputs(node, {"input": dims, **named}), (dims,), sizes, filled=filled)
+    nonempty = frozenset({"n", "c"})  # ATen fails on zero samples or channels
+    return Factors(operand_factors(node, {"input": dims, **named}), (dims,), sizes, nonempty=nonempty)
 
 
 _RMS = "... d, d -> ... d"
@@ -168,13 +184,13 @@ _GROUP = "n (groups _) ..., (groups _), (groups _) -> n (groups _) ..."
 _BATCH = "n c ..., c, c, c, c -> n c ..., c, c, c, c"
 
 
-def _moments(shape: Sequence[int], node: Node, types: Types) -> tuple[TensorType, ...]:
+def _norm_statistics(shape: Sequence[int], node: Node, types: Types) -> tuple[TensorType, ...]:
     """Mean and reciprocal standard deviation, of ``shape``, where they are not used results."""
     dtype = torch.promote_types(types[node.inputs[0]].dtype, torch.float32)
     return tuple(TensorType(tuple(shape), dtype) for slot in (1, 2) if slot not in node.output_slots)
 
 
-def _rows(node: Node, types: Types) -> tuple[int, ...]:
+def _row_shape(node: Node, types: Types) -> tuple[int, ...]:
     """The input's shape with ones in place of normalised dims."""
     shape, count = types[node.inputs[0]].shape, len(node.argument("normalized_shape"))
     return (*shape[: len(shape) - count], *(1,) * count)
@@ -183,7 +199,7 @@ def _rows(node: Node, types: Types) -> tuple[int, ...]:
 def _rms_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
     """Reciprocal root for the input's gradient, normalised input for the weight's."""
     x, *weight = (types[name] for name in node.inputs)
-    kept = _moments(_rows(node, types), node, types)[:1] if 1 not in node.output_slots and x.grad else ()
+    kept = _norm_statistics(_row_shape(node, types), node, types)[:1] if 1 not in node.output_slots and x.grad else ()
     return (*kept, *(TensorType(x.shape, x.dtype) for w in weight if w.grad))
 
 
@@ -195,20 +211,20 @@ def _instance_intermediates(node: Node, types: Types) -> tuple[TensorType, ...]:
 
 LAYER_NORM = Facts(
     "input weight bias result1 result2",
-    lambda n, types: _moments(_rows(n, types), n, types),
+    lambda n, types: _norm_statistics(_row_shape(n, types), n, types),
     chains=True,
     function=True,
 )
 RMS_NORM = Facts("input: input weight result1", _rms_intermediates, chains=True, function=True)
 GROUP_NORM = Facts(
     "input weight",
-    lambda n, types: _moments((types[n.inputs[0]].shape[0], n.argument("num_groups")), n, types),
+    lambda n, types: _norm_statistics((types[n.inputs[0]].shape[0], n.argument("num_groups")), n, types),
     chains=True,
     function=True,
 )
 BATCH_NORM = Facts(
     "input weight running_mean running_var result1 result2",
-    lambda n, types: _moments((types[n.inputs[0]].shape[1],), n, types) if _trains(n) else (),
+    lambda n, types: _norm_statistics((types[n.inputs[0]].shape[1],), n, types) if _trains(n) else (),
     function=True,
 )
 INSTANCE_NORM = Facts("input", _instance_intermediates, function=True)
@@ -220,11 +236,13 @@ RULES: tuple[Rule, ...] = (
     ),
     *rules("rms_norm.default", _last_dims(True), _local_last_dims, _RMS, _last_dims_collectives, facts=RMS_NORM),
     *rules("_fused_rms_norm.default", _last_dims(False), None, "... _, _ -> ... _, ... _", facts=RMS_NORM),
-    *rules("group_norm.default", _group_norm, _local_group_norm, _GROUP, _group_norm_collectives, facts=GROUP_NORM),
+    *rules(
+        "group_norm.default", _group_norm_factors, _local_group_norm, _GROUP, _group_norm_collectives, facts=GROUP_NORM
+    ),
     *rules(
         "_native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats "
         "_native_batch_norm_legit_no_training.default",
-        _batch_norm,
+        _batch_norm_factors,
         _local_batch_norm,
         _BATCH,
         _batch_norm_collectives,

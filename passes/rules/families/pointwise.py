@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from autoshard.aten import aten
-from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.schema import tensor_arguments
-from autoshard.passes.rules.base import Facts, Rounding, Rule, Types
-from autoshard.passes.rules.factors import Factors, numbered, sizes_of
+from autoshard.passes.ir.graph import Graph, Node, TensorType, tensor_arguments
+from autoshard.passes.rules.base import Factors, Facts, Rounding, Rule, Types, numbered_factors, sizes_of
 from autoshard.passes.rules.notation import Groups, rule
 
 UNARY = {
@@ -71,7 +69,7 @@ TERNARY = {
     "mask": "masked_fill",
 }
 
-OTHER = {
+OTHER_SAVES = {
     "self: other; other: self": "mul",
     "self: other; other: self other": "div",
     "real: real; imag: imag": "complex",
@@ -81,19 +79,23 @@ OTHER = {
     "self other": "max min",
 }
 
-NAMED = {n: saves for table in (UNARY, BINARY, TERNARY) for saves, names in table.items() for n in names.split()}
+SAVES_BY_NAME = {
+    n: saves for table in (UNARY, BINARY, TERNARY) for saves, names in table.items() for n in names.split()
+}
 SAVES = {
-    **NAMED,
-    **{n: saves for saves, names in OTHER.items() for n in names.split()},
+    **SAVES_BY_NAME,
+    **{n: saves for saves, names in OTHER_SAVES.items() for n in names.split()},
     "pow.Tensor_Scalar": "self",
     "float_power.Tensor_Scalar": "self",
     "remainder.Scalar_Tensor": "",
 }
 """by op name; ops that are missing (sums, copies) save nothing"""
 
-EXACT = frozenset("_to_copy to type_as clone contiguous add sub mul div neg abs sqrt rsqrt where masked_fill".split())
+EXACTLY_ROUNDED = frozenset(
+    "_to_copy to type_as clone contiguous add sub mul div neg abs sqrt rsqrt where masked_fill".split()
+)
 """correctly rounded; kernels of exp or sin round differently within vectors and at their end"""
-FUNCTIONS = frozenset(
+TRANSCENDENTAL = frozenset(
     "exp log log1p expm1 sin cos tanh sigmoid erf gelu silu mish softplus elu selu pow rsqrt sqrt".split()
 )
 """computed by series or tables"""
@@ -109,14 +111,14 @@ def _like_operand(node: Node, types: Types) -> tuple[TensorType, ...]:
     return (replace(types[node.inputs[0]], grad=False),)
 
 
-def facts(op: torch._ops.OpOverload) -> Facts:
+def elementwise_facts(op: torch._ops.OpOverload) -> Facts:
     """The facts of an elementwise op."""
     name = op._opname
     saves = SAVES.get(str(op).removeprefix("aten."), SAVES.get(name, ""))
-    rounding: Any = _power if name == "pow" else "exact" if name in EXACT else ""
+    rounding: Any = _power if name == "pow" else "exact" if name in EXACTLY_ROUNDED else ""
     inside = _like_operand if name in ("log_sigmoid", "special_ndtr") else None
     view = False if name in ("contiguous", "to") else None
-    chains, function = name in ("to", "_to_copy"), name in FUNCTIONS
+    chains, function = name in ("to", "_to_copy"), name in TRANSCENDENTAL
     return Facts(saves, inside, view, rounding=rounding, chains=chains, function=function)
 
 
@@ -136,69 +138,75 @@ def _takes_tensors(op: torch._ops.OpOverload) -> bool:
 def elementwise(op: torch._ops.OpOverload, linear: Groups | Callable[[Node, Graph], Groups] = ()) -> Rule:
     """The rule of an elementwise op with broadcasting."""
     operands = ", ".join(["..."] * len(tensor_arguments(op)))
-    return rule(op, f"{operands} -> {', '.join(['...'] * len(op._schema.returns))}", linear=linear, facts=facts(op))
+    return rule(
+        op, f"{operands} -> {', '.join(['...'] * len(op._schema.returns))}", linear=linear, facts=elementwise_facts(op)
+    )
 
 
 def _quotient(node: Node, graph: Graph) -> Groups:
-    return () if node.argument("rounding_mode") else FIRST
+    return () if node.argument("rounding_mode") else LINEAR_FIRST
 
 
-def _scaled(name: str, group: tuple[int, ...]) -> Callable[[Node, Graph], Groups]:
+def _linear_if_zero(name: str, group: tuple[int, ...]) -> Callable[[Node, Graph], Groups]:
     """Linear in ``group`` if the constant argument ``name`` is 0."""
     return lambda node, graph: (group,) if node.argument(name) == 0 else ()
 
 
-FIRST: Groups = ((0,),)
-SUM: Groups = ((0, 1),)
+LINEAR_FIRST: Groups = ((0,),)
+LINEAR_SUM: Groups = ((0, 1),)
 PRODUCT: Groups = ((0,), (1,))
 
 LINEAR: dict[torch._ops.OpOverload, Groups | Callable[[Node, Graph], Groups]] = {
     **{
-        op: FIRST
+        op: LINEAR_FIRST
         for n in ("neg", "negative", "positive", "clone", "alias", "alias_copy", "detach")
         for op in _overloads(n)
     },
-    **{op: FIRST for n in ("contiguous", "lift_fresh", "lift_fresh_copy", "_to_copy") for op in _overloads(n)},
-    **{op: FIRST for n in ("real", "imag", "conj", "conj_physical", "_conj", "resolve_conj") for op in _overloads(n)},
-    aten.resolve_neg.default: FIRST,
-    aten.to.dtype: FIRST,
-    aten.to.device: FIRST,
-    aten.to.dtype_layout: FIRST,
-    aten.add.Tensor: SUM,
+    **{op: LINEAR_FIRST for n in ("contiguous", "lift_fresh", "lift_fresh_copy", "_to_copy") for op in _overloads(n)},
+    **{
+        op: LINEAR_FIRST
+        for n in ("real", "imag", "conj", "conj_physical", "_conj", "resolve_conj")
+        for op in _overloads(n)
+    },
+    aten.resolve_neg.default: LINEAR_FIRST,
+    aten.to.dtype: LINEAR_FIRST,
+    aten.to.device: LINEAR_FIRST,
+    aten.to.dtype_layout: LINEAR_FIRST,
+    aten.add.Tensor: LINEAR_SUM,
     aten.add.Scalar: (),
-    aten.sub.Tensor: SUM,
+    aten.sub.Tensor: LINEAR_SUM,
     aten.sub.Scalar: (),
-    aten.subtract.Tensor: SUM,
-    aten.rsub.Tensor: SUM,
-    aten.complex.default: SUM,
+    aten.subtract.Tensor: LINEAR_SUM,
+    aten.rsub.Tensor: LINEAR_SUM,
+    aten.complex.default: LINEAR_SUM,
     aten.mul.Tensor: PRODUCT,
-    aten.mul.Scalar: FIRST,
+    aten.mul.Scalar: LINEAR_FIRST,
     aten.multiply.Tensor: PRODUCT,
-    aten.div.Tensor: FIRST,
-    aten.div.Scalar: FIRST,
+    aten.div.Tensor: LINEAR_FIRST,
+    aten.div.Scalar: LINEAR_FIRST,
     aten.div.Tensor_mode: _quotient,
     aten.div.Scalar_mode: _quotient,
-    aten.true_divide.Tensor: FIRST,
+    aten.true_divide.Tensor: LINEAR_FIRST,
     aten.addcmul.default: ((0, 1), (0, 2)),
-    aten.addcdiv.default: SUM,
-    aten.lerp.Scalar: SUM,
-    aten.lerp.Tensor: SUM,
+    aten.addcdiv.default: LINEAR_SUM,
+    aten.lerp.Scalar: LINEAR_SUM,
+    aten.lerp.Tensor: LINEAR_SUM,
     aten.where.self: ((1, 2),),
-    aten.where.ScalarOther: _scaled("other", (1,)),
-    aten.where.ScalarSelf: _scaled("self", (1,)),
-    aten.masked_fill.Scalar: _scaled("value", (0,)),
+    aten.where.ScalarOther: _linear_if_zero("other", (1,)),
+    aten.where.ScalarSelf: _linear_if_zero("self", (1,)),
+    aten.masked_fill.Scalar: _linear_if_zero("value", (0,)),
     aten.masked_fill.Tensor: ((0, 2),),
     aten.copy.default: ((0, 1),),
     aten.fill.Tensor: ((0, 1),),
 }
 
-_OTHER = [aten.max.other, aten.min.other, aten.fill.Scalar]
+_OTHER_OVERLOADS = [aten.max.other, aten.min.other, aten.fill.Scalar]
 
 
 def _prelu(node: Node, graph: Graph) -> Factors:
     """One slope for all elements, or one per channel (dim 1)."""
     shape, slopes = graph.shapes(node.inputs)
-    dims = numbered(shape)
+    dims = numbered_factors(shape)
     slope = ("d1",) if len(shape) > 1 and len(slopes) == 1 and slopes[0] == shape[1] else (None,) * len(slopes)
     return Factors((dims, slope), (dims,), sizes_of(shape))
 
@@ -207,22 +215,32 @@ def _log_sigmoid(node: Node, graph: Graph) -> Factors:
     """The saved buffer is empty on a GPU."""
     (shape,) = graph.shapes(node.inputs)
     kept = graph.types[node.outputs[-1]].shape
-    dims = numbered(shape)
+    dims = numbered_factors(shape)
     return Factors((dims,), (dims, dims if kept == shape else (None,) * len(kept)), sizes_of(shape))
 
 
 RULES: tuple[Rule, ...] = (
     *(elementwise(op, linear) for op, linear in LINEAR.items()),
-    *(elementwise(op) for n in NAMED for op in _overloads(n) if op not in LINEAR),
-    *(elementwise(op) for op in _OTHER),
+    *(elementwise(op) for n in SAVES_BY_NAME for op in _overloads(n) if op not in LINEAR),
+    *(elementwise(op) for op in _OTHER_OVERLOADS),
     Rule(
         aten.log_sigmoid_forward.default,
         _log_sigmoid,
         notation="... -> ..., ...",
-        facts=facts(aten.log_sigmoid_forward.default),
+        facts=elementwise_facts(aten.log_sigmoid_forward.default),
     ),
-    Rule(aten.prelu.default, _prelu, notation="b c ..., c -> b c ...", facts=facts(aten.prelu.default)),
-    rule(aten.view_as_real.default, "... -> ... _", linear=FIRST, facts=facts(aten.view_as_real.default)),
-    rule(aten.view_as_complex.default, "... _ -> ...", linear=FIRST, facts=facts(aten.view_as_complex.default)),
-    rule(aten.frexp.Tensor, "... -> ..., ...", facts=facts(aten.frexp.Tensor)),
+    Rule(aten.prelu.default, _prelu, notation="b c ..., c -> b c ...", facts=elementwise_facts(aten.prelu.default)),
+    rule(
+        aten.view_as_real.default,
+        "... -> ... _",
+        linear=LINEAR_FIRST,
+        facts=elementwise_facts(aten.view_as_real.default),
+    ),
+    rule(
+        aten.view_as_complex.default,
+        "... _ -> ...",
+        linear=LINEAR_FIRST,
+        facts=elementwise_facts(aten.view_as_complex.default),
+    ),
+    rule(aten.frexp.Tensor, "... -> ..., ...", facts=elementwise_facts(aten.frexp.Tensor)),
 )

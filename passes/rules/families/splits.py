@@ -1,6 +1,7 @@
-"""Splits of a sharded dim: all results stay sharded, and ranks exchange halos.
+"""Splits of a sharded dim; fused dims (q, k, v; gate and up) sharded segment by segment.
 
-So the segments of a fused projection (gate and up; query, key, value) stay sharded.
+A split keeps every segment sharded: ranks exchange halos. With :class:`~autoshard.layout.Grouped`
+each rank holds its chunk of every segment, and the split is local.
 """
 
 from __future__ import annotations
@@ -8,46 +9,60 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from autoshard.aten import aten
-from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.program import Call, Internal, spell
+from autoshard.layout import Grouped, Placement, Shard, fits_split_factor
+from autoshard.passes.ir.assignment import Strategy
+from autoshard.passes.ir.graph import DimSegments, Graph, Node, TensorType
+from autoshard.passes.ir.program import InternalCollective, LocalCall, axes_argument
 from autoshard.passes.ir.sizes import Size
-from autoshard.passes.rules.base import NOTHING, Facts, Rule, Site, rules
-from autoshard.passes.rules.factors import Factors, numbered, positive, sizes_of
-from autoshard.passes.rules.windows import both_ways
+from autoshard.passes.rules.base import (
+    KEEPS_NOTHING,
+    Factors,
+    Facts,
+    Rule,
+    Site,
+    numbered_factors,
+    positive,
+    rules,
+    sizes_of,
+)
+from autoshard.passes.rules.families.reshape import view_groups
+from autoshard.passes.rules.families.windows import halo_exchanges
 from autoshard.runtime.transport.window import Halo, Window, halo_of
 
 
-def parts_of(size: int, lengths: Sequence[int], ranks: tuple[int, ...]) -> Iterator[Halo]:
+def split_halos(size: int, lengths: Sequence[int], ranks: tuple[int, ...]) -> Iterator[Halo]:
     """Halo exchange per result of a split; ``ranks`` of the dim's axes, outer to inner."""
     for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
         yield halo_of(Window(padding=length - end), size, length, ranks)
 
 
-def exchanged(
+def split_exchanges(
     axes: tuple[str, ...], row: float, size: int, lengths: Sequence[int], ranks: tuple[int, ...], grad: bool
-) -> tuple[Internal, ...]:
+) -> tuple[InternalCollective, ...]:
     """Collectives of a split; ``row``: bytes per position of the dim on a rank."""
-    parts = enumerate(parts_of(size, lengths, ranks))
+    parts = enumerate(split_halos(size, lengths, ranks))
     found = (
-        both_ways(axes, row, halo, grad, f"halo of part {i}", f"gradient of the halo of part {i}") for i, halo in parts
+        halo_exchanges(axes, row, halo, grad, f"halo of part {i}", f"gradient of the halo of part {i}")
+        for i, halo in parts
     )
     return tuple(itertools.chain.from_iterable(found))
 
 
-def _split(node: Node, graph: Graph) -> Factors:
+def _split_factors(node: Node, graph: Graph) -> Factors:
     """The dim may be sharded if each rank gets a chunk of every result."""
     (shape,) = graph.shapes(node.inputs)
     dim = positive(node.argument("dim"), len(shape))
-    lengths = lengths_of(node, shape[dim])
+    lengths = split_lengths(node, shape[dim])
     fixed = not any(isinstance(n, Size) for n in (shape[dim], *lengths))
-    dims = numbered(shape, () if fixed else (dim,))
+    dims = numbered_factors(shape, () if fixed else (dim,))
     sizes = sizes_of(shape) | {f"d{dim}": min(lengths, default=0)}
     return Factors((dims,), (dims,) * len(node.outputs), sizes, linear=((0,),))
 
 
-def lengths_of(node: Node, size: int) -> list[int]:
+def split_lengths(node: Node, size: int) -> list[int]:
     """Lengths of all results of a split."""
     if (given := node.argument("split_sizes", None)) is not None:
         return list(given)
@@ -58,50 +73,129 @@ def lengths_of(node: Node, size: int) -> list[int]:
     return [min(step, size - start) for start in range(0, size, step)] if step else [size]
 
 
-def _local(site: Site) -> Call:
-    dim, axes = site.cut_dim
+def _local_split(site: Site) -> LocalCall:
+    dim, axes = site.sharded_dim
     if (ranks := site.mesh.size_of(tuple(site.inputs[0].grouped))) > 1:
-        return _of_parts(site, dim, ranks)
+        return _split_of_segments(site, dim, ranks)
     if site.mesh.size_of(axes) == 1:
         return site.unchanged()
-    lengths = lengths_of(site.node, site.in_type(0).shape[dim])
-    return Call("split", (site.node.args[0], dim, lengths, spell(axes)), {})
+    lengths = split_lengths(site.node, site.in_type(0).shape[dim])
+    return LocalCall("split", (site.node.args[0], dim, lengths, axes_argument(axes)), {})
 
 
-def _of_parts(site: Site, dim: int, ranks: int) -> Call:
+def _split_of_segments(site: Site, dim: int, ranks: int) -> LocalCall:
     """A local split of this rank's chunks of all segments."""
-    lengths = [n // ranks for n in lengths_of(site.node, site.in_type(0).shape[dim])]
-    return Call(aten.split.sizes, (site.node.args[0], lengths, dim), {})
+    lengths = [n // ranks for n in split_lengths(site.node, site.in_type(0).shape[dim])]
+    return LocalCall(aten.split.sizes, (site.node.args[0], lengths, dim), {})
 
 
-def _collectives(site: Site) -> tuple[Internal, ...]:
-    dim, axes = site.cut_dim
+def _split_collectives(site: Site) -> tuple[InternalCollective, ...]:
+    dim, axes = site.sharded_dim
     if site.mesh.size_of(axes) == 1:
         return ()
     type_ = site.in_type(0)
     local = site.inputs[0].max_local_shape(type_.shape)
     row = math.prod(n for d, n in enumerate(local) if d != dim) * type_.dtype.itemsize
     ranks = tuple(site.mesh.size_of(a) for a in axes)
-    return exchanged(axes, row, type_.shape[dim], lengths_of(site.node, type_.shape[dim]), ranks, type_.grad)
+    return split_exchanges(axes, row, type_.shape[dim], split_lengths(site.node, type_.shape[dim]), ranks, type_.grad)
 
 
-VIEW = Facts(saves="", view=True)
+SPLIT_VIEW_FACTS = Facts(saves="", view=True)
 
 RULES: tuple[Rule, ...] = (
     *rules(
         "split.Tensor split.sizes split_with_sizes.default split_with_sizes_copy.default chunk.default",
-        _split,
-        _local,
+        _split_factors,
+        _local_split,
         "... d ... -> ... d ..., ...",
-        _collectives,
-        facts=NOTHING,
+        _split_collectives,
+        facts=KEEPS_NOTHING,
     ),
     *rules(
         "unsafe_chunk.default unsafe_split.Tensor unsafe_split_with_sizes.default",
-        _split,
-        _local,
+        _split_factors,
+        _local_split,
         "…",
-        _collectives,
-        facts=VIEW,
+        _split_collectives,
+        facts=SPLIT_VIEW_FACTS,
     ),
 )
+
+
+SPLIT_OPS = frozenset(rule.op for rule in RULES)
+QKV = 3
+"""number of segments of a fused query, key, value projection"""
+_SEGMENT_OPS = SPLIT_OPS | {
+    aten.linear.default,
+    aten.addmm.default,
+    aten.mm.default,
+    aten.matmul.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten._to_copy.default,
+}
+"""ops with the same local form on chunks of segments"""
+
+
+def split_segments(node: Node, graph: Graph) -> DimSegments | None:
+    """The split dim and the ratio of its segments, if a layout can express them."""
+    shape, *lengths_as_values = graph.shapes(node.inputs)
+    if lengths_as_values:
+        return None
+    dim = positive(node.argument("dim"), len(shape))
+    lengths = split_lengths(node, shape[dim])
+    if len(lengths) < 2 or any(isinstance(n, Size) for n in (shape[dim], *lengths)):
+        return None
+    if min(lengths) < 1 or sum(lengths) != shape[dim] or not fits_split_factor(lengths):
+        return None
+    unit = math.gcd(*lengths)
+    return dim, tuple(n // unit for n in lengths)
+
+
+def view_segments(node: Node, graph: Graph) -> DimSegments | None:
+    """The dim that a view turns into (3, size, …), with three equal segments: fused q, k, v."""
+    if node.op is not aten.reshape.default or len(node.inputs) > 1:  # sizes may be values
+        return None
+    (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    for left, right in view_groups(source, result):
+        cuts = (source[left[0]], *(result[d] for d in right))
+        if len(left) == 1 and len(right) > 1 and result[right[0]] == QKV and not any(isinstance(n, Size) for n in cuts):
+            return left[0], (1,) * QKV
+    return None
+
+
+def _segment_view(node: Node, graph: Graph) -> Strategy:
+    """Before the view every segment is sharded, after it the dim behind the segments."""
+    (source,), (result,) = graph.shapes(node.inputs), graph.shapes(node.outputs)
+    (dim, parts) = view_segments(node, graph) or (0, (1, 1))
+    (right,) = (right for left, right in view_groups(source, result) if left == (dim,))
+    size = result[right[1]]
+    return Strategy("parts", (Grouped(dim, parts),), (Shard(right[1]),), size, even=True, divides=True)
+
+
+def segment_strategies(found: Sequence[Strategy], node: Node, graph: Graph) -> Iterator[Strategy]:
+    """Variants of ``found`` that shard fused dims segment by segment."""
+    types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
+    if types and types[0].parts and view_segments(node, graph) == types[0].parts:
+        yield _segment_view(node, graph)
+    if node.op not in _SEGMENT_OPS or not any(t.parts for t in types):
+        return
+    for strategy in found:
+        placed = list(zip((*strategy.inputs, *strategy.outputs), types, strict=True))
+        cut = placed[: len(node.inputs)] if node.op in SPLIT_OPS else placed
+        found_parts = {_segments_of(p, t) for p, t in cut if isinstance(p, Shard)}
+        if strategy.divides and len(found_parts) == 1 and (parts := found_parts.pop()):
+            made = [_segment_placement(p, parts) for p, _ in cut] + [p for p, _ in placed[len(cut) :]]
+            size = next(int(t.shape[p.dim]) for p, t in cut if isinstance(p, Shard)) // sum(parts)
+            inputs, outputs = tuple(made[: len(node.inputs)]), tuple(made[len(node.inputs) :])
+            label = f"{strategy.label}/{len(parts)}"
+            yield replace(strategy, label=label, inputs=inputs, outputs=outputs, size=size, even=True)
+
+
+def _segments_of(placement: Shard, type_: TensorType) -> tuple[int, ...]:
+    """The segments of the sharded dim, or ()."""
+    return type_.parts[1] if type_.parts and type_.parts[0] == placement.dim else ()
+
+
+def _segment_placement(placement: Placement, parts: tuple[int, ...]) -> Placement:
+    return Grouped(placement.dim, parts) if isinstance(placement, Shard) else placement

@@ -1,4 +1,6 @@
-"""A cost network as a mixed-integer programme (MILP) for HiGHS: the core, with row limits."""
+"""A cost network as a mixed-integer programme (MILP) for HiGHS: the core after elimination, with limit
+
+Source: Huangfu and Hall, Parallelizing the dual revised simplex method (2018), for HiGHS: one thread, quiet, reproducible."""
 
 from __future__ import annotations
 
@@ -10,9 +12,25 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.passes.search.exact.eliminate import Scope
-from autoshard.passes.search.highs import run, solver
+from autoshard.passes.search.exact.elimination import Scope
 from autoshard.passes.search.network import Array
+
+
+def highs_solver(**options: bool | int | float) -> highspy.Highs:
+    """A solver with these HiGHS options."""
+    highs = highspy.Highs()
+    for name, value in {"output_flag": False, "random_seed": 0, "threads": 1, **options}.items():
+        highs.setOptionValue(name, value)
+    return highs
+
+
+def run_highs(highs: highspy.Highs) -> None:
+    """Solve. HiGHS has one thread count per process, set by its first run: if another library has
+    set it, that count is used."""
+    if highs.run() == highspy.HighsStatus.kError:
+        highs.setOptionValue("threads", 0)
+        highs.run()
+
 
 # HiGHS has absolute tolerances of about 1e-7; scaled costs make them irrelevant for the gap.
 SCALE = 1e4
@@ -23,13 +41,13 @@ ENTRIES_PER_SECOND = 30_000
 Factors = Sequence[tuple[Scope, Array]]
 
 
-def entries(factors: Iterable[tuple[Scope, Array]]) -> int:
+def variable_count(factors: Iterable[tuple[Scope, Array]]) -> int:
     """Variables of the programme."""
     return sum(int(np.isfinite(array).sum()) for _, array in factors)
 
 
 @dataclass(frozen=True)
-class Limit:
+class MilpLimit:
     """Σ amounts[scope][chosen] ≤ limit; excess costs ``price`` a unit. Scopes are factors."""
 
     amounts: Mapping[Scope, Array]
@@ -79,7 +97,7 @@ def solve_core(
     sizes: Sequence[int],
     *,
     upper: float = math.inf,
-    limits: Sequence[Limit] = (),
+    limits: Sequence[MilpLimit] = (),
     time_limit: float = math.inf,
     most_nodes: int | None = None,
     most_entries: float = math.inf,
@@ -102,11 +120,11 @@ def solve_core(
     reduced = [
         (scope, np.where(array - least[scope] <= ceiling, array - least[scope], np.inf)) for scope, array in factors
     ]
-    if entries(reduced) > min(most_entries, ENTRIES_PER_SECOND * time_limit):
+    if variable_count(reduced) > min(most_entries, ENTRIES_PER_SECOND * time_limit):
         return CoreSolution(None, constant, False)
     largest = max((float(array[np.isfinite(array)].max()) for _, array in reduced), default=0.0)
     scale = SCALE / min(ceiling, largest) if min(ceiling, largest) > 0 else 1.0
-    lp, start = _programme(reduced, sizes, scale, limits)
+    lp, start = _build_programme(reduced, sizes, scale, limits)
     options: dict[str, int | float] = {"mip_rel_gap": 0.0, "mip_abs_gap": 0.0}
     if limits:
         options |= {"mip_feasibility_tolerance": 1e-9, "primal_feasibility_tolerance": 1e-9}
@@ -114,9 +132,9 @@ def solve_core(
         options["mip_max_nodes"] = most_nodes
     if math.isfinite(time_limit):
         options["time_limit"] = time_limit
-    highs = solver(**options)
+    highs = highs_solver(**options)
     highs.passModel(lp)
-    run(highs)
+    run_highs(highs)
     status, info = highs.getModelStatus(), highs.getInfo()
     if status == highspy.HighsModelStatus.kInfeasible:
         return CoreSolution(None, math.inf, True)
@@ -129,8 +147,8 @@ def solve_core(
     return CoreSolution(choice, bound, exact)
 
 
-def _programme(
-    factors: Factors, sizes: Sequence[int], scale: float, limits: Sequence[Limit]
+def _build_programme(
+    factors: Factors, sizes: Sequence[int], scale: float, limits: Sequence[MilpLimit]
 ) -> tuple[highspy.HighsLp, dict[int, int]]:
     """The programme, and every node's first column."""
     nodes = sorted({node for scope, _ in factors for node in scope})
@@ -146,7 +164,9 @@ def _programme(
     for scope, array in factors:
         if len(scope) == 1:
             cost[0][start[scope[0]] : start[scope[0]] + array.size] = array
-            _count(rows, limits, exceeding, scope, start[scope[0]] + np.arange(array.size), (np.arange(array.size),))
+            _add_limit_terms(
+                rows, limits, exceeding, scope, start[scope[0]] + np.arange(array.size), (np.arange(array.size),)
+            )
             continue
         pairs = np.nonzero(np.isfinite(array))
         columns = count + np.arange(len(pairs[0]))
@@ -156,7 +176,7 @@ def _programme(
             first = rows.reserve(sizes[node], 0.0, 0.0)
             rows.put(first + index, columns, 1.0)
             rows.put(first + np.arange(sizes[node]), start[node] + np.arange(sizes[node]), -1.0)
-        _count(rows, limits, exceeding, scope, columns, pairs)
+        _add_limit_terms(rows, limits, exceeding, scope, columns, pairs)
     soft = [(row, limit) for row, limit in zip(exceeding, limits, strict=True) if math.isfinite(limit.price)]
     for column, (row, limit) in enumerate(soft, count):
         rows.put(np.array([row]), np.array([column]), -1.0)
@@ -164,9 +184,9 @@ def _programme(
     return _assemble(np.concatenate(cost) * scale, binaries, len(soft), rows), start
 
 
-def _count(
+def _add_limit_terms(
     rows: _Rows,
-    limits: Sequence[Limit],
+    limits: Sequence[MilpLimit],
     exceeding: Sequence[int],
     scope: Scope,
     columns: NDArray[np.intp],

@@ -14,12 +14,10 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.exact.bound import Dual
-from autoshard.passes.search.exact.eliminate import ORDERS, Eliminator, Step
-from autoshard.passes.search.exact.milp import entries, solve_core
-from autoshard.passes.search.exact.prune import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Pruner, restrict
-from autoshard.passes.search.exact.tables import Tables
-from autoshard.passes.search.folded import mapped, stored
+from autoshard.passes.search.arrays import map_entries, stored_values
+from autoshard.passes.search.exact.elimination import ORDERS, EliminationStep, Eliminator, Tables
+from autoshard.passes.search.exact.milp import solve_core, variable_count
+from autoshard.passes.search.exact.pruning import EASY_COMPARISONS, MAX_COMPARISONS, NO_CHOICE, Dual, Pruner, restrict
 from autoshard.passes.search.network import Array, Choice, CostNetwork, NotFoundError, Solution
 
 # Entries of the largest join: while bounds may still prune, without further checks, and at all
@@ -41,13 +39,13 @@ TRIAL_JOIN = 1_000_000
 TRIAL_STRATEGIES = 3_000
 # Message passing ends after MAX_SWEEPS, or when PATIENCE sweeps close less than this of the gap.
 MAX_SWEEPS = 300
-PATIENCE = 10
+STALLED_SWEEPS = 10
 LEAST_PROGRESS = 0.02
 # A larger MILP takes minutes: a choice this close to the bound is accepted without it.
 LARGE_CORE = 100_000
-CLOSE = 1e-4
+CLOSE_TO_BOUND = 1e-4
 # Relative margin above a known choice, so that the search finds that choice again.
-START = 1e-6
+START_MARGIN = 1e-6
 # Rounding noise of message passing, relative to the cost.
 TOLERANCE = 1e-11
 # Guesses of the optimum, one after another: bound + share × gap.
@@ -60,7 +58,7 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class _Run:
+class _ExactSearch:
     """State and statistics of one search."""
 
     network: Eliminator
@@ -80,12 +78,12 @@ class _Run:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def plainly(network: CostNetwork, deadline: float, milp: bool = True, start: Choice | None = None) -> Solution:
+def solve_plain(network: CostNetwork, deadline: float, milp: bool = True, start: Choice | None = None) -> Solution:
     return _solve(on_grid(network, grid(network)), network, Pruner(Tables()), deadline, milp, start)
 
 
-def relaxed(priced: CostNetwork, deadline: float, start: Choice | None) -> Solution:
-    return plainly(priced, deadline, milp=False, start=start)
+def solve_relaxed(priced: CostNetwork, deadline: float, start: Choice | None) -> Solution:
+    return solve_plain(priced, deadline, milp=False, start=start)
 
 
 def _solve(
@@ -99,10 +97,10 @@ def _solve(
     """Solve ``network`` through its ``rounded`` form. Without ``milp``, quick methods only, but no
     worse than ``start``."""
     work = Eliminator.of(rounded, pruner.tables)
-    run = _Run(work, pruner, deadline, milp)
+    run = _ExactSearch(work, pruner, deadline, milp)
     if start is not None:
         known = rounded.cost(start)
-        run.upper = known + START * abs(known)
+        run.upper = known + START_MARGIN * abs(known)
     exact = _search(run)
     if start is None or run.incumbent or exact:
         choice = work.back_substitute(dict(run.incumbent), run.mark)
@@ -112,7 +110,7 @@ def _solve(
     cost = network.cost(chosen)
     stats = {
         "pruned": run.pruned,
-        "eliminated": sum(isinstance(step, Step) for step in work.steps),
+        "eliminated": sum(isinstance(step, EliminationStep) for step in work.steps),
         "core": {"nodes": run.core[0], "strategies": run.core[1]},
         "sweeps": run.sweeps,
         "tables": len(pruner.tables.arrays),
@@ -121,11 +119,11 @@ def _solve(
     return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact, stats)
 
 
-def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
+def solve_below(network: CostNetwork, upper: float, deadline: float) -> Solution:
     """The cheapest choice that quick methods find below ``upper``; empty if none is known."""
     pruner = Pruner(Tables(), deadline)
     work = Eliminator.of(on_grid(network, grid(network)), pruner.tables)
-    run = _Run(work, pruner, deadline, milp=False, upper=upper)
+    run = _ExactSearch(work, pruner, deadline, milp=False, upper=upper)
     run.one_of_many, run.most_sweeps = True, FEW_SWEEPS
     run.most_joined = min(JOINED, JOINED_PER_SECOND * max(deadline - time.perf_counter(), 0.0))
     try:
@@ -142,33 +140,33 @@ def cheaper(network: CostNetwork, upper: float, deadline: float) -> Solution:
     return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact)
 
 
-def _search(run: _Run) -> bool:
+def _search(run: _ExactSearch) -> bool:
     """The cheapest choice below ``run.upper``; returns whether it is proven optimal."""
     work = run.network
-    if run.one_of_many and fits(work, LITTLE_JOIN):
-        return _timed(run, "core", finish)
+    if run.one_of_many and is_eliminable(work, LITTLE_JOIN):
+        return _timed(run, "core", finish_search)
     if not run.one_of_many:
-        hard = not fits(work, EASY_JOIN)
+        hard = not is_eliminable(work, EASY_JOIN)
         work.run(max_degree=2, max_weight=QUICK_JOIN, deadline=run.deadline)  # fewer nodes to prune
         if hard:  # sweeps spare many comparisons
             _timed(run, "bound", tighten)
-    if not _closed(run) and not _too_dear(run):
+    if not _is_closed(run) and not _is_too_dear(run):
         _timed(run, "reduce", quickly_reduce)
-        if not fits(work, EASY_JOIN):
+        if not is_eliminable(work, EASY_JOIN):
             _timed(run, "bound", tighten)
-    if not _closed(run) and not _too_dear(run):
+    if not _is_closed(run) and not _is_too_dear(run):
         _timed(run, "reduce", reduce)
     left = math.inf
-    while not (_closed(run) or _too_dear(run) or fits(work, EASY_JOIN)) and work.strategies < 0.9 * left:
+    while not (_is_closed(run) or _is_too_dear(run) or is_eliminable(work, EASY_JOIN)) and work.strategies < 0.9 * left:
         left = work.strategies
         _timed(run, "bound", tighten)
-    return not _too_dear(run) and _timed(run, "core", finish)
+    return not _is_too_dear(run) and _timed(run, "core", finish_search)
 
 
 def grid(network: CostNetwork) -> int:
     """Exponent of the power of two whose multiples add up exactly, for every choice."""
     arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
-    largest = {key: _largest(stored(array)) for key, array in arrays.items()}
+    largest = {key: _largest_finite(stored_values(array)) for key, array in arrays.items()}
     total = sum(largest[id(a)] for a in network.nodes) + sum(largest[id(edge[2])] for edge in network.edges)
     return math.frexp(total)[1] - GRID_BITS
 
@@ -176,8 +174,8 @@ def grid(network: CostNetwork) -> int:
 def on_grid(network: CostNetwork, exponent: int) -> CostNetwork:
     """The network with costs rounded to multiples of 2^exponent. Shared arrays stay shared."""
     arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
-    rounded = {key: mapped(partial(_rounded, exponent), array) for key, array in arrays.items()}
-    nodes = tuple(stored(rounded[id(a)]) for a in network.nodes)
+    rounded = {key: map_entries(partial(_rounded, exponent), array) for key, array in arrays.items()}
+    nodes = tuple(stored_values(rounded[id(a)]) for a in network.nodes)
     return CostNetwork(nodes, tuple((i, j, rounded[id(a)]) for i, j, a in network.edges))
 
 
@@ -185,17 +183,17 @@ def _rounded(exponent: int, array: Array) -> Array:
     return np.ldexp(np.rint(np.ldexp(array, -exponent)), exponent)
 
 
-def _largest(array: np.ndarray) -> float:
+def _largest_finite(array: np.ndarray) -> float:
     finite = array[np.isfinite(array)]
     return float(np.abs(finite).max()) if finite.size else 0.0
 
 
-def quickly_reduce(run: _Run) -> None:
+def quickly_reduce(run: _ExactSearch) -> None:
     """Reduce while that is cheaper than the bounds."""
     reduce(run, EASY_COMPARISONS, QUICK_JOIN)
 
 
-def reduce(run: _Run, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) -> None:
+def reduce(run: _ExactSearch, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) -> None:
     """Prune, and eliminate nodes of up to two neighbours, to a fixed point."""
     run.pruned += run.pruner.run(run.network, comparisons)
     while True:
@@ -206,7 +204,7 @@ def reduce(run: _Run, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) 
             return
 
 
-def tighten(run: _Run) -> None:
+def tighten(run: _ExactSearch) -> None:
     """Message passing on the core: a lower bound, an incumbent, removal of whatever cannot beat it.
 
     Ends when the gap is closed, the rest is easily eliminated, or progress stalls.
@@ -228,7 +226,7 @@ def tighten(run: _Run) -> None:
             break
         if dual.strategies < 0.8 * tried:
             tried = dual.strategies
-            if fits(run.network, EASY_JOIN, {node: len(kept) for node, kept in dual.kept.items()}):
+            if is_eliminable(run.network, EASY_JOIN, {node: len(kept) for node, kept in dual.kept.items()}):
                 break
     dual.sweep(run.upper + tolerance, run.deadline)
     run.bound = max(run.bound, dual.bound)
@@ -236,12 +234,12 @@ def tighten(run: _Run) -> None:
     for node, kept in dual.kept.items():
         if len(kept) < run.network.sizes[node]:
             restrict(run.network, node, kept)
-    if tolerance < run.upper - run.bound < math.inf and not fits(run.network, EASY_JOIN):
-        guess(run, dual)
+    if tolerance < run.upper - run.bound < math.inf and not is_eliminable(run.network, EASY_JOIN):
+        try_guesses(run, dual)
     quickly_reduce(run)
 
 
-def guess(run: _Run, dual: Dual) -> None:
+def try_guesses(run: _ExactSearch, dual: Dual) -> None:
     """Guess that the optimum hardly exceeds the bound. A choice found that cheap is optimal.
 
     ``dual`` is of the current network. Bounds are mostly tighter than decoded choices, and little
@@ -255,7 +253,7 @@ def guess(run: _Run, dual: Dual) -> None:
             trial.forbid(scope, dear)
         try:
             reduce(replace(run, network=trial))
-            found = _small(run, trial, supposed)
+            found = _solve_trial(run, trial, supposed)
         except PlanError:  # no choice is that cheap
             continue
         if found is None:
@@ -266,7 +264,7 @@ def guess(run: _Run, dual: Dual) -> None:
             return
 
 
-def _small(run: _Run, trial: Eliminator, upper: float) -> dict[int, int] | None:
+def _solve_trial(run: _ExactSearch, trial: Eliminator, upper: float) -> dict[int, int] | None:
     """The best choice of remaining nodes, if it costs up to ``upper``; None if that takes long."""
     joined, order = trial.cheapest_order(TRIAL_JOIN)
     if joined < math.inf:
@@ -283,35 +281,35 @@ def _small(run: _Run, trial: Eliminator, upper: float) -> dict[int, int] | None:
 
 def _stalled(marks: list[tuple[float, float, int]]) -> bool:
     """Whether the last sweeps found no better choice, removed nothing and hardly closed the gap."""
-    if len(marks) <= PATIENCE:
+    if len(marks) <= STALLED_SWEEPS:
         return False
-    (bound, upper, strategies), (bound_now, upper_now, strategies_now) = marks[-PATIENCE - 1], marks[-1]
+    (bound, upper, strategies), (bound_now, upper_now, strategies_now) = marks[-STALLED_SWEEPS - 1], marks[-1]
     if upper_now < upper or strategies_now < strategies:
         return False
     gap = upper_now - bound_now if math.isfinite(upper_now) else abs(bound_now)
     return bound_now - bound < LEAST_PROGRESS * gap
 
 
-def fits(network: Eliminator, max_join: int, sizes: Mapping[int, int] | None = None) -> bool:
+def is_eliminable(network: Eliminator, max_join: int, sizes: Mapping[int, int] | None = None) -> bool:
     """Whether all can be eliminated by joins of up to ``max_join`` entries, given ``sizes``."""
     return any(network.joined(order, max_join, sizes) < math.inf for order in ORDERS)
 
 
-def finish(run: _Run) -> bool:
+def finish_search(run: _ExactSearch) -> bool:
     """Choices for the core; returns whether they are proven optimal."""
     work = run.network
     run.core = len(work.alive), work.strategies
-    joined, order = work.cheapest_order(EASY_JOIN if _closed(run) else MAX_JOIN)
-    variables = entries(work.core())
+    joined, order = work.cheapest_order(EASY_JOIN if _is_closed(run) else MAX_JOIN)
+    variables = variable_count(work.core())
     if joined < (max(EASY_TOTAL, variables * JOINED_PER_VARIABLE) if run.milp else run.most_joined):
         work.run(len(work.sizes), sys.maxsize, order)  # ties may fall otherwise than in trials
         run.incumbent, run.mark = {}, len(work.steps)
         if math.isinf(work.constant):
             raise PlanError(NO_CHOICE)
         return True
-    if _closed(run):
+    if _is_closed(run):
         return True
-    if run.incumbent and run.upper - run.bound <= CLOSE * abs(run.upper) and variables > LARGE_CORE:
+    if run.incumbent and run.upper - run.bound <= CLOSE_TO_BOUND * abs(run.upper) and variables > LARGE_CORE:
         return False
     if not run.milp and (run.upper < math.inf or time.perf_counter() > run.deadline):
         if run.upper == math.inf:
@@ -329,17 +327,17 @@ def finish(run: _Run) -> bool:
     return found.exact
 
 
-def _closed(run: _Run) -> bool:
+def _is_closed(run: _ExactSearch) -> bool:
     """Whether the incumbent is proven optimal."""
     return bool(run.incumbent) and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound))
 
 
-def _too_dear(run: _Run) -> bool:
+def _is_too_dear(run: _ExactSearch) -> bool:
     """Whether no choice costs less than ``upper``."""
     return not run.incumbent and run.bound >= run.upper
 
 
-def _timed(run: _Run, name: str, stage: Callable[[_Run], Result]) -> Result:
+def _timed(run: _ExactSearch, name: str, stage: Callable[[_ExactSearch], Result]) -> Result:
     begin = time.perf_counter()
     result = stage(run)
     run.seconds[name] = round(run.seconds.get(name, 0.0) + time.perf_counter() - begin, 4)

@@ -16,17 +16,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.exact.prune import NO_CHOICE
-from autoshard.passes.search.folded import Classes
+from autoshard.passes.search.arrays import Classes
+from autoshard.passes.search.exact.pruning import NO_CHOICE
 from autoshard.passes.search.network import Array, Choice, Solution
-from autoshard.passes.search.over_time.descent import Best, descend
-from autoshard.passes.search.over_time.domains import Domains
-from autoshard.passes.search.over_time.lives import SLACK, Lives
-from autoshard.passes.search.over_time.neighbourhood import MOST, Neighbourhoods
-from autoshard.passes.search.over_time.subgradient import Priced, priced
-from autoshard.passes.search.over_time.tree import Cheaper, Leaf, Tree
+from autoshard.passes.search.over_time.branch_and_bound import Cheaper, Leaf, Tree
+from autoshard.passes.search.over_time.liveness import SLACK, Domains, LivenessProblem
+from autoshard.passes.search.over_time.local_search import MAX_NEIGHBOURHOOD, Best, Neighbourhoods, descend
+from autoshard.passes.search.over_time.subgradient import SubgradientResult, subgradient_prices
 
-GAP = 1e-9
+PROVEN_GAP = 1e-9
 # Shares of the time: reserve for the last step and the answer; end of the search for dominated
 # strategies, of the first descent, of its repair; of the rest, for prices, for few strategies, and
 # for few strategies if a choice is known.
@@ -35,9 +33,9 @@ BEATEN = 0.05
 DESCENT = 0.35
 REPAIR = 0.5
 PRICES = 0.2
-FEW = 0.6
+FEW_TIME_SHARE = 0.6
 BRIEFLY = 0.15
-PASSES = 40
+DESCENT_PASSES = 40
 # Share for prices in a network larger than any neighbourhood, which relies on messages.
 LARGE_PRICES = 0.4
 # Neighbourhoods that repair the first choice without a time limit, and those between descents.
@@ -56,7 +54,7 @@ LEAVES = 16
 ENTRIES = 200_000
 NEIGHBOURHOODS = 60
 # Share of time, or of leaves and neighbourhoods together, for the tree.
-SHARE = 0.35
+TREE_SHARE = 0.35
 # Initial advance of the tree, as a share of time: its first leaf may prove the choice.
 HEAD_START = 0.1
 
@@ -64,99 +62,103 @@ Better = Callable[[float, Callable[[], Choice]], None]
 """called with a better choice: (its cost, function that returns it)"""
 
 
-def quietly(cost: float, choice: Callable[[], Choice]) -> None:
+def ignore_better(cost: float, choice: Callable[[], Choice]) -> None:
     """Ignore."""
 
 
-def solve_over_time(given: Lives, cheaper: Cheaper, limit: float, effort: float, better: Better = quietly) -> Solution:
+def solve_over_time(
+    given: LivenessProblem, cheaper: Cheaper, limit: float, effort: float, better: Better = ignore_better
+) -> Solution:
     """The best choice found in ``limit`` seconds; ``better``: called with each improvement.
 
     PlanError: no choice is within the memory limit, or none was found.
     """
     begin = time.perf_counter()
     limit *= 1 - RESERVE
-    _least(given)
-    lives, numbers = _reduced(given, begin, limit)
-    best = Best(lives, _least(lives), lambda cost, choice: better(cost, lambda: _original(choice, numbers)))
-    unit = _unit(lives)
+    _least_memory_choice(given)
+    lives, numbers = _reduce_problem(given, begin, limit)
+    best = Best(
+        lives, _least_memory_choice(lives), lambda cost, choice: better(cost, lambda: _original_choice(choice, numbers))
+    )
+    unit = _excess_price(lives)
     deadline = begin + limit
     now = time.perf_counter()
-    large = len(lives.usage) > MOST
+    large = len(lives.usage) > MAX_NEIGHBOURHOOD
     if not large:
-        best.offer(descend(lives, best.choice, unit, PASSES, begin + DESCENT * limit))
-        _mend(Neighbourhoods(best, cheaper, begin + REPAIR * limit, [best.choice], *_nothing(lives)))
+        best.offer(descend(lives, best.choice, unit, DESCENT_PASSES, begin + DESCENT * limit))
+        _repair_locally(Neighbourhoods(best, cheaper, begin + REPAIR * limit, [best.choice], *_no_scores(lives)))
         now = time.perf_counter()
     steps = math.ceil(STEPS * effort) if not large or math.isinf(limit) else MOST_STEPS
     part = LARGE_PRICES if large else PRICES
     try:
-        found = priced(best, steps, unit, now + part * (deadline - now), whole=not large)
+        found = subgradient_prices(best, steps, unit, now + part * (deadline - now), whole=not large)
     except PlanError:
-        raise PlanError(_forbidden(given)) from None
+        raise PlanError(_forbidden_text(given)) from None
     if large:
-        best.offer(descend(lives, best.choice, unit, PASSES, deadline))
+        best.offer(descend(lives, best.choice, unit, DESCENT_PASSES, deadline))
         _repair(best, cheaper, found, deadline)
-    run = _Run(best, cheaper, found, deadline)
+    run = _AnytimeSearch(best, cheaper, found, deadline)
     known = math.isfinite(best.cost)
     if large:
         run.tree.give_up()
     else:
-        run.few(found, now + (PRICES + (BRIEFLY if known else FEW)) * (deadline - now))
+        run.few(found, now + (PRICES + (BRIEFLY if known else FEW_TIME_SHARE)) * (deadline - now))
     if math.isinf(limit):
         run.leaves(math.ceil(max(LEAVES, min(ENTRIES / run.entries, ENTRIES)) * effort))
     run.alternate(math.ceil(NEIGHBOURHOODS * effort) if math.isinf(limit) else 10**9, unit)
     if math.isinf(best.cost):
-        raise PlanError(_unfit(given, best, numbers))
-    choice = _original(best.choice, numbers)
+        raise PlanError(_unfit_text(given, best, numbers))
+    choice = _original_choice(best.choice, numbers)
     cost = given.network.cost(choice)
     stats = {"rows": lives.count, "leaves": run.tree.looked, "neighbourhoods": run.near.tried, "seconds": run.seconds}
     return Solution(choice, cost, cost if run.closed else min(run.tree.bound, cost), run.closed, stats)
 
 
-def _repair(best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> None:
+def _repair(best: Best, cheaper: Cheaper, found: SubgradientResult, deadline: float) -> None:
     """Windows where the choice is infeasible, then of the largest gap; then neighbourhoods."""
     weights = best.lives.weights(found.prices).tolist()
     near = Neighbourhoods(best, cheaper, deadline, found.seen, found.scores, weights, found.prices)
     for least, size, beside in itertools.product((math.inf, 0.0), WINDOWS, (False, True)):
         near.aim(found.core.gaps, size, beside, least)
-    _mend(near)
+    _repair_locally(near)
 
 
-def _mend(near: Neighbourhoods) -> None:
+def _repair_locally(near: Neighbourhoods) -> None:
     """Neighbourhoods of infeasible nodes until the choice is feasible."""
     most = REPAIRS if math.isinf(near.deadline) else sys.maxsize
     while math.isinf(near.best.cost) and near.tried < most and time.perf_counter() < near.deadline:
         near.step()
 
 
-def _nothing(lives: Lives) -> tuple[tuple[Array, ...], list[float]]:
+def _no_scores(lives: LivenessProblem) -> tuple[tuple[Array, ...], list[float]]:
     """Scores and weights before any are known."""
     return lives.network.nodes, [0.0] * len(lives.usage)
 
 
-def _reduced(given: Lives, begin: float, limit: float) -> tuple[Lives, list[Classes]]:
+def _reduce_problem(given: LivenessProblem, begin: float, limit: float) -> tuple[LivenessProblem, list[Classes]]:
     """Without infeasible and dominated strategies; and the original numbers of the rest."""
     domains = Domains.of(given, begin + limit)
     if domains is None:
-        raise PlanError(_forbidden(given))
+        raise PlanError(_forbidden_text(given))
     lives, left = given.restricted(domains.kept).without_beaten(begin + BEATEN * limit)
     return lives, [kept[k] for kept, k in zip(domains.kept, left, strict=True)]
 
 
-def _original(choice: Choice, numbers: Sequence[Classes]) -> Choice:
+def _original_choice(choice: Choice, numbers: Sequence[Classes]) -> Choice:
     return tuple(int(number[s]) for number, s in zip(numbers, choice, strict=True))
 
 
-def _forbidden(given: Lives) -> str:
+def _forbidden_text(given: LivenessProblem) -> str:
     return f"no choice that costs do not forbid fits the limit of {given.limit:.6g}"
 
 
-class _Run:
-    def __init__(self, best: Best, cheaper: Cheaper, found: Priced, deadline: float) -> None:
+class _AnytimeSearch:
+    def __init__(self, best: Best, cheaper: Cheaper, found: SubgradientResult, deadline: float) -> None:
         self.best, self.cheaper, self.deadline = best, cheaper, deadline
         lives = best.lives
         domains = Domains.of(lives, deadline)
         if domains is None:
-            raise PlanError(_forbidden(lives))
+            raise PlanError(_forbidden_text(lives))
         self.domains = domains
         self.tree = Tree(lives, cheaper, deadline, best.cost)
         self.tree.put(Leaf(found.bound, domains, found.prices))
@@ -171,13 +173,13 @@ class _Run:
     @property
     def closed(self) -> bool:
         cost = self.best.cost
-        return math.isfinite(cost) and cost - self.tree.bound <= GAP * abs(cost)
+        return math.isfinite(cost) and cost - self.tree.bound <= PROVEN_GAP * abs(cost)
 
     @property
     def late(self) -> bool:
         return time.perf_counter() > self.deadline
 
-    def few(self, found: Priced, deadline: float) -> None:
+    def few(self, found: SubgradientResult, deadline: float) -> None:
         """Choices among strategies seen or of the best scores: a tree of small leaves."""
         begin, seen = time.perf_counter(), np.array(found.seen)
         known = math.isfinite(self.best.cost)
@@ -224,20 +226,20 @@ class _Run:
         while not self.closed and not self.late and self.near.tried < most:
             if math.isfinite(self.deadline):
                 next_one = spent["tree"] + self.leaf
-                turn = next_one <= SHARE * (next_one + spent["neighbourhoods"] + self.head_start)
+                turn = next_one <= TREE_SHARE * (next_one + spent["neighbourhoods"] + self.head_start)
             else:
-                turn = self.tree.looked <= SHARE * (self.tree.looked + self.near.tried)
+                turn = self.tree.looked <= TREE_SHARE * (self.tree.looked + self.near.tried)
             if turn and self.tree.open:
                 self.leaves(self.tree.looked + 1)
                 continue
             begin = time.perf_counter()
             self.near.step()
             if math.isinf(self.best.cost) and self.near.tried % DESCENTS == 0:
-                self.best.offer(descend(self.best.lives, self.best.choice, unit, PASSES, self.deadline))
+                self.best.offer(descend(self.best.lives, self.best.choice, unit, DESCENT_PASSES, self.deadline))
             spent["neighbourhoods"] += time.perf_counter() - begin
 
 
-def _least(lives: Lives) -> Choice:
+def _least_memory_choice(lives: LivenessProblem) -> Choice:
     """The choice that holds least. Raises PlanError if it is infeasible."""
     choice = []
     for costs, usage in zip(lives.network.nodes, lives.usage, strict=True):
@@ -252,16 +254,16 @@ def _least(lives: Lives) -> Choice:
     return tuple(choice)
 
 
-def _unfit(given: Lives, best: Best, numbers: Sequence[Classes]) -> str:
+def _unfit_text(given: LivenessProblem, best: Best, numbers: Sequence[Classes]) -> str:
     """The error if no choice was found."""
-    nearest = _original(best.choice, numbers)
+    nearest = _original_choice(best.choice, numbers)
     used = given.sums(given.held(nearest)).max(initial=0.0)
     if used <= given.limit * (1 + SLACK):
         return f"no choice was found that costs do not forbid: {best.forbidden} tables forbid the nearest one"
     return f"no choice within the limit of {given.limit:.6g} was found: the least found uses {used:.6g}"
 
 
-def _unit(lives: Lives) -> float:
+def _excess_price(lives: LivenessProblem) -> float:
     """An initial price of excess."""
     spread = [float(np.ptp(costs[np.isfinite(costs)])) for costs in lives.network.nodes]
     edges = [float(np.ptp(m[np.isfinite(m)])) for _, _, m in lives.network.matrices if np.isfinite(m).any()]

@@ -11,10 +11,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.contents import Contents
-from autoshard.passes.search.exact.eliminate import Scope
-from autoshard.passes.search.folded import Classes, Folded, Matrix, in_order, joint, stored, taken
-from autoshard.passes.search.network import Array, Choice, CostNetwork, Row
+from autoshard.passes.search.arrays import (
+    Classes,
+    CompactMatrix,
+    ContentNumbers,
+    Matrix,
+    by_first_appearance,
+    joint_classes,
+    stored_values,
+    take_slices,
+)
+from autoshard.passes.search.exact.elimination import Scope
+from autoshard.passes.search.network import Array, Choice, CostNetwork, LinearRow
 
 
 class Stacks:
@@ -30,7 +38,7 @@ class Stacks:
         """per axis of each, the slice of every index"""
         self._by_id: dict[tuple[object, ...], int] = {}
         self._by_parts: dict[tuple[object, ...], int] = {}
-        self._contents = Contents()
+        self._contents = ContentNumbers()
 
     def number(self, cost: Matrix, amounts: Sequence[Matrix | None], transposed: bool = False) -> int:
         """Number of the stack; None: zeros, dropped at the end."""
@@ -38,9 +46,9 @@ class Stacks:
         if key not in self._by_id:
             while amounts and amounts[-1] is None:
                 amounts = amounts[:-1]
-            zeros = np.zeros(stored(cost).shape)
-            parts = [stored(cost), *(zeros if part is None else stored(part) for part in amounts)]
-            maps = (cost.rows, cost.columns) if isinstance(cost, Folded) else None
+            zeros = np.zeros(stored_values(cost).shape)
+            parts = [stored_values(cost), *(zeros if part is None else stored_values(part) for part in amounts)]
+            maps = (cost.rows, cost.columns) if isinstance(cost, CompactMatrix) else None
             number = self.of(np.stack(parts, dtype=np.float64), maps)
             self._by_id[key] = self.transposed(number) if transposed else number
         return self._by_id[key]
@@ -52,7 +60,7 @@ class Stacks:
         if cost.ndim == 1:
             return cost, parts
         maps = self.maps[number]
-        return Folded(cost, *maps), tuple(None if part is None else Folded(part, *maps) for part in parts)
+        return CompactMatrix(cost, *maps), tuple(None if part is None else CompactMatrix(part, *maps) for part in parts)
 
     def know(self, parts: Mapping[int, tuple[Matrix, tuple[Matrix | None, ...]]], rows: int) -> None:
         """Find stacks by these tables only, of networks with this number of rows."""
@@ -108,10 +116,12 @@ class Stacks:
         if stack.ndim == 2:
             return self.of(stack if kept[0] is None else stack.take(kept[0], 1))
         left = [m if k is None else m[k] for m, k in zip(maps, kept, strict=True)]
-        orders = [in_order(m) for m in left]
+        orders = [by_first_appearance(m) for m in left]
         if any(len(used) < n for (used, _), n in zip(orders, stack.shape[1:], strict=True)):
             return self.of(stack, left)
-        whole = taken(taken(stack, orders[0][0], 1), orders[1][0], 2)  # all slices remain, so they still differ
+        whole = take_slices(
+            take_slices(stack, orders[0][0], 1), orders[1][0], 2
+        )  # all slices remain, so they still differ
         return self._numbered(whole, tuple(where for _, where in orders))
 
     def summed(self, counts: Mapping[int, int]) -> int:
@@ -120,7 +130,7 @@ class Stacks:
         if len(key) == 1:
             return self._multiple(*key[0])
         if ("summed", key) not in self._by_parts:
-            axes = [joint(maps) for maps in zip(*(self.maps[number] for number, _ in key), strict=True)]
+            axes = [joint_classes(maps) for maps in zip(*(self.maps[number] for number, _ in key), strict=True)]
             length = max(len(self.arrays[number]) for number in counts)
             total = np.zeros((length, *(len(first) for first, _ in axes)))
             for number, many in key:
@@ -146,10 +156,10 @@ class Stacks:
         else:
             found = list(maps or map(np.arange, stack.shape[1:]))
             for axis in (1, 2):
-                used, where = in_order(found[axis - 1])
-                stack = taken(stack, used, axis)
-                same, first = classes(stack if axis == 1 else stack.swapaxes(1, 2))
-                stack, found[axis - 1] = taken(stack, first, axis), same[where]
+                used, where = by_first_appearance(found[axis - 1])
+                stack = take_slices(stack, used, axis)
+                same, first = row_classes(stack if axis == 1 else stack.swapaxes(1, 2))
+                stack, found[axis - 1] = take_slices(stack, first, axis), same[where]
             maps = tuple(found)
         return self._numbered(stack, tuple(maps))
 
@@ -221,9 +231,9 @@ class Stacked:
 
     def priced(self, weights: Array, unit: float = 1.0) -> CostNetwork:
         """``unit`` × costs + row sums at prices ``weights``. Equal tables share an array."""
-        made = {number: value(self.stacks[number], weights, unit) for number in set(self.factors.values())}
+        made = {number: priced_table(self.stacks[number], weights, unit) for number in set(self.factors.values())}
         pairs = {number for scope, number in self.factors.items() if len(scope) == 2}
-        folded = {number: Folded(made[number], *self.store.maps[number]) for number in pairs}
+        folded = {number: CompactMatrix(made[number], *self.store.maps[number]) for number in pairs}
         nodes = tuple(made[self.factors[i,]] for i in range(len(self.sizes)))
         edges = tuple((s[0], s[1], folded[number]) for s, number in self.factors.items() if len(s) == 2)
         return CostNetwork(nodes, edges)
@@ -254,7 +264,7 @@ class Stacked:
         return replace(self, sizes=sizes, factors=factors)
 
 
-class Open(NamedTuple):
+class UndecidedProblem(NamedTuple):
     """A problem whose nodes are undecided."""
 
     problem: Stacked
@@ -273,7 +283,7 @@ class Open(NamedTuple):
         return replace(self.problem, factors={**self.problem.factors, (0,): store.of(total + self.decided[:, None])})
 
 
-def undecided(problem: Stacked) -> Open:
+def undecided(problem: Stacked) -> UndecidedProblem:
     """``problem`` without one-strategy nodes; their tables with others become the others' own."""
     nodes = [i for i, n in enumerate(problem.sizes) if n > 1]
     at = {i: k for k, i in enumerate(nodes)}
@@ -291,10 +301,10 @@ def undecided(problem: Stacked) -> Open:
         total[: len(stack)] += many * stack.reshape(-1)
     factors = {where: store.summed(counter) for where, counter in sorted(counts.items())}
     left = replace(problem, sizes=tuple(problem.sizes[i] for i in nodes), factors=factors)
-    return Open(left, np.array(nodes, dtype=np.intp), total)
+    return UndecidedProblem(left, np.array(nodes, dtype=np.intp), total)
 
 
-def value(stack: Array, weights: Array, unit: float) -> Array:
+def priced_table(stack: Array, weights: Array, unit: float) -> Array:
     """``unit`` × cost + amounts × ``weights``; forbidden entries stay inf."""
     table: Array = np.where(np.isinf(stack[0]), np.inf, 0.0) if unit == 0 else stack[0] * unit
     for amounts, weight in zip(stack[1:], weights.tolist(), strict=False):
@@ -302,7 +312,7 @@ def value(stack: Array, weights: Array, unit: float) -> Array:
     return table
 
 
-def classes(stack: Array) -> tuple[Classes, Classes]:
+def row_classes(stack: Array) -> tuple[Classes, Classes]:
     """Of a stack [quantities, rows, columns]: class of every row, first row of every class."""
     seen: dict[bytes, int] = {}
     rows = np.ascontiguousarray(stack.swapaxes(0, 1))
@@ -310,11 +320,11 @@ def classes(stack: Array) -> tuple[Classes, Classes]:
     return found, np.unique(found, return_index=True)[1]
 
 
-def stack_rows(network: CostNetwork, rows: Sequence[Row], stacks: Stacks | None = None) -> Stacked:
+def stack_rows(network: CostNetwork, rows: Sequence[LinearRow], stacks: Stacks | None = None) -> Stacked:
     """The network with its rows. ``stacks``: shared with another problem of the same tables."""
     stacks = stacks or Stacks()
     for k, row in enumerate(rows):
-        _check(network, row, k)
+        _check_row(network, row, k)
     factors: dict[Scope, int] = {}
     for i, vector in enumerate(network.nodes):
         factors[i,] = stacks.number(vector, [row.nodes[i] for row in rows])
@@ -326,7 +336,7 @@ def stack_rows(network: CostNetwork, rows: Sequence[Row], stacks: Stacks | None 
     return Stacked(sizes, factors, stacks, np.array([r.limit for r in rows]), np.array([r.price for r in rows]))
 
 
-def unstacked(problem: Stacked) -> tuple[CostNetwork, tuple[Row, ...]]:
+def unstacked(problem: Stacked) -> tuple[CostNetwork, tuple[LinearRow, ...]]:
     """Network and rows as views of the stacks, which forget all other tables.
 
     So the tables that ``problem`` came from can be released.
@@ -342,20 +352,20 @@ def unstacked(problem: Stacked) -> tuple[CostNetwork, tuple[Row, ...]]:
     alone = [(i,) for i in range(len(problem.sizes))]
     pairs = [scope for scope in problem.factors if len(scope) == 2]
     edges = tuple((*scope, known[problem.factors[scope]][0]) for scope in pairs)
-    network = CostNetwork(tuple(stored(known[problem.factors[scope]][0]) for scope in alone), edges)
+    network = CostNetwork(tuple(stored_values(known[problem.factors[scope]][0]) for scope in alone), edges)
     limits = zip(problem.limits.tolist(), problem.prices.tolist(), strict=True)
-    rows = (Row(amounts(alone, r), amounts(pairs, r), *limit) for r, limit in enumerate(limits))
+    rows = (LinearRow(amounts(alone, r), amounts(pairs, r), *limit) for r, limit in enumerate(limits))
     return network, tuple(rows)
 
 
-def _check(network: CostNetwork, row: Row, number: int) -> None:
+def _check_row(network: CostNetwork, row: LinearRow, number: int) -> None:
     tables = [*network.nodes, *(matrix for _, _, matrix in network.edges)]
     amounts = [*row.nodes, *row.edges]
     if len(row.nodes) != len(network.nodes) or len(row.edges) != len(network.edges):
         raise PlanError(f"row {number} needs one entry per node and per edge of the network")
     if any(a is not None and a.shape != table.shape for a, table in zip(amounts, tables, strict=True)):
         raise PlanError(f"row {number}: an array of amounts has another shape than the costs beside it")
-    if not all(np.isfinite(stored(a)).all() for a in {id(a): a for a in amounts if a is not None}.values()):
+    if not all(np.isfinite(stored_values(a)).all() for a in {id(a): a for a in amounts if a is not None}.values()):
         raise PlanError(f"row {number}: amounts must be finite; forbid a choice in the costs")
     if not math.isfinite(row.limit) or not row.price >= 0:
         raise PlanError(f"row {number} needs a finite limit and a price of at least 0, got {row.limit} and {row.price}")

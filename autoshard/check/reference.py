@@ -1,0 +1,97 @@
+"""The unsharded reference of checks: copies of a model, float64, loss, differences of tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoshard.module.model.original import computed_attributes
+from autoshard.runtime.transport import torch_state
+
+
+def largest_magnitude(t: torch.Tensor) -> float:
+    """Largest finite absolute value; 0 for integers and empty tensors."""
+    if not t.numel() or not (t.is_floating_point() or t.is_complex()):
+        return 0.0
+    return float(torch.nan_to_num(t.detach(), 0.0, 0.0, 0.0).abs().max())
+
+
+def largest_difference(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Largest absolute difference; equal infinities and NaN in the same place count as 0."""
+    if not want.numel():
+        return 0.0
+    same = (got == want) | (got.isnan() & want.isnan())
+    return float((got - want).abs().masked_fill(same, 0.0).max())
+
+
+def in_float64(tree: Any) -> Any:
+    """``tree`` with its floating-point tensors in float64."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, tree)
+
+
+class SameRandomNumbers(TorchDispatchMode):
+    """Dispatch mode that draws float64 random numbers in ``dtype``: generators differ by dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = torch_state.generator_states()
+        result = func(*args, **kwargs)
+        if all(map(torch.equal, before, torch_state.generator_states())):  # as attention without dropout
+            return result
+        torch_state.set_generator_states(before)
+        drawn = func(*self._narrow(args), **self._narrow(kwargs))
+        if func._schema.is_mutable:
+            return args[0].copy_(drawn)
+        return pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.dtype == self.dtype else x, drawn)
+
+    def _narrow(self, tree: Any) -> Any:
+        def narrow(x: Any) -> Any:
+            if isinstance(x, torch.Tensor) and x.dtype == torch.float64:
+                return x.to(self.dtype)
+            return self.dtype if x is torch.float64 else x
+
+        return pytree.tree_map(narrow, tree)
+
+
+def copied_model(model: nn.Module) -> nn.Module:
+    """A deep copy of ``model``; its non-leaf tensors are copied as leaves."""
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in computed_attributes(model)})
+
+
+def fresh_inputs(tree: Any) -> Any:
+    """``tree`` with its tensors copied as leaves that keep ``requires_grad``."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), tree)
+
+
+def full_tensor_of(x: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a DTensor; a plain tensor as it is."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def loss_of(output: Any, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """:func:`scalar_loss` the output, else the sum of mean squares of its tensors with gradients."""
+    scalar = scalar_loss(output)
+    if scalar is not None:
+        return scalar
+    return torch.stack([x.square().mean() for x in leaves if x.is_floating_point() and x.requires_grad]).sum()
+
+
+def scalar_loss(output: Any) -> torch.Tensor | None:
+    """The loss of an output: the scalar with gradient named "loss", else the first scalar."""
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    ends = [x for x in (named, *pytree.tree_leaves(output)) if isinstance(x, torch.Tensor)]
+    return next((x for x in ends if x.requires_grad and not x.shape), None)

@@ -1,0 +1,386 @@
+"""The modules of the model as seen on a sharded module: classes, modes, parameters, buffers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import new_class
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch._dynamo.trace_rules
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, ActivationWrapper
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.hooks import RemovableHandle
+
+from autoshard import runtime
+from autoshard.errors import AutoshardError, CaptureError
+from autoshard.module.dtensors.outputs import ShardedOutput
+from autoshard.module.dtensors.table_wise import is_owned, owned_shard_of
+from autoshard.module.dtensors.views import dtensor_like
+from autoshard.module.logits import gather_logits
+from autoshard.module.model.hooks import share_hooks
+from autoshard.passes.capture.exported.pytrees import constant_key
+from autoshard.passes.capture.exported.snapshots import items_or_attributes
+
+DerivedT = TypeVar("DerivedT")
+_INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
+_WEIGHT_HOLDERS = (torch.Tensor, nn.Module, RemovableHandle, tuple, list, dict, set)
+
+
+class FixedChildren(dict[str, "nn.Module | None"]):
+    """Child modules, which programs have fixed. ``new``: others may be added."""
+
+    def __init__(self, entries: Iterable[tuple[str, nn.Module | None]] = (), new: bool = False) -> None:
+        super().__init__(entries)
+        self.new = new
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        if name in self or not self.new:
+            _refuse_change(f"module {name!r} is put into the sharded module")
+        super().__setitem__(name, module)
+
+    def __delitem__(self, name: str) -> None:
+        _refuse_change(f"module {name!r} is taken out of the sharded module")
+
+    def _change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_change("modules are put into or taken out of the sharded module")
+
+    pop = popitem = clear = update = setdefault = _change
+
+    def __reduce__(self) -> Any:
+        return type(self), (list(self.items()), self.new)
+
+
+class FixedModule(nn.Module):
+    """A module with plain attributes as program constants; tensors and modes may change."""
+
+    _original: type[nn.Module]
+    _known: frozenset[str]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if name in _INTERNAL or "_known" not in own:
+            super().__setattr__(name, value)
+            return
+        tensors = next((d for d in (own["_parameters"], own["_buffers"]) if name in d), None)
+        if tensors is not None:
+            if (tensors[name] is None) != (value is None):
+                _refuse_change(f"{name!r} of a {self._original.__name__} is {'removed' if value is None else 'added'}")
+            if tensors is own["_buffers"] and isinstance(tensors[name], DTensor):
+                value = shard_like(value, tensors[name])
+        elif not isinstance(value, nn.Module) and (name in self._known or hasattr(self._original, name)):
+            if is_unchanged_value(getattr(self, name, ...), value):
+                return
+            _refuse_change(f"attribute {name!r} of a {self._original.__name__} is set")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """As the model's own; the error for an attribute that is not kept says why."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name not in self.__dict__.get("_known", ()):
+                raise
+            raise AttributeError(
+                f"attribute {name!r} of a {self._original.__name__} is not kept in a sharded module: it holds modules, "
+                "tensors or functions, or what a forward puts there. Do what needs it with the model, and compile it again."
+            ) from error
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """As torch's; a DTensor parameter or buffer takes its shard of a full tensor."""
+        own: dict[str, Any] = {prefix + name: p for name, p in (*self._parameters.items(), *self._buffers.items())}
+        parts = {n: shard_like(state_dict[n], p) for n, p in own.items() if isinstance(p, DTensor) and n in state_dict}
+        state_dict.update(parts)  # in place: ActivationWrapper renames entries of this dict
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__dict__.items())
+        return made
+
+    def __copy__(self) -> NoReturn:
+        raise AutoshardError(
+            "copy.copy of a sharded module would write to the same tensors and programs as the module does. "
+            "Take copy.deepcopy(sharded), which has tensors of its own."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise AutoshardError(
+            "a sharded module cannot be pickled: its programs belong to the mesh of this process. Save its weights "
+            "(full_state_dict(), or state_dict() with torch.distributed.checkpoint), or its program: save(directory)."
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """The first attribute that DistributedDataParallel reads."""
+        raise AutoshardError(
+            "a sharded module must not be wrapped in DistributedDataParallel: it sums gradients over its mesh itself. "
+            "Use it as it is; with accelerate, prepare the optimizer alone, and save full_state_dict(): save_state saves no "
+            "model then."
+        )
+
+    # Overrides in the user's classes are for modules that run.
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """As torch's, which swaps DTensors and loses their attributes, classes and hooks."""
+        before: list[Any] = [(p, type(p), dict(vars(p))) for p in self._parameters.values() if isinstance(p, DTensor)]
+        made = nn.Module._apply(self, fn, recurse)
+        for p, kind, attributes in before:
+            if type(p) is not kind:
+                p.__class__ = kind
+            vars(p).update(attributes)
+            for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                setattr(p, hooks, getattr(p, hooks))
+        return made
+
+    _save_to_state_dict = nn.Module._save_to_state_dict
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._known or name in self._parameters or name in self._buffers or hasattr(self._original, name):
+            _refuse_change(f"{name!r} of a {self._original.__name__} is deleted")
+        super().__delattr__(name)
+
+
+def _refuse_on_ours(remove: Callable[..., None]) -> Callable[..., None]:
+    """``remove`` of a hook-based reparametrization, refused on our modules before any change."""
+
+    @functools.wraps(remove)
+    def removed(self: Any, module: nn.Module) -> None:
+        if isinstance(module, FixedModule):
+            _refuse_change(f"{type(self).__name__} is removed from a {module._original.__name__}")
+        remove(self, module)
+
+    return removed
+
+
+for _kind in (BasePruningMethod, SpectralNorm, WeightNorm):
+    _kind.remove = _refuse_on_ours(_kind.remove)  # type: ignore[method-assign]
+
+
+def _refuse_backward_hook(register: Callable[..., Any]) -> Any:
+
+    @functools.wraps(register)
+    def registered(self: ShardedSubmodule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise CaptureError(
+            f"a backward hook is put on a {self._original.__name__} inside a sharded module: programs have the backward of the "
+            "whole model. Put it on the sharded module itself, on a parameter, or on an output."
+        )
+
+    return registered
+
+
+class ShardedSubmodule(FixedModule):
+    """A submodule of the model, of its class, with modes and tensors; only the full model runs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: programs compute the full model."""
+        raise CaptureError(
+            f"a {self._original.__name__} inside a sharded module cannot be called alone: programs are of the whole model. "
+            "Call the sharded module, or compile this module by itself."
+        )
+
+    register_backward_hook = _refuse_backward_hook(nn.Module.register_backward_hook)
+    register_full_backward_pre_hook = _refuse_backward_hook(nn.Module.register_full_backward_pre_hook)
+    register_full_backward_hook = _refuse_backward_hook(nn.Module.register_full_backward_hook)
+
+
+def shard_like(full: Any, like: DTensor) -> Any:
+    """This rank's shard of ``full`` in the layout of ``like``; unchanged if shapes differ."""
+    if not isinstance(full, torch.Tensor) or isinstance(full, DTensor) or full.shape != like.shape:
+        return full
+    if is_owned(like):
+        return owned_shard_of(full, like)
+    cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
+    made = dtensor_like(cut.to_local().clone(), cut)
+    return ShardedOutput.of(made) if type(like) is ShardedOutput else made
+
+
+def is_unchanged_value(old: Any, new: Any) -> bool:
+    """Whether assigning ``new`` to ``old`` changes nothing."""
+    return old is new or (isinstance(new, _PLAIN_TYPES) and constant_key(old) == constant_key(new))
+
+
+def _refuse_change(what: str) -> NoReturn:
+    raise CaptureError(
+        f"{what}, after it was compiled: its programs compute what the model did then. Change the model, and compile it again."
+    )
+
+
+def sharded_submodules(model: nn.Module) -> dict[str, ShardedSubmodule]:
+    """Module path → part; a module with two paths has one part.
+
+    Parts have the modes and attributes of the originals, and no tensors yet.
+    """
+    classes: dict[type, type[ShardedSubmodule]] = {}
+    made: dict[int, ShardedSubmodule] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for module in modules.values():
+        if id(module) not in made:
+            made[id(module)] = _empty_submodule(module, classes)
+    for module in modules.values():
+        part = made[id(module)]
+        children = [(n, None if m is None else made[id(m)]) for n, m in module._modules.items()]
+        part.__dict__["_modules"] = FixedChildren(children, new=module is model)
+    return {path: made[id(module)] for path, module in modules.items()}
+
+
+def _empty_submodule(module: nn.Module, classes: dict[type, type[ShardedSubmodule]]) -> ShardedSubmodule:
+    kind = type(module)
+    if kind not in classes:
+        classes[kind] = derive_class(ShardedSubmodule, kind)
+    part = object.__new__(classes[kind])
+    empty = nn.Module()
+    empty.training = module.training
+    part.__dict__.update(
+        {**kept_attributes(module), **vars(empty), "_original": kind, "_known": frozenset(vars(module)) - _INTERNAL}
+    )
+    part.__dict__["_parameters"].update({n: None for n, p in module._parameters.items() if p is None})
+    part.__dict__["_buffers"].update({n: None for n, b in module._buffers.items() if b is None})
+    share_hooks(part, module)
+    share_wrapper_names(part, module)
+    return part
+
+
+def share_wrapper_names(ours: nn.Module, module: nn.Module) -> None:
+    """If ``module`` is a torch wrapper, state dicts of ``ours`` use the wrapped names, too."""
+    if isinstance(module, ActivationWrapper):
+        ours._register_state_dict_hook(module._post_state_dict_hook)
+        ours.register_load_state_dict_pre_hook(module._pre_load_state_dict_hook)
+
+
+def state_dict_entries(model: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
+    """State-dict key → (name in ``model``, tensor), for all entries."""
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, x in (*module._parameters.items(), *module._buffers.items()):
+            if x is not None and name not in module._non_persistent_buffers_set:
+                fqn = f"{path}.{name}" if path else name
+                found[fqn.replace(_CHECKPOINT_PREFIX, "")] = fqn, x
+    return found
+
+
+def derive_class(base: type[DerivedT], kind: type[nn.Module], names: Mapping[str, Any] | None = None) -> type[DerivedT]:
+    """A subclass of both, named as ``kind``; ``base`` if ``kind`` forbids subclassing."""
+    own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **(names or {})}
+    try:
+        return new_class(kind.__name__, (base, kind), {}, lambda space: space.update(own))
+    except Exception:  # a final class
+        return base
+
+
+def kept_attributes(module: nn.Module) -> dict[str, Any]:
+    """Plain attributes and configurations that the module's own methods read.
+
+    Nothing that may hold weights: those would be stale.
+    """
+    return {n: x for n, x in vars(module).items() if n not in _INTERNAL and _is_kept_attribute(x)}
+
+
+def _is_kept_attribute(value: Any) -> bool:
+    """Whether an attribute is kept: not weights, nor empty containers for the forward."""
+    if (
+        isinstance(value, dict | list | tuple)
+        and (held := items_or_attributes(value))
+        and not _is_plain_constant(value)
+    ):
+        return all(map(_is_kept_attribute, held.values() if isinstance(held, dict) else held))
+    return _is_plain_constant(value) or not (isinstance(value, _WEIGHT_HOLDERS) or callable(value))
+
+
+def _is_plain_constant(value: Any) -> bool:
+    return isinstance(value, _PLAIN_TYPES) or (
+        isinstance(value, tuple) and all(map(_is_plain_constant, tuple.__iter__(value)))
+    )
+
+
+def sharded_class(base: type[Any], kind: type[nn.Module], root: type[Any]) -> type[Any]:
+    """A subclass of ``base`` and ``kind`` with the forward signature of ``kind``, or ``base``.
+
+    ``root``: our base class. ``base`` is returned if attribute names clash.
+    """
+    ours = [c for c in base.__mro__ if issubclass(c, root)]
+    if any(hasattr(kind, name) for c in ours for name in vars(c).get("__annotations__", ())):
+        return base  # attributes of ours have another meaning there
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return base.forward(self, *args, **kwargs)
+
+    forward.__doc__ = kind.forward.__doc__
+    with contextlib.suppress(TypeError, ValueError):
+        forward.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    names: dict[str, Any] = {"forward": forward}
+    if isinstance(getattr(kind, "device", None), property):  # reads parameters, absent at first
+        names["device"] = property(lambda self: self._original_model.tensors()[0].device)
+    if isinstance(getattr(kind, "dtype", None), property):
+        names["dtype"] = property(
+            lambda self: next(t.dtype for t in self._original_model.tensors() if t.is_floating_point())
+        )
+    return derive_class(base, kind, names | _generation_methods(kind) | _save_pretrained_methods(kind))
+
+
+def _save_pretrained_methods(kind: Any) -> dict[str, Any]:
+    """Hugging Face's ``save_pretrained`` with full weights, on rank 0. Collective."""
+    own: Any = getattr(kind, "save_pretrained", None)
+    known = inspect.signature(own).parameters if callable(own) else {}
+    if "is_main_process" not in known or not any(
+        n == "state_dict" or p.kind is p.VAR_KEYWORD for n, p in known.items()
+    ):
+        return {}
+
+    @functools.wraps(kind.save_pretrained)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**inspect.signature(own).bind_partial(self, *args, **kwargs).arguments, **kwargs}
+        if given.get("state_dict") is not None:
+            return own(self, *args, **kwargs)
+        kwargs["state_dict"] = self.full_state_dict()
+        comm = self.__dict__.get("_comm")
+        if "is_main_process" not in given and comm is not None:
+            kwargs["is_main_process"] = comm.rank == 0
+        made = own(self, *args, **kwargs)
+        with self.meeting("save_pretrained()"):  # when it returns, the files exist for every rank
+            return made
+
+    return {"save_pretrained": save_pretrained}
+
+
+def _generation_methods(kind: Any) -> dict[str, Any]:
+    """Methods that generation of transformers needs: ``get_encoder`` and ``generate``."""
+    if not callable(getattr(kind, "get_encoder", None)) or not callable(getattr(kind, "generate", None)):
+        return {}
+
+    def get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._renew()
+        found = kind.get_encoder(self, *args, **kwargs)
+        return found if found is self else self.callable_submodule(found)
+
+    @functools.wraps(kind.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.compile_for_generation(args[0] if args else kwargs.get("inputs"), kwargs)
+        comm = self.__dict__.get("_comm")
+        if not isinstance(comm, runtime.TorchCommunicator):
+            return kind.generate(self, *args, **kwargs)
+        object.__setattr__(self, "_generating", True)
+        try:
+            with comm.notes, self.same_draws_on_ranks():  # user code between calls may fail
+                return gather_logits(kind.generate(self, *args, **kwargs))
+        finally:
+            object.__setattr__(self, "_generating", False)
+
+    return {"get_encoder": get_encoder, "generate": generate}
+
+
+@functools.cache
+def skip_in_dynamo() -> None:
+    """Have torch.compile trace generated code only, with graph breaks at collectives."""
+    for package in ("autoshard.module", "autoshard.runtime"):
+        torch._dynamo.trace_rules.add(package)

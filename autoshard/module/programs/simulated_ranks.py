@@ -1,0 +1,167 @@
+"""Full tensors ↔ shards of all simulated ranks, differentiable; replicas are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from autoshard.errors import RuntimeMismatchError
+from autoshard.layout import Layout, Partial, Shard
+from autoshard.runtime.transport import sparse_gradients
+from autoshard.runtime.transport.autograd import LeanFunction, NoneGradFunction
+
+
+def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """The rank's shard of ``full``; of Partial axes the first rank holds all, others zeros."""
+    local = full
+    for dim, size in enumerate(full.shape):
+        (start, length), *others = layout.chunks_of(dim, size, rank)
+        if others:
+            local = torch.cat([local.narrow(dim, at, n) for at, n in ((start, length), *others)], dim)
+        elif length != size:
+            local = local.narrow(dim, start, length)
+    coordinates = layout.mesh.coordinates(rank)
+    partial = (i for i, p in enumerate(layout.placements) if isinstance(p, Partial))
+    return torch.zeros_like(local) if any(coordinates[i] for i in partial) else local
+
+
+def writable_shards(full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    """Shards of ``full`` for in-place writes: views, and copies for further replicas."""
+    whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
+    found = []
+    for rank in range(layout.mesh.size):
+        part = shard_of(full, layout, rank)
+        found.append(part if _first_replica(layout, rank, whole) == rank else part.clone())
+    return tuple(found)
+
+
+def _first_replica(layout: Layout, rank: int, whole: Collection[int]) -> int:
+    """The first rank with the coordinates of ``rank`` on axes outside ``whole``."""
+    coordinates = enumerate(layout.mesh.coordinates(rank))
+    return layout.mesh.rank([0 if i in whole else n for i, n in coordinates])
+
+
+def join_shards(shards: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int] | None, what: str) -> torch.Tensor:
+    """The full tensor from ``shards`` by rank. ``what`` names it in errors.
+
+    ``shape``: global; None if data-dependent, where every rank has the full tensor. Raises
+    :class:`RuntimeMismatchError` if replicas differ.
+    """
+    shape = shards[0].shape if shape is None else shape
+    full = shards[0].new_zeros(tuple(shape))
+    whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Partial | Shard)]
+    summed = layout.axes_with(Partial)
+    for rank, shard in enumerate(shards):
+        if (first := _first_replica(layout, rank, whole)) != rank:
+            _check_equal(shard, shards[first], what, rank, layout)
+            continue
+        for block, part in _shard_blocks(full, shard, layout, rank):
+            if summed and not full.dtype.is_floating_point and full.dtype == torch.bool:
+                block.logical_or_(part)
+            elif summed:
+                block.add_(part)
+            else:
+                block.copy_(part)
+    return full
+
+
+def _shard_blocks(
+    full: torch.Tensor, shard: torch.Tensor, layout: Layout, rank: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs (block of ``full``, its data in ``shard``) on this rank."""
+    blocks = [(full, shard)]
+    for dim, size in enumerate(full.shape):
+        chunks = layout.chunks_of(dim, size, rank)
+        lengths = [n for _, n in chunks]
+        blocks = [
+            (block.narrow(dim, start, n), part)
+            for block, held in blocks
+            for (start, n), part in zip(chunks, held.split(lengths, dim) if len(chunks) > 1 else (held,), strict=True)
+        ]
+    return blocks
+
+
+def _check_equal(a: torch.Tensor, b: torch.Tensor, what: str, rank: int, layout: Layout) -> None:
+    """Compare replicas with a tolerance: gradients that cancel out are rounding only."""
+    if a.shape != b.shape:
+        same = False
+    elif a.dtype.is_floating_point or a.dtype.is_complex:
+        eps, finite = torch.finfo(a.dtype).eps, b.abs()[b.isfinite()]
+        scale = float(finite.max()) if finite.numel() else 0.0
+        same = torch.allclose(a, b, rtol=eps**0.5, atol=max(eps**0.5 * scale, 4 * eps), equal_nan=True)
+    else:
+        same = torch.equal(a, b)
+    if not same:
+        raise RuntimeMismatchError(f"{what}: rank {rank} disagrees with the ranks that hold the same data ({layout})")
+
+
+def shard_for_ranks(full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
+    """Shards of ``full`` by rank; the backward joins their gradients."""
+    parts: tuple[torch.Tensor, ...] = _ShardForRanks.apply(full, layout, name)
+    return parts
+
+
+def join_differentiably(
+    shards: Sequence[torch.Tensor], layout: Layout, shape: tuple[int, ...] | None, name: str
+) -> torch.Tensor:
+    """:func:`join_shards`, differentiable: the backward shards the gradient."""
+    full: torch.Tensor = _JoinShards.apply(layout, shape, name, *shards)
+    return full
+
+
+class _ShardForRanks(LeanFunction):
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, layout: Layout, name: str) -> tuple[torch.Tensor, ...]:
+        ctx.layout, ctx.shape, ctx.name = layout, full.shape, name
+        ctx.set_materialize_grads(False)
+        return tuple(shard_of(full, layout, rank).clone() for rank in range(layout.mesh.size))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        given = [g for g in gradients if g is not None]
+        if not given:
+            return None, None, None
+        if any(g.is_sparse for g in given):
+            return _join_sparse_shards(gradients, ctx.layout, ctx.shape, ctx.name), None, None
+        if len(given) < len(gradients):  # ranks with empty shards may be outside the graph
+            shapes = [ctx.layout.local_shape(ctx.shape, r) for r in range(len(gradients))]
+            given = [given[0].new_zeros(s) if g is None else g for g, s in zip(gradients, shapes, strict=True)]
+        # Differentiable again, for a gradient penalty.
+        joined = _JoinShards.apply(ctx.layout.gradient(), ctx.shape, f"the gradient of {ctx.name}", *given)
+        return joined, None, None
+
+
+def _join_sparse_shards(
+    parts: Sequence[torch.Tensor | None], layout: Layout, shape: Sequence[int], name: str
+) -> torch.Tensor:
+    """:func:`join_shards` of sparse gradients; ranks without rows have None."""
+    whole = [i for i, p in enumerate(layout.placements) if not isinstance(p, Shard)]
+    found = []
+    for rank, part in enumerate(parts):
+        if part is None or not part.is_sparse:
+            continue
+        if (first := _first_replica(layout, rank, whole)) != rank:
+            other = parts[first]
+            for mine, theirs in zip(sparse_gradients.rows_of(part), sparse_gradients.rows_of(other), strict=True):  # type: ignore[arg-type]
+                _check_equal(mine, theirs, f"the gradient of {name}", rank, layout)
+            continue
+        for dim, size in enumerate(shape):
+            if part.shape[dim] != size:
+                part = sparse_gradients.pad_sparse(part, dim, layout.chunk_of(dim, size, rank)[0], size)
+        found.append(part)
+    return sparse_gradients.sum_sparse(found)
+
+
+class _JoinShards(NoneGradFunction):
+    @staticmethod
+    def forward(
+        ctx: Any, layout: Layout, shape: tuple[int, ...] | None, name: str, *shards: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layout, ctx.name = layout, name
+        return join_shards(shards, layout, shape, name)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, None, None, *_ShardForRanks.apply(gradient, ctx.layout.gradient(), ctx.name)

@@ -1,1 +1,0 @@
-"""A module with pipeline stages, in one process and under torch.distributed."""

@@ -1,0 +1,103 @@
+"""Compile options: everything that a user asks for besides model and mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoshard.errors import PlanError
+from autoshard.layout import Layout
+from autoshard.passes.microbatch import AUTO
+from autoshard.passes.propagate.recompute import Recompute
+from autoshard.passes.search.network import FULL, Effort
+from autoshard.plans.plan import Plan
+from autoshard.precision import Precision
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """Compile options besides model and mesh; see :func:`autoshard.compile`."""
+
+    hints: Mapping[str, Any] | None = None
+    memory_budget: float | None = None
+    optimizer: str = "adamw"
+    recompute: Recompute = "auto"
+    strict: bool = False
+    plan: Plan | None = None
+    """choices to follow instead of a search"""
+    like: Any = None
+    """named strategy: a name, a name per mesh axis, or styles by module"""
+    parameters: Mapping[str, Layout] | None = None
+    """layouts of the parameters from an earlier compilation"""
+    states: Mapping[str, Layout] | None = None
+    """layouts of caches (KV cache), by argument name; outputs of these names keep them"""
+    mixed_precision: Precision | None = None
+    micro_batches: int = 1
+    """micro-batches of a step with a backward; AUTO: the cheapest number"""
+    inputs: tuple[Layout | None, ...] = ()
+    """layout per leaf of the arguments; None or missing: replicated"""
+    stages: str | None = None
+    """the mesh axis of pipeline stages"""
+    schedule: str = "1f1b"
+    """pipeline schedule: gpipe, 1f1b, interleaved or zero_bubble"""
+    stages_per_rank: int | None = None
+    """virtual stages per rank, if the schedule interleaves; None: as the shortest step needs"""
+    micro_batches_held: int = 0
+    """of one stage: micro-batches in flight, whose activations it holds at once"""
+    keep_gathered: bool = True
+    """whether the search may keep parameters gathered (ZeRO-1, ZeRO-2)"""
+    boundaries: tuple[int, ...] | None = None
+    """operations of a micro-batch at which stages begin; None: searched"""
+    effort: Effort = FULL
+    """work limit of the search"""
+    homes: Mapping[str, tuple[int, ...]] | None = None
+    """parameter or buffer → its stages in an earlier compilation"""
+    objective: str = "step"
+    """"step": this call; "latency": the next token of a request; "throughput": all tokens"""
+    profile: Mapping[str, Any] | None = None
+    """kinds of calls and their frequencies: see :mod:`autoshard.serving`"""
+
+    def __post_init__(self) -> None:
+        budget = self.memory_budget
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
+            raise PlanError(f"memory_budget is bytes per rank, such as 40e9, got {budget!r}")
+
+    def as_planned(self) -> CompileOptions:
+        """With the followed plan's micro-batches, stages and schedule in place of defaults.
+
+        Raises :class:`PlanError` if other values are set.
+        """
+        plan = self.plan
+        if plan is None or (plan.staged is None and not plan.training):  # a call without a backward runs as one
+            return self
+        made: dict[str, Any] = {"micro_batches": self.parts_of_plan}
+        if plan.staged is not None:
+            made |= {"stages": plan.staged.axis, "schedule": plan.staged.schedule}
+            made |= {"stages_per_rank": len(plan.staged.plans) // plan.mesh.size_of(plan.staged.axis)}
+        left = {name: value for name, value in made.items() if getattr(self, name) == getattr(CompileOptions, name)}
+        for name, value in made.items():
+            asked, is_count = getattr(self, name), name == "micro_batches"
+            if name in left or asked == value or (is_count and (asked == AUTO or not plan.training)):
+                continue
+            raise PlanError(
+                f"{name}={asked!r}: the plan that is given was made for {name}={value!r}. Leave {name} out, and it is the "
+                "plan's, or plan again"
+            )
+        return replace(self, **left)
+
+    @property
+    def parts_of_plan(self) -> int:
+        """Micro-batches of the followed plan."""
+        assert self.plan is not None
+        return self.plan.micro_batches if self.plan.staged is None else self.plan.staged.micro_batches
+
+    @property
+    def known(self) -> bool:
+        """Whether an earlier program has matched module names: this may run a part of them."""
+        return self.parameters is not None
+
+    @property
+    def parts(self) -> int:
+        """``micro_batches``; AUTO means the followed plan's number, if there is a plan."""
+        return self.parts_of_plan if self.micro_batches == AUTO and self.plan is not None else self.micro_batches

@@ -1,0 +1,352 @@
+"""Losses: vocabulary-parallel cross entropy, NLL, and CTC. Logits are never gathered.
+
+Samples, classes, or both may be sharded. Cross entropy works on slices of the rows, forward and
+backward. Only the logits are saved for the backward, and nothing else of their size exists but
+their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from autoshard.aten import aten
+from autoshard.runtime.operations.checks import check_range
+from autoshard.runtime.operations.collectives import begin_sum, offset, reduce_statistic
+from autoshard.runtime.operations.reductions import sharded_maximum, upcast
+from autoshard.runtime.transport.autograd import NoneGradFunction, register_recomputed_backward
+from autoshard.runtime.transport.communicator import Axes
+
+SLICE_ELEMENTS = 1 << 23
+"""elements of a slice, which has at least one row"""
+ACCELERATOR_SLICE_FACTOR = 8
+"""factor on accelerators, whose kernels need more elements"""
+
+
+def cross_entropy_sums(
+    logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, smoothed: bool
+) -> torch.Tensor:
+    """[2 or 3, n, …]: row sums of ``logits`` [n, c, …] - ``top`` [n, 1, …], or of [c] - [1].
+
+    They are: sum of exponentials; the entry at ``index`` [n, …], 0 if another rank has it; and if
+    ``smoothed`` the sum of all entries, weighted by ``share`` [c] if given."""
+    found: torch.Tensor = _CrossEntropySums.apply(logits, top, index, share, smoothed)
+    return found
+
+
+class _CrossEntropySums(NoneGradFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        top: torch.Tensor,
+        index: torch.Tensor,
+        share: torch.Tensor | None,
+        smoothed: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(logits, top, index, share)
+        ctx.smoothed = smoothed
+        sums = top.new_empty(2 + smoothed, *index.shape)
+        for rows in _row_slices(logits):
+            sums[:, rows] = _class_sums(logits[rows], top[rows], index[rows], share, smoothed)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        logits, top, index, share = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+            sums = _class_sums(logits, top, index, share, ctx.smoothed)
+            return *torch.autograd.grad(sums, logits, gradient, create_graph=True), None, None, None, None
+        found = torch.empty_like(logits)
+        for rows in _row_slices(logits):
+            found[rows] = _logit_gradient(logits[rows], top[rows], index[rows], share, gradient[:, rows])
+        return found, None, None, None, None
+
+
+def sliced_cross_entropy(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float
+) -> torch.Tensor:
+    """``F.cross_entropy`` per sample: unsharded logits [n, c, …], class indices [n, …]."""
+    found: torch.Tensor = _SlicedCrossEntropy.apply(logits, target, weight, ignore_index, smoothing)
+    return found
+
+
+class _SlicedCrossEntropy(NoneGradFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor | None,
+        ignore_index: int,
+        smoothing: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(logits, target, weight)
+        ctx.options = ignore_index, smoothing
+        losses = upcast(logits.new_empty(target.shape))
+        for rows in _row_slices(logits):
+            losses[rows] = _loss_per_row(logits[rows], target[rows], weight, *ctx.options)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        logits, target, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph
+            losses = _loss_per_row(logits, target, weight, *ctx.options)
+            (found,) = torch.autograd.grad(losses, logits, gradient, create_graph=True)
+            return found, None, None, None, None
+        found = torch.empty_like(logits)
+        for rows in _row_slices(logits):
+            with torch.enable_grad():
+                x = logits[rows].detach().requires_grad_()
+                losses = _loss_per_row(x, target[rows], weight, *ctx.options)
+            (found[rows],) = torch.autograd.grad(losses, x, gradient[rows])
+        return found, None, None, None, None
+
+
+def _loss_per_row(
+    logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int, smoothing: float
+) -> torch.Tensor:
+    return upcast(F.cross_entropy(logits, target, weight, None, ignore_index, None, "none", smoothing))
+
+
+def _row_slices(logits: torch.Tensor) -> Iterator[Any]:
+    """Slices of rows; on meta tensors the first only, which takes as much memory as others."""
+    if logits.dim() == 1:
+        yield ...
+        return
+    count = logits.shape[0]
+    piece = SLICE_ELEMENTS if logits.device.type in ("cpu", "meta") else ACCELERATOR_SLICE_FACTOR * SLICE_ELEMENTS
+    step = max(1, piece * count // max(1, logits.numel()))
+    yield from (slice(start, start + step) for start in range(0, min(count, step) if logits.is_meta else count, step))
+
+
+def _class_sums(
+    logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, smoothed: bool
+) -> torch.Tensor:
+    x, dim = upcast(logits) - top, _class_dim(logits)
+    at, here = _local_class_index(index, x.shape[dim])
+    picked = x.gather(dim, at).squeeze(dim) if x.shape[dim] else x.sum(dim)
+    sums = [x.exp().sum(dim), picked.masked_fill(~here, 0)]
+    if smoothed:
+        sums.append((x if share is None else x * broadcast_along(share, dim, x.dim())).sum(dim))
+    return torch.stack(sums)
+
+
+def _logit_gradient(
+    logits: torch.Tensor, top: torch.Tensor, index: torch.Tensor, share: torch.Tensor | None, gradient: torch.Tensor
+) -> torch.Tensor:
+    """Gradient of ``logits``, given those of the sums [2 or 3, n, …]."""
+    dim = _class_dim(logits)
+    exponentials, picked, *rest = (g.unsqueeze(dim) for g in gradient)
+    found = (upcast(logits) - top).exp_().mul_(exponentials)
+    if found.shape[dim]:
+        at, here = _local_class_index(index, found.shape[dim])
+        found.scatter_(
+            dim, at, found.gather(dim, at) + picked.masked_fill(~here.unsqueeze(dim), 0)
+        )  # one element per row
+    if rest:
+        found += rest[0] if share is None else rest[0] * broadcast_along(share, dim, found.dim())
+    return found
+
+
+def _class_dim(logits: torch.Tensor) -> int:
+    """The dim of the classes."""
+    return min(logits.dim() - 1, 1)
+
+
+def _local_class_index(index: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(``index`` with a class dim, 0 where it is outside ``size``; whether it is inside)."""
+    here = (index >= 0) & (index < size)
+    return index.where(here, 0).unsqueeze(min(index.dim(), 1)), here
+
+
+def broadcast_along(vector: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    """``vector`` as a tensor of ``rank`` dims that varies along ``dim``."""
+    return vector.view([-1 if d == dim else 1 for d in range(rank)])
+
+
+_NAME = "autoshard::cross_entropy_loss"
+_OPTIONS = "Tensor? weight=None, int reduction=1, int ignore_index=-100, float label_smoothing=0.0"
+torch.library.define(_NAME, f"(Tensor self, Tensor target, {_OPTIONS}) -> Tensor")
+
+
+@torch.library.impl(_NAME, "CompositeImplicitAutograd")
+def _classes_last(self: torch.Tensor, target: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
+    """``aten.cross_entropy_loss`` of logits [..., c]; indices [...] or probabilities [..., c]."""
+    rows = target.flatten() if target.dim() < self.dim() else target.flatten(0, -2)
+    found: torch.Tensor = aten.cross_entropy_loss(self.flatten(0, -2), rows, *options, **named)
+    return found.view(self.shape[:-1]) if found.dim() else found
+
+
+cross_entropy_op = torch.ops.autoshard.cross_entropy_loss.default
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    classes: int,
+    class_axes: Axes = (),
+    batch_axes: Axes = (),
+    samples: int = 0,
+    pieces: bool = False,
+    counted: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``F.cross_entropy`` of logits [n, c, ...] or [c], never gathered.
+
+    Classes are sharded by ``class_axes``, samples by ``batch_axes``. ``target``: class indices [n,
+    ...], or probabilities sharded like ``logits``. ``weight`` [classes] is replicated. The result
+    is I along ``class_axes``. Along ``batch_axes`` it is S for ``reduction="none"``, else P: "mean"
+    divides by the count of all ranks, an all-reduce of one number, or by ``samples`` for
+    probabilities. ``counted``: class indices of all ranks, counted without communication. Along
+    ``class_axes`` the forward all-reduces the maxima, then sum-exp and target logit in one message
+    (Megatron-LM); the backward communicates nothing. With class indices, ``pieces`` computes slices
+    of the samples in turn, as sharded classes always do."""
+    mean = reduction == "mean"
+    known = not mean or target.is_floating_point()
+    count = None if known else _begin_mean_divisor(logits, target, weight, ignore_index, batch_axes, counted)
+    if class_axes or pieces:
+        options = weight, ignore_index, label_smoothing
+        if class_axes:
+            loss = _vocab_parallel_loss(logits, target, *options, classes, class_axes)
+        else:
+            loss = sliced_cross_entropy(logits, target, *options)
+        loss = loss if reduction == "none" else loss.sum()
+    else:
+        summed = "none" if reduction == "none" else "sum"
+        loss = F.cross_entropy(logits, target, weight, None, ignore_index, None, summed, label_smoothing)
+    return (loss / (samples if count is None else count()) if mean else loss).to(logits.dtype)
+
+
+def nll_loss(
+    log_probabilities: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    *,
+    classes: int,
+    class_axes: Axes = (),
+    batch_axes: Axes = (),
+    counted: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``F.nll_loss`` of [n, c, ...] or [c], sharded as :func:`cross_entropy`; P on class axes."""
+    mean = reduction == "mean"
+    count = _begin_mean_divisor(log_probabilities, target, weight, ignore_index, batch_axes, counted) if mean else None
+    if class_axes:
+        check_range(target, classes, ignored=ignore_index)
+        dim = min(log_probabilities.dim() - 1, 1)
+        valid = target != ignore_index
+        picked = _picked_logit(log_probabilities, dim, target - offset(classes, class_axes))
+        loss = -picked.masked_fill(~valid, 0)
+        if weight is not None:
+            loss = loss * weight[target.where(valid, 0)]
+        loss = loss if reduction == "none" else loss.sum()
+    else:
+        summed = "none" if reduction == "none" else "sum"
+        loss = F.nll_loss(log_probabilities, target, weight, None, ignore_index, None, summed)
+    return (loss if count is None else loss / count()).to(log_probabilities.dtype)
+
+
+def _vocab_parallel_loss(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    smoothing: float,
+    classes: int,
+    axes: Axes,
+) -> torch.Tensor:
+    """Cross entropy per sample. With shifted logits x: loss = Σ_c p_c·w_c·(log Σ exp x - x_c)."""
+    dim = min(logits.dim() - 1, 1)
+    top = upcast(sharded_maximum(logits, dim, axes))
+    start, length = offset(classes, axes), logits.shape[dim]
+    share = None if weight is None else weight[start : start + length]
+    if target.is_floating_point():
+        x = upcast(logits) - top
+        p = target * (1 - smoothing) + smoothing / classes
+        p = p if share is None else p * broadcast_along(share, dim, x.dim())
+        sums = torch.stack([x.exp().sum(dim), p.sum(dim), (p * x).sum(dim)])
+        exponentials, total, dot = reduce_statistic(sums, axes).unbind()
+        return exponentials.log() * total - dot
+    check_range(target, classes, ignored=ignore_index)
+    sums = cross_entropy_sums(logits, top, target - start, share, bool(smoothing))
+    exponentials, picked, *rest = reduce_statistic(sums, axes).unbind()
+    log_sum = exponentials.log()
+    valid = target != ignore_index
+    loss = log_sum - picked
+    if weight is not None:
+        loss = loss * weight[target.where(valid, 0)]
+    if smoothing:
+        total_weight = classes if weight is None else weight.sum()
+        loss = (1 - smoothing) * loss + smoothing / classes * (log_sum * total_weight - rest[0])
+    return loss.masked_fill(~valid, 0)
+
+
+def _picked_logit(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """``x`` at ``index`` along ``dim``; zero where another rank has that index."""
+    if x.shape[dim] == 0:
+        return x.sum(dim)  # zeros on the gradient path
+    mine = (index >= 0) & (index < x.shape[dim])
+    return x.gather(dim, index.where(mine, 0).unsqueeze(dim)).squeeze(dim).masked_fill(~mine, 0)
+
+
+def _begin_mean_divisor(
+    values: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    ignore_index: int,
+    axes: Axes,
+    everywhere: torch.Tensor | None,
+) -> Callable[[], torch.Tensor]:
+    """Divisor of "mean": samples of all ranks that are not ignored, weighted by their class.
+
+    Its all-reduce overlaps the loss. ``everywhere``, the targets of all ranks, needs none."""
+    given = target if everywhere is None else everywhere
+    valid = given != ignore_index
+    counted = (
+        valid.to(upcast(values.new_empty(0)).dtype) if weight is None else upcast(weight)[given.where(valid, 0)] * valid
+    )
+    return begin_sum(counted.sum(), axes if everywhere is None else ())
+
+
+@torch.library.custom_op("autoshard::ctc_loss", mutates_args=())
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """Loss per sample, [n] or []: log-probabilities [t, n, c] or [t, c]; targets [n, s] or flat."""
+    return _ctc_loss_per_sample(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity).clone()
+
+
+def _ctc_loss_per_sample(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    if log_probs.ndim == 3 and not log_probs.shape[1]:  # no samples: torch refuses
+        return log_probs.sum((0, 2))
+    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, "none", zero_infinity)
+
+
+@ctc_loss.register_fake
+def _fake_ctc_loss(log_probs: torch.Tensor, *others: Any) -> torch.Tensor:
+    return log_probs.new_empty(log_probs.shape[1:-1])
+
+
+# ATen's backward needs a table that the op does not return, so the forward is recomputed.
+register_recomputed_backward(ctc_loss, _ctc_loss_per_sample, of=(0,))

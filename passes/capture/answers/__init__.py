@@ -1,1 +1,0 @@
-"""Guards and specialization: answers to questions about values in a trace without data."""

@@ -1,0 +1,212 @@
+"""Mixture-of-experts modules of transformers as one op, for every experts implementation."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoshard.passes.capture.observer import Observer, Patch, replacement_patch
+from autoshard.runtime.operations.experts import activation_of, experts_op, gate_activation
+from autoshard.runtime.operations.grouped import grouped_mm
+
+_MOE_INTEGRATION, _LLAMA4 = "transformers.integrations.moe", "transformers.models.llama4.modeling_llama4"
+_LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
+_JETMOE = "transformers.models.jetmoe.modeling_jetmoe"
+_ACTIVATION_CLASSES = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+    "ReLUSquaredActivation": "relu_squared",
+}
+"""activation class → its name in ``autoshard.runtime.operations.experts``"""
+_EXPERT_WEIGHT_NAMES = {f"{name}_proj{bias}" for name in ("gate_up", "up", "down") for bias in ("", "_bias")}
+_ACTIVATION_FUNCTIONS = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu"}
+
+
+class TransformersExperts(Observer):
+    """Makes expert modules call the op if it computes the same; others run as configured."""
+
+    def patches(self) -> Iterable[Patch]:
+        if (module := sys.modules.get(_MOE_INTEGRATION)) is not None:  # else it is not imported
+            yield replacement_patch(module.ExpertsInterface, "get_interface", _expert_interface)
+        if (module := sys.modules.get(_LLAMA4)) is not None:
+            yield replacement_patch(module.Llama4TextMoe, "forward", _llama4_moe)
+            yield replacement_patch(module.Llama4TextExperts, "forward", _llama4_experts)
+        if (module := sys.modules.get(_LONGCAT)) is not None:
+            yield replacement_patch(module.LongcatFlashExperts, "forward", _longcat_experts)
+        if (module := sys.modules.get(_JETMOE)) is not None:
+            yield replacement_patch(module.JetMoeTopKGating, "forward", _jetmoe_gating)
+            yield replacement_patch(module.JetMoeParallelExperts, "forward", _jetmoe_experts)
+
+
+def _expert_interface(get: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(self: Any, name: Any, default: Callable[..., Any]) -> Callable[..., Any]:
+        found = get(self, name, default)
+
+        def forward(module: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+            form = None if torch.is_autocast_enabled(x.device.type) else _gated_form(module)
+            if form is None:
+                return found(module, x, ids, weights)
+            return _call_experts_op(module, form, x, ids, weights)
+
+        return forward
+
+    return get_interface
+
+
+class GatedForm(NamedTuple):
+    """Gated activation between an expert's two products, as arguments of the op."""
+
+    activation: str
+    limit: float | None = None
+    shift: float = 0.0
+    interleaved: bool = False
+
+
+def _gated_form(module: Any) -> GatedForm | None:
+    """The form of a module that is two products and an activation; None for others."""
+    if module.has_post_expert_norm or module._is_expert_parallel:
+        return None
+    if module.has_gate and module._apply_gate.__func__ is not sys.modules[_MOE_INTEGRATION]._default_apply_gate:
+        return _probed_gated_form(module)
+    if getattr(module.act_fn, "use_gelu_python", False) or (activation := _activation_name(module.act_fn)) is None:
+        return None
+    return GatedForm(activation, interleaved=module.has_gate and not module.is_concatenated)
+
+
+def _probed_gated_form(module: Any) -> GatedForm | None:
+    """The form that equals a custom gate on test inputs, with numbers from the module's attributes.
+
+    None if the gate may read a tensor other than the weights: it may be trained or change.
+    """
+    if any(
+        name not in _EXPERT_WEIGHT_NAMES
+        for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())
+    ):
+        return None
+    numbers = {float(x) for x in vars(module).values() if isinstance(x, int | float) and not isinstance(x, bool)}
+    own = _activation_name(getattr(module, "act_fn", None))
+    names = [own] if own is not None else ["silu", *(f"swish {x}" for x in sorted(numbers))]
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        far = torch.logspace(1, 6, 40, dtype=torch.float64, device="cpu")
+        gate = torch.cat([-far, torch.linspace(-40.0, 40.0, 321, dtype=torch.float64, device="cpu"), far])
+        up = gate.roll(125) * 1.25
+        made = torch.stack([gate, up], -1).flatten() if not module.is_concatenated else torch.cat([gate, up])
+        made = made.unsqueeze(0)
+        try:
+            answer = module._apply_gate(made)
+        except RuntimeError:  # it requires its own width
+            return None
+        for form in itertools.product(names, (None, *sorted(numbers)), (0.0, 1.0), (not module.is_concatenated,)):
+            if form[1] is not None and form[1] <= 0:
+                continue
+            mid = gate_activation(activation_of(form[0]), [made], *form[1:])
+            if mid.shape == answer.shape and bool(((mid - answer).abs() <= 1e-12 * (1 + answer.abs())).all()):
+                return GatedForm(*form)
+    return None
+
+
+def _activation_name(function: Any) -> str | None:
+    return _ACTIVATION_CLASSES.get(type(function).__name__) or _ACTIVATION_FUNCTIONS.get(function)
+
+
+def _call_experts_op(
+    module: Any, form: GatedForm, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    first, second = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
+    weights = weights.to(torch.promote_types(weights.dtype, first.dtype))  # product's dtype
+    biases = (None, None)
+    if module.has_bias:
+        biases = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias), module.down_proj_bias
+    activation, *how = form
+    layout = module.has_gate, module.is_transposed
+    y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, activation, *layout, *biases, *how)
+    return y.to(x.dtype)
+
+
+def _llama4_moe(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Llama 4: every expert gets every token, times zero if not chosen; here only chosen tokens."""
+
+    def routed(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if _activation_name(self.experts.act_fn) is None or torch.is_autocast_enabled(hidden_states.device.type):
+            found: tuple[torch.Tensor, torch.Tensor] = forward(self, hidden_states)
+            return found
+        x = hidden_states.reshape(-1, self.hidden_dim)
+        scores, logits = self.router(x)
+        ids = logits.topk(self.top_k, dim=1).indices
+        rows = x.unsqueeze(1) * scores.gather(1, ids).unsqueeze(2)
+        y = self.experts(rows, ids.unsqueeze(-1))
+        return self.shared_expert(x) + y.sum(1), logits
+
+    return routed
+
+
+def _llama4_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def chosen(self: Any, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        if ids is None:
+            found: torch.Tensor = forward(self, x)
+            return found
+        ones = torch.ones_like(ids, dtype=x.dtype)
+        form = _activation_name(self.act_fn), True, True
+        y: torch.Tensor = experts_op(x, ids, ones, self.gate_up_proj, self.down_proj, *form)
+        return y
+
+    return chosen
+
+
+def _longcat_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """LongCat: identity experts without weights follow the others."""
+
+    def routed(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        activation, count = _activation_name(self.act_fn), self.num_routed_experts
+        if activation is None or not count or torch.is_autocast_enabled(x.device.type):
+            found: torch.Tensor = forward(self, x, ids, weights)
+            return found
+        first = self.gate_up_proj
+        if self.zero_expert_num:  # parts of a split shard separately; a slice needs exchanges
+            first = first.split([count, self.zero_expert_num])[0]
+        form = activation, True, False
+        weights = weights.to(torch.promote_types(weights.dtype, x.dtype))
+        y: torch.Tensor = experts_op(x, ids, weights, first, self.down_proj, *form)
+        if not self.zero_expert_num:
+            return y
+        return y + (x * weights.where(ids >= count, 0).sum(-1, keepdim=True)).to(x.dtype)
+
+    return routed
+
+
+def _jetmoe_gating(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """JetMoE's routing, with group sizes as a tensor instead of Python numbers."""
+
+    def counted(self: Any, x: torch.Tensor) -> Any:
+        if torch.is_autocast_enabled(x.device.type):
+            return forward(self, x)
+        logits = self.layer(x).float()
+        chosen, ids = logits.topk(self.top_k, dim=1)
+        weights, flat = torch.softmax(chosen, dim=1).type_as(x), ids.flatten()
+        order = flat.sort(0).indices
+        sizes = torch.bincount(flat, minlength=self.num_experts)
+        return order, order.div(self.top_k, rounding_mode="trunc"), weights.flatten()[order], sizes, logits
+
+    return counted
+
+
+def _jetmoe_experts(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """JetMoE's expert products of sorted rows, as a grouped GEMM."""
+
+    def multiplied(self: Any, rows: torch.Tensor, sizes: Any) -> Any:
+        if not isinstance(sizes, torch.Tensor):
+            return forward(self, rows, sizes)
+        return grouped_mm(rows, self.weight.mT, sizes.cumsum(0).to(torch.int32), True)
+
+    return multiplied

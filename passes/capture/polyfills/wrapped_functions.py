@@ -1,0 +1,106 @@
+"""Wrapped functions: TorchScript (run unoptimised), ``lru_cache`` (emptied after a trace).
+
+After a few calls TorchScript runs a function with a backward of its own on detached operands, which
+a trace would record. Entries that a trace leaves in an ``lru_cache`` have no data, and eager would
+read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.jit._fuser import optimized_execution
+from torch.jit._state import _try_get_jit_cached_function
+
+from autoshard.passes.capture.observer import Observer, Patch, patched
+
+
+class ScriptFunctions(Observer):
+    """Runs TorchScript functions unoptimised."""
+
+    def patches(self) -> Iterable[Patch]:
+        yield torch.jit.ScriptFunction, "__call__", _call_unoptimized
+
+
+def _call_unoptimized(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)`` of a ``torch.jit.ScriptFunction``, unoptimised."""
+    written = getattr(function, "_torchdynamo_inline", None)
+    if written is not None and _try_get_jit_cached_function(written) is not None:
+        return written(*args, **kwargs)
+    recorded = torch._C._create_function_from_graph("recorded", function.inlined_graph)  # by torch.jit.trace
+    with optimized_execution(False):
+        return _original_script_call(recorded, *args, **kwargs)
+
+
+_original_script_call = torch.jit.ScriptFunction.__call__
+
+
+_LRU_CACHE_TYPE = functools._lru_cache_wrapper
+_LIBRARY_PACKAGES = ("torch", "sympy", "functools", "autoshard", "numpy")
+
+
+class LruCaches(Observer):
+    """Clears every cache that grew during a trace, except those of libraries."""
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        there = [(x, x.cache_info().misses) for x in _LRU_CACHES.found() if _is_model_cache(x)]
+        making = _RecordingCacheType()
+        try:
+            with patched(((functools, "_lru_cache_wrapper", making),)):
+                yield
+        finally:
+            for cache, misses in (*there, *((x, 0) for x in making.made if _is_model_cache(x))):
+                if cache.cache_info().misses != misses:
+                    cache.cache_clear()
+
+
+class _LruCacheRegistry:
+    """All existing caches. A search goes through all objects: 0.1 s in a large program.
+
+    Every cache references its type: an unchanged reference count of the type means no new caches.
+    """
+
+    def __init__(self) -> None:
+        self.known: WeakSet[Any] = WeakSet()
+        self.others = -1
+        """references to the type other than those of known caches"""
+
+    def found(self) -> list[Any]:
+        known = list(self.known)
+        if sys.getrefcount(_LRU_CACHE_TYPE) - len(known) != self.others:
+            known = [x for x in gc.get_referrers(_LRU_CACHE_TYPE) if type(x) is _LRU_CACHE_TYPE]
+            self.known = WeakSet(known)
+            self.others = sys.getrefcount(_LRU_CACHE_TYPE) - len(known)
+        return known
+
+
+_LRU_CACHES = _LruCacheRegistry()
+
+
+class _RecordingCacheType:
+    """Replaces the type of caches, and records new ones."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def __call__(self, *args: Any) -> Any:
+        self.made.append(_LRU_CACHE_TYPE(*args))
+        return self.made[-1]
+
+    def __getitem__(self, item: Any) -> Any:
+        return _LRU_CACHE_TYPE[item]
+
+    def __instancecheck__(self, x: object) -> bool:
+        return isinstance(x, _LRU_CACHE_TYPE)
+
+
+def _is_model_cache(cache: Any) -> bool:
+    return (getattr(cache, "__module__", "") or "").partition(".")[0] not in _LIBRARY_PACKAGES

@@ -1,1 +1,0 @@
-"""Shared regions (regional compilation): equal modules are traced once, then inlined per call."""

@@ -1,0 +1,1 @@
+"""Shared regions (regional compilation): equal modules are traced once, then inlined."""

@@ -1,0 +1,1 @@
+"""Value-dependent code in a trace: what is constant-folded, specialized and guarded."""

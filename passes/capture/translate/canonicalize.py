@@ -1,0 +1,345 @@
+"""Canonicalization: one form for what torch.export writes in several, so that rules meet few ops.
+
+Also here: dead code elimination, ``nonzero`` as ``where``, through which results of an op
+gradients flow, and an explicit fan out of float32 values in float64 models, which fixes the order
+of gradient accumulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from autoshard.aten import aten
+from autoshard.passes.capture.exported.symbolic_shapes import is_data_dependent_number
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs, refs
+from autoshard.passes.rules.facts import has_effect
+from autoshard.passes.rules.restrictions import SINGLE_DTYPES
+from autoshard.runtime.operations.autograd_ops import FAN_OUT
+
+
+def nonzero_as_where(graph: Graph) -> Graph:
+    """``graph`` with each ``nonzero(condition)`` that is read by column as ``where(condition)``."""
+    columns = {
+        n.name: found for n in graph.nodes if n.op is aten.nonzero.default and (found := _columns_read(n, graph))
+    }
+    if not columns:
+        return graph
+    taken = {name for found in columns.values() for names in found.values() for name in names}
+    nodes = []
+    for node in graph.nodes:
+        if node.name in columns:
+            slots = sorted(columns[node.name])
+            first = tuple(columns[node.name][slot][0] for slot in slots)
+            where = replace(node, op=aten.where.default, args=node.args[:1], kwargs={}, outputs=first)
+            nodes.append(replace(where, output_slots=tuple(slots)))
+        elif taken.isdisjoint(node.outputs):
+            nodes.append(node)
+    again = {name: names[0] for found in columns.values() for names in found.values() for name in names[1:]}
+    made = replace(graph, nodes=tuple(nodes))
+    return made.renamed(again) if again else made
+
+
+def _columns_read(node: Node, graph: Graph) -> dict[int, list[str]]:
+    """Column number → values that read it; empty if anything but columns of ``node`` is read."""
+    value = node.outputs[0]
+    dims = len(graph.types[node.inputs[0]].shape)
+    found: dict[int, list[str]] = {}
+    for use in graph.uses[value]:
+        if use.op not in (aten.select.int, aten.unbind.int) or use.argument("dim") not in (1, -1):
+            return {}
+        if use.op is aten.unbind.int:
+            columns = zip(use.output_slots, use.outputs, strict=True)
+        else:
+            columns = zip((use.argument("index") % dims,), use.outputs, strict=True)
+        for number, name in columns:
+            found.setdefault(number, []).append(name)
+    return {} if value in graph.returned else found
+
+
+def order_gradient_sums(graph: Graph) -> Graph:
+    """``graph`` in which float32 values sum three or more gradients in the order of one device.
+
+    autograd adds the last reader's gradient first. Other layouts of readers, or ranks in one
+    autograd graph, would change that order. A sum of two gradients has no order.
+    """
+    if not graph.is_double or not graph.training:
+        return graph
+    types, copies = dict(graph.types), _use_names(graph)
+    nodes: list[Node] = []
+    for value in graph.inputs:
+        _emit_fan_out(copies, value.name, None, nodes, types)
+    for node in graph.nodes:
+        differentiable = any(graph.types[o].grad for o in node.outputs)
+
+        def use(ref: Ref, differentiable: bool = differentiable) -> Ref:
+            return Ref(copies[ref.name].pop(0)) if differentiable and ref.name in copies else ref
+
+        nodes.append(map_refs(node, use))
+        for name in node.outputs:
+            _emit_fan_out(copies, name, node, nodes, types)
+    outputs = tuple(Ref(copies[o.name].pop(0)) if isinstance(o, Ref) and o.name in copies else o for o in graph.outputs)
+    return replace(graph, nodes=tuple(nodes), types=types, outputs=outputs)
+
+
+def _use_names(graph: Graph) -> dict[str, list[str]]:
+    """Value with three or more gradients → names of its uses, in the order of readers."""
+    count: dict[str, int] = {}
+    for node in graph.nodes:
+        if any(graph.types[o].grad for o in node.outputs):
+            for name in node.inputs:
+                count[name] = count.get(name, 0) + 1
+    for out in graph.outputs:
+        if isinstance(out, Ref):
+            count[out.name] = count.get(out.name, 0) + 1
+    many = [
+        n for n, uses in count.items() if uses > 2 and graph.types[n].grad and graph.types[n].dtype in SINGLE_DTYPES
+    ]
+    return {name: [f"{name}_use{i}" for i in range(count[name])] for name in many}
+
+
+def _emit_fan_out(
+    copies: dict[str, list[str]], name: str, maker: Node | None, nodes: list[Node], types: dict[str, TensorType]
+) -> None:
+    """Add the fan-out of ``name``, if it has one."""
+    if name not in copies:
+        return
+    names = tuple(copies[name])
+    types.update(dict.fromkeys(names, types[name]))
+    spread = Node(f"{name}_uses", FAN_OUT, (Ref(name), len(names)), {}, names, tuple(range(len(names))))
+    if maker is not None:
+        spread = replace(spread, fqn=maker.fqn, module_types=maker.module_types, frames=maker.frames)
+    nodes.append(spread)
+
+
+DROPPED_CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+"""assertions of the trace, which are dropped"""
+
+READS_MEMORY_LAYOUT = {aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype}
+"""ops that read the memory of their operand, which is made contiguous first, as in the trace"""
+
+OVERWRITING_OPS = {aten.zero.default, aten.fill.Scalar}
+"""ops that ignore the values of their operand"""
+
+_CACHE_LIMIT = 10_000
+"""size limit of the cache :attr:`Gradients._torchs`"""
+
+_IDENTITY_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
+_SHAPE_OPS = {aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+_UNINITIALIZED_OPS = {
+    aten.empty.memory_format: (aten.zeros.default, 1),
+    aten.empty_permuted.default: (aten.zeros.default, 1),
+    aten.empty_strided.default: (aten.zeros.default, 1),
+    aten.empty_like.default: (aten.zeros_like.default, 1),
+    aten.new_empty.default: (aten.new_zeros.default, 2),
+    aten.new_empty_strided.default: (aten.new_zeros.default, 2),
+}
+"""op → (op that fills with zeros instead, number of positional arguments that it takes)"""
+
+_LAZY_VIEWS = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
+"""lazy views → ops that compute them: a collective would send the memory behind the view"""
+
+
+def unchanged_operand(
+    op: Any,
+    args: Any,
+    types: dict[str, TensorType],
+    result: Any,
+    shape_of: Callable[[torch.Tensor], Sequence[int]],
+) -> Ref | None:
+    """The operand that ``op`` returns unchanged, or None. ``result``: the op's fake result.
+
+    In a functional graph a clone is its operand. A dropout without effect draws nothing in eager
+    mode either; ``native_dropout`` stays, as it returns a mask, too.
+    """
+    if not args or not isinstance(args[0], Ref) or not isinstance(result, torch.Tensor | tuple):
+        return None
+    operand: Ref = args[0]
+    before = types[operand.name]
+    if op in _IDENTITY_OPS or (op is aten.detach.default and not before.grad):
+        return operand
+    if op is aten.dropout.default:
+        return operand if args[1] == 0 or args[2] is False else None
+    if not isinstance(result, torch.Tensor):
+        return None
+    if op is aten._to_copy.default:
+        return operand if before.dtype == result.dtype else None
+    if op in _SHAPE_OPS or op is aten.slice.Tensor:
+        # Data-dependent lengths are known to be equal at run time only.
+        open_ = before.unknown or any(is_data_dependent_number(n) for n in result.shape)
+        return operand if not open_ and before.shape == tuple(shape_of(result)) else None
+    return None
+
+
+def cat_with_empty(args: Any, types: dict[str, TensorType], result: Any) -> Ref | None:
+    """The only operand of a concatenation besides ``torch.tensor([])``, as of an empty KV cache.
+
+    None if there are more. ``torch.tensor([])`` fits any shape. Left in, it would hide that a dim
+    before and behind the concatenation is one, such as the positions of keys.
+    """
+    rest: list[Ref] = [ref for ref in args[0] if types[ref.name].shape != (0,) or types[ref.name].grad]
+    if len(rest) != 1 or types[rest[0].name].dtype != result.dtype or memory_order(result) != tuple(range(result.ndim)):
+        return None
+    return rest[0]
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dims of ``tensor`` in memory order, outermost first."""
+    strides = [_traced_length(s) for s in tensor.stride()]
+    return tuple(sorted(range(tensor.ndim), key=lambda d: -strides[d]))
+
+
+def operand_order(node: fx.Node) -> tuple[int, ...]:
+    """:func:`memory_order` of the traced first operand; () if it is row-major."""
+    value = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return ()
+    traced = torch.empty_strided(
+        *([_traced_length(n) for n in ns] for ns in (value.shape, value.stride())), device="meta"
+    )
+    like = torch.empty_like(traced)  # without gaps
+    return () if like.is_contiguous() else memory_order(like)
+
+
+def _traced_length(n: int | torch.SymInt) -> int:
+    """A length or stride in the trace; data-dependent ones (for their order only) as of 1024."""
+    if isinstance(n, int):
+        return n
+    if n.node.has_hint():
+        return int(n.node.hint)
+    return int(n.node.expr.subs(dict.fromkeys(n.node.expr.free_symbols, 1024)))
+
+
+def affects_float32_island(type_: TensorType, operand: Any, result: Any) -> bool:
+    """Whether dropping the op from ``operand`` to ``result`` may change sums in a float32 island.
+
+    It does where memory order, or the order of gradient accumulation, changes: see ``exact.py``.
+    """
+    if type_.dtype in SINGLE_DTYPES and type_.grad:
+        return True
+    return isinstance(result, torch.Tensor) and memory_order(operand) != memory_order(result)
+
+
+def has_permuted_cast(operand: torch.Tensor, result: torch.Tensor) -> bool:
+    """Whether a cast into a float32 island must fix the memory order: some side is not row-major.
+
+    Shards of float64 values need not keep the memory order of the trace.
+    """
+    if operand.dtype in SINGLE_DTYPES or result.dtype not in SINGLE_DTYPES:
+        return False
+    return any(memory_order(x) != tuple(range(x.ndim)) for x in (operand, result))
+
+
+def live_nodes(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that the output, an effect or a random op depends on; assertions do not count."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        op = node.target
+        if (
+            node.op == "output"
+            or (has_effect(node) and op not in DROPPED_CHECKS)
+            or any(user in found for user in node.users)
+        ):
+            found.add(node)
+    return [node for node in graph.nodes if node in found]
+
+
+def remove_dead(graph: Graph) -> Graph:
+    """Dead code elimination, of nodes and constants. Random ops and checks stay as effects."""
+    needed = set(graph.returned)
+    kept: list[Node] = []
+    for node in reversed(graph.nodes):
+        if needed.intersection(node.outputs) or has_effect(node):
+            kept.append(node)
+            needed.update(node.inputs)
+    kept.reverse()
+    inputs = tuple(i for i in graph.inputs if i.kind != "constant" or i.name in needed or i.fqn in graph.mutations)
+    defined = {i.name for i in inputs} | {o for n in kept for o in n.outputs}
+    constants = {name: x for name, x in graph.constants.items() if name in defined}
+    types = {name: t for name, t in graph.types.items() if name in defined}
+    return replace(graph, inputs=inputs, nodes=tuple(kept), types=types, constants=constants)
+
+
+def canonical_op(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> tuple[Any, Any, dict[str, Any]]:
+    """``(op, args, kwargs)`` in canonical form. ``slots``: the used results.
+
+    - All reshapes become ``reshape``, which takes shards of any strides.
+    - ``native_dropout`` with an unused mask becomes ``dropout``, unless p is 0 or 1, or ``train``
+      is None: draws or gradients would differ.
+    - ``zero`` and ``fill`` of a value without a gradient become factories.
+    - Lazy conjugates and negations are computed.
+    - ``item`` becomes ``_local_scalar_dense``.
+    - Uninitialized memory, which would differ between ranks, becomes zeros.
+    - Device, memory layout and pinning are dropped: a program runs on the device of its module.
+    """
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout", "non_blocking")}
+    if op in _UNINITIALIZED_OPS:
+        kwargs.pop("memory_format", None)
+        make, operands = _UNINITIALIZED_OPS[op]
+        return make, args[:operands], kwargs
+    if op in _LAZY_VIEWS:
+        return _LAZY_VIEWS[op], args, kwargs
+    if op is aten.item.default:
+        return aten._local_scalar_dense.default, args, kwargs
+    if op is aten.zero.default:
+        return aten.zeros_like.default, args, kwargs
+    if op is aten.fill.Scalar:
+        return aten.full_like.default, args, kwargs
+    if op in (aten.view.default, aten._unsafe_view.default):
+        return aten.reshape.default, args, kwargs
+    if op is aten.native_dropout.default and slots == [0] and args[1] not in (0, 1) and args[2] is not None:
+        return aten.dropout.default, args, kwargs
+    if op is aten._to_copy.default:
+        kwargs.pop("memory_format", None)
+    return op, args, kwargs
+
+
+class GradientFlow:
+    """Whether results of an op require gradients, as autograd says on meta tensors.
+
+    Answers for torch's own ops are cached across captures; other ops may be redefined.
+    """
+
+    _torchs: ClassVar[dict[str, tuple[bool, ...] | None]] = {}
+
+    def __init__(self) -> None:
+        self._others: dict[str, tuple[bool, ...] | None] = {}
+        if len(self._torchs) > _CACHE_LIMIT:
+            self._torchs.clear()
+
+    def flags(self, op: Any, args: Any, kwargs: Any, types: dict[str, TensorType], results: list[Any]) -> list[bool]:
+        """Per result (slot order) whether it needs a gradient, given the operands' ``types``."""
+        if not any(types[ref.name].grad for ref in refs((args, kwargs))):
+            return [False] * len(results)
+        key = repr((str(op), map_refs((args, kwargs), lambda ref: types[ref.name])))
+        answers = self._torchs if op.namespace == "aten" else self._others
+        if key not in answers:
+            answers[key] = self._ask(op, args, kwargs, types)
+        known = answers[key]
+        if known is not None and len(known) == len(results):
+            return list(known)
+        return [isinstance(r, torch.Tensor) and (r.is_floating_point() or r.is_complex()) for r in results]
+
+    @staticmethod
+    def _ask(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType]) -> tuple[bool, ...] | None:
+        def tensor(ref: Ref) -> Any:
+            t = types[ref.name]
+            if t.number is not None:
+                return t.number
+            return torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.grad)
+
+        try:
+            result = op(*map_refs(args, tensor), **map_refs(kwargs, tensor))
+        except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+            return None  # no meta kernel, or none for the estimate of a data-dependent number
+        results = result if isinstance(result, tuple | list) else (result,)
+        return tuple(isinstance(r, torch.Tensor) and r.requires_grad for r in results)
