@@ -25,6 +25,7 @@ _ORDERS = (2, 1, 3.5, 0, 0.5, math.inf, -math.inf, -1, -2.5)
 _norms = [call(f(4, 5), p, [1]) for p in _ORDERS] + [
     call(f(4, 3, 5), 2, [0, -1], True),
     call(f(4, 5), 2),
+    call(f(4, 3), 2, []),
     call(f(4), 2, [0]),
     call(holes, 2, [1]),
     call(holes * 0, 2, [1]),
@@ -33,10 +34,23 @@ _norms = [call(f(4, 5), p, [1]) for p in _ORDERS] + [
     call(z(4, 5), 2, [1]),
     call(z(4, 5), math.inf, [0], True),
 ]
-_extremes = [call(d, [1]), call(d, [0, 2], True), call(equal, [1]), call(equal), call(odd, [-1]), call(i(9, 4, 5), [0])]
+_extremes = [
+    call(d, [1]),
+    call(d, []),
+    call(d, [0, 2], True),
+    call(equal, [1]),
+    call(equal),
+    call(odd, [-1]),
+    call(i(9, 4, 5), [0]),
+]
 _flags = [call(b(4, 5), 1), call(i(2, 4, 5), 0, True), call(unit(4, 3) > 2, -1), call(i(2, 4).to(torch.uint8), 0)]
 _moments = [call(f(3, 4)), call(f(3, 4), False)]
-_along = [call(f(3, 4, 2), [1]), call(level, [-1]), call(f(7) + 1e4, [0], False), call(f(4, 3), [0, 1], True, True)]
+_along = [
+    call(f(3, 4, 2), [1]),
+    call(level, [-1]),
+    call(f(7) + 1e4, [0], False),
+    call(f(4, 3), [0, 1], True, True),
+]
 _corrected = [
     call(f(3, 4, 2), [1], correction=0, keepdim=True),
     call(f(3, 4)),
@@ -55,7 +69,10 @@ REDUCE: dict[str, list[Sample]] = {
     "aminmax.default": [call(d, dim=1), call(d), call(equal, dim=-1, keepdim=True)],
     **{f"{op}.dim": [call(d, 1), call(d, -1, True), *_flags] for op in ("any", "all")},
     **{f"{op}.default": [call(b(4, 3)), call(holes), call(i(2, 5)), call(b())] for op in ("any", "all")},
-    **{f"{op}.dims": [call(b(3, 4, 2), [0, 2]), call(i(2, 3, 4), [-1], True)] for op in ("any", "all")},
+    **{
+        f"{op}.dims": [call(b(3, 4, 2), [0, 2]), call(i(2, 3, 4), [-1], True), call(b(4, 3), [])]
+        for op in ("any", "all")
+    },
     **{f"{op}.default": [call(distinct(4, 3))] for op in ("median", "nanmedian")},
     "prod.default": [call(distinct(4, 3)), call(holes), call(i(3, 5) + 1), call(f())],
     "prod.dim_int": [

@@ -148,7 +148,7 @@ SHAPE: dict[str, list[Sample]] = {
     "unflatten.int": [call(f(2, 6, 4), 1, [2, -1]), call(f(6, 3), 0, [3, 2])],
     "squeeze.default": [call(f(2, 1, 3, 1)), call(f(3, 4))],
     "squeeze.dim": [call(f(2, 1, 3), 1), call(f(2, 3), 0)],
-    "squeeze.dims": [call(f(2, 1, 3, 1), [0, 1])],
+    "squeeze.dims": [call(f(2, 1, 3, 1), [0, 1]), call(f(4, 1, 3), [])],
     "expand.default": [call(f(2, 1, 3), [2, 4, -1]), call(f(1, 3), [5, 2, 3])],
     "expand_as.default": [call(f(2, 1, 3), f(2, 4, 3))],
     "broadcast_to.default": [call(f(1, 3), [4, 3])],

@@ -166,6 +166,7 @@ ATTENTION: dict[Any, list[Sample]] = {
         call(*_HEADS, None, 0.0, True),
         call(*_HEADS, _MASK),
         call(*_HEADS, f(2, 1, 5, 6), scale=0.3),
+        call(*_HEADS, scale=-0.3),
         call(*_HEADS, f(1, 3, 1, 6)),
         call(*_GROUPS, None, 0.0, True, enable_gqa=True),
         call(*_UNEVEN_GROUPS, f(1, 6, 4, 4), enable_gqa=True),

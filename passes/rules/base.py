@@ -135,10 +135,13 @@ def positive(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 
 
-def dims_argument(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
-    """A ``dim`` argument as sorted non-negative dims; None and () mean all dims."""
-    listed = (dims,) if isinstance(dims, int) else tuple(dims or range(rank))
-    return tuple(sorted({positive(d, rank) for d in listed}))
+def dims_argument(dims: int | Sequence[int] | None, rank: int, *, empty_is_all: bool = True) -> tuple[int, ...]:
+    """A ``dim`` argument as sorted non-negative dims; None means all, and so does () with most reductions."""
+    if isinstance(dims, int):
+        dims = (dims,)
+    elif dims is None or (empty_is_all and not dims):
+        dims = range(rank)
+    return tuple(sorted({positive(d, rank) for d in dims}))
 
 
 def numbered_factors(shape: Sequence[int], without: Iterable[int] = ()) -> Dims:

@@ -67,8 +67,9 @@ def attention(
     [..., s, t]; ``cuts``: the axes that shard each of its dims. With sharded keys the result is P,
     and the softmax all-reduces maxima and sums. Follows ATen's math path, so that a seed drops the
     same weights. ``batch``: see :func:`~autoshard.runtime.dropout`."""
-    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    root = math.sqrt(abs(scale))
+    scores = (query * root) @ (key.transpose(-2, -1) * math.copysign(root, scale))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=scores.dtype).masked_fill_(~attn_mask, -torch.inf)

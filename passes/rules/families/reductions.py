@@ -45,9 +45,14 @@ from autoshard.passes.rules.base import (
 )
 
 
+EMPTY_IS_NONE = (aten.any.dims, aten.all.dims)
+"""ops that reduce nothing where ``dim`` is an empty list"""
+
+
 def _reduced_dims(node: Node, graph: Graph) -> tuple[int, ...]:
-    """Reduced dims: all of them if the op has no ``dim``."""
-    return dims_argument(node.argument("dim", None), len(graph.shapes(node.inputs)[0]))
+    """Reduced dims: all of them if the op has no ``dim``, or, of most ops, an empty one."""
+    rank = len(graph.shapes(node.inputs)[0])
+    return dims_argument(node.argument("dim", None), rank, empty_is_all=node.op not in EMPTY_IS_NONE)
 
 
 def _reduction(

@@ -105,7 +105,7 @@ def _unflatten(site: Site) -> LocalCall:
 def _squeeze(site: Site) -> LocalCall:
     """Only dims of global length 1: a chunk of length 1 stays."""
     shape = site.in_type(0).shape
-    asked = dims_argument(site.node.argument("dim", None), len(shape))
+    asked = dims_argument(site.node.argument("dim", None), len(shape), empty_is_all=False)
     return LocalCall(aten.squeeze.dims, (site.node.args[0], [d for d in asked if d < len(shape) and shape[d] == 1]), {})
 
 
