@@ -264,3 +264,31 @@ def gradients_of_functions_of_outputs(mesh: autoshard.Mesh) -> None:
                 tried.add(name)
                 break
     assert not {*TRUSTED_GRADIENTS, *OTHERS} - tried - {"dropout"}, {*TRUSTED_GRADIENTS, *OTHERS} - tried
+
+
+READS: Mapping[str, Do] = {
+    "by position": lambda v: v + v,
+    "by name": lambda v: torch.add(input=v, other=v),
+    "in a list": lambda v: torch.stack([v, v]),
+    "in a tuple": lambda v: torch.cat((v, v)),
+}
+
+
+@case
+def views_of_parameters_that_were_written_since(mesh: autoshard.Mesh) -> None:
+    """Kept over a step, and read in every form that an operation takes tensors in."""
+    for model, sharded in _each(mesh):
+        for name, read in READS.items():
+            for take in (lambda p: p[1], lambda p: p[:, 3], lambda p: p.detach()[2], lambda p: p.t()[5].detach()):
+                results = []
+                for module in (model, sharded):
+                    module.zero_grad()
+                    held = take(module[0].weight)
+                    with torch.no_grad():
+                        module[0].weight.mul_(-1.5)
+                    results.append(read(held))
+                    if held.requires_grad:
+                        results[-1].square().sum().backward()
+                close(results[1], results[0], name)
+                if held.requires_grad:
+                    same_gradients(sharded, model)

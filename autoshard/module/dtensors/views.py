@@ -61,7 +61,7 @@ class ViewCopy(DTensor):
     ) -> Any:
         args, kwargs = first_by_position(args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            refresh_views(args)
+            refresh_views(pytree.tree_leaves((args, kwargs)))
             if is_in_place(func) and write_through_view(func, args, kwargs):
                 return args[0]
             made = func(*args, **kwargs)
@@ -136,7 +136,7 @@ def refresh_views(given: Sequence[Any]) -> None:
         if isinstance(x, DTensor) and "_of" in x.__dict__:
             source, steps, version = x.__dict__["_of"]
             if version != _source_version(source):
-                with torch.enable_grad():
+                with torch.set_grad_enabled(source.grad_fn is not None):  # writes into a leaf have no history
                     _assign_full(x, _replay_views(source.full_tensor(), steps))
                 count_write(x)
                 x.__dict__["_of"] = source, steps, _source_version(source)
