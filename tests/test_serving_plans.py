@@ -76,6 +76,8 @@ def test_what_a_token_takes() -> None:
     assert serving.lower_bound == pytest.approx(serving.total_s)
     assert Plan.from_json(plan.to_json()).serving == serving
     assert "prefill ×1: 4 requests of 6 tokens" in str(plan)
+    in_tuples = {"prefill": (1,), "decode": (11,)}  # how often alone: the same calls
+    assert autoshard.plan(model, mesh, (TOKENS,), profile=in_tuples, **given).serving == serving
     alone = autoshard.plan(model, mesh, (TOKENS,), objective="latency", **given).serving
     assert alone is not None
     assert [(p.name, p.requests) for p in alone.phases] == [("decode", 1)]
@@ -174,6 +176,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         ({"profile": ["prefill"]}, "profile is {call: how often}"),
         ({"profile": {"prefill": -1}}, "is a number"),
         ({"profile": {"verify": 1}}, "'verify' needs its arguments"),
+        ({"profile": {"verify": (1,)}}, "'verify' needs its arguments"),
         ({"profile": {"prefill": 0}}, "no call comes at all"),
         ({"profile": {"decode": (3, 5)}}, "or \\(how often, args, kwargs\\) with a tuple and a dict, got \\(3, 5\\)"),
         ({"profile": {"prefill": 1}, "stages": "tp"}, "does not go with stages"),

@@ -66,7 +66,7 @@ def check_asked(objective: str, profile: Profile, training: bool, others: Mappin
             )
         if isinstance(times, bool) or not isinstance(times, int | float) or not 0 <= times < float("inf"):
             raise PlanError(f"profile: how often {name!r} comes is a number, or (number, args, kwargs), got {given!r}")
-        if not isinstance(given, tuple) and name not in (PREFILL, DECODE):
+        if not (isinstance(given, tuple) and len(given) > 1) and name not in (PREFILL, DECODE):
             raise PlanError(
                 f"profile: {name!r} needs its arguments: {{{name!r}: (how often, args, kwargs)}}. Only {PREFILL!r}, the "
                 f"example, and {DECODE!r}, a token after it, are known without"
@@ -100,8 +100,8 @@ def capture_calls(
         times = entry[0] if isinstance(entry, tuple) else entry
         if not times:
             continue
-        if isinstance(entry, tuple):
-            own = _bound_arguments(model, *(*entry[1:], {})[:2]) if len(entry) > 1 else given
+        if isinstance(entry, tuple) and len(entry) > 1:
+            own = _bound_arguments(model, *(*entry[1:], {})[:2])
             own = _to_meta(_first_request(own) if objective == "latency" else own)
             found.append(ServedCall(name, float(times), capture(skeleton, (), own), *_requests_and_tokens(own)))
             continue
