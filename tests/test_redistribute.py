@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import LayoutError
-from autoshard.layout import I, Layout, P, Partial, R, Shard
+from autoshard.layout import I, Layout, Owned, P, Partial, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Local
 from autoshard.passes.redistribute import cost_matrix, redistribution, runtime_call
@@ -106,6 +106,12 @@ def test_errors() -> None:
         redistribution(Layout(M24, [R, R]), {}, (4,), M22)
     with pytest.raises(LayoutError, match="at most 63 elements"):
         redistribution([S0, R], [S1, R], (16, 16), M24, peak_limit=63)
+    with pytest.raises(LayoutError, match="with closed= keeps the shape"):
+        redistribution({"a": S0}, {"a": S0}, (4, 6), {"a": 2}, dst_shape=(24,), closed=(1,))
+    owned = {"a": Owned(owner=1)}
+    with pytest.raises(LayoutError, match=r"of O\(1\)@a keeps the shape"):
+        redistribution(owned, owned, (4, 6), {"a": 2}, dst_shape=(24,))
+    assert redistribution(owned, owned, (4, 6), {"a": 2}, dst_shape=(4, 6)).steps == ()
 
 
 # ---- what the cost must obey ----------------------------------------------------------------------------------------

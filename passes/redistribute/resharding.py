@@ -264,7 +264,7 @@ def redistribution(
     that of the gradient. Without ``grad``, Invariant equals Replicate. ``minimize="bytes"``: fewest
     ring bytes per rank, then no local tensor above both ends, then least time, then fewest steps.
     ``"seconds"``: least time, perhaps more bytes over a faster axis. ``peak_limit``: most elements
-    of a local tensor. ``closed``: dims not to shard, as their length depends on data. If more than
+    of a local tensor. ``closed``: dims not to shard, as their length depends on data; the shape stays. If more than
     five mesh axes change, the search goes through intermediate layouts, each leg is optimal, and
     :attr:`Redistribution.minimal` is False.
 
@@ -299,6 +299,10 @@ def _cached_redistribution(
 ) -> Redistribution:
     mesh = mesh if isinstance(mesh, Mesh) else Mesh(dict(mesh))
     a, b = (x if isinstance(x, Layout) else _layout_from_key(mesh, x) for x in (src, dst))
+    reshaped = None if dst_shape == shape else dst_shape
+    if reshaped is not None and (a.fixed or rest[-1]):
+        what = f"of {a}" if a.fixed else "with closed="
+        raise LayoutError(f"dst_shape={list(reshaped)}: a redistribution {what} keeps the shape {list(shape)}")
     if a.fixed and a.fixed == b.fixed:
         return _restore_fixed(a, plan_redistribution(without_fixed(a), without_fixed(b), shape, mesh, *rest))
     if a.fixed or b.fixed:
@@ -306,9 +310,9 @@ def _cached_redistribution(
             f"no sequence of steps leads from {a} to {b}: along an axis one rank owns the whole tensor, or all parts of a dim "
             "are cut"
         )
-    if dst_shape is None or dst_shape == shape:
-        return plan_redistribution(a, b, shape, mesh, *rest)
-    return plan_reshaped(a, b, shape, dst_shape, mesh, *rest[:-1])
+    if reshaped is not None:
+        return plan_reshaped(a, b, shape, reshaped, mesh, *rest[:-1])
+    return plan_redistribution(a, b, shape, mesh, *rest)
 
 
 def without_fixed(layout: Layout) -> Layout:

@@ -7,6 +7,7 @@ The search chooses what a name leaves free. A hint on a parameter wins over the 
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -481,4 +482,4 @@ def _is_mostly_sharded(graph: Graph, assignment: Assignment, number: int) -> boo
 
 
 def _unused_axis_name(name: str, taken: dict[str, int]) -> str:
-    return next(n for n in (name, *(f"{name}{i}" for i in range(2, 9))) if n not in taken)
+    return next(n for n in itertools.chain((name,), (f"{name}{i}" for i in itertools.count(2))) if n not in taken)

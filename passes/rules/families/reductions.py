@@ -44,7 +44,6 @@ from autoshard.passes.rules.base import (
     wide_bytes,
 )
 
-
 EMPTY_IS_NONE = (aten.any.dims, aten.all.dims)
 """ops that reduce nothing where ``dim`` is an empty list"""
 
