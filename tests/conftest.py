@@ -1,4 +1,4 @@
-"""Shared set-up: one thread, fixed seeds, the ``slow`` marker, golden files, float64 helpers."""
+"""Shared set-up: one thread, fixed seeds, the markers ``slow`` and ``slow_cases``, golden files, float64 helpers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gc
 import os
 import random
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["AUTOSHARD_TEST_DEVICE"] = device  # for the worlds' processes
         use_device(device)
     if config.getoption("dist", "no") == "no":  # not in the process that has others collect and run
-        import doubles  # noqa: F401  imports transformers, before the freeze
+        import state_cases  # noqa: F401  imports transformers, before the freeze
     freeze_imports()
     gc.set_threshold(20_000, 20, 100)  # thousands of captures leave cycles: to look at everything for them took a tenth
     # A run of the suite says the same twice; slow runs look for examples that nobody has seen.
@@ -48,13 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from doubles import DOUBLES
-
-    doubles = defaultdict(list)
-    for name in DOUBLES:
-        doubles[name.partition("::")[0]].append(f"*{name}")
     for item in items:
-        if any(fnmatch.fnmatchcase(item.nodeid, name) for name in doubles[item.path.name]):
+        if any(fnmatch.fnmatchcase(item.callspec.id, name) for m in item.iter_markers("slow_cases") for name in m.args):
             item.add_marker(pytest.mark.slow)
     if config.getoption("--run-slow") or "slow" in config.getoption("-m"):
         return

@@ -191,6 +191,7 @@ def test_labels_of_unlike_tables_tie_nothing() -> None:
     assert solve(other, rows=rows, alike=labels).cost == solve(other, rows=rows).cost
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_prepared_once_serves_all_limits(tied: bool) -> None:
     """As if prepared for each of them, whichever came before; the bound is found when it is asked for."""

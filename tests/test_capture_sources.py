@@ -77,6 +77,7 @@ def transformer(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=131, **sizes)), kwargs
 
 
+@pytest.mark.slow_cases("gpt2")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 def test_transformers(name: str) -> None:
     model, kwargs = transformer(name)
@@ -104,6 +105,7 @@ def test_cache_as_an_argument() -> None:
     assert cache.get_seq_length() == lengths
 
 
+@pytest.mark.slow_cases("gpt2")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_hugging_face_checkpoints_are_marked(name: str) -> None:
     """Each layer has a number; the graph is otherwise the one without."""

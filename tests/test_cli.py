@@ -81,6 +81,7 @@ def test_compile_writes_a_directory_that_runs(capsys: pytest.CaptureFixture[str]
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["step 0", "step 1"]
 
 
+@pytest.mark.slow_cases("hf:llama", "hf:mixtral")
 @pytest.mark.parametrize(
     ("model", "mesh", "asked"),
     [
@@ -198,6 +199,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
+@pytest.mark.slow
 def test_show_a_program_for_all_lengths(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "gpt", "--mesh", "tp=2", "--dynamic"]) == 0
     assert "batch, seq = tokens.shape" in capsys.readouterr().out

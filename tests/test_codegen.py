@@ -129,6 +129,7 @@ def test_equal_layers_are_one_class() -> None:
     assert "self.blocks[" not in source
 
 
+@pytest.mark.slow_cases("*moe")
 @pytest.mark.parametrize("name", ["mlp", "gpt", "llama", "moe", "dlrm", "vit"])
 def test_the_file_compiles_and_is_formatted(name: str, tmp_path: Path) -> None:
     mesh = autoshard.Mesh({"dp": 2, "tp": 2}, hardware="ideal_network")

@@ -38,6 +38,7 @@ COMBINED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 SLOW = {"four-axes", "stages-ring", "stages-experts"}
 
 
+@pytest.mark.slow_cases("ring-again", "experts-again", "stages-cast")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in COMBINED])
 def test_together(name: str) -> None:
     kind, axes, asked = COMBINED[name]

@@ -194,6 +194,7 @@ def test_train_and_eval() -> None:
     torch.testing.assert_close(sharded.full_state_dict(), reference.state_dict(), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow_cases("h100-pinned-*", "ideal_network-free-*")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("hints", [{}, {"0": "colwise", "2": "rowwise"}], ids=["free", "pinned"])
 @pytest.mark.parametrize("hardware", ["h100", "ideal_network"])

@@ -87,12 +87,14 @@ def transformer(name: str, batch: int, vocabulary: int) -> Case:
     return hugging_face(name, vocabulary), (), tokens(batch, vocabulary)
 
 
+@pytest.mark.slow_cases("*-dp2tp2sp2", "*-dp4", "*-tp[12]")
 @pytest.mark.parametrize(("name", "mesh"), cases(("llama", "gpt2", "bert", "t5")))
 def test_transformers(name: str, mesh: str) -> None:
     model, args, kwargs = transformer(name, 4, 128)
     assert_equal_training(model, MESHES[mesh], args, kwargs, share=1.05)
 
 
+@pytest.mark.slow_cases("*-tp4", "*t5-*")
 @pytest.mark.parametrize("mesh", ["tp4", "dp2tp2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 def test_uneven_sizes(name: str, mesh: str) -> None:

@@ -89,6 +89,7 @@ def test_a_search_that_is_stopped_gives_the_best_so_far(file: Path, number: sign
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.slow
 def test_a_row_of_copies_is_solved_nearly_as_well_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What joins them hides nothing from the messages; without them and windows nothing is that near."""
     one = Problem.read(written(tmp_path, 20))

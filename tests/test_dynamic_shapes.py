@@ -98,6 +98,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: An
         assert error <= within, (what, name, error)
 
 
+@pytest.mark.slow_cases("*hf_llama", "*gpt", "llama", "hf_bert")
 @pytest.mark.parametrize("name", CASES)
 def test_one_program_serves_all_sizes(name: str, captures: Captures) -> None:
     make, inputs = CASES[name]
@@ -385,6 +386,7 @@ def test_a_wrong_request_is_refused(asked: Any, message: str) -> None:
         autoshard.compile(Many(OPS["flip"]).double(), ideal({"a": 2}), *floats(4, 6), dynamic=asked)
 
 
+@pytest.mark.slow
 def test_a_saved_program_takes_inputs_of_any_length(tmp_path: Path) -> None:
     reference = models.get("gpt")
     model = reference.model().eval()

@@ -44,6 +44,7 @@ def test_rule(op: torch._ops.OpOverload) -> None:
     assert {"I", "R"} <= check.strategies
 
 
+@pytest.mark.slow_cases("aten.conv*1d.default", "autoshard.experts.default")
 @pytest.mark.parametrize(
     "op",
     [

@@ -45,6 +45,7 @@ def experts(graph: Graph) -> list[Node]:
     return [n for n in graph.nodes if n.op is experts_op._opoverload]
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("mixes", [False, True])
 def test_what_works_row_by_row_keeps_the_dims_of_rows(mixes: bool) -> None:
@@ -68,6 +69,7 @@ def sent_of_rows(plan: autoshard.Plan) -> list[Any]:
     return [c for c in found if not c.reason.startswith(parameters) and "experts" not in c.reason]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "batch", "length"),
     [

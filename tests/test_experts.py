@@ -241,6 +241,7 @@ def routed(form: str) -> nn.Module:
     return routing_models.Modules(form, form == "modules") if "modules" in form else routing_models.Routed(form)
 
 
+@pytest.mark.slow_cases("masked_modules", "half_turned")
 @pytest.mark.parametrize(
     "form",
     [
@@ -316,6 +317,9 @@ def test_routing_by_sorted_rows() -> None:
         torch.testing.assert_close(found[name], p.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow_cases(
+    "fewer_ids_modules", "more_weights_modules", "crowded_modules", "wider_modules", "masked_otherwise_modules"
+)
 @pytest.mark.parametrize(
     "form",
     [

@@ -93,6 +93,7 @@ def test_the_bound_is_of_all_choices_after_narrower_searches(graph: Graph) -> No
     assert two.bound(budget) == pytest.approx(before)
 
 
+@pytest.mark.slow
 def test_what_fits_block_by_block_is_found_where_the_search_may_choose() -> None:
     """Bytes that are made again at once are in no sum of the search's: it would make all of a model again together."""
     reference = models.get("llama")
@@ -104,6 +105,7 @@ def test_what_fits_block_by_block_is_found_where_the_search_may_choose() -> None
     assert search_within_memory(Planner(deep, mesh, {}, recompute="auto"), budget)[1].peak <= budget
 
 
+@pytest.mark.slow_cases("0.4")
 @pytest.mark.parametrize("share", [0.05, 0.4])
 def test_a_mesh_of_two_axes_is_no_dearer_than_one_of_as_many_ranks(graph: Graph, share: float) -> None:
     """What is not known of a plan before it is simulated differs from plan to plan: the search goes back and forth."""

@@ -301,6 +301,7 @@ def test_steps_of_other_kinds(how: dict[str, Any]) -> None:
     assert report.plan.folded == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("taken")
 def test_where_it_is_not_carried() -> None:
     """Along a length that is open, in stages, and where attention draws."""

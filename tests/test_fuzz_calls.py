@@ -134,6 +134,7 @@ def check(seed: int) -> None:
     assert not found, f"seed {seed} on {MESHES[seed % 3]}: {found}\n{text}"
 
 
+@pytest.mark.slow_cases("[1-5]")
 @pytest.mark.parametrize("seed", range(6))
 def test_random_calls(seed: int) -> None:
     check(seed)

@@ -127,6 +127,7 @@ def test_what_an_error_advises_for_experts_works() -> None:
         torch.testing.assert_close(sharded.train(training)(x), model.train(training)(x))
 
 
+@pytest.mark.slow_cases("rowwise", "{'ep': Replicate()}")
 @pytest.mark.slow
 @pytest.mark.parametrize("hint", ["replicate", "rowwise", {"ep": Replicate()}], ids=str)
 def test_a_hint_on_one_of_several_experts_is_refused_by_name(hint: Any) -> None:

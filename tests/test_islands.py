@@ -141,6 +141,7 @@ class Between(nn.Module):
 ISLANDS = (Rotary, Columns, Readers, Chunks, Pairs, Casts, Traced)
 
 
+@pytest.mark.slow_cases("Columns")
 @pytest.mark.parametrize("island", ISLANDS, ids=lambda island: island.__name__)
 def test_kinds_of_islands_agree_to_the_last_bit(island: type[nn.Module]) -> None:
     torch.manual_seed(3)

@@ -86,6 +86,7 @@ def test_no_plan_of_an_expert_holds_less(language: Graph) -> None:
             assert lower_and_simulate(planner(language, like, recompute).cheapest(), "adamw")[1].peak >= least * 0.999
 
 
+@pytest.mark.slow
 def test_above_the_least_all_budgets_are_met_and_plans_get_quicker(language: Graph) -> None:
     least, before = told(language), float("inf")
     for times in (1.001, 1.2, 1.3, 1.5):

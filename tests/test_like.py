@@ -173,6 +173,7 @@ class Attentions(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow_cases("GptOss")
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
 def test_megatron_cuts_the_heads_of_attention_beside_experts(kind: str) -> None:
     """Also where the residual stream would send less: then every rank would do all of the attention."""
@@ -385,6 +386,7 @@ def reference(family: str) -> tuple[nn.Module, Any, Any]:
         return found.model(), *found.inputs(batch=16)
 
 
+@pytest.mark.slow_cases("dlrm")
 @pytest.mark.parametrize("family", ["gpt", "dlrm"])
 def test_the_free_plan_is_never_above_an_expert(family: str) -> None:
     never_above(*reference(family)[:1], {"x": 4}, NAMES, *reference(family)[1:])

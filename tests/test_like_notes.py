@@ -56,6 +56,7 @@ POSITIONS = "a sequence of 3 positions cannot be cut over 4 ranks, so that every
 HEADS = "attention of 2 heads cannot be cut over 4 ranks, so that every rank does all of it"
 
 
+@pytest.mark.slow_cases("*-lengths[123589]*-told*")
 @pytest.mark.parametrize(
     ("like", "heads", "lengths", "told"),
     [

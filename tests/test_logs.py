@@ -43,6 +43,7 @@ def asked() -> str:
     return _heard(script=SCRIPT + AGAIN, AUTOSHARD_LOGS="plan,programs")
 
 
+@pytest.mark.slow
 def test_a_program_that_logs_at_info_hears_nothing() -> None:
     assert "autoshard" not in _heard()
 
@@ -52,6 +53,7 @@ def test_what_is_asked_for_is_heard(asked: str) -> None:
     assert "autoshard.plan INFO" not in asked, "a program that logs hears it once"
 
 
+@pytest.mark.slow
 def test_what_loggers_are_set_to_is_heard() -> None:
     before = "import logging; logging.getLogger('autoshard').setLevel(logging.INFO)\n"
     assert "autoshard.plan INFO" in _heard(before)

@@ -138,6 +138,7 @@ def batch(seed: int, shift: float = 0.0) -> Tensor:
     return torch.randn(TOKENS, WIDTH, dtype=torch.float64) + shift
 
 
+@pytest.mark.slow_cases("Tensors-*", "Names-*", "Listed-dp2tp2", "Numbers-dp2tp2")
 @pytest.mark.parametrize("mesh", ["dp2tp2", "tp3"])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_training_equals_eager(kind: type[Routed], mesh: str) -> None:
@@ -146,6 +147,7 @@ def test_training_equals_eager(kind: type[Routed], mesh: str) -> None:
     assert report.plan.cost.flops_per_rank < 0.6 * report.plan.cost.flops
 
 
+@pytest.mark.slow_cases("Names", "Tensors")
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_one_program_serves_batches_that_hit_other_experts(kind: type[Routed]) -> None:
     model = model_of(kind)

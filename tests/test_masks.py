@@ -320,6 +320,7 @@ MORE = [
 ]
 
 
+@pytest.mark.slow_cases("mistral-{'cp': 2, 'tp': 2}")
 @pytest.mark.parametrize(("name", "axes"), [*CASES, *(pytest.param(*c, marks=pytest.mark.slow) for c in MORE)], ids=str)
 def test_models_of_transformers(name: str, axes: dict[str, int]) -> None:
     """Padded samples, with whatever mask the library builds; the sequence is cut from end to end."""

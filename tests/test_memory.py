@@ -47,6 +47,7 @@ def graph_of(family: str) -> Graph:
     return GRAPHS[family]
 
 
+@pytest.mark.slow_cases("*-selective")
 @pytest.mark.parametrize("recompute", ["auto", "selective", "blocks"])
 @pytest.mark.parametrize(
     "axes", [pytest.param(a, marks=[pytest.mark.slow] * (len(a) == 2 or "tp" in a)) for a in MESHES], ids=str
@@ -70,6 +71,7 @@ def memory_is_as_simulated(graph: Graph, recompute: str, watched: float = 0.0) -
     assert sum(memory.at_peak.values()) == pytest.approx(memory.peak)
 
 
+@pytest.mark.slow_cases("llama-none", "gpt-none", "gpt-blocks")
 @pytest.mark.parametrize("recompute", ["none", "selective", pytest.param("blocks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_peak_is_the_tracked_one(family: str, recompute: str) -> None:

@@ -309,6 +309,7 @@ def test_the_total_is_the_sum_by_hand(axes: dict[str, int], rows: int) -> None:
         assert found.plan.cost.total_s == pytest.approx(by_hand(graph, mesh, found.program.assignment), rel=1e-9)
 
 
+@pytest.mark.slow_cases("1048576-True", "65536-False")
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "training"), [(64, True), (1 << 20, True), (1 << 16, False)])
 def test_the_total_is_the_least_of_all_choices(rows: int, training: bool) -> None:

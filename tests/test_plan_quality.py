@@ -67,6 +67,7 @@ def per_layer(plan: autoshard.Plan) -> list[Counter[Signature]]:
     return [found[i] for i in sorted(found)]
 
 
+@pytest.mark.slow_cases("*-8", "2k-*")
 @pytest.mark.parametrize("layers", [1, 2, 8])
 @pytest.mark.parametrize("size", SIZES)
 def test_tensor_parallel_is_no_dearer_than_megatron(size: str, layers: int) -> None:
@@ -91,6 +92,7 @@ def test_no_expert_has_the_shorter_timeline(axis: str, batch: int, hardware: str
     assert plan.cost.schedule_s <= expert.cost.schedule_s * SCHEDULED
 
 
+@pytest.mark.slow_cases("[14]k")
 @pytest.mark.parametrize("size", SIZES)
 def test_every_layer_communicates_alike(size: str) -> None:
     """To the byte, but for the first and the last: they have other neighbours."""

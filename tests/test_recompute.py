@@ -289,6 +289,7 @@ def test_a_view_that_leaves_a_block_keeps_what_it_is_of(depth: int) -> None:
     assert ends == [False, False, False, True]
 
 
+@pytest.mark.slow
 def test_what_the_head_keeps_does_not_count_while_attention_works(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention with dropout works on much: the peak is in its last one, before there are logits, and when they are gone."""
     with torch.device("meta"):

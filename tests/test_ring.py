@@ -273,6 +273,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow_cases("*hf_gpt2-*")
 @pytest.mark.parametrize(
     ("name", "axes"), [*MODELS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )

@@ -111,6 +111,7 @@ def check(seed: int) -> dict[str, float]:
     return dict(found.stats)
 
 
+@pytest.mark.slow_cases("100")
 @pytest.mark.parametrize("seed", range(0, 150, 50))
 def test_rows_equal_brute_force(seed: int) -> None:
     for k in range(seed, seed + 50):
@@ -186,6 +187,7 @@ def layers(count: int) -> tuple[CostNetwork, LinearRow]:
     return CostNetwork(nodes, edges), LinearRow((held,) * len(nodes), (None,) * len(edges), 0.0)
 
 
+@pytest.mark.slow_cases("0.93")
 @pytest.mark.parametrize("room", [0.3, 0.5, 0.93])
 def test_k_of_32_layers_change_their_state(room: float) -> None:
     """No single price makes equal layers differ, and the limit lies between what all of one kind hold."""

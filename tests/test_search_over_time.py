@@ -103,6 +103,7 @@ def test_neighbourhoods_alone_come_near_the_best() -> None:
     assert exact.lower_bound <= best.cost <= 1.1 * exact.cost
 
 
+@pytest.mark.slow
 def test_messages_and_windows_come_near_the_best_of_a_large_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gap to the bound tells where to search: windows anywhere else better little."""
     network, memory = problem(1, nodes=200, limit=20.0)

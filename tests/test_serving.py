@@ -85,6 +85,7 @@ def test_meshes(mesh: dict[str, int]) -> None:
     )
 
 
+@pytest.mark.slow_cases("gpt2")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_what_a_step_sends(name: str) -> None:
     """Counted as it runs: two sums a layer and one for the embedding; nothing for caches, nor between parts of what one matrix

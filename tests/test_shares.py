@@ -76,6 +76,7 @@ def test_vectors_go_with_the_matrices_of_their_block_unless_these_fill_a_bucket(
             assert paid == pytest.approx(expected, rel=0.07)
 
 
+@pytest.mark.slow_cases("256-64-*", "256-4096-cpu", "256-4096-late")
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(("width", "rows"), [(64, 64), (256, 64), (256, 4096)])

@@ -152,6 +152,7 @@ def test_earlier_stages_hold_more_micro_batches(plans: dict[str, Plan]) -> None:
         assert memory.at_peak["gradients"] == memory.gradients  # those of the micro-batches before
 
 
+@pytest.mark.slow
 def test_within_a_budget_the_first_stages_make_more_again(graph: Graph, plans: dict[str, Plan]) -> None:
     free = plans["1f1b"].memory.peak
     tight = planned(graph, memory_budget=0.8 * free)

@@ -59,6 +59,7 @@ def test_a_search_is_no_worse_than_an_expert() -> None:
     assert found <= 1.02 * min(planned(like=like).cost.total_s for like in ("ddp", "fsdp", "megatron"))
 
 
+@pytest.mark.slow
 def test_where_memory_is_short_a_search_is_no_worse_than_an_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters that stay gathered are found, too, which a stage alone is not offered."""
     halves = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2))
@@ -88,6 +89,7 @@ def test_a_step_of_a_stage_is_its_micro_batches_and_what_comes_once(like: str) -
         assert took.once_s > 0.1 * step
 
 
+@pytest.mark.slow_cases("zero1", "ddp")
 @pytest.mark.parametrize("like", ["ddp", "zero1", "zero2"])
 def test_more_micro_batches_take_as_long_each(like: str) -> None:
     """What comes once stays as it is: the sums of gradients, of which the first cannot hide, what ZeRO gathers, the update."""

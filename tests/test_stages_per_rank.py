@@ -39,6 +39,7 @@ def of_each(plan: Plan) -> int:
     return len(plan.staged.plans) // plan.mesh.size_of("pp")
 
 
+@pytest.mark.slow_cases("1000000000000000.0-4")
 @pytest.mark.parametrize(("bandwidth", "each"), [(1e15, 4), (2e9, 2)])
 def test_as_many_as_make_the_step_shortest(bandwidth: float, each: int) -> None:
     """Of eight layers on two ranks: a layer each where messages cost nothing, and two stages a rank where they do."""

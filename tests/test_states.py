@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from harness import ideal
-from state_cases import CASES
+from state_cases import CASES, IN_ONE_PROCESS, SLOW
+
+FAST = IN_ONE_PROCESS - SLOW
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
 @pytest.mark.parametrize("axes", [{"tp": 2}], ids=str)
 def test_as_the_unsharded_model(name: str, axes: dict[str, int]) -> None:
     CASES[name](ideal(axes))

@@ -98,6 +98,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
 }
 
 
+@pytest.mark.slow_cases("masked-axes[12]")
 @pytest.mark.parametrize(
     ("case", "axes"),
     [
@@ -116,6 +117,7 @@ def test_the_integers_of_the_example_decide(case: str, axes: dict[str, int]) -> 
     assert report.plan.cost.flops_per_rank < 0.7 * report.plan.cost.flops
 
 
+@pytest.mark.slow_cases("counted", "segments", "masked")
 @pytest.mark.parametrize("case", CASES)
 def test_other_integers_get_a_program_of_their_own(case: str) -> None:
     torch.manual_seed(0)

@@ -249,6 +249,7 @@ def test_a_look_up_pays_for_the_kernels_of_its_form(cpu: bool) -> None:
         assert launches[label] == pytest.approx((kernels, kernels)), label
 
 
+@pytest.mark.slow_cases("0.99")
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0.99, 0.4])
 def test_plans_within_memory_that_do_the_same_along_all_axes(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +348,7 @@ def test_gradients_of_what_came_are_copied_once(by_row: bool) -> None:
     assert written.elements == len(moved)
 
 
+@pytest.mark.slow_cases("*True")
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("axes", [{"x": 4}, {"dp": 2, "x": 2}], ids=str)
 def test_what_a_table_costs_elsewhere_is_the_difference_of_totals(axes: dict[str, int], sparse: bool) -> None:

@@ -34,6 +34,7 @@ def planned(model: nn.Module, ranks: int, hardware: str = "h100", **how: Any) ->
     return autoshard.plan(model, mesh, (torch.zeros(8, 30),), optimizer="sgd", **how)
 
 
+@pytest.mark.slow_cases("[28]")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_no_expert_is_cheaper_within_the_budget(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +67,7 @@ def test_an_expert_is_searched_within_the_budget_too() -> None:
     assert found.cost.total_s <= expert.cost.total_s * (1 + 1e-9)
 
 
+@pytest.mark.slow_cases("[28]-*")
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "budget"), [(2, 18360.0), (4, 16920.0), (8, 17056.0)])
 def test_no_plan_that_fits_is_below_the_bound(ranks: int, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:

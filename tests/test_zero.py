@@ -161,6 +161,7 @@ def test_one_gradient_of_two_parameters_is_summed_for_each() -> None:
         torch.testing.assert_close(found[name], p.grad, rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow_cases("zero2")
 @pytest.mark.slow
 @pytest.mark.parametrize("like", ["zero1", "zero2"])
 def test_micro_batches_in_flight_share_what_is_gathered(like: str) -> None:
@@ -240,6 +241,7 @@ SLOW = autoshard.Mesh({"dp": 4}, replace(PRESETS["h100"], node=Link(1e-6, 1e8), 
 """gathers take time"""
 
 
+@pytest.mark.slow_cases("4")
 @pytest.mark.parametrize("count", [1, 4])
 def test_what_is_kept_is_the_best_of_all_mixtures(count: int) -> None:
     """The batch is cut; where parameters lie, and the stage of each, is chosen under limits on what is held."""

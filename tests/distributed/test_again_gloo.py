@@ -27,6 +27,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return lambda name: results()[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
 def test_as_one_device(outcome: Callable[[str], str], name: str) -> None:
     found = outcome(name)

@@ -28,6 +28,7 @@ def seconds_and_text(said: str) -> tuple[float, str]:
     return float(found[1]), found[2]
 
 
+@pytest.mark.slow_cases("stop")
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_rank_that_is_gone(tmp_path: Path, how: str) -> None:
     seconds, text = seconds_and_text(seen(tmp_path, how)[0])
@@ -43,6 +44,7 @@ def test_a_rank_whose_own_code_fails_and_that_lives_on(tmp_path: Path) -> None:
     assert re.match(rf"CommunicationError: {IN_FORWARD}: another rank is gone .* or did not come in time", text), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "refused"),
     [

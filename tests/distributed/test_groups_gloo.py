@@ -15,6 +15,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return world.outcomes("groups_worker.py", request.param, folder, [*CASES], timeout=200)
 
 
+@pytest.mark.slow_cases("4 ranks-*")
 @pytest.mark.parametrize("name", CASES)
 def test_shared(outcomes: dict[str, str], name: str) -> None:
     assert outcomes[name] == "", outcomes[name]

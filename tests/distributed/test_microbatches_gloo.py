@@ -29,6 +29,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return lambda name: results()[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
 def test_as_the_whole_batch(outcome: Callable[[str], str], name: str) -> None:
     found = outcome(name)

@@ -25,7 +25,6 @@ FAST = {
     "caches_stay",
     "functional",
     "counted",
-    "read_in_fewer_stages",
     "what_users_do_with_their_own",
 }
 OWN = (

@@ -27,6 +27,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return lambda name: results()[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*OWN, *(pytest.param(n, marks=[pytest.mark.slow] * (n in {*SLOW, "free", "refused"})) for n in CASES)]
 )

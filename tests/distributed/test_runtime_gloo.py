@@ -21,6 +21,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return result
 
 
+@pytest.mark.slow_cases("4 ranks-*")
 @pytest.mark.parametrize("check", CHECKS)
 def test_gloo(outcomes: dict[str, str], check: str) -> None:
     assert outcomes[check] == "", outcomes[check]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import world
-from state_cases import CASES
+from state_cases import CASES, IN_ONE_PROCESS
 
+FAST = {*CASES} - IN_ONE_PROCESS
 AT_ONCE = 15
 """cases of one world: one that hangs costs these, and a launch ends well before its limit"""
 
@@ -26,7 +27,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return lambda name: results(chosen.index(name) // AT_ONCE)[name]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
 def test_as_the_unsharded_model(outcome: Callable[[str], str], name: str) -> None:
     found = outcome(name)
     assert found == "", found

@@ -56,8 +56,6 @@ CONTRACT = (
     "random_walks",
 )
 IN_BOTH = {
-    "train_gpt",
-    "train_llama",
     "parameters_are_dtensors",
     "only_shards_are_allocated",
     "outputs_next_to_a_loss_keep_their_layout",
@@ -128,6 +126,7 @@ def losses(text: str) -> list[str]:
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
+@pytest.mark.slow
 def test_one_script_and_one_directory_for_python_and_torchrun(tmp_path: Path) -> None:
     """train_script.py saves its module and prints the losses of two steps; the saved directory repeats them."""
     script = str(HERE / "train_script.py")
