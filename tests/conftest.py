@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
-from harness import Captures, captured_once, freeze_imports, use_device
+from harness import RUN_SLOW, Captures, captured_once, freeze_imports, use_device
 from remembered import OF_RUN, remembered
 from torch.utils import _pytree as pytree
 
@@ -33,6 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
     # Tests run side by side in several processes; more threads each would only get in one another's way.
     torch.set_num_threads(1)
+    os.environ.pop(RUN_SLOW, None)
+    if config.getoption("--run-slow"):
+        os.environ[RUN_SLOW] = "1"
     if device := config.getoption("--device"):
         os.environ["AUTOSHARD_TEST_DEVICE"] = device  # for the worlds' processes
         use_device(device)

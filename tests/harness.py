@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -41,8 +42,16 @@ MESHES = {
     "tp1": {"tp": 1},
 }
 
+RUN_SLOW = "AUTOSHARD_TEST_SLOW"
+"""variable that is set where ``--run-slow`` is given"""
+
 Signature = tuple[str, tuple[str, ...], str, float]
 """a collective: kind, axes, phase, bytes"""
+
+
+def examples(most: int) -> int:
+    """Random examples of a test: ``most`` with ``--run-slow``, else a quarter of them."""
+    return most if RUN_SLOW in os.environ else max(1, most // 4)
 
 
 def ideal(axes: dict[str, int]) -> autoshard.Mesh:

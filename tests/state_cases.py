@@ -72,9 +72,28 @@ it tries under gloo"""
 
 SLOW = set(
     """
-    a_cache_that_users_change a_cache_whose_old_value_is_read a_static_cache_that_has_no_tensors_yet autocast_in_evaluation
-    flex_attention_as_it_is_and_compiled a_cache_that_the_caller_keeps integers_of_every_width
-    a_cache_handed_in_and_out autocast_on_whole_tensors_is_eagers_bit_for_bit
+    a_buffer_that_is_read_before_it_is_written a_buffer_written_in_another_dtype a_cache_handed_in_and_out
+    a_cache_of_ones_own a_cache_on_the_meta_device a_cache_that_the_caller_keeps a_cache_that_users_change
+    a_cache_whose_old_value_is_read a_dict_of_transformers_that_the_forward_changes a_dict_that_hooks_change
+    a_flag_that_is_set_later a_number_read_from_a_buffer_that_counts a_prompt_of_one_request_along_its_sequence
+    a_state_written_before_a_buffer_decides a_static_cache_that_has_no_tensors_yet a_tensor_in_a_plain_attribute
+    a_written_buffer_that_is_to_be_cut an_autograd_function_of_ones_own an_encoder_called_before_the_whole
+    another_default_device_around_the_first_call attributes_after_conversions_and_copies autocast_in_evaluation
+    autocast_on_whole_tensors_is_eagers_bit_for_bit averaged compiled_by_torch constrained
+    converted_to_another_dtype copied_inside_no_sync copied_with_handles_of_hooks
+    draws_and_buffers_are_those_of_the_forward each_rank_sums_its_own_experts flex_attention_as_it_is_and_compiled
+    frozen_but_for_the_head_and_unfrozen fused_steps_on_gradients_that_lie_otherwise gradients_from_several_sides
+    gradients_of_gradients gradients_that_a_forward_turns_on_itself
+    gradients_turned_on_in_an_inference_mode_of_its_own hooks_that_were_there_are_removed
+    hybrid_sharding_with_no_sync inference_mode_first inference_mode_that_a_forward_asks_for initialised_again
+    integers_of_every_width label_smoothing_of_transformers losses_outside_with_penalties
+    models_that_share_parameters modes_of_parts no_sync_after_a_summed_gradient noise_by_a_hook one_input_is_local
+    optimizer_states_of_one_device outputs_fed_back outputs_written_to parts_differ_along_an_axis_that_does_not_cut
+    parts_of_fused_projections_stay_cut parts_of_outputs_of_which_not_all_are_used pickled plans_for_local_inputs
+    replicated_tensors_are_written_whole rows_travel_to_their_experts rules_of_ones_own
+    saved_by_a_method_of_the_models statistics_computed_anew tables_under_a_scaler the_data_of_a_parameter_set
+    tied_and_untied_after_compile weights_and_gradients_set_by_index weights_tied_in_other_layouts
+    what_a_call_leaves_for_the_next wrapped_to_be_made_again
 """.split()
 )
-"""what only ``--run-slow`` tries: caches and casts like those of the cases that are left"""
+"""what only ``--run-slow`` tries: others that are left do the same with another value, tensor, hook or mode"""

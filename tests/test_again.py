@@ -33,7 +33,7 @@ MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "fsdp3": {"fsdp": 3}}
 SLOW = {
     "gpt_selective", "llama_blocks", "moe_blocks", "gpt_micro_batches", "second_derivatives", "two_forwards",
     "open_lengths", "autocast", "without_gradients", "buffers_once", "as_planned", "two_ranks_differ",
-    "checkpoint_reentrant",
+    "checkpoint_reentrant", "gpt_blocks", "normed_blocks", "twice", "checkpoint", "frozen",
 }  # fmt: skip
 
 
@@ -98,6 +98,7 @@ def planned(family: str, recompute: Any, mesh: dict[str, int], **sizes: int) -> 
     return compile_graph(GRAPHS[key], autoshard.Mesh(mesh, "ideal_network"), CompileOptions(recompute=recompute))
 
 
+@pytest.mark.slow_cases("gpt-blocks", "llama-blocks")
 @pytest.mark.parametrize("recompute", ["blocks", "selective"])
 @pytest.mark.parametrize("family", ["gpt", "llama", "mlp"])
 def test_kept_bytes_are_the_planned_ones(family: str, recompute: str) -> None:
@@ -108,6 +109,7 @@ def test_kept_bytes_are_the_planned_ones(family: str, recompute: str) -> None:
     assert kept_bytes(found) < 0.9 * whole
 
 
+@pytest.mark.slow
 def test_a_block_keeps_what_comes_in() -> None:
     """Each further block costs the bytes of its input, and one block is there at a time in the backward."""
     three, four = (planned("gpt", "blocks", {"tp": 2}, layers=n) for n in (3, 4))
@@ -119,6 +121,7 @@ def test_a_block_keeps_what_comes_in() -> None:
     assert four.plan.memory.peak - three.plan.memory.peak <= 1.05 * size + _state(four) - _state(three)
 
 
+@pytest.mark.slow_cases("megatron-sp")
 @pytest.mark.parametrize("like", ["ulysses", "megatron-sp"])
 def test_a_block_keeps_no_more_where_values_are_exchanged_inside(like: str) -> None:
     """Exchanged copies of views of what is computed again are made again, too."""

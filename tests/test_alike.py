@@ -64,6 +64,7 @@ def best(network: CostNetwork, rows: tuple[LinearRow, ...]) -> float:
         return math.inf
 
 
+@pytest.mark.slow_cases("0", "40")
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_the_choice_is_allowed_and_the_bound_holds(first: int) -> None:
     gaps = []
@@ -84,6 +85,7 @@ def test_the_choice_is_allowed_and_the_bound_holds(first: int) -> None:
     assert np.median(gaps) < 0.05
 
 
+@pytest.mark.slow
 def test_the_bound_of_many_layers_is_nearly_their_least_cost() -> None:
     for seed in range(8):
         network, _, labels = layers(seed, 40)
@@ -109,6 +111,7 @@ def diamonds(seed: int, count: int, size: int = 6) -> tuple[CostNetwork, list[in
     return CostNetwork(tuple(nodes), tuple(edges)), [0, 1, *(2 + k % 2 for k in range(2 * count - 4)), 4, 5]
 
 
+@pytest.mark.slow
 def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.MonkeyPatch) -> None:
     networks = [diamonds(seed, 20) for seed in range(12)]
     least = [solve(network).cost for network, _ in networks]
@@ -127,6 +130,7 @@ def test_what_the_ends_want_is_shared_by_the_layers_between(monkeypatch: pytest.
     assert gaps().mean() > 0.2
 
 
+@pytest.mark.slow
 def test_what_is_joined_unlike_its_copies_is_swept_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """But where some bound is enough; before the sweeps through all copies, which make up for most of it here."""
     monkeypatch.setattr(tied_layers, "QUICK_JOIN", 0)
@@ -139,6 +143,7 @@ def test_what_is_joined_unlike_its_copies_is_swept_by_itself(monkeypatch: pytest
     assert gaps[0] < 0.5 * gaps[1]
 
 
+@pytest.mark.slow
 def test_one_sweep_more_may_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tied_layers, "QUICK_JOIN", 0)
     networks = [diamonds(seed, 20) for seed in range(24)]
@@ -154,6 +159,7 @@ def test_one_sweep_more_may_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < reached() < several < len(networks)
 
 
+@pytest.mark.slow
 def test_alike_nodes_differ_where_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without hard rows the messages of the bound lead to a choice, too: here the ends want something of all layers."""
     cases = [diamonds(seed, 20) for seed in range(12)]
@@ -191,7 +197,7 @@ def test_labels_of_unlike_tables_tie_nothing() -> None:
     assert solve(other, rows=rows, alike=labels).cost == solve(other, rows=rows).cost
 
 
-@pytest.mark.slow_cases("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_prepared_once_serves_all_limits(tied: bool) -> None:
     """As if prepared for each of them, whichever came before; the bound is found when it is asked for."""
@@ -249,6 +255,7 @@ def test_the_bound_is_a_number_where_choices_are_forbidden() -> None:
         assert 0 < tied_bound(network, [i % 2 for i in range(2 * count)])[0] <= best(network, ()) + 1e-9
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_prepared_needs_no_other_tables(tied: bool) -> None:
     """Network and rows are views of what is solved: costs, sums and solutions are those of the tables they came from."""

@@ -62,11 +62,13 @@ def tried(op: torch._ops.OpOverload) -> tuple[int, list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_carried_is_so_in_any_order() -> None:
-    found = {op: tried(op) for op in OPS if op not in SHAPES_ONLY}
+@pytest.mark.parametrize(("step", "most"), [(5, 80), pytest.param(1, 500, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_what_is_carried_is_so_in_any_order(step: int, most: int) -> None:
+    found = {op: tried(op) for op in [op for op in OPS if op not in SHAPES_ONLY][::step]}
     assert not [line for _, wrong in found.values() for line in wrong]
-    assert not [str(op) for op in ORDER_FREE_OPS if not found[op][0]]
-    assert sum(bool(links) for links, _ in found.values()) > 500
+    assert not [str(op) for op in ORDER_FREE_OPS if op in found and not found[op][0]]
+    assert step > 1 or found.keys() >= ORDER_FREE_OPS
+    assert sum(bool(links) for links, _ in found.values()) > most
 
 
 @pytest.mark.parametrize("op", [aten.cumsum.default, aten.cummax.default, aten.slice.Tensor], ids=str)

@@ -32,10 +32,7 @@ STEPS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pp2": ({"pp": 2}, {"stages": "pp", "micro_batches": 2}),
     "pp2dp2": ({"pp": 2, "dp": 2}, {"stages": "pp", "micro_batches": 4}),
 }
-FAST = {
-    ("padded", False, "2 micro-batches"), ("causal", False, "dp2tp2"), ("decoding", True, "pp2"),
-    ("weighing", False, "4 micro-batches"),
-}  # fmt: skip
+FAST = {("weighing", False, "4 micro-batches")}
 
 
 @pytest.mark.parametrize(
@@ -53,6 +50,7 @@ def test_steps_are_those_of_one_device(name: str, first: bool, step: str) -> Non
     steps_alike(model.train(), ideal(axes), args, {}, 3, **asked)
 
 
+@pytest.mark.slow_cases("padded-*", "weighing-True")
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", ["padded", pytest.param("decoding", marks=pytest.mark.slow), "weighing"])
 def test_a_batch_that_is_cut_stays_cut(name: str, first: bool) -> None:
@@ -132,6 +130,7 @@ def _step(kind: str, x: torch.Tensor, random: Random) -> tuple[Any, tuple[Any, .
     return aten.mul.Tensor, (2.0,)
 
 
+@pytest.mark.slow
 def test_views_are_what_they_were() -> None:
     """Whatever is merged, turned and split on the way: the same elements, and types that say so."""
     changed = 0

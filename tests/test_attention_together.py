@@ -27,6 +27,7 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).square().mean()
 
 
+@pytest.mark.slow
 def test_queries_keys_and_values_pay_for_the_one_message_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: each by itself pays two latencies too much, each way."""
 

@@ -73,6 +73,7 @@ def test_tables_one_after_another_get_each_its_gradient() -> None:
     assert b.grad.tolist() == [[1, 1], [0, 0], [0, 0], [2, 2]]
 
 
+@pytest.mark.slow_cases("all-1-*", "all-3-*", "mine-1-*", "mine-3-sum")
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("length", [1, 3, 9])
 @pytest.mark.parametrize("some", [False, True], ids=["all", "mine"])

@@ -185,6 +185,7 @@ def test_rows_go_to_their_experts_and_no_buffers_do(form: Any) -> None:
     assert not any("einsum" in c.op for c in report.plan.choices.values())
 
 
+@pytest.mark.slow_cases("each_choice_for_itself", "in_another_order")
 @pytest.mark.parametrize("form", [*OTHERS[:3], *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS[3:])])
 def test_places_that_rows_may_share_stay(form: Any) -> None:
     assert mixtures(capture_graph(Buffered(form, MANY), (X,), {}, training=True)) == 0
@@ -198,6 +199,7 @@ def test_on_several_axes(form: Any, axes: dict[str, int]) -> None:
     assert_equal_training(Buffered(form), axes, (X,), like={a: like[a] for a in axes}, steps=3)
 
 
+@pytest.mark.slow
 def test_what_a_gate_of_zero_has_chosen_gets_no_gradient() -> None:
     """Rows are where gates are not zero: of one that is, its expert has made nothing, which the gate's gradient says."""
 
@@ -239,6 +241,7 @@ class Grouped(nn.Module):
         return (x + y).square().mean()
 
 
+@pytest.mark.slow_cases("{'hints'*")
 @pytest.mark.parametrize(
     "how",
     [

@@ -160,6 +160,7 @@ def test_ops(function: Callable[..., Any], op: Any) -> None:
     assert op is None or op in ops(graph)
 
 
+@pytest.mark.slow_cases("LSTM")
 @pytest.mark.parametrize(
     "layer",
     [

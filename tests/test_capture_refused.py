@@ -233,6 +233,7 @@ def test_writes_into_what_may_be_a_parameter_are_refused() -> None:
         capture(Model(written), (X,))
 
 
+@pytest.mark.slow_cases("list", "range")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_the_reason_and_nothing_changed(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     function, message = REFUSED[name]

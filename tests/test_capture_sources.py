@@ -40,6 +40,7 @@ def test_custom_op_stays_whole() -> None:
     assert ops(graph) == [aten.mul.Tensor, torch.ops.autoshard_test_capture.twice.default]
 
 
+@pytest.mark.slow_cases("parameters")
 @pytest.mark.parametrize("where", ["all", "parameters"])
 def test_meta_model_gives_the_graph_of_the_real_one(where: str) -> None:
     model: nn.Module = nn.Sequential(Inner(), nn.BatchNorm1d(4))
@@ -77,7 +78,7 @@ def transformer(name: str) -> tuple[nn.Module, dict[str, Any]]:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=131, **sizes)), kwargs
 
 
-@pytest.mark.slow_cases("gpt2")
+@pytest.mark.slow_cases("gpt2", "t5", "bert")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 def test_transformers(name: str) -> None:
     model, kwargs = transformer(name)
@@ -95,6 +96,7 @@ def test_transformers(name: str) -> None:
     assert all(n.source for n in graph.nodes)
 
 
+@pytest.mark.slow
 def test_cache_as_an_argument() -> None:
     model, kwargs = transformer("llama")
     model.eval()
@@ -105,7 +107,7 @@ def test_cache_as_an_argument() -> None:
     assert cache.get_seq_length() == lengths
 
 
-@pytest.mark.slow_cases("gpt2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_hugging_face_checkpoints_are_marked(name: str) -> None:
     """Each layer has a number; the graph is otherwise the one without."""

@@ -46,6 +46,7 @@ def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channels, "_has_float64", lambda program: False)
 
 
+@pytest.mark.slow_cases("axes0")
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}])
 def test_as_on_one_device(doubles: None, axes: dict[str, int]) -> None:
     assert_equal_training(Net(), axes, (image(),))

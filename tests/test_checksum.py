@@ -31,6 +31,7 @@ def sample(dtype: torch.dtype, n: int) -> torch.Tensor:
     return x.to(torch.float32).to(dtype) if dtype.is_floating_point else x.to(dtype)
 
 
+@pytest.mark.slow_cases("torch.complex128", "torch.float32")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_other_number_is_seen(dtype: torch.dtype) -> None:
     for n in SIZES:

@@ -28,11 +28,13 @@ def test_plan_prints_the_table_and_writes_json(capsys: pytest.CaptureFixture[str
     assert autoshard.Plan.from_json(path.read_text(encoding="utf-8")).mesh.axes == ("tp",)
 
 
+@pytest.mark.slow
 def test_plan_of_a_large_mesh_needs_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mlp:base", "--mesh", "dp=64,tp=8", "--batch", "512", "--inference"]) == 0
     assert "512 ranks, inference" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_plan_takes_what_the_function_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     asked = ["--optimizer", "sgd", "--mixed-precision", "bfloat16", "--strict", "--batch", "8", "--json", str(path)]
@@ -42,7 +44,9 @@ def test_plan_takes_what_the_function_takes(capsys: pytest.CaptureFixture[str], 
     assert plan.staged is not None
     assert (plan.staged.schedule, plan.staged.micro_batches) == ("gpipe", 2)
     assert "bfloat16" in plan.mixed_precision
-    capsys.readouterr()
+
+
+def test_a_budget_within_which_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "mlp", "--devices", "2", "--recompute", "none", "--memory-budget", "10"]) == 2
     assert "no plan within" in capsys.readouterr().err
 
@@ -81,7 +85,7 @@ def test_compile_writes_a_directory_that_runs(capsys: pytest.CaptureFixture[str]
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["step 0", "step 1"]
 
 
-@pytest.mark.slow_cases("hf:llama", "hf:mixtral")
+@pytest.mark.slow_cases("hf:llama", "hf:mixtral", "stages")
 @pytest.mark.parametrize(
     ("model", "mesh", "asked"),
     [
@@ -126,7 +130,13 @@ def test_a_plan_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         assert text in capsys.readouterr().err
 
 
-def test_a_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.slow_cases("file", "mixtral", "qwen3_moe")
+@pytest.mark.parametrize(
+    "model",
+    ["hf:{}", "hf:{}/config.json", "hf:mixtral", "hf:qwen3_moe"],
+    ids=["folder", "file", "mixtral", "qwen3_moe"],
+)
+def test_a_config_of_transformers(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = transformers.MixtralConfig(
         vocab_size=64,
         hidden_size=32,
@@ -136,9 +146,11 @@ def test_a_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path: 
         num_key_value_heads=2,
     )
     config.save_pretrained(tmp_path)
-    for model in (f"hf:{tmp_path}", f"hf:{tmp_path}/config.json", "hf:mixtral", "hf:qwen3_moe"):
-        assert main(["plan", model, "--mesh", "tp=2", "--hardware", "ideal_network"]) == 0
-        assert "ForCausalLM on ideal_network, mesh tp=2" in capsys.readouterr().out
+    assert main(["plan", model.format(tmp_path), "--mesh", "tp=2", "--hardware", "ideal_network"]) == 0
+    assert "ForCausalLM on ideal_network, mesh tp=2" in capsys.readouterr().out
+
+
+def test_what_is_no_config_of_transformers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert main(["plan", f"hf:{tmp_path}", "--mesh", "tp=2"]) == 2
     assert "is no config of transformers" in capsys.readouterr().err
@@ -301,6 +313,7 @@ def test_what_needs_weights_is_refused_before_it_makes_them(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_package_is_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-m", "autoshard", "--help"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: autoshard")

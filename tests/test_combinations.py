@@ -35,11 +35,10 @@ COMBINED: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "zero2-parts-cast": ("gpt", {"dp": 2}, {"like": "zero2", "micro_batches": 2, "mixed_precision": DOUBLE}),
     "four-axes": ("gpt", {"pp": 2, "dp": 2, "cp": 2, "tp": 2}, {"stages": "pp", "micro_batches": 2}),
 }
-SLOW = {"four-axes", "stages-ring", "stages-experts"}
+FAST = {"stages-fsdp-selective", "zero2-parts-cast"}
 
 
-@pytest.mark.slow_cases("ring-again", "experts-again", "stages-cast")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in COMBINED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in COMBINED])
 def test_together(name: str) -> None:
     kind, axes, asked = COMBINED[name]
     model, args = made(kind)

@@ -38,6 +38,7 @@ def test_odd_linear(ranks: int) -> None:
     assert report.plan.layouts["0.weight"]["tp"] == Shard(0)
 
 
+@pytest.mark.slow_cases("axes0")
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 3}])
 def test_batch_norm_over_a_sharded_batch(axes: dict[str, int]) -> None:
     """Statistics are those of the global batch; running buffers are updated."""
@@ -71,6 +72,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow_cases("4-4", "2-1")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1), (4, 2), (2, 1)])
 def test_attention_heads(heads: int, kv_heads: int) -> None:
     """One head per rank, fewer heads than ranks, fewer key-value heads than ranks."""

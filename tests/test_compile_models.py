@@ -38,6 +38,7 @@ def reference(name: str) -> Case:
     return found.model(), tuple(args), dict(kwargs)
 
 
+@pytest.mark.slow_cases("*-tp4", "*-dp4", "moe-tp1")
 @pytest.mark.parametrize(("name", "mesh"), cases(REFERENCE))
 def test_reference_models(name: str, mesh: str) -> None:
     model, args, kwargs = reference(name)
@@ -87,14 +88,16 @@ def transformer(name: str, batch: int, vocabulary: int) -> Case:
     return hugging_face(name, vocabulary), (), tokens(batch, vocabulary)
 
 
-@pytest.mark.slow_cases("*-dp2tp2sp2", "*-dp4", "*-tp[12]")
+@pytest.mark.slow_cases(
+    "*-dp2tp2sp2", "*-dp4", "*-tp[12]", "t5-tp4", "bert-tp4", "gpt2-tp4", "bert-dp2tp2", "gpt2-dp2tp2"
+)
 @pytest.mark.parametrize(("name", "mesh"), cases(("llama", "gpt2", "bert", "t5")))
 def test_transformers(name: str, mesh: str) -> None:
     model, args, kwargs = transformer(name, 4, 128)
     assert_equal_training(model, MESHES[mesh], args, kwargs, share=1.05)
 
 
-@pytest.mark.slow_cases("*-tp4", "*t5-*")
+@pytest.mark.slow_cases("*-tp4", "*t5-*", "gpt2-dp2tp2", "bert-dp2tp2")
 @pytest.mark.parametrize("mesh", ["tp4", "dp2tp2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
 def test_uneven_sizes(name: str, mesh: str) -> None:
@@ -104,6 +107,7 @@ def test_uneven_sizes(name: str, mesh: str) -> None:
     assert report.plan.cost.flops_per_rank < 0.6 * report.plan.cost.flops
 
 
+@pytest.mark.slow
 def test_same_tensor_for_two_arguments() -> None:
     """Labels that are the input ids object must not be confused with them in later calls."""
     model = hugging_face("llama", 128)

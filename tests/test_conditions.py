@@ -67,6 +67,7 @@ FINITE = {"clamps": clamps, "clamps either": clamps_either, "distribution": dist
 SMALL = {"raises": raises, "raises unless": raises_unless, "asserts": asserts}
 
 
+@pytest.mark.slow_cases("raises", "clamps either", "distribution")
 @pytest.mark.parametrize("name", FINITE | SMALL)
 def test_equal_where_the_check_passes_and_an_error_where_not(name: str) -> None:
     model = Checked((FINITE | SMALL)[name])
@@ -92,6 +93,7 @@ def asserted_number(y: torch.Tensor) -> None:
         raise ValueError
 
 
+@pytest.mark.slow_cases("some_positive")
 @pytest.mark.parametrize("check", [some_positive, checked_by_torch, asserted_number])
 def test_lengths_and_numbers(check: Any) -> None:
     model = Checked(check)
@@ -115,6 +117,7 @@ def mixed(y: torch.Tensor) -> torch.Tensor:
     return y * 2
 
 
+@pytest.mark.slow_cases("mixed")
 @pytest.mark.parametrize("check", [two_ways, mixed])
 def test_other_conditions_are_refused(check: Any) -> None:
     with pytest.raises(CaptureError, match="depends on the values of a tensor"):
@@ -167,6 +170,7 @@ class Strided(nn.Module):
         return x[..., self.padding // 2 : x.shape[-1] - self.padding // 2]
 
 
+@pytest.mark.slow_cases("axes0")
 @pytest.mark.parametrize("axes", [{"tp": 3}, {"dp": 2, "tp": 2}])
 def test_values_that_do_not_depend_on_the_input(axes: dict[str, int]) -> None:
     model = Strided()

@@ -49,6 +49,7 @@ def written(tmp_path: Path, nodes: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_file_is_read_and_what_is_found_is_told_and_kept(file: Path, tmp_path: Path) -> None:
     read, network = Problem.read(file), problem(8, nodes=60, limit=20.0)[0]
     assert all(np.array_equal(a, b) for a, b in zip(read.network().nodes, network.nodes, strict=True))

@@ -41,6 +41,7 @@ class Tied(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.slow
 def test_a_batch_to_plan_for() -> None:
     """Rows of the batch, not of what else comes in; a number of devices or a mesh."""
     mask = torch.zeros(6, 16)

@@ -81,6 +81,7 @@ def _gather(mesh: Mesh) -> tuple[list[Layout], list[Layout]]:
     return [Layout(mesh, {"dp": Shard(0)})], [Layout(mesh, {"dp": R})]
 
 
+@pytest.mark.slow_cases("1-ddp", "1-fsdp", "2-fsdp", "2-megatron", "2-ddp")
 @pytest.mark.parametrize("like", ["ddp", "fsdp", "megatron"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_the_timeline_has_them(like: str, passes: int) -> None:
@@ -94,6 +95,7 @@ def test_the_timeline_has_them(like: str, passes: int) -> None:
     assert 0 < copied <= plan.cost.local_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_experts_are_kernels_beside_their_products() -> None:
     """Their backward multiplies rows and weights of experts; not gates, whose rows of two would be narrow products."""
     plain = replace(PRESETS["cpu"], products=((2, 0.05), (16, 1.0)), memory_bandwidth=1e18, kernel_latency=0.0)

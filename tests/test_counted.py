@@ -60,6 +60,7 @@ def test_a_loss_over_rows_reads_all_labels() -> None:
     assert change(count_labels_locally, Classifier(), *given, like="replicate") == []
 
 
+@pytest.mark.slow_cases("*-nll_loss")
 @pytest.mark.parametrize("log", [False, True], ids=["cross_entropy", "nll_loss"])
 @pytest.mark.parametrize("local", [False, True], ids=["whole", "in parts"])
 def test_of_whole_labels_every_rank_counts_all(log: bool, local: bool) -> None:

@@ -101,6 +101,16 @@ ODD: dict[str, Callable[..., object]] = {
 }
 
 
+@pytest.mark.slow_cases(
+    "views of inputs-*",
+    "twice-*",
+    "unread-*",
+    "several results-*",
+    "drawn in turn-*",
+    "drawn unread-*",
+    "strided-*",
+    "look-ups-*",
+)
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ODD)
 def test_what_is_functional_is_not_traced_again(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +137,7 @@ def placeless(graph: Graph) -> dict[tuple[str, ...], Node]:
     return {node.outputs: replace(node, frames=(), fqn="", module_types=()) for node in graph.nodes}
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.parametrize("training", [True, False])
 def test_regions_without_gradients_are_written_where_they_stand(
     training: bool, monkeypatch: pytest.MonkeyPatch
@@ -200,6 +211,7 @@ WRITES: dict[str, tuple[Callable[..., object], int]] = {
 }
 
 
+@pytest.mark.slow_cases("of two views", "seen by a view of before", "in turn", "gates", "of another dtype")
 @pytest.mark.parametrize("name", WRITES)
 def test_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into a value that nothing else shows they are written where they stand; else the program is traced again."""
@@ -232,6 +244,7 @@ VIEWS: dict[str, Callable[..., object]] = {
 }
 
 
+@pytest.mark.slow_cases("*-False")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", VIEWS)
 def test_composite_operations_are_written_where_they_stand(
@@ -255,6 +268,7 @@ def test_composite_operations_are_written_where_they_stand(
     assert runs.call_count == 1
 
 
+@pytest.mark.slow
 def test_calls_of_equal_modules_do_not_have_a_program_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the graph change: markers stand for them until they are written out."""
     runs = Mock(wraps=decompose._decompose_exported_program)
@@ -286,6 +300,7 @@ class Spectral(nn.Module):
         return self.down(torch.fft.irfft(kept, n=x.shape[1]).mT)
 
 
+@pytest.mark.slow_cases("axes0")
 @pytest.mark.parametrize("axes", [{"tp": 3}, {"dp": 2, "tp": 2}])
 def test_a_write_to_a_slice_of_complex_numbers(axes: dict[str, int]) -> None:
     torch.manual_seed(0)
@@ -306,6 +321,7 @@ class Conjugates(nn.Module):
         return torch.view_as_real(written).flatten(-2) * turned.imag.cumsum(0).mean()
 
 
+@pytest.mark.slow_cases("axes0")
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 3}])
 def test_conjugates_are_computed(axes: dict[str, int]) -> None:
     """Eager ones are views that say so: their memory, which is what would be sent, holds the other sign."""

@@ -11,6 +11,7 @@ import pytest
 from autoshard.cli import class_text, main
 
 
+@pytest.mark.slow
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "demo"
     assert main(["demo", "--out", str(out)]) == 0

@@ -58,6 +58,7 @@ def found(**setting: Any) -> str | None:
     return report.first_divergence
 
 
+@pytest.mark.slow_cases("micro-batches", "stages")
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_nothing_is_found_where_nothing_differs(setting: dict[str, Any]) -> None:
     model, args = model_and_inputs()
@@ -66,6 +67,7 @@ def test_nothing_is_found_where_nothing_differs(setting: dict[str, Any]) -> None
     assert first_divergence(model, sharded, args, {}, 1e-9) is None
 
 
+@pytest.mark.slow_cases("micro-batches")
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_a_wrong_sum_is_found_in_the_forward(setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("all_reduce", "reduce_scatter"):

@@ -44,7 +44,18 @@ def test_rule(op: torch._ops.OpOverload) -> None:
     assert {"I", "R"} <= check.strategies
 
 
-@pytest.mark.slow_cases("aten.conv*1d.default", "autoshard.experts.default")
+@pytest.mark.slow_cases(
+    "aten.conv*1d.default",
+    "autoshard.experts.default",
+    "aten.conv2d.default",
+    "aten.matmul.default",
+    "aten.slice.Tensor",
+    "aten.conv2d.padding",
+    "aten.index.Tensor",
+    "aten.add.Tensor",
+    "aten.scatter_add.default",
+    "aten.where.self",
+)
 @pytest.mark.parametrize(
     "op",
     [

@@ -85,6 +85,7 @@ def test_with_dropout_on(name: str, axes: dict[str, int]) -> None:
     assert rings & {"ring", "folded ring", "ring with helpers"} or "cp" not in axes
 
 
+@pytest.mark.slow
 def test_every_form_is_one_operation() -> None:
     """The loop over experts, their matrices per row and the grouped product are captured as the same graph."""
     forms = ("eager", "batched_mm", "grouped_mm")
@@ -126,8 +127,8 @@ def test_forms_of_transformers_send_what_the_formula_says(
     assert {(c.kind, c.phase) for c in weights} <= {("all_reduce", "backward")}
 
 
-def test_gates_are_asked_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits, slopes and alternating gates are found by their numbers; a gate that gives others is left as it is."""
+def test_gates_are_asked_what_they_compute() -> None:
+    """Limits, slopes and alternating gates are found by their numbers."""
     model = model_of("gpt-oss", "batched_mm", 1)
     (node,) = (n for n in capture_graph(model, (), text(), training=True).nodes if n.op is experts_op._opoverload)
     names = ("activation", "limit", "shift", "interleaved")
@@ -136,15 +137,24 @@ def test_gates_are_asked_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> N
     experts.limit = 100.0
     (node,) = (n for n in capture_graph(model, (), text(), training=True).nodes if n.op is experts_op._opoverload)
     assert node.argument("limit") == 100.0
-    gates: list[Any] = [
+
+
+@pytest.mark.slow_cases("weighed", "reshaped")
+@pytest.mark.parametrize(
+    "gate",
+    [
         lambda self, x: x[..., ::2].sin(),
         lambda self, x: F.silu(x[..., ::2]) * x[..., 1::2] * self.learnt,
         lambda self, x: F.silu(x[..., ::2]) * x[..., 1::2].unflatten(-1, (1, self.intermediate_size)).squeeze(-2),
-    ]
-    for gate in gates:
-        monkeypatch.setattr(type(experts), "_apply_gate", gate)
-        experts.learnt = nn.Parameter(torch.ones(())) if "learnt" in gate.__code__.co_names else None
-        assert experts_op._opoverload not in [n.op for n in capture_graph(model, (), text(), training=True).nodes]
+    ],
+    ids=["alone", "weighed", "reshaped"],
+)
+def test_a_gate_that_gives_other_numbers_is_left_as_it_is(gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gpt-oss", "batched_mm", 1)
+    experts = model.model.layers[0].mlp.experts
+    monkeypatch.setattr(type(experts), "_apply_gate", gate)
+    experts.learnt = nn.Parameter(torch.ones(())) if "learnt" in gate.__code__.co_names else None
+    assert experts_op._opoverload not in [n.op for n in capture_graph(model, (), text(), training=True).nodes]
 
 
 def test_what_is_more_than_two_products_is_left_as_it_is() -> None:
@@ -159,6 +169,7 @@ class Loss(Routed):
         return super().forward(batch)[0]
 
 
+@pytest.mark.slow_cases("many")
 @pytest.mark.parametrize(("rows", "sent"), [(2, 2 * 2), (24, 4 * 8)], ids=["few", "many"])
 def test_gates_meet_what_they_gate_as_rows_or_as_weights(rows: int, sent: int) -> None:
     """Features cut as one dim: a rank has all gates, the other none. What is less is sent: of rows, or of weights.
@@ -205,6 +216,7 @@ def test_without_experts_it_is_fsdp() -> None:
     assert any("no operation runs experts" in note and "docs/experts.md" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 def test_experts_beside_the_plan_are_found_without_a_hint() -> None:
     """Mixtral at its size: rows travel, and no weight of an expert does."""
     config = transformers.MixtralConfig(num_hidden_layers=1, vocab_size=1024, use_cache=False)
@@ -241,7 +253,7 @@ def routed(form: str) -> nn.Module:
     return routing_models.Modules(form, form == "modules") if "modules" in form else routing_models.Routed(form)
 
 
-@pytest.mark.slow_cases("masked_modules", "half_turned")
+@pytest.mark.slow_cases("masked_modules", "half_turned", "modules", "masked_gates")
 @pytest.mark.parametrize(
     "form",
     [
@@ -266,6 +278,7 @@ def test_routing_as_users_write_it(form: str) -> None:
     assert sent["all_gather"] < routing_models.COUNT * routing_models.WIDTH * routing_models.HIDDEN * 8
 
 
+@pytest.mark.slow
 def test_rows_beyond_a_capacity_are_dropped() -> None:
     """They go to no expert, without a group of rows that each rank has for itself."""
     x = torch.randn(2, 6, routing_models.WIDTH)
@@ -318,7 +331,12 @@ def test_routing_by_sorted_rows() -> None:
 
 
 @pytest.mark.slow_cases(
-    "fewer_ids_modules", "more_weights_modules", "crowded_modules", "wider_modules", "masked_otherwise_modules"
+    "fewer_ids_modules",
+    "more_weights_modules",
+    "crowded_modules",
+    "wider_modules",
+    "masked_otherwise_modules",
+    "between_two",
 )
 @pytest.mark.parametrize(
     "form",

@@ -226,6 +226,7 @@ def test_the_best_is_divided_once_more() -> None:
     assert divided_mesh_shape((3, 5), 8) == (3, 5)
 
 
+@pytest.mark.slow
 def test_a_number_of_devices() -> None:
     x = torch.zeros(1 << 16, 64, device="meta")
     plan = autoshard.plan(MODEL, None, (x,), devices=16, hardware="h100")

@@ -81,6 +81,7 @@ def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:
     assert all(len(set(choice)) == 1 for choice in assignment.choices.values())
 
 
+@pytest.mark.slow
 def test_the_bound_is_of_all_choices_after_narrower_searches(graph: Graph) -> None:
     two = planner(graph, a=2, b=4)
     budget = 1.5 * lower_and_simulate(two.least()[0], "adamw")[1].peak
@@ -105,7 +106,7 @@ def test_what_fits_block_by_block_is_found_where_the_search_may_choose() -> None
     assert search_within_memory(Planner(deep, mesh, {}, recompute="auto"), budget)[1].peak <= budget
 
 
-@pytest.mark.slow_cases("0.4")
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.05, 0.4])
 def test_a_mesh_of_two_axes_is_no_dearer_than_one_of_as_many_ranks(graph: Graph, share: float) -> None:
     """What is not known of a plan before it is simulated differs from plan to plan: the search goes back and forth."""

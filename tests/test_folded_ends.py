@@ -113,6 +113,7 @@ def source_of(model: nn.Module) -> str:
     return compiler.compile_graph(graph, autoshard.Mesh({"cp": 4}), CompileOptions(like="ring")).source.text
 
 
+@pytest.mark.slow_cases("False")
 @pytest.mark.usefixtures("taken", "remembering")
 @pytest.mark.parametrize("inside", [True, False])
 def test_blocks_stay_whole(inside: bool) -> None:
@@ -182,6 +183,7 @@ class Between(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("taken", "remembering")
 @pytest.mark.parametrize("again", [False, True])
 def test_what_begins_outside_does_not_belong_to_its_reader(again: bool) -> None:

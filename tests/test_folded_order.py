@@ -151,6 +151,7 @@ def test_the_cut_is_the_least_of_all(width: int, after: str, between: str, ranks
     assert all(some <= chosen for some, size in costs.items() if size == costs[chosen])
 
 
+@pytest.mark.slow_cases("{'mixed': True}-4", "{}-4")
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("form", [{}, {"shift": True}, {"mixed": True}, {"wide": 40}], ids=str)
 def test_the_cut_is_the_least(form: dict[str, Any], ranks: int) -> None:
@@ -191,6 +192,7 @@ FORMS: dict[str, dict[str, Any]] = {"small": {}, "shifted": {"shift": True}, "mi
 SLOW = [(name, ranks) for name in ("shifted", "mixed", "gpt") for ranks in (2, 3, 4, 8)] + [("llama", 3), ("llama", 4)]
 
 
+@pytest.mark.slow_cases("llama-2")
 @pytest.mark.usefixtures("taken", "remembering")
 @pytest.mark.parametrize(
     ("name", "ranks"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fuzz import Program
-from harness import ideal
+from harness import examples, ideal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -75,7 +75,7 @@ def check(numbers: Sequence[int], shape: tuple[int, ...], axes: dict[str, int], 
     return sharded
 
 
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8), suppress_health_check=list(HealthCheck))
 @given(programs)
 def test_random_programs(case: tuple[list[int], tuple[int, ...], dict[str, int], int]) -> None:
     check(*case)

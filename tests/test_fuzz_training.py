@@ -28,6 +28,7 @@ def check(seed: int, count: int) -> None:
             assert may or found.kind in ("equal", "no model"), f"{seed}:{number} {found}\n{case}"
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("seed", [2, 9])
 def test_random_trainings(seed: int) -> None:
     check(seed, 2)

@@ -223,6 +223,7 @@ def test_combines_with_other_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
 MODELS = [("llama", {"cp": 3}), ("llama", {"cp": 2, "tp": 2}), ("gpt", {"cp": 2})]
 
 
+@pytest.mark.slow_cases("gpt-{'cp': 2}", "llama-{'cp': 3}")
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize(
     ("name", "axes"), [*MODELS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
@@ -252,6 +253,7 @@ def test_masks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert labels_of(report) & PIECES
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize(
     ("axes", "like"),
@@ -270,6 +272,7 @@ def test_sinks_caps_and_dropout(axes: dict[str, int], like: Any) -> None:
     assert set(attentions) <= PIECES
 
 
+@pytest.mark.slow_cases("False-3")
 @pytest.mark.usefixtures("asked", "plain_order")
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("causal", [True, False])

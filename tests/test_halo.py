@@ -71,6 +71,7 @@ def height(axes: dict[str, int]) -> dict[str, Any]:
     return {"x": cut, "body.?": cut, "body.*.weight": "replicate", "body.*.bias": "replicate"}
 
 
+@pytest.mark.slow_cases("{'tp': 2}")
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}, {"a": 2, "b": 2}], ids=str)
 def test_a_net_cut_along_the_height(axes: dict[str, int]) -> None:
     found = collectives(Image(), axes, height(axes), (image(),))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import highspy, numpy as np
 from autoshard.passes.search.exact.milp import highs_solver, run_highs, solve_core
@@ -30,6 +32,7 @@ print(solve_core([((0,), np.array([2.0, 1.0])), ((0, 1), np.array([[0.0, 3.0], [
 """
 
 
+@pytest.mark.slow
 def test_after_a_solver_of_another_number_of_threads() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "True True -8.0 True"

@@ -33,6 +33,7 @@ def tables_of(plan: autoshard.Plan) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow_cases("column-wise-*", "row-wise-*-rows-*")
 @pytest.mark.parametrize("mesh", [X, pytest.param(BOTH, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     ("hint", "lies"),

@@ -246,6 +246,7 @@ def test_a_program_with_interleaved_changes_still_holds_few_tensors() -> None:
     assert mode.peak - states < 5 * 40_000 + 20 * 400
 
 
+@pytest.mark.slow
 def test_the_process_grows_by_the_shards_and_not_by_the_model() -> None:
     """Measured from outside: malloc's holes between shards once let the process grow to the full model's size."""
     script = """

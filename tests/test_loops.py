@@ -138,7 +138,7 @@ def batch(seed: int, shift: float = 0.0) -> Tensor:
     return torch.randn(TOKENS, WIDTH, dtype=torch.float64) + shift
 
 
-@pytest.mark.slow_cases("Tensors-*", "Names-*", "Listed-dp2tp2", "Numbers-dp2tp2")
+@pytest.mark.slow_cases("Tensors-*", "Names-*", "Listed-dp2tp2", "Numbers-dp2tp2", "Listed-tp3", "Unguarded-dp2tp2")
 @pytest.mark.parametrize("mesh", ["dp2tp2", "tp3"])
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_training_equals_eager(kind: type[Routed], mesh: str) -> None:

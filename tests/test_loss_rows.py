@@ -92,6 +92,7 @@ def of_rows(plan: autoshard.Plan) -> list[Any]:
     return [c for c in found if not c.reason.startswith(parameters)]
 
 
+@pytest.mark.slow_cases("plain-*")
 @pytest.mark.parametrize(
     ("form", "mesh", "batch", "length"),
     [

@@ -71,7 +71,7 @@ def memory_is_as_simulated(graph: Graph, recompute: str, watched: float = 0.0) -
     assert sum(memory.at_peak.values()) == pytest.approx(memory.peak)
 
 
-@pytest.mark.slow_cases("llama-none", "gpt-none", "gpt-blocks")
+@pytest.mark.slow_cases("llama-none", "gpt-none", "gpt-blocks", "moe-none", "dlrm-none", "vit-none")
 @pytest.mark.parametrize("recompute", ["none", "selective", pytest.param("blocks", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_peak_is_the_tracked_one(family: str, recompute: str) -> None:

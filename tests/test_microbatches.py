@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("remembering")
 MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "fsdp3": {"fsdp": 3}}
 
 
-SLOW = {"llama_in_2", "gpt_in_4"}
+SLOW = {"llama_in_2", "llama_in_4", "gpt_in_4", "moe_in_4"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES])
@@ -106,6 +106,7 @@ def _by_kind(found: Any) -> dict[tuple[str, str], float]:
     return total
 
 
+@pytest.mark.slow
 def test_as_many_as_it_takes() -> None:
     """The fewest that fit; one where that fits. More take more time, for which the bound holds, too."""
     model, args = made("regression")

@@ -71,11 +71,13 @@ class Containers(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow_cases("others")
 @pytest.mark.parametrize("names", [NUMBERS, OTHER[::2], OTHER[1::2]], ids=["numbers", "other", "others"])
 def test_modules_parameters_and_buffers(names: tuple[str, ...]) -> None:
     assert_equal_training(Named(names), {"tp": 2}, (X,), share=1.2)
 
 
+@pytest.mark.slow
 def test_containers_of_blocks(tmp_path: Path) -> None:
     """Their paths stand in docstrings, in f-strings and in loops; and in the files."""
     names = tuple(n for n in (*NUMBERS[:4], *OTHER) if n != "\ud800")  # which safetensors cannot write

@@ -40,6 +40,7 @@ class Uses(nn.Module):
         return self.use(self.w, x, i)
 
 
+@pytest.mark.slow_cases("bag", "cross entropy")
 @pytest.mark.parametrize("name", USES)
 def test_what_no_rank_holds_raises(name: str) -> None:
     torch.manual_seed(0)

@@ -58,11 +58,14 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
+def _built(what: str, checkout: Path, folder: Path) -> Path:
+    build = f"from setuptools import build_meta; print(build_meta.build_{what}({str(folder)!r}))"
+    return folder / _run(sys.executable, "-c", build, cwd=checkout).split()[-1]
+
+
 @pytest.fixture(scope="module")
 def sdist(checkout: Path) -> Path:
-    folder = checkout.parent
-    build = f"from setuptools import build_meta; print(build_meta.build_sdist({str(folder)!r}))"
-    return folder / _run(sys.executable, "-c", build, cwd=checkout).split()[-1]
+    return _built("sdist", checkout, checkout.parent)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +84,7 @@ def _environment(folder: Path, *install: str | Path) -> Path:
     site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
     (site / "borrowed.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index")
-    _run(*pip, "--ignore-installed", "--no-build-isolation", *install, cwd=folder)
+    _run(*pip, "--no-compile", "--ignore-installed", "--no-build-isolation", *install, cwd=folder)
     return python
 
 
@@ -146,6 +149,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_checkout_is_used_without_being_installed(checkout: Path, tmp_path: Path) -> None:
     """By PYTHONPATH, whatever is installed beside it; and by processes that it starts."""
     script = tmp_path / "script.py"
@@ -215,6 +219,7 @@ def test_imports_of_others_are_seen() -> None:
     assert _declared(["torch>=2.11,<2.16", "a-b[c]==1", "plain"]) == {"torch", "a-b", "plain"}
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_every_file_once(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = Counter(name.partition("/")[2] for name in archive.getnames())
@@ -223,12 +228,14 @@ def test_the_sdist_holds_every_file_once(sdist: Path) -> None:
     assert [name for name in names if name.startswith(("autoshard/passes", "autoshard/models"))] == []
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_file_once_and_nothing_else(wheel: Path) -> None:
     names = Counter(name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name)
     assert names == _shipped()
     assert {"autoshard/passes/ir/graph.py", "autoshard/models/gpt.py", "autoshard/py.typed"} <= set(names)
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_licence_and_console_script(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     text = {name.partition(".dist-info/")[2]: archive.read(name).decode() for name in archive.namelist()}
@@ -237,8 +244,10 @@ def test_the_wheel_carries_licence_and_console_script(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in text["METADATA"]
 
 
-def test_the_installed_wheel_imports_from_anywhere(wheel: Path, tmp_path: Path) -> None:
-    python = _environment(tmp_path / "env", wheel)
+def test_the_installed_wheel_imports_from_anywhere(checkout: Path, tmp_path: Path) -> None:
+    """Built without an sdist, from a copy, so that no sdist is built from what that leaves."""
+    shutil.copytree(checkout, tmp_path / "source")
+    python = _environment(tmp_path / "env", _built("wheel", tmp_path / "source", tmp_path))
     script = """
 import autoshard, autoshard.models, autoshard.passes.ir, autoshard.passes.rules.base, importlib.util, sys
 import torch

@@ -38,8 +38,10 @@ X, LENGTHS = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0)), t
             lambda: nn.GRU(6, 8, num_layers=2, bidirectional=True, batch_first=True), 7, marks=pytest.mark.slow
         ),
         (lambda: nn.RNN(6, 8, bias=False), None),
-        (lambda: nn.LSTM(6, 8, num_layers=2, bidirectional=True, batch_first=True), 7),
-        (lambda: nn.LSTM(6, 8, bias=False, proj_size=4, batch_first=True), None),
+        pytest.param(
+            lambda: nn.LSTM(6, 8, num_layers=2, bidirectional=True, batch_first=True), 7, marks=pytest.mark.slow
+        ),
+        pytest.param(lambda: nn.LSTM(6, 8, bias=False, proj_size=4, batch_first=True), None, marks=pytest.mark.slow),
     ],
 )
 def test_results_and_gradients_are_those_of_one_device(layer: type[nn.Module], total: int | None) -> None:
@@ -50,9 +52,12 @@ def test_results_and_gradients_are_those_of_one_device(layer: type[nn.Module], t
 @pytest.mark.parametrize(
     "layer",
     [
-        lambda: nn.LSTM(6, 4, num_layers=2, bidirectional=True, batch_first=True, dropout=0.4),
+        pytest.param(
+            lambda: nn.LSTM(6, 4, num_layers=2, bidirectional=True, batch_first=True, dropout=0.4),
+            marks=pytest.mark.slow,
+        ),
         lambda: nn.GRU(6, 4, num_layers=3, batch_first=True, dropout=0.4),
-        lambda: nn.RNN(6, 4, num_layers=2, batch_first=True, dropout=1.0),
+        pytest.param(lambda: nn.RNN(6, 4, num_layers=2, batch_first=True, dropout=1.0), marks=pytest.mark.slow),
     ],
 )
 def test_dropout_between_layers_is_that_of_the_packed_data(layer: type[nn.Module]) -> None:
@@ -71,6 +76,7 @@ def test_what_would_see_the_stand_in_is_refused() -> None:
         autoshard.compile(Packed(nn.GRU(6, 8), with_data=True), {"tp": 2}, (X, LENGTHS))
 
 
+@pytest.mark.slow
 def test_what_lies_behind_the_end_of_a_sequence_does_not_count() -> None:
     torch.manual_seed(0)
     inside = torch.arange(5)[:, None] < LENGTHS[:, None, None]

@@ -35,7 +35,7 @@ from autoshard.plans.stages import mesh_without_axis
 pytestmark = pytest.mark.usefixtures("remembering")
 
 MESHES = {"pp2": {"pp": 2}, "pp2tp2": {"pp": 2, "tp": 2}, "pp4": {"pp": 4}, "pp2dp2tp2": {"pp": 2, "dp": 2, "tp": 2}}
-FAST = {"gpt_1f1b", "skips", "other_outputs", "interleaved_without_gradients", "gradients_of_inputs", "refused"}
+FAST = {"skips", "other_outputs", "interleaved_without_gradients", "gradients_of_inputs", "refused"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
@@ -130,6 +130,7 @@ def test_values_of_inputs_are_passed_on_or_made_again(bandwidth: float, times: i
     assert again.source == sharded.source
 
 
+@pytest.mark.slow
 def test_a_plan_in_stages_is_followed() -> None:
     model, args = made("skips")
     mesh = ideal({"pp": 2, "tp": 2})
@@ -156,6 +157,7 @@ def test_one_file_has_all_stages() -> None:
     assert source.count("(runtime.Block):") <= 3  # equal blocks of several stages are one class
 
 
+@pytest.mark.slow
 def test_verify_looks_into_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stages and micro-batches are verified like a whole; what differs is named, of whatever stage it is."""
     model, args = made("skips")
@@ -191,6 +193,7 @@ def test_a_wrong_message_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         compare("gpt", ideal({"pp": 2}), 2, steps=1)
 
 
+@pytest.mark.slow_cases("stages")
 @pytest.mark.parametrize(
     ("name", "axes", "asked"),
     [("gpt", {"tp": 2, "pp": 2}, {"stages": "pp", "schedule": "interleaved"}), ("skips", {"dp": 2}, {})],

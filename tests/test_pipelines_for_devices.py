@@ -72,6 +72,7 @@ def test_blocks_that_differ_stay() -> None:
     assert without_repeated_blocks(graph).blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", [PipelineSetup(2, (2,), 4), PipelineSetup(1, (2,), 2)])
 def test_an_estimate_is_close_to_the_plan_in_full(graph: Graph, setup: PipelineSetup) -> None:
     of = PipelineEstimates(graph, PRESETS["h100"], CompileOptions(), "model")
@@ -99,6 +100,7 @@ def test_stages_are_chosen_where_all_else_is_dear() -> None:
     assert plan.from_json(plan.to_json()).candidates == plan.candidates
 
 
+@pytest.mark.slow
 def test_no_stages_are_chosen_where_nothing_is_dear() -> None:
     plan = planned("ideal_network", 2, 2)
     assert plan.staged is None
@@ -106,6 +108,7 @@ def test_no_stages_are_chosen_where_nothing_is_dear() -> None:
     assert plan.cost.total_s == pytest.approx(plan.cost.compute_s + plan.cost.exposed_s)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_asked_for_stay() -> None:
     plan = planned(SLOW, 2, 2, micro_batches=4, stages="pp", schedule="gpipe")
     assert plan.staged is not None

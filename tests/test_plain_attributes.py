@@ -100,6 +100,7 @@ def test_large_globals_are_not_looked_into(monkeypatch: pytest.MonkeyPatch) -> N
     assert "PROXY" in found
 
 
+@pytest.mark.slow_cases("spectral_norm")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_weights_that_a_hook_makes_of_parameters(norm: Any, close: Any) -> None:

@@ -67,7 +67,7 @@ def per_layer(plan: autoshard.Plan) -> list[Counter[Signature]]:
     return [found[i] for i in sorted(found)]
 
 
-@pytest.mark.slow_cases("*-8", "2k-*")
+@pytest.mark.slow_cases("*-8", "2k-*", "1k-1", "4k-2")
 @pytest.mark.parametrize("layers", [1, 2, 8])
 @pytest.mark.parametrize("size", SIZES)
 def test_tensor_parallel_is_no_dearer_than_megatron(size: str, layers: int) -> None:
@@ -82,6 +82,7 @@ def test_tensor_parallel_is_no_dearer_than_megatron(size: str, layers: int) -> N
     assert sum(c.bytes for c in waits) <= megatron(layers, 1, seq, width)
 
 
+@pytest.mark.slow_cases("dp-8-*")
 @pytest.mark.parametrize(
     ("axis", "batch", "hardware", "like"), [("dp", 8, "a100", "zero1"), ("dp tp", 4, "h100", "zero1 megatron-sp")]
 )
@@ -92,7 +93,7 @@ def test_no_expert_has_the_shorter_timeline(axis: str, batch: int, hardware: str
     assert plan.cost.schedule_s <= expert.cost.schedule_s * SCHEDULED
 
 
-@pytest.mark.slow_cases("[14]k")
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 def test_every_layer_communicates_alike(size: str) -> None:
     """To the byte, but for the first and the last: they have other neighbours."""
@@ -113,6 +114,7 @@ def gradient_bytes(plan: autoshard.Plan) -> dict[str, float]:
     return {n: 2 * (RANKS - 1) / RANKS * count * DTYPE.itemsize for n, count in numel.items()}
 
 
+@pytest.mark.slow_cases("1", "2")
 @pytest.mark.parametrize("layers", [1, 2, 8])
 def test_data_parallel_communicates_gradients_only(layers: int) -> None:
     """A small model with a batch to split: every parameter's gradient once, the loss, and nothing else.

@@ -68,7 +68,7 @@ def test_names_are_those_of_the_prediction(axes: dict[str, int]) -> None:
         assert_as_predicted(seen - type(seen)([next(iter(seen))]), found.plan)
 
 
-@pytest.mark.slow_cases("vit")
+@pytest.mark.slow_cases("vit", "dlrm")
 @pytest.mark.parametrize("name", ["moe", "vit", "dlrm"])
 def test_other_models(name: str) -> None:
     found, step = sharded(name, dp=2)

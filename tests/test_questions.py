@@ -54,6 +54,7 @@ def equal_branches(x: Tensor) -> Tensor:
 HARMLESS = [kernel, checked, equal_branches]
 
 
+@pytest.mark.slow_cases("checked")
 @pytest.mark.parametrize("ask", HARMLESS, ids=lambda f: f.__name__)
 def test_questions_whose_answer_does_not_matter(ask: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(0)
@@ -99,6 +100,7 @@ def error_of_torch(x: Tensor) -> Tensor:
 MATTERS = [factor, only_together, constant, precision, loop, many, error_of_torch]
 
 
+@pytest.mark.slow_cases("many", "precision")
 @pytest.mark.parametrize("ask", MATTERS, ids=lambda f: f.__name__)
 def test_questions_whose_answer_matters_are_refused(ask: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(autoshard.CaptureError, match=r"test_questions.py:\d+\): the program depends on the values"):
@@ -120,6 +122,7 @@ def test_a_program_with_sizes_of_the_data_is_traced_again_once(monkeypatch: pyte
     assert rounds.call_count == 1
 
 
+@pytest.mark.slow
 def test_a_tensor_made_of_open_numbers_is_not_known() -> None:
     def of_a_count(x: Tensor) -> Tensor:
         count = torch.tensor([int((x > 0).sum()), 3])

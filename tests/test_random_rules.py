@@ -157,6 +157,7 @@ class Transposed(nn.Module):
         return F.pad(some + torch.randn_like(some), (0, 0, 2, 2)) + torch.randn_like(x) * torch.rand_like(x)
 
 
+@pytest.mark.slow_cases("{'tp': 3}-open", "{'tp': 2}-open", "{'tp': 3}-fixed")
 @pytest.mark.parametrize("some", [False, True], ids=["fixed", "open"])
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": 3}, {"dp": 2, "tp": 2}], ids=str)
 def test_draws_like_a_transposed_tensor(axes: dict[str, int], some: bool) -> None:
@@ -247,6 +248,7 @@ class Drawing(nn.Module):
         return self.down(torch.stack([x.to(h.dtype).clamp(-5, 5) * (i + 1) for i, x in enumerate(drawn)]).mean(0))
 
 
+@pytest.mark.slow_cases("in place", "of the generator None")
 @pytest.mark.parametrize("what", WHOLE)
 def test_draws_without_a_rule_are_drawn_once(what: str) -> None:
     """The generator is then where one device leaves it: a draw with a rule follows."""

@@ -52,6 +52,16 @@ LINKS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.slow_cases(
+    "function_in_a_tuple",
+    "function_over_a_list",
+    "weak_values",
+    "weak_method",
+    "ids_of_modules",
+    "lists_of_parameters",
+    "parameters_as_keys",
+    "function_in_a_default_dict",
+)
 @pytest.mark.parametrize("link", LINKS)
 def test_later_programs_are_of_what_was_trained(link: str) -> None:
     """A program in another shape and mode has today's weights, whatever leads to them; and again in a copy."""

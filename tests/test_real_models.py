@@ -18,7 +18,7 @@ import autoshard.models
 
 MESHES = {"tp2": {"tp": 2}, "dp2tp2": {"dp": 2, "tp": 2}, "tp3": {"tp": 3}}
 NAMES = (*CASES, "dlrm")
-FAST = {"resnet", "dlrm"}
+FAST = {"dlrm"}
 """what runs without --run-slow, too; test_compile_models.py has text models of transformers"""
 
 

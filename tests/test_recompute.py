@@ -79,6 +79,7 @@ def per_layer(tp: int, like: str | None, recompute: str) -> float:
 FULL = 34 + 5 * A * S / H
 
 
+@pytest.mark.slow_cases("1-None-*")
 @pytest.mark.parametrize(
     ("tp", "like", "recompute", "factor"),
     [
@@ -141,6 +142,7 @@ def every_choice(planner: Planner) -> Iterator[tuple[int, ...]]:
     return extended(())
 
 
+@pytest.mark.slow_cases("gml-*")
 @pytest.mark.parametrize(
     ("parts", "axes"),
     [
@@ -202,6 +204,7 @@ def test_what_is_made_again_is_listed_with_what_it_saves_and_takes() -> None:
     assert none.cost.total_s < selective.cost.total_s < blocks.cost.total_s
 
 
+@pytest.mark.slow_cases("axes0")
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}])
 def test_a_part_of_a_stacked_weight_is_not_made_again(axes: dict[str, int]) -> None:
     """Its part is kept in the place of the whole, which is larger: all that is made again saves something."""
@@ -276,6 +279,7 @@ class Viewed(nn.Module):
         return x
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_view_that_leaves_a_block_keeps_what_it_is_of(depth: int) -> None:
     """Blocks of which each keeps what comes in: not one input, from which the next block makes the one before again."""

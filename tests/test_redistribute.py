@@ -12,6 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -138,7 +139,7 @@ def test_triangle_inequality(grad: bool) -> None:
 
 
 @given(st.sampled_from(MESHES), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_all_reduce_is_never_dearer_than_its_halves(sizes: tuple[int, ...], shape: list[int], grad: bool) -> None:
     mesh = Mesh(dict(zip("abc", sizes, strict=False)))
     partial, whole, split = (Layout(mesh, [p] * mesh.ndim) for p in (P, R, S0))
@@ -247,6 +248,7 @@ def test_larger_meshes() -> None:
     assert table[0, 0] == 0
 
 
+@pytest.mark.slow
 def test_more_axes_than_one_search_takes() -> None:
     """Planned in parts, and said so; where five axes change the plan is minimal."""
     many = Mesh(dict.fromkeys("abcdef", 2))
@@ -270,6 +272,7 @@ def test_cost_matrix_on_four_axes() -> None:
             assert table[i, j] == pytest.approx(plan.seconds)
 
 
+@pytest.mark.slow_cases("2-shape0-*")
 @pytest.mark.parametrize(
     ("inner", "shape", "closed", "searches"),
     [
@@ -361,6 +364,7 @@ def bench() -> ModuleType:
     return module
 
 
+@pytest.mark.slow_cases("(2, 2, 2)", "(2, 4, 8)", "(2, 3, 4)")
 @pytest.mark.parametrize("sizes", PUBLISHED, ids=str)
 def test_never_above_mindspore(bench: ModuleType, sizes: tuple[int, ...]) -> None:
     """The reimplementation gives the known figures, and autoshard is never above it."""
@@ -376,6 +380,13 @@ def test_never_above_mindspore(bench: ModuleType, sizes: tuple[int, ...]) -> Non
     assert ours.above >= known.above
 
 
+@pytest.mark.slow_cases(
+    "(2, 2, 2)-3-graph-*",
+    "(2, 4, 8)-3-greedy-*",
+    "(2, 4, 8)-3-graph-from partial",
+    "(2, 2, 2)-3-greedy-no partial",
+    "(2, 2, 2)-3-greedy-from partial",
+)
 @pytest.mark.parametrize("partial", [False, True], ids=["no partial", "from partial"])
 @pytest.mark.parametrize("graph", [False, True], ids=["greedy", "graph"])
 @pytest.mark.parametrize(("sizes", "ndim"), [((2, 4), 2), ((2, 2, 2), 3), ((2, 4, 8), 3)], ids=str)

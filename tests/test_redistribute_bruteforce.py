@@ -228,7 +228,7 @@ MESHES = [(2, 2), (2, 4), (2, 2, 2), (2, 3, 4)]
 SHAPES = [(48,), (48, 24), (24, 48, 72)]
 
 
-@pytest.mark.slow_cases("*(2, 3, 4)-*", "(2, 2, 2)-rank3-*")
+@pytest.mark.slow_cases("*(2, 3, 4)-*", "(2, 2, 2)-rank3-*", "(2, 2, 2)-rank2-*", "*-inference")
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("shape", SHAPES, ids=["rank1", "rank2", "rank3"])
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -242,7 +242,7 @@ def test_equals_exhaustive_search(sizes: tuple[int, ...], shape: tuple[int, ...]
 UNEVEN = [((2, 2), (7,)), ((2, 4), (5, 1)), ((2, 2), (10, 9)), ((2, 2, 2), (3,)), ((2, 3, 4), (5, 7)), ((2, 4), (0, 4))]
 
 
-@pytest.mark.slow_cases("*(2, 3, 4)-*")
+@pytest.mark.slow_cases("*(2, 3, 4)-*", "*-inference")
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize(("sizes", "shape"), UNEVEN, ids=str)
 def test_equals_exhaustive_search_where_uneven(sizes: tuple[int, ...], shape: tuple[int, ...], grad: bool) -> None:

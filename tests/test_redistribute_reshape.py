@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_redistribute_values import holds, spread
@@ -129,7 +130,7 @@ def call(step: RedistributionStep, x: torch.Tensor) -> torch.Tensor:
     return getattr(runtime, fn)(x, *map(local, args), **{k: local(v) for k, v in kwargs.items()})
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(cases())
 def test_values_and_gradients(case: Case) -> None:
     src, dst, shape, to, grad, seed = case

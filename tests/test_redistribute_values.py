@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -194,7 +195,7 @@ def values(case: Case) -> tuple[np.ndarray, Chunks, np.random.Generator]:
     return full, spread(case.src, full, rng), rng
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(cases())
 def test_steps_give_the_exact_shards_and_gradients(case: Case) -> None:
     full, chunks, rng = values(case)
@@ -218,7 +219,7 @@ def test_any_number_of_axes(case: Case) -> None:
     test_steps_give_the_exact_shards_and_gradients.hypothesis.inner_test(case)  # type: ignore[attr-defined]
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(cases(kinds=(R, Partial("max")), grads=(False,)))
 def test_max_is_reduced_exactly(case: Case) -> None:
     new = {a: R for a in case.dst.axes_with(Partial) if case.src[a] != Partial("max")}
@@ -249,7 +250,7 @@ def call(step: RedistributionStep, x: torch.Tensor) -> torch.Tensor:
     return getattr(runtime, name)(x, *args, **local)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(cases())
 def test_runtime_agrees(case: Case) -> None:
     full, chunks, rng = values(case)
@@ -271,7 +272,7 @@ def test_runtime_agrees(case: Case) -> None:
         assert holds(case.src.gradient(), [x.grad.numpy() for x in leaves], gradient)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(cases())
 def test_runtime_moves_the_predicted_bytes(case: Case) -> None:
     """What runs logs exactly the planned bytes, forward and backward, under the same axes; uneven sizes included."""

@@ -32,6 +32,8 @@ RULES = {
     for rule in rules
 }
 DISTRIBUTED = [op for op, rule in RULES.items() if rule.collectives is not None]
+HALF = [pytest.param(op, marks=[pytest.mark.slow] * (i % 2)) for i, op in enumerate(DISTRIBUTED)]
+"""all of them, every other one slow"""
 SAMPLES = {f"aten.{name}": calls for table in (RANK, REDUCE, SCAN) for name, calls in table.items()}
 
 
@@ -44,7 +46,7 @@ def only(op: Any, *labels: str) -> Rule:
     return Rule(op, strategies, RULES[op].local)
 
 
-@pytest.mark.parametrize("op", DISTRIBUTED, ids=str)
+@pytest.mark.parametrize("op", HALF, ids=str)
 def test_every_dim_is_cut(op: Any) -> None:
     """The dim that the op runs over as well as the others."""
     check = check_rule(RULES[op], SAMPLES[str(op)][:2])
@@ -52,7 +54,7 @@ def test_every_dim_is_cut(op: Any) -> None:
     assert {f"d{d}" for d in range(longest)} <= check.strategies
 
 
-@pytest.mark.parametrize("op", DISTRIBUTED, ids=str)
+@pytest.mark.parametrize("op", HALF, ids=str)
 def test_pairs_of_strategies(op: Any) -> None:
     """The dim on both axes, or rows on one of them."""
     check_rule(RULES[op], SAMPLES[str(op)][:4], meshes=({"a": 2, "b": 2},))
@@ -143,6 +145,7 @@ OF_NAN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_cases("min", "amax", "sum of magnitudes")
 @pytest.mark.parametrize("name", OF_NAN)
 def test_gradients_of_a_nan_are_those_of_eager(name: str) -> None:
     """Some give it to the elements that are NaN, some to all."""
@@ -244,6 +247,7 @@ class Head(nn.Module):
         return logits.argmax(-1), indices, values.softmax(-1), logits.max(-1).values - logits.logsumexp(-1)
 
 
+@pytest.mark.slow_cases("*-258")
 @pytest.mark.parametrize(("ranks", "vocab"), [(2, 258), (3, 258), (3, 257)])
 def test_logits_cut_by_vocabulary_are_never_gathered(ranks: int, vocab: int) -> None:
     """Greedy and top-k decoding, values and gradients; the rows do not divide among the ranks."""
@@ -289,6 +293,7 @@ class Gate(nn.Module):
         return self.experts(torch.zeros_like(scores).scatter_add(-1, indices, weights))
 
 
+@pytest.mark.slow_cases("{'ep': 3}", "{'ep': 2}")
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 3}, {"dp": 2, "ep": 2}], ids=str)
 def test_a_gate_with_its_experts_cut(axes: dict[str, int]) -> None:
     """The tokens do not divide among the ranks."""
@@ -311,6 +316,7 @@ class Sequence(nn.Module):
         return total / scale + x.var((0, 1)) + y.prod(1, keepdim=True)
 
 
+@pytest.mark.slow_cases("axes0-cut0", "axes1-*")
 @pytest.mark.parametrize(("axes", "cut"), [({"sp": 2}, {}), ({"sp": 3}, {}), ({"dp": 2, "sp": 2}, {"dp": Shard(0)})])
 def test_a_sequence_that_stays_cut(axes: dict[str, int], cut: dict[str, Shard]) -> None:
     """Nothing but slices of one step is exchanged."""
@@ -333,6 +339,7 @@ class Selected(nn.Module):
         return (rows.cumsum(1) / spread).sum(1), rows.topk(3, 1).values, rows.argmax(1), rows.std(0)
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_of_unknown_number(ranks: int) -> None:
     """Their features stay cut."""

@@ -64,6 +64,7 @@ TEXTS: dict[str, tuple[Callable[[nn.Linear, Tensor, Tensor], Any], str]] = {
 }
 
 
+@pytest.mark.slow_cases("float")
 @pytest.mark.parametrize("name", TEXTS)
 def test_text(name: str) -> None:
     then, told = TEXTS[name]

@@ -48,6 +48,7 @@ class ReadsOutside(Net):
         return loss * self.held[0].sum(), logits
 
 
+@pytest.mark.slow
 def test_an_equal_model_is_captured_once(tmp_path: Path, made: list[nn.Module]) -> None:
     with remembered(tmp_path):
         first, second = capture(Net(), (ids(),)), capture(Net(), (ids(),))

@@ -87,6 +87,7 @@ def _pair() -> tuple[nn.Module, Any]:
     return model, autoshard.compile(copy, autoshard.Mesh({"dp": 2}, hardware="cpu"), like="ddp")
 
 
+@pytest.mark.slow_cases("mode of a module", "default dtype", "kind of a constant")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_after_repeated_calls_is_seen(change: str) -> None:
     model, sharded = _pair()

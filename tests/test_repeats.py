@@ -259,6 +259,17 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cases(
+    "counted_in_the_class-*",
+    "number_of_a_buffer-*",
+    "parent_takes_turns-*",
+    "index_used-*",
+    "plain-a_closure-",
+    "last_ones-*",
+    "makes_constants_of_its_own-*",
+    "returns_a_view-*",
+    "plain-other_code-",
+)
 @pytest.mark.parametrize(("case", "change", "count"), CASES, ids=lambda x: getattr(x, "__name__", ""))
 def test_layers_that_differ(
     repeated: list[int], case: Callable[..., Any], change: Callable[[nn.ModuleList], Any], count: int | None
@@ -314,6 +325,7 @@ class Caches(nn.Module):
         return x, caches
 
 
+@pytest.mark.slow_cases("places1-*", "places2-*")
 @pytest.mark.parametrize(("places", "count"), [([0, 1, 2, 3], 2), ([0, 0, 0, 0], None), ([3, 2, 1, 0], None)])
 def test_caches_of_all_layers_in_a_list(repeated: list[int], places: list[int], count: int | None) -> None:
     torch.manual_seed(0)

@@ -296,6 +296,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow_cases("*-4")
 @pytest.mark.parametrize("ranks", [4, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_goes_together(kind: str, ranks: int) -> None:

@@ -273,7 +273,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.slow_cases("*hf_gpt2-*")
+@pytest.mark.slow_cases("*hf_gpt2-*", "llama-{'cp': 3}", "gpt-{'cp': 2}")
 @pytest.mark.parametrize(
     ("name", "axes"), [*MODELS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)], ids=str
 )
@@ -311,6 +311,7 @@ class Attention(nn.Module):
         return self.mixed(x).square().mean()
 
 
+@pytest.mark.slow_cases("*-2")
 @pytest.mark.usefixtures("plain_order")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("causal", [True, False])
@@ -326,6 +327,7 @@ def test_planned_bytes_are_sent(causal: bool, ranks: int) -> None:
     assert sent == (with_helpers[ranks] if causal else plain)
 
 
+@pytest.mark.slow_cases("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_planned_bytes_of_a_fold(ranks: int) -> None:
     """What is swapped, half a chunk each: q, the result, of more than two ranks k and v; of gradients, too."""
@@ -339,6 +341,7 @@ def test_planned_bytes_of_a_fold(ranks: int) -> None:
     assert sent["backward"] == 4 * share + (4 if ranks > 2 else 2) * swapped
 
 
+@pytest.mark.slow
 def test_bytes_of_gathered_keys_and_of_two_axes() -> None:
     """2 (N-1)/N of keys and values each way; a ring of R ranks beside U that turn the sequence into heads: 6 (R-1)/R of an
     activation's part of their heads, and 8 (U-1)/U² of its part of their positions."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import examples
 from torch import nn
 
 from autoshard import runtime
@@ -169,7 +170,7 @@ def error(seed: int, way: Callable[[Case], Case] = Case) -> float:
 
 @pytest.mark.parametrize("first", [0, pytest.param(20, marks=pytest.mark.slow)])
 def test_random_cases(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(first, first + (20 if not first else 200)):
+    for seed in range(first, first + (examples(20) if not first else 200)):
         monkeypatch.setattr(tile, "UNFUSED_BLOCK_ROWS", drawn(seed)["blocks"])
         monkeypatch.setattr(ring_order, "WINDOW_BLOCK_ROWS", drawn(seed)["blocks"])
         for way in (Case, in_folded_order, with_helpers, in_pieces):

@@ -111,7 +111,7 @@ def check(seed: int) -> dict[str, float]:
     return dict(found.stats)
 
 
-@pytest.mark.slow_cases("100")
+@pytest.mark.slow_cases("100", "0")
 @pytest.mark.parametrize("seed", range(0, 150, 50))
 def test_rows_equal_brute_force(seed: int) -> None:
     for k in range(seed, seed + 50):
@@ -144,6 +144,7 @@ def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constrained, "ENOUGH", 1e-9)
 
 
+@pytest.mark.slow_cases("0-taken1")
 @pytest.mark.usefixtures("as_if_large")
 @pytest.mark.parametrize(
     ("most", "taken"), [(duality_gap.BRANCHES, ("mixtures", "branches")), (0, ("mixtures", "looks"))]
@@ -187,7 +188,7 @@ def layers(count: int) -> tuple[CostNetwork, LinearRow]:
     return CostNetwork(nodes, edges), LinearRow((held,) * len(nodes), (None,) * len(edges), 0.0)
 
 
-@pytest.mark.slow_cases("0.93")
+@pytest.mark.slow_cases("0.93", "0.3")
 @pytest.mark.parametrize("room", [0.3, 0.5, 0.93])
 def test_k_of_32_layers_change_their_state(room: float) -> None:
     """No single price makes equal layers differ, and the limit lies between what all of one kind hold."""
@@ -222,6 +223,7 @@ def test_an_excess_that_is_cheaper_than_to_avoid_it_is_paid() -> None:
     assert solve(network, rows=[dear]).choice == (2,) * 12
 
 
+@pytest.mark.slow
 def test_the_same_every_time() -> None:
     for seed in range(20):
         network, rows = instance(seed)
@@ -272,6 +274,7 @@ def copied(
     return CostNetwork(tuple(own), tuple((i, j, m) for (i, j, _), m in found if m is not None)), tuple(more)
 
 
+@pytest.mark.slow
 def test_folded_tables_are_what_they_stand_for() -> None:
     solved = 0
     for seed in range(24):

@@ -137,6 +137,7 @@ LATER = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_cases("a bool")
 @pytest.mark.parametrize("case", LATER)
 def test_a_rule_is_checked_for_every_kind_of_call(case: str) -> None:
     """What the first calls do not show is checked when it comes; what was right stays so."""

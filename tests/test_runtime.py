@@ -24,7 +24,7 @@ def run_case(world: runtime.World, case: rc.Case, change: Callable[[torch.Tensor
     rc.check(case, list(ys), [x.grad for x in xs if x.grad is not None])
 
 
-@pytest.mark.slow_cases("*{'a': 2, 'b': 2}")
+@pytest.mark.slow_cases("*{'a': 2, 'b': 2}", "contiguous-{'a': 2, 'b': 3}", "scrambled-{'a': 2, 'b': 3}")
 @pytest.mark.parametrize("mesh", rc.MESHES, ids=str)
 @pytest.mark.parametrize("change", [torch.clone, rc.scrambled], ids=["contiguous", "scrambled"])
 def test_values_and_gradients(mesh: dict[str, int], change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -93,6 +93,7 @@ def test_every_field_of_a_plan_of_another_kind(tmp_path: Path) -> None:
     assert counted[False] > counted[True] > 0
 
 
+@pytest.mark.slow
 def test_every_field_of_hardware_of_another_kind(tmp_path: Path) -> None:
     link = Link(1e-6, 1e9, (autoshard.hardware.Rate("all_reduce", 2, 1e-6, 1e9),))
     hardware = replace(H100, node=link, caches=((1e6, 1e-6),), functions=(1e-12, 1e-12))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,13 +69,13 @@ def route(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(network=networks())
 def test_equals_brute_force(network: CostNetwork) -> None:
     check(network)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n % 2)) for n in range(25)])
 def test_every_route_equals_brute_force(route: str, seed: int) -> None:
     check(dense(np.random.default_rng(seed), nodes=6, size=3, forbidden=0.1))
 
@@ -263,14 +264,14 @@ def test_sharing_arrays_changes_nothing() -> None:
     assert solve(network).choice == solve(copied).choice
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(network=networks(forbidden=0.0))
 def test_the_same_every_time(network: CostNetwork) -> None:
     first, second = solve(network), solve(network)
     assert (first.choice, first.cost) == (second.choice, second.cost)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(network=networks(forbidden=0.0))
 def test_message_passing_bounds_from_below(network: CostNetwork) -> None:
     dual = Dual(Eliminator.of(network, Tables()))
@@ -332,7 +333,7 @@ def limited_networks(draw: st.DrawFn) -> tuple[CostNetwork, Memory]:
     return network, Memory(usage, float(draw(st.integers(2, 14))), lives)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(limited=limited_networks())
 def test_memory_equals_brute_force(limited: tuple[CostNetwork, Memory]) -> None:
     network, memory = limited
@@ -393,6 +394,7 @@ def test_a_choice_within_the_memory_is_there_when_the_time_is_up(seed: int) -> N
     assert found.lower_bound <= found.cost == network.cost(found.choice)
 
 
+@pytest.mark.slow
 def test_memory_over_time_without_a_time_limit_is_the_same_every_time() -> None:
     network, memory = mortal(3, nodes=30)
     first, second = solve(network, memory=memory, effort=0.2), solve(network, memory=memory, effort=0.2)

@@ -85,7 +85,7 @@ def test_meshes(mesh: dict[str, int]) -> None:
     )
 
 
-@pytest.mark.slow_cases("gpt2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_what_a_step_sends(name: str) -> None:
     """Counted as it runs: two sums a layer and one for the embedding; nothing for caches, nor between parts of what one matrix
@@ -102,6 +102,11 @@ def test_what_a_step_sends(name: str) -> None:
             assert [(e.kind, e.bytes) for e in log] == [("all_reduce", token)] * (2 * 2 + 1)
 
 
+@pytest.mark.slow_cases(
+    "(slice(None, None, None), -1)",
+    "(slice(None, None, None), slice(-1, None, None))",
+    "(slice(None, None, None), slice(1, 3, None))",
+)
 @pytest.mark.parametrize("where", [np.s_[:, -1], np.s_[:, -1:], np.s_[:, 1:3], np.s_[:, [-1]]], ids=str)
 def test_positions_of_a_cut_sequence_travel_alone(where: Any) -> None:
     """The last one of a prompt that is cut along its sequence: no rank gathers the others."""
@@ -278,6 +283,7 @@ class Counting(nn.Module):
         return self.down(y).sum(1), (y,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ones", "programs"), [(False, 2), pytest.param(True, 3, marks=pytest.mark.slow)])
 def test_a_state_that_grows_from_a_length_of_one(ones: bool, programs: int) -> None:
     """It is one of all lengths, where the model treats it so."""

@@ -78,7 +78,12 @@ def test_what_a_token_takes() -> None:
     assert "prefill ×1: 4 requests of 6 tokens" in str(plan)
     in_tuples = {"prefill": (1,), "decode": (11,)}  # how often alone: the same calls
     assert autoshard.plan(model, mesh, (TOKENS,), profile=in_tuples, **given).serving == serving
-    alone = autoshard.plan(model, mesh, (TOKENS,), objective="latency", **given).serving
+
+
+@pytest.mark.slow
+def test_what_a_token_of_one_request_takes() -> None:
+    given = {"training": False, "like": "megatron"}
+    alone = autoshard.plan(llama(), Mesh({"tp": 2}), (TOKENS,), objective="latency", **given).serving
     assert alone is not None
     assert [(p.name, p.requests) for p in alone.phases] == [("decode", 1)]
     assert alone.decode.caches == 2 * 2 * (2 * 6 * 8) * 8 / 2
@@ -109,6 +114,7 @@ def test_a_mesh_for_requests() -> None:
         autoshard.plan(model, {"tp": 4}, (ids,), training=False, objective="throughput", memory_budget=1e6)
 
 
+@pytest.mark.slow
 def test_a_mesh_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its axes are used for names them, and is not searched again: the plan is that of a search with these names."""
     searched: list[tuple[int, ...]] = []
@@ -160,11 +166,17 @@ def test_compiled_for_a_profile() -> None:
     assert {n: sharded.plan.layouts[n] for n in weights} == weights
 
 
+ASKED = "plan hf:llama --mesh tp=2 --inference --objective latency --profile".split()
+
+
+@pytest.mark.slow
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = "plan hf:llama --mesh tp=2 --inference --objective latency --profile prefill=1,decode=5".split()
-    assert main(asked) == 0
+    assert main([*ASKED, "prefill=1,decode=5"]) == 0
     assert "decode ×5: 1 request of 1 token" in capsys.readouterr().out
-    assert main([*asked[:-1], "prefill"]) == 2
+
+
+def test_a_profile_on_the_command_line_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "prefill"]) == 2
     assert "prefill=1,decode=200" in capsys.readouterr().err
 
 

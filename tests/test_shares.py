@@ -52,6 +52,7 @@ def seconds(graph: Graph, mesh: Mesh, name: str, source: object, target: object,
     return float(found.communication()[0, 0])
 
 
+@pytest.mark.slow_cases("4096-2-*")
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("width", [16, pytest.param(256, marks=pytest.mark.slow), 4096])
@@ -76,7 +77,7 @@ def test_vectors_go_with_the_matrices_of_their_block_unless_these_fill_a_bucket(
             assert paid == pytest.approx(expected, rel=0.07)
 
 
-@pytest.mark.slow_cases("256-64-*", "256-4096-cpu", "256-4096-late")
+@pytest.mark.slow_cases("256-64-*", "256-4096-cpu", "256-4096-late", "256-4096-h100", "64-64-cpu", "64-64-late")
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(("width", "rows"), [(64, 64), (256, 64), (256, 4096)])
@@ -140,6 +141,7 @@ class Gated(nn.Module):
         return self.out(torch.stack(parts).sum(0)).square().mean()
 
 
+@pytest.mark.slow_cases("None")
 @pytest.mark.parametrize("budget", [None, 80e3])
 def test_a_plan_of_micro_batches_costs_the_same_when_it_is_given_back(budget: float | None) -> None:
     with torch.device("meta"):

@@ -32,12 +32,14 @@ RULES = {
 MEAN, SUM = 1, 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", RULES, ids=str)
 def test_every_strategy_on_two_and_three_ranks(op: torch._ops.OpOverload) -> None:
     check = check_rule(RULES[op], SAMPLES[op])
     assert {"I", "R"} <= check.strategies
 
 
+@pytest.mark.slow_cases("aten.scaled_dot_product_attention.default")
 @pytest.mark.parametrize(
     "op",
     [

@@ -189,6 +189,7 @@ def test_others_stay_as_they_are() -> None:
     assert not _attentions(capture(Spelled(*OTHERS).double(), (torch.randn(2, S, 16, dtype=torch.float64),)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "like"),
     [

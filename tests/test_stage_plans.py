@@ -96,6 +96,7 @@ def test_ranks_that_share_cores_take_less_where_others_wait(graph: Graph, plans:
     assert cost.bubble_s > 0
 
 
+@pytest.mark.slow
 def test_what_stages_take_of_the_processor_is_priced(graph: Graph, plans: dict[str, Plan]) -> None:
     host = replace(PRESETS["h100"], actions=0.01)
     plan, alone = planned(graph, hardware=host), plans["1f1b"]
@@ -220,6 +221,7 @@ def test_the_page_holds_the_schedule(plan: Plan) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_equal_stages_are_searched_once(graph: Graph, plans: dict[str, Plan], monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[int] = []
     search = Planner.cheapest

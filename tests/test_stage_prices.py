@@ -78,6 +78,7 @@ def test_where_memory_is_short_a_search_is_no_worse_than_an_expert(monkeypatch: 
     assert step(0.6e6) > 1.2 * short
 
 
+@pytest.mark.slow_cases("ddp")
 @pytest.mark.parametrize("like", ["ddp", "zero1"])
 def test_a_step_of_a_stage_is_its_micro_batches_and_what_comes_once(like: str) -> None:
     plan = planned(like=like)
@@ -89,7 +90,7 @@ def test_a_step_of_a_stage_is_its_micro_batches_and_what_comes_once(like: str) -
         assert took.once_s > 0.1 * step
 
 
-@pytest.mark.slow_cases("zero1", "ddp")
+@pytest.mark.slow
 @pytest.mark.parametrize("like", ["ddp", "zero1", "zero2"])
 def test_more_micro_batches_take_as_long_each(like: str) -> None:
     """What comes once stays as it is: the sums of gradients, of which the first cannot hide, what ZeRO gathers, the update."""
@@ -100,6 +101,7 @@ def test_more_micro_batches_take_as_long_each(like: str) -> None:
         assert b.once_s == pytest.approx(a.once_s, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_gradients_that_zero_sums_once_are_whole_until_then() -> None:
     """Every rank keeps, and adds to, the sums of its micro-batches' gradients, as in data parallelism."""
     found = {like: planned(like=like) for like in ("ddp", "zero1", "zero2")}

@@ -39,7 +39,7 @@ def of_each(plan: Plan) -> int:
     return len(plan.staged.plans) // plan.mesh.size_of("pp")
 
 
-@pytest.mark.slow_cases("1000000000000000.0-4")
+@pytest.mark.slow
 @pytest.mark.parametrize(("bandwidth", "each"), [(1e15, 4), (2e9, 2)])
 def test_as_many_as_make_the_step_shortest(bandwidth: float, each: int) -> None:
     """Of eight layers on two ranks: a layer each where messages cost nothing, and two stages a rank where they do."""
@@ -60,6 +60,7 @@ def test_each_stage_more_shortens_the_bubble() -> None:
         assert cost.bubble_s == pytest.approx(cost.compute_s / (n * 2), rel=0.1)  # the optimizer is in neither
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_given_says_how_many() -> None:
     mesh, model, x = Mesh({"pp": 2}, PRESETS["h100"]), Layers(6, 8), torch.randn(8, 8)
     asked: dict[str, Any] = {"stages": "pp", "micro_batches": 2, "schedule": "interleaved"}

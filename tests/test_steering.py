@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
 }
 
 
-@pytest.mark.slow_cases("masked-axes[12]")
+@pytest.mark.slow_cases("masked-axes[12]", "places-axes4", "segments-axes0")
 @pytest.mark.parametrize(
     ("case", "axes"),
     [
@@ -117,7 +117,7 @@ def test_the_integers_of_the_example_decide(case: str, axes: dict[str, int]) -> 
     assert report.plan.cost.flops_per_rank < 0.7 * report.plan.cost.flops
 
 
-@pytest.mark.slow_cases("counted", "segments", "masked")
+@pytest.mark.slow_cases("counted", "segments", "masked", "places")
 @pytest.mark.parametrize("case", CASES)
 def test_other_integers_get_a_program_of_their_own(case: str) -> None:
     torch.manual_seed(0)
@@ -141,6 +141,7 @@ class OfChosenRows(Masked):
         return loss + self.first(x)[: int(n)].square().sum() + logits[0, labels[1]]
 
 
+@pytest.mark.slow_cases("axes0")
 @pytest.mark.parametrize("axes", [{"tp": 3}, {"dp": 2, "tp": 2}])
 def test_losses_of_chosen_rows_serve_all_choices(axes: dict[str, int]) -> None:
     torch.manual_seed(0)
@@ -212,6 +213,7 @@ def of_a_cast(x: Tensor, n: Tensor) -> Tensor:
     return x
 
 
+@pytest.mark.slow_cases("of_a_view")
 @pytest.mark.parametrize("decide", [of_floats, of_draws, of_a_view, of_a_cast], ids=lambda f: f.__name__)
 def test_fractions_and_draws_do_not_steer(decide: Callable[[Tensor, Tensor], Tensor]) -> None:
     class Deciding(nn.Linear):

@@ -322,6 +322,7 @@ class Skewed(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_tables_are_laid_out_by_their_size_without_hints() -> None:
     with torch.device("meta"):
         model, ids = Skewed(), torch.zeros(65536, 21, 10, dtype=torch.int64)

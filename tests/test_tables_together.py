@@ -348,7 +348,7 @@ def test_gradients_of_what_came_are_copied_once(by_row: bool) -> None:
     assert written.elements == len(moved)
 
 
-@pytest.mark.slow_cases("*True")
+@pytest.mark.slow_cases("*True", "{'dp': 2, 'x': 2}-False")
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("axes", [{"x": 4}, {"dp": 2, "x": 2}], ids=str)
 def test_what_a_table_costs_elsewhere_is_the_difference_of_totals(axes: dict[str, int], sparse: bool) -> None:

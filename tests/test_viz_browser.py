@@ -68,6 +68,7 @@ def set_theme(driver: Any, name: str) -> None:
     assert driver.execute_script("return document.documentElement.dataset.theme") == name
 
 
+@pytest.mark.slow_cases("dark")
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_user_reads_the_plan_of_a_deep_llama(page: Any, llama: Plan, theme: str, tmp_path: Path) -> None:
     plan = json.loads(llama.to_json())

@@ -111,6 +111,7 @@ def test_ranks_wait_by_the_line_between_two_products_and_all_of_them(
     assert of(8, ()) == SkewSeconds(0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_who_sends_nothing_waits_at_the_end_of_the_step() -> None:
     """By the share of all it computes, the optimizer included."""
     waits = ((1e-4, 1e-4), (1e-1, 1e-2))

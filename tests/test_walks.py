@@ -17,6 +17,7 @@ def check(seed: int) -> None:
         raise AssertionError(f"seed {seed}: {told}") from error
 
 
+@pytest.mark.slow
 def test_a_random_walk() -> None:
     check(1)
 

@@ -182,6 +182,7 @@ def test_open_lengths_without_a_backward() -> None:
         sharded(*args)
 
 
+@pytest.mark.slow_cases("mesh0-megatron")
 @pytest.mark.parametrize(
     ("mesh", "like"),
     [

@@ -59,6 +59,7 @@ def test_no_expert_is_cheaper_within_the_budget(ranks: int, monkeypatch: pytest.
     assert any(alone(budget) > seconds * 1.1 for budget, seconds in found)
 
 
+@pytest.mark.slow
 def test_an_expert_is_searched_within_the_budget_too() -> None:
     """The one that is quickest there is over it in its quickest form."""
     assert planned(Thrice(), 8, like="megatron").memory.peak > 15660.0

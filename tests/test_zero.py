@@ -114,6 +114,7 @@ def test_kept_bytes_are_those_that_autograd_keeps(like: str) -> None:
     assert found.plan.memory.activations == kept_bytes(found)
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("count", COUNTS)
 def test_memory_by_stage(count: int) -> None:
     """The formula of ZeRO's paper on two ranks, to the byte; zero_cases.py counts the same on ranks that are processes.
@@ -307,6 +308,7 @@ def test_a_vector_takes_the_stage_of_the_matrix_it_goes_with() -> None:
         assert sharded.source.count("zero=2") == kept
 
 
+@pytest.mark.slow
 def test_the_free_plan_keeps_what_it_gathers_where_memory_allows() -> None:
     with torch.device("meta"):
         config = replace(GptConfig.small(), layers=6, dropout=0.0)

@@ -20,6 +20,24 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return found
 
 
-@pytest.mark.parametrize("check", CHECKS)
+SLOW = {
+    "a_copy_is_compared_anew",
+    "a_hook_of_one_rank",
+    "an_evaluation_with_other_batches",
+    "arguments_without_a_repr_of_their_own",
+    "clipping_in_any_order",
+    "inputs_are_always_compared_where_asked",
+    "named_arguments_in_another_order",
+    "numbers_are_compared_whole",
+    "one_other_number",
+    "other_constants",
+    "scaled_steps",
+    "tables_of_one_owner_are_no_replicas",
+    "weights_on_rank_1_only",
+}
+"""what only --run-slow runs: others of these worlds check the same of another value, call or rank"""
+
+
+@pytest.mark.parametrize("check", [pytest.param(c, marks=[pytest.mark.slow] * (c in SLOW)) for c in CHECKS])
 def test_agreement(outcomes: dict[str, str], check: str) -> None:
     assert outcomes[check] == "", outcomes[check]

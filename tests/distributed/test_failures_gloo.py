@@ -67,6 +67,7 @@ def test_a_rank_that_raises_before_it_meets_the_others(tmp_path: Path, how: str,
         ), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "where"),
     [
@@ -106,6 +107,7 @@ def test_a_rank_that_raises_in_its_forward(tmp_path: Path) -> None:
         assert len(told) == 2, said
 
 
+@pytest.mark.slow_cases("module")
 @pytest.mark.parametrize(
     ("how", "what"),
     [

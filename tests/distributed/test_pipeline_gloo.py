@@ -14,17 +14,10 @@ from state_sweep import IN_PROCESSES
 
 FAST = {
     "gpt_1f1b",
-    "aside",
     "frozen_and_unfrozen",
     "called_in_a_checkpoint",
-    "other_outputs",
-    "any_lengths",
-    "interleaved_without_gradients",
-    "drawn_again",
     "one_verdict",
     "caches_stay",
-    "functional",
-    "counted",
     "what_users_do_with_their_own",
 }
 OWN = (

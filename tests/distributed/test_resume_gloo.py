@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import world
 
 from autoshard.runtime.parameters.gradients import MAX_REDUCE_SCATTERS
 
 
+@pytest.mark.slow
 def test_resume_after_a_kill(tmp_path: Path) -> None:
     """Losses go on: bit for bit as it was, to rounding on another mesh, with another plan, micro-batches, recomputation."""
     command = [

@@ -15,8 +15,6 @@ import world
         (
             2,
             (
-                "train_gpt",
-                "train_spelled",
                 "train_pieces",
                 "train_folded",
                 "products_travel",
@@ -33,6 +31,7 @@ import world
             ("train_llama", "train_pieces", "train_folded", "products_travel", "hops_overlap", "collectives_overlap"),
             marks=pytest.mark.slow,
         ),
+        pytest.param(2, ("train_gpt", "train_spelled"), marks=pytest.mark.slow),
     ],
 )
 def test_as_one_device(ranks: int, checks: tuple[str, ...], tmp_path: Path) -> None:

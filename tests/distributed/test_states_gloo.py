@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import world
-from state_cases import CASES, IN_ONE_PROCESS
+from state_cases import CASES, IN_ONE_PROCESS, SLOW
 
-FAST = {*CASES} - IN_ONE_PROCESS
+FAST = {*CASES} - IN_ONE_PROCESS - SLOW
 AT_ONCE = 15
 """cases of one world: one that hangs costs these, and a launch ends well before its limit"""
 

@@ -55,31 +55,32 @@ CONTRACT = (
     "sums_without_a_ring",
     "random_walks",
 )
-IN_BOTH = {
-    "parameters_are_dtensors",
-    "only_shards_are_allocated",
-    "outputs_next_to_a_loss_keep_their_layout",
-    "clipping",
-    "full_state_dict_round_trip",
-    "different_inputs_are_refused",
+SLOW = {
+    "train_llama",
+    "train_hf_llama",
+    "train_hf_t5",
+    "gathered_on_request_with_gradients",
+    "losses_go_back_as_of_plain_outputs",
+    "few_gradients_are_summed_last",
+    "parameters_enter_ahead",
+    "gradients_serve_again",
+    "profiled",
+    "one_program_for_all_lengths",
     "every_rank_gets_the_whole_of_a_table",
-    "full_states_of_torch",
-    "rows_are_sent_from_where_they_lie",
+    "sums_go_beside_tables",
+    "bags_of_all_modes",
+    "sparse_rows_and_replicas",
+    "tables_in_parts_and_lower_precision",
     "parts_of_one_move_as_one",
-    "experts_of_one_owner",
     "gradients_of_experts_twice",
-    "sums_without_a_ring",
+    "random_walks",
 }
-"""what runs in the larger world, too, without --run-slow"""
-
-
-SLOW = {"train_hf_llama", "random_walks"}
-"""what only --run-slow runs: train_llama and train_hf_t5 cover the architecture and transformers' outputs"""
+"""what only --run-slow runs, as all in the larger world: others train, and in one process others check the same"""
 
 
 def cases() -> list[object]:
     def marks(ranks: int, check: str) -> list[pytest.MarkDecorator]:
-        return [pytest.mark.slow] if check in SLOW or (ranks > 2 and check not in IN_BOTH) else []
+        return [pytest.mark.slow] * (ranks > 2 or check in SLOW)
 
     return [
         pytest.param(ranks, check, marks=marks(ranks, check), id=f"{ranks}-{check}")

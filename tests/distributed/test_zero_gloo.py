@@ -26,6 +26,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return lambda name: results()[name]
 
 
+@pytest.mark.slow_cases("*_in_1", "ddp_in_4", "one_tensor_is_not_copied", "stages_side_by_side")
 @pytest.mark.parametrize("name", zero_cases.CASES | prefetch_cases.CASES)
 def test_case(outcome: Callable[[str], str], name: str) -> None:
     found = outcome(name)
