@@ -13,10 +13,10 @@ from autoshard import models
 @pytest.mark.parametrize(
     "how",
     [
-        {"like": "ddp"},
+        pytest.param({"like": "ddp"}, marks=pytest.mark.slow),
         {"like": "fsdp"},
         {"like": "replicate", "recompute": "blocks"},
-        {"like": "ddp", "recompute": "selective"},
+        pytest.param({"like": "ddp", "recompute": "selective"}, marks=pytest.mark.slow),
         {"like": "fsdp", "micro_batches": 2},
     ],
     ids=str,

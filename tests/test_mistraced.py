@@ -46,7 +46,9 @@ def recurrent(name: str) -> nn.Module:
     return First(RECURRENT[name]())
 
 
-@pytest.mark.slow_cases("lstm with a projection-*", "gru without biases-*", "lstm-{'x': 2}")
+@pytest.mark.slow_cases(
+    "lstm with a projection-*", "gru without biases-*", "lstm-{'x': 2}", "rnn-{'x': 3}", "one layer-*"
+)
 @pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("axes", [{"x": 2}, {"x": 3}], ids=str)
 @pytest.mark.parametrize("name", RECURRENT)
