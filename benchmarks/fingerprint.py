@@ -30,6 +30,7 @@ import itertools
 import json
 import keyword
 import multiprocessing
+import os
 import sys
 import time
 import tokenize
@@ -406,6 +407,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.compare:
         sys.exit(compare(*options.compare, options.ignore))
+    if os.environ.get("PYTHONHASHSEED") != "0":  # some models walk through sets of strings
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     begun = time.perf_counter()
     known = list(dict.fromkeys(pair.model for pair in pairs()))
     found = collect(options.models.split(",") if options.models else known, options.jobs)
