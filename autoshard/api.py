@@ -156,9 +156,8 @@ def compile(  # noqa: A001  the public name
     kinds = {"plan": plan, "training": training, "gather_outputs": gather_outputs, "strict": strict, "dynamic": dynamic}
     check_arguments(model, example_args, example_kwargs, hints=hints, **kinds)
     check_inputs(inputs)
-    asked = copy_containers(
-        (like, hints, recompute, dynamic, inputs, profile)
-    )  # kept for later calls, which compile with them
+    # kept for later calls, which compile with them
+    asked = copy_containers((like, hints, recompute, dynamic, inputs, profile))
     like, hints, recompute, dynamic, inputs, profile = asked
     resolved = Mesh.of(mesh)
     opts = _make_compile_options(

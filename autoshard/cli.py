@@ -94,9 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"autoshard: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader closed the pipe: autoshard show … | head
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else Python complains when it flushes at the end
+        # else Python complains when it flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:  # a file cannot be written or read
         if error.filename is None:

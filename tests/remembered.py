@@ -132,9 +132,8 @@ def signature(model: torch.nn.Module, example: Any, *options: Any) -> str | None
         torch.is_anomaly_enabled(),
         *(getattr(of, name)() for _, of, name in eager_semantics._BACKEND_MODES),
     ]
-    registered = [
-        f"{kind.__module__}.{kind.__qualname__}" for kind in pytree.SUPPORTED_NODES
-    ]  # of which capture makes some of transformers' known
+    # of which capture makes some of transformers' known
+    registered = [f"{kind.__module__}.{kind.__qualname__}" for kind in pytree.SUPPORTED_NODES]
     state = torch_defaults(), autocast_state(), called, modes, kernels, torch.get_float32_matmul_precision(), registered
     file = io.BytesIO()
     signed = _Signature(file)

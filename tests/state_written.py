@@ -189,9 +189,8 @@ def label_smoothing_of_transformers(mesh: autoshard.Mesh) -> None:
     smoother = pytest.importorskip("transformers.trainer_pt_utils").LabelSmoother(0.1)
     labels = torch.tensor([3, -100, 5, 11])
     for model, sharded in _each(mesh):
-        _alike(
-            model, sharded, lambda y: smoother({"logits": y[:, None]}, labels[:, None].clone()), "", 1e-6
-        )  # it sums in float32
+        # it sums in float32
+        _alike(model, sharded, lambda y: smoother({"logits": y[:, None]}, labels[:, None].clone()), "", 1e-6)
 
 
 OTHERS = (

@@ -126,9 +126,8 @@ def test_a_plan_of_another_model_is_refused(case: str) -> None:
     read, model, x, why = OTHER_MODELS[case]
     with pytest.raises(autoshard.PlanError, match=why):
         autoshard.compile(model, {"tp": 2}, (x,), plan=read(text))
-    autoshard.compile(
-        Pair(), {"tp": 2}, (WIDE,), plan=_changed(text, lambda d: d.update(later=1))
-    )  # a field of tomorrow
+    # a field of tomorrow
+    autoshard.compile(Pair(), {"tp": 2}, (WIDE,), plan=_changed(text, lambda d: d.update(later=1)))
 
 
 def test_a_plan_in_stages_is_for_these_stages() -> None:

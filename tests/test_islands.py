@@ -267,9 +267,8 @@ class Activated(nn.Module):
 def test_a_librarys_backward_that_is_the_derivative_is_traced_through(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autograd_functions, "_is_library_function", lambda function: True)
     assert_equal_training(Activated(Cube), {"tp": 2}, (torch.randn(4, 8),), share=1.05)
-    monkeypatch.setattr(
-        autograd_functions, "MAX_TRIAL_ELEMENTS", 1
-    )  # operands that are too large are tried out smaller
+    # operands that are too large are tried out smaller
+    monkeypatch.setattr(autograd_functions, "MAX_TRIAL_ELEMENTS", 1)
     monkeypatch.setattr(autograd_functions, "MAX_KEPT_LENGTH", 2)
     for function, whole in ((Cube, False), (StraightThrough, True)):
         plan = autoshard.plan(Activated(function), {"tp": 2}, (torch.randn(4, 8),))

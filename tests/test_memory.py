@@ -85,9 +85,8 @@ def test_memory_of_real_models(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     model, args, kwargs = build_real(name, monkeypatch)
     graph = capture_graph(model, args, kwargs, training=True)
     for recompute in ("none", "selective", "blocks"):
-        watched = {"mamba": 0.05, "resnet": 0.03}.get(
-            name, 0.0
-        )  # a gradient, and a batch norm's copy, are 7 % of the peak
+        # a gradient, and a batch norm's copy, are 7 % of the peak
+        watched = {"mamba": 0.05, "resnet": 0.03}.get(name, 0.0)
         memory_is_as_simulated(graph, recompute, watched)
 
 

@@ -171,9 +171,8 @@ def given(model: nn.Module, args: Any, kwargs: Any) -> tuple[dict[str, str], dic
             return None
         for name, value in frame.f_locals.items():
             if isinstance(value, torch.Tensor):
-                held[name].setdefault(
-                    (id(value), value._version), (value.detach().clone(), value)
-                )  # alive: ids are kept
+                # alive: ids are kept
+                held[name].setdefault((id(value), value._version), (value.detach().clone(), value))
         return look
 
     sys.settrace(look)

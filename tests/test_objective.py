@@ -130,9 +130,8 @@ def check_sums(found: Compiled) -> None:
     assert cost.compute_s == pytest.approx(ran + cost.optimizer_s, rel=1e-9)
     sent = sum(c.seconds for c in plan.collectives)
     assert sent + cost.local_s == pytest.approx(cost.comm_s - cost.merged_s, rel=1e-9, abs=1e-9 * cost.total_s)
-    buckets = [
-        c for c in plan.collectives if plan.kinds.get(c.value) == "parameter"
-    ]  # may hold less than is shared there
+    # may hold less than is shared there
+    buckets = [c for c in plan.collectives if plan.kinds.get(c.value) == "parameter"]
     latencies = sum(plan.mesh.link(c.axes).rate(c.kind)[0] for c in buckets)
     assert cost.merged_s >= -latencies - 1e-9 * cost.total_s
 

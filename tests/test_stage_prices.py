@@ -84,9 +84,8 @@ def test_a_step_of_a_stage_is_its_micro_batches_and_what_comes_once(like: str) -
     plan = planned(like=like)
     for one, took in zip(staged_in(plan).plans, times(plan), strict=True):
         step = one.micro_batches * took.batch.work + took.once_s
-        assert step == pytest.approx(
-            one.cost.total_s, rel=0.03
-        )  # sums hide behind the backward, or behind all of a step
+        # sums hide behind the backward, or behind all of a step
+        assert step == pytest.approx(one.cost.total_s, rel=0.03)
         assert took.once_s > 0.1 * step
 
 

@@ -174,9 +174,8 @@ def test_the_causal_half_is_neither_counted_nor_computed() -> None:
     (causal, full), mesh = (attention(c) for c in (True, False)), Mesh({"tp": 2})
     half, whole = (seconds_of(g, "attention", mesh) for g in (causal, full))
     assert half["heads",].forward < 0.55 * whole["heads",].forward
-    last = (
-        0.75 * whole["queries",].forward
-    )  # of two ranks the one with the last rows computes three quarters of the pairs
+    # of two ranks the one with the last rows computes three quarters of the pairs
+    last = 0.75 * whole["queries",].forward
     assert last < half["queries",].forward < last + 9 * H100.kernel_latency
     assert half["keys",].forward == pytest.approx(whole["keys",].forward, rel=1e-2)  # the mask is a tensor there
     flops = [sum(costs.node_flops(n, g, rule_for(n.op)) for n in g.nodes) for g in (causal, full)]

@@ -365,9 +365,8 @@ def _plan_in_order(
     axis = opts.stages
     assert axis is not None
     own, done = mesh_without_axis(mesh, axis), StageResults()
-    resolve_hints(
-        opts.hints, stages.whole, own, known=opts.known
-    )  # raises for patterns that match nothing in any stage
+    # raises for patterns that match nothing in any stage
+    resolve_hints(opts.hints, stages.whole, own, known=opts.known)
     inputs = dict(zip(stages.whole.flat_inputs, opts.inputs, strict=False))
     taken = {i.fqn: layout for i in stages.whole.inputs if (layout := inputs.get(i.name)) is not None}
     given_back = wanted_output_layouts({} if stages.whole.training else {**taken, **(opts.states or {})}, stages.whole)

@@ -114,9 +114,8 @@ def capture_calls(
         except _UnknownDecodeError:
             if profile is not None:
                 raise
-            found.append(
-                ServedCall("call", 1.0, capture(skeleton, (), prompt), *_requests_and_tokens(prompt))
-            )  # it makes no tokens
+            # it makes no tokens
+            found.append(ServedCall("call", 1.0, capture(skeleton, (), prompt), *_requests_and_tokens(prompt)))
     return tuple(found)
 
 

@@ -81,9 +81,8 @@ class _Lowering:
         outs = tuple(self.layouts[o] for o in node.outputs)
         site = Site(local, self.graph, self.mesh, tuple(ins), outs, choice)
         rule = rule_for(node.op)
-        if needs_full_tensors(node, self.types, rule) and not is_random(
-            node
-        ):  # random values are drawn once for all ranks
+        # random values are drawn once for all ranks
+        if needs_full_tensors(node, self.types, rule) and not is_random(node):
             rule = None
         if rule is not None and rule.local is not None:
             call = rule.local(site)

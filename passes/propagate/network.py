@@ -397,9 +397,8 @@ class LayoutNetwork:
             size, state, left = size * skew, state * skew, left * skew
             parts = StepParts(once=np.tile(seconds, count)) if type_.grad else NO_SECONDS
             at_backward_end = size + state + (left if trained else 0.0)
-            held = (
-                at_backward_end if self.graph.passes > 1 else size + state
-            )  # gradients of earlier passes are held, too
+            # gradients of earlier passes are held, too
+            held = at_backward_end if self.graph.passes > 1 else size + state
             self.known[key] = parts, np.tile(held, count), np.tile(at_backward_end, count)
         parts, kept, at_backward_end = self.known[key]
         return NetworkVariable(states, (0,) * count, parts, kept, at_backward_end, stages)

@@ -187,9 +187,8 @@ def order_free_links(node: Node, graph: Graph) -> Iterator[SequenceLink]:
 
 def _is_order_free(strategy: Strategy) -> bool:
     """Whether a strategy shards one dim anywhere, and ranks exchange nothing but sums."""
-    if (
-        strategy.joins == "none" or strategy.label == "vocab"
-    ):  # tokens are dispatched; a vocabulary shard has its own indices
+    # tokens are dispatched; a vocabulary shard has its own indices
+    if strategy.joins == "none" or strategy.label == "vocab":
         return False
     reads = all(type(p) in (Shard, Replicate) for p in strategy.inputs)
     return reads and all(type(p) in (Shard, Partial) for p in strategy.outputs)

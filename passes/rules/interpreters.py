@@ -351,9 +351,8 @@ def _operand_key(x: Any) -> Any:
     """Cache key: equal keys give results of equal form. Raises TypeError if there is none."""
     match x:
         case torch.Tensor():
-            if (
-                not x.dim() or x.dtype.is_complex or x.device.type != "meta"
-            ):  # scalars, and complex tensors with lazy conjugation
+            # scalars, and complex tensors with lazy conjugation
+            if not x.dim() or x.dtype.is_complex or x.device.type != "meta":
                 raise TypeError
             return tuple(x.shape), x.stride(), x.dtype
         case tuple() | list():

@@ -41,9 +41,8 @@ def as_fsdp2(like: str = "fsdp", policy: MixedPrecisionPolicy = BFLOAT16) -> Non
         expected.backward()
         total = expected.detach().float() / dist.get_world_size()
         dist.all_reduce(total)
-        assert abs(float(found.detach()) - float(total)) <= 0.01 * abs(float(total)), (
-            step
-        )  # one of bfloat16, one of float32
+        # one of bfloat16, one of float32
+        assert abs(float(found.detach()) - float(total)) <= 0.01 * abs(float(total)), step
         _alike({n: p.grad for n, p in ours.named_parameters()}, {n: p.grad for n, p in theirs.named_parameters()}, step)
         for optimizer in optimizers:
             optimizer.step()

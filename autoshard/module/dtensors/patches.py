@@ -125,9 +125,8 @@ def patch_mixed_numbers(
         into_plain = bool(args) and type(args[0]) is torch.Tensor and op._schema.is_mutable
         if into_plain or torch.is_grad_enabled():
             _match_gradient_kinds(args, into_plain)
-        return (
-            args[0] if into_plain else tail(dispatcher, op, args, *more)
-        )  # a scalar's shard is the scalar, and is already written
+        # a scalar's shard is the scalar, and is already written
+        return args[0] if into_plain else tail(dispatcher, op, args, *more)
 
     of._dispatch_fast_path_python_tail = written
 

@@ -144,9 +144,8 @@ def _logit_gradient(
     found = (upcast(logits) - top).exp_().mul_(exponentials)
     if found.shape[dim]:
         at, here = _local_class_index(index, found.shape[dim])
-        found.scatter_(
-            dim, at, found.gather(dim, at) + picked.masked_fill(~here.unsqueeze(dim), 0)
-        )  # one element per row
+        # one element per row
+        found.scatter_(dim, at, found.gather(dim, at) + picked.masked_fill(~here.unsqueeze(dim), 0))
     if rest:
         found += rest[0] if share is None else rest[0] * broadcast_along(share, dim, found.dim())
     return found

@@ -88,9 +88,8 @@ def table_wise(
     ]
     if summed:
         return _partial_results(found, order, owners, me, given)
-    without = [
-        x.reshape(-1)[:0] for x in weights if x is not None and x.requires_grad
-    ]  # weights of a rank that looks up in no table need gradients, too
+    # weights of a rank that looks up in no table need gradients, too
+    without = [x.reshape(-1)[:0] for x in weights if x is not None and x.requires_grad]
     if len(order) == 1 and order[0].by_row and not without:  # the memory order is the sending order
         goes = found[0].reshape(-1)
     else:

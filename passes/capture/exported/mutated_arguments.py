@@ -42,9 +42,8 @@ class MutatedArguments:
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         found = _containers_with_paths((tuple(args), kwargs), ())
-        self.before = {
-            path: (x, dict(_keyed_items(x))) for path, x in found if len(path) > 1
-        }  # (1,): kwargs, made by Python
+        # (1,): kwargs, made by Python
+        self.before = {path: (x, dict(_keyed_items(x))) for path, x in found if len(path) > 1}
         self.tensors = {
             id(t): t for _, inside in self.before.values() for x in inside.values() for t in _tensors_inside(x)
         }

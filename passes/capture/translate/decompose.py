@@ -321,9 +321,8 @@ def _is_kept_op(op: Any, tail: Collection[OpOverload]) -> bool:
 
 def _is_locally_expandable(node: fx.Node, tail: Collection[OpOverload]) -> bool:
     """Whether ``node`` decomposes independently of the nodes around it, as ``flatten`` does."""
-    if (
-        node.target is GRAD_MODE_REGION or node.op == "get_attr" or functional_variant(node.target)
-    ):  # get_attr: the body of a region
+    # get_attr: the body of a region
+    if node.target is GRAD_MODE_REGION or node.op == "get_attr" or functional_variant(node.target):
         return True
     return _is_functional_op(node.target, tail) and _is_composite(node.target) and not _has_ordered_effect(node)
 

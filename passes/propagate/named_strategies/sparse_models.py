@@ -43,9 +43,8 @@ def expert_parallel_requests(
     """
     found = expert_nodes(families)
     buffers = {} if found else capacity_buffers(families)
-    free = {
-        n.name for n in families.graph.nodes if not families.weights.isdisjoint(n.outputs)
-    }  # the experts' requests decide
+    # the experts' requests decide
+    free = {n.name for n in families.graph.nodes if not families.weights.isdisjoint(n.outputs)}
     either = batch | buffers.keys()
     asked = {n.name: families.asked(n, families.labels(n, either)) for n in families.graph.nodes if n.name not in free}
     for node in families.graph.nodes if buffers else ():

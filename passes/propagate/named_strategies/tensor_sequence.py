@@ -200,9 +200,8 @@ def infeasible_sequence_notes(
 
 def _mixes_positions(node: Node, sequence: frozenset[Family], families: Families) -> bool:
     """Whether ``node`` mixes positions: sharding the sequence leaves no independent parts."""
-    reads_weights = node.op not in context_parallel.ATTENTION_OPS and not families.weights.isdisjoint(
-        node.inputs
-    )  # sinks aside
+    # sinks aside
+    reads_weights = node.op not in context_parallel.ATTENTION_OPS and not families.weights.isdisjoint(node.inputs)
     if not families.is_activation(node) or reads_weights:
         return False
     along = [s for s in families.strategies(node) if families.cut(node, s) in sequence]

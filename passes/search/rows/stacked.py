@@ -119,9 +119,8 @@ class Stacks:
         orders = [by_first_appearance(m) for m in left]
         if any(len(used) < n for (used, _), n in zip(orders, stack.shape[1:], strict=True)):
             return self.of(stack, left)
-        whole = take_slices(
-            take_slices(stack, orders[0][0], 1), orders[1][0], 2
-        )  # all slices remain, so they still differ
+        # all slices remain, so they still differ
+        whole = take_slices(take_slices(stack, orders[0][0], 1), orders[1][0], 2)
         return self._numbered(whole, tuple(where for _, where in orders))
 
     def summed(self, counts: Mapping[int, int]) -> int:
