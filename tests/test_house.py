@@ -64,9 +64,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 74082,
-    "tokens": 641942,
-    "lines over 100 columns": 4500,
+    "lines": 74068,
+    "tokens": 641936,
+    "lines over 100 columns": 4499,
     "files": 329,
     "files under 60 lines": 9,
     "names at module level in 3 or more files": 6,

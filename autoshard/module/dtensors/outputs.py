@@ -21,6 +21,7 @@ from autoshard.module.dtensors.patches import scalar_item
 from autoshard.module.dtensors.segments import shards_dim
 from autoshard.module.dtensors.views import (
     aliases_source,
+    argument_leaves,
     count_write,
     first_by_position,
     is_eager_view,
@@ -179,7 +180,7 @@ class ShardedOutput(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA_GETTERS:
                 return func(*args, **(kwargs or {}))
-            refresh_views(_argument_leaves(args, kwargs or {}))
+            refresh_views(argument_leaves(args, kwargs or {}))
             if len(args) == 1:
                 if func is torch.Tensor.backward:
                     return _output_backward(args[0], **(kwargs or {}))
@@ -194,7 +195,7 @@ class ShardedOutput(DTensor):
             dim = selection_dim(func, *given)
             if dim is not None and not any(p.is_partial() or shards_dim(p, dim) for p in args[0].placements):
                 return _select_on_shard(func, dim, *given)
-            leaves = _argument_leaves(*given)
+            leaves = argument_leaves(*given)
             if not is_in_place(func, kwargs) and runs_as_dtensor(func, leaves):
                 with torch._C._ExcludeDispatchKeyGuard(_IN_PLACE_OR_VIEW) if may_be_view(func) else nullcontext():
                     there, made = _try_dtensor_op(func, *given)
@@ -253,15 +254,6 @@ def _select_on_shard(func: Any, dim: int, args: Sequence[Any], kwargs: Mapping[s
     return ShardedOutput.of(made)
 
 
-def _argument_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-    """The leaves of the arguments of a call; most calls contain no containers."""
-    given = [*args, *kwargs.values()]
-    return given if _NO_CONTAINERS.issuperset(map(type, given)) else pytree.tree_leaves(given)
-
-
-_NO_CONTAINERS = frozenset((ShardedOutput, DTensor, torch.Tensor, torch.dtype, bool, int, float, str, type(None)))
-
-
 def _is_plain_operand(x: Any) -> bool:
     """Whether ``x`` forces a gather: not a scalar, unless its gradient would become a DTensor."""
     return isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and (x.ndim > 0 or x.requires_grad)
@@ -281,7 +273,7 @@ def _write_output(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
     With gradients, a write into a view joins the autograd history of view and source.
     """
-    x, leaves = args[0], _argument_leaves(args, kwargs)
+    x, leaves = args[0], argument_leaves(args, kwargs)
     recorded = is_recorded(leaves)
     on_part = "_of" not in x.__dict__ or (not recorded and aliases_source(x))
     if on_part and not may_draw(func) and runs_as_dtensor(func, leaves) and _try_dtensor_op(func, args, kwargs)[0]:

@@ -61,7 +61,7 @@ class ViewCopy(DTensor):
     ) -> Any:
         args, kwargs = first_by_position(args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            refresh_views(pytree.tree_leaves((args, kwargs)))
+            refresh_views(argument_leaves(args, kwargs))
             if is_in_place(func) and write_through_view(func, args, kwargs):
                 return args[0]
             made = func(*args, **kwargs)
@@ -128,6 +128,16 @@ def count_write(x: DTensor) -> None:
             torch.autograd.graph.increment_version(each._local_tensor)
     if steps:
         x.__dict__["_of"] = source, steps, _source_version(source)
+
+
+def argument_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any]:
+    """The leaves of the arguments of a call; most calls contain no containers."""
+    given = [*args, *kwargs.values()]
+    plain = all(type(x) in _NO_CONTAINERS or isinstance(x, torch.Tensor) for x in given)
+    return given if plain else pytree.tree_leaves(given)
+
+
+_NO_CONTAINERS = frozenset((torch.dtype, bool, int, float, str, type(None)))
 
 
 def refresh_views(given: Sequence[Any]) -> None:
