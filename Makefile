@@ -33,7 +33,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: setup
 	@$(ENV)/bin/autoshard demo
 
-QUICK := tests/test_every_rule.py tests/test_aten.py tests/test_again.py tests/test_capture.py tests/test_trust.py
+QUICK := $(addprefix tests/,passes/rules/test_every_rule.py passes/rules/test_aten.py passes/lower/test_again.py \
+  passes/capture/test_capture.py end_to_end/test_trust.py)
 
 # glibc fills fresh memory with large numbers, so that a read of what nobody wrote shows in every run.
 # Neighbours share captured models, so a worker takes a half of the tests and, when it is through, of what is left.

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
+sys.path.extend(str(Path(__file__).parents[1] / "tests" / "support" / inner) for inner in (".", "models"))
 
 import torch
 from harness import SLOW_LINK, captured_once

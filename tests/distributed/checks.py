@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 import world
 from harness import double
-from test_compile_models import hugging_face, tokens
-from test_spelled import Spelled, Sunk, capped
+from spelled_models import Spelled, Sunk, capped
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers_models import hugging_face, tokens
 
 import autoshard
 import autoshard.models

@@ -18,10 +18,10 @@ from harness import double, ideal
 from microbatch_cases import TOLERANCE, far, farthest, loss_of
 from pipeline_cases import CASES
 from pipeline_steps import ReadTwice, compare, made, tokens
+from product_counts import Counted
 from safetensors.torch import load_file
 from stage_caches import caches_stay
 from state_generate import same_tokens
-from test_later import Counted
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from training_worker import FOLDER, main

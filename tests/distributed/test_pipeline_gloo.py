@@ -82,7 +82,7 @@ def test_as_on_one_device(outcome: Callable[[int, str], str], name: str, ranks: 
 
 @pytest.mark.slow
 def test_states(tmp_path: Path) -> None:
-    """Cases of tests/state_*.py in two stages, a process each."""
+    """Cases of tests/support/states/state_*.py in two stages, a process each."""
     names = ",".join(f"state {name}" for name in IN_PROCESSES)
     found = json.loads(world.start("pipeline_worker.py", 2, tmp_path, names, timeout=600))
     assert not any(found.values()), found

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+SUPPORT = HERE.parent / "support"
 CAPTURES = "AUTOSHARD_TEST_CAPTURES"
 """variable with the folder of what ranks have captured"""
 
@@ -30,7 +31,8 @@ if "AUTOSHARD_TEST_RANK" in os.environ:  # for what scripts make when they are i
 
 def environment() -> dict[str, str]:
     """For processes that import autoshard and the tests' helpers from this checkout."""
-    paths = [str(HERE.parent), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+    support = sorted({str(path.parent) for path in SUPPORT.rglob("*.py")})
+    paths = [*support, str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 

@@ -1,0 +1,24 @@
+"""What users change between calls, on the in-process mesh. tests/distributed runs the same under gloo."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from harness import ideal
+from state_cases import CASES, IN_ONE_PROCESS, SLOW
+
+FAST = IN_ONE_PROCESS - SLOW
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in CASES])
+@pytest.mark.parametrize("axes", [{"tp": 2}], ids=str)
+def test_as_the_unsharded_model(name: str, axes: dict[str, int]) -> None:
+    CASES[name](ideal(axes))
+
+
+def test_the_table_has_a_row_for_every_case() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "what_happens_if.md").read_text(encoding="utf-8")
+    named = {case for row in re.findall(r"\| (`[`\w, ]+`) \|\n", text) for case in re.findall(r"\w+", row)}
+    assert named == set(CASES)
