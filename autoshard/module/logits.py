@@ -89,7 +89,7 @@ class ShardedLogits(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if func in METADATA_GETTERS:
                 return func(*args, **kwargs)
             if func in _VOCAB_PARALLEL_OPS and isinstance(args[0], ShardedLogits) and args[0]._is_cut:

@@ -151,7 +151,7 @@ class StageGradient(DTensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             for kind, funcs in (
                 (_StageNorm, _NORM_FUNCTIONS),
@@ -176,7 +176,7 @@ class _StageNorm(DTensor):
                 "the norm of these gradients is that of this rank's pipeline stages, not of the model: use "
                 "autoshard.clip_grad_norm_(sharded, max_norm) instead of torch.nn.utils.clip_grad_norm_"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if func is torch.Tensor.to and type(result) is DTensor:
                 result.__class__ = cls
@@ -195,5 +195,5 @@ class _StageElements(DTensor):
                 "these gradients put together are those of this rank's pipeline stages, not of the model: optimizers that "
                 "take all parameters as one vector, such as LBFGS, do not train stages. sharded.full_gradients() has all"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

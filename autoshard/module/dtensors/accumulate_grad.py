@@ -81,7 +81,7 @@ class SparseGradient(DTensor):
         own = next(x for x in args if isinstance(x, SparseGradient))
         if (answer := _SPARSE_HANDLERS.get(func)) is not None:
             return answer(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             if type(result) is DTensor and result._local_tensor.is_sparse and result._spec == own._spec:
                 result.__class__ = SparseGradient
@@ -123,7 +123,7 @@ def _rows_of_mask(x: DTensor, mask: SparseGradient) -> SparseGradient:
 def _add_sparse(x: Any, y: Any, **kwargs: Any) -> Any:
     if isinstance(x, SparseGradient) and isinstance(y, SparseGradient):
         return _sparse_like(x, torch.add(x._local_tensor, y._local_tensor, **kwargs))
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         return torch.add(x, y, **kwargs)
 
 

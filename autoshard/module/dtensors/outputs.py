@@ -98,7 +98,7 @@ def shape_and_dtype(x: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
         return x.shape, x.dtype
     if isinstance(x, DTensor):
         return x._spec.tensor_meta[:3:2]  # type: ignore[index]
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         return x.shape, x.dtype
 
 
@@ -110,7 +110,7 @@ _AUTOGRAD_FUNCTIONS = frozenset((torch.Tensor.backward, torch.autograd.backward,
 """they record gathers also in no-grad mode, as in the backward of a reentrant checkpoint"""
 
 
-_IN_PLACE_OR_VIEW = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_IN_PLACE_OR_VIEW = torch.DispatchKeySet(torch.DispatchKey.ADInplaceOrView)
 """dispatch key that makes autograd replay views, by operations that DTensor lacks"""
 
 
@@ -177,7 +177,7 @@ class ShardedOutput(DTensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if func in METADATA_GETTERS:
                 return func(*args, **(kwargs or {}))
             refresh_views(argument_leaves(args, kwargs or {}))

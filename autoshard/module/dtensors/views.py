@@ -60,7 +60,7 @@ class ViewCopy(DTensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         args, kwargs = first_by_position(args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             refresh_views(argument_leaves(args, kwargs))
             if is_in_place(func) and write_through_view(func, args, kwargs):
                 return args[0]

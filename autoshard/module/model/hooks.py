@@ -200,7 +200,7 @@ def refuse_output_hooks(leaves: Sequence[Any], of: OutputSources) -> None:
     """Make the backward of an output raise :class:`RuntimeMismatchError` if a source has a hook."""
     if not of:
         return
-    with torch._C.DisableTorchFunctionSubclass():  # the subclass route of sharded outputs is slow
+    with torch.DisableTorchFunctionSubclass():  # the subclass route of sharded outputs is slow
         kept: dict[int, _OutputHooks] = {}
         for x in (leaves[i] for others in of.values() for i in others):
             if x.requires_grad and id(x) not in kept:
@@ -236,7 +236,7 @@ class _OutputHooks:
 def _refusing_hook(number: int, sources: Mapping[int, _OutputHooks]) -> Any:
     @unserializable_hook  # type: ignore[untyped-decorator]
     def check(gradient: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             found = next((i for i, hooks in sources.items() if hooks.there), None)
         if found is not None:
             raise RuntimeMismatchError(

@@ -217,7 +217,7 @@ class Executable:
         found = list(leaves)
         for i in self._without_gradient:
             x = found[i]
-            with torch._C.DisableTorchFunctionSubclass():  # an output's own getter is slow
+            with torch.DisableTorchFunctionSubclass():  # an output's own getter is slow
                 is_free = isinstance(x, torch.Tensor) and x.requires_grad
             found[i] = x.detach() if is_free else x
         return found

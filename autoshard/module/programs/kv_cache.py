@@ -209,7 +209,7 @@ class CachedShards(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             if func in METADATA_GETTERS:
                 return func(*args, **(kwargs or {}))
             dim = selection_dim(func, args, kwargs or {})

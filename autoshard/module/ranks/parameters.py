@@ -102,7 +102,7 @@ class _LocalShards(LeanFunction):
                 None if g is None else _accumulate_or_dense(p, g, spec)
                 for p, g, spec in zip(parameters, owned, specs, strict=True)
             ]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             for p, g in zip(parameters, owned, strict=True):
                 if g is None and p.requires_grad:
                     silence_without_gradient(p)
@@ -120,7 +120,7 @@ class _LocalShards(LeanFunction):
         ]
         # Skip AccumulateGrad nodes that would only assign: they make a DTensor per gradient.
         are_run = _engine_runs_each([leaf for leaf, _ in ctx.next_functions])
-        with torch._C.DisableTorchFunctionSubclass():  # no lookups per DTensor attribute
+        with torch.DisableTorchFunctionSubclass():  # no lookups per DTensor attribute
             leaves = zip(parameters, owned, are_run, strict=True)
             plain = [g is not None and is_run and _takes_gradient_directly(p, g) for p, g, is_run in leaves]
             pending.wait()  # last, so that the above overlaps with communication
@@ -131,7 +131,7 @@ class _LocalShards(LeanFunction):
 
 
 def _versions(parameters: Sequence[Any]) -> list[int]:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch.DisableTorchFunctionSubclass():
         return [p._version for p in parameters]
 
 

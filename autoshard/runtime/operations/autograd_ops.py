@@ -103,9 +103,7 @@ def autocast_as_text() -> str:
     return " ".join(f"{kind}={str(dtype).removeprefix('torch.')}" for kind, dtype, _ in autocast_state())
 
 
-_AUTOGRAD = [
-    getattr(torch._C.DispatchKey, name) for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")
-]
+_AUTOGRAD = [getattr(torch.DispatchKey, name) for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")]
 
 
 @contextlib.contextmanager

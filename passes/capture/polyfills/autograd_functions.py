@@ -95,12 +95,12 @@ def _forward_calling(function: Any, instead: Callable[..., Any]) -> Callable[...
     """A forward that calls ``instead``: for an ``apply`` bound to a name before the trace."""
 
     def forward(*args: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             torch._C._set_grad_enabled(True)  # hidden from the trace: eager records here, too
         try:
             return instead(*(args if autograd_ops.has_setup_context(function) else args[1:]))
         finally:
-            with torch._C.DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 torch._C._set_grad_enabled(False)
 
     return forward
@@ -199,7 +199,7 @@ def _untraced_trial(function: Any, forward: Callable[..., Any]) -> Iterator[list
     """Run ``function`` untraced inside. An error ends the block, and is appended to the list."""
     failed: list[Exception] = []
     with (
-        unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), autograd_ops.above_autograd(),
+        unset_fake_temporarily(), disable_proxy_modes_tracing(), torch.DisableTorchFunction(), autograd_ops.above_autograd(),
         torch.enable_grad(), _with_own_forward(function, forward),
     ):  # fmt: skip
         try:

@@ -97,7 +97,7 @@ def _probed_gated_form(module: Any) -> GatedForm | None:
     numbers = {float(x) for x in vars(module).values() if isinstance(x, int | float) and not isinstance(x, bool)}
     own = _activation_name(getattr(module, "act_fn", None))
     names = [own] if own is not None else ["silu", *(f"swish {x}" for x in sorted(numbers))]
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+    with torch.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         far = torch.logspace(1, 6, 40, dtype=torch.float64, device="cpu")
         gate = torch.cat([-far, torch.linspace(-40.0, 40.0, 321, dtype=torch.float64, device="cpu"), far])
         up = gate.roll(125) * 1.25

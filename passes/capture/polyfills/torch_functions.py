@@ -139,7 +139,7 @@ UNCHECKED_POLYFILLS: dict[Any, Callable[..., torch.Tensor]] = {
 
 RecurrentFunction = Callable[..., tuple[torch.Tensor, ...]]
 _INSTANCE_NORM, _BATCH_NORM, _ALPHA_DROPOUT = torch.instance_norm, torch.batch_norm, torch.alpha_dropout
-_ROW_MAJOR = torch._C._nn.log_sigmoid, torch._C._nn.one_hot
+_ROW_MAJOR = F.logsigmoid, F.one_hot
 _CHANNELS_LAST = torch.roll, torch.Tensor.roll, torch.channel_shuffle
 """results are channels-last if the operand is, else row-major"""
 

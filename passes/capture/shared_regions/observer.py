@@ -76,7 +76,7 @@ def _plain_path_key(key: Any) -> Any:
 MIN_EQUAL_MODULES, MAX_MISMATCHES = 3, 3
 """fewest equal modules that are shared; most mismatches per kind"""
 
-_unobserved = torch._C.DisableTorchFunction
+_unobserved = torch.DisableTorchFunction
 """context for our own queries about tensors, hidden from tracers and observers"""
 
 log = logging.getLogger("autoshard")

@@ -283,7 +283,7 @@ class RegionReplay:
         self.recording, self.tensors = recording, tensors
         self.steps = iter(recording.steps)
         mode = next((x.fake_mode for x in tensors.by_name.values() if isinstance(x, FakeTensor)), None)
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch.DisableTorchFunction(), _disable_current_modes():
             made = [results[i] if i in results else _fake_tensor_like(x, mode) for i, x in enumerate(recording.made)]
             for i, x in enumerate(made):
                 tensors.add(("made", i), x)

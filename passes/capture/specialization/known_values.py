@@ -341,7 +341,7 @@ def _returning_first(func: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _untraced_eager() -> Iterator[None]:
     """Compute with real tensors inside, untraced."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+    with torch.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
 
 
