@@ -21,6 +21,7 @@ from typing import Any, Union
 
 from autoshard.errors import LayoutError
 from autoshard.mesh import Mesh, MeshLike
+from autoshard.torch_private.distributed import strided_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +324,6 @@ class Layout:
         from torch.distributed.tensor import Partial as TorchPartial
         from torch.distributed.tensor import Replicate as TorchReplicate
         from torch.distributed.tensor import Shard as TorchShard
-        from torch.distributed.tensor.placement_types import _StridedShard
 
         if self.order != Layout(self.mesh, self.placements).order:
             raise LayoutError(f"{self}: torch placements nest in mesh order only; redistribute to mesh order first")
@@ -333,7 +333,7 @@ class Layout:
         for p in self.placements:
             if isinstance(p, Grouped):
                 plain = len(set(p.parts)) == 1 and len(self.cutting(p.dim)) == 1
-                out.append(_StridedShard(p.dim, split_factor=len(p.parts) if plain else _split_factor(p.parts)))
+                out.append(strided_shard(p.dim, split_factor=len(p.parts) if plain else _split_factor(p.parts)))
             elif isinstance(p, Shard):
                 out.append(TorchShard(p.dim))
             else:

@@ -30,6 +30,7 @@ from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules import add_rule
 from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.notation import Dim, Linear, Term, expanded_terms, parse, rule
+from autoshard.torch_private.ops import OpOverload
 
 __all__ = ["RuleCheck", "Sample", "check_rule", "register_rule"]
 
@@ -103,7 +104,7 @@ def _random_samples(new: Rule) -> list[Sample] | None:
 
 
 @with_clean_op_state()
-def _op_accepts(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _op_accepts(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     try:
         op(*args, **kwargs)
     except Exception as error:  # a user's op may raise anything

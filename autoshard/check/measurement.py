@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.check.reference import scalar_loss
 from autoshard.errors import AutoshardError
@@ -20,6 +19,7 @@ from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.runtime.parameters.recompute import observing_saved_tensors
 from autoshard.runtime.programs.module import RankModule
+from autoshard.torch_private.dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)

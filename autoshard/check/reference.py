@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.module.model.original import computed_attributes
 from autoshard.runtime.transport import torch_state
+from autoshard.torch_private.dispatch import TorchDispatchMode
 
 
 def largest_magnitude(t: torch.Tensor) -> float:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, Union
 
 import torch
-from torch._library.custom_ops import CustomOpDef
 
 from autoshard import runtime
 from autoshard.errors import AutoshardError, RuleError
@@ -30,6 +29,7 @@ from autoshard.passes.rules.base import Rule, Site
 from autoshard.runtime import World
 from autoshard.runtime.transport import torch_state
 from autoshard.runtime.transport.torch_state import without_autocast
+from autoshard.torch_private.ops import CustomOpDef, OpOverload, OpOverloadPacket
 
 TensorList = list[torch.Tensor]
 
@@ -147,7 +147,7 @@ def result_list(result: Any) -> list[Any]:
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 """``(args, kwargs)`` of a call, with float64 tensors where gradients are compared"""
 
-Op = Union[torch._ops.OpOverload, torch._ops.OpOverloadPacket, CustomOpDef]
+Op = Union[OpOverload, OpOverloadPacket, CustomOpDef]
 """an op of torch.ops or torch.library; a packet stands for its default overload"""
 
 MESHES: tuple[Mapping[str, int], ...] = ({"x": 2}, {"x": 3})
@@ -180,15 +180,15 @@ class _Example:
     gradients: list[torch.Tensor | None]
 
 
-def overload(op: Op) -> torch._ops.OpOverload:
+def overload(op: Op) -> OpOverload:
     """One overload of an op: the default one of a packet. Raises :class:`RuleError` otherwise."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         known = [name for name in op.overloads() if "Tensor" in str(getattr(op, name)._schema)]
         if len(known) != 1 and "default" not in known:
             raise RuleError(f"{op} has the overloads {', '.join(known)}: name one, such as torch.ops.{op}.{known[0]}")
         op = getattr(op, "default" if "default" in known else known[0])
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         raise RuleError(f"{op!r} is no op; give one such as torch.ops.mylib.scale or torch.ops.aten.add.Tensor")
     return op
 
@@ -356,7 +356,7 @@ def _rounding(example: _Example) -> float:
 
 
 def _graph_of_call(
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     operands: TensorList,

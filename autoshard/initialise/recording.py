@@ -18,18 +18,18 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
+from torch.utils import _pytree as pytree
+
+from autoshard.aten import aten
+from autoshard.errors import InitialiseError
+from autoshard.frames import frames_outwards, users_frame
+from autoshard.torch_private.dispatch import TorchDispatchMode, without_dispatch_modes
+from autoshard.torch_private.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-from autoshard.aten import aten
-from autoshard.errors import InitialiseError
-from autoshard.frames import frames_outwards, users_frame
 
 Storages = dict[int, torch.UntypedStorage]
 
@@ -358,7 +358,7 @@ class Recorder(TorchDispatchMode):
                 "not drawn yet: what the function does must not depend on them"
             )
         areas = self._areas((args, kwargs))
-        with _disable_current_modes(), torch.no_grad():
+        with without_dispatch_modes(), torch.no_grad():
             storages = self.recording.run(needed, {})
             args, kwargs = pytree.tree_map_only(Area, lambda area: self.recording.tensor(area, storages), areas)
             real = func(*args, **kwargs)

@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from autoshard import runtime
 from autoshard.layout import Layout, Replicate, Shard
 from autoshard.module.dtensors.outputs import METADATA_GETTERS
+from autoshard.torch_private.dispatch import make_wrapper_subclass
 
 GatherShards = Callable[[torch.Tensor, Layout, Sequence[int]], torch.Tensor]
 """(local shard, its layout, global shape) → full tensor"""
@@ -36,7 +37,7 @@ class ShardedLogits(torch.Tensor):
         part: torch.Tensor, layout: Layout, shape: Sequence[int], comm: runtime.Communicator, gather: GatherShards
     ) -> torch.Tensor:
         """The tensor of this global shape."""
-        made = torch.Tensor._make_wrapper_subclass(ShardedLogits, tuple(shape), dtype=part.dtype, device=part.device)
+        made = make_wrapper_subclass(ShardedLogits, tuple(shape), dtype=part.dtype, device=part.device)
         made._own, made._source, made._comm, made._gather = (part, layout), None, comm, gather
         return made
 

@@ -21,6 +21,7 @@ from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.rules.interpreters import interpret
 from autoshard.runtime.transport import torch_state
 from autoshard.runtime.transport.autograd import NoneGradFunction
+from autoshard.torch_private.autograd import top_saved_tensors_hooks
 
 OutputLeaves = list[Any]
 RunMicroBatch = Callable[[list[torch.Tensor]], tuple[OutputLeaves, dict[str, torch.Tensor]]]
@@ -78,7 +79,7 @@ def without_checkpoint_hooks() -> AbstractContextManager[Any]:
 
     The checkpoint would recompute the step in the backward of each micro-batch.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = top_saved_tensors_hooks(True)
     return nullcontext() if hooks is None or hooks[0].__module__ != checkpoint.__module__ else without_saved_hooks()
 
 

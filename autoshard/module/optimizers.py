@@ -15,6 +15,7 @@ from autoshard.module.dtensors.patches import is_module_dtensor
 from autoshard.module.model.submodules import shard_like
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.runtime.transport.process_group import all_gather_single
+from autoshard.torch_private.ops import foreach_norm
 
 NonFiniteByDevice = dict[torch.device, torch.Tensor]
 """device → 1 if a gradient there is not finite"""
@@ -65,7 +66,7 @@ def _total_norm(gradients: Sequence[Any], order: float, like: torch.Tensor) -> t
         if first and g.to_local().numel():
             mine.append(_gradient_values(g.to_local()))
     device = mine[0].device if mine else torch.device("cuda" if "nccl" in str(dist.get_backend()) else "cpu")
-    norms = torch.stack([n.to(device, like.dtype) for n in torch._foreach_norm(mine, order)]) if mine else None
+    norms = torch.stack([n.to(device, like.dtype) for n in foreach_norm(mine, order)]) if mine else None
     total = (
         torch.zeros((), device=device, dtype=like.dtype) if norms is None else torch.linalg.vector_norm(norms, order)
     )
@@ -123,7 +124,7 @@ def patch_load_state_dict() -> None:
     of._process_value_according_to_param_policy = staticmethod(process)
 
 
-_NORM_FUNCTIONS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm, torch._foreach_norm)
+_NORM_FUNCTIONS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm, foreach_norm)
 _SAME_GRADIENT = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
 _FLATTEN_FUNCTIONS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten)
 

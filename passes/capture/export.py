@@ -16,9 +16,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._functorch import eager_transforms
-from torch.autograd import forward_ad
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
 from autoshard.errors import CaptureError
@@ -104,6 +101,7 @@ from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.text import attribute_source
 from autoshard.passes.rules.facts import has_effect
 from autoshard.precision import Precision
+from autoshard.torch_private.capture import TRACER_LOGS, transforms_closed, use_lazy_graph_module
 
 log = logging.getLogger("autoshard")
 TRACE_LOCK = threading.RLock()
@@ -112,7 +110,6 @@ ATTRIBUTE_READS_KEY = "autoshard_attached"
 """key in an exported program's meta: attributes of parameters and buffers that the forward read"""
 _NO_METADATA = "_extract_tensor_metadata", lambda tensor: None
 """patch that skips fx's second description of every traced tensor, which nothing here reads"""
-_NOISY = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
 
 
 def capture(
@@ -158,12 +155,12 @@ def _capture_once(
 ) -> Graph:
     """One trace of :func:`capture`, with all tracer patches installed. Takes the trace lock."""
     with (
-        _transforms_closed(),
+        transforms_closed(),
         TRACE_LOCK,
         attributes_restored(model),
         _tracer_logs_silenced(),
         # Most intermediate graph modules are never called; lazy ones generate code on demand.
-        _use_lazy_graph_module(True),
+        use_lazy_graph_module(True),
         patched([(torch.fx.proxy, "CapturedTraceback", ForwardFrames), (proxy_tensor, *_NO_METADATA)]),
         patched([(torch.fx.graph, "_format_target", attribute_source)]),  # fx leaves "class" and quotes unescaped
         patched([(type(model), "named_parameters", nn.Module.named_parameters)]),  # export looks them up by path
@@ -402,25 +399,9 @@ def _compare_gradients(graph: Graph, eager: list[bool]) -> None:
 
 
 @contextlib.contextmanager
-def _transforms_closed() -> Iterator[None]:
-    """Close open torch.func transforms on exit: after a failed trace, torch's own exit may fail."""
-    depth, nesting = torch._C._functorch.get_dynamic_layer_stack_depth(), eager_transforms.JVP_NESTING
-    level = forward_ad._current_level
-    try:
-        yield
-    finally:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        eager_transforms.JVP_NESTING = nesting
-        if level < 0:  # the trace entered a dual level and only recorded its exit
-            with contextlib.suppress(RuntimeError):
-                torch._C._exit_dual_level(level=0)
-            forward_ad._current_level = level
-
-
-@contextlib.contextmanager
 def _tracer_logs_silenced() -> Iterator[None]:
     """Silence warnings and logs of the tracer; errors carry the relevant text."""
-    levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in _NOISY]
+    levels = [(logging.getLogger(name), logging.getLogger(name).level) for name in TRACER_LOGS]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

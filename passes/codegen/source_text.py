@@ -20,6 +20,7 @@ from autoshard.passes.ir.program import Local, LocalCall, Offset, Statement, axe
 from autoshard.passes.ir.sizes import ENDLESS, Size, is_compound
 from autoshard.passes.ir.text import RESERVED_NAMES, attribute_source, identifier, is_attribute_name, is_number
 from autoshard.runtime.programs.module import RankModule
+from autoshard.torch_private.ops import OpOverload
 
 LINE_WIDTH = 88
 """ruff's default line length"""
@@ -144,7 +145,7 @@ class _CallPrinter:
                 return printed
         return self.operator(name, call.fn, list(call.args), dict(call.kwargs))
 
-    def operator(self, name: str, op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Expression:
+    def operator(self, name: str, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Expression:
         """An aten op by its public spelling, or as ``aten.name.overload``."""
         plain = op.namespace == "aten"
         if plain and name in _BINARY_SIGNS and len(args) == 2 and not kwargs:

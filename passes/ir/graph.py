@@ -15,6 +15,7 @@ import torch
 
 from autoshard.errors import RuleError
 from autoshard.frames import location_text
+from autoshard.torch_private.ops import OpOverload
 
 
 class CallLike:
@@ -72,19 +73,19 @@ def map_tree(tree: Any, f: Callable[[Any], Any]) -> Any:
 
 
 @cache
-def argument_names(op: torch._ops.OpOverload) -> tuple[str, ...]:
+def argument_names(op: OpOverload) -> tuple[str, ...]:
     """Names of the op's arguments, in schema order."""
     return tuple(a.name for a in op._schema.arguments)
 
 
 @cache
-def argument_defaults(op: torch._ops.OpOverload) -> dict[str, tuple[int, Any]]:
+def argument_defaults(op: OpOverload) -> dict[str, tuple[int, Any]]:
     """Argument name → (position, default); a missing default is None."""
     return {a.name: (i, a.default_value) for i, a in enumerate(op._schema.arguments)}
 
 
 @cache
-def tensor_arguments(op: torch._ops.OpOverload) -> tuple[str, ...]:
+def tensor_arguments(op: OpOverload) -> tuple[str, ...]:
     """Names of the op's arguments that take tensors, in schema order."""
     return tuple(a.name for a in op._schema.arguments if "Tensor" in str(a.type))
 
@@ -196,7 +197,7 @@ class Node(CallLike):
     """One operation. Its operands are the :class:`Ref` in ``args`` and ``kwargs``, in order."""
 
     name: str
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[str, ...]

@@ -10,13 +10,12 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import CallLike, Graph, Node, Ref, TensorType, format_argument, format_call, refs
 from autoshard.runtime.transport.move import COLLECTIVES
+from autoshard.torch_private.ops import OpOverload
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class LocalCall(CallLike):
     :class:`Offset`, and nested calls.
     """
 
-    fn: torch._ops.OpOverload | str
+    fn: OpOverload | str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 

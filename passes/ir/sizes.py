@@ -21,11 +21,10 @@ from functools import lru_cache
 from typing import Any
 
 import sympy  # type: ignore[import-untyped,unused-ignore]
-from torch.utils._sympy.functions import FloorDiv, PythonMod
-from torch.utils._sympy.printers import PythonPrinter
 
 from autoshard.errors import CaptureError
 from autoshard.passes.ir.graph import Symbol, Symbols, TensorType, walk
+from autoshard.torch_private.symbolic import FloorDiv, PythonMod, PythonPrinter
 
 ENDLESS = 2**62
 """a slice end of at least this value means the end of the dim"""

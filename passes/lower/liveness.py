@@ -8,16 +8,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-import torch
-
 from autoshard.aten import aten
 from autoshard.passes.ir.graph import Ref, refs
 from autoshard.passes.ir.program import LocalCall, Program, Statement, reads
 from autoshard.passes.ir.sizes import record_conditions
 from autoshard.passes.rules.facts import is_view, saved_for_backward
 from autoshard.runtime.operations.checks import is_specialization_check
+from autoshard.torch_private.ops import OpOverload
 
-IN_PLACE_OPS: dict[torch._ops.OpOverload, torch._ops.OpOverload | str] = {
+IN_PLACE_OPS: dict[OpOverload, OpOverload | str] = {
     aten.copy.default: aten.copy_.default,
     aten.index_put.default: aten.index_put_.default,
     aten.index_copy.default: aten.index_copy_.default,

@@ -18,13 +18,12 @@ from functools import lru_cache
 from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
-import torch
-
 from autoshard.aten import aten
 from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import LocalCall, Program, Statement, reads
 from autoshard.passes.rules.facts import is_view
+from autoshard.torch_private.ops import OpOverload
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
@@ -361,7 +360,7 @@ def split_backward(program: Program) -> Program:
     return replace(program, statements=tuple(statements))
 
 
-def _is_repeatable(op: torch._ops.OpOverload) -> bool:
+def _is_repeatable(op: OpOverload) -> bool:
     """Whether the backward of ``op`` may run in both parts: it saves nothing."""
     return is_view(op) or op is aten._to_copy.default
 

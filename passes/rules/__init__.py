@@ -12,13 +12,12 @@ from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
-import torch
-
 from autoshard.aten import MissingOp
 from autoshard.passes.rules.base import Rule
+from autoshard.torch_private.ops import OpOverload
 
 
-def rule_for(op: torch._ops.OpOverload) -> Rule | None:
+def rule_for(op: OpOverload) -> Rule | None:
     """The sharding rule of ``op``, or None: the op then runs on full tensors."""
     rules = _registry()
     found = rules.get(op)
@@ -38,14 +37,14 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 @cache
-def _registry() -> dict[torch._ops.OpOverload, Rule]:
+def _registry() -> dict[OpOverload, Rule]:
     """Rules by op, built on first use: rule modules import this package."""
     rules = (rule for module in _modules() for rule in getattr(module, "RULES", ()))
     return {rule.op: rule for rule in rules if not isinstance(rule.op, MissingOp)}
 
 
 @cache
-def _by_name() -> dict[str, Callable[[torch._ops.OpOverload], Rule]]:
+def _by_name() -> dict[str, Callable[[OpOverload], Rule]]:
     return {name: make for module in _modules() for name, make in getattr(module, "BY_NAME", {}).items()}
 
 

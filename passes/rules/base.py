@@ -21,6 +21,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import InternalCollective, Local, LocalCall, axes_argument
+from autoshard.torch_private.ops import OpOverload
 
 Dims = tuple[str | None, ...]
 """one factor per tensor dim; None: the dim must be unsharded"""
@@ -320,7 +321,7 @@ DEFAULT_FACTS, KEEPS_NOTHING = Facts(), Facts(saves="")
 class Rule:
     """An op's strategies and local form. ``flops``: a multiply-add counts 2, elementwise ops 0."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     space: SpaceOf
     local: LocalFormOf | None = None
     """None: the op itself on shards, with unchanged arguments"""
@@ -341,7 +342,7 @@ class Rule:
         return found.strategies(node, graph) if isinstance(found, Factors) else found
 
 
-def ops(names: str) -> tuple[torch._ops.OpOverload, ...]:
+def ops(names: str) -> tuple[OpOverload, ...]:
     """aten ops from ``"conv1d.default conv2d.default"``, without those this torch lacks."""
     pairs = (name.split(".") for name in names.split())
     found = (getattr(getattr(aten, packet), overload) for packet, overload in pairs)

@@ -14,15 +14,16 @@ from autoshard.passes.ir.analyses import cached_per_node
 from autoshard.passes.ir.graph import Node, TensorType, argument_defaults, refs
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import DEFAULT_FACTS, Facts, Rounding, Types
+from autoshard.torch_private.ops import OpOverload
 
 
-def facts_of(op: torch._ops.OpOverload) -> Facts:
+def facts_of(op: OpOverload) -> Facts:
     """The facts of the op's rule, or the safe defaults."""
     rule = rule_for(op)
     return DEFAULT_FACTS if rule is None else rule.facts
 
 
-def is_view(op: torch._ops.OpOverload) -> bool:
+def is_view(op: OpOverload) -> bool:
     """Whether ``op`` returns a view of its operand at no cost."""
     stated = facts_of(op).view
     if stated is not None:
@@ -31,7 +32,7 @@ def is_view(op: torch._ops.OpOverload) -> bool:
 
 
 @cache
-def _is_alias(op: torch._ops.OpOverload) -> bool:
+def _is_alias(op: OpOverload) -> bool:
     return any(a.alias_info is not None and not a.alias_info.is_write for a in op._schema.arguments)
 
 
@@ -40,7 +41,7 @@ def is_view_named(name: str) -> bool:
     op: Any = torch.ops
     for part in name.split("."):
         op = getattr(op, part, None)
-    return isinstance(op, torch._ops.OpOverload) and is_view(op)
+    return isinstance(op, OpOverload) and is_view(op)
 
 
 def is_random(node: Node | fx.Node) -> bool:
@@ -63,9 +64,9 @@ def has_effect(node: Node | fx.Node) -> bool:
     return op is not None and (is_random(node) or not op._schema.returns or facts_of(op).effect)
 
 
-def _op(node: Node | fx.Node) -> torch._ops.OpOverload | None:
+def _op(node: Node | fx.Node) -> OpOverload | None:
     op: Any = node.target if isinstance(node, fx.Node) else node.op
-    return op if isinstance(op, torch._ops.OpOverload) else None
+    return op if isinstance(op, OpOverload) else None
 
 
 def makes_tensor(node: Node) -> bool:
@@ -74,7 +75,7 @@ def makes_tensor(node: Node) -> bool:
     return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
 
 
-def _arguments(op: torch._ops.OpOverload, node: Node | fx.Node) -> dict[str, Any]:
+def _arguments(op: OpOverload, node: Node | fx.Node) -> dict[str, Any]:
     """The node's arguments by name, with the op's defaults."""
     known = argument_defaults(op)
     defaults = {name: default for name, (_, default) in known.items()}

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch._prims_common import suggest_memory_format
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import runtime
 from autoshard.aten import aten
@@ -28,6 +26,8 @@ from autoshard.passes.rules.facts import makes_tensor
 from autoshard.runtime.transport.communicator import Communicator, bind, in_memory_format_of
 from autoshard.runtime.transport.move import LOCAL, Move
 from autoshard.runtime.transport.rank_coroutines import Arrival, Collective, Hop, Sending
+from autoshard.torch_private.dispatch import TorchDispatchMode
+from autoshard.torch_private.fake import suggest_memory_format
 
 NodeObserver = Callable[[Node, tuple[torch.Tensor, ...]], None]
 

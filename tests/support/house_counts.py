@@ -26,7 +26,8 @@ EVERYWHERE = ("log", "aten", "__all__")
 PARAMETERS = 10
 
 CODE = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING)
-PRIVATE = re.compile(r"\btorch(?:\.[A-Za-z]\w*)*\._(?!pytree)\w+(?:\.\w+)*")
+PRIVATE = re.compile(r"\btorch(?:\.[A-Za-z]\w*)*\._(?!_|pytree)\w+(?:\.\w+)*")
+"""a path as text; methods of Python's own protocols, such as ``torch.Tensor.__len__``, are public"""
 
 
 def sources(root: Path = ROOT) -> dict[Path, str]:
@@ -46,6 +47,7 @@ def counts(files: dict[Path, str]) -> dict[str, int]:
         for name in _named(node):
             holders[name.lstrip("_")].add(path)
     private = {path: set(PRIVATE.findall(text)) for path, text in files.items()}
+    names = set[str]().union(*map(private_names, trees.values()))
     lists = [_parameters(node) for tree in trees.values() for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
     small = [path for path, text in files.items() if path.name != "__init__.py" and text.count("\n") < SMALL]
     return {
@@ -58,6 +60,7 @@ def counts(files: dict[Path, str]) -> dict[str, int]:
             len(paths) >= MANY for name, paths in holders.items() if name not in EVERYWHERE
         ),
         "numeric constants at module level": sum(_is_constant(node) for _, node in bodies),
+        "private names of torch, however imported": len(names),
         "private paths of torch": len(set[str]().union(*private.values())),
         "files that name a private path of torch": sum(map(bool, private.values())),
         f"functions with more than {PARAMETERS} parameters": sum(n > PARAMETERS for n in lists),
@@ -79,6 +82,42 @@ def _named(node: ast.stmt) -> Iterator[str]:
 def _is_constant(node: ast.stmt) -> bool:
     value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
     return isinstance(value, ast.Constant) and type(value.value) in (int, float)
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Full names of what a file reads of torch by a name that begins with one underscore, ``_pytree`` left out.
+
+    Attributes of objects that are no module, class or function of torch by an import are not seen."""
+    bound, found = dict[str, str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            bound |= names
+            found |= {name for name in names.values() if _is_private(name)}
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    bound[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    found |= {alias.name} if _is_private(alias.name) else set()
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
+            root, path = _chain(node)
+            if root in bound and _is_private(path):
+                found.add(f"{bound[root]}.{path}")
+    return found
+
+
+def _chain(node: ast.Attribute) -> tuple[str, str]:
+    """``("a", "b.c")`` of ``a.b.c``; the first is empty where that is no name."""
+    parts, of = [node.attr], node.value
+    while isinstance(of, ast.Attribute):
+        parts, of = [of.attr, *parts], of.value
+    return of.id if isinstance(of, ast.Name) else "", ".".join(parts)
+
+
+def _is_private(path: str) -> bool:
+    return any(re.fullmatch(r"_(?!_|pytree$)\w*", part) for part in path.split("."))
 
 
 def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

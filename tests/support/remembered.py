@@ -29,6 +29,7 @@ from autoshard.passes.capture.specialization import eager_semantics
 from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.operations import autograd_ops
 from autoshard.runtime.transport.torch_state import autocast_state
+from autoshard.torch_private import capture
 
 TESTS = Path(__file__).parents[1]
 OF_RUN = "AUTOSHARD_TEST_CAPTURES_OF_RUN"
@@ -130,7 +131,7 @@ def signature(model: torch.nn.Module, example: Any, *options: Any) -> str | None
     modes = [
         torch.is_grad_enabled(),
         torch.is_anomaly_enabled(),
-        *(getattr(of, name)() for _, of, name in eager_semantics._BACKEND_MODES),
+        *(getattr(of, name)() for _, of, name in capture.BACKEND_MODES),
     ]
     # of which capture makes some of transformers' known
     registered = [f"{kind.__module__}.{kind.__qualname__}" for kind in pytree.SUPPORTED_NODES]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import adagrad
 
 from autoshard.module.dtensors.table_wise import local_tensor_of
+from autoshard.torch_private.dispatch import stored_indices, stored_values
 
 
 class _GradientFlag:
@@ -134,8 +135,8 @@ _SPARSE_HANDLERS: dict[Any, Any] = {
     torch.Tensor.clone: lambda x, **kwargs: _sparse_like(x, x._local_tensor.clone()),
     torch.Tensor.detach: lambda x: _sparse_like(x, x._local_tensor.detach()),
     torch.Tensor.coalesce: lambda x: _sparse_like(x, x._local_tensor.coalesce()),
-    torch.Tensor._indices: lambda x: x._local_tensor._indices(),
-    torch.Tensor._values: lambda x: x._local_tensor._values(),
+    stored_indices: lambda x: x._local_tensor._indices(),
+    stored_values: lambda x: x._local_tensor._values(),
     torch.Tensor.new: _from_row_numbers,
     torch.Tensor.sparse_mask: _rows_of_mask,
 }

@@ -2,7 +2,7 @@
 
 Used by initialisers and constraints (``init.orthogonal_``, ``renorm``), and factories with ``out=``
 (``init.eye_``), where DTensor would make the shard as large as the full tensor. In lists of
-``torch._foreach_…`` (clipping, averaging) plain tensors count as replicated.
+``_foreach_…`` ops (clipping, averaging) plain tensors count as replicated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from autoshard.aten import aten
 from autoshard.module.dtensors.random_ops import first_rank_generator
 from autoshard.module.dtensors.views import replicated_on
+from autoshard.torch_private.dispatch import all_op_names
+from autoshard.torch_private.dtensor import op_dispatcher
 
 _FACTORY_NAMES = "arange eye full linspace logspace normal ones rand randint randn randperm zeros".split()
 OUT_FACTORIES = tuple(
@@ -35,7 +37,7 @@ GATHERED_CLASSES: list[type[DTensor]] = []
 
 def patch_missing_ops(is_ours: Callable[[object], bool]) -> None:
     """Patch DTensor's op dispatch for tensors with ``is_ours``."""
-    of: Any = type(DTensor._op_dispatcher)
+    of: Any = type(op_dispatcher)
     propagate = of._propagate_op_sharding_dispatch_slow_path
 
     def on_whole(dispatcher: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *more: Any) -> Any:
@@ -63,7 +65,7 @@ def pointwise_ops() -> set[Any]:
 
 
 def _aten_overloads() -> Iterator[Any]:
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in all_op_names():
         packet, _, overload = name.removeprefix("aten::").partition(".")
         if name.startswith("aten::") and not name.endswith("out"):
             yield getattr(getattr(aten, packet), overload or "default")
@@ -73,7 +75,7 @@ def _aten_overloads() -> Iterator[Any]:
 def replicate_plain_tensors(args: tuple[Any, ...]) -> Iterator[None]:
     """Inside, plain tensors in a list with DTensors count as replicated."""
     kinds = {isinstance(x, DTensor) for given in args if isinstance(given, list | tuple) for x in given}
-    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher: Any = op_dispatcher
     before = dispatcher._allow_implicit_replication
     dispatcher._allow_implicit_replication = before or len(kinds) > 1
     try:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoshard.layout import Layout
 from autoshard.runtime.transport.autograd import NoneGradFunction
 from autoshard.runtime.transport.groups import cleared_with_groups
+from autoshard.torch_private.dtensor import DTensorSpec, TensorMeta
 
 
 def dtensor_from_shard(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:

@@ -35,6 +35,9 @@ from autoshard.module.dtensors.views import (
     write_full,
 )
 from autoshard.runtime.transport.autograd import is_batched, refuse_batched
+from autoshard.torch_private.autograd import run_backward
+from autoshard.torch_private.dispatch import ExcludedKeys
+from autoshard.torch_private.ops import nn_functions
 
 TRUSTED_GRADIENTS = frozenset(
     "abs absolute acos acosh add addcdiv addcmul adjoint asin asinh atan atan2 atanh bmm broadcast_to "
@@ -64,7 +67,7 @@ def lacks_gradient(func: Any) -> bool:
     name = name if name.startswith("__") else name.rstrip("_")
     if name in TRUSTED_GRADIENTS or _NON_DIFFERENTIABLE.fullmatch(name):
         return False
-    known = any(callable(getattr(of, name, None)) for of in (torch, F, torch._C._nn))
+    known = any(callable(getattr(of, name, None)) for of in (torch, F, nn_functions))
     return known or name.startswith(("linalg_", "special_", "fft_"))
 
 
@@ -125,9 +128,7 @@ def _output_backward(
         x.backward(gradient, retain_graph, create_graph, inputs)
         return
     keep = create_graph if retain_graph is None else retain_graph
-    torch.autograd.graph._engine_run_backward(
-        (x,), (unit_gradient(x),), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True
-    )
+    run_backward((x,), (unit_gradient(x),), keep, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _autograd_on_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -197,7 +198,7 @@ class ShardedOutput(DTensor):
                 return _select_on_shard(func, dim, *given)
             leaves = argument_leaves(*given)
             if not is_in_place(func, kwargs) and runs_as_dtensor(func, leaves):
-                with torch._C._ExcludeDispatchKeyGuard(_IN_PLACE_OR_VIEW) if may_be_view(func) else nullcontext():
+                with ExcludedKeys(_IN_PLACE_OR_VIEW) if may_be_view(func) else nullcontext():
                     there, made = _try_dtensor_op(func, *given)
                 if there:
                     if not isinstance(made, torch.Size | float | int | bool):

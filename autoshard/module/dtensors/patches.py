@@ -44,6 +44,7 @@ from autoshard.module.dtensors.views import (
     write_through_view,
 )
 from autoshard.runtime.transport.process_group import all_reduce_sum
+from autoshard.torch_private.dtensor import op_dispatcher
 
 _VALUE_READERS = "numpy tolist __array__ __dlpack__".split()
 _STORAGE_READERS = "storage share_memory_".split()
@@ -118,7 +119,7 @@ def patch_mixed_numbers(
 
     for op in ops:
         handle(op, beside_plain)
-    of: Any = type(DTensor._op_dispatcher)
+    of: Any = type(op_dispatcher)
     tail = of._dispatch_fast_path_python_tail  # in-place ops, among others
 
     def written(dispatcher: Any, op: Any, args: tuple[Any, ...], *more: Any) -> Any:
@@ -238,7 +239,7 @@ _ORIGINAL_HANDLERS: dict[Any, OpHandler | None] = {}
 
 
 def _install_handler(op: Any, handler: OpHandler) -> None:
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers: dict[Any, Any] = op_dispatcher._custom_op_handlers
     _ORIGINAL_HANDLERS[op] = handlers.get(op)
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -253,7 +254,7 @@ def _install_handler(op: Any, handler: OpHandler) -> None:
 
 def _original_op(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``op`` by DTensor's own handler."""
-    before, handlers = _ORIGINAL_HANDLERS[op], DTensor._op_dispatcher._custom_op_handlers
+    before, handlers = _ORIGINAL_HANDLERS[op], op_dispatcher._custom_op_handlers
     if before is not None:
         return before(op, args, kwargs)
     ours = handlers.pop(op)

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from autoshard.aten import aten
+from autoshard.torch_private.dtensor import random_ops
 
 _MORE_RANDOM_OPS = (aten.exponential_, aten.geometric_, aten.log_normal_)
-RANDOM_OPS = (*DTensor._op_dispatcher._random_ops, *(packet.default for packet in _MORE_RANDOM_OPS))
+RANDOM_OPS = (*random_ops, *(packet.default for packet in _MORE_RANDOM_OPS))
 """ops that torch classifies as random, and three that it classifies as pointwise"""
 
 

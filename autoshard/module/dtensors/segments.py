@@ -12,22 +12,25 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._redistribute import DTensorRedistributePlanner, _TransformInfo
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from autoshard.layout import Layout, parts_of_split_factor
 from autoshard.mesh import Mesh
 from autoshard.module.dtensors.table_wise import is_owned, owned_shard_of
+from autoshard.torch_private.dtensor import (
+    DTensorRedistributePlanner,
+    DTensorSpec,
+    StridedShard,
+    TransformInfo,
+    state_dict_utils,
+)
 
 
 def patch_strided_shard() -> None:
     """Have torch split, gather and print strided shards by ratio."""
-    of: Any = _StridedShard
+    of: Any = StridedShard
     planner: Any = DTensorRedistributePlanner
     cut, shown, named, steps = of._split_tensor, of.__str__, of.__repr__, planner.generate_greedy_transform_infos
 
@@ -42,13 +45,13 @@ def patch_strided_shard() -> None:
     def gathered_first(planner: Any, src: DTensorSpec, dst: DTensorSpec) -> Any:
         """Gather inner axes before outer ones: torch handles one axis per dim only."""
         pairs = zip(src.placements, dst.placements, strict=True)
-        changed = {p.dim for p, q in pairs if isinstance(p, _StridedShard) and has_ratio(p) and p != q}
+        changed = {p.dim for p, q in pairs if isinstance(p, StridedShard) and has_ratio(p) and p != q}
         placements, found = list(src.placements), []
         for i, p in reversed([*enumerate(src.placements)]):
-            if isinstance(p, _StridedShard) and p.dim in changed:
+            if isinstance(p, StridedShard) and p.dim in changed:
                 outer = math.prod(src.mesh.size(j) for j in range(i) if src.placements[j] == p)
                 shape = [n // outer if d == p.dim else n for d, n in enumerate(src.shape)]
-                found.append(_TransformInfo(i, (p, Replicate()), shape))
+                found.append(TransformInfo(i, (p, Replicate()), shape))
                 placements[i] = Replicate()
         src = DTensorSpec(src.mesh, tuple(placements), src.tensor_meta) if found else src
         return [*found, *steps(planner, src, dst)]
@@ -60,15 +63,15 @@ def patch_strided_shard() -> None:
 
 def shards_dim(placement: Any, dim: int) -> bool:
     """Whether ``dim`` (non-negative) is sharded; ``is_shard()`` is False for strided shards."""
-    return bool(placement.is_shard(dim)) or (isinstance(placement, _StridedShard) and placement.dim == dim)
+    return bool(placement.is_shard(dim)) or (isinstance(placement, StridedShard) and placement.dim == dim)
 
 
-def has_ratio(placement: _StridedShard) -> bool:
+def has_ratio(placement: StridedShard) -> bool:
     """Whether the split factor encodes a ratio of segments."""
     return int(placement.split_factor) < 0
 
 
-def ratio_text(placement: _StridedShard) -> str:
+def ratio_text(placement: StridedShard) -> str:
     """Text such as ``_S(0, 4:1:1)``."""
     return f"_S({placement.dim}, {':'.join(map(str, parts_of_split_factor(int(placement.split_factor))))})"
 
@@ -136,7 +139,7 @@ def patch_checkpoint_chunks() -> None:
     of.__create_write_items__, of.__create_chunk_list__ = create_write_items, create_chunk_list
     of.__get_tensor_shard__ = get_tensor_shard
 
-    utils: Any = _state_dict_utils
+    utils: Any = state_dict_utils
     distribute = utils._distribute_tensors
 
     def distribute_tensors(states: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None) -> None:

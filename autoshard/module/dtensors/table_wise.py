@@ -20,7 +20,6 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from autoshard.layout import Layout, Owned, R
 from autoshard.mesh import Mesh
@@ -31,6 +30,7 @@ from autoshard.runtime.transport.autograd import NoneGradFunction
 from autoshard.runtime.transport.communicator import Communicator, bind
 from autoshard.runtime.transport.groups import cleared_with_groups
 from autoshard.runtime.transport.move import Move
+from autoshard.torch_private.dtensor import DTensorSpec, TensorMeta, op_dispatcher
 
 
 @functools.cache
@@ -81,7 +81,7 @@ _FOREACH_ELEMENTWISE = (
 @functools.cache
 def patch_foreach(is_owned: Callable[[Any], bool], local_of: Callable[[Any], torch.Tensor]) -> None:
     """Run ``foreach`` ops on local shards if a tensor of a list ``is_owned``; else as before."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers: dict[Any, Any] = op_dispatcher._custom_op_handlers
 
     def by_parts(before: Any) -> Any:
         def handle(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

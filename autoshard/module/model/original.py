@@ -34,8 +34,10 @@ from autoshard.passes.capture.exported.snapshots import (
 )
 from autoshard.passes.capture.exported.tensor_attributes import with_user_class
 from autoshard.passes.capture.refusals.aliasing import storages_of
-from autoshard.passes.capture.specialization.eager_semantics import autograd_modes
 from autoshard.runtime.transport.torch_state import autocast_state
+from autoshard.torch_private.autograd import forward_level, peek_interpreter_stack
+from autoshard.torch_private.capture import autograd_modes
+from autoshard.torch_private.dispatch import count_function_modes, jit_tracing_state
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class CallState:
 
 def default_device() -> torch.device:
     """:func:`torch.get_default_device` without its per-call search, unless a mode is active."""
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else _CPU
+    return torch.get_default_device() if count_function_modes() else _CPU
 
 
 _GLOBAL_HOOKS = (
@@ -98,8 +100,8 @@ def any_requires_grad(*tensors: Iterable[Any]) -> bool:
 def is_plain_context() -> bool:
     """Whether the context of a call has nothing that :func:`check_call_context` would inspect."""
     hooks = any(vars(torch_module)[name] for name in _GLOBAL_HOOKS)
-    inside = torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None
-    return not (inside or hooks or forward_ad._current_level >= 0 or torch.compiler.is_compiling())
+    inside = peek_interpreter_stack() is not None or jit_tracing_state() is not None
+    return not (inside or hooks or forward_level() >= 0 or torch.compiler.is_compiling())
 
 
 def _is_dual(x: Any) -> bool:
@@ -108,12 +110,12 @@ def _is_dual(x: Any) -> bool:
 
 def check_call_context(leaves: Sequence[Any], held: Callable[[], Sequence[torch.Tensor]]) -> None:
     """Refuse contexts that programs cannot follow. ``held()``: parameters and buffers."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         raise CaptureError(
             "a sharded module is called inside a torch.func transform (vmap, grad, jvp, functionalize), which its programs "
             "cannot follow. Use torch.autograd outside of it, or transform the model before autoshard.compile."
         )
-    if forward_ad._current_level >= 0 and any(map(_is_dual, (*leaves, *held()))):
+    if forward_level() >= 0 and any(map(_is_dual, (*leaves, *held()))):
         raise CaptureError(
             "a sharded module is called with dual tensors: its programs have no forward-mode derivative. "
             "Use backward(), or torch.autograd.grad."
@@ -123,7 +125,7 @@ def check_call_context(leaves: Sequence[Any], held: Callable[[], Sequence[torch.
             "a sharded module cannot be exported by torch.export: it is a program of every rank already. Export the model "
             "before autoshard.compile, with sharded.full_state_dict(); sharded.save(directory) writes the ranks' programs."
         )
-    if torch._C._get_tracing_state() is not None:
+    if jit_tracing_state() is not None:
         raise CaptureError(
             "a sharded module cannot be traced by torch.jit. sharded.save(directory) writes its program."
         )

@@ -11,9 +11,7 @@ from types import new_class
 from typing import Any, NoReturn, TypeVar
 
 import torch
-import torch._dynamo.trace_rules
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, ActivationWrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -29,6 +27,8 @@ from autoshard.module.logits import gather_logits
 from autoshard.module.model.hooks import share_hooks
 from autoshard.passes.capture.exported.pytrees import constant_key
 from autoshard.passes.capture.exported.snapshots import items_or_attributes
+from autoshard.torch_private.capture import skip_package
+from autoshard.torch_private.dtensor import CHECKPOINT_PREFIX, ActivationWrapper
 
 DerivedT = TypeVar("DerivedT")
 _INTERNAL = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -265,7 +265,7 @@ def state_dict_entries(model: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
         for name, x in (*module._parameters.items(), *module._buffers.items()):
             if x is not None and name not in module._non_persistent_buffers_set:
                 fqn = f"{path}.{name}" if path else name
-                found[fqn.replace(_CHECKPOINT_PREFIX, "")] = fqn, x
+                found[fqn.replace(CHECKPOINT_PREFIX, "")] = fqn, x
     return found
 
 
@@ -382,5 +382,5 @@ def _generation_methods(kind: Any) -> dict[str, Any]:
 @functools.cache
 def skip_in_dynamo() -> None:
     """Have torch.compile trace generated code only, with graph breaks at collectives."""
-    for package in ("autoshard.module", "autoshard.runtime"):
-        torch._dynamo.trace_rules.add(package)
+    for package in ("autoshard.module", "autoshard.runtime", "autoshard.torch_private"):
+        skip_package(package)

@@ -18,6 +18,7 @@ from autoshard.module.dtensors.views import first_by_position, is_in_place, may_
 from autoshard.module.programs.simulated_ranks import join_shards, shard_for_ranks, writable_shards
 from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.programs.pipeline import StageRanks
+from autoshard.torch_private.dispatch import make_wrapper_subclass
 
 _SHARDWISE_METHODS = frozenset(
     "clone contiguous cat to __deepcopy__ zero_ fill_ narrow index_select repeat_interleave".split()
@@ -175,9 +176,7 @@ class CachedShards(torch.Tensor):
     @staticmethod
     def of(parts: Sequence[torch.Tensor], layout: Layout, shape: Sequence[int]) -> torch.Tensor:
         """The tensor of this shape with these shards by rank."""
-        made = torch.Tensor._make_wrapper_subclass(
-            CachedShards, tuple(shape), dtype=parts[0].dtype, device=parts[0].device
-        )
+        made = make_wrapper_subclass(CachedShards, tuple(shape), dtype=parts[0].dtype, device=parts[0].device)
         made._layout, made._parts, made._whole = layout, tuple(x.detach() for x in parts), None
         made.placements = layout.placements
         return made

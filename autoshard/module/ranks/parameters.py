@@ -36,6 +36,7 @@ from autoshard.runtime.transport.autograd import LeanFunction
 from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.process_group import TorchCommunicator
+from autoshard.torch_private.autograd import engine_will_run
 
 SummandAxes = tuple[str, ...]
 
@@ -294,7 +295,7 @@ def _will_accumulate(p: torch.Tensor) -> bool:
 def _engine_runs(node: Any) -> bool:
     """Whether the running backward executes this node."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return bool(engine_will_run(node))
     except RuntimeError:  # torch.autograd.grad stops at it
         return False
 
@@ -302,7 +303,7 @@ def _engine_runs(node: Any) -> bool:
 def _engine_runs_each(nodes: Sequence[Any]) -> list[bool]:
     """:func:`_engine_runs` of each, by few Python calls unless torch.autograd.grad stops there."""
     try:
-        return [*map(torch._C._will_engine_execute_node, nodes)]
+        return [*map(engine_will_run, nodes)]
     except RuntimeError:
         return [*map(_engine_runs, nodes)]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autoshard.runtime.transport.torch_state import autocast_state, without_autocast
+from autoshard.torch_private.dispatch import above_autograd
 
 
 class ForwardOnlyContext:
@@ -101,24 +102,6 @@ def unpack_arguments(tensors: Sequence[torch.Tensor], others: str) -> list[Any]:
 def autocast_as_text() -> str:
     """The current autocast state, as the op takes it: device types and dtypes."""
     return " ".join(f"{kind}={str(dtype).removeprefix('torch.')}" for kind, dtype, _ in autocast_state())
-
-
-_AUTOGRAD = [getattr(torch.DispatchKey, name) for name in ("AutogradFunctionality", "AutogradOther", "ADInplaceOrView")]
-
-
-@contextlib.contextmanager
-def above_autograd() -> Iterator[None]:
-    """Inside an op's kernel, restore autograd dispatch: a forward may enable and take gradients.
-
-    Disables the Python dispatcher of a trace, too: it keeps ops like cross_entropy without
-    derivative."""
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in _AUTOGRAD:
-        excluded = excluded.remove(key)
-    with torch._C._DisablePythonDispatcher():
-        included = torch._C._dispatch_tls_local_include_set()
-        with torch._C._ForceDispatchKeyGuard(included, excluded), torch.no_grad():
-            yield
 
 
 @contextlib.contextmanager

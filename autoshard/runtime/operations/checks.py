@@ -8,6 +8,7 @@ import torch
 
 from autoshard.aten import aten
 from autoshard.runtime.transport.autograd import register_backward
+from autoshard.torch_private.ops import assert_async
 
 
 def check_range(index: torch.Tensor, size: int | torch.Tensor, *, least: int = 0, ignored: int | None = None) -> None:
@@ -17,7 +18,7 @@ def check_range(index: torch.Tensor, size: int | torch.Tensor, *, least: int = 0
     inside = (index >= least) & (index < size)
     if ignored is not None:
         inside = inside | (index == ignored)
-    torch._assert_async(
+    assert_async(
         inside.all(), "index out of range" if isinstance(size, torch.Tensor) else f"index out of range of {size}"
     )
 

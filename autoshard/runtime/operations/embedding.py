@@ -19,6 +19,7 @@ from autoshard.runtime.operations.collectives import offset, reduce_statistic
 from autoshard.runtime.operations.stacked import concatenated_view, stacked_view
 from autoshard.runtime.transport.autograd import LeanFunction, NoneGradFunction, register_backward
 from autoshard.runtime.transport.communicator import Axes
+from autoshard.torch_private.ops import assert_async
 
 ADDITIVE_MODES = ("sum", "mean")
 """modes that add rows"""
@@ -181,7 +182,7 @@ def vocab_embedding_bag(
     ``aten.embedding_bag`` with the first result only. Raises ``RuntimeError`` like it if bags do
     not begin at the first index or end behind the last."""
     within = (offsets[:1] == 0).all() & (offsets[-1:] <= len(indices)).all()
-    torch._assert_async(within, f"offsets of bags begin with 0 and stay within the {len(indices)} indices")
+    assert_async(within, f"offsets of bags begin with 0 and stay within the {len(indices)} indices")
     starts = offsets[:-1] if include_last_offset else offsets
     bag = torch.searchsorted(starts, torch.arange(len(indices), device=indices.device), right=True) - 1
     if mode == "max":

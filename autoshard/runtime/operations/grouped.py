@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from autoshard.runtime.transport.autograd import NoneGradFunction, register_backward
+from autoshard.torch_private.dispatch import count_dispatch_modes
+from autoshard.torch_private.ops import grouped_matmul
 
 CACHE_BLOCK_ELEMENTS = 1 << 17
 """elements that a block of rows makes on a CPU: a megabyte, half of a core's cache"""
@@ -35,7 +37,7 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    return x.is_meta or bool(torch._C._len_torch_dispatch_stack()) or type(x) is not torch.Tensor
+    return x.is_meta or bool(count_dispatch_modes()) or type(x) is not torch.Tensor
 
 
 class GroupBlock(NamedTuple):
@@ -107,7 +109,7 @@ def matrices_per_block(of: Sequence[GroupBlock], weight: torch.Tensor) -> Sequen
 
 def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, full: bool) -> torch.Tensor:
     if full and _has_kernel(x, weight.shape[2]):
-        return torch._grouped_mm(x.contiguous(), weight, offs=ends)
+        return grouped_matmul(x.contiguous(), weight, offs=ends)
     out, last = x.new_empty(x.shape[0], weight.shape[2]), 0
     for e, a, last in _group_bounds(ends):
         torch.mm(x[a:last], weight[e], out=out[a:last])
@@ -118,7 +120,7 @@ def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, f
 
 def _grouped_outer_product(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     if _has_kernel(x, y.shape[1]):
-        return torch._grouped_mm(x.contiguous().mT, y.contiguous(), offs=ends)
+        return grouped_matmul(x.contiguous().mT, y.contiguous(), offs=ends)
     out = x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
     for e, a, b in _group_bounds(ends):
         torch.mm(x[a:b].mT, y[a:b], out=out[e])  # zeros without rows

@@ -39,6 +39,7 @@ from autoshard.runtime.transport.in_process import InProcessCommunicator
 from autoshard.runtime.transport.move import Move
 from autoshard.runtime.transport.process_group import TorchCommunicator
 from autoshard.runtime.transport.profiling import with_module
+from autoshard.torch_private.autograd import current_backward, queue_callback
 
 PendingGather = Callable[[], list[torch.Tensor]]
 """waits for a gather and returns the gathered tensors"""
@@ -409,7 +410,7 @@ class _RegatherSource(RecomputeSource):
                 self.full = self.bucket.forward(self.given(), "backward")
             return
         arrive, self.arriving = self.arriving or self.bucket.begin(self.given(), "backward"), None
-        if torch._C._current_graph_task_id() != -1:
+        if current_backward() != -1:
             self._begin_others()
         self.full = arrive()
 
@@ -422,7 +423,7 @@ class _RegatherSource(RecomputeSource):
         for other in itertools.islice((o for o in wanted if o is not None and o.unpacked < o.packed), self.ahead):
             if other.full is None and other.arriving is None and isinstance(other.bucket, FlatBucket):
                 other.arriving = other.bucket.begin(other.given(), "backward")
-                torch.autograd.Variable._execution_engine.queue_callback(other.discard)
+                queue_callback(other.discard)
 
     def discard(self) -> None:
         """Drop a prefetch that the backward did not use."""

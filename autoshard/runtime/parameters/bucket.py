@@ -23,6 +23,7 @@ from autoshard.runtime.transport.in_process import InProcessCommunicator, World
 from autoshard.runtime.transport.move import LOCAL, Move
 from autoshard.runtime.transport.process_group import TorchCommunicator, all_gather_single
 from autoshard.runtime.transport.profiling import profiled, with_module
+from autoshard.torch_private.ops import flatten_dense_tensors, unflatten_dense_tensors
 
 BucketTensors = tuple[torch.Tensor, ...]
 MemberGradients = Sequence[torch.Tensor | None]
@@ -312,7 +313,7 @@ class FlatBucket(Bucket):
             alone = xs[0].to(dtype, copy=True, memory_format=torch.contiguous_format)
             return alone.view(-1), [alone]
         if xs[0].dtype == dtype and not kept:
-            flat = torch._C._nn.flatten_dense_tensors(xs)  # one tensor would be returned as it is
+            flat = flatten_dense_tensors(xs)  # one tensor would be returned as it is
             return flat, _views_like(flat, xs)
         buffer, parts = self.comm.buffer(xs[0], shapes, dtype)
         torch.cat([x.reshape(-1) for x in xs], out=buffer)
@@ -416,7 +417,7 @@ def _views_like(buffer: torch.Tensor, xs: list[torch.Tensor]) -> list[torch.Tens
     """Consecutive views of ``buffer`` shaped as ``xs``; torch's call loses shapes of empty ones."""
     if 0 in [x.numel() for x in xs]:
         return buffer_views(buffer, [x.shape for x in xs])
-    return list(torch._C._nn.unflatten_dense_tensors(buffer, xs))
+    return list(unflatten_dense_tensors(buffer, xs))
 
 
 class JointBucket(Bucket):

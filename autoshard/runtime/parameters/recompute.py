@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.transport.communicator import Communicator, ReduceStatistic, current
 from autoshard.runtime.transport.torch_state import set_generator_states, without_autocast
+from autoshard.torch_private.autograd import current_backward, queue_callback
 
 CHANGED_IN_PLACE = (
     "{} was changed in place between forward and backward, which computes with it as it was then, and so cannot be right. "
@@ -59,8 +60,8 @@ class RecomputeSource(ABC):
         if found is None:
             self.rematerialize()
             self.unpacked = 0
-            if torch._C._current_graph_task_id() != -1:
-                torch.autograd.Variable._execution_engine.queue_callback(partial(_drop_recomputed, weakref.ref(self)))
+            if current_backward() != -1:
+                queue_callback(partial(_drop_recomputed, weakref.ref(self)))
             found = self.value(number)
             assert found is not None
         self.unpacked += 1

@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from autoshard.errors import CaptureError
 from autoshard.runtime.transport.move import Move
+from autoshard.torch_private.autograd import inside_transforms, is_batchedtensor, is_legacy_batchedtensor
 
 
 class LeanFunction(torch.autograd.Function):
@@ -27,7 +27,7 @@ class LeanFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """See :meth:`torch.autograd.Function.apply`."""
-        if torch._C._are_functorch_transforms_active():
+        if inside_transforms():
             return super().apply(*args)  # type: ignore[no-untyped-call]
         return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import torch
 
+from autoshard.torch_private.dispatch import storage_use_count, tensor_use_count
+
 _SENT_AS = {
     torch.int16: torch.bfloat16,
     torch.uint16: torch.bfloat16,
@@ -111,12 +113,12 @@ class PooledBuffer(NamedTuple):
     def is_free(self) -> bool:
         """Whether nothing else uses it or a view of it; gradients of parameters are views."""
         storage, parts = self.buffer.untyped_storage(), self.parts
-        users: int = torch._C._storage_Use_Count(storage._cdata)
+        users: int = storage_use_count(storage._cdata)
         if users != 2 + len(parts):  # the buffer, ``storage``, the parts
             return False
         if sys.getrefcount(storage) != 3:  # the local name, C++, this call
             return False
-        if {*map(sys.getrefcount, parts)} != {2} or {*map(torch.Tensor._use_count, parts)} != {1}:  # type: ignore[attr-defined]
+        if {*map(sys.getrefcount, parts)} != {2} or {*map(tensor_use_count, parts)} != {1}:
             return False
         return not any(map(_IN_GRAPH, parts))
 

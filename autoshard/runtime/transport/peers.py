@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from autoshard.errors import CommunicationError
 from autoshard.runtime.transport.groups import once_per_initialisation
+from autoshard.torch_private.distributed import default_store
 
 log = logging.getLogger("autoshard")
 
@@ -196,4 +197,4 @@ def _succeeds(work: Any) -> bool:
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+    return default_store()

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.passes.capture.exported.provenance import argument_path
 from autoshard.passes.capture.exported.snapshots import LEFT_BY_TRACE
+from autoshard.torch_private.dispatch import without_dispatch_modes
+from autoshard.torch_private.fake import FakeTensor, FakeTensorMode
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -122,7 +122,7 @@ def _empty_copy(
 
 def _fake_parameter(tensor: nn.Parameter, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
     """``nn.Parameter`` of a fake tensor, without the dispatch of each step, its largest cost."""
-    with _disable_current_modes():
+    with without_dispatch_modes():
         meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         fake = FakeTensor(mode, meta, device).requires_grad_(tensor.requires_grad)
     fake._is_param = True

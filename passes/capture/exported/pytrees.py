@@ -14,10 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.snapshots import NO_ATTRIBUTE, items_or_attributes, own_attribute
+from autoshard.torch_private.dispatch import DispatchModeKey, active_dispatch_mode, without_dispatch_modes
 
 _OPAQUE_TYPES = (nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 _SYMBOLIC_NUMBERS = torch.SymInt, torch.SymFloat, torch.SymBool
@@ -189,13 +189,13 @@ def _count_as_length(count: Any, device: Any) -> Any:
     """A counter as the length of an empty tensor, since lengths may be dynamic."""
     if isinstance(count, torch.Tensor) or not isinstance(count, int | torch.SymInt):
         return count
-    if not isinstance(count, int) or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
+    if not isinstance(count, int) or any(active_dispatch_mode(mode) is not None for mode in _TRACING_MODES):
         return _tensor_of_length.__wrapped__(count, device)
-    with _disable_current_modes():
+    with without_dispatch_modes():
         return _tensor_of_length(count, device)
 
 
-_TRACING_MODES = torch._C._TorchDispatchModeKey.FUNCTIONAL, torch._C._TorchDispatchModeKey.PROXY
+_TRACING_MODES = DispatchModeKey.FUNCTIONAL, DispatchModeKey.PROXY
 
 
 @functools.lru_cache(maxsize=1 << 6)  # cached: export knows its arguments by identity

@@ -34,6 +34,7 @@ from autoshard.passes.ir.graph import Graph, Node, Ref, Symbol, Symbols, TensorT
 from autoshard.passes.ir.sizes import Size, condition_texts, is_always_at_least, is_checkable, length_symbol, make_size
 from autoshard.passes.ir.text import RESERVED_NAMES, identifier
 from autoshard.passes.ir.text import is_attribute_name as is_plain_name
+from autoshard.torch_private.ops import OpOverload
 
 PlainNumber = int | float | bool
 _SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -42,7 +43,7 @@ _FALLBACK_ESTIMATE = 64
 
 prim = torch.ops.prim
 
-NUMBER_OPS: dict[Any, torch._ops.OpOverload] = {
+NUMBER_OPS: dict[Any, OpOverload] = {
     operator.add: aten.add.default,
     operator.sub: aten.sub.default,
     operator.mul: aten.mul.default,
@@ -65,7 +66,7 @@ NUMBER_OPS: dict[Any, torch._ops.OpOverload] = {
 }
 """Python arithmetic on numbers → torch op, so that it becomes an ordinary node"""
 
-_NUMBER_OPS_BY_TYPE: dict[Any, tuple[torch._ops.OpOverload, torch._ops.OpOverload]] = {
+_NUMBER_OPS_BY_TYPE: dict[Any, tuple[OpOverload, OpOverload]] = {
     operator.abs: (prim.abs.int, prim.abs.float),
     operator.floordiv: (aten.floordiv.int, aten.floordiv.default),
     operator.mod: (aten.remainder.int, aten.remainder.default),
@@ -99,7 +100,7 @@ def constant_number(value: Any) -> PlainNumber | None:
     return None
 
 
-def number_op(target: Any, result: Any) -> torch._ops.OpOverload | None:
+def number_op(target: Any, result: Any) -> OpOverload | None:
     """The torch op for Python function ``target`` on numbers, or None. ``result``: its result."""
     if target in _NUMBER_OPS_BY_TYPE:
         return _NUMBER_OPS_BY_TYPE[target][0 if isinstance(result, torch.SymInt | int) else 1]

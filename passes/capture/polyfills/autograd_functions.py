@@ -15,14 +15,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard import frames
 from autoshard.passes.capture.observer import Observer, Patch, RefusalLog, patched
 from autoshard.runtime.operations import autograd_ops
 from autoshard.runtime.operations.autograd_ops import ForwardOnlyContext
+from autoshard.torch_private.autograd import set_grad_enabled
+from autoshard.torch_private.dispatch import TorchDispatchMode, above_autograd
+from autoshard.torch_private.fake import unset_fake_temporarily
 
 MAX_TRIAL_ELEMENTS = 1 << 22
 """largest operand (elements) that is tested at full size; larger ones are shrunk"""
@@ -96,12 +97,12 @@ def _forward_calling(function: Any, instead: Callable[..., Any]) -> Callable[...
 
     def forward(*args: Any) -> Any:
         with torch.DisableTorchFunction():
-            torch._C._set_grad_enabled(True)  # hidden from the trace: eager records here, too
+            set_grad_enabled(True)  # hidden from the trace: eager records here, too
         try:
             return instead(*(args if autograd_ops.has_setup_context(function) else args[1:]))
         finally:
             with torch.DisableTorchFunction():
-                torch._C._set_grad_enabled(False)
+                set_grad_enabled(False)
 
     return forward
 
@@ -199,7 +200,7 @@ def _untraced_trial(function: Any, forward: Callable[..., Any]) -> Iterator[list
     """Run ``function`` untraced inside. An error ends the block, and is appended to the list."""
     failed: list[Exception] = []
     with (
-        unset_fake_temporarily(), disable_proxy_modes_tracing(), torch.DisableTorchFunction(), autograd_ops.above_autograd(),
+        unset_fake_temporarily(), disable_proxy_modes_tracing(), torch.DisableTorchFunction(), above_autograd(),
         torch.enable_grad(), _with_own_forward(function, forward),
     ):  # fmt: skip
         try:

@@ -27,6 +27,8 @@ from autoshard.passes.capture.observer import (
     replacement_patch,
 )
 from autoshard.passes.capture.specialization.eager_semantics import eager_inference_mode
+from autoshard.torch_private.autograd import set_grad_enabled
+from autoshard.torch_private.capture import CHECKPOINT_GENERATOR
 
 _INFERENCE_ATTRIBUTES = {
     getattr(torch.Tensor, name).__get__: answer
@@ -52,7 +54,7 @@ class GradModeMarks(Observer):
         self.in_inference = eager_inference_mode.get()
 
     def before(self, call: ObservedCall) -> ObserverAnswer | None:
-        if call.func is torch._C._set_grad_enabled and eager_inference_mode.get() and not self.in_inference:
+        if call.func is set_grad_enabled and eager_inference_mode.get() and not self.in_inference:
             return ObserverAnswer(None, "nothing is recorded in inference mode, whether gradients are on or not")
         if (
             not self.in_inference
@@ -79,11 +81,6 @@ def _exit_as_no_grad(self: Any, *error: Any) -> None:
     eager_inference_mode.reset(token)
 
 
-_CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
-if hasattr(checkpoint, f"{_CHECKPOINT_GENERATOR}_impl"):  # torch >= 2.14
-    _CHECKPOINT_GENERATOR += "_impl"
-
-
 class ActivationCheckpoints(Observer):
     """With ``training``, marks nodes in checkpoints by number, nested ones as the outermost."""
 
@@ -94,7 +91,7 @@ class ActivationCheckpoints(Observer):
 
     def patches(self) -> Iterable[Patch]:
         if self.training:
-            yield checkpoint, _CHECKPOINT_GENERATOR, self._around
+            yield checkpoint, CHECKPOINT_GENERATOR, self._around
             yield checkpoint.CheckpointFunction, "apply", staticmethod(self._reentrant)
 
     @contextlib.contextmanager

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.passes.capture.observer import Observer, Patch, replacement_patch
 from autoshard.runtime.operations.experts import activation_of, experts_op, gate_activation
 from autoshard.runtime.operations.grouped import grouped_mm
+from autoshard.torch_private.dispatch import without_dispatch_modes
 
 _MOE_INTEGRATION, _LLAMA4 = "transformers.integrations.moe", "transformers.models.llama4.modeling_llama4"
 _LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
@@ -97,7 +97,7 @@ def _probed_gated_form(module: Any) -> GatedForm | None:
     numbers = {float(x) for x in vars(module).values() if isinstance(x, int | float) and not isinstance(x, bool)}
     own = _activation_name(getattr(module, "act_fn", None))
     names = [own] if own is not None else ["silu", *(f"swish {x}" for x in sorted(numbers))]
-    with torch.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+    with torch.DisableTorchFunction(), without_dispatch_modes(), torch.no_grad():
         far = torch.logspace(1, 6, 40, dtype=torch.float64, device="cpu")
         gate = torch.cat([-far, torch.linspace(-40.0, 40.0, 321, dtype=torch.float64, device="cpu"), far])
         up = gate.roll(125) * 1.25

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.observer import ObservedCall, Observer
 from autoshard.runtime.operations.random import packed_noise
+from autoshard.torch_private.ops import check
 
 _RECURRENT_LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _DATA_GETTERS = [getattr(torch.Tensor, n).__get__ for n in ("shape", "data", "T", "mT", "H", "mH", "real", "imag")]
@@ -96,8 +97,8 @@ class PackedSequences(Observer):
         if isinstance(total, int) and total >= steps:
             x = F.pad(x, (0, 0, 0, 0, 0, total - steps), value=value)
         else:
-            torch._check(total >= 0)
-            torch._check(total <= steps)
+            check(total >= 0)
+            check(total <= steps)
             x = x.narrow(0, 0, total)
         return x.transpose(0, 1) if batch_first else x, batch.lengths
 

@@ -18,14 +18,24 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch._prims_common import compute_elementwise_output_logical_to_physical_perm as order_in_memory
-from torch._prims_common import suggest_memory_format
 
 from autoshard.passes.capture.observer import ObservedCall, Observer, Patch
 from autoshard.passes.capture.polyfills.trailing_slices import index_trailing, is_trailing_index
 from autoshard.runtime.operations.grouped import grouped_mm
 from autoshard.runtime.operations.losses import ctc_loss
+from autoshard.torch_private.capture import TransformGetItemToIndex
+from autoshard.torch_private.fake import order_in_memory, suggest_memory_format
+from autoshard.torch_private.ops import (
+    VF,
+    dirichlet_grad,
+    grouped_matmul,
+    is_all_true,
+    is_any_true,
+    safe_softmax,
+    sample_dirichlet,
+    standard_gamma,
+    standard_gamma_grad,
+)
 
 
 def _gaussian_nll_loss_polyfill(
@@ -99,7 +109,7 @@ def _ctc_loss_polyfill(
 
 
 def _grouped_mm_polyfill(mat_a: torch.Tensor, mat_b: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
-    """``torch._grouped_mm``; in float32 and float16 an op of our own: traces refuse these."""
+    """Torch's ``_grouped_mm``; in float32 and float16 an op of our own: traces refuse these."""
     options = dict(zip(("offs", "bias", "out_dtype"), given, strict=False)) | options
     ends = options.get("offs")
     plain = options.get("bias") is None and options.get("out_dtype") in (None, mat_a.dtype)
@@ -111,7 +121,7 @@ def _grouped_mm_polyfill(mat_a: torch.Tensor, mat_b: torch.Tensor, *given: Any, 
     elif wide and plain and ends is None and dims == (3, 3):
         found = torch.bmm(mat_a, mat_b)
     else:
-        found = torch._grouped_mm(mat_a, mat_b, **options)
+        found = grouped_matmul(mat_a, mat_b, **options)
     return found
 
 
@@ -124,9 +134,9 @@ def _masked_select_polyfill(input: torch.Tensor, mask: torch.Tensor) -> torch.Te
 
 UNCHECKED_POLYFILLS: dict[Any, Callable[..., torch.Tensor]] = {
     F.ctc_loss: _ctc_loss_polyfill,
-    torch._is_all_true: torch.all,  # what torch.distributions calls
-    torch._is_any_true: torch.any,
-    torch._grouped_mm: _grouped_mm_polyfill,
+    is_all_true: torch.all,  # what torch.distributions calls
+    is_any_true: torch.any,
+    grouped_matmul: _grouped_mm_polyfill,
     F.gaussian_nll_loss: _gaussian_nll_loss_polyfill,
     torch.cov: _cov_polyfill,
     torch.Tensor.cov: _cov_polyfill,
@@ -257,12 +267,12 @@ def _random_(self: torch.Tensor, *bounds: Any, **options: Any) -> torch.Tensor:
 
 
 def _standard_gamma(self: torch.Tensor) -> torch.Tensor:
-    """``torch._standard_gamma``: a draw, plus an explicit gradient term of value 0."""
+    """Torch's ``_standard_gamma``: a draw, plus an explicit gradient term of value 0."""
     if not self.requires_grad:
-        return torch._standard_gamma(self)
+        return standard_gamma(self)
     fixed = self.detach()
-    drawn = torch._standard_gamma(fixed)
-    return drawn + (self - fixed) * torch._standard_gamma_grad(fixed, drawn)
+    drawn = standard_gamma(fixed)
+    return drawn + (self - fixed) * standard_gamma_grad(fixed, drawn)
 
 
 class _Dirichlet:
@@ -271,10 +281,10 @@ class _Dirichlet:
     @staticmethod
     def apply(concentration: torch.Tensor) -> torch.Tensor:
         fixed = concentration.detach()
-        drawn = torch._sample_dirichlet(fixed)
+        drawn = sample_dirichlet(fixed)
         if not concentration.requires_grad:
             return drawn
-        slope = torch._dirichlet_grad(drawn, fixed, fixed.sum(-1, True).expand_as(fixed))
+        slope = dirichlet_grad(drawn, fixed, fixed.sum(-1, True).expand_as(fixed))
         moved = (concentration - fixed) * slope
         return drawn + moved - drawn * moved.sum(-1, True)
 
@@ -282,7 +292,7 @@ class _Dirichlet:
 def _gamma_sample(self: Any, sample_shape: Any = ()) -> torch.Tensor:
     """``Gamma.rsample``, which clamps past autograd: the gradient ignores it."""
     shape = self._extended_shape(sample_shape)
-    value: torch.Tensor = torch._standard_gamma(self.concentration.expand(shape)) / self.rate.expand(shape)
+    value: torch.Tensor = standard_gamma(self.concentration.expand(shape)) / self.rate.expand(shape)
     fixed, least = value.detach(), torch.finfo(value.dtype).tiny
     return torch.where(fixed < least, least + (value - fixed), value)
 
@@ -329,7 +339,7 @@ MISTRACED_POLYFILLS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.copy_: _copy_,
     torch.Tensor.random_: _random_,
-    torch._standard_gamma: _standard_gamma,
+    standard_gamma: _standard_gamma,
     **{f: _reduction_with_out(f, True) for f in (torch.sum, torch.prod, torch.nansum, torch.nanmean)},
     **{f: _reduction_with_out(f, False) for f in (torch.var, torch.std)},
 }
@@ -337,7 +347,7 @@ ATTRIBUTE_POLYFILLS = (
     (torch, "instance_norm", _instance_norm_polyfill),
     (torch, "batch_norm", _batch_norm_polyfill),
     (torch, "rrelu", _with_eager_layout(torch.rrelu, False)),
-    *((torch._VF, name, f) for name, f in _DROPOUT_POLYFILLS.items()),
+    *((VF, name, f) for name, f in _DROPOUT_POLYFILLS.items()),
     (torch.distributions.gamma.Gamma, "rsample", _gamma_sample),
     (torch.distributions.dirichlet, "_Dirichlet", _Dirichlet),
 )
@@ -362,7 +372,7 @@ def _flex_attention_plain(
         seen = flex._vmap_for_bhqkv(block_mask[-1], prefix=())(*places)
         scores = flex._vmap_for_bhqkv(score_mod, prefix=(0,))(scores, *places)
     scores = scores.masked_fill(~seen, -math.inf)
-    weights = torch._safe_softmax(scores, -1)  # zeros for queries that see no key
+    weights = safe_softmax(scores, -1)  # zeros for queries that see no key
     log_sum, largest = scores.logsumexp(-1), scores.amax(-1)
     return weights.to(query.dtype) @ value.to(query.dtype), log_sum / math.log(2), largest / math.log(2)
 

@@ -12,6 +12,7 @@ from torch import fx
 from autoshard.aten import aten
 from autoshard.errors import CaptureError
 from autoshard.passes.ir.sizes import ENDLESS
+from autoshard.torch_private.ops import HigherOrderOperator, OpOverload
 
 
 @torch.library.custom_op("autoshard::last", mutates_args=())
@@ -48,11 +49,11 @@ class _ViewSources(NamedTuple):
 def _check_view_writes(program: fx.GraphModule, views: _ViewSources) -> None:
     sources, taken = views
     for node in program.graph.nodes:
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             _check_region_bodies(program, node, views)
         if node.target is operator.getitem and isinstance(source := node.args[0], fx.Node):
             sources.setdefault(node, sources.get(source, source))
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             continue
         schema = node.target._schema
         is_last = node.target is torch.ops.autoshard.last.default

@@ -16,10 +16,9 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch.jit._fuser import optimized_execution
-from torch.jit._state import _try_get_jit_cached_function
 
 from autoshard.passes.capture.observer import Observer, Patch, patched
+from autoshard.torch_private.capture import cached_script, create_function_from_graph, optimized_execution
 
 
 class ScriptFunctions(Observer):
@@ -32,9 +31,9 @@ class ScriptFunctions(Observer):
 def _call_unoptimized(function: Any, *args: Any, **kwargs: Any) -> Any:
     """``function(*args, **kwargs)`` of a ``torch.jit.ScriptFunction``, unoptimised."""
     written = getattr(function, "_torchdynamo_inline", None)
-    if written is not None and _try_get_jit_cached_function(written) is not None:
+    if written is not None and cached_script(written) is not None:
         return written(*args, **kwargs)
-    recorded = torch._C._create_function_from_graph("recorded", function.inlined_graph)  # by torch.jit.trace
+    recorded = create_function_from_graph("recorded", function.inlined_graph)  # by torch.jit.trace
     with optimized_execution(False):
         return _original_script_call(recorded, *args, **kwargs)
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import OutputKind
 
 from autoshard.errors import CaptureError
@@ -20,6 +19,7 @@ from autoshard.passes.capture.exported.symbolic_shapes import is_data_dependent_
 from autoshard.passes.capture.exported.tensor_attributes import check_tensor_class
 from autoshard.passes.capture.refusals.errors import DATA_DEPENDENT_MESSAGE
 from autoshard.passes.ir.graph import Graph
+from autoshard.torch_private.fake import FakeTensor
 
 _SAME_DTYPE_PRODUCTS = frozenset(
     "linear matmul mm bmm addmm addmv mv dot baddbmm addbmm bilinear convolution conv1d conv2d conv3d conv_transpose1d "

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.frames import frames_outwards, is_autoshard_file, is_torch_frame, is_users_file
 from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, RefusalLog, TracedForward
 from autoshard.passes.capture.refusals.errors import IN_TRANSFORM_MESSAGE
+from autoshard.torch_private.autograd import is_functorch_wrapped_tensor
+from autoshard.torch_private.dispatch import without_dispatch_modes
+from autoshard.torch_private.fake import FakeTensor
 
 _outside_reads: ContextVar[dict[int, tuple[torch.Tensor, int]]] = ContextVar("read")
 
@@ -65,7 +66,7 @@ class OutsideTensors(Observer):
         if not self.training or trained is None:
             return result
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(result)):
-            if torch._C._functorch.is_functorch_wrapped_tensor(trained):
+            if is_functorch_wrapped_tensor(trained):
                 raise self.refuse(IN_TRANSFORM_MESSAGE)
             raise self.refuse(
                 f"the forward reads {_label(trained)} {list(trained.shape)}, which requires a gradient and is no parameter of "
@@ -208,7 +209,7 @@ class DefaultDtypeChanges(Observer):
         """The call with an explicit dtype."""
         if torch.get_default_dtype() is self.outside or call.operands or call.kwargs.get("dtype") is not None:
             return None
-        with contextlib.suppress(TypeError), _disable_current_modes():
+        with contextlib.suppress(TypeError), without_dispatch_modes():
             made = call.func(*call.args, **{**call.kwargs, "device": "meta"})
             if isinstance(made, torch.Tensor):
                 return replace(call, kwargs={**call.kwargs, "dtype": made.dtype})

@@ -19,6 +19,7 @@ from autoshard.passes.capture.shared_regions.recording import (
     TRACED_REGION,
     RegionMismatchError,
 )
+from autoshard.torch_private.capture import Namespace
 
 
 def inline_regions(program: torch.export.ExportedProgram) -> None:
@@ -133,7 +134,7 @@ class _CopiedNodeMeta:
 def _renumber_results(program: torch.export.ExportedProgram) -> None:
     """Rename results and renumber checkpoints in program order, as a trace does."""
     graph, checkpoints = program.graph, dict[Any, int]()
-    names = graph._graph_namespace = fx.graph._Namespace()
+    names = graph._graph_namespace = Namespace()
     for node in graph.nodes:
         if node.op == "call_function":
             node.name = names.create_name(re.sub(r"_\d+$", "", node.name), node)

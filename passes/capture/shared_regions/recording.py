@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.traceback import get_current_meta
-from torch.utils._python_dispatch import _disable_current_modes
 
 from autoshard.passes.capture.exported.provenance import CHECKPOINT_KEY
 from autoshard.passes.capture.observer import ObservedCall
 from autoshard.runtime.transport.torch_state import autocast_state
+from autoshard.torch_private.dispatch import without_dispatch_modes
+from autoshard.torch_private.fake import FakeTensor, FakeTensorMode
 
 StridedMeta = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
 """(sizes, strides, dtype, device) of a tensor"""
@@ -283,7 +283,7 @@ class RegionReplay:
         self.recording, self.tensors = recording, tensors
         self.steps = iter(recording.steps)
         mode = next((x.fake_mode for x in tensors.by_name.values() if isinstance(x, FakeTensor)), None)
-        with torch.DisableTorchFunction(), _disable_current_modes():
+        with torch.DisableTorchFunction(), without_dispatch_modes():
             made = [results[i] if i in results else _fake_tensor_like(x, mode) for i, x in enumerate(recording.made)]
             for i, x in enumerate(made):
                 tensors.add(("made", i), x)

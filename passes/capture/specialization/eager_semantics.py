@@ -19,13 +19,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import external_utils
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
 from autoshard.frames import is_autoshard_file, is_standard_library_file, is_torch_frame, is_users_file, users_modules
 from autoshard.passes.capture.exported.tensor_attributes import eager_tensor_class
 from autoshard.passes.capture.observer import Observer, Patch, patched
+from autoshard.torch_private.autograd import top_saved_tensors_hooks
+from autoshard.torch_private.capture import (
+    AUTOGRAD_MODES,
+    BACKEND_MODES,
+    COMPILING_QUERIES,
+    INFERENCE_QUERIES,
+    autograd_modes,
+)
+from autoshard.torch_private.fake import FakeTensor
 
 _PLAIN_NUMBERS: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 """class of symbolic numbers → a plain number of the eager class"""
@@ -160,32 +166,6 @@ grad_off_at_start: ContextVar[bool] = ContextVar("without_grad", default=False)
 _caller_autograd_modes: ContextVar[tuple[bool, bool] | None] = ContextVar("autograd", default=None)
 """the caller's :func:`autograd_modes`"""
 
-_COMPILING_QUERIES = (
-    *((torch.compiler, name) for name in ("is_compiling", "is_exporting", "is_dynamo_compiling")),
-    *((owner, "is_compiling") for owner in (torch._utils, torch._dynamo, external_utils)),
-)
-_BACKEND_MODES = (
-    (torch.backends.cudnn, torch._C, "_get_cudnn_enabled"),
-    (torch.backends.mkldnn, torch._C, "_get_mkldnn_enabled"),
-    (None, torch._C, "_get_nnpack_enabled"),
-    *((None, owner, "is_autocast_cache_enabled") for owner in (torch, torch._C)),
-)
-"""modes that export turns off: (module with a flag ``enabled`` or None, owner, query function)"""
-
-_AUTOGRAD_MODES = (
-    ("_is_fwd_grad_enabled", ((torch._C, "_is_fwd_grad_enabled"), (forward_ad, "_is_fwd_grad_enabled"))),
-    (
-        "_is_multithreading_enabled",
-        ((torch._C, "_is_multithreading_enabled"), (torch.autograd, "is_multithreading_enabled")),
-    ),
-)
-"""(query of torch._C about autograd's modes, its aliases)"""
-
-
-def autograd_modes() -> tuple[bool, bool]:
-    """(forward-mode AD enabled, multithreaded backward enabled)"""
-    return torch._C._is_fwd_grad_enabled(), torch._C._is_multithreading_enabled()
-
 
 @contextlib.contextmanager
 def with_caller_modes(grad: bool, in_inference: bool) -> Iterator[None]:
@@ -209,7 +189,7 @@ def with_caller_modes(grad: bool, in_inference: bool) -> Iterator[None]:
 
 def without_saved_hooks() -> AbstractContextManager[Any]:
     """Disable saved-tensor hooks of the caller."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+    if top_saved_tensors_hooks(True) is None:
         return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_unpacked_as_saved, _unpacked_as_saved)
 
@@ -227,19 +207,19 @@ class EagerModes(Observer):
 
     def patches(self) -> Iterable[Patch]:
         replaced = {
-            getattr(torch.compiler, name): self._no(getattr(torch.compiler, name)) for _, name in _COMPILING_QUERIES
+            getattr(torch.compiler, name): self._no(getattr(torch.compiler, name)) for _, name in COMPILING_QUERIES
         }
-        for owner, name in _COMPILING_QUERIES:
+        for owner, name in COMPILING_QUERIES:
             yield owner, name, replaced.setdefault(getattr(owner, name), self._no(getattr(owner, name)))
-        for owner in (torch, torch._C):
-            original = owner.is_inference_mode_enabled
+        for owner, name in INFERENCE_QUERIES:
+            original = getattr(owner, name)
             replaced[original] = _with_eager_answer(original, eager_inference_mode.get)
-            yield owner, "is_inference_mode_enabled", replaced[original]
-        for now, (name, places) in zip(_caller_autograd_modes.get() or autograd_modes(), _AUTOGRAD_MODES, strict=True):
-            original = getattr(torch._C, name)
+            yield owner, name, replaced[original]
+        for now, places in zip(_caller_autograd_modes.get() or autograd_modes(), AUTOGRAD_MODES, strict=True):
+            original = getattr(*places[0])
             replaced[original] = _with_eager_answer(original, partial(bool, now))
             yield from ((owner, alias, replaced[original]) for owner, alias in places)
-        for module, owner, name in _BACKEND_MODES:
+        for module, owner, name in BACKEND_MODES:
             original, now = getattr(owner, name), getattr(owner, name)()
             replaced[original] = _with_eager_answer(original, partial(bool, now))
             yield owner, name, replaced[original]

@@ -10,6 +10,7 @@ import torch
 
 from autoshard.frames import frame_location_text, users_frame
 from autoshard.runtime.operations.checks import OTHER_BUFFERS, OTHER_VALUES, exactly
+from autoshard.torch_private.ops import assert_async, check
 
 GUARD_MODEL_CHECK = "the model's check of its values fails"
 GUARD_FINITE = "a number is infinite or NaN; the compiled program is for finite numbers"
@@ -22,7 +23,7 @@ def guard_true(condition: torch.Tensor | torch.SymBool, message: str, frame: Fra
     """Assert ``condition`` in every call; the RuntimeError has ``frame``'s line and ``message``."""
     if isinstance(condition, torch.SymBool):
         condition = torch.scalar_tensor(torch.sym_ite(condition, 1, 0), dtype=torch.int64)
-    torch._assert_async(condition, f"{frame_location_text(frame or users_frame())}: {message}")
+    assert_async(condition, f"{frame_location_text(frame or users_frame())}: {message}")
 
 
 def guard_equal(x: torch.Tensor, value: Any, message: str) -> None:
@@ -38,4 +39,4 @@ def guard_shape(x: torch.Tensor, shape: Sequence[Any]) -> torch.Tensor:
 
 def assume_true(condition: Any) -> None:
     """Let later ops of the trace rely on ``condition`` about lengths; this adds no guard."""
-    torch._check(condition)
+    check(condition)

@@ -21,22 +21,19 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from torch._subclasses import fake_utils, meta_utils
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.passes.capture.exported.snapshots import BUFFER_VALUES, MAX_GUARDED_ELEMENTS
 from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, TracedForward, patched
 from autoshard.passes.capture.specialization import guards
+from autoshard.torch_private.capture import functorch_config
+from autoshard.torch_private.dispatch import without_dispatch_modes
+from autoshard.torch_private.fake import STORAGE_CLONES, FakeTensor, FakeTensorMode, fake_utils
 
 _RANDOM_TAG = torch.Tag.nondeterministic_seeded
-
-_CLONE_FUNCTION = "_clone_real_storage_from_tensor"
 
 
 @contextlib.contextmanager
@@ -68,8 +65,7 @@ def with_concrete_values() -> Iterator[None]:
         (ShapeEnv, "guard_or_defer_runtime_assert", no_silent_answer),
         (fake_utils, "_check_fake_real_tensors", lambda *args, **kwargs: None),  # guards offsets
     )
-    if hasattr(meta_utils, _CLONE_FUNCTION):  # torch >= 2.14
-        patches += ((meta_utils, _CLONE_FUNCTION, partial(_storage_for_values, getattr(meta_utils, _CLONE_FUNCTION))),)
+    patches += tuple((owner, name, partial(_storage_for_values, clone)) for owner, name, clone in STORAGE_CLONES)
     with patched(patches), functorch_config.patch(fake_tensor_propagate_real_tensors=True):
         yield
 
@@ -341,7 +337,7 @@ def _returning_first(func: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _untraced_eager() -> Iterator[None]:
     """Compute with real tensors inside, untraced."""
-    with torch.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+    with torch.DisableTorchFunction(), without_dispatch_modes(), torch.no_grad():
         yield
 
 

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor
 
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.provenance import marking_nodes
 from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, replacement_patch
 from autoshard.passes.capture.specialization import guards
 from autoshard.passes.rules.facts import is_random
+from autoshard.torch_private.fake import FakeTensor
 
 LOOP_KEY = "autoshard_loop"
 """key in a node's meta: traced in the body of an unrolled loop"""

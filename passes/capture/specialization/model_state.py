@@ -25,9 +25,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.errors import CaptureError
 from autoshard.frames import is_users_file
@@ -48,6 +46,8 @@ from autoshard.passes.capture.exported.snapshots import (
 )
 from autoshard.passes.capture.refusals.untraceable_calls import recording_outside_reads
 from autoshard.passes.ir.graph import Graph
+from autoshard.torch_private.dispatch import TorchDispatchMode
+from autoshard.torch_private.fake import FakeTensor
 
 StateBeforeCall = list[tuple[str, Any, dict[str, Any], dict[str, Any]]]
 """(path, nn.Module, class or Python module, its attributes, their :func:`_comparable_contents`)"""

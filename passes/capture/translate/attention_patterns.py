@@ -31,6 +31,7 @@ from autoshard.passes.capture.translate.positions import PositionAnalysis
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.base import broadcast_shape
 from autoshard.passes.rules.restrictions import SINGLE_DTYPES
+from autoshard.torch_private.ops import OpOverload
 
 
 class MatchedAttention(NamedTuple):
@@ -312,7 +313,7 @@ def _pad_attention(node: Node, graph: Graph, types: dict[str, TensorType]) -> It
     yield _sibling_node(node, out, aten.slice.Tensor, (Ref(wide), last, 0, narrow, 1))
 
 
-def _sibling_node(node: Node, name: str, op: torch._ops.OpOverload, args: tuple[object, ...]) -> Node:
+def _sibling_node(node: Node, name: str, op: OpOverload, args: tuple[object, ...]) -> Node:
     return replace(node, name=name, op=op, args=args, kwargs={}, outputs=(name,), output_slots=(0,))
 
 

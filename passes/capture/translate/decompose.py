@@ -15,16 +15,8 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._decomp import core_aten_decompositions, decomposition_table
-from torch._dispatch.python import enable_python_dispatcher
-from torch._export.utils import _collect_all_valid_cia_ops, _is_preservable_cia_op, _special_op_to_preserve_cia
-from torch._guards import detect_fake_mode
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.export import exported_program
-from torch.export.exported_program import _decompose_exported_program
 from torch.export.graph_signature import InputKind, OutputKind, SymIntArgument, TensorArgument
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.aten import aten
 from autoshard.passes.capture.observer import Patch, patched
@@ -34,6 +26,20 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import has_effect, is_random
 from autoshard.passes.rules.restrictions import SINGLE_DTYPES
 from autoshard.runtime.transport.torch_state import autocast_state
+from autoshard.torch_private.capture import (
+    composite_ops,
+    core_aten_decompositions,
+    decompose_program,
+    decomposition_table,
+    decompositions,
+    detect_fake_mode,
+    enable_python_dispatcher,
+    is_preservable,
+    preserved_op,
+)
+from autoshard.torch_private.dispatch import TorchDispatchMode, dispatch_key_of_device, has_kernel
+from autoshard.torch_private.fake import unset_fake_temporarily
+from autoshard.torch_private.ops import OpOverload
 
 GRAD_MODE_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 """calls a subgraph under ``no_grad`` or ``enable_grad``"""
@@ -364,11 +370,11 @@ def _decompose_functional(
     where one attribute's name begins with another's.
     """
     composite = {op for op in _composite_ops() if rule_for(op) is not None or op in decomposition_table or op in there}
-    composite |= {op for op in there if op.namespace != "aten" and _is_preservable_cia_op(op)}
+    composite |= {op for op in there if op.namespace != "aten" and is_preservable(op)}
     with unset_fake_temporarily(), patched([*_dispatch_keys_patches(program), _NO_GUARDS_PATCH, _NLL_LOSS_PATCH]):
-        written: torch.export.ExportedProgram = _decompose_exported_program(
+        written: torch.export.ExportedProgram = decompose_program(
             program,
-            cia_to_decomp={op: tail.get(op, _special_op_to_preserve_cia) for op in composite},
+            cia_to_decomp={op: tail.get(op, preserved_op) for op in composite},
             python_decomp_table={op: how for op, how in tail.items() if op not in _composite_ops()},
             joint_loss_index=None,
             decompose_custom_triton_ops=False,
@@ -384,7 +390,7 @@ _NO_GUARDS_PATCH: Patch = (
 
 
 _NLL_LOSS_PATCH: Patch = (
-    torch._decomp,
+    decompositions,
     "decomposition_table",
     {op: how for op, how in decomposition_table.items() if op is not aten.nll_loss.default},
 )
@@ -395,7 +401,7 @@ def _dispatch_keys_patches(program: torch.export.ExportedProgram) -> list[Patch]
     """Patches that limit PyTorch's dispatch keys to devices of ``program``, CPU and meta."""
     tensors = pytree.tree_leaves([n.meta.get("val") for n in program.graph.nodes])
     devices = {"cpu", "meta", *(x.device.type for x in tensors if isinstance(x, torch.Tensor))}
-    names = {torch._C._dispatch_key_for_device(device) for device in devices}
+    names = {dispatch_key_of_device(device) for device in devices}
     lists = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE")
     of_devices = (
         [k for k in getattr(exported_program, name) if k.name.removeprefix("Autograd") in names] for name in lists
@@ -405,7 +411,7 @@ def _dispatch_keys_patches(program: torch.export.ExportedProgram) -> list[Patch]
 
 @cache
 def _composite_ops() -> frozenset[OpOverload]:
-    return frozenset(op for op in _collect_all_valid_cia_ops() if isinstance(op, OpOverload) and op.namespace == "aten")
+    return frozenset(op for op in composite_ops() if isinstance(op, OpOverload) and op.namespace == "aten")
 
 
 def _is_autograd_program(program: torch.export.ExportedProgram) -> bool:
@@ -451,4 +457,4 @@ def _has_trusted_decomposition(op: OpOverload) -> bool:
 
 @cache
 def _is_composite(op: OpOverload) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+    return bool(has_kernel(op.name(), "CompositeImplicitAutograd"))

@@ -76,6 +76,7 @@ from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, map_r
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.facts import is_random
 from autoshard.passes.rules.restrictions import SINGLE_DTYPES
+from autoshard.torch_private.ops import OpOverload
 
 
 def apply_rewrites(graph: Graph) -> Graph:
@@ -225,7 +226,7 @@ class _GraphBuilder:
         op = number_op(op, value) or op
         if node.target is torch.sym_ite and tuple(node.args[1:]) == (1, 0):  # int(bool)
             op, node.args = aten.Int.Scalar, node.args[:1]
-        if not isinstance(op, torch._ops.OpOverload):
+        if not isinstance(op, OpOverload):
             raise CaptureError(f"{node_loc(node)}: {unsupported_target_message(node)}")
         args, kwargs = self.argument(node.args), self.argument(dict(node.kwargs))
         op, args = as_trailing_slice(op, args)

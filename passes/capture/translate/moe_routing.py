@@ -30,6 +30,7 @@ from autoshard.passes.capture.translate.moe_patterns import (
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.families.experts import STACKED
 from autoshard.runtime.operations.experts import experts_op
+from autoshard.torch_private.ops import OpOverload
 
 ExpertMatrices = Union[Ref, tuple[Ref, ...]]
 """matrices of all experts in one tensor, or one per expert"""
@@ -154,7 +155,7 @@ def _ids_of_mask(node: Node, mixture: ExpertRouting, mask: Ref, graph: Graph) ->
     shape, number = graph.shape(mask), itertools.count()
     weights, chosen = mixture.weights, mask
 
-    def made(op: torch._ops.OpOverload, *args: Any, name: str = "") -> Node:
+    def made(op: OpOverload, *args: Any, name: str = "") -> Node:
         return _replacement_node(node, f"{node.name}_{name or f'routed{next(number)}'}", op, args)
 
     if graph.shape(weights) == shape:  # [.., e], of all experts
@@ -174,7 +175,7 @@ def _ids_of_mask(node: Node, mixture: ExpertRouting, mask: Ref, graph: Graph) ->
         yield made(aten.unsqueeze.default, value, -1, name=what), (*shape[:-1], 1)
 
 
-def _replacement_node(node: Node, name: str, op: torch._ops.OpOverload, args: tuple[Any, ...]) -> Node:
+def _replacement_node(node: Node, name: str, op: OpOverload, args: tuple[Any, ...]) -> Node:
     """``node`` with another op and arguments, and one result ``name``."""
     return replace(node, name=name, op=op, args=args, kwargs={}, outputs=(name,), output_slots=(0,))
 
@@ -184,7 +185,7 @@ def _stack_matrices(
 ) -> Iterator[tuple[Node, tuple[int, ...]]]:
     """Nodes that join ``several`` matrices in one tensor, the last result; none if it is one."""
 
-    def made(name: str, op: torch._ops.OpOverload, args: tuple[Any, ...], shape: Sequence[int]) -> Any:
+    def made(name: str, op: OpOverload, args: tuple[Any, ...], shape: Sequence[int]) -> Any:
         return _replacement_node(node, f"{node.name}_{name}", op, args), tuple(shape)
 
     parts = [(m,) if isinstance(m, Ref) else m for m in several]

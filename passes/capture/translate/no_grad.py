@@ -13,6 +13,8 @@ from torch import fx
 from autoshard.aten import aten
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.provenance import NO_GRAD_KEY, node_loc
+from autoshard.torch_private.autograd import get_unwrapped, is_batchedtensor
+from autoshard.torch_private.ops import OpOverload
 
 _MAYBE_COPYING = frozenset("to contiguous reshape flatten type_as float double half bfloat16".split())
 """ops that return their operand, a view, or a copy under one schema, by device, layout or dtype"""
@@ -210,8 +212,8 @@ def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
 
 def _unbatched(x: torch.Tensor) -> torch.Tensor:
     """The tensor behind a batched one of torch.vmap, which has no storage."""
-    while torch._C._functorch.is_batchedtensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
+    while is_batchedtensor(x):
+        x = get_unwrapped(x)
     return x
 
 
@@ -225,7 +227,7 @@ def _schema_operands(node: fx.Node) -> list[tuple[fx.Node, Any]]:
     """(operand, schema argument) of single tensors; (source, None) of getitem."""
     if node.target is operator.getitem:
         return [(a, None) for a in node.args[:1] if isinstance(a, fx.Node)]
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
     schema = node.target._schema.arguments
     pairs = [

@@ -31,6 +31,7 @@ from autoshard.passes.rules.families import context_parallel
 from autoshard.passes.rules.families.embedding import LOOKUP_OPS, TABLE_SUMS, TABLE_WISE_LABEL, lookup_kernels
 from autoshard.passes.rules.families.windows import CONVOLUTION_RULES as CONVOLUTIONS
 from autoshard.runtime.transport.move import sums_directly
+from autoshard.torch_private.ops import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def is_fusible(node: Node) -> bool:
 
 
 @cache
-def _op_fuses(op: torch._ops.OpOverload) -> bool:
+def _op_fuses(op: OpOverload) -> bool:
     return torch.Tag.pointwise in op.tags or torch.Tag.reduction in op.tags or facts_of(op).chains
 
 

@@ -32,6 +32,7 @@ from autoshard.passes.rules.families.splits import split_exchanges
 from autoshard.runtime.operations.experts import exchanges_rows, experts_op
 from autoshard.runtime.operations.grouped import grouped_mm
 from autoshard.runtime.operations.stacked import stacked_op
+from autoshard.torch_private.ops import OpOverload
 
 
 def _grouped_mm_factors(node: Node, graph: Graph) -> Space:
@@ -79,7 +80,7 @@ def _grouped_mm_saves(node: Node, types: Types) -> str:
     return f"{ends}; {product_saves(x, weight)}"
 
 
-def grouped_rule(op: torch._ops.OpOverload) -> Rule:
+def grouped_rule(op: OpOverload) -> Rule:
     """The rule of an op ``(rows, matrices, ends, …)``."""
     return Rule(
         op,

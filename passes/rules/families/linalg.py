@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import torch
-
 from autoshard.aten import aten
 from autoshard.errors import RuleError
 from autoshard.passes.ir.graph import Graph, Node, TensorType, tensor_arguments
@@ -31,6 +29,7 @@ from autoshard.passes.rules.base import (
     with_facts,
 )
 from autoshard.passes.rules.notation import Groups, notation_factors, parse, rule
+from autoshard.torch_private.ops import OpOverload
 
 PRODUCT: Groups = ((0,), (1,))
 
@@ -40,7 +39,7 @@ def _contraction_flops(factors: Callable[[Node, Graph], Factors]) -> Callable[[N
     return lambda node, graph: 2.0 * math.prod(factors(node, graph).sizes.values())
 
 
-def _contraction(op: torch._ops.OpOverload, notation: str, addend: int | None = None) -> Rule:
+def _contraction(op: OpOverload, notation: str, addend: int | None = None) -> Rule:
     """A product of two operands plus an optional addend: jointly linear in factor and addend."""
     parsed = parse(notation)
     factors = [i for i in range(len(parsed.operands)) if i != addend]
@@ -65,7 +64,7 @@ def _matmul(node: Node, graph: Graph) -> Factors:
     return notation_factors(parse(_by_rank(node, graph)), node, graph, PRODUCT)
 
 
-def _with_addend(op: torch._ops.OpOverload, product: str, result: str) -> Rule:
+def _with_addend(op: OpOverload, product: str, result: str) -> Rule:
     """``addmm`` and its kin: the first operand broadcasts to the result."""
 
     def factors(node: Node, graph: Graph) -> Factors:

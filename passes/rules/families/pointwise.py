@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, TensorType, tensor_arguments
 from autoshard.passes.rules.base import Factors, Facts, Rounding, Rule, Types, numbered_factors, sizes_of
 from autoshard.passes.rules.notation import Groups, rule
+from autoshard.torch_private.ops import OpOverload
 
 UNARY = {
     "": """
@@ -111,7 +110,7 @@ def _like_operand(node: Node, types: Types) -> tuple[TensorType, ...]:
     return (replace(types[node.inputs[0]], grad=False),)
 
 
-def elementwise_facts(op: torch._ops.OpOverload) -> Facts:
+def elementwise_facts(op: OpOverload) -> Facts:
     """The facts of an elementwise op."""
     name = op._opname
     saves = SAVES.get(str(op).removeprefix("aten."), SAVES.get(name, ""))
@@ -122,20 +121,20 @@ def elementwise_facts(op: torch._ops.OpOverload) -> Facts:
     return Facts(saves, inside, view, rounding=rounding, chains=chains, function=function)
 
 
-def _overloads(name: str) -> list[torch._ops.OpOverload]:
+def _overloads(name: str) -> list[OpOverload]:
     """Overloads that take and return single tensors and write to none."""
     packet = getattr(aten, name)
     found = [getattr(packet, overload) for overload in packet.overloads()]
     return [op for op in found if not op._schema.is_mutable and _takes_tensors(op)]
 
 
-def _takes_tensors(op: torch._ops.OpOverload) -> bool:
+def _takes_tensors(op: OpOverload) -> bool:
     kinds = [str(a.type) for a in op._schema.arguments if "Tensor" in str(a.type)]
     results = [str(r.type) for r in op._schema.returns]
     return bool(kinds) and set(results) == {"Tensor"} and not any("List" in k for k in kinds)
 
 
-def elementwise(op: torch._ops.OpOverload, linear: Groups | Callable[[Node, Graph], Groups] = ()) -> Rule:
+def elementwise(op: OpOverload, linear: Groups | Callable[[Node, Graph], Groups] = ()) -> Rule:
     """The rule of an elementwise op with broadcasting."""
     operands = ", ".join(["..."] * len(tensor_arguments(op)))
     return rule(
@@ -156,7 +155,7 @@ LINEAR_FIRST: Groups = ((0,),)
 LINEAR_SUM: Groups = ((0, 1),)
 PRODUCT: Groups = ((0,), (1,))
 
-LINEAR: dict[torch._ops.OpOverload, Groups | Callable[[Node, Graph], Groups]] = {
+LINEAR: dict[OpOverload, Groups | Callable[[Node, Graph], Groups]] = {
     **{
         op: LINEAR_FIRST
         for n in ("neg", "negative", "positive", "clone", "alias", "alias_copy", "detach")

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import Local, LocalCall
@@ -28,6 +26,7 @@ from autoshard.passes.rules.base import (
     with_facts,
 )
 from autoshard.passes.rules.families.factory import factory_strategies
+from autoshard.torch_private.ops import OpOverload
 
 
 def view_groups(source: Sequence[int], result: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -86,7 +85,7 @@ def _local_result_shape(site: Site) -> list[int | Local]:
     return site.local_sizes(site.outputs[0], site.out_type().shape)
 
 
-def _with_local_shape(op: torch._ops.OpOverload) -> LocalFormOf:
+def _with_local_shape(op: OpOverload) -> LocalFormOf:
     """Local form: ``op`` on the first operand with the result's local shape."""
 
     def local(site: Site) -> LocalCall:

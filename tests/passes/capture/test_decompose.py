@@ -46,8 +46,8 @@ def test_parts_of_parts_need_no_further_trace(
     function: Callable[[Tensor], Tensor], origins: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each run traces the whole program twice, which is most of the time that a compilation takes."""
-    runs = Mock(wraps=decompose._decompose_exported_program)
-    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+    runs = Mock(wraps=decompose.decompose_program)
+    monkeypatch.setattr(decompose, "decompose_program", runs)
     graph = capture(Calling(function), (torch.randn(6, 8, dtype=torch.float64),))
     assert runs.call_count == 1
     assert {node.origin for node in graph.nodes} - {""} == origins  # the user's own op, also of the parts of a part
@@ -115,8 +115,8 @@ ODD: dict[str, Callable[..., object]] = {
 @pytest.mark.parametrize("name", ODD)
 def test_what_is_functional_is_not_traced_again(name: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph is that of another trace; where it is written as others, there is one."""
-    runs = Mock(wraps=decompose._decompose_exported_program)
-    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+    runs = Mock(wraps=decompose.decompose_program)
+    monkeypatch.setattr(decompose, "decompose_program", runs)
 
     def captured() -> tuple[object, ...]:
         runs.reset_mock()
@@ -143,8 +143,8 @@ def test_regions_without_gradients_are_written_where_they_stand(
     training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graph is that of another trace, which forgets the lines of regions where it is not for training."""
-    runs = Mock(wraps=decompose._decompose_exported_program)
-    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+    runs = Mock(wraps=decompose.decompose_program)
+    monkeypatch.setattr(decompose, "decompose_program", runs)
     model = Odd(without_gradients).double()
     inputs = torch.randn(3, 4, dtype=torch.float64, requires_grad=training), torch.tensor([0, 2])
     graph = capture(model, inputs, training=training)
@@ -159,8 +159,8 @@ def test_regions_without_gradients_are_written_where_they_stand(
 
 def test_what_autocast_converts_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A region of another kind, whose operations are others by themselves."""
-    runs = Mock(wraps=decompose._decompose_exported_program)
-    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+    runs = Mock(wraps=decompose.decompose_program)
+    monkeypatch.setattr(decompose, "decompose_program", runs)
 
     def halved(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -215,8 +215,8 @@ WRITES: dict[str, tuple[Callable[..., object], int]] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_writes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into a value that nothing else shows they are written where they stand; else the program is traced again."""
-    runs = Mock(wraps=decompose._decompose_exported_program)
-    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+    runs = Mock(wraps=decompose.decompose_program)
+    monkeypatch.setattr(decompose, "decompose_program", runs)
     function, expected = WRITES[name]
 
     def captured() -> tuple[object, ...]:
@@ -251,8 +251,8 @@ def test_composite_operations_are_written_where_they_stand(
     name: str, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graph is that of another trace, to its names; and there is none, but where one becomes several with results."""
-    runs = Mock(wraps=decompose._decompose_exported_program)
-    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+    runs = Mock(wraps=decompose.decompose_program)
+    monkeypatch.setattr(decompose, "decompose_program", runs)
 
     def captured() -> tuple[object, ...]:
         model = Odd(VIEWS[name]).double()
@@ -271,8 +271,8 @@ def test_composite_operations_are_written_where_they_stand(
 @pytest.mark.slow
 def test_calls_of_equal_modules_do_not_have_a_program_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the graph change: markers stand for them until they are written out."""
-    runs = Mock(wraps=decompose._decompose_exported_program)
-    monkeypatch.setattr(decompose, "_decompose_exported_program", runs)
+    runs = Mock(wraps=decompose.decompose_program)
+    monkeypatch.setattr(decompose, "decompose_program", runs)
     model, ids = Llama(replace(LlamaConfig.tiny(), layers=4)), torch.zeros(2, 8, dtype=torch.long)
     graph = capture(model, (ids, ids))
     assert runs.call_count == 0

@@ -115,8 +115,8 @@ def test_pythons_own_answers_are_back_after_the_trace() -> None:
 
 def test_a_program_with_sizes_of_the_data_is_traced_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a size, a number or the places of a mask has nothing to decompose: no rounds for it."""
-    rounds = Mock(wraps=decompose._decompose_exported_program)
-    monkeypatch.setattr(decompose, "_decompose_exported_program", rounds)
+    rounds = Mock(wraps=decompose.decompose_program)
+    monkeypatch.setattr(decompose, "decompose_program", rounds)
     rows = Asking(lambda x: x[torch.where(x.sum(-1) > 0)[0]] * int((x > 0).sum()))
     capture(rows, (torch.randn(6, 8),))
     assert rounds.call_count == 1
