@@ -79,6 +79,7 @@ def test_a_wrong_sum_is_found_in_the_forward(setting: dict[str, Any], monkeypatc
     assert ", forward: error " in text
 
 
+@pytest.mark.slow_cases("micro-batches", "stages")
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 def test_a_sum_left_out_of_the_backward_is_found_there(
     setting: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 SLOW = {
     "a_copy_is_compared_anew",
     "a_hook_of_one_rank",
+    "alike_failures_leave_nothing",
     "an_evaluation_with_other_batches",
     "arguments_without_a_repr_of_their_own",
     "clipping_in_any_order",
@@ -31,6 +32,9 @@ SLOW = {
     "numbers_are_compared_whole",
     "one_other_number",
     "other_constants",
+    "other_meetings",
+    "repeated_calls_are_not_compared",
+    "weights_on_rank_0_only",
     "scaled_steps",
     "tables_of_one_owner_are_no_replicas",
     "weights_on_rank_1_only",

@@ -12,14 +12,7 @@ import world
 from pipeline_cases import CASES
 from state_sweep import IN_PROCESSES
 
-FAST = {
-    "gpt_1f1b",
-    "frozen_and_unfrozen",
-    "called_in_a_checkpoint",
-    "one_verdict",
-    "caches_stay",
-    "what_users_do_with_their_own",
-}
+FAST = {"gpt_1f1b", "called_in_a_checkpoint", "one_verdict", "what_users_do_with_their_own"}
 OWN = (
     "resumed_elsewhere",
     "one_fails",

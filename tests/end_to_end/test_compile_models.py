@@ -39,7 +39,18 @@ def reference(name: str) -> Case:
     return found.model(), tuple(args), dict(kwargs)
 
 
-@pytest.mark.slow_cases("*-tp4", "*-dp4", "moe-tp1")
+@pytest.mark.slow_cases(
+    "*-tp4",
+    "*-dp4",
+    "moe-tp1",
+    "vit-tp1",
+    "llama-tp1",
+    "gpt-tp2",
+    "llama-tp2",
+    "moe-dp2tp2",
+    "vit-dp2tp2",
+    "dlrm-dp2tp2",
+)
 @pytest.mark.parametrize(("name", "mesh"), cases(REFERENCE))
 def test_reference_models(name: str, mesh: str) -> None:
     model, args, kwargs = reference(name)
@@ -54,7 +65,7 @@ def transformer(name: str, batch: int, vocabulary: int) -> Case:
 
 
 @pytest.mark.slow_cases(
-    "*-dp2tp2sp2", "*-dp4", "*-tp[12]", "t5-tp4", "bert-tp4", "gpt2-tp4", "bert-dp2tp2", "gpt2-dp2tp2"
+    "*-dp2tp2sp2", "*-dp4", "*-tp[12]", "t5-tp4", "bert-tp4", "gpt2-tp4", "bert-dp2tp2", "gpt2-dp2tp2", "t5-*"
 )
 @pytest.mark.parametrize(("name", "mesh"), cases(("llama", "gpt2", "bert", "t5")))
 def test_transformers(name: str, mesh: str) -> None:

@@ -61,6 +61,9 @@ LINKS: dict[str, tuple[Any, Any]] = {
     "lists_of_parameters",
     "parameters_as_keys",
     "function_in_a_default_dict",
+    "weak_keys",
+    "partial",
+    "sets_of_parameters",
 )
 @pytest.mark.parametrize("link", LINKS)
 def test_later_programs_are_of_what_was_trained(link: str) -> None:

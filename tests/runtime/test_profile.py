@@ -57,6 +57,7 @@ def sharded(name: str, **axes: int) -> tuple[autoshard.ShardedModule, Callable[[
     return found, lambda: found(*args, **kwargs).loss.backward()
 
 
+@pytest.mark.slow_cases("tp2")
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2tp2"])
 def test_names_are_those_of_the_prediction(axes: dict[str, int]) -> None:
     found, step = sharded("llama", **axes)

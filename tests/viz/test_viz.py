@@ -161,6 +161,7 @@ def test_json_validates_and_reads_back(name: str) -> None:
         jsonschema.Draft202012Validator(schema).validate(data)
 
 
+@pytest.mark.slow_cases("llama")
 @pytest.mark.parametrize("plan", ["llama", "odd"])
 def test_dot_parses(plan: str, request: pytest.FixtureRequest) -> None:
     made: Plan = request.getfixturevalue(plan)

@@ -110,6 +110,9 @@ ODD: dict[str, Callable[..., object]] = {
     "drawn unread-*",
     "strided-*",
     "look-ups-*",
+    "numbers-*",
+    "constants-*",
+    "converted-*",
 )
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ODD)
@@ -244,7 +247,7 @@ VIEWS: dict[str, Callable[..., object]] = {
 }
 
 
-@pytest.mark.slow_cases("*-False")
+@pytest.mark.slow_cases("*-False", "as copies-*", "in slices-*", "as results-*")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", VIEWS)
 def test_composite_operations_are_written_where_they_stand(

@@ -147,7 +147,7 @@ def test_training_equals_eager(kind: type[Routed], mesh: str) -> None:
     assert report.plan.cost.flops_per_rank < 0.6 * report.plan.cost.flops
 
 
-@pytest.mark.slow_cases("Names", "Tensors")
+@pytest.mark.slow_cases("Names", "Tensors", "Listed")
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_one_program_serves_batches_that_hit_other_experts(kind: type[Routed]) -> None:
     model = model_of(kind)

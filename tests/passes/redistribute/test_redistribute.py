@@ -272,7 +272,7 @@ def test_cost_matrix_on_four_axes() -> None:
             assert table[i, j] == pytest.approx(plan.seconds)
 
 
-@pytest.mark.slow_cases("2-shape0-*")
+@pytest.mark.slow_cases("2-shape0-*", "4-shape3-*")
 @pytest.mark.parametrize(
     ("inner", "shape", "closed", "searches"),
     [

@@ -183,6 +183,7 @@ class Masked(nn.Module):
         return x * torch.rand_like(x)
 
 
+@pytest.mark.slow_cases("1.0-*", "0.0-True-*")
 @pytest.mark.parametrize("both", [True, False], ids=["mask", "values"])
 @pytest.mark.parametrize(
     ("p", "train"),

@@ -94,6 +94,10 @@ SLOW = set(
     saved_by_a_method_of_the_models statistics_computed_anew tables_under_a_scaler the_data_of_a_parameter_set
     tied_and_untied_after_compile weights_and_gradients_set_by_index weights_tied_in_other_layouts
     what_a_call_leaves_for_the_next wrapped_to_be_made_again
+    a_step_after_no_sync copied dtensors_of_ones_own experts_in_modules_lie_whole_on_one_rank
+    gradients_of_functions_of_outputs loaded_from_files local_inputs_that_do_not_fit optimizers_of_torch
+    parameters_replaced_by_assignment text_generated_by_transformers
+    weights_cut_in_every_part_are_clipped_saved_and_loaded
 """.split()
 )
 """what only ``--run-slow`` tries: others that are left do the same with another value, tensor, hook or mode"""
