@@ -18,26 +18,17 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"autoshard": ROOT / "autoshard", "autoshard.passes": ROOT / "passes", "autoshard.models": ROOT / "models"}
 
 FLOORS = (
-    ("__main__",),
-    ("cli", "testing", "hugging_face"),
-    ("check",),
-    ("api",),
+    ("__main__", "cli", "testing", "hugging_face", "check", "api"),
     ("module", "devices"),
-    ("serving",),
-    ("compiler",),
-    ("dumps",),
+    ("serving", "compiler", "dumps"),
     ("plans", "initialise"),
-    ("viz",),
-    ("report",),
-    ("passes.codegen", "passes.memory"),
-    ("passes.lower",),
+    ("viz", "passes.codegen", "passes.memory"),
+    ("report", "passes.lower"),
     ("passes.microbatch", "passes.pipeline"),
     ("passes.capture", "passes.propagate"),
     ("passes.rules", "passes.redistribute"),
     ("passes.ir",),
-    ("passes.search",),
-    ("runtime",),
-    ("models",),
+    ("passes.search", "runtime", "models"),
     ("progress", "frames", "layout", "mesh", "hardware", "precision", "aten", "torch_private", "errors"),
 )
 """from top to bottom: a room imports from its own floor and from those below"""
