@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contest import Choice, Problem
+from contest.problems import Choice, Problem
 
 FORBIDDEN = 10**18
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from contest import Anytime, Problem
+from contest.problems import Anytime, Problem
 from numpy.typing import NDArray
 
 from autoshard.passes.search import CostNetwork, LinearRow, Solution, solve
@@ -224,7 +224,6 @@ def main() -> None:
         type=float,
         help="limit on what the strategies hold in sum, GiB per rank; then traffic of parameters hides behind compute",
     )
-    llama.add_argument("--time-limit", type=float)
     llama.add_argument("--mesh", default="4,8", help="sizes of the mesh axes")
     contest = commands.add_parser("iopddl", help="a contest instance, with its memory limit")
     contest.add_argument("path", type=Path)
@@ -242,7 +241,7 @@ def llama_of(options: argparse.Namespace) -> None:
     if options.memory:
         network, rows = model.rows(network, options.memory * 2**30)
     start, used = time.perf_counter(), time.process_time()
-    solution = solve(network, rows=rows, time_limit=options.time_limit)
+    solution = solve(network, rows=rows)
     seconds = time.perf_counter() - start, time.process_time() - used
     report(f"llama, {options.layers} layers, mesh {mesh}", network, solution, *seconds)
 

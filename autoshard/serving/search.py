@@ -73,7 +73,6 @@ class JointNetwork(Prepared):
         self,
         limits: Sequence[float] | None = None,
         effort: Effort = FULL,
-        time_limit: float = math.inf,
         prices: Sequence[float] | None = None,
     ) -> Solution:
         """See :meth:`Prepared.solve`."""
@@ -81,7 +80,7 @@ class JointNetwork(Prepared):
             limits = (*limits, *(row.limit for row in self.rows[self.own :]))
         if prices is not None:
             prices = (*prices, *(0.0,) * (len(self.rows) - len(prices)))
-        found = super().solve(limits, effort, time_limit, prices)
+        found = super().solve(limits, effort, prices)
         main, *beside = (found.choice[a:b] for a, b in pairwise(self.starts))
         return replace(
             found, choice=main, prices=found.prices[: self.own], stats={**found.stats, OTHER_CHOICES: beside}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoshard.passes.search.network import CostNetwork, LinearRow, Memory, Solution
+from autoshard.passes.search.network import CostNetwork, LinearRow, Solution
 from autoshard.passes.search.prepared import Prepared, solve
 
-__all__ = ["CostNetwork", "LinearRow", "Memory", "Prepared", "Solution", "solve"]
+__all__ = ["CostNetwork", "LinearRow", "Prepared", "Solution", "solve"]

@@ -134,16 +134,3 @@ class Effort:
 
 
 FULL = Effort()
-
-
-@dataclass(frozen=True)
-class Memory:
-    """A memory limit in bytes. ``usage[i]``: float64 [n_i], bytes of node i's strategies.
-
-    ``intervals[i]`` = [start, end): node i's liveness; the limit holds at every time. None: all
-    live.
-    """
-
-    usage: tuple[Array, ...]
-    limit: float
-    intervals: tuple[tuple[int, int], ...] | None = None

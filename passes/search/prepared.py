@@ -1,10 +1,9 @@
-"""Entry points of the search: unconstrained, with rows, over time (liveness), with tied layers."""
+"""Entry points of the search: unconstrained, with rows, with tied layers."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -13,10 +12,8 @@ from typing import ClassVar
 import numpy as np
 
 from autoshard.errors import PlanError
-from autoshard.passes.search.exact.solver import solve_below, solve_plain, solve_relaxed
-from autoshard.passes.search.network import FULL, Array, CostNetwork, Effort, LinearRow, Memory, Solution
-from autoshard.passes.search.over_time.liveness import LivenessProblem
-from autoshard.passes.search.over_time.search import Better, ignore_better, solve_over_time
+from autoshard.passes.search.exact.solver import solve_plain
+from autoshard.passes.search.network import FULL, Array, CostNetwork, Effort, LinearRow, Solution
 from autoshard.passes.search.rows.constrained import solve_alike, solve_within
 from autoshard.passes.search.rows.lagrangian import ReducedProblem
 from autoshard.passes.search.rows.stacked import Stacked, Stacks, stack_rows, unstacked
@@ -27,34 +24,20 @@ def solve(
     network: CostNetwork,
     *,
     rows: Sequence[LinearRow] = (),
-    memory: Memory | None = None,
     effort: float = 1.0,
-    time_limit: float | None = None,
     alike: Sequence[Hashable | None] | None = None,
     prices: Sequence[float] | None = None,
-    better: Better = ignore_better,
 ) -> Solution:
     """The cheapest strategy per node; ties go to the lowest index.
 
     ``rows``: linear constraints, see :class:`LinearRow`; cost and bound include priced excess.
-    ``memory``: see :class:`Memory`, instead of rows. ``effort`` scales the proof's work if rows
-    bind: equal work, and so equal choices, in every run. ``time_limit``: seconds, then the best
-    choice so far, ``exact=False`` and a valid bound. ``alike``: a label per node; equal labels mark
-    equal layers, tied in a large network; None: untied. ``prices``: initial prices of the rows.
-    ``better``: called with each better choice if ``memory`` has intervals. Costs are rounded to
-    2^-50 of the sum of the tables' ranges, so float64 sums are exact and independent of their
-    order: forbid by ``inf``, not by huge numbers. Raises PlanError with the least usage found if
-    nothing is feasible.
+    ``effort`` scales the proof's work if rows bind: equal work, and so equal choices, in every run.
+    ``alike``: a label per node; equal labels mark equal layers, tied in a large network; None:
+    untied. ``prices``: initial prices of the rows. Costs are rounded to 2^-50 of the sum of the
+    tables' ranges, so float64 sums are exact and independent of their order: forbid by ``inf``, not
+    by huge numbers. Raises PlanError with the least usage found if nothing is feasible.
     """
-    begin, limit = time.perf_counter(), math.inf if time_limit is None else time_limit
-    if memory is not None and memory.intervals is not None:
-        lives = LivenessProblem.of(network, memory)
-        if lives.count:
-            return solve_over_time(lives, solve_below, limit - (time.perf_counter() - begin), effort, better)
-        return solve_plain(network, time.perf_counter() + limit)
-    if memory is not None:
-        rows = [*rows, LinearRow(memory.usage, (None,) * len(network.edges), memory.limit)]
-    return Prepared(network, tuple(rows), alike).solve(None, Effort(effort), limit, prices).proven()
+    return Prepared(network, tuple(rows), alike).solve(None, Effort(effort), prices).proven()
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,24 +65,23 @@ class Prepared:
         self,
         limits: Sequence[float] | None = None,
         effort: Effort = FULL,
-        time_limit: float = math.inf,
         prices: Sequence[float] | None = None,
     ) -> Solution:
         """See :func:`solve`; ``limits``: of the rows, None: their own. The bound may be pending."""
         if self._tied is None and not self.rows:
-            return solve_plain(self.network, time.perf_counter() + time_limit)
+            return solve_plain(self.network)
         problem = self._problem if limits is None else replace(self._problem, limits=np.array(limits))
         if self._tied is not None:
             tied = replace(self._tied, problem=replace(self._tied.problem, limits=problem.limits))
             with contextlib.suppress(PlanError):  # infeasible unless layers differ
-                found = solve_alike(self._reduced_tied, problem, tied, solve_relaxed, time_limit, effort, prices)
-                thorough = partial(self.solve, limits, replace(effort, rough=False), time_limit, prices)
+                found = solve_alike(self._reduced_tied, problem, tied, effort, prices)
+                thorough = partial(self.solve, limits, replace(effort, rough=False), prices)
                 return replace(found, search_on=thorough if effort.rough else None)
         if all(math.isinf(row.price) for row in self.rows):  # slack rows change nothing
-            found = solve_plain(self.network, time.perf_counter() + time_limit, milp=False)
+            found = solve_plain(self.network, milp=False)
             if found.exact and (problem.used(found.choice) <= problem.limits).all():
                 return found
-        return solve_within(self._reduced, problem, solve_relaxed, time_limit, effort, prices)
+        return solve_within(self._reduced, problem, effort, prices)
 
     @cached_property
     def _problem(self) -> Stacked:

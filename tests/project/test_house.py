@@ -43,7 +43,7 @@ WITHIN = {
     ),
     "passes.propagate": (("named_strategies",), ("prices",)),
     "passes.rules": (("families",), ("",)),
-    "passes.search": (("over_time",), ("rows",), ("exact",)),
+    "passes.search": (("rows",), ("exact",)),
     "module": (("ranks",), ("programs",), ("model",), ("dtensors",)),
     "runtime": (("programs",), ("parameters", "attention"), ("operations",), ("transport",)),
 }
@@ -55,13 +55,13 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 74394,
-    "tokens": 642959,
-    "lines over 100 columns": 4499,
-    "files": 338,
+    "lines": 72823,
+    "tokens": 628925,
+    "lines over 100 columns": 4432,
+    "files": 332,
     "files under 60 lines": 15,
     "names at module level in 3 or more files": 6,
-    "numeric constants at module level": 223,
+    "numeric constants at module level": 170,
     "private names of torch, however imported": 110,
     "private paths of torch": 41,
     "files that name a private path of torch": 9,

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 
-from autoshard.passes.search import CostNetwork, Memory
+from autoshard.passes.search import CostNetwork
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from contest.liveness import Memory
 
 
 def problem(seed: int, nodes: int, limit: float, alive: int = 3, never: float = 0.15) -> tuple[CostNetwork, Memory]:

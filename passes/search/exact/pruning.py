@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -192,14 +190,6 @@ class _Edge:
         self.settled = [False, False]
         """per side: the message was moved out and nothing came in since, so it is zero"""
 
-    def with_table(self, array: Array, kept: Sequence[Classes]) -> _Edge:
-        """With the ``kept`` rows and columns of another matrix; moved costs stay."""
-        new = copy(self)
-        new.table = array.take(kept[0], 0).take(kept[1], 1)
-        new.members = [np.arange(n) for n in new.table.shape]
-        new.differ, new.settled = [True, True], [False, False]
-        return new
-
     def _differ(self, side: int) -> bool:
         """Whether every strategy has its own slice, in order."""
         return np.array_equal(self.members[side], np.arange(self.table.shape[side]))
@@ -251,11 +241,6 @@ class _Edge:
         """Edge costs of the other side's strategies given ``strategy``, without moved costs."""
         row: Array = self.table.take(self.members[side][strategy], side)[self.members[1 - side]]
         return row
-
-    def cost(self, first: int, second: int) -> float:
-        """Of two strategies, with moved costs."""
-        cost = self.table[self.members[0][first], self.members[1][second]]
-        return float(cost + self.moved_in[0][first] + self.moved_in[1][second])
 
     def whole(self) -> Array:
         matrix: Array = self.table[np.ix_(*self.members)]
@@ -381,44 +366,3 @@ class Dual:
     @property
     def strategies(self) -> int:
         return sum(map(len, self.kept.values()))
-
-    def reprice(
-        self, change: Mapping[int, Array], constant: float, edges: Mapping[Scope, Array] = MappingProxyType({})
-    ) -> None:
-        """Add vectors over original strategies to node costs, and ``constant`` to the total.
-        ``edges``: replacement matrices; costs moved in stay. A sweep restores the bound."""
-        self.bound += constant
-        for scope, array in edges.items():
-            self.edges[scope] = self.edges[scope].with_table(array, [self.kept[i] for i in scope])
-        for i, vector in change.items():
-            self.node[i] += vector[self.kept[i]]
-            least = float(self.node[i].min())
-            self.bound += least
-            self.node[i] -= least
-
-    def gap(self, i: int, choice: Sequence[int]) -> float:
-        """Excess of node ``i`` and half of each of its edges over their minima, inf if a strategy
-        was dropped. After a sweep the sum over nodes is the choice's cost less the bound."""
-        at = self._place(i, choice)
-        if at is None:
-            return math.inf
-        total = float(self.node[i][at])
-        for scope in self.before[i] + self.after[i]:
-            side = scope.index(i)
-            other = self._place(scope[1 - side], choice)
-            if other is None:
-                return math.inf
-            total += self.edges[scope].cost(*((at, other) if side == 0 else (other, at))) / 2
-        return total
-
-    def _place(self, i: int, choice: Sequence[int]) -> int | None:
-        """Position of the chosen strategy among the remaining ones."""
-        place = int(np.searchsorted(self.kept[i], choice[i]))
-        return place if place < len(self.kept[i]) and self.kept[i][place] == choice[i] else None
-
-    def marginal(self, i: int) -> Array:
-        """Lower bound per remaining strategy on its excess over the best, from node and edges."""
-        total = self.node[i].copy()
-        for scope in self.before[i] + self.after[i]:
-            total += self._message(scope, i)
-        return total

@@ -28,12 +28,6 @@ MAX_JOIN = 1_000_000_000
 # Entries of all joins that take as long as one MILP variable, and that are always joined.
 JOINED_PER_VARIABLE = 10_000
 EASY_TOTAL = 1_000_000_000
-# For one network of many: largest join without pruning first, sweeps, entries of all joins,
-# and of these per second.
-LITTLE_JOIN = 100_000
-FEW_SWEEPS = 30
-JOINED = 1_000_000_000
-JOINED_PER_SECOND = 100_000_000
 # Under a guess: the largest join, and the strategies up to which the MILP solves the rest.
 TRIAL_JOIN = 1_000_000
 TRIAL_STRATEGIES = 3_000
@@ -58,7 +52,7 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class _ExactSearch:
+class ExactSearch:
     """State and statistics of one search."""
 
     network: Eliminator
@@ -74,30 +68,16 @@ class _ExactSearch:
     core: tuple[int, int] = (0, 0)
     most_sweeps: int = sys.maxsize
     most_joined: float = math.inf  # entries of all remaining joins, without the MILP
-    one_of_many: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def solve_plain(network: CostNetwork, deadline: float, milp: bool = True, start: Choice | None = None) -> Solution:
-    return _solve(on_grid(network, grid(network)), network, Pruner(Tables()), deadline, milp, start)
-
-
-def solve_relaxed(priced: CostNetwork, deadline: float, start: Choice | None) -> Solution:
-    return solve_plain(priced, deadline, milp=False, start=start)
-
-
-def _solve(
-    rounded: CostNetwork,
-    network: CostNetwork,
-    pruner: Pruner,
-    deadline: float,
-    milp: bool = True,
-    start: tuple[int, ...] | None = None,
+def solve_plain(
+    network: CostNetwork, milp: bool = True, start: Choice | None = None, deadline: float = math.inf
 ) -> Solution:
-    """Solve ``network`` through its ``rounded`` form. Without ``milp``, quick methods only, but no
-    worse than ``start``."""
+    """The cheapest choice. Without ``milp``, quick methods only, but no worse than ``start``."""
+    rounded, pruner = on_grid(network), Pruner(Tables())
     work = Eliminator.of(rounded, pruner.tables)
-    run = _ExactSearch(work, pruner, deadline, milp)
+    run = ExactSearch(work, pruner, deadline, milp)
     if start is not None:
         known = rounded.cost(start)
         run.upper = known + START_MARGIN * abs(known)
@@ -119,37 +99,19 @@ def _solve(
     return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact, stats)
 
 
-def solve_below(network: CostNetwork, upper: float, deadline: float) -> Solution:
-    """The cheapest choice that quick methods find below ``upper``; empty if none is known."""
-    pruner = Pruner(Tables(), deadline)
-    work = Eliminator.of(on_grid(network, grid(network)), pruner.tables)
-    run = _ExactSearch(work, pruner, deadline, milp=False, upper=upper)
-    run.one_of_many, run.most_sweeps = True, FEW_SWEEPS
-    run.most_joined = min(JOINED, JOINED_PER_SECOND * max(deadline - time.perf_counter(), 0.0))
-    try:
-        exact = _search(run)
-    except NotFoundError:
-        return Solution((), math.inf, run.bound, False)
-    except PlanError:
-        return Solution((), math.inf, math.inf, False)
-    if not exact and not run.incumbent:
-        return Solution((), math.inf, run.bound, False)
-    choice = work.back_substitute(dict(run.incumbent), run.mark)
-    chosen = tuple(choice[node] for node in range(len(network.nodes)))
-    cost = network.cost(chosen)
-    return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact)
-
-
-def _search(run: _ExactSearch) -> bool:
+def _search(run: ExactSearch) -> bool:
     """The cheapest choice below ``run.upper``; returns whether it is proven optimal."""
     work = run.network
-    if run.one_of_many and is_eliminable(work, LITTLE_JOIN):
-        return _timed(run, "core", finish_search)
-    if not run.one_of_many:
-        hard = not is_eliminable(work, EASY_JOIN)
-        work.run(max_degree=2, max_weight=QUICK_JOIN, deadline=run.deadline)  # fewer nodes to prune
-        if hard:  # sweeps spare many comparisons
-            _timed(run, "bound", tighten)
+    hard = not is_eliminable(work, EASY_JOIN)
+    work.run(max_degree=2, max_weight=QUICK_JOIN, deadline=run.deadline)  # fewer nodes to prune
+    if hard:  # sweeps spare many comparisons
+        _timed(run, "bound", tighten)
+    return finish_reduced(run)
+
+
+def finish_reduced(run: ExactSearch) -> bool:
+    """The same, after what is cheap was eliminated."""
+    work = run.network
     if not _is_closed(run) and not _is_too_dear(run):
         _timed(run, "reduce", quickly_reduce)
         if not is_eliminable(work, EASY_JOIN):
@@ -171,8 +133,9 @@ def grid(network: CostNetwork) -> int:
     return math.frexp(total)[1] - GRID_BITS
 
 
-def on_grid(network: CostNetwork, exponent: int) -> CostNetwork:
-    """The network with costs rounded to multiples of 2^exponent. Shared arrays stay shared."""
+def on_grid(network: CostNetwork) -> CostNetwork:
+    """The network with costs on its :func:`grid`. Shared arrays stay shared."""
+    exponent = grid(network)
     arrays = {id(a): a for a in (*network.nodes, *(edge[2] for edge in network.edges))}
     rounded = {key: map_entries(partial(_rounded, exponent), array) for key, array in arrays.items()}
     nodes = tuple(stored_values(rounded[id(a)]) for a in network.nodes)
@@ -188,12 +151,12 @@ def _largest_finite(array: np.ndarray) -> float:
     return float(np.abs(finite).max()) if finite.size else 0.0
 
 
-def quickly_reduce(run: _ExactSearch) -> None:
+def quickly_reduce(run: ExactSearch) -> None:
     """Reduce while that is cheaper than the bounds."""
     reduce(run, EASY_COMPARISONS, QUICK_JOIN)
 
 
-def reduce(run: _ExactSearch, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) -> None:
+def reduce(run: ExactSearch, comparisons: int = MAX_COMPARISONS, join: int = MAX_JOIN) -> None:
     """Prune, and eliminate nodes of up to two neighbours, to a fixed point."""
     run.pruned += run.pruner.run(run.network, comparisons)
     while True:
@@ -204,7 +167,7 @@ def reduce(run: _ExactSearch, comparisons: int = MAX_COMPARISONS, join: int = MA
             return
 
 
-def tighten(run: _ExactSearch) -> None:
+def tighten(run: ExactSearch) -> None:
     """Message passing on the core: a lower bound, an incumbent, removal of whatever cannot beat it.
 
     Ends when the gap is closed, the rest is easily eliminated, or progress stalls.
@@ -239,7 +202,7 @@ def tighten(run: _ExactSearch) -> None:
     quickly_reduce(run)
 
 
-def try_guesses(run: _ExactSearch, dual: Dual) -> None:
+def try_guesses(run: ExactSearch, dual: Dual) -> None:
     """Guess that the optimum hardly exceeds the bound. A choice found that cheap is optimal.
 
     ``dual`` is of the current network. Bounds are mostly tighter than decoded choices, and little
@@ -264,7 +227,7 @@ def try_guesses(run: _ExactSearch, dual: Dual) -> None:
             return
 
 
-def _solve_trial(run: _ExactSearch, trial: Eliminator, upper: float) -> dict[int, int] | None:
+def _solve_trial(run: ExactSearch, trial: Eliminator, upper: float) -> dict[int, int] | None:
     """The best choice of remaining nodes, if it costs up to ``upper``; None if that takes long."""
     joined, order = trial.cheapest_order(TRIAL_JOIN)
     if joined < math.inf:
@@ -295,7 +258,7 @@ def is_eliminable(network: Eliminator, max_join: int, sizes: Mapping[int, int] |
     return any(network.joined(order, max_join, sizes) < math.inf for order in ORDERS)
 
 
-def finish_search(run: _ExactSearch) -> bool:
+def finish_search(run: ExactSearch) -> bool:
     """Choices for the core; returns whether they are proven optimal."""
     work = run.network
     run.core = len(work.alive), work.strategies
@@ -327,17 +290,17 @@ def finish_search(run: _ExactSearch) -> bool:
     return found.exact
 
 
-def _is_closed(run: _ExactSearch) -> bool:
+def _is_closed(run: ExactSearch) -> bool:
     """Whether the incumbent is proven optimal."""
     return bool(run.incumbent) and run.upper - run.bound <= TOLERANCE * (abs(run.upper) + abs(run.bound))
 
 
-def _is_too_dear(run: _ExactSearch) -> bool:
+def _is_too_dear(run: ExactSearch) -> bool:
     """Whether no choice costs less than ``upper``."""
     return not run.incumbent and run.bound >= run.upper
 
 
-def _timed(run: _ExactSearch, name: str, stage: Callable[[_ExactSearch], Result]) -> Result:
+def _timed(run: ExactSearch, name: str, stage: Callable[[ExactSearch], Result]) -> Result:
     begin = time.perf_counter()
     result = stage(run)
     run.seconds[name] = round(run.seconds.get(name, 0.0) + time.perf_counter() - begin, 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,7 +20,6 @@ from autoshard.passes.search.rows.lagrangian import (
     LagrangianSearch,
     ReducedProblem,
     RowPrices,
-    SolveRelaxed,
     maximise_bound,
 )
 from autoshard.passes.search.rows.stacked import Stacked, priced_table, undecided
@@ -54,21 +52,17 @@ MAX_LOOKS = 6
 def solve_within(
     reduced: ReducedProblem,
     problem: Stacked,
-    relaxed: SolveRelaxed,
-    limit: float,
     effort: Effort,
     prices: RowPrices = None,
 ) -> Solution:
     """The cheapest choice of ``problem``; see :func:`run_search`."""
-    return run_search(problem, relaxed, limit, effort, prices, reduced).solution()
+    return run_search(problem, effort, prices, reduced).solution()
 
 
 def solve_alike(
     reduced: ReducedProblem,
     problem: Stacked,
     tied: Tied,
-    relaxed: SolveRelaxed,
-    limit: float,
     effort: Effort,
     prices: RowPrices = None,
 ) -> Solution:
@@ -82,7 +76,7 @@ def solve_alike(
         lower, choice = tied_bound(problem.priced(at), tied.of, enough + within)
         return lower - within, choice
 
-    search = LagrangianSearch(tied.problem, relaxed, time.perf_counter() + limit, prices, reduced)
+    search = LagrangianSearch(tied.problem, prices, reduced)
     start_search(search, effort, ENOUGH)
     if search.choice is None:
         raise PlanError("no choice within the limits of all rows was found")
@@ -104,15 +98,14 @@ def solve_alike(
         some = undecided(problem.restricted(kept))
         if not len(some.nodes):
             break
-        left = max(search.deadline - time.perf_counter(), 1.0)
-        inner = run_search(some.alone, relaxed, left, effort, part.prices.tolist())
+        inner = run_search(some.alone, effort, part.prices.tolist())
         each, better = inner.solution(), inner.total < found.cost
         if better:
             places = dict(zip(some.nodes.tolist(), each.choice, strict=True))
             choice = tuple(int(strategies[places.get(i, 0)]) for i, strategies in kept.items())
             found = replace(found, choice=choice, cost=each.cost)
         most = min(found.cost, inner.part.bound)  # other strategies can gain only below this
-        if most - part.bound <= ENOUGH * abs(found.cost) or not better or search.late:
+        if most - part.bound <= ENOUGH * abs(found.cost) or not better:
             break
         raise_bound(search, np.array(each.prices))
         if len(search.seen) == len(seen):
@@ -139,9 +132,9 @@ def generate_columns(search: LagrangianSearch, effort: Effort) -> None:
     for _ in range(effort.of(COLUMN_ROUNDS)):
         seen = np.array(list(search.seen))
         kept = {i: np.unique(seen[:, i]) for i in range(len(problem.sizes))}
-        some = LagrangianSearch(problem.restricted(kept), search.relaxed, search.deadline, part.prices.tolist())
+        some = LagrangianSearch(problem.restricted(kept), part.prices.tolist())
         maximise_bound(some, some.part, ITERATIONS, ENOUGH / 2)
-        if some.part.bound - part.bound <= ENOUGH / 2 * abs(some.part.bound) or search.late:
+        if some.part.bound - part.bound <= ENOUGH / 2 * abs(some.part.bound):
             return
         raise_bound(search, some.part.prices)
         if len(search.seen) == len(seen):
@@ -156,18 +149,15 @@ def raise_bound(search: LagrangianSearch, prices: Array) -> None:
 
 def run_search(
     problem: Stacked,
-    relaxed: SolveRelaxed,
-    limit: float,
     effort: Effort,
     prices: RowPrices = None,
     reduced: ReducedProblem | None = None,
 ) -> LagrangianSearch:
     """A finished search for the cheapest choice of ``problem``.
 
-    ``relaxed`` solves a network without rows; ``limit``: seconds; ``prices``: of the rows, near the
-    best; ``reduced``: the problem's, if known.
+    ``prices``: of the rows, near the best; ``reduced``: the problem's, if known.
     """
-    search = LagrangianSearch(problem, relaxed, time.perf_counter() + limit, prices, reduced)
+    search = LagrangianSearch(problem, prices, reduced)
     stats = search.stats
     start_search(search, effort)
     if _problem_entries(search.part.problem) <= DIRECT_MILP_ENTRIES:
@@ -213,7 +203,7 @@ def find_feasible(search: LagrangianSearch, effort: Effort) -> None:
         choice, _, exact = search.cheapest(part, weights, unit=0.0)
     else:
         prices = np.where(np.isinf(problem.prices), 1 / problem.scale, 0.0)
-        only = LagrangianSearch(replace(part.problem.costless(), prices=prices), search.relaxed, search.deadline)
+        only = LagrangianSearch(replace(part.problem.costless(), prices=prices))
         maximise_bound(only, only.part, effort.of(ITERATIONS))
         only.bound = only.part.bound
         if only.total > 0 and not only.closed:
@@ -247,7 +237,7 @@ def close_gap(search: LagrangianSearch, effort: Effort) -> int:
     """Prune by the Lagrangian bound and solve the rest as a MILP, ever further above the bound."""
     small = _problem_entries(search.part.problem) <= DIRECT_MILP_ENTRIES
     looks, reach = 0, 0.0 if small else FIRST_LOOK * abs(search.bound)
-    while not search.closed and not search.late:
+    while not search.closed:
         last = looks == MAX_LOOKS or not 0 < reach < math.inf
         target = search.total if last else min(search.total, search.bound + reach)
         looks += 1
@@ -301,7 +291,6 @@ def solve_programme(search: LagrangianSearch, kept: list[Classes], target: float
         problem.sizes,
         upper=target,
         limits=limits,
-        time_limit=max(search.deadline - time.perf_counter(), 1.0),
         most_nodes=effort.of(MILP_WORK / max(_problem_entries(problem), 1)),
         most_entries=effort.of(MILP_ENTRIES),
     )

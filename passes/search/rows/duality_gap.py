@@ -15,7 +15,7 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Classes
 from autoshard.passes.search.exact.elimination import by_join
-from autoshard.passes.search.network import Array, Choice, Effort, NotFoundError
+from autoshard.passes.search.network import Array, Choice, Effort
 from autoshard.passes.search.rows.lagrangian import ChoicePart, LagrangianSearch, maximise_bound
 from autoshard.passes.search.rows.relaxation import Elimination
 from autoshard.passes.search.rows.stacked import Stacked
@@ -179,9 +179,7 @@ class _Borders:
         best = tuple(round(part * self.count) for part in parts)
         self.value(best)
         step = max(int(BORDER_STEP * self.count), 1)
-        while (
-            step and len(self.tried) < trials and self.search.gap(self.search.bound) > enough and not self.search.late
-        ):
+        while step and len(self.tried) < trials and self.search.gap(self.search.bound) > enough:
             found = best
             for k, shift in itertools.product(range(len(best)), (-step, step)):
                 moved = (*best[:k], best[k] + shift, *best[k + 1 :])
@@ -214,7 +212,7 @@ def branch_and_bound(search: LagrangianSearch, enough: float, effort: Effort) ->
         return 0
     leaves: list[tuple[float, int, ChoicePart]] = [(search.part.bound, 0, search.part)]
     made, most = 0, search.work + BRANCH_WORK * effort.part
-    while leaves and made < BRANCHES * effort.part and search.work < most and not search.late:
+    while leaves and made < BRANCHES * effort.part and search.work < most:
         if search.gap(leaves[0][0]) <= enough:
             break
         bound, _, part = heapq.heappop(leaves)
@@ -228,9 +226,6 @@ def branch_and_bound(search: LagrangianSearch, enough: float, effort: Effort) ->
             half = part.restricted({node: kept})
             try:
                 maximise_bound(search, half, BRANCH_ITERATIONS, enough / 2, BRANCH_BOX)
-            except NotFoundError:
-                heapq.heappush(leaves, (bound, made, half))
-                continue
             except PlanError:
                 continue
             if search.gap(half.bound) > enough:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -20,7 +20,8 @@ from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Classes
 from autoshard.passes.search.exact.milp import highs_solver, run_highs
 from autoshard.passes.search.exact.pruning import EASY_COMPARISONS, NO_CHOICE, least_difference
-from autoshard.passes.search.network import CLOSED_GAP, Array, Choice, CostNetwork, Solution
+from autoshard.passes.search.exact.solver import solve_plain
+from autoshard.passes.search.network import CLOSED_GAP, Array, Choice, Solution
 from autoshard.passes.search.rows.relaxation import Elimination, planned_elimination
 from autoshard.passes.search.rows.stacked import Stacked, priced_table
 
@@ -55,9 +56,8 @@ def _subsets(members: list[int]) -> list[tuple[int, ...]]:
 class Dominance:
     """Answers are memoised by a node's tables, so equal layers cost as one."""
 
-    def __init__(self, problem: Stacked, deadline: float = math.inf) -> None:
-        """After ``deadline``, only forbidden strategies are removed."""
-        self.problem, self.deadline = problem, deadline
+    def __init__(self, problem: Stacked) -> None:
+        self.problem = problem
         self.probes = probes(problem)
         self._kept: dict[Key, Classes] = {}
         self._least: dict[tuple[int, int, int], Array] = {}
@@ -95,7 +95,7 @@ class Dominance:
             never = np.isinf(stacks[number][0])
             forbidden |= never if axis < 0 else never.all(axis=1 - axis)[self.problem.store.maps[number][axis]]
         feasible = np.flatnonzero(~forbidden)
-        if len(feasible) < 2 or time.perf_counter() > self.deadline:
+        if len(feasible) < 2:
             return feasible
         edges = [(number, axis) for number, axis in key if axis >= 0]
         if not all(self._is_easy(number, axis) for number, axis in edges):
@@ -129,9 +129,6 @@ class Dominance:
             self._least[number, axis, probe] = least_difference(found if axis == 0 else found.T)
         return self._least[number, axis, probe]
 
-
-SolveRelaxed = Callable[[CostNetwork, float, Choice | None], Solution]
-"""solves a network without rows by quick methods: (network, deadline, known choice)"""
 
 RowPrices = Sequence[float] | None
 """of rows"""
@@ -220,14 +217,11 @@ class LagrangianSearch:
     def __init__(
         self,
         problem: Stacked,
-        relaxed: SolveRelaxed,
-        deadline: float,
         prices: RowPrices = None,
         reduced: ReducedProblem | None = None,
     ) -> None:
         """``prices``: initial; ``reduced``: of the problem under any limits."""
         self.first = problem
-        self.relaxed, self.deadline = relaxed, deadline
         self.total, self.bound = math.inf, -math.inf
         self.choice: Choice | None = None
         self.slack = ROW_SLACK * problem.scale
@@ -265,7 +259,7 @@ class LagrangianSearch:
         if once or part.elimination is None:
             known = min(part.cuts, key=lambda cut: unit * cut.cost + float(prices @ cut.slope), default=None)
             start = None if known is None else part.renumbered(known.choice)
-            found = self.relaxed(part.problem.priced(prices, unit), self.deadline, start)
+            found = solve_plain(part.problem.priced(prices, unit), milp=False, start=start)
             if found.exact or part.elimination is None:
                 return part.original(found.choice), found.lower_bound, found.exact
         self.work += part.elimination.work
@@ -299,10 +293,6 @@ class LagrangianSearch:
     def closed(self) -> bool:
         return self.gap(self.bound) <= CLOSED_GAP
 
-    @property
-    def late(self) -> bool:
-        return time.perf_counter() > self.deadline
-
 
 def maximise_bound(
     search: LagrangianSearch, part: ChoicePart, iterations: int, gap: float = CLOSED_GAP, reach: float = 1.0
@@ -327,7 +317,7 @@ def maximise_bound(
             part.bound, part.prices = value, prices
         elif np.isfinite(radius).all():
             radius = radius / 2
-        if search.gap(part.bound) <= gap or count == 0 or search.late:
+        if search.gap(part.bound) <= gap or count == 0:
             return
         if not np.isfinite(radius).all():
             radius = reach * _first_radius(part)

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from search_problems import problem
 
-from autoshard.passes.search import Solution, solve
-from autoshard.passes.search.over_time import search
-from autoshard.passes.search.over_time.local_search import Neighbourhoods
-from autoshard.passes.search.over_time.subgradient import Core
+from autoshard.passes.search import Solution
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-from contest import Anytime, Problem
+from contest import search
+from contest.local_search import Neighbourhoods
+from contest.problems import Anytime, Problem
+from contest.search import solve_within_memory
+from contest.subgradient import Core
 from copies import Options, Row
 
 
@@ -35,7 +36,6 @@ def file(tmp_path: Path) -> Path:
 
 def written(tmp_path: Path, nodes: int) -> Path:
     network, memory = problem(8, nodes, limit=20.0)
-    assert memory.intervals is not None
     costs = [[int(1e18) if math.isinf(v) else int(v) for v in m.ravel()] for *_, m in network.edges]
     path = tmp_path / "problem.json.gz"
     with gzip.open(path, "wt") as text:
@@ -94,7 +94,7 @@ def test_a_search_that_is_stopped_gives_the_best_so_far(file: Path, number: sign
 def test_a_row_of_copies_is_solved_nearly_as_well_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What joins them hides nothing from the messages; without them and windows nothing is that near."""
     one = Problem.read(written(tmp_path, 20))
-    best = solve(one.network(), memory=one.memory())
+    best = solve_within_memory(one.network(), one.memory())
     assert best.exact
     text, reference = Row(one, best.choice, Options(copies=20, seams=30, tight=True, shuffled=True)).text()
     path = tmp_path / "row.json"
@@ -104,9 +104,9 @@ def test_a_row_of_copies_is_solved_nearly_as_well_as_one(tmp_path: Path, monkeyp
     monkeypatch.setattr(search, "MAX_NEIGHBOURHOOD", 399)
     monkeypatch.setattr(search, "NEIGHBOURHOODS", 0)
     monkeypatch.setattr(search, "WINDOWS", (25, 50))
-    found = solve(row.network(), memory=row.memory())
+    found = solve_within_memory(row.network(), row.memory())
     assert row.checked(found.choice) == (20 * best.cost, pytest.approx(row.limit, abs=row.limit))
     assert found.lower_bound >= 0.97 * found.cost
     monkeypatch.setattr(Core, "decode", lambda core: (0,) * len(core.sizes))
     monkeypatch.setattr(Neighbourhoods, "aim", lambda *args: None)
-    assert solve(row.network(), memory=row.memory()).cost > 1.05 * found.cost
+    assert solve_within_memory(row.network(), row.memory()).cost > 1.05 * found.cost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Memory, solve
+from autoshard.passes.search import CostNetwork, LinearRow, solve
 from autoshard.passes.search.exact import elimination, solver
 from autoshard.passes.search.exact.elimination import ORDERS, Eliminator, Order, Tables, by_join, by_result
 from autoshard.passes.search.exact.milp import solve_core
 from autoshard.passes.search.exact.pruning import Dual
-from autoshard.passes.search.exact.solver import finish_search
+from autoshard.passes.search.exact.solver import finish_search, solve_plain
 
 
 def costs(draw: st.DrawFn, *shape: int, forbidden: float = 0.15) -> np.ndarray:
@@ -298,9 +299,9 @@ def test_rounding_does_not_prune_the_optimum() -> None:
     assert dual.bound <= best + 1e-9
 
 
-def test_time_limit_leaves_a_valid_interval() -> None:
+def test_a_deadline_leaves_a_valid_interval() -> None:
     network = dense(np.random.default_rng(0), nodes=24, size=8, forbidden=0.0)
-    found = solve(network, time_limit=1.0)
+    found = solve_plain(network, deadline=time.perf_counter() + 1.0)
     assert found.lower_bound <= found.cost == network.cost(found.choice)
     assert not found.exact  # proving this optimum takes far longer
 
@@ -314,46 +315,10 @@ def test_the_check_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
         check(network)
 
 
-def holds(memory: Memory, choice: tuple[int, ...]) -> float:
-    """The most that is held at any time."""
-    lives = memory.intervals or ((0, 1),) * len(choice)
-    end = max(end for _, end in lives)
-    used = [
-        sum(u[s] for u, s, (a, b) in zip(memory.usage, choice, lives, strict=True) if a <= t < b) for t in range(end)
-    ]
-    return max(used, default=0.0)
-
-
-@st.composite
-def limited_networks(draw: st.DrawFn) -> tuple[CostNetwork, Memory]:
-    network = draw(networks(max_nodes=5, max_edges=8, forbidden=0.1))
-    usage = tuple(costs(draw, vector.size, forbidden=0.0) for vector in network.nodes)
-    life = st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda p: (p[0], p[0] + p[1]))
-    lives = draw(st.none() | st.tuples(*(life for _ in usage)))
-    return network, Memory(usage, float(draw(st.integers(2, 14))), lives)
-
-
-@settings(max_examples=examples(60))
-@given(limited=limited_networks())
-def test_memory_equals_brute_force(limited: tuple[CostNetwork, Memory]) -> None:
-    network, memory = limited
-    choices = itertools.product(*(range(v.size) for v in network.nodes))
-    best = min((network.cost(c) for c in choices if holds(memory, c) <= memory.limit), default=math.inf)
-    if math.isinf(best):
-        with pytest.raises(PlanError):
-            solve(network, memory=memory)
-        return
-    found = solve(network, memory=memory)
-    assert found.exact
-    assert found.cost == found.lower_bound == best
-    assert holds(memory, found.choice) <= memory.limit
-
-
 def test_equal_layers_may_have_to_differ_for_memory() -> None:
     """Ten equal nodes, room for three dear ones: no price of memory makes equal nodes differ, the MILP does."""
     cost, usage = np.array([0.0, 1.0]), np.array([10.0, 1.0])
-    memory = Memory((usage,) * 10, 3 * 10.0 + 7 * 1.0)
-    found = solve(CostNetwork((cost,) * 10, ()), memory=memory)
+    found = solve(CostNetwork((cost,) * 10, ()), rows=[LinearRow((usage,) * 10, (), 3 * 10.0 + 7 * 1.0)])
     assert found.exact
     assert found.cost == 7
     assert sorted(found.choice) == [0] * 3 + [1] * 7
@@ -362,40 +327,12 @@ def test_equal_layers_may_have_to_differ_for_memory() -> None:
 def test_memory_that_cannot_be_met_says_what_is_needed() -> None:
     network = CostNetwork((np.zeros(2),) * 3, ())
     with pytest.raises(PlanError, match=r"limit of 5: the least that any choice uses is 6"):
-        solve(network, memory=Memory((np.array([2.0, 5.0]),) * 3, 5.0))
+        solve(network, rows=[LinearRow((np.array([2.0, 5.0]),) * 3, (), 5.0)])
     with pytest.raises(PlanError, match="one entry per node"):
-        solve(network, memory=Memory((np.zeros(2),), 5.0))
+        solve(network, rows=[LinearRow((np.zeros(2),), (), 5.0)])
 
 
 def test_memory_to_spare_changes_nothing() -> None:
     network = layered(6)
-    memory = Memory(tuple(np.ones(v.size) for v in network.nodes), 1e9)
-    assert solve(network, memory=memory).choice == solve(network).choice
-
-
-def mortal(seed: int, nodes: int = 60) -> tuple[CostNetwork, Memory]:
-    """A chain with short cuts whose nodes live for a while: cheaper strategies hold more, and the limit binds."""
-    generator = np.random.default_rng(seed)
-    sizes = generator.integers(2, 9, nodes)
-    cost = tuple(np.sort(generator.integers(0, 50, n)).astype(np.float64) for n in sizes)
-    usage = tuple(np.sort(generator.integers(1, 30, n)).astype(np.float64)[::-1].copy() for n in sizes)
-    pairs = [(i, i + 1) for i in range(nodes - 1)] + [(i, i + 5) for i in range(0, nodes - 5, 3)]
-    edges = tuple((i, j, generator.integers(0, 20, (sizes[i], sizes[j])).astype(np.float64)) for i, j in pairs)
-    lives = tuple((i, i + int(generator.integers(0, 12))) for i in range(nodes))
-    return CostNetwork(cost, edges), Memory(usage, 100.0, lives)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_choice_within_the_memory_is_there_when_the_time_is_up(seed: int) -> None:
-    network, memory = mortal(seed)
-    found = solve(network, memory=memory, time_limit=1.0)
-    assert holds(memory, found.choice) <= memory.limit
-    assert holds(memory, solve(network).choice) > memory.limit  # it does bind
-    assert found.lower_bound <= found.cost == network.cost(found.choice)
-
-
-@pytest.mark.slow
-def test_memory_over_time_without_a_time_limit_is_the_same_every_time() -> None:
-    network, memory = mortal(3, nodes=30)
-    first, second = solve(network, memory=memory, effort=0.2), solve(network, memory=memory, effort=0.2)
-    assert (first.choice, first.lower_bound) == (second.choice, second.lower_bound)
+    row = LinearRow(tuple(np.ones(v.size) for v in network.nodes), (None,) * len(network.edges), 1e9)
+    assert solve(network, rows=[row]).choice == solve(network).choice

@@ -15,19 +15,48 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Classes
-from autoshard.passes.search.network import Array, Choice, CostNetwork, Solution
-from autoshard.passes.search.over_time.liveness import Domains, LivenessProblem
+from autoshard.passes.search.exact.elimination import Eliminator, Tables
+from autoshard.passes.search.exact.pruning import Pruner
+from autoshard.passes.search.exact.solver import ExactSearch, finish_reduced, finish_search, is_eliminable, on_grid
+from autoshard.passes.search.network import Array, Choice, CostNetwork, NotFoundError, Solution
+from contest.liveness import Domains, LivenessProblem
 
 Cheaper = Callable[[CostNetwork, float, float], Solution]
 """(network, upper limit of cost, deadline) → cheapest choice; empty: none, or not found"""
 
+# Largest join without pruning first, sweeps, entries of all joins, and of these per second.
+LITTLE_JOIN = 100_000
+FEW_SWEEPS = 30
+JOINED = 1_000_000_000
+JOINED_PER_SECOND = 100_000_000
 # A relative gap that counts as none.
 LEAF_GAP = 1e-9
 # Assumed relative excess of a leaf's best choice over its bound while none is known, and the share of
 # it that a price step aims at.
 ASSUMED_GAP = 0.2
 POLYAK_STEP = 0.5
+
+
+def solve_below(network: CostNetwork, upper: float, deadline: float) -> Solution:
+    """The cheapest choice that quick methods find below ``upper``; empty if none is known."""
+    pruner = Pruner(Tables(), deadline)
+    work = Eliminator.of(on_grid(network), pruner.tables)
+    run = ExactSearch(work, pruner, deadline, milp=False, upper=upper, most_sweeps=FEW_SWEEPS)
+    run.most_joined = min(JOINED, JOINED_PER_SECOND * max(deadline - time.perf_counter(), 0.0))
+    try:
+        exact = finish_search(run) if is_eliminable(work, LITTLE_JOIN) else finish_reduced(run)
+    except NotFoundError:
+        return Solution((), math.inf, run.bound, False)
+    except PlanError:
+        return Solution((), math.inf, math.inf, False)
+    if not exact and not run.incumbent:
+        return Solution((), math.inf, run.bound, False)
+    choice = work.back_substitute(dict(run.incumbent), run.mark)
+    chosen = tuple(choice[node] for node in range(len(network.nodes)))
+    cost = network.cost(chosen)
+    return Solution(chosen, cost, cost if exact else min(run.bound, cost), exact)
 
 
 @dataclass(frozen=True)

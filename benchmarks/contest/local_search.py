@@ -15,8 +15,8 @@ import numpy as np
 
 from autoshard.passes.search.arrays import Classes
 from autoshard.passes.search.network import Array, Choice
-from autoshard.passes.search.over_time.branch_and_bound import Cheaper, Leaf, Tree
-from autoshard.passes.search.over_time.liveness import Domains, LivenessProblem
+from contest.branch_and_bound import Cheaper, Leaf, Tree
+from contest.liveness import Domains, LivenessProblem
 
 # Finite cost of forbidden choices.
 FORBIDDEN = 1e18

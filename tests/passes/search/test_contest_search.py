@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 from search_problems import problem
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Memory, solve
+from autoshard.passes.search import CostNetwork, solve
 from autoshard.passes.search.exact import solver
 from autoshard.passes.search.exact.milp import CoreSolution
-from autoshard.passes.search.exact.solver import solve_below
 from autoshard.passes.search.network import Array
-from autoshard.passes.search.over_time import search
-from autoshard.passes.search.over_time.liveness import Domains, LivenessProblem, least_between
-from autoshard.passes.search.over_time.local_search import Best, Neighbourhoods
-from autoshard.passes.search.over_time.subgradient import Core, subgradient_prices
+
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+from contest import search
+from contest.branch_and_bound import solve_below
+from contest.liveness import Domains, LivenessProblem, Memory, least_between
+from contest.local_search import Best, Neighbourhoods
+from contest.search import solve_within_memory
+from contest.subgradient import Core, subgradient_prices
 
 
 def feasible(network: CostNetwork, memory: Memory) -> list[tuple[int, ...]]:
@@ -44,6 +49,23 @@ def test_only_what_no_choice_contains_is_dropped() -> None:
             dropped += network.nodes[node].size - len(kept)
     assert dropped > 40
     assert none < 20
+
+
+def test_the_cheapest_within_a_limit_over_time_beside_brute_force() -> None:
+    exact = 0
+    for seed in range(8):
+        network, memory = problem(seed, nodes=5, limit=9.0)
+        possible = feasible(network, memory)
+        if not possible:
+            with pytest.raises(PlanError):
+                solve_within_memory(network, memory)
+            continue
+        found, best = solve_within_memory(network, memory), min(map(network.cost, possible))
+        assert found.choice in possible
+        assert found.lower_bound <= best <= found.cost
+        assert not found.exact or found.cost == best
+        exact += found.exact
+    assert exact > 3
 
 
 def test_the_least_between() -> None:
@@ -77,7 +99,7 @@ def test_a_changed_part_is_judged_as_the_whole() -> None:
 def test_neighbourhoods_alone_come_near_the_best() -> None:
     network, memory = problem(1, nodes=40, limit=20.0)
     lives = LivenessProblem.of(network, memory)
-    exact = solve(network, memory=memory, effort=0.2)
+    exact = solve_within_memory(network, memory, effort=0.2)
     start = tuple(int(np.argmin(usage)) for usage in memory.usage)
     best = Best(lives, start)
     assert best.forbidden
@@ -109,7 +131,7 @@ def test_messages_and_windows_come_near_the_best_of_a_large_network(monkeypatch:
     monkeypatch.setattr(search, "MAX_NEIGHBOURHOOD", 199)
     monkeypatch.setattr(search, "WINDOWS", (40, 80))
     monkeypatch.setattr(search, "NEIGHBOURHOODS", 4)
-    whole = solve(network, memory=memory)
+    whole = solve_within_memory(network, memory)
     assert whole.lower_bound <= whole.cost <= 1.02 * whole.lower_bound
 
 
@@ -139,9 +161,9 @@ def test_the_time_limit_holds_for_a_large_problem(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(time, "perf_counter", time.process_time)  # whatever else the machine does
     network, memory = problem(2, nodes=3000, limit=40.0, alive=4, never=0.0)
     begin = time.process_time()
-    solve(network, memory=memory, time_limit=0.0)  # what no limit saves: reading the problem
+    solve_within_memory(network, memory, 0.0)  # what no limit saves: reading the problem
     middle = time.process_time()
-    found = solve(network, memory=memory, time_limit=1.5)
+    found = solve_within_memory(network, memory, 1.5)
     assert time.process_time() - middle < 1.5 + 1.25 * (middle - begin)
     lives = LivenessProblem.of(network, memory)
     assert lives.judge(found.choice)[:2] == (0, 0.0)
@@ -152,9 +174,9 @@ def test_what_cannot_fit_is_told() -> None:
     """Each strategy would fit beside the least of the other node; those that are allowed together do not."""
     usage, apart = np.array([1.0, 5.0]), np.array([[math.inf, 0.0], [0.0, math.inf]])
     network = CostNetwork((np.zeros(2),) * 2, ((0, 1, apart),))
-    assert solve(network, memory=Memory((usage,) * 2, 6.0, ((0, 2),) * 2)).exact
+    assert solve_within_memory(network, Memory((usage,) * 2, 6.0, ((0, 2),) * 2)).exact
     with pytest.raises(PlanError, match=r"no choice that costs do not forbid fits the limit of 5\.5"):
-        solve(network, memory=Memory((usage,) * 2, 5.5, ((0, 2),) * 2))
+        solve_within_memory(network, Memory((usage,) * 2, 5.5, ((0, 2),) * 2))
 
 
 def test_what_was_not_found_in_time_is_not_proven_to_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,3 +192,31 @@ def test_what_was_not_found_in_time_is_not_proven_to_be_none(monkeypatch: pytest
     found = solve_below(network, math.inf, math.inf)
     assert found.choice == ()
     assert found.lower_bound <= best
+
+
+def mortal(seed: int, nodes: int = 60) -> tuple[CostNetwork, Memory]:
+    """A chain with short cuts whose nodes live for a while: cheaper strategies hold more, and the limit binds."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(2, 9, nodes)
+    cost = tuple(np.sort(generator.integers(0, 50, n)).astype(np.float64) for n in sizes)
+    usage = tuple(np.sort(generator.integers(1, 30, n)).astype(np.float64)[::-1].copy() for n in sizes)
+    pairs = [(i, i + 1) for i in range(nodes - 1)] + [(i, i + 5) for i in range(0, nodes - 5, 3)]
+    edges = tuple((i, j, generator.integers(0, 20, (sizes[i], sizes[j])).astype(np.float64)) for i, j in pairs)
+    lives = tuple((i, i + int(generator.integers(0, 12))) for i in range(nodes))
+    return CostNetwork(cost, edges), Memory(usage, 100.0, lives)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_choice_within_the_memory_is_there_when_the_time_is_up(seed: int) -> None:
+    network, memory = mortal(seed)
+    found, lives = solve_within_memory(network, memory, 1.0), LivenessProblem.of(network, memory)
+    assert lives.judge(found.choice)[1] == 0
+    assert lives.judge(solve(network).choice)[1] > 0  # it does bind
+    assert found.lower_bound <= found.cost == network.cost(found.choice)
+
+
+@pytest.mark.slow
+def test_without_a_time_limit_the_search_is_the_same_every_time() -> None:
+    network, memory = mortal(3, nodes=30)
+    first, second = (solve_within_memory(network, memory, effort=0.2) for _ in range(2))
+    assert (first.choice, first.lower_bound) == (second.choice, second.lower_bound)

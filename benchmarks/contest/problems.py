@@ -20,7 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
-from autoshard.passes.search import CostNetwork, Memory, Solution, solve
+from autoshard.passes.search import CostNetwork, Solution
+from autoshard.passes.search.exact.solver import solve_plain
+from contest.liveness import Memory
+from contest.search import solve_within_memory
 
 Array = NDArray[np.float64]
 Choice = tuple[int, ...]
@@ -138,7 +141,10 @@ class Anytime:
         handlers = [(number, signal.signal(number, _stop)) for number in (signal.SIGINT, signal.SIGTERM)]
         left = self.begin + time_limit - time.perf_counter()
         try:
-            return solve(network, memory=memory, time_limit=left * (1 - RESERVE), better=self.better)
+            left *= 1 - RESERVE
+            if memory is None:
+                return solve_plain(network, deadline=time.perf_counter() + left)
+            return solve_within_memory(network, memory, left, better=self.better)
         except PlanError as error:
             print(f"  {error}")
             return None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Classes
-from autoshard.passes.search.network import Array, CostNetwork, LinearRow, Memory
+from autoshard.passes.search.network import Array, CostNetwork, LinearRow
 from autoshard.passes.search.rows.lagrangian import Dominance
 from autoshard.passes.search.rows.stacked import stack_rows
 
@@ -25,6 +25,18 @@ Integers = NDArray[np.intp]
 
 # Tolerated relative excess: rounding of the sum.
 SLACK = 1e-12
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory limit in bytes. ``usage[i]``: float64 [n_i], bytes of node i's strategies.
+
+    ``intervals[i]`` = [start, end): node i's liveness; the limit holds at every time.
+    """
+
+    usage: tuple[Array, ...]
+    limit: float
+    intervals: tuple[tuple[int, int], ...]
 
 
 class LivenessProblem:
@@ -55,7 +67,7 @@ class LivenessProblem:
             raise PlanError("memory: usage needs one vector per node, as long as the node's costs")
         if memory.limit <= 0:
             raise PlanError(f"memory: the limit must be positive, got {memory.limit}")
-        first, last, count = liveness_rows(memory.intervals or ((0, 1),) * len(nodes))
+        first, last, count = liveness_rows(memory.intervals)
         return cls(network, memory.usage, first, last, np.full(count, memory.limit * (1 + SLACK)))
 
     @property
@@ -83,11 +95,11 @@ class LivenessProblem:
                 found[j].append((i, table.T))
         return found
 
-    def without_beaten(self, deadline: float) -> tuple[LivenessProblem, list[Classes]]:
+    def without_beaten(self) -> tuple[LivenessProblem, list[Classes]]:
         """Without strategies dominated in cost and memory; and the original numbers of the rest."""
         nothing = (None,) * len(self.network.matrices)
         problem = stack_rows(self.network, [LinearRow(self.usage, nothing, self.scale)])
-        left, numbers = Dominance(problem, deadline).run()
+        left, numbers = Dominance(problem).run()
         usage = [u[k] for u, k in zip(self.usage, numbers, strict=True)]
         return LivenessProblem(left.priced(np.zeros(1)), usage, self.first, self.last, self.room), numbers
 

@@ -10,17 +10,20 @@ import heapq
 import math
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
 from autoshard.errors import PlanError
+from autoshard.passes.search.arrays import Classes
 from autoshard.passes.search.exact.elimination import BLOCK, Eliminator, Scope, Tables, by_join
-from autoshard.passes.search.exact.pruning import NO_CHOICE, Dual
+from autoshard.passes.search.exact.pruning import NO_CHOICE, Dual, _Edge
 from autoshard.passes.search.network import Array, Choice
-from autoshard.passes.search.over_time.liveness import LivenessProblem
-from autoshard.passes.search.over_time.local_search import Best, descend
+from contest.liveness import LivenessProblem
+from contest.local_search import Best, descend
 
 # Entries of the largest join, and neighbours of an eliminated node.
 CORE_JOIN = 300_000
@@ -74,6 +77,62 @@ def least_sum(own: Array, matrices: list[Array]) -> Array:
     step = max(1, BLOCK // second.size)
     blocks = [slice(k, k + step) for k in range(0, len(first), step)]
     return np.concatenate([(first[block, None, :] + second).min(axis=2) for block in blocks])
+
+
+def _with_table(edge: _Edge, array: Array, kept: Sequence[Classes]) -> _Edge:
+    """With the ``kept`` rows and columns of another matrix; moved costs stay."""
+    new = copy(edge)
+    new.table = array.take(kept[0], 0).take(kept[1], 1)
+    new.members = [np.arange(n) for n in new.table.shape]
+    new.differ, new.settled = [True, True], [False, False]
+    return new
+
+
+class RepricedDual(Dual):
+    """Messages that stay valid from one price to the next."""
+
+    def reprice(
+        self, change: Mapping[int, Array], constant: float, edges: Mapping[Scope, Array] = MappingProxyType({})
+    ) -> None:
+        """Add vectors over original strategies to node costs, and ``constant`` to the total.
+        ``edges``: replacement matrices; costs moved in stay. A sweep restores the bound."""
+        self.bound += constant
+        for scope, array in edges.items():
+            self.edges[scope] = _with_table(self.edges[scope], array, [self.kept[i] for i in scope])
+        for i, vector in change.items():
+            self.node[i] += vector[self.kept[i]]
+            least = float(self.node[i].min())
+            self.bound += least
+            self.node[i] -= least
+
+    def gap(self, i: int, choice: Sequence[int]) -> float:
+        """Excess of node ``i`` and half of each of its edges over their minima, inf if a strategy
+        was dropped. After a sweep the sum over nodes is the choice's cost less the bound."""
+        at = self._place(i, choice)
+        if at is None:
+            return math.inf
+        total = float(self.node[i][at])
+        for scope in self.before[i] + self.after[i]:
+            side = scope.index(i)
+            other = self._place(scope[1 - side], choice)
+            if other is None:
+                return math.inf
+            edge, pair = self.edges[scope], ((at, other) if side == 0 else (other, at))
+            total += edge.table[tuple(m[s] for m, s in zip(edge.members, pair, strict=True))] / 2
+            total += sum(float(moved[s]) for moved, s in zip(edge.moved_in, pair, strict=True)) / 2
+        return total
+
+    def _place(self, i: int, choice: Sequence[int]) -> int | None:
+        """Position of the chosen strategy among the remaining ones."""
+        place = int(np.searchsorted(self.kept[i], choice[i]))
+        return place if place < len(self.kept[i]) and self.kept[i][place] == choice[i] else None
+
+    def marginal(self, i: int) -> Array:
+        """Lower bound per remaining strategy on its excess over the best, from node and edges."""
+        total = self.node[i].copy()
+        for scope in self.before[i] + self.after[i]:
+            total += self._message(scope, i)
+        return total
 
 
 class Core:
@@ -160,12 +219,12 @@ class Core:
         if math.isinf(self._constant):
             raise PlanError(NO_CHOICE)
 
-    def _messages(self) -> Dual:
+    def _messages(self) -> RepricedDual:
         left = Eliminator(Tables(), self.sizes)
         left.alive = {node for scope in self._factors for node in scope}
         for scope, number in self._factors.items():
             left.insert(scope, left.tables.intern(self._values[number]))
-        return Dual(left, self._constant)
+        return RepricedDual(left, self._constant)
 
     def reprice(self, prices: Array) -> None:
         """Change the prices; the next sweep makes the bound valid."""

@@ -18,18 +18,17 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.passes.search.arrays import Classes
 from autoshard.passes.search.exact.pruning import NO_CHOICE
-from autoshard.passes.search.network import Array, Choice, Solution
-from autoshard.passes.search.over_time.branch_and_bound import Cheaper, Leaf, Tree
-from autoshard.passes.search.over_time.liveness import SLACK, Domains, LivenessProblem
-from autoshard.passes.search.over_time.local_search import MAX_NEIGHBOURHOOD, Best, Neighbourhoods, descend
-from autoshard.passes.search.over_time.subgradient import SubgradientResult, subgradient_prices
+from autoshard.passes.search.exact.solver import solve_plain
+from autoshard.passes.search.network import Array, Choice, CostNetwork, Solution
+from contest.branch_and_bound import Cheaper, Leaf, Tree, solve_below
+from contest.liveness import SLACK, Domains, LivenessProblem, Memory
+from contest.local_search import MAX_NEIGHBOURHOOD, Best, Neighbourhoods, descend
+from contest.subgradient import SubgradientResult, subgradient_prices
 
 PROVEN_GAP = 1e-9
-# Shares of the time: reserve for the last step and the answer; end of the search for dominated
-# strategies, of the first descent, of its repair; of the rest, for prices, for few strategies, and
-# for few strategies if a choice is known.
+# Shares of the time: reserve for the last step and the answer; end of the first descent, of its
+# repair; of the rest, for prices, for few strategies, and for few strategies if a choice is known.
 RESERVE = 0.05
-BEATEN = 0.05
 DESCENT = 0.35
 REPAIR = 0.5
 PRICES = 0.2
@@ -64,6 +63,24 @@ Better = Callable[[float, Callable[[], Choice]], None]
 
 def ignore_better(cost: float, choice: Callable[[], Choice]) -> None:
     """Ignore."""
+
+
+def solve_within_memory(
+    network: CostNetwork,
+    memory: Memory,
+    time_limit: float = math.inf,
+    effort: float = 1.0,
+    better: Better = ignore_better,
+) -> Solution:
+    """The cheapest choice within the memory limit at each moment; ``time_limit``: seconds.
+
+    ``effort`` scales the work without a time limit. Else see :func:`solve_over_time`.
+    """
+    begin = time.perf_counter()
+    lives = LivenessProblem.of(network, memory)
+    if not lives.count:
+        return solve_plain(network, deadline=begin + time_limit)
+    return solve_over_time(lives, solve_below, time_limit - (time.perf_counter() - begin), effort, better)
 
 
 def solve_over_time(
@@ -140,7 +157,7 @@ def _reduce_problem(given: LivenessProblem, begin: float, limit: float) -> tuple
     domains = Domains.of(given, begin + limit)
     if domains is None:
         raise PlanError(_forbidden_text(given))
-    lives, left = given.restricted(domains.kept).without_beaten(begin + BEATEN * limit)
+    lives, left = given.restricted(domains.kept).without_beaten()
     return lives, [kept[k] for kept, k in zip(domains.kept, left, strict=True)]
 
 

@@ -1,0 +1,1 @@
+"""The ASPLOS'25 contest on intra-operator parallelism: a memory limit at each moment (liveness)."""

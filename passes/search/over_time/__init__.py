@@ -1,1 +1,0 @@
-"""Liveness-constrained search: a memory limit at every moment."""
