@@ -17,6 +17,8 @@ from harness import RUN_SLOW, Captures, captured_once, freeze_imports, use_devic
 from remembered import OF_RUN, remembered
 from torch.utils import _pytree as pytree
 
+from autoshard.check.reference import upcasts_in_float64
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -86,6 +88,13 @@ def _deterministic(pytestconfig: pytest.Config) -> Iterator[None]:
 def float64() -> None:
     """Models and tensors made in the test are float64; the autouse fixture puts the dtype back."""
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture(name="upcasts_in_float64")
+def _upcasts_in_float64() -> Iterator[None]:
+    """float64 models compute in float64 where they upcast to float32."""
+    with upcasts_in_float64():
+        yield
 
 
 @pytest.fixture

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from autoshard.module.model.original import computed_attributes
 from autoshard.runtime.transport import torch_state
@@ -65,6 +67,38 @@ class SameRandomNumbers(TorchDispatchMode):
             return self.dtype if x is torch.float64 else x
 
         return pytree.tree_map(narrow, tree)
+
+
+_WIDE_DTYPES = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+class _WideUpcasts(TorchFunctionMode):
+    """Function mode that asks for float64 where a model asks for float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.view:  # of the bits
+            return func(*args, **kwargs)
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(self._wide, args), **{name: self._wide(x) for name, x in kwargs.items()})
+
+    def _wide(self, x: Any) -> Any:
+        return _WIDE_DTYPES.get(x, x) if isinstance(x, torch.dtype) else x
+
+
+@contextlib.contextmanager
+def upcasts_in_float64() -> Iterator[None]:
+    """Inside, float32 islands of a float64 model (its upcasts) run, and are captured, in float64.
+
+    Sums in float32 round by their order, which would hide the digits that checks compare.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _WideUpcasts():
+            yield
+    finally:
+        torch.set_default_dtype(default)
 
 
 def copied_model(model: nn.Module) -> nn.Module:

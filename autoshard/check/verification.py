@@ -23,6 +23,7 @@ from autoshard.check.reference import (
     largest_difference,
     largest_magnitude,
     loss_of,
+    upcasts_in_float64,
 )
 from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.mesh import MeshLike
@@ -34,6 +35,8 @@ from autoshard.plans.plan import Plan
 SPARSE_SUFFIX = " (sparse)"
 """suffix of the names of sparse gradients"""
 LEARNING_RATE = 1e-3
+UPCAST_RTOL = 1e-6
+"""relative tolerance of a float64 model that computes in float32 here and there"""
 ROUNDING_RATIO = 4.0
 """allowed rounding error as a multiple of one device's: sums of ranks run in another order"""
 
@@ -141,11 +144,13 @@ def verify(
     Compares outputs, gradients, buffers, and weights after every step, from equal seeds. The loss
     is the first scalar output, or the mean square of the outputs. A tensor's error is its largest
     absolute difference over its largest absolute value; infinities and NaN must be equal. Runs on
-    the in-process mesh; under torch.distributed a collective call.
+    the in-process mesh; under torch.distributed a collective call. Where a float64 model upcasts to
+    float32, both compute in float64, unless ``plan`` is given.
 
     Args:
-        rtol: allowed error (default: :func:`default_rtol` of the dtype; weights 100 times that, as
-            Adam divides by the root of squared gradients).
+        rtol: allowed error (default: :func:`default_rtol` of the dtype, :data:`UPCAST_RTOL` for a
+            float64 model that computes in float32; weights 100 times that, as Adam divides by the
+            root of squared gradients).
         atol: differences that do not count, as a share of the largest value of that kind (default:
             ``rtol``), so that zero gradients are not compared with rounding errors.
 
@@ -155,24 +160,55 @@ def verify(
     check_arguments(model, example_args, example_kwargs)
     if steps < 1:
         raise AutoshardError(f"steps is {steps!r}: at least one step is needed to compare anything")
-    kwargs = dict(example_kwargs or {})
-    reference = copied_model(model)
-    dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
-    if dtype == torch.float64:
-        _disable_grouped_mm(reference)
-    asked, rtol = rtol, default_rtol(dtype) if rtol is None else rtol
     parts: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches}
     parts |= {"schedule": schedule, "stages_per_rank": stages_per_rank}
-    sharded = api.compile(
-        model, mesh, example_args, kwargs, plan=plan, hints=hints, like=like, recompute=recompute, **parts
-    )
+    parts |= {"plan": plan, "hints": hints, "like": like, "recompute": recompute}
+    example = tuple(example_args), dict(example_kwargs or {})
+    if plan is None and _dtype_of(model) == torch.float64 and _runs_in_float64(model, example):
+        with upcasts_in_float64():
+            return _verified(model, mesh, example, rtol, atol, steps, parts)
+    return _verified(model, mesh, example, rtol, atol, steps, parts)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.get_default_dtype())
+
+
+def _runs_in_float64(model: nn.Module, example: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+    """Whether ``model`` runs with its upcasts in float64: some of its tensors may stay float32."""
+    args, kwargs = fresh_inputs(example)
+    try:
+        with upcasts_in_float64():
+            copied_model(model)(*args, **kwargs)
+    except Exception:
+        return False
+    return True
+
+
+def _verified(
+    model: nn.Module,
+    mesh: MeshLike,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    asked: float | None,
+    atol: float | None,
+    steps: int,
+    options: dict[str, Any],
+) -> VerifyReport:
+    """:func:`verify` with the ``options`` of :func:`autoshard.compile`; ``asked``: the user's rtol."""
+    (args, kwargs), dtype, reference = example, _dtype_of(model), copied_model(model)
+    if dtype == torch.float64:
+        _disable_grouped_mm(reference)
+    sharded = api.compile(model, mesh, args, kwargs, **options)
+    rtol = default_rtol(dtype) if asked is None else asked
+    if asked is None and dtype == torch.float64 and "float32" in sharded.plan.dtypes.values():
+        rtol = UPCAST_RTOL
     exact = None
     if asked is None and dtype.is_floating_point and dtype != torch.float64:
         with contextlib.suppress(Exception):
             exact = copied_model(model).double()
             _disable_grouped_mm(exact)
     floor = rtol if atol is None else atol
-    runner = _VerifyRun(reference, sharded, tuple(example_args), kwargs, rtol, floor, asked is not None, exact, dtype)
+    runner = _VerifyRun(reference, sharded, args, kwargs, rtol, floor, asked is not None, exact, dtype)
     for step in range(steps):
         try:
             runner.step(step)

@@ -5,7 +5,6 @@ Imports torch and nothing of the compiler."""
 from torch import reshape
 
 from autoshard.runtime.operations import autograd_ops, checks, grouped, losses  # noqa: F401  their ops
-from autoshard.runtime.operations.autograd_ops import fan_out
 from autoshard.runtime.operations.collective_matmul import gather_products, scatter_product
 from autoshard.runtime.operations.collectives import (
     all_gather,
@@ -67,7 +66,6 @@ __all__ = [
     "enter",
     "enter_parameters",
     "enter_together",
-    "fan_out",
     "gather_parameters",
     "gather_products",
     "leave",

@@ -58,8 +58,8 @@ class Strategy:
     """whether the number of ranks on this factor must divide ``size``, as in a reshape"""
     divides: bool = False
     """whether the axis divides the op's compute"""
-    least: int = 0
-    """minimal shard length of the factor: 1 where the op's kernel takes no empty shard"""
+    nonempty: bool = False
+    """whether the op's kernel takes no empty shard of the factor"""
     apart: frozenset[str] = frozenset()
     """labels of strategies that other axes may not take together with this one"""
 
@@ -102,9 +102,9 @@ class Strategy:
         count = math.prod(ranks)
         if int(self.size) < count or (self.even and self.size % count):
             return False
-        if not self.least or (self.least == 1 and self.size % count == 0):
+        if not self.nonempty or self.size % count == 0:
             return True
-        return not isinstance(self.size, Size) and _shortest_chunk(self.size, tuple(ranks)) >= self.least
+        return not isinstance(self.size, Size) and _shortest_chunk(self.size, tuple(ranks)) > 0
 
 
 def can_combine_axes(choice: Sequence[Strategy]) -> bool:

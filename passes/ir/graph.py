@@ -118,8 +118,6 @@ class TensorType:
     """dims of data-dependent length: ``shape`` has an estimate there; they are never sharded"""
     number: int | float | None = None
     """estimated value of a data-dependent Python number; None: a tensor"""
-    permuted: bool = False
-    """whether memory is not row-major in a float32 island, whose sums depend on it: ``exact.py``"""
     stored: torch.dtype | None = None
     """mixed precision: dtype in which a parameter and its gradient are stored; None: ``dtype``"""
     summed: torch.dtype | None = None
@@ -359,12 +357,6 @@ class Graph:
     """(path in ``(args, kwargs)``, removed keys, pytree spec of new entries) of changed dicts"""
     passes: int = 1
     """number of micro-batches in a step, each one run of this graph"""
-
-    @cached_property
-    def is_double(self) -> bool:
-        """Whether any parameter is float64, or any input of a model without parameters."""
-        parameters = [self.types[i.name].dtype for i in self.inputs if i.kind == "parameter"]
-        return torch.float64 in (parameters or [self.types[i.name].dtype for i in self.inputs])
 
     @property
     def is_outdated(self) -> bool:

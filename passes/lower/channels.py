@@ -33,11 +33,8 @@ _LAYOUT_PRESERVING_OPS = frozenset(
 
 
 def channels_last(program: Program) -> Program:
-    """``program`` with image convolutions that read channels-last operands.
-
-    Models with float64 parameters are excluded: their float32 parts must round as in eager.
-    """
-    if not any(_is_convolution(s, program) for s in program.statements) or _has_float64(program):
+    """``program`` with image convolutions that read channels-last operands."""
+    if not any(_is_convolution(s, program) for s in program.statements):
         return program
     statements: list[Statement] = []
     last, touched = set[str](), set[str]()
@@ -81,10 +78,6 @@ def _divided_sum(call: LocalCall, program: Program) -> LocalCall:
     x, keeps = call.args[0], call.fn is not aten.mean.dim or call.args[2:3] == (True,)
     total = LocalCall(aten.sum.dim_IntList, (x, [2, 3], keeps), {})
     return LocalCall(aten.div.Scalar, (total, math.prod(program.types[x.name].shape[2:])), {})
-
-
-def _has_float64(program: Program) -> bool:
-    return any(program.types[name].dtype is torch.float64 for name in program.graph.parameters)
 
 
 def _operation_name(s: Statement) -> str:

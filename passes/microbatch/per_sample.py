@@ -25,7 +25,7 @@ _SIZED_FILLS: dict[Any, Any] = {
 
 
 def fills_by_size(graph: Graph) -> Graph:
-    """``graph`` with fills by size; not with another memory order or unknown lengths."""
+    """``graph`` with fills by size, where no length is unknown."""
     nodes = tuple(_without_template(node, graph) for node in graph.nodes)
     return graph if nodes == graph.nodes else remove_dead(replace(graph, nodes=nodes))
 
@@ -34,7 +34,7 @@ def _without_template(node: Node, graph: Graph) -> Node:
     if node.op not in _SIZED_FILLS:
         return node
     type_ = graph.types[node.outputs[0]]
-    if type_.permuted or type_.unknown:
+    if type_.unknown:
         return node
     value = [node.argument("fill_value")] if _SIZED_FILLS[node.op] is aten.full.default else []
     args = ([*type_.shape], *value)

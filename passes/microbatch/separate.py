@@ -152,15 +152,11 @@ class _SeparationNetwork:
 
     def _strategies(self, node: Node) -> list[Strategy]:
         """Strategies of the node that need no communication between micro-batches."""
-        every = axis_strategies(node, self.graph, False)
+        every = axis_strategies(node, self.graph)
         if not (alone := [s for s in every if s.label != "I" and self._stands_alone(s, node)]):
             raise PlanError(f"{node_location(node)} cannot run in micro-batches")
-        # a float32 upcast region may round differently here; a parameter's cast must run
-        exact = axis_strategies(node, self.graph)
-        found = [s for s in alone if s in exact]
-        offered = [*found, *(s for s in alone if s.label == "R" and s not in found)] if found else alone
         joined = concat_strategies(alone, node, self.graph, self.mesh.size, self.joined)
-        return [*offered, *joined, *partial_with_constant(node, self.graph)]
+        return [*alone, *joined, *partial_with_constant(node, self.graph)]
 
     def _stands_alone(self, strategy: Strategy, node: Node) -> bool:
         graph, count = self.graph, self.mesh.size

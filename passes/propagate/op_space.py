@@ -27,8 +27,6 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site, unsharded_strategies
 from autoshard.passes.rules.families.splits import segment_strategies
 from autoshard.passes.rules.restrictions import (
-    bit_exact_strategies,
-    is_single_in_double,
     keeps_unknown_unsharded,
     needs_full_tensors,
 )
@@ -187,12 +185,9 @@ def _cheapest_by_layout(
     types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
     flops = costs.node_flops(node, graph, rule_for(node.op))
     asks, seconds = _has_internal_collectives(node), costs.node_timer(node, graph, mesh, flops, traffic)
-    double = is_single_in_double(node, graph)
     best: dict[Any, _PricedChoice] = {}
     for choice, key, placed, shapes in _with_local_shapes(choices, types, mesh):
         inside = internal_collectives(node, graph, mesh, choice, placed) if asks else ()
-        if inside and double:
-            continue
         compute = seconds(choice, shapes).slowed_by(waits.share)
         always = [c for c in inside if c.spared is None]
         spared = {c.spared: costs.internal_cost(c, mesh, waits.message)[1] for c in inside if c.spared is not None}
@@ -266,11 +261,8 @@ def memory_traffic(graph: Graph, mesh: Mesh) -> Mapping[str, Traffic]:
     return found
 
 
-def axis_strategies(node: Node, graph: Graph, exactly: bool = True) -> tuple[Strategy, ...]:
-    """Strategies of ``node`` along one axis; without a rule or a known size it runs replicated.
-
-    ``exactly``: only those that keep the last bits of a float32 island in a float64 model.
-    """
+def axis_strategies(node: Node, graph: Graph) -> tuple[Strategy, ...]:
+    """Strategies of ``node`` along one axis; without a rule or a known size it runs replicated."""
     rule = rule_for(node.op)
     found: tuple[Strategy, ...] = ()
     if rule is not None and not needs_full_tensors(node, graph.types, rule):
@@ -280,10 +272,8 @@ def axis_strategies(node: Node, graph: Graph, exactly: bool = True) -> tuple[Str
         except RuleError:
             if not any(t.unknown for t in types):
                 raise  # else: lengths that are equal may have different estimates
-    found = (*found, *segment_strategies(found, node, graph)) or unsharded_strategies(
-        len(node.inputs), len(node.outputs)
-    )
-    return bit_exact_strategies(found, node, graph) if exactly else found
+    every = (*found, *segment_strategies(found, node, graph))
+    return every or unsharded_strategies(len(node.inputs), len(node.outputs))
 
 
 def _strategies_for_ranks(strategies: Sequence[Strategy], ranks: int) -> list[Strategy]:

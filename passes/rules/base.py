@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Union
+from typing import Any, Union
 
 import torch
 
@@ -76,8 +76,8 @@ class Factors:
             for i, dims in enumerate(self.inputs)
         )
         outputs = tuple(_placement_along(dims, factor, self.reduced.get(factor, P)) for dims in self.outputs)
-        least = int(factor in self.nonempty)
-        return Strategy(factor, inputs, outputs, self.sizes[factor], factor in self.even, divides=True, least=least)
+        even, nonempty = factor in self.even, factor in self.nonempty
+        return Strategy(factor, inputs, outputs, self.sizes[factor], even, divides=True, nonempty=nonempty)
 
     def _through(self, group: tuple[int, ...]) -> Strategy:
         inputs = tuple(P if i in group else R for i in range(len(self.inputs)))
@@ -269,7 +269,6 @@ CollectivesOf = Callable[[Site], tuple[InternalCollective, ...]]
 
 
 Types = Mapping[str, TensorType]
-Rounding = Literal["", "exact", "sum", "product"]
 
 
 @dataclass(frozen=True)
@@ -295,8 +294,6 @@ class Facts:
     """whether the other saved tensors are random draws that recomputation can draw again"""
     effect: bool = False
     """whether the op must stay although its result is unused"""
-    rounding: Rounding | Callable[[Node], Rounding] = ""
-    """what float32 upcast regions may rely on: "exact" elements, a "sum", a matrix "product"."""
     chains: bool = False
     """whether a compiler fuses it with elementwise neighbours though torch has no such tag"""
     function: bool = False

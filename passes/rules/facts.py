@@ -13,7 +13,7 @@ import torch.fx as fx
 from autoshard.passes.ir.analyses import cached_per_node
 from autoshard.passes.ir.graph import Node, TensorType, argument_defaults, refs
 from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.base import DEFAULT_FACTS, Facts, Rounding, Types
+from autoshard.passes.rules.base import DEFAULT_FACTS, Facts, Types
 from autoshard.torch_private.ops import OpOverload
 
 
@@ -80,12 +80,6 @@ def _arguments(op: OpOverload, node: Node | fx.Node) -> dict[str, Any]:
     known = argument_defaults(op)
     defaults = {name: default for name, (_, default) in known.items()}
     return {**defaults, **dict(zip(known, node.args, strict=False)), **node.kwargs}
-
-
-def rounding(node: Node) -> Rounding:
-    """What float32 upcast regions may rely on, see :attr:`Facts.rounding`."""
-    stated = facts_of(node.op).rounding
-    return stated(node) if callable(stated) else stated
 
 
 @dataclass(frozen=True)

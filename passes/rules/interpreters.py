@@ -23,7 +23,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs, map_tree
 from autoshard.passes.ir.program import Local, LocalCall, Offset
 from autoshard.passes.rules.facts import makes_tensor
-from autoshard.runtime.transport.communicator import Communicator, bind, in_memory_format_of
+from autoshard.runtime.transport.communicator import Communicator, bind
 from autoshard.runtime.transport.move import LOCAL, Move
 from autoshard.runtime.transport.rank_coroutines import Arrival, Collective, Hop, Sending
 from autoshard.torch_private.dispatch import TorchDispatchMode
@@ -397,7 +397,7 @@ class _SoleRankCommunicator(Communicator):
     def execute(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """Run ``move`` without autograd."""
         if move.verb in LOCAL:
-            return in_memory_format_of(x, self.local(move, x))
+            return self.local(move, x)
         if move.splits is not None:
             sent = move.splits.going(x)
             return move.splits.staying(sent.new_empty(sum(move.splits.received), *x.shape[1:]))
@@ -409,7 +409,7 @@ class _SoleRankCommunicator(Communicator):
             shape[move.dim] = move.size if gathers else self.chunk(move.size, move.axes)[1]
         if move.to_dim >= 0:
             shape[move.to_dim] = self.chunk(move.to_size, move.axes)[1]
-        return in_memory_format_of(x, x.new_empty(shape))
+        return x.new_empty(shape)
 
     def exchange(self, hops: Sequence[Sending], phase: str) -> Sequence[Arrival]:
         """See :meth:`Communicator.exchange`."""

@@ -24,6 +24,7 @@ from transformers_models import hugging_face, tokens
 
 import autoshard
 import autoshard.models
+from autoshard.check.reference import upcasts_in_float64
 
 TOLERANCE = 1e-9
 MESHES: dict[int, dict[str, int]] = {2: {"tp": 2}, 4: {"dp": 2, "tp": 2}}
@@ -82,6 +83,7 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
 
 
+@upcasts_in_float64()
 def assert_trains_alike(
     name: str, steps: int = 3, on: autoshard.Mesh | None = None, like: Any = None
 ) -> autoshard.ShardedModule:

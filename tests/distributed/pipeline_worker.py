@@ -28,6 +28,7 @@ from training_worker import FOLDER, main
 from transformers_models import build
 
 import autoshard
+from autoshard.check.reference import upcasts_in_float64
 from autoshard.errors import LayoutError, PlanError, RuntimeMismatchError
 from autoshard.runtime.programs.pipeline import Pipeline
 from autoshard.runtime.programs.schedules import Stage
@@ -102,6 +103,7 @@ def generates() -> None:
     same_tokens(theirs, sharded, ids, {"sampled": {"do_sample": True, "top_p": 0.9}}, new=4)
 
 
+@upcasts_in_float64()
 def library(name: str, **asked: Any) -> None:
     """A model of a public library, called by keywords: loss and gradients."""
     model, _, kwargs = build(name, pytest.MonkeyPatch())

@@ -33,12 +33,6 @@ WHOLE = {"hf_resnet": "norm", "hf_clip": "micro"}
 def made(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """The model in training mode and float64."""
     if name in HUGGING_FACE:
-        # Losses of transformers are in float32: sums over parts of a batch would round otherwise.
-        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        as_type = torch.Tensor.type  # routers of mixtures convert by it
-        monkeypatch.setattr(
-            torch.Tensor, "type", lambda x, to: as_type(x, torch.float64 if to == torch.float32 else to)
-        )
         model, args, kwargs = build(name.removeprefix("hf_"), monkeypatch)
     else:
         torch.manual_seed(0)
@@ -49,6 +43,7 @@ def made(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, tuple[A
     return model.double(), args, kwargs
 
 
+@pytest.mark.usefixtures("upcasts_in_float64")
 @pytest.mark.parametrize(
     ("name", "mesh", "recompute", "count"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case not in FAST)) for case in CROSS],

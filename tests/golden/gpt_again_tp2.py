@@ -69,10 +69,9 @@ class Block(runtime.Block):
                 shape=(2, 4, 16, 16),
                 cuts={1: "tp"},
             )
-            y = y.transpose(1, 2)  # [2, 16, 2/4, 16] S(2)@tp  gpt.py:63
-            y = y.contiguous()  # [2, 16, 2/4, 16] S(2)@tp  gpt.py:63
-            # S(2)@tp → R@tp    backward: reduce-scatter
-            y = runtime.all_gather(y, 2, "tp", to="R")
+            # S(1)@tp → R@tp    backward: reduce-scatter
+            y = runtime.all_gather(y, 1, "tp", to="R")
+            y = y.transpose(1, 2)  # [2, 16, 4, 16]  gpt.py:63
             y = y.reshape(2, 16, 64)  # [2, 16, 64]  gpt.py:63
             out = F.linear(y, out_weight, out_bias)  # [2, 16, 32/64] S(2)@tp  gpt.py:63
             # [2, 16, 32/64] S(2)@tp  gpt.py:77

@@ -26,6 +26,7 @@ from autoshard.hardware import PRESETS, Link
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.transport.torch_state import autocast_state
+from autoshard.torch_private.dispatch import count_function_modes
 
 SLOW_LINK = replace(
     PRESETS["ideal_network"], name="slow", flops=1e10, memory_bandwidth=1e15, node=Link(1e-9, 1e7), network=Link(1e-9, 1e7),
@@ -98,7 +99,7 @@ class Captures:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         known = [(x.shape, x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
         held = [(tuple(x.shape), x.dtype, x.requires_grad) for x in (*model.parameters(), *model.buffers())]
-        state = [m.training for m in model.modules()], held, autocast_state()
+        state = [m.training for m in model.modules()], held, autocast_state(), count_function_modes()
         key = (self.of(model), str(known), str(spec), str(options), str(state))
         if key not in self.known:
             self.known[key] = model, capture(model, args, kwargs, **options)

@@ -30,6 +30,7 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.runtime.operations import autograd_ops
 from autoshard.runtime.transport.torch_state import autocast_state
 from autoshard.torch_private import capture
+from autoshard.torch_private.dispatch import count_function_modes
 
 TESTS = Path(__file__).parents[1]
 OF_RUN = "AUTOSHARD_TEST_CAPTURES_OF_RUN"
@@ -135,7 +136,8 @@ def signature(model: torch.nn.Module, example: Any, *options: Any) -> str | None
     ]
     # of which capture makes some of transformers' known
     registered = [f"{kind.__module__}.{kind.__qualname__}" for kind in pytree.SUPPORTED_NODES]
-    state = torch_defaults(), autocast_state(), called, modes, kernels, torch.get_float32_matmul_precision(), registered
+    defaults = torch_defaults(), count_function_modes(), torch.get_float32_matmul_precision()
+    state = defaults, autocast_state(), called, modes, kernels, registered
     file = io.BytesIO()
     signed = _Signature(file)
     try:

@@ -154,30 +154,3 @@ def has_setup_context(function: Any) -> bool:
 
 def _as_list(found: Any) -> list[torch.Tensor]:
     return list(found) if isinstance(found, tuple | list) else [found]
-
-
-@torch.library.custom_op("autoshard::fan_out", mutates_args=())
-def fan_out(x: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """``count`` copies of ``x``. Backward: the last gradient first, as autograd does."""
-    return [x.clone() for _ in range(count)]
-
-
-@fan_out.register_fake
-def _fake_fan_out(x: torch.Tensor, count: int) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for _ in range(count)]
-
-
-def _setup_fan_out(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.set_materialize_grads(False)
-
-
-def _fan_out_backward(ctx: Any, gradients: list[torch.Tensor | None]) -> Any:
-    total = None
-    for gradient in reversed(gradients):
-        if gradient is not None:
-            total = gradient if total is None else total + gradient
-    return total, None
-
-
-fan_out.register_autograd(_fan_out_backward, setup_context=_setup_fan_out)
-FAN_OUT = torch.ops.autoshard.fan_out.default

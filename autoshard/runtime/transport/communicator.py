@@ -273,18 +273,6 @@ class Communicator(ABC):
         return tuple(a for a in self.mesh if a in axes) if kind == "permute" else axes
 
 
-def in_memory_format_of(x: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
-    """``moved`` in the memory format (dim order) of ``x``, since kernels round by memory order."""
-    if moved is x or x.is_sparse or x.is_contiguous():
-        return moved
-    strides = x.stride()
-    order = sorted(range(x.ndim), key=lambda d: -strides[d])
-    if order == list(range(x.ndim)) or not all(strides):
-        return moved
-    back = sorted(range(x.ndim), key=order.__getitem__)
-    return moved.permute(order).contiguous().permute(back)
-
-
 _thread_binding = threading.local()
 
 

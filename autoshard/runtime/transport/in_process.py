@@ -20,7 +20,7 @@ import torch
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.transport import sparse_gradients
-from autoshard.runtime.transport.communicator import Communicator, Executed, bind, current, in_memory_format_of
+from autoshard.runtime.transport.communicator import Communicator, Executed, bind, current
 from autoshard.runtime.transport.move import LOCAL, Move, assemble_halo, halo_piece
 from autoshard.runtime.transport.profiling import profiled, with_module
 from autoshard.runtime.transport.rank_coroutines import Arrival, Collective, Hop, Sending
@@ -250,9 +250,6 @@ class World:
 
     def carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One move of all ranks, without autograd and log."""
-        return [in_memory_format_of(x, out) for x, out in zip(xs, self._carry_out(moves, xs), strict=True)]
-
-    def _carry_out(self, moves: Sequence[Move], xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         verb = moves[0].verb
         if verb in LOCAL:
             return [comm.local(move, x) for comm, move, x in zip(self.ranks, moves, xs, strict=True)]
@@ -283,7 +280,7 @@ class InProcessCommunicator(Communicator):
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Communicator.apply`. Local moves without a gradient need no meeting."""
         if move.verb in LOCAL and not (x.requires_grad and torch.is_grad_enabled()):
-            return in_memory_format_of(x, self.local(move, x))
+            return self.local(move, x)
         move = with_module(move)
         with profiled(self, move, self.phase):
             result: torch.Tensor = self.world.meet(self.rank, move.key, (move, x), self._joint)

@@ -24,7 +24,7 @@ from autoshard.runtime.transport.buffer_pool import (
     with_length,
     zero_padded,
 )
-from autoshard.runtime.transport.communicator import Communicator, in_memory_format_of
+from autoshard.runtime.transport.communicator import Communicator
 from autoshard.runtime.transport.groups import group_of
 from autoshard.runtime.transport.move import (
     LOCAL,
@@ -277,7 +277,7 @@ class TorchCommunicator(Communicator):
             return self.start(move, x, phase)()
         verb = move.verb
         if verb in LOCAL:
-            return in_memory_format_of(x, self.local(move, x))
+            return self.local(move, x)
         group = self.process_group(move.axes)
         if self.log is not None:
             self.record("all_gather" if x.is_sparse else move.kind, move.axes, phase, move.ring_bytes(x, group.size))
@@ -288,7 +288,7 @@ class TorchCommunicator(Communicator):
                     move, x, group.size, lambda m, part: _group_all_gather(self, m, group, part)
                 )
                 return sparse_gradients.join_sparse(move, parts, self.chunks, group.number)
-            return in_memory_format_of(x, _COLLECTIVES[verb](self, move, group, x))
+            return _COLLECTIVES[verb](self, move, group, x)
 
     def start(self, move: Move, x: torch.Tensor, phase: str) -> Callable[[], torch.Tensor]:
         """See :meth:`Communicator.start`: row all-to-alls, all-gathers, reduce-scatters."""

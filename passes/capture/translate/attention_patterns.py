@@ -30,7 +30,6 @@ from autoshard.passes.capture.translate.moe_patterns import einsum_dims
 from autoshard.passes.capture.translate.positions import PositionAnalysis
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.rules.base import broadcast_shape
-from autoshard.passes.rules.restrictions import SINGLE_DTYPES
 from autoshard.torch_private.ops import OpOverload
 
 
@@ -130,11 +129,7 @@ def _is_fusable_attention(
     operands = (scores.query, scores.key, value)
     types = [graph.types[n] for n in (*(x.value.name for x in operands), *node.outputs)]
     dtype = types[0].dtype
-    if (
-        not dtype.is_floating_point
-        or any(t.dtype != dtype for t in types)
-        or (graph.is_double and dtype in SINGLE_DTYPES)
-    ):
+    if not dtype.is_floating_point or any(t.dtype != dtype for t in types):
         return False
     if any(torch.promote_types(graph.types[n].dtype, dtype) != graph.types[n].dtype for n in path):
         return False

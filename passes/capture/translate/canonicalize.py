@@ -1,8 +1,7 @@
 """Canonicalization: one form for what torch.export writes in several, so that rules meet few ops.
 
-Also here: dead code elimination, ``nonzero`` as ``where``, through which results of an op
-gradients flow, and an explicit fan out of float32 values in float64 models, which fixes the order
-of gradient accumulation."""
+Also here: dead code elimination, ``nonzero`` as ``where``, and through which results of an op
+gradients flow."""
 
 from __future__ import annotations
 
@@ -17,8 +16,6 @@ from autoshard.aten import aten
 from autoshard.passes.capture.exported.symbolic_shapes import is_data_dependent_number
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs, refs
 from autoshard.passes.rules.facts import has_effect
-from autoshard.passes.rules.restrictions import SINGLE_DTYPES
-from autoshard.runtime.operations.autograd_ops import FAN_OUT
 
 
 def nonzero_as_where(graph: Graph) -> Graph:
@@ -58,61 +55,6 @@ def _columns_read(node: Node, graph: Graph) -> dict[int, list[str]]:
         for number, name in columns:
             found.setdefault(number, []).append(name)
     return {} if value in graph.returned else found
-
-
-def order_gradient_sums(graph: Graph) -> Graph:
-    """``graph`` in which float32 values sum three or more gradients in the order of one device.
-
-    autograd adds the last reader's gradient first. Other layouts of readers, or ranks in one
-    autograd graph, would change that order. A sum of two gradients has no order.
-    """
-    if not graph.is_double or not graph.training:
-        return graph
-    types, copies = dict(graph.types), _use_names(graph)
-    nodes: list[Node] = []
-    for value in graph.inputs:
-        _emit_fan_out(copies, value.name, None, nodes, types)
-    for node in graph.nodes:
-        differentiable = any(graph.types[o].grad for o in node.outputs)
-
-        def use(ref: Ref, differentiable: bool = differentiable) -> Ref:
-            return Ref(copies[ref.name].pop(0)) if differentiable and ref.name in copies else ref
-
-        nodes.append(map_refs(node, use))
-        for name in node.outputs:
-            _emit_fan_out(copies, name, node, nodes, types)
-    outputs = tuple(Ref(copies[o.name].pop(0)) if isinstance(o, Ref) and o.name in copies else o for o in graph.outputs)
-    return replace(graph, nodes=tuple(nodes), types=types, outputs=outputs)
-
-
-def _use_names(graph: Graph) -> dict[str, list[str]]:
-    """Value with three or more gradients → names of its uses, in the order of readers."""
-    count: dict[str, int] = {}
-    for node in graph.nodes:
-        if any(graph.types[o].grad for o in node.outputs):
-            for name in node.inputs:
-                count[name] = count.get(name, 0) + 1
-    for out in graph.outputs:
-        if isinstance(out, Ref):
-            count[out.name] = count.get(out.name, 0) + 1
-    many = [
-        n for n, uses in count.items() if uses > 2 and graph.types[n].grad and graph.types[n].dtype in SINGLE_DTYPES
-    ]
-    return {name: [f"{name}_use{i}" for i in range(count[name])] for name in many}
-
-
-def _emit_fan_out(
-    copies: dict[str, list[str]], name: str, maker: Node | None, nodes: list[Node], types: dict[str, TensorType]
-) -> None:
-    """Add the fan-out of ``name``, if it has one."""
-    if name not in copies:
-        return
-    names = tuple(copies[name])
-    types.update(dict.fromkeys(names, types[name]))
-    spread = Node(f"{name}_uses", FAN_OUT, (Ref(name), len(names)), {}, names, tuple(range(len(names))))
-    if maker is not None:
-        spread = replace(spread, fqn=maker.fqn, module_types=maker.module_types, frames=maker.frames)
-    nodes.append(spread)
 
 
 DROPPED_CHECKS = {
@@ -217,26 +159,6 @@ def _traced_length(n: int | torch.SymInt) -> int:
     if n.node.has_hint():
         return int(n.node.hint)
     return int(n.node.expr.subs(dict.fromkeys(n.node.expr.free_symbols, 1024)))
-
-
-def affects_float32_island(type_: TensorType, operand: Any, result: Any) -> bool:
-    """Whether dropping the op from ``operand`` to ``result`` may change sums in a float32 island.
-
-    It does where memory order, or the order of gradient accumulation, changes: see ``exact.py``.
-    """
-    if type_.dtype in SINGLE_DTYPES and type_.grad:
-        return True
-    return isinstance(result, torch.Tensor) and memory_order(operand) != memory_order(result)
-
-
-def has_permuted_cast(operand: torch.Tensor, result: torch.Tensor) -> bool:
-    """Whether a cast into a float32 island must fix the memory order: some side is not row-major.
-
-    Shards of float64 values need not keep the memory order of the trace.
-    """
-    if operand.dtype in SINGLE_DTYPES or result.dtype not in SINGLE_DTYPES:
-        return False
-    return any(memory_order(x) != tuple(range(x.ndim)) for x in (operand, result))
 
 
 def live_nodes(graph: fx.Graph) -> list[fx.Node]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial, partialmethod
 from typing import Any
 
@@ -24,7 +24,6 @@ from autoshard.passes.capture.shared_regions.recording import REPEATED_REGION, T
 from autoshard.passes.capture.translate.canonicalize import DROPPED_CHECKS
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import has_effect, is_random
-from autoshard.passes.rules.restrictions import SINGLE_DTYPES
 from autoshard.runtime.transport.torch_state import autocast_state
 from autoshard.torch_private.capture import (
     composite_ops,
@@ -255,8 +254,8 @@ def decompose(program: torch.export.ExportedProgram) -> torch.export.ExportedPro
     for node in nodes:
         if node.target is aten.copy_.default:
             _make_cast_explicit(node)
-    kept = _float32_island_ops(program, nodes) | _NEVER_DECOMPOSED
-    tail = {op: how for op, how in _trusted_decompositions().items() if rule_for(op) is None and op not in kept}
+    known = _trusted_decompositions().items()
+    tail = {op: how for op, how in known if rule_for(op) is None and op not in _NEVER_DECOMPOSED}
     if any(_is_complex(node.meta.get("val")) for node in nodes):
         tail |= _COMPLEX_SCATTERS
     for node in nodes:
@@ -424,18 +423,6 @@ def _is_autograd_program(program: torch.export.ExportedProgram) -> bool:
 def decomposed_from(node: fx.Node) -> str:
     """The op that ``node`` was decomposed from; "" if the user called it."""
     return str((node.meta.get("custom") or {}).get(ORIGIN, ""))
-
-
-def _float32_island_ops(program: torch.export.ExportedProgram, nodes: Sequence[fx.Node]) -> set[Any]:
-    """The ops of float32 islands in a float64 model; decomposed they would round differently."""
-    double = any(p.dtype == torch.float64 for p in program.parameters())
-    return {n.target for n in nodes if double and _is_single_precision(n.meta.get("val"))}
-
-
-def _is_single_precision(value: Any) -> bool:
-    return any(
-        getattr(x, "dtype", None) in SINGLE_DTYPES for x in (value if isinstance(value, tuple | list) else (value,))
-    )
 
 
 @cache

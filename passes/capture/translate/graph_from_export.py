@@ -56,15 +56,11 @@ from autoshard.passes.capture.translate.canonicalize import (
     OVERWRITING_OPS,
     READS_MEMORY_LAYOUT,
     GradientFlow,
-    affects_float32_island,
     canonical_op,
     cat_with_empty,
-    has_permuted_cast,
     live_nodes,
-    memory_order,
     nonzero_as_where,
     operand_order,
-    order_gradient_sums,
     remove_dead,
     unchanged_operand,
 )
@@ -75,7 +71,6 @@ from autoshard.passes.capture.translate.unflatten import unflatten_linears, unfl
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, map_refs, refs, walk
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.facts import is_random
-from autoshard.passes.rules.restrictions import SINGLE_DTYPES
 from autoshard.torch_private.ops import OpOverload
 
 
@@ -94,7 +89,6 @@ def apply_rewrites(graph: Graph) -> Graph:
         slices_as_split,
         mark_fused_projections,
         pad_head_dims,
-        order_gradient_sums,
     ):
         graph = form(graph)
     return graph
@@ -128,7 +122,6 @@ class _GraphBuilder:
         inputs: Mapping[str, DynamicInput],
     ) -> None:  # fmt: skip
         self.program, self.model, self.example, self.training = program, model, example, training
-        self.double = any(p.dtype == torch.float64 for p in model.parameters())
         self.names = names_by_tensor(model)
         self.paths = [f"{p} (input)" if p in self.names else p for p in argument_paths(model, example)]
         rename_clashing_results(program, {*self.names, *self.paths})
@@ -210,9 +203,7 @@ class _GraphBuilder:
         return tuple(flat)
 
     def define(self, name: str, value: Any, grad: bool) -> None:
-        self.types[name] = type_ = fake_value_type(value, grad and self.training, self.lengths.of)
-        if self.double and type_.dtype in SINGLE_DTYPES and memory_order(value) != tuple(range(value.ndim)):
-            self.types[name] = replace(type_, permuted=True)
+        self.types[name] = fake_value_type(value, grad and self.training, self.lengths.of)
         self.fakes[name] = value
         self.values[name] = Ref(name)
 
@@ -254,14 +245,9 @@ class _GraphBuilder:
             if op is aten.as_strided.default:
                 args, kwargs = self.in_memory(node, *args, **kwargs)[0], {}
             if op in READS_MEMORY_LAYOUT:
-                args = (self.strided(node, args[0]), *args[1:])
+                contiguous = {"memory_format": torch.contiguous_format}
+                args = (self.emit(node, aten.clone.default, args[:1], contiguous), *args[1:])
             self.emit_all(node, op, args, kwargs)
-            if (
-                op is aten._to_copy.default
-                and self.double
-                and has_permuted_cast(self.fakes[args[0].name], node.meta["val"])
-            ):
-                self.values[node.name] = self.strided(node, Ref(node.name))
             if op is aten.detach.default:
                 self.detached[args[0].name] = Ref(node.name)
 
@@ -275,14 +261,7 @@ class _GraphBuilder:
     def same(self, node: fx.Node, op: Any, args: Any) -> Ref | None:
         if op is aten.clone.default and any(user.op == "output" for user in node.users):
             return None  # an output must not alias the operand
-        found = unchanged_operand(op, args, self.types, node.meta.get("val"), self.shape)
-        if (
-            found
-            and self.double
-            and affects_float32_island(self.types[found.name], self.fakes[found.name], node.meta.get("val"))
-        ):
-            return None
-        return found
+        return unchanged_operand(op, args, self.types, node.meta.get("val"), self.shape)
 
     def rename(self, node: fx.Node, ref: Ref) -> None:
         self.values[node.name] = ref
@@ -345,17 +324,6 @@ class _GraphBuilder:
         if order:
             ref = self.emit(node, aten.permute.default, (ref, list(order)), {})
         return (ref, size, stride, offset), order
-
-    def strided(self, node: fx.Node, ref: Ref) -> Ref:
-        """``ref`` contiguous; in a float32 island, in the memory order of the trace."""
-        order = memory_order(self.fakes[ref.name])
-        permuted = self.double and self.types[ref.name].dtype in SINGLE_DTYPES and order != tuple(range(len(order)))
-        if permuted:
-            ref = self.emit(node, aten.permute.default, (ref, list(order)), {})
-        ref = self.emit(node, aten.clone.default, (ref,), {"memory_format": torch.contiguous_format})
-        if permuted:
-            ref = self.emit(node, aten.permute.default, (ref, sorted(range(len(order)), key=order.__getitem__)), {})
-        return ref
 
     def emit(self, node: fx.Node, op: Any, args: Any, kwargs: Any, export_args: Any = None) -> Ref:
         """Add an op with one result for ``node``. ``export_args``: ``args`` in export's symbols."""

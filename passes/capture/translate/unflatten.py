@@ -19,15 +19,12 @@ from autoshard.aten import aten
 from autoshard.passes.capture.translate.canonicalize import remove_dead
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
 from autoshard.passes.rules.base import positive
-from autoshard.passes.rules.restrictions import SINGLE_DTYPES
 from autoshard.runtime.operations.experts import experts_op
 from autoshard.runtime.operations.losses import cross_entropy_op
 
 DimFactors = tuple[tuple[int, ...], ...]
 """per dim the factors whose product it is, by number, outermost first; (): length 1"""
-_RESHAPING_OPS = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim}
-_MEMORY_COPIES = {aten.clone.default}
-"""they set the memory order, on which sums in float32 islands depend: see ``exact.py``"""
+_RESHAPING_OPS = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.clone.default}
 _PERMUTING_OPS: dict[Any, Callable[[Node, list[int]], Sequence[int]]] = {
     aten.permute.default: lambda node, dims: node.argument("dims"),
     aten.transpose.int: lambda node, dims: _swap_dims(dims, *(node.argument(name) for name in ("dim0", "dim1"))),
@@ -39,7 +36,7 @@ _PERMUTING_OPS: dict[Any, Callable[[Node, list[int]], Sequence[int]]] = {
 def unmerge_views(graph: Graph) -> Graph:
     """``graph`` without chains of views that merge dims and split them again."""
     views, nodes, types, found = dict[str, _ViewChain](), list[Node](), dict(graph.types), False
-    ops = _RESHAPING_OPS | _PERMUTING_OPS.keys() | (set() if _has_islands(graph) else _MEMORY_COPIES)
+    ops = _RESHAPING_OPS | _PERMUTING_OPS.keys()
     for node in graph.nodes:
         view = _view_chain_of(node, views, graph) if node.op in ops else None
         if view is not None:
@@ -50,16 +47,6 @@ def unmerge_views(graph: Graph) -> Graph:
         else:
             nodes.append(node)
     return remove_dead(replace(graph, nodes=tuple(nodes), types=types)) if found else graph
-
-
-def _has_islands(graph: Graph) -> bool:
-    """Whether some op computes float32 from float64 values."""
-    return graph.is_double and any(
-        graph.types[n.outputs[0]].dtype in SINGLE_DTYPES
-        and any(graph.types[x].dtype == torch.float64 for x in n.inputs)
-        for n in graph.nodes
-        if n.outputs
-    )
 
 
 @dataclass(frozen=True)
@@ -129,10 +116,10 @@ class _ViewChain:
 
 def _view_chain_of(node: Node, views: dict[str, _ViewChain], graph: Graph) -> _ViewChain | None:
     """The chain of views that ends with ``node``; None where ``node`` cannot be part of one."""
-    if len(node.inputs) != 1 or (node.op in _MEMORY_COPIES and not graph.returned.isdisjoint(node.outputs)):
+    if len(node.inputs) != 1 or (node.op is aten.clone.default and not graph.returned.isdisjoint(node.outputs)):
         return None
     types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
-    if any(t.unknown or t.permuted or 0 in t.shape or (graph.is_double and t.dtype in SINGLE_DTYPES) for t in types):
+    if any(t.unknown or 0 in t.shape for t in types):
         return None
     (operand,) = node.inputs
     view = views.get(operand)
@@ -310,7 +297,7 @@ class _RowAnalysis:
         graph, rows = self.graph, math.prod(lead)
         types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
         made = [graph.types[name] for name in node.outputs]
-        if node.order or not made or any(t.unknown or t.permuted for t in types):
+        if node.order or not made or any(t.unknown for t in types):
             return None
         if node.op in _FULL_REDUCTIONS:
             return node

@@ -263,7 +263,6 @@ ATTENTION_FACTS = Facts(
     saves=_attention_saves,
     intermediates=_attention_intermediates,
     draws=lambda given: given.get("dropout_p", 0.0) != 0,
-    rounding="product",
     backward=2.0,  # three gradients: five products in the backward, two in the forward
 )
 

@@ -19,7 +19,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Strategy, cached_layout, operand_placements
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.ir.program import InternalCollective, LocalCall, axes_argument
-from autoshard.passes.rules.base import Factors, Facts, Rule, Site, Space, numbered_factors, positive, sizes_of
+from autoshard.passes.rules.base import KEEPS_NOTHING, Factors, Rule, Site, Space, numbered_factors, positive, sizes_of
 from autoshard.runtime.attention.head_chunks import head_chunk_boxes
 from autoshard.runtime.attention.masked_attention import banded_op
 from autoshard.runtime.attention.ring_geometry import (
@@ -444,8 +444,6 @@ def _zigzag_collectives(site: Site) -> tuple[InternalCollective, ...]:
     )
 
 
-ZIGZAG_FACTS = Facts(saves="", rounding="exact")
-
 RULES: tuple[Rule, ...] = tuple(
     Rule(
         op,
@@ -453,7 +451,7 @@ RULES: tuple[Rule, ...] = tuple(
         _local_zigzag,
         notation="...",
         collectives=_zigzag_collectives,
-        facts=ZIGZAG_FACTS,
+        facts=KEEPS_NOTHING,
         named=named,
     )
     for op, named in ((TO_ZIGZAG, "folded"), (FROM_ZIGZAG, "unfolded"))

@@ -143,7 +143,7 @@ STACKED_RULES: tuple[Rule, ...] = (
         _stacked_strategies,
         _local_stacked,
         notation="all alike -> new dim whole",
-        facts=Facts(saves="", rounding="exact", joins=True),
+        facts=Facts(saves="", joins=True),
         named="stacked",
     ),
 )
@@ -312,7 +312,6 @@ EXPERT_RULES: tuple[Rule, ...] = (
         facts=Facts(
             "x ids weights first second first_bias second_bias",
             _expert_intermediates,
-            rounding="product",
             addend="weights",
             kernels=EXPERT_KERNELS,
         ),

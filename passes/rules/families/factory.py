@@ -92,13 +92,12 @@ FILL_OPS = frozenset(
 )
 """ops whose values do not depend on operands, not even on the one that gives the shape"""
 
-ZEROS = Facts(saves="", rounding="exact")
 
 FACTORY_RULES: tuple[Rule, ...] = (
     *rules(_SIZED_OPS, factory_strategies, _local_fill, "-> any dim", facts=KEEPS_NOTHING),
     *rules(_NEW_OPS, new_strategies, _local_fill, "-> any dim", facts=KEEPS_NOTHING),
     *rules(_POSITIONAL, factory_strategies, _chunk_of_full, "-> any dim", facts=KEEPS_NOTHING),
-    *rules(_LIKE_OPS, like_strategies, notation="... -> ...", facts=ZEROS),
+    *rules(_LIKE_OPS, like_strategies, notation="... -> ...", facts=KEEPS_NOTHING),
     *rules("empty_like.default", like_strategies, notation="... -> ...", facts=KEEPS_NOTHING),
     *rules("scalar_tensor.default", factory_strategies, notation="->", facts=KEEPS_NOTHING),
 )

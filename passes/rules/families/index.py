@@ -233,7 +233,7 @@ def _isin(node: Node, graph: Graph) -> Factors:
 
 
 SAVES_INDICES = Facts(saves="indices")
-SAVES_INDEX = Facts(saves="index", rounding="exact", looks_up=True)
+SAVES_INDEX = Facts(saves="index", looks_up=True)
 SCATTERED = Facts(saves="index")
 _WRITES, _REPLACES = partial(_scatter, adds=False), partial(_index_add, adds=False)
 
@@ -259,7 +259,7 @@ RULES: tuple[Rule, ...] = (
         _index,
         _local_index,
         "indexed dims summed",
-        facts=replace(SAVES_INDICES, rounding="exact", looks_up=True),
+        facts=replace(SAVES_INDICES, looks_up=True),
     ),
     *rules("_unsafe_index.Tensor", _index, _local_index, "indexed dims summed", facts=SAVES_INDICES),
     *rules(

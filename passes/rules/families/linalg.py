@@ -179,7 +179,7 @@ _TO_NUMBER = ops("linalg_det.default logdet.default")
 OUTER_FACTS = Facts(product_saves("self", "vec2"))
 SAVES_RESULT = Facts(saves="result")
 SAVES_BOTH_RESULTS = Facts(saves="result result1")
-BMM_FACTS = Facts(product_saves("self", "mat2"), rounding="product")
+BMM_FACTS = Facts(product_saves("self", "mat2"))
 
 MATMUL_RULES: tuple[Rule, ...] = (
     _contraction(aten.linear.default, "... k, n k, n -> ... n", addend=2),
@@ -221,7 +221,7 @@ MATMUL_RULES: tuple[Rule, ...] = (
         None,
         _contraction_flops(_matmul),
         "... m k, ... k n -> ... m n",
-        facts=Facts(_matmul_saves, _matmul_intermediates, rounding="product"),
+        facts=Facts(_matmul_saves, _matmul_intermediates),
     ),
     Rule(
         aten.einsum.default,
@@ -229,7 +229,7 @@ MATMUL_RULES: tuple[Rule, ...] = (
         None,
         _einsum_flops,
         "(its equation)",
-        facts=Facts(_einsum_saves, rounding="product"),
+        facts=Facts(_einsum_saves),
     ),
     Rule(
         aten.tensordot.default,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, TensorType, tensor_arguments
-from autoshard.passes.rules.base import Factors, Facts, Rounding, Rule, Types, numbered_factors, sizes_of
+from autoshard.passes.rules.base import Factors, Facts, Rule, Types, numbered_factors, sizes_of
 from autoshard.passes.rules.notation import Groups, rule
 from autoshard.torch_private.ops import OpOverload
 
@@ -90,20 +89,10 @@ SAVES = {
 }
 """by op name; ops that are missing (sums, copies) save nothing"""
 
-EXACTLY_ROUNDED = frozenset(
-    "_to_copy to type_as clone contiguous add sub mul div neg abs sqrt rsqrt where masked_fill".split()
-)
-"""correctly rounded; kernels of exp or sin round differently within vectors and at their end"""
 TRANSCENDENTAL = frozenset(
     "exp log log1p expm1 sin cos tanh sigmoid erf gelu silu mish softplus elu selu pow rsqrt sqrt".split()
 )
 """computed by series or tables"""
-_POWERS = (1, 2, 3)
-"""exponents computed as products, also in the derivative"""
-
-
-def _power(node: Node) -> Rounding:
-    return "exact" if len(node.inputs) == 1 and node.args[-1] in _POWERS else ""
 
 
 def _like_operand(node: Node, types: Types) -> tuple[TensorType, ...]:
@@ -114,11 +103,10 @@ def elementwise_facts(op: OpOverload) -> Facts:
     """The facts of an elementwise op."""
     name = op._opname
     saves = SAVES.get(str(op).removeprefix("aten."), SAVES.get(name, ""))
-    rounding: Any = _power if name == "pow" else "exact" if name in EXACTLY_ROUNDED else ""
     inside = _like_operand if name in ("log_sigmoid", "special_ndtr") else None
     view = False if name in ("contiguous", "to") else None
     chains, function = name in ("to", "_to_copy"), name in TRANSCENDENTAL
-    return Facts(saves, inside, view, rounding=rounding, chains=chains, function=function)
+    return Facts(saves, inside, view, chains=chains, function=function)
 
 
 def _overloads(name: str) -> list[OpOverload]:

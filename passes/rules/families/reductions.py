@@ -261,12 +261,11 @@ def _combining(
     )
 
 
-SUM_FACTS = Facts(saves="", rounding="sum")
 SAVES_SELF_AND_RESULT = Facts(saves="self result")
 
 REDUCTION_RULES: tuple[Rule, ...] = (
-    *rules("sum.default sum.dim_IntList", _sum_factors, None, f"{_DIMS_DROPPED}, summed", facts=SUM_FACTS),
-    *rules("mean.default mean.dim", _sum_factors, _mean_local, f"{_DIMS_DROPPED}, summed", facts=SUM_FACTS),
+    *rules("sum.default sum.dim_IntList", _sum_factors, None, f"{_DIMS_DROPPED}, summed", facts=KEEPS_NOTHING),
+    *rules("mean.default mean.dim", _sum_factors, _mean_local, f"{_DIMS_DROPPED}, summed", facts=KEEPS_NOTHING),
     *rules("nansum.default", _nansum, None, _DIMS_DROPPED, facts=Facts(saves="self")),
     *rules("count_nonzero.dim_IntList count_nonzero.default", _nansum, None, _DIMS_DROPPED, facts=Facts(saves="")),
     *_combining("amax.default max.default", _extreme_factors("max"), _local_extreme("amax"), _free_extreme_collectives),
@@ -486,7 +485,7 @@ def _candidate_collectives(site: Site) -> tuple[InternalCollective, ...]:
 
 _NOTE = "... -> ..., dim whole"
 
-TOPK_FACTS = Facts("result1", index_intermediates, rounding="exact")
+TOPK_FACTS = Facts("result1", index_intermediates)
 PICKED = Facts("result1", index_intermediates)
 
 _best: Callable[..., list[Rule]] = partial(rules, notation=_NOTE, collectives=_candidate_collectives, sized=False)

@@ -27,7 +27,6 @@ from autoshard.passes.rules.base import (
     sizes_of,
 )
 from autoshard.passes.rules.families.windows import SlidingDim, halo_collectives, sharded_windows, with_halo
-from autoshard.runtime.operations.autograd_ops import FAN_OUT
 from autoshard.runtime.transport.window import Window
 
 
@@ -298,7 +297,6 @@ def _norms(node: Node, types: Types) -> tuple[TensorType, ...]:
     return () if 1 in node.output_slots else (replace(types[node.inputs[1]], grad=False),)
 
 
-EXACT_COPY = Facts(saves="", rounding="exact")
 VIEW_FACTS = Facts(saves="", view=True)
 OPERAND = Facts(saves="self")
 UNPOOL_FACTS = Facts(saves="indices")
@@ -331,13 +329,13 @@ RULES: tuple[Rule, ...] = (
         halo_collectives(_shift_windows),
         facts=PAD_FACTS,
     ),
-    *rules("cat.default concatenate.default", _cat, None, "dim whole", facts=replace(EXACT_COPY, chains=True)),
+    *rules("cat.default concatenate.default", _cat, None, "dim whole", facts=Facts(saves="", chains=True)),
     *rules("concat.default", _cat, None, "dim whole", facts=KEEPS_NOTHING),
     *rules("hstack.default column_stack.default", _stacks(1), None, "dim 1 whole", facts=KEEPS_NOTHING),
     *rules("vstack.default", _stacks(0), None, "dim 0 whole", facts=KEEPS_NOTHING),
     *rules("dstack.default", _stacks(2), None, "dim 2 whole", facts=KEEPS_NOTHING),
     *rules("rot90.default", _rotated, None, "dims whole", facts=KEEPS_NOTHING),
-    *rules("stack.default", _stack, None, "new dim whole", facts=EXACT_COPY),
+    *rules("stack.default", _stack, None, "new dim whole", facts=KEEPS_NOTHING),
     *rules(
         "tensor_split.sections tensor_split.indices",
         _same_rank_factors(_named_dims),
@@ -353,7 +351,6 @@ RULES: tuple[Rule, ...] = (
         facts=KEEPS_NOTHING,
     ),
     *rules("unbind.int unbind_copy.int", partial(_without_dim, whole=True), None, "dim whole", facts=KEEPS_NOTHING),
-    Rule(FAN_OUT, _same_rank_factors(lambda node, shape: ()), notation="... -> ..., ...", facts=EXACT_COPY),
     *rules("select_scatter.default", _select_scatter, None, "dim whole", facts=KEEPS_NOTHING),
     *rules("slice_scatter.default", _same_rank_factors(_changed), None, "sliced dim whole", facts=KEEPS_NOTHING),
     *rules("fliplr.default", _same_rank_factors(lambda node, shape: (1,)), None, "dim 1 whole", facts=KEEPS_NOTHING),

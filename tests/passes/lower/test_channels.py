@@ -43,7 +43,6 @@ def image(dtype: torch.dtype = torch.float32) -> Tensor:
 def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass where sums do not round."""
     monkeypatch.setattr(channels, "ONEDNN_DTYPES", {torch.float64})
-    monkeypatch.setattr(channels, "_has_float64", lambda program: False)
 
 
 @pytest.mark.slow_cases("axes0")
@@ -65,22 +64,6 @@ def test_only_what_comes_in_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     _, features, rows = sharded(image())
     assert seen == [True] * 4 * 2
     assert [x.is_contiguous() for x in (features, rows)] == [True, True]
-
-
-def test_rounds_as_it_does_in_float64() -> None:
-    """Single precision inside a model in double precision is left as it is."""
-
-    class Island(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.kernel = nn.Linear(8, 8), nn.Buffer(torch.ones(1, 3, 3, 3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.conv2d(self.a(x).float(), self.kernel.float()).square().mean()
-
-    for dtype in (torch.float64, torch.float32):
-        sharded = autoshard.compile(Island().to(dtype), autoshard.Mesh({"dp": 2}), (image(dtype),), like="ddp")
-        assert ("channels_last" in sharded.source) == (dtype is torch.float32)
 
 
 class Pooled(nn.Module):

@@ -80,7 +80,7 @@ def test_all_these_terms(count: int, stages: str | None) -> None:
     steps_alike(model, ideal({stages or "tp": 2}), args, {}, 3, micro_batches=count, stages=stages)
 
 
-def test_a_number_in_an_island_of_float32() -> None:
+def test_a_number_in_an_upcast_to_float32() -> None:
     """A norm that computes in float32 adds its epsilon to what is cut."""
 
     def normed(h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -280,7 +280,6 @@ RANDOM: dict[Any, list[Sample]] = {
 
 
 COPIES: dict[Any, list[Sample]] = {
-    torch.ops.autoshard.fan_out.default: [call(f(4, 5), 3)],
     torch.ops.autoshard.part_of_batch.default: [call(f(4, 5), 0, 2), call(f(7, 6, 5), 1, 3)],
 }
 
