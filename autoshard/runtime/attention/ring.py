@@ -10,9 +10,10 @@ neither computed nor stored."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +29,31 @@ from autoshard.runtime.transport.profiling import with_module
 from autoshard.runtime.transport.rank_coroutines import RankCoroutine, Tensors
 
 
+class AttentionForm(NamedTuple):
+    """What sharded attention computes, besides operands, mask, scale and dropout."""
+
+    before: int | None = None
+    """positions that a query sees before it; None: all"""
+    after: int | None = None
+    """positions that a query sees behind it; None: all"""
+    folded: bool = False
+    """whether mirrored ranks swap first halves before and after, which balances causal work; then
+    no mask may have rows"""
+    carried: bool = False
+    """whether operands and result are in zigzag order already, and nothing is swapped"""
+    sloped: bool = False
+    sinks: torch.Tensor | None = None
+    """of local heads"""
+    soft_cap: float | None = None
+    """as ``sloped`` and ``sinks``: see :func:`~autoshard.runtime.attention.masked_attention.banded_op`"""
+    shape: Sequence[int] = ()
+    """for dropout equal to one device's: global shape of the weights [..., s, t]"""
+    cuts: Mapping[int, Axes] | None = None
+    """for dropout equal to one device's: the axes that shard each dim of ``shape`` but the last two"""
+    batch: int | None = None
+    """see :func:`~autoshard.runtime.dropout`"""
+
+
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -40,46 +66,20 @@ def ring_attention(
     queries: int,
     keys: int,
     axes: Axes,
-    before: int | None = None,
-    after: int | None = None,
-    folded: bool = False,
     helpers: bool = False,
-    carried: bool = False,
-    sloped: bool = False,
-    sinks: torch.Tensor | None = None,
-    soft_cap: float | None = None,
-    shape: Sequence[int] = (),
-    cuts: Mapping[int, Axes] | None = None,
-    batch: int | None = None,
+    **form: Any,
 ) -> torch.Tensor:
     """Ring attention: queries, keys and values sharded along the sequence by ``axes``, S → S.
 
     query [..., s, e], key [..., t, e], value [..., t, d], attn_mask [..., s, full t]. ``queries``,
-    ``keys``: global lengths. Key and value may have fewer heads (GQA). ``before``, ``after``:
-    positions that a query sees before and behind it; none behind if ``is_causal``. ``folded``:
-    mirrored ranks swap first halves before and after (keys and values only among more than two
-    ranks), which balances causal work; then no mask may have rows. ``carried``: operands and result
-    are in zigzag order already, and nothing is swapped. ``helpers``: early ranks compute for late
-    ones instead (:mod:`~autoshard.runtime.attention.balanced_ring`); needs as many queries as keys, and no
-    ALiBi, window, mask with rows, or dropout. ``sloped``, ``sinks`` (local heads), ``soft_cap``: as
-    in :func:`~autoshard.runtime.attention.masked_attention.banded_op`. No second derivative.
-
-    For dropout equal to one device's: ``shape``, the global shape of the weights [..., s, t];
-    ``cuts``, the axes that shard each dim but the last two; ``batch`` as in
-    :func:`~autoshard.runtime.dropout`."""
-    comm = current()
-    names = comm.active(axes)
-    ranks = tuple(comm.mesh[a] for a in names)
-    folded = folded and bool(names)
-    rows, columns = query_and_key_spans(queries, keys, ranks, folded, carried)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    band = Band(before, 0 if is_causal else after)
-    job = RingTask(
-        _ring_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap
-    )
-    dropout_mask = _kept_by_dropout(job, query, shape, cuts, batch)
+    ``keys``: global lengths. Key and value may have fewer heads (GQA). ``helpers``: early ranks
+    compute for late ones (:mod:`~autoshard.runtime.attention.balanced_ring`); needs as many queries
+    as keys, and no ALiBi, window, mask with rows, or dropout. ``form``: :class:`AttentionForm`;
+    among two ranks all operands are swapped, else keys and values only. No second derivative."""
     passes = (balanced_forward, balanced_backward) if helpers else (ring_forward, ring_backward)
-    return _run_differentiable(comm, job, (query, key, value, sinks), attn_mask, dropout_mask, *passes)
+    form |= {"after": 0} if is_causal else {}
+    spans = functools.partial(query_and_key_spans, queries, keys)
+    return _sharded_attention((query, key, value), attn_mask, scale, dropout_p, axes, spans, form, passes)
 
 
 def gathered_attention(
@@ -96,52 +96,17 @@ def gathered_attention(
     axes: Axes,
     pieces: int = 1,
     batches: int = 1,
-    before: int | None = None,
-    after: int | None = None,
-    folded: bool = False,
-    carried: bool = False,
-    sloped: bool = False,
-    sinks: torch.Tensor | None = None,
-    soft_cap: float | None = None,
-    shape: Sequence[int] = (),
-    cuts: Mapping[int, Axes] | None = None,
-    batch: int | None = None,
+    **form: Any,
 ) -> torch.Tensor:
     """:func:`ring_attention` with KV all-gathered in ``pieces`` head chunks × ``batches``: S → S.
 
     While one chunk is computed, the next is gathered (:mod:`~autoshard.runtime.attention.head_chunks`).
     Operands without a head or batch dim have one chunk there. ``folded``: queries alone are
     swapped. ``carried``: nothing is swapped; each rank brings gathered keys into sequence order."""
-    comm = current()
-    names = comm.active(axes)
-    folded, pieces, batches = (
-        folded and bool(names),
-        pieces if query.dim() > 2 else 1,
-        batches if query.dim() > 3 else 1,
-    )
-    rows, columns = rank_spans(queries, tuple(comm.mesh[a] for a in names), folded or carried), (((0, keys),),)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    band = Band(before, 0 if is_causal else after)
-    form = scale, folded, dropout_p, sloped, soft_cap, pieces, batches, carried
-    job = RingTask(_ring_move(names), comm.index(names), rows, columns, band, *form)
-    dropout_mask = _kept_by_dropout(job, query, shape, cuts, batch)
-    return _run_differentiable(
-        comm, job, (query, key, value, sinks), attn_mask, dropout_mask, chunked_forward, chunked_backward
-    )
-
-
-def _ring_move(names: tuple[str, ...]) -> Move:
-    return with_module(Move("S", "S", names, order=names), always=True)
-
-
-def _kept_by_dropout(
-    job: RingTask, query: torch.Tensor, shape: Sequence[int], cuts: Mapping[int, Axes] | None, batch: int | None
-) -> torch.Tensor | None:
-    """Which weights [..., s, t] of this rank's queries dropout keeps, over all keys: bool."""
-    if not 0.0 < job.dropout_p < 1.0:
-        return None
-    dropout_mask = local_part(full_dropout_noise(query, job.dropout_p, shape, (), batch) != 0, cuts or {})
-    return torch.cat([dropout_mask.narrow(-2, *span) for span in job.rows[job.me]], -2)
+    form |= {"after": 0} if is_causal else {}
+    chunks = pieces if query.dim() > 2 else 1, batches if query.dim() > 3 else 1, form.get("carried", False)
+    spans, passes = _over_all_keys(queries, keys), (chunked_forward, chunked_backward)
+    return _sharded_attention((query, key, value), attn_mask, scale, dropout_p, axes, spans, form, passes, *chunks)
 
 
 def banded_rows(
@@ -154,36 +119,55 @@ def banded_rows(
     *,
     queries: int | None = None,
     axes: Axes = (),
-    before: int | None = None,
-    after: int | None = None,
-    folded: bool = False,
-    carried: bool = False,
-    sloped: bool = False,
-    sinks: torch.Tensor | None = None,
-    soft_cap: float | None = None,
-    shape: Sequence[int] = (),
-    cuts: Mapping[int, Axes] | None = None,
-    batch: int | None = None,
+    **form: Any,
 ) -> torch.Tensor:
     """Attention of queries over replicated keys; ``queries``: global length if sharded by ``axes``.
 
-    A query sees keys from ``before`` positions before it to ``after`` behind it; None: no limit.
-    ``attn_mask`` hides more, sharded by its rows if it has any. Else as :func:`ring_attention`.
-    ``folded``: queries alone are swapped. ``carried``: queries alone are in zigzag order."""
-    comm = current()
+    ``attn_mask`` hides more than the band, sharded by its rows if it has any. Else as
+    :func:`ring_attention`, but queries alone are swapped, or in zigzag order."""
+    spans = _over_all_keys(query.shape[-2] if queries is None else queries, key.shape[-2])
+    passes = ring_forward, ring_backward
+    return _sharded_attention((query, key, value), attn_mask, scale, dropout_p, axes, spans, form, passes)
+
+
+def _over_all_keys(queries: int, keys: int) -> Callable[..., tuple[Any, Any]]:
+    """The spans of sharded queries and of keys that every rank has, as :func:`query_and_key_spans`."""
+    return lambda ranks, folded, carried: (rank_spans(queries, ranks, folded or carried), (((0, keys),),))
+
+
+def _sharded_attention(
+    operands: Tensors,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+    axes: Axes,
+    spans: Callable[..., tuple[Any, Any]],
+    options: dict[str, Any],
+    passes: tuple[Callable[..., RankCoroutine], Callable[..., RankCoroutine]],
+    *chunks: Any,
+) -> torch.Tensor:
+    """``spans``: of queries and keys, given the ranks, whether these swap, and what they carry.
+
+    ``options``: those of :class:`AttentionForm`; ``chunks``: the last fields of the task."""
+    comm, form, query = current(), AttentionForm(**options), operands[0]
     names = comm.active(axes)
-    folded = folded and bool(names)
-    rows = rank_spans(
-        query.shape[-2] if queries is None else queries, tuple(comm.mesh[a] for a in names), folded or carried
-    )
+    folded = form.folded and bool(names)
+    rows, columns = spans(tuple(comm.mesh[a] for a in names), folded, form.carried)
+    move = with_module(Move("S", "S", names, order=names), always=True)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    columns, band = (((0, key.shape[-2]),),), Band(before, after)
-    job = RingTask(
-        _ring_move(names), comm.index(names), rows, columns, band, scale, folded, dropout_p, sloped, soft_cap
-    )
-    return _run_differentiable(
-        comm, job, (query, key, value, sinks), attn_mask, _kept_by_dropout(job, query, shape, cuts, batch)
-    )
+    computed = Band(form.before, form.after), scale, folded, dropout_p, form.sloped, form.soft_cap
+    job = RingTask(move, comm.index(names), rows, columns, *computed, *chunks)
+    dropout_mask = _kept_by_dropout(job, query, form)
+    return _run_differentiable(comm, job, (*operands, form.sinks), mask, dropout_mask, *passes)
+
+
+def _kept_by_dropout(job: RingTask, query: torch.Tensor, form: AttentionForm) -> torch.Tensor | None:
+    """Which weights [..., s, t] of this rank's queries dropout keeps, over all keys: bool."""
+    if not 0.0 < job.dropout_p < 1.0:
+        return None
+    noise = full_dropout_noise(query, job.dropout_p, form.shape, (), form.batch)
+    kept = local_part(noise != 0, form.cuts or {})
+    return torch.cat([kept.narrow(-2, *span) for span in job.rows[job.me]], -2)
 
 
 def _run_differentiable(
@@ -192,8 +176,8 @@ def _run_differentiable(
     operands: tuple[torch.Tensor | None, ...],
     mask: torch.Tensor | None,
     dropout_mask: torch.Tensor | None,
-    forward: Callable[..., RankCoroutine] = ring_forward,
-    backward: Callable[..., RankCoroutine] = ring_backward,
+    forward: Callable[..., RankCoroutine],
+    backward: Callable[..., RankCoroutine],
 ) -> torch.Tensor:
     """``operands``: queries, keys, values, sinks or None; ``dropout_mask``: weights that dropout keeps."""
 
