@@ -53,3 +53,8 @@ class _Aten:
 
 aten: Any = _Aten()
 """``torch.ops.aten`` with placeholders for missing ops"""
+
+
+def result_list(result: Any) -> list[Any]:
+    """The results of an op, of one or of several."""
+    return list(result) if isinstance(result, tuple | list) else [result]

@@ -17,8 +17,9 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from autoshard import runtime
+from autoshard.aten import result_list
 from autoshard.check.reference import copied_model, fresh_inputs, largest_difference, largest_magnitude, loss_of
-from autoshard.check.rule_check import evaluate, result_list
+from autoshard.check.rule_check import evaluate
 from autoshard.compiler import capture_graph
 from autoshard.errors import RuntimeMismatchError
 from autoshard.layout import Layout

@@ -19,7 +19,7 @@ from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.runtime.parameters.recompute import observing_saved_tensors
 from autoshard.runtime.programs.module import RankModule
-from autoshard.torch_private.dispatch import TorchDispatchMode
+from autoshard.torch_private.dispatch import TorchDispatchMode, storage_id
 
 
 @dataclass(frozen=True)
@@ -140,12 +140,12 @@ def _measured_memory(sharded: ShardedModule, args: Sequence[Any], kwargs: Mappin
     for p in sharded.parameters():
         p.grad = None
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    given = {_storage_cdata(x): x.untyped_storage().nbytes() for x in inputs}
+    given = {storage_id(_to_local_tensor(x)): x.untyped_storage().nbytes() for x in inputs}
     kept = _SavedBytes(given)
 
     def bound(module: RankModule, _: Any) -> None:
         for x in module.tensors():
-            given[_storage_cdata(x)] = _to_local_tensor(x).untyped_storage().nbytes()
+            given[storage_id(_to_local_tensor(x))] = _to_local_tensor(x).untyped_storage().nbytes()
 
     hooks = [module.register_forward_pre_hook(bound) for module in sharded.rank_modules()]
     try:
@@ -164,10 +164,6 @@ def _to_local_tensor(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if hasattr(x, "to_local") else x
 
 
-def _storage_cdata(x: torch.Tensor) -> int:
-    return int(_to_local_tensor(x).untyped_storage()._cdata)
-
-
 class _SavedBytes:
     """Most bytes saved for the backward at once, without the ``given`` storages."""
 
@@ -178,7 +174,7 @@ class _SavedBytes:
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """Pack hook of ``saved_tensors_hooks``."""
         storage = x.untyped_storage()
-        self.found[_storage_cdata(x)] = StorageWeakRef(storage), storage.nbytes()
+        self.found[storage_id(_to_local_tensor(x))] = StorageWeakRef(storage), storage.nbytes()
         alive = [(key, size) for key, (ref, size) in self.found.items() if not ref.expired()]
         self.most = max(self.most, sum(size for key, size in alive if key not in self.given))
         return x
@@ -197,9 +193,9 @@ class _LiveBytes(TorchDispatchMode):
         for key in [k for k, (ref, _) in self.found.items() if ref.expired() or k in self.given]:
             del self.found[key]
         for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and _storage_cdata(x) not in self.given:
+            if isinstance(x, torch.Tensor) and storage_id(_to_local_tensor(x)) not in self.given:
                 storage = _to_local_tensor(x).untyped_storage()
                 alive = StorageWeakRef(storage)
-                self.found[_storage_cdata(x)] = alive, storage.nbytes()
+                self.found[storage_id(_to_local_tensor(x))] = alive, storage.nbytes()
         self.peak = max(self.peak, sum(size for _, size in self.found.values()))
         return out

@@ -16,6 +16,7 @@ from typing import Any, Union
 import torch
 
 from autoshard import runtime
+from autoshard.aten import result_list
 from autoshard.errors import AutoshardError, RuleError
 from autoshard.layout import Layout, Partial, Shard
 from autoshard.mesh import Mesh
@@ -138,10 +139,6 @@ def evaluate(tree: Any, names: Mapping[str, torch.Tensor], mesh: Mesh, rank: int
         return item
 
     return map_tree(tree, at)
-
-
-def result_list(result: Any) -> list[Any]:
-    return list(result) if isinstance(result, tuple | list) else [result]
 
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]

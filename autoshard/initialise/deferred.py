@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from autoshard.errors import InitialiseError
 from autoshard.initialise.recording import Area, Recording, record_module
+from autoshard.torch_private.dispatch import storage_id
 
 Keep = Callable[[str, Tensor], Tensor]
 InitialisedModule = TypeVar("InitialisedModule", bound=nn.Module)
@@ -83,7 +84,7 @@ def _kept_part(name: str, full: Tensor, keep: Keep | None) -> Tensor:
     with torch.no_grad():
         part = keep(name, full)
         whole = part.untyped_storage()
-        view = whole._cdata == full.untyped_storage()._cdata and whole.nbytes() > part.numel() * part.element_size()
+        view = whole._cdata == storage_id(full) and whole.nbytes() > part.numel() * part.element_size()
         return part.clone() if view else part
 
 

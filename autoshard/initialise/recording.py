@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autoshard.aten import aten
 from autoshard.errors import InitialiseError
 from autoshard.frames import frames_outwards, users_frame
-from autoshard.torch_private.dispatch import TorchDispatchMode, without_dispatch_modes
+from autoshard.torch_private.dispatch import TorchDispatchMode, storage_id, without_dispatch_modes
 from autoshard.torch_private.fake import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -147,9 +147,7 @@ class Recording:
     def _run_op(self, op: Op, storages: Storages) -> None:
         args, kwargs = pytree.tree_map_only(Area, lambda area: self.tensor(area, storages), (op.args, op.kwargs))
         outputs = [x for x in pytree.tree_leaves(op.call(*args, **kwargs)) if isinstance(x, Tensor)]
-        constants = {
-            x.untyped_storage()._cdata for x in pytree.tree_leaves((op.args, op.kwargs)) if isinstance(x, Tensor)
-        }
+        constants = {storage_id(x) for x in pytree.tree_leaves((op.args, op.kwargs)) if isinstance(x, Tensor)}
         adopted: set[int] = set()
         for area, output in zip(op.results, outputs, strict=True):
             if area is None or area.storage in adopted:
@@ -371,12 +369,12 @@ class Recorder(TorchDispatchMode):
 
     def _owner(self, args: Any) -> str:
         """The parameter in ``args`` and its module as text, found by the callers' ``self``."""
-        storages = {t.untyped_storage()._cdata for t in _fake_tensors(args)}
+        storages = {storage_id(t) for t in _fake_tensors(args)}
         for frame in frames_outwards():
             module = frame.f_locals.get("self")
             if isinstance(module, nn.Module) and "_parameters" in module.__dict__:
                 for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                    if tensor.untyped_storage()._cdata in storages:
+                    if storage_id(tensor) in storages:
                         return f", on {name!r} of {type(module).__name__},"
         return ""
 

@@ -216,7 +216,7 @@ def _collective_lines(collectives: Iterable[Collective]) -> Iterator[str]:
     found = list(collectives)
     for c in found[:MOST_LISTED]:
         yield (
-            f"  sends {show_bytes(c.bytes)} by {c.kind}@{','.join(c.axes)} {c.phase}, {show_seconds(c.seconds)}: "
+            f"  sends {show_bytes(c.bytes)} by {c.kind_on_axes} {c.phase}, {show_seconds(c.seconds)}: "
             f"{reasons_text(map(_reason_text, c.reasons))}"
         )
     if rest := found[MOST_LISTED:]:
@@ -322,7 +322,7 @@ def _collective_differences(plan: Record, other: Record) -> list[tuple[str, str,
         count: Counter[str] = Counter()
         sent: Counter[str] = Counter()
         for c in p.collectives:
-            key = f"{c.kind}@{','.join(c.axes)} {c.phase}"
+            key = f"{c.kind_on_axes} {c.phase}"
             count[key] += 1
             sent[key] += c.bytes  # type: ignore[assignment]
         return count, sent

@@ -159,8 +159,13 @@ class Collective:
         """The reason of each moved value; coalesced collectives have several."""
         return tuple(self.reason.split(REASON_SEPARATOR))
 
+    @property
+    def kind_on_axes(self) -> str:
+        """Such as "all_gather@dp,tp"."""
+        return f"{self.kind}@{','.join(self.axes)}"
+
     def __str__(self) -> str:
-        return f"{self.kind}@{','.join(self.axes)} {self.phase} {self.bytes:.0f} B  {self.fqn}  {self.reason}"
+        return f"{self.kind_on_axes} {self.phase} {self.bytes:.0f} B  {self.fqn}  {self.reason}"
 
 
 @dataclass(frozen=True)

@@ -335,7 +335,7 @@ def hot_spots(plan: Record, limit: int = 6) -> tuple[tuple[str, int, float], ...
     for choice in plan.choices.values():
         seconds.setdefault(f"{short_op(choice)} in {layer_glob(choice.fqn) or '(root)'}", []).append(choice.seconds)
     for c in plan.collectives:
-        what = f"{c.kind}@{','.join(c.axes)} {c.phase} in {layer_glob(c.fqn) or '(root)'}"
+        what = f"{c.kind_on_axes} {c.phase} in {layer_glob(c.fqn) or '(root)'}"
         seconds.setdefault(what, []).append(c.seconds)
     ordered = sorted(((k, len(v), sum(v)) for k, v in seconds.items()), key=lambda x: -x[2])
     return tuple(x for x in ordered[:limit] if x[2] > 0)

@@ -53,3 +53,8 @@ def above_autograd() -> Iterator[None]:
         included = included_keys()
         with ForcedKeys(included, excluded), torch.no_grad():
             yield
+
+
+def storage_id(x: torch.Tensor) -> int:
+    """The identity of the storage of ``x``, while that is alive."""
+    return int(x.untyped_storage()._cdata)

@@ -196,7 +196,7 @@ class _Builder:
 
     def comm(self, group: tuple[int, ...], path: str) -> int:
         first = self.plan.collectives[group[0]]
-        return self.add(path, "comm", f"{first.kind}@{','.join(first.axes)}", first.value, group)
+        return self.add(path, "comm", first.kind_on_axes, first.value, group)
 
 
 def _drawn_redistributions(plan: Record) -> dict[tuple[str, str], list[tuple[int, ...]]]:
@@ -323,8 +323,7 @@ def item_text(item: Item, plan: Record) -> str:
     """One line for an operation, tensor or redistribution step."""
     if item.kind == "comm":
         return "  ".join(
-            f"{'▼' if c.phase == 'forward' else '▲'} {c.kind}@{','.join(c.axes)} {show_bytes(c.bytes)} "
-            f"{show_seconds(c.seconds)}"
+            f"{'▼' if c.phase == 'forward' else '▲'} {c.kind_on_axes} {show_bytes(c.bytes)} {show_seconds(c.seconds)}"
             for c in (plan.collectives[i] for i in item.collectives)
         )
     if item.kind == "tensor":
@@ -413,7 +412,7 @@ def _dot_lines(child: Box | Item, plan: Record, indent: str, counter: Iterator[i
 def _dot_attributes(item: Item, plan: Record) -> str:
     if item.kind == "comm":
         parts = (plan.collectives[i] for i in item.collectives)
-        text = [f"{c.kind}@{','.join(c.axes)} {c.phase} {show_bytes(c.bytes)} {show_seconds(c.seconds)}" for c in parts]
+        text = [f"{c.kind_on_axes} {c.phase} {show_bytes(c.bytes)} {show_seconds(c.seconds)}" for c in parts]
         return f'shape=hexagon, fillcolor="#fde8d4", label={quoted(*text)}'
     if item.kind == "tensor":
         return f'shape=ellipse, fillcolor="#fff9e6", label={quoted(item.title, *_value_label(plan, item.name))}'

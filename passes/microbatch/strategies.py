@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autoshard.aten import aten
-from autoshard.layout import Grouped, P, Placement, Shard, fits_split_factor
+from autoshard.layout import Grouped, P, Shard, fits_split_factor
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import DimSegments, Graph, Node, Ref
 from autoshard.passes.rules.base import SUMMABLE_DTYPES, positive
 from autoshard.passes.rules.facts import is_random
 from autoshard.passes.rules.families.reshape import view_groups
-from autoshard.passes.rules.families.splits import SPLIT_OPS, split_segments
+from autoshard.passes.rules.families.splits import SPLIT_OPS, segment_placement, split_segments
 
 ADDITIONS = frozenset(
     {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.subtract.Tensor, aten.subtract.Scalar}
@@ -112,7 +112,7 @@ def concat_strategies(
         ]
         if all(n % (count * sum(ratio)) == 0 for n in lengths):
             inputs, outputs = (
-                [_concat_placement(p, ratio) for p in side] for side in (strategy.inputs, strategy.outputs)
+                [segment_placement(p, ratio) for p in side] for side in (strategy.inputs, strategy.outputs)
             )
             label = f"{strategy.label}/{len(ratio)}"
             yield replace(strategy, label=label, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -144,7 +144,3 @@ def as_single_dim(strategy: Strategy) -> Strategy:
         for side in (strategy.inputs, strategy.outputs)
     )
     return replace(strategy, inputs=inputs, outputs=outputs)
-
-
-def _concat_placement(placement: Placement, ratio: tuple[int, ...]) -> Placement:
-    return Grouped(placement.dim, ratio) if isinstance(placement, Shard) else placement

@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoshard import runtime
-from autoshard.aten import aten
+from autoshard.aten import aten, result_list
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs, map_tree
 from autoshard.passes.ir.program import Local, LocalCall, Offset
@@ -26,7 +26,7 @@ from autoshard.passes.rules.facts import makes_tensor
 from autoshard.runtime.transport.communicator import Communicator, bind
 from autoshard.runtime.transport.move import LOCAL, Move
 from autoshard.runtime.transport.rank_coroutines import Arrival, Collective, Hop, Sending
-from autoshard.torch_private.dispatch import TorchDispatchMode
+from autoshard.torch_private.dispatch import TorchDispatchMode, storage_id
 from autoshard.torch_private.fake import suggest_memory_format
 
 NodeObserver = Callable[[Node, tuple[torch.Tensor, ...]], None]
@@ -54,8 +54,7 @@ def interpret(
         kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.name])
         if makes_tensor(node):
             kwargs.setdefault("device", device)
-        result = node.op(*args, **kwargs)
-        results = result if isinstance(result, tuple | list) else (result,)
+        results = result_list(node.op(*args, **kwargs))
         values.update({name: results[slot] for name, slot in zip(node.outputs, node.output_slots, strict=True)})
         if observe is not None:
             observe(node, tuple(values[name] for name in node.outputs))
@@ -176,14 +175,14 @@ class AbstractRun:
         with seen, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             made = _result_tensors(self._value(call, given))
         forward_peak = seen.peak
-        numbers = {_storage_id(x): i for i, x in enumerate(given.values())}
+        numbers = {storage_id(x): i for i, x in enumerate(given.values())}
         new: list[int] = []
 
         def number(x: torch.Tensor) -> int:
-            if _storage_id(x) not in numbers:
-                numbers[_storage_id(x)] = ~len(new)
+            if storage_id(x) not in numbers:
+                numbers[storage_id(x)] = ~len(new)
                 new.append(x.untyped_storage().nbytes())
-            return numbers[_storage_id(x)]
+            return numbers[storage_id(x)]
 
         results = tuple(None if x is None else ResultSpec(TensorSpec.of(x), number(x)) for x in made)
         keeps = tuple(dict.fromkeys(number(x) for x in kept))
@@ -275,14 +274,14 @@ def _run_backward(
         return (None,) * len(operands), 0
     given = [torch.empty_like(x, requires_grad=False) for x in ends]
     places = iter([i for i, x in enumerate(made) if x is not None and x.requires_grad])
-    sources = {_storage_id(g): -1 - i for g, i in zip(given, places, strict=True)}
+    sources = {storage_id(g): -1 - i for g, i in zip(given, places, strict=True)}
     seen.ignore(given)
     with seen:
         found = iter(torch.autograd.grad(ends, wanting, given, allow_unused=True))
     result: list[int | None] = []
     for x in operands:
         g = next(found) if x.requires_grad else None
-        result.append(None if g is None else sources.get(_storage_id(g), g.numel() * g.element_size()))
+        result.append(None if g is None else sources.get(storage_id(g), g.numel() * g.element_size()))
     return tuple(result), seen.peak
 
 
@@ -306,22 +305,22 @@ class _StorageCounter(TorchDispatchMode):
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
         self.ignore(known)
-        alone = {_storage_id(x): x.untyped_storage() for x in kept if _storage_id(x) not in self.ignored}
+        alone = {storage_id(x): x.untyped_storage() for x in kept if storage_id(x) not in self.ignored}
         self.kept = [(StorageWeakRef(storage), storage.nbytes()) for storage in alone.values()]
         self.ignored.update({key: ref for key, (ref, _) in zip(alone, self.kept, strict=True)})
 
     def ignore(self, known: Iterable[torch.Tensor]) -> None:
         """Do not count these tensors. Weak references keep their addresses from being reused."""
-        self.ignored.update({_storage_id(x): StorageWeakRef(x.untyped_storage()) for x in known})
+        self.ignored.update({storage_id(x): StorageWeakRef(x.untyped_storage()) for x in known})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self._result(func, args, kwargs or {})
         for key in [k for k, (ref, _) in self.alive.items() if ref.expired()]:
             del self.alive[key]
         for x in pytree.tree_leaves(out):
-            if isinstance(x, torch.Tensor) and _storage_id(x) not in self.ignored:
+            if isinstance(x, torch.Tensor) and storage_id(x) not in self.ignored:
                 storage = x.untyped_storage()
-                self.alive[_storage_id(x)] = (StorageWeakRef(storage), storage.nbytes())
+                self.alive[storage_id(x)] = (StorageWeakRef(storage), storage.nbytes())
         gone = sum(n for ref, n in self.kept if ref.expired())
         scratch = args[0].untyped_storage().nbytes() if func in self.scratch_ops else 0
         self.peak = max(self.peak, sum(n for _, n in self.alive.values()) - gone + scratch)
@@ -367,19 +366,12 @@ def _is_alone(out: Any, operands: Any) -> bool:
     """Whether ``out`` is one tensor that fills its own storage."""
     if not isinstance(out, torch.Tensor) or out.device.type != "meta" or out.dtype.is_complex:
         return False
-    shared = any(
-        isinstance(x, torch.Tensor) and _storage_id(x) == _storage_id(out) for x in pytree.tree_leaves(operands)
-    )
+    shared = any(isinstance(x, torch.Tensor) and storage_id(x) == storage_id(out) for x in pytree.tree_leaves(operands))
     return not shared and out.untyped_storage().nbytes() == TensorSpec.of(out).empty().untyped_storage().nbytes()
 
 
-def _storage_id(x: torch.Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
-
-
 def _result_tensors(made: Any) -> list[torch.Tensor | None]:
-    results = made if isinstance(made, tuple | list) else (made,)
-    return [x if isinstance(x, torch.Tensor) else None for x in results]
+    return [x if isinstance(x, torch.Tensor) else None for x in result_list(made)]
 
 
 class _SoleRankCommunicator(Communicator):

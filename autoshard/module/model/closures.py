@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.passes.capture.exported.snapshots import SNAPSHOT_DEPTH, items_or_attributes
+from autoshard.passes.capture.exported.snapshots import SNAPSHOT_DEPTH, cell_contents, items_or_attributes
 from autoshard.passes.capture.observer import patched
 
 Memo = dict[int, Any]
@@ -112,7 +112,7 @@ def _reaches_any(x: Any, own: Collection[int], foreign: dict[int, nn.Module] | N
 
 def _contents_of(x: Any) -> Iterable[Any]:
     if isinstance(x, FunctionType):
-        return [*map(_cell_content, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
+        return [*map(cell_contents, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
     if isinstance(x, MethodType):
         return [x.__self__, x.__func__]
     if isinstance(x, functools.partial):
@@ -123,10 +123,3 @@ def _contents_of(x: Any) -> Iterable[Any]:
         return [x.__wrapped__]
     held = items_or_attributes(x)
     return () if held is None else [*held, *held.values()] if isinstance(held, dict) else held
-
-
-def _cell_content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autoshard.aten import result_list
 from autoshard.runtime.transport.torch_state import autocast_state, without_autocast
 from autoshard.torch_private.dispatch import above_autograd
 
@@ -41,7 +42,7 @@ def function_op(name: str, tensors: Sequence[torch.Tensor], others: str, autocas
     ``others``: arguments as a Python literal of pairs: ``(True, None)`` stands for the next of
     ``tensors``, ``(False, value)`` for another argument. ``autocast``: see :func:`autocast_as_text`."""
     with _autocast_from_text(autocast), above_autograd():
-        return [result.clone() for result in _as_list(find_function(name).apply(*unpack_arguments(tensors, others)))]
+        return [result.clone() for result in result_list(find_function(name).apply(*unpack_arguments(tensors, others)))]
 
 
 @function_op.register_fake
@@ -50,7 +51,7 @@ def _fake_function(name: str, tensors: Sequence[torch.Tensor], others: str, auto
     kind = find_function(name)
     with _autocast_from_text(autocast), above_autograd():
         results = kind.forward(*args) if has_setup_context(kind) else kind.forward(ForwardOnlyContext(args), *args)
-    return [torch.empty_like(r) for r in _as_list(results)]
+    return [torch.empty_like(r) for r in result_list(results)]
 
 
 def _save_function(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -67,7 +68,7 @@ def _function_backward(ctx: Any, grads: Sequence[torch.Tensor]) -> tuple[Any, ..
             for t in ctx.saved_tensors
         ]
         with _autocast_from_text(ctx.autocast):
-            results = _as_list(find_function(ctx.name).apply(*unpack_arguments(tensors, ctx.others)))
+            results = result_list(find_function(ctx.name).apply(*unpack_arguments(tensors, ctx.others)))
         ends = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
         wanted = [t for t in tensors if t.requires_grad]
         given = [r for r, _ in ends], wanted, [g for _, g in ends]
@@ -150,7 +151,3 @@ def _function_at(name: str) -> Any:
 def has_setup_context(function: Any) -> bool:
     """Whether its forward takes no context, and ``setup_context`` gets the context later."""
     return function.setup_context is not torch.autograd.Function.setup_context
-
-
-def _as_list(found: Any) -> list[torch.Tensor]:
-    return list(found) if isinstance(found, tuple | list) else [found]

@@ -10,6 +10,7 @@ import torch
 
 from autoshard.runtime.transport import sparse_gradients as rows_only
 from autoshard.runtime.transport.autograd import NoneGradFunction, register_backward
+from autoshard.torch_private.dispatch import storage_id
 
 
 @torch.library.custom_op("autoshard::stacked", mutates_args=())
@@ -82,13 +83,13 @@ def stacked_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     distance = tensors[1].storage_offset() - start if len(tensors) > 1 else 0
     if distance < 0:
         return None
-    place = first.shape, first.stride(), first.dtype, first.untyped_storage()._cdata
+    place = first.shape, first.stride(), first.dtype, storage_id(first)
     for n, x in enumerate(tensors):
         if x.storage_offset() != start + n * distance or place != (
             x.shape,
             x.stride(),
             x.dtype,
-            x.untyped_storage()._cdata,
+            storage_id(x),
         ):
             return None
     return first.detach().as_strided((len(tensors), *first.shape), (distance, *first.stride()), start)
@@ -99,7 +100,7 @@ def are_adjacent_in_memory(tensors: Sequence[torch.Tensor]) -> bool:
     return all(
         a.is_contiguous()
         and b.is_contiguous()
-        and a.untyped_storage()._cdata == b.untyped_storage()._cdata
+        and storage_id(a) == storage_id(b)
         and b.storage_offset() == a.storage_offset() + a.numel()
         for a, b in itertools.pairwise(tensors)
     )

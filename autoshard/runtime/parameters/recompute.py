@@ -23,6 +23,7 @@ from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.transport.communicator import Communicator, ReduceStatistic, current
 from autoshard.runtime.transport.torch_state import set_generator_states, without_autocast
 from autoshard.torch_private.autograd import current_backward, queue_callback
+from autoshard.torch_private.dispatch import storage_id
 
 CHANGED_IN_PLACE = (
     "{} was changed in place between forward and backward, which computes with it as it was then, and so cannot be right. "
@@ -134,7 +135,7 @@ def observing_saved_tensors(tell: Callable[[torch.Tensor], object]) -> Iterator[
 
 def pack_saved(x: torch.Tensor) -> SavedTensor | _RecomputedView:
     """The pack hook for saved tensors."""
-    entry = _recomputable_storages.get(x.untyped_storage()._cdata)
+    entry = _recomputable_storages.get(storage_id(x))
     if entry is None or x.dtype != entry[3]:
         if _saved_observers and (tell := _saved_observers.get(threading.get_ident())) is not None:
             tell(x)
@@ -190,7 +191,7 @@ def recompute(part: Callable[..., Any], *inputs: Any, draws: bool = False) -> An
         found = part(*inputs)
     outputs = found if isinstance(found, tuple) else (found,)
     for number, out in enumerate(outputs):
-        if out.untyped_storage()._cdata not in run.own:
+        if storage_id(out) not in run.own:
             mark_recomputable(out, source, ~number)
     run.saved = source.packed
     source.runs = comm.gathered(f"again {part.__name__}", run)
@@ -215,7 +216,7 @@ class _RankForward:
         self.part, self.states, self.saved = part, states, 0
         self.micro_batch = current().micro_batch
         self.flags = [isinstance(x, torch.Tensor) and x.requires_grad for x in inputs]
-        self.own = {x.untyped_storage()._cdata for x in inputs if isinstance(x, torch.Tensor)}
+        self.own = {storage_id(x) for x in inputs if isinstance(x, torch.Tensor)}
         # Inputs that are recomputed themselves are packed as places.
         self.inputs = [pack_saved(x) if isinstance(x, torch.Tensor) else x for x in inputs]
         self.values: dict[int, torch.Tensor] = {}
@@ -249,10 +250,10 @@ class _RankForward:
         made: dict[int, torch.Tensor] = {}
         pairs = zip(inputs, self.flags, strict=True)
         fresh = [x.detach().requires_grad_(f) if isinstance(x, torch.Tensor) else x for x, f in pairs]
-        own = {x.untyped_storage()._cdata for x in fresh if isinstance(x, torch.Tensor)}
+        own = {storage_id(x) for x in fresh if isinstance(x, torch.Tensor)}
 
         def note(x: torch.Tensor) -> None:
-            if x.untyped_storage()._cdata not in own:
+            if storage_id(x) not in own:
                 made[len(made)] = x.detach()
 
         comm = current()
@@ -287,7 +288,7 @@ class _RecomputedPart(RecomputeSource):
 
     def keep(self, x: torch.Tensor) -> SavedTensor | _RecomputedView:
         """The pack hook inside the part: inputs as they are, all else as a number."""
-        if x.untyped_storage()._cdata in self.run.own:
+        if storage_id(x) in self.run.own:
             return pack_saved(x)
         self.packed += 1
         return _RecomputedView(self, self.packed - 1)

@@ -99,7 +99,7 @@ _SLOT_NAMES: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 def iterator_state(x: Any) -> Any:
     """Position of an iterator or generator, or state of a function; None for anything else."""
     if isinstance(x, FunctionType) and not is_autoshard_file(x.__code__.co_filename):
-        return [*map(_cell_contents, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
+        return [*map(cell_contents, x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
     if isinstance(x, GeneratorType):
         frame = x.gi_frame
         return [None] if frame is None else [frame.f_lasti, x.gi_yieldfrom, *frame.f_locals.values()]
@@ -113,7 +113,7 @@ def iterator_state(x: Any) -> Any:
             return None
 
 
-def _cell_contents(cell: CellType) -> Any:
+def cell_contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # it is empty

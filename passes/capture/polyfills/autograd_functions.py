@@ -18,6 +18,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from autoshard import frames
+from autoshard.aten import result_list
 from autoshard.passes.capture.observer import Observer, Patch, RefusalLog, patched
 from autoshard.runtime.operations import autograd_ops
 from autoshard.runtime.operations.autograd_ops import ForwardOnlyContext
@@ -257,7 +258,7 @@ def _random_arguments(args: Sequence[Any]) -> list[Any]:
 
 def _results_and_gradients(results: Any, operands: Sequence[Any]) -> list[torch.Tensor | None]:
     """Results, and gradients of a random linear combination of them."""
-    results = list(results) if isinstance(results, tuple | list) else [results]
+    results = result_list(results)
     generator = torch.Generator().manual_seed(1)
     wanted = [a for a in operands if isinstance(a, torch.Tensor) and a.requires_grad]
     ends = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]

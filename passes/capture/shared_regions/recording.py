@@ -22,7 +22,7 @@ from torch.fx.traceback import get_current_meta
 from autoshard.passes.capture.exported.provenance import CHECKPOINT_KEY
 from autoshard.passes.capture.observer import ObservedCall
 from autoshard.runtime.transport.torch_state import autocast_state
-from autoshard.torch_private.dispatch import without_dispatch_modes
+from autoshard.torch_private.dispatch import storage_id, without_dispatch_modes
 from autoshard.torch_private.fake import FakeTensor, FakeTensorMode
 
 StridedMeta = tuple[Sequence[int], Sequence[int], torch.dtype, torch.device]
@@ -224,7 +224,7 @@ class RegionRecording:
         given = [name for step in self.steps for name in _roles_in(step.given)]
         self.operands = tuple(dict.fromkeys(name for name in given if name[0] != "made"))
         found = [by_name["made", i] for i in self.exports]
-        storages = [x.untyped_storage()._cdata for x in (*(by_name[n] for n in self.operands), *found)]
+        storages = [storage_id(x) for x in (*(by_name[n] for n in self.operands), *found)]
         if len(set(storages[len(self.operands) :]) - set(storages[: len(self.operands)])) < len(found):
             raise RegionMismatchError("its output shares memory")
         self.needs_grad = tuple(x.requires_grad for x in found)

@@ -30,7 +30,7 @@ from autoshard.passes.capture.exported.snapshots import BUFFER_VALUES, MAX_GUARD
 from autoshard.passes.capture.observer import ObservedCall, Observer, ObserverAnswer, Patch, TracedForward, patched
 from autoshard.passes.capture.specialization import guards
 from autoshard.torch_private.capture import functorch_config
-from autoshard.torch_private.dispatch import without_dispatch_modes
+from autoshard.torch_private.dispatch import storage_id, without_dispatch_modes
 from autoshard.torch_private.fake import STORAGE_CLONES, FakeTensor, FakeTensorMode, fake_utils
 
 _RANDOM_TAG = torch.Tag.nondeterministic_seeded
@@ -102,9 +102,9 @@ class IntegerSpecialization(Observer):
 
         Results that share memory with an operand stay: the guard copies, and writes would be lost.
         """
-        operands = {_storage_key(x) for x in call.operands}
+        operands = {storage_id(x) for x in call.operands}
         return pytree.tree_map_only(
-            torch.Tensor, lambda x: x if _storage_key(x) in operands else _with_fixed_sizes(x), result
+            torch.Tensor, lambda x: x if storage_id(x) in operands else _with_fixed_sizes(x), result
         )
 
     def end(self, output: Any) -> None:
@@ -117,7 +117,7 @@ class IntegerSpecialization(Observer):
 def concrete_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """The real value of a traced tensor, or None if unknown."""
     value: torch.Tensor | None = getattr(tensor, "real_tensor", None)
-    return None if value is None or _storage_key(value) in _stale_storages(tensor) else value
+    return None if value is None or storage_id(value) in _stale_storages(tensor) else value
 
 
 def _drop_stale_values(func: Any, args: Any, kwargs: Any) -> bool:
@@ -141,7 +141,7 @@ def _drop_stale_values(func: Any, args: Any, kwargs: Any) -> bool:
         if argument.is_write:
             for x in pytree.tree_leaves(value):
                 if isinstance(x, FakeTensor) and x.real_tensor is not None:
-                    _stale_storages(x)[_storage_key(x.real_tensor)] = x.real_tensor
+                    _stale_storages(x)[storage_id(x.real_tensor)] = x.real_tensor
                     x.real_tensor = None
     return False
 
@@ -152,10 +152,6 @@ def _stale_storages(tensor: torch.Tensor) -> dict[int, torch.Tensor]:
         return {}
     found: dict[int, torch.Tensor] = tensor.fake_mode.__dict__.setdefault("_autoshard_outdated", {})
     return found
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _draws_random(func: Any) -> bool:

@@ -36,7 +36,7 @@ from autoshard.torch_private.capture import (
     is_preservable,
     preserved_op,
 )
-from autoshard.torch_private.dispatch import TorchDispatchMode, dispatch_key_of_device, has_kernel
+from autoshard.torch_private.dispatch import TorchDispatchMode, dispatch_key_of_device, has_kernel, storage_id
 from autoshard.torch_private.fake import unset_fake_temporarily
 from autoshard.torch_private.ops import OpOverload
 
@@ -144,7 +144,7 @@ class _AliasTracker:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):  # of several results each has a node
             return []
-        memory = value.untyped_storage()._cdata
+        memory = storage_id(value)
         names = self.of.get(memory, [])
         if memory not in self.of and node.op == "call_function":
             self.of[memory] = [node]

@@ -14,6 +14,7 @@ from autoshard.aten import aten
 from autoshard.errors import CaptureError
 from autoshard.passes.capture.exported.provenance import NO_GRAD_KEY, node_loc
 from autoshard.torch_private.autograd import get_unwrapped, is_batchedtensor
+from autoshard.torch_private.dispatch import storage_id
 from autoshard.torch_private.ops import OpOverload
 
 _MAYBE_COPYING = frozenset("to contiguous reshape flatten type_as float double half bfloat16".split())
@@ -206,7 +207,7 @@ def _is_copy(node: fx.Node, operand: fx.Node) -> bool:
     if getattr(node.target, "_opname", "") not in _MAYBE_COPYING:
         return False
     results = node.meta.get("val"), operand.meta.get("val")
-    storages = [_unbatched(x).untyped_storage()._cdata for x in results if isinstance(x, torch.Tensor)]
+    storages = [storage_id(_unbatched(x)) for x in results if isinstance(x, torch.Tensor)]
     return len(set(storages)) == 2
 
 

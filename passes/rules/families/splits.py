@@ -185,7 +185,7 @@ def segment_strategies(found: Sequence[Strategy], node: Node, graph: Graph) -> I
         cut = placed[: len(node.inputs)] if node.op in SPLIT_OPS else placed
         found_parts = {_segments_of(p, t) for p, t in cut if isinstance(p, Shard)}
         if strategy.divides and len(found_parts) == 1 and (parts := found_parts.pop()):
-            made = [_segment_placement(p, parts) for p, _ in cut] + [p for p, _ in placed[len(cut) :]]
+            made = [segment_placement(p, parts) for p, _ in cut] + [p for p, _ in placed[len(cut) :]]
             size = next(int(t.shape[p.dim]) for p, t in cut if isinstance(p, Shard)) // sum(parts)
             inputs, outputs = tuple(made[: len(node.inputs)]), tuple(made[len(node.inputs) :])
             label = f"{strategy.label}/{len(parts)}"
@@ -197,5 +197,5 @@ def _segments_of(placement: Shard, type_: TensorType) -> tuple[int, ...]:
     return type_.parts[1] if type_.parts and type_.parts[0] == placement.dim else ()
 
 
-def _segment_placement(placement: Placement, parts: tuple[int, ...]) -> Placement:
+def segment_placement(placement: Placement, parts: tuple[int, ...]) -> Placement:
     return Grouped(placement.dim, parts) if isinstance(placement, Shard) else placement
