@@ -55,17 +55,17 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72823,
-    "tokens": 628925,
-    "lines over 100 columns": 4432,
+    "lines": 72544,
+    "tokens": 626254,
+    "lines over 100 columns": 4403,
     "files": 332,
-    "files under 60 lines": 15,
+    "files under 60 lines": 13,
     "names at module level in 3 or more files": 6,
     "numeric constants at module level": 170,
     "private names of torch, however imported": 110,
     "private paths of torch": 41,
     "files that name a private path of torch": 9,
-    "functions with more than 10 parameters": 13,
+    "functions with more than 10 parameters": 12,
     "parameters of the longest list": 23,
 }
 """of the library. Lower a limit with the change that makes room; raise one only by a commit that says why"""
