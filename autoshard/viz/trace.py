@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from autoshard.passes.pipeline.schedules import Timeline
@@ -31,37 +32,62 @@ def pipeline_chart(plan: Record) -> dict[str, Any] | None:
     }
 
 
-def trace_rows(plan: Record) -> list[dict[str, object]]:
-    """Events in Chrome's trace format (microseconds), one process per rank along the stage axis."""
+TraceRow = dict[str, Any]
+"""an event in Chrome's trace format; times in microseconds"""
+
+
+def trace_json(plan: Record) -> str:
+    """The timeline as Chrome trace JSON, in microseconds."""
+    rows = _step_rows(plan) if plan.staged is None else trace_rows(plan)
+    top = [what for what, _, _ in hot_spots(plan)]
+    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"dominates": top}})
+
+
+def trace_rows(plan: Record) -> list[TraceRow]:
+    """Events of a pipelined step, one process per rank along the stage axis."""
     staged = plan.staged
     assert staged is not None
-    step, rows = pipeline_timeline(plan), list[dict[str, object]]()
+    step, rows = pipeline_timeline(plan), list[TraceRow]()
     for rank, spans in enumerate(step.ranks):
-        name = f"{plan.title or 'model'}: predicted, {staged.axis} {rank}"
-        rows.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": name}})
-        for tid, stream in enumerate(("compute", "messages")):
-            rows.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": stream}})
+        rows += _name_rows(rank, plan, f"{staged.axis} {rank}", ("compute", "messages"))
         for (kind, stage, batch), start, end in spans:
-            args = {"stage": stage, "micro-batch": batch}
-            rows.append(
-                _trace_event(
-                    rank, 0, f"{ACTION_NAMES[kind]} {batch}, stage {stage}", ACTION_CATEGORIES[kind], start, end, args
-                )
-            )
+            name, args = f"{ACTION_NAMES[kind]} {batch}, stage {stage}", {"stage": stage, "micro-batch": batch}
+            rows.append(_trace_event(rank, 0, name, ACTION_CATEGORIES[kind], start, end - start, args))
     for (kind, stage, batch), source, target, start, end in step.messages:
         size = staged.sent[stage if kind == "F" else stage - 1][kind != "F"]
         sent = {"stage": stage, "micro-batch": batch, "bytes": size}
-        rows.append(_trace_event(source, 1, f"send to {target}", ACTION_CATEGORIES[kind], start, end, sent))
+        rows.append(_trace_event(source, 1, f"send to {target}", ACTION_CATEGORIES[kind], start, end - start, sent))
     rank, points = memory_over_steps(plan, step)
-    rows += [{"ph": "C", "pid": rank, "name": "memory", "ts": at * 1e6, "args": {"bytes": n}} for at, n in points]
-    return rows
+    return rows + _memory_rows(rank, points)
+
+
+def _step_rows(plan: Record) -> list[TraceRow]:
+    """Events of a step of one rank, a thread per stream."""
+    events = step_timeline(plan)
+    streams = list(dict.fromkeys([COMPUTE_STREAM, *sorted({e.stream for e in events})]))
+    rows = _name_rows(0, plan, "one rank", streams)
+    for e in events:
+        args = {"module": e.fqn, "phase": e.phase, "at": e.source}
+        args |= {} if e.stream == COMPUTE_STREAM else {"bytes": e.bytes}
+        rows.append(_trace_event(0, streams.index(e.stream), e.name, e.phase, e.start, e.seconds, args))
+    return rows + _memory_rows(0, memory_over_time(plan))
+
+
+def _name_rows(pid: int, plan: Record, process: str, threads: Sequence[str]) -> list[TraceRow]:
+    names = [("process_name", {}, f"{plan.title or 'model'}: predicted, {process}")]
+    names += [("thread_name", {"tid": i}, thread) for i, thread in enumerate(threads)]
+    return [{"ph": "M", "pid": pid, **tid, "name": what, "args": {"name": name}} for what, tid, name in names]
 
 
 def _trace_event(
-    pid: int, tid: int, name: str, category: str, start: float, end: float, args: dict[str, Any]
-) -> dict[str, object]:
+    pid: int, tid: int, name: str, category: str, start: float, seconds: float, args: TraceRow
+) -> TraceRow:
     row = {"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": category}
-    return {**row, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}
+    return {**row, "ts": start * 1e6, "dur": seconds * 1e6, "args": args}
+
+
+def _memory_rows(pid: int, points: Iterable[tuple[float, float]]) -> list[TraceRow]:
+    return [{"ph": "C", "pid": pid, "name": "memory", "ts": at * 1e6, "args": {"bytes": n}} for at, n in points]
 
 
 def memory_over_steps(plan: Record, step: Timeline) -> tuple[int, tuple[tuple[float, float], ...]]:
@@ -93,29 +119,3 @@ def memory_over_time(plan: Record) -> tuple[tuple[float, float], ...]:
     for op, phase, size in plan.memory.curve:
         points.append((ends.get((op, phase), points[-1][0]), size))
     return (*points, (points[-1][0], held))
-
-
-def trace_json(plan: Record) -> str:
-    """The timeline as Chrome trace JSON, in microseconds."""
-    top = [what for what, _, _ in hot_spots(plan)]
-    if plan.staged is not None:
-        rows = trace_rows(plan)
-        return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"dominates": top}})
-    events = step_timeline(plan)
-    streams = list(dict.fromkeys([COMPUTE_STREAM, *sorted({e.stream for e in events})]))
-    rows = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"{plan.title or 'model'}: predicted, one rank"}}
-    ]
-    rows += [
-        {"ph": "M", "pid": 0, "tid": i, "name": "thread_name", "args": {"name": stream}}
-        for i, stream in enumerate(streams)
-    ]
-    for e in events:
-        args: dict[str, object] = {"module": e.fqn, "phase": e.phase, "at": e.source}
-        if e.stream != COMPUTE_STREAM:
-            args["bytes"] = e.bytes
-        row = {"ph": "X", "pid": 0, "tid": streams.index(e.stream), "name": e.name, "cat": e.phase}
-        rows.append({**row, "ts": e.start * 1e6, "dur": e.seconds * 1e6, "args": args})
-    for at, size in memory_over_time(plan):
-        rows.append({"ph": "C", "pid": 0, "name": "memory", "ts": at * 1e6, "args": {"bytes": size}})
-    return json.dumps({"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"dominates": top}})
