@@ -30,6 +30,7 @@ with by_name:
     from torch.fx.graph import _Namespace as Namespace
     from torch.jit._fuser import optimized_execution
     from torch.jit._state import _try_get_jit_cached_function as cached_script
+    from torch.nn.modules.module import _global_buffer_registration_hooks as buffer_hooks
 
 TRACER_LOGS = (
     "torch._subclasses.fake_tensor",
@@ -74,13 +75,16 @@ def autograd_modes() -> tuple[bool, bool]:
 
 
 @contextlib.contextmanager
-def transforms_closed() -> Iterator[None]:
-    """Close open torch.func transforms on exit: after a failed trace, torch's own exit may fail."""
+def trace_leftovers_removed() -> Iterator[None]:
+    """Undo on exit what a failed trace leaves: open torch.func transforms, and hooks on buffers (torch < 2.13)."""
     depth, nesting = torch._C._functorch.get_dynamic_layer_stack_depth(), eager_transforms.JVP_NESTING
     level = forward_ad._current_level
+    hooks = set(buffer_hooks)
     try:
         yield
     finally:
+        for hook in buffer_hooks.keys() - hooks:
+            del buffer_hooks[hook]
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         eager_transforms.JVP_NESTING = nesting
         if level < 0:  # the trace entered a dual level and only recorded its exit

@@ -67,14 +67,14 @@ def _step_rows(plan: Record) -> list[TraceRow]:
     streams = list(dict.fromkeys([COMPUTE_STREAM, *sorted({e.stream for e in events})]))
     rows = _name_rows(0, plan, "one rank", streams)
     for e in events:
-        args = {"module": e.fqn, "phase": e.phase, "at": e.source}
+        args: TraceRow = {"module": e.fqn, "phase": e.phase, "at": e.source}
         args |= {} if e.stream == COMPUTE_STREAM else {"bytes": e.bytes}
         rows.append(_trace_event(0, streams.index(e.stream), e.name, e.phase, e.start, e.seconds, args))
     return rows + _memory_rows(0, memory_over_time(plan))
 
 
 def _name_rows(pid: int, plan: Record, process: str, threads: Sequence[str]) -> list[TraceRow]:
-    names = [("process_name", {}, f"{plan.title or 'model'}: predicted, {process}")]
+    names: list[tuple[str, TraceRow, str]] = [("process_name", {}, f"{plan.title or 'model'}: predicted, {process}")]
     names += [("thread_name", {"tid": i}, thread) for i, thread in enumerate(threads)]
     return [{"ph": "M", "pid": pid, **tid, "name": what, "args": {"name": name}} for what, tid, name in names]
 

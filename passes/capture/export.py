@@ -101,7 +101,7 @@ from autoshard.passes.ir.graph import Graph, Ref
 from autoshard.passes.ir.text import attribute_source
 from autoshard.passes.rules.facts import has_effect
 from autoshard.precision import Precision
-from autoshard.torch_private.capture import TRACER_LOGS, transforms_closed, use_lazy_graph_module
+from autoshard.torch_private.capture import TRACER_LOGS, trace_leftovers_removed, use_lazy_graph_module
 
 log = logging.getLogger("autoshard")
 TRACE_LOCK = threading.RLock()
@@ -155,7 +155,7 @@ def _capture_once(
 ) -> Graph:
     """One trace of :func:`capture`, with all tracer patches installed. Takes the trace lock."""
     with (
-        transforms_closed(),
+        trace_leftovers_removed(),
         TRACE_LOCK,
         attributes_restored(model),
         _tracer_logs_silenced(),
@@ -297,7 +297,7 @@ def _trace_until_learnt(
                 inputs = dynamic_inputs(tensors_by_argument(model, given), dynamic) if dynamic else {}
                 shapes = shapes_for_export(inputs.values()) if inputs else None
                 grad = torch.is_grad_enabled() and not grad_off_at_start.get()
-                with effects_kept(), watch.active(), torch.set_grad_enabled(grad):
+                with effects_kept(), trace_leftovers_removed(), watch.active(), torch.set_grad_enabled(grad):
                     program = torch.export.export(model, *given, strict=False, dynamic_shapes=shapes)  # type: ignore[arg-type]
                 check_loop_draws(program)
                 changed = tuple((path, lost) for path, (lost, _) in trace.changed.items())

@@ -208,7 +208,7 @@ def check_device_mesh() -> None:
 
 
 def check_profiles_name_the_collective() -> None:
-    with runtime.bind(runtime.TorchCommunicator(meshes()[0])), torch.profiler.profile() as profile:
+    with runtime.bind(runtime.TorchCommunicator(meshes()[0])), torch.profiler.profile(acc_events=True) as profile:
         runtime.all_reduce(torch.ones(2), "a")
     assert any(e.key == "all_reduce@a ? forward" for e in profile.key_averages())  # no generated code calls it
 

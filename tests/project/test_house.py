@@ -55,14 +55,14 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72544,
-    "tokens": 626254,
-    "lines over 100 columns": 4403,
+    "lines": 72565,
+    "tokens": 626460,
+    "lines over 100 columns": 4411,
     "files": 332,
-    "files under 60 lines": 13,
+    "files under 60 lines": 12,
     "names at module level in 3 or more files": 6,
     "numeric constants at module level": 170,
-    "private names of torch, however imported": 110,
+    "private names of torch, however imported": 111,
     "private paths of torch": 41,
     "files that name a private path of torch": 9,
     "functions with more than 10 parameters": 12,

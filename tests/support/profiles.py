@@ -16,7 +16,7 @@ BUCKET = re.compile(r" \(\+(\d+)\)$")
 
 def names_of(step: Callable[[], object]) -> Counter[str]:
     """The names of the collectives that ``step`` runs in this thread, and how often."""
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         step()
     return Counter(e.name for e in found.events() if re.match(r"\w+@", e.name))
 

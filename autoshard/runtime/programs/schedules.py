@@ -35,6 +35,12 @@ class Stage(pipelining.PipelineStage):
     def __init__(self, fail: Callable[[Exception], None], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fail = fail
+        self.received: Sequence[torch.Tensor] = kwargs["input_args"]
+
+    def _create_grad_send_info(self, args_recv_info: tuple[Any, ...]) -> list[int | None]:
+        """Per received tensor the stage that takes its gradient, or None without one: torch < 2.13 expects all."""
+        found = super()._create_grad_send_info(args_recv_info)
+        return [to if x.requires_grad else None for to, x in zip(found, self.received, strict=True)]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """See :class:`torch.distributed.pipelining.PipelineStage`."""
@@ -42,8 +48,15 @@ class Stage(pipelining.PipelineStage):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         except Exception as error:
             self.fail(error)
-            assert self._stage_meta.inputs is not None
-            self.bwd_cache[bwd_chunk_id] = (None,) * len(self._stage_meta.inputs)
+            self.bwd_cache[bwd_chunk_id] = (None,) * len(self.received)
+        if (
+            self.has_backward and not self.is_first
+        ):  # torch < 2.13 refuses to send no gradient; later versions send zeros
+            pairs = zip(self.bwd_cache[bwd_chunk_id], self.received, strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                torch.zeros_like(x, device=self.device) if grad is None and x.requires_grad else grad
+                for grad, x in pairs
+            )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """See :class:`torch.distributed.pipelining.PipelineStage`."""

@@ -111,7 +111,7 @@ def _empty_copy(
     device = device or tensor.device
     if mode is not None and type(tensor) is nn.Parameter and _is_row_major(tensor):
         return _fake_parameter(tensor, device, mode)
-    if type(tensor) in (torch.Tensor, nn.Parameter) and _is_row_major(tensor):
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ and _is_row_major(tensor):
         new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     else:  # slower: a fake mode first fakes the tensor
         new = torch.empty_like(tensor.detach(), device=device)

@@ -78,6 +78,10 @@ def explained_capture_error(model: nn.Module, error: BaseException) -> CaptureEr
         )
     elif any(part in str(error) for part in _TRANSFORM_ERRORS):
         text = IN_TRANSFORM_MESSAGE
+    elif isinstance(error, NotImplementedError) and str(error).startswith("argument of type: "):  # torch < 2.13
+        text = (
+            f"the forward uses an object that is no tensor ({str(error).partition(': ')[2]}). Pass tensors and numbers."
+        )
     elif "SymFloat.__format__" in str(error):
         text = f"the forward writes a number of a tensor as text (`{code}`). Return the tensor, and write it outside."
     else:

@@ -134,11 +134,17 @@ def attributes() -> dict[tuple[Any, str], Any]:
     return {(owner, name): vars(owner).get(name, ...) for owner, name, _ in patches}
 
 
-BEFORE = attributes()
+BEFORE: dict[tuple[Any, str], Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def before() -> None:
+    """What they are before a test: torch replaces some itself, when it is first asked for them."""
+    BEFORE.update(attributes())
 
 
 def changed() -> list[str]:
-    """Those that are not what they were."""
+    """Those that are not what they were before this test."""
     return [name for (owner, name), value in BEFORE.items() if vars(owner).get(name, ...) is not value]
 
 

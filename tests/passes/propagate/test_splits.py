@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -173,7 +174,7 @@ from autoshard.layout import Grouped, Layout
 placement._split_tensor(torch.ones(6), 2)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "Expected num_chunks > 0" in done.stderr, done.stderr
+    assert re.search("num_chunks > 0|chunks` to be greater than 0", done.stderr), done.stderr  # torch 2.13, 2.12
 
 
 def test_a_plan_with_parts_is_given_back() -> None:
