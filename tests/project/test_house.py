@@ -55,9 +55,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72565,
-    "tokens": 626460,
-    "lines over 100 columns": 4411,
+    "lines": 72567,
+    "tokens": 626490,
+    "lines over 100 columns": 4412,
     "files": 332,
     "files under 60 lines": 12,
     "names at module level in 3 or more files": 6,

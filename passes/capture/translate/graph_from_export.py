@@ -261,6 +261,8 @@ class _GraphBuilder:
     def same(self, node: fx.Node, op: Any, args: Any) -> Ref | None:
         if op is aten.clone.default and any(user.op == "output" for user in node.users):
             return None  # an output must not alias the operand
+        if op is aten.clone.default and any(user.target is aten.as_strided.default for user in node.users):
+            return None  # as_strided counts in the memory of the copy
         return unchanged_operand(op, args, self.types, node.meta.get("val"), self.shape)
 
     def rename(self, node: fx.Node, ref: Ref) -> None:
