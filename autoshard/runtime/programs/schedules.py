@@ -49,9 +49,8 @@ class Stage(pipelining.PipelineStage):
         except Exception as error:
             self.fail(error)
             self.bwd_cache[bwd_chunk_id] = (None,) * len(self.received)
-        if (
-            self.has_backward and not self.is_first
-        ):  # torch < 2.13 refuses to send no gradient; later versions send zeros
+        # Torch < 2.13 refuses to send no gradient; later versions send zeros.
+        if self.has_backward and not self.is_first:
             pairs = zip(self.bwd_cache[bwd_chunk_id], self.received, strict=True)
             self.bwd_cache[bwd_chunk_id] = tuple(
                 torch.zeros_like(x, device=self.device) if grad is None and x.requires_grad else grad
