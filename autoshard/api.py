@@ -369,5 +369,5 @@ def score(
 ) -> Cost:
     """Cost of a named strategy: ``plan(…, like=expert).cost``. ``asked``: as of :func:`plan`."""
     if "like" in asked:
-        raise PlanError(f"score takes the expert's plan as its third argument, and like={asked['like']!r} beside it")
+        raise PlanError(f"score takes the named strategy as its third argument, and like={asked['like']!r} beside it")
     return plan(model, mesh, example_args, example_kwargs, like=expert, **asked).cost

@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
             "--hint", action="append", default=[], metavar="PATTERN=HINT", help="colwise, rowwise, replicate, S(0), …"
         )
         command.add_argument(
-            "--like", metavar="PLAN", help="an expert's plan: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
+            "--like", metavar="PLAN", help="a named strategy: fsdp, megatron-sp, …, or dp=fsdp,tp=megatron-sp"
         )
         command.add_argument("--inference", action="store_true", help="no gradients")
         command.add_argument(

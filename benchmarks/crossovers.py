@@ -44,7 +44,7 @@ class Panel(NamedTuple):
 def ratios(
     model: nn.Module, mesh: autoshard.Mesh, tokens: torch.Tensor, likes: dict[str, Any], of: str
 ) -> tuple[str, list[float]]:
-    """(the strategy of operations named so in the plan found, predicted seconds of each expert's plan over it)."""
+    """(the strategy of operations named so in the plan found, predicted seconds of each named strategy over it)."""
     graph = capture_graph(model, (tokens, tokens), {}, training=True)
     free = plan_graph(graph, mesh, CompileOptions(memory_budget=1e15))[1]
     found = [

@@ -187,7 +187,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=30.0, help="of all steps together")
     parser.add_argument("--prefill", action="store_true", help="time the prompt instead of tokens after it")
-    plans = "of autoshard: an expert's plan, or search, for this machine, which is measured first"
+    plans = "of autoshard: a named strategy, or search, for this machine, which is measured first"
     parser.add_argument("--like", default="megatron-sp", help=plans)
     parser.add_argument("--own", action="store_true", help="a decoder with a cache in buffers, without transformers")
     options = parser.parse_args()

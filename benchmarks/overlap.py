@@ -165,7 +165,7 @@ def rank_main(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama:small", help="a name from autoshard.models with a loss")
-    parser.add_argument("--like", default="fsdp", help="an expert's plan by name")
+    parser.add_argument("--like", default="fsdp", help="a named strategy by name")
     parser.add_argument("--batch", type=int, default=4, help="rows of the global batch")
     parser.add_argument("--overlap", type=float, default=0.8, help="speed of compute beside communication")
     parser.add_argument("--svg", type=Path, default=Path("overlap.svg"), help="the picture")

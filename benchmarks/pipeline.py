@@ -2,7 +2,7 @@
 
 ``search``: stages, the mesh of a stage, micro-batches, schedule and recomputation, all free, for a number of devices.
 
-``steps``: training steps that were published, for the stages, micro-batches and expert's plan that their authors used.
+``steps``: training steps that were published, for the stages, micro-batches and named strategy that their authors used.
 Models are planned with two and with four layers, as by ``benchmarks/planner.py``; a layer more takes what the difference
 says. The layers, and what stands before and behind them, are cut and simulated as any pipeline. No constant of the model
 was solved for from these rows.

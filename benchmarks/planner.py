@@ -1,6 +1,6 @@
 """The planner against what others published: ``python benchmarks/planner.py``. Against this machine: ``truth.py``.
 
-Training steps that were published, predicted for the same expert's plan. Models are planned with two and with
+Training steps that were published, predicted for the same named strategy. Models are planned with two and with
 four layers; blocks are equal, so the step grows by the same for each further one. No constant of the model was solved
 for from these rows, but their sources (autoshard/hardware/presets.py) were chosen with the errors in view. Steps that are a
 check alone: ``published.py``.

@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py
 
-Prints predicted steps, peaks and bytes sent per way (forward), free and by each expert's plan.
+Prints predicted steps, peaks and bytes sent per way (forward), free and by each named strategy.
 """
 
 from __future__ import annotations

@@ -31,15 +31,15 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
 from autoshard.passes.rules.restrictions import has_rule
 from autoshard.plans.plan import Plan
-from autoshard.report.record import REASON_SEPARATOR, Choice, Collective, Cost
+from autoshard.report.record import REASON_SEPARATOR, RECOMPUTED_SUFFIX, REGATHERED_SUFFIX, Choice, Collective, Cost
 from autoshard.report.schedule import step_end
 from autoshard.report.text import utilisation
 
 ONCE_PER_STEP = 0
 """in place of a count: once for all micro-batches"""
 
-RECOMPUTED_SUFFIX, COLLECTIVE_MATMUL_SUFFIX = "(made again)", " (part by part, beside products)"
-"""ends of reasons"""
+COLLECTIVE_MATMUL_SUFFIX = " (part by part, beside products)"
+"""end of reasons"""
 
 
 def describe_program(program: Program, title: str = "", optimizer: str = "adamw", memory: Memory | None = None) -> Plan:
@@ -291,7 +291,7 @@ def _step_collectives(
         )
     if again and step.is_collective:
         seconds = forward_seconds_between(graph, program.graph.types[s.value], *way)
-        how = "(gathered again)" if s.parameter else RECOMPUTED_SUFFIX
+        how = REGATHERED_SUFFIX if s.parameter else RECOMPUTED_SUFFIX
         yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} {how}")
 
 

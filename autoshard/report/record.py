@@ -120,6 +120,9 @@ Kind = TypeVar("Kind", bound="Record")
 REASON_SEPARATOR = "; "
 """separator of the reasons of several values in one collective"""
 
+RECOMPUTED_SUFFIX, REGATHERED_SUFFIX = "(recomputed)", "(gathered again)"
+"""ends of the reasons of collectives that the backward repeats"""
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -153,6 +156,11 @@ class Collective:
     """seconds of packing into and unpacking from buffers, in addition to :attr:`seconds`"""
     also: tuple[str, ...] = ()
     """further values in the same message"""
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the backward repeats a collective of the forward."""
+        return self.reason.endswith((RECOMPUTED_SUFFIX, REGATHERED_SUFFIX))
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -260,8 +260,7 @@ def _program_events(plan: Record, last: bool) -> Iterator[Event]:
     for c in plan.collectives:
         if not last and c.times == 1:
             continue
-        again = c.reason.endswith(("(gathered again)", "(made again)"))
-        moment = "after" if c.value == c.op and c.phase == "forward" else "again" if again else c.phase
+        moment = "after" if c.value == c.op and c.phase == "forward" else "again" if c.repeats else c.phase
         groups.setdefault((c.op, moment), []).append(c)
 
     def send(op: str, moment: str) -> Iterator[Event]:

@@ -86,7 +86,7 @@ def test_what_a_plan_was_not_made_for_is_refused() -> None:
 
 
 def test_a_plan_is_refused_beside_what_it_was_not_made_for() -> None:
-    """Of an expert's plan and hints; the same ones are for later calls of other shapes, and go with it."""
+    """Of a named strategy and hints; the same ones are for later calls of other shapes, and go with it."""
     model, args = made("regression")
     weight = next(n for n, p in model.named_parameters() if p.ndim == 2)
     hints = {weight: {"x": Shard(1)}, "x": {"micro_batch": Shard(0)}}

@@ -55,9 +55,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72567,
-    "tokens": 626490,
-    "lines over 100 columns": 4412,
+    "lines": 72573,
+    "tokens": 626508,
+    "lines over 100 columns": 4413,
     "files": 332,
     "files under 60 lines": 12,
     "names at module level in 3 or more files": 6,
@@ -181,6 +181,22 @@ def test_no_import_is_hidden_in_a_function(trees: Trees) -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("autoshard")
     ]
     assert [place for place in hidden if not place.startswith(late)] == []
+
+
+def test_no_test_imports_a_test() -> None:
+    """What several need lies in tests/support."""
+    tests = [*(ROOT / "tests").rglob("*.py")]
+    names = {path.stem for path in tests if path.stem.startswith("test_")}
+    imported = {
+        f"{path.name}: {name}"
+        for path in tests
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (*(a.name for a in node.names), getattr(node, "module", None) or "")
+        if name.split(".")[-1] in names
+    }
+    assert len(names) > 100
+    assert imported == set()
 
 
 def test_ops_are_named_through_a_table_that_may_lack_them(trees: Trees) -> None:

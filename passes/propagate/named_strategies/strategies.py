@@ -344,7 +344,7 @@ def _check_name(name: Any) -> None:
     if not isinstance(name, str) or name not in STRATEGY_NAMES:
         near = difflib.get_close_matches(str(name), STRATEGY_NAMES, n=1)
         meant = f"do you mean {near[0]!r}? " if near else ""
-        raise PlanError(f"like={name!r} is no expert's plan: {meant}{_LIKE_USAGE}. Names: {', '.join(STRATEGY_NAMES)}")
+        raise PlanError(f"like={name!r} is no named strategy: {meant}{_LIKE_USAGE}. Names: {', '.join(STRATEGY_NAMES)}")
 
 
 HintConflict = tuple[str, int, bool]

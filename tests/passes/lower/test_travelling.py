@@ -273,7 +273,7 @@ def test_prices_are_those_of_the_search() -> None:
 
 @SLOW
 def test_blocks_of_llama_on_h100() -> None:
-    """8 ranks of one node: operands and sums of the feed-forward travel, by an expert's plan and in the free one."""
+    """8 ranks of one node: operands and sums of the feed-forward travel, by a named strategy and in the free one."""
     with torch.device("meta"):
         model, tokens = (
             Llama(replace(LlamaConfig(), layers=2)).to(torch.bfloat16),

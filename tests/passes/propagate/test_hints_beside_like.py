@@ -1,4 +1,4 @@
-"""A hint beside an expert's plan: it wins over what the plan says of that parameter, and all else stays as the plan has it."""
+"""A hint beside a named strategy: it wins over what the plan says of that parameter, and all else stays as the plan has it."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_megatron_with_sequence_parallelism_gathers_and_scatters_instead() -> No
     }
     args, kwargs = tokens()
     plan = autoshard.plan(llama(), Mesh({"tp": 4}, "h100"), args, kwargs, like="megatron-sp")
-    again = [c.seconds for c in plan.collectives if c.reason.endswith("(made again)")]
+    again = [c.seconds for c in plan.collectives if c.reason.endswith("(recomputed)")]
     assert len(again) == 2 * LAYERS + 1
     assert sum(again) == pytest.approx(sum(r.seconds for r in plan.recomputed))  # the search pays for them
 
@@ -352,7 +352,7 @@ def test_a_plan_that_the_model_brings() -> None:
 @pytest.mark.parametrize(
     ("like", "error"),
     [
-        ("megatorn", "like='megatorn' is no expert's plan: do you mean 'megatron'? give a name, {mesh axis: name},"),
+        ("megatorn", "like='megatorn' is no named strategy: do you mean 'megatron'? give a name, {mesh axis: name},"),
         ({"dp": "ddp"}, "like names axis 'dp'; the mesh has tp"),
         ({"head": "collwise"}, "like: 'head' is 'collwise', which is no style; do you mean 'colwise'?"),
         ({"heads": "colwise"}, "like: 'heads' matches no module and no parameter. Nearest: head"),

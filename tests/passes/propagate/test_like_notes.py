@@ -1,4 +1,4 @@
-"""What a model does not have of an expert's plan, or has too little of for so many ranks, is told in ``plan.notes``."""
+"""What a model does not have of a named strategy, or has too little of for so many ranks, is told in ``plan.notes``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def given(*lengths: int) -> tuple[torch.Tensor, ...]:
 
 
 def notes(model: nn.Module, like: Any, ranks: int, *args: Any) -> list[str]:
-    """What is told of the expert's plan, without its name and the axis."""
+    """What is told of the named strategy, without its name and the axis."""
     plan = autoshard.plan(model, {"x": ranks}, args, like=like)
     begin = f"like={like!r} on x: "
     return [note.removeprefix(begin) for note in plan.notes if note.startswith(begin)]

@@ -55,7 +55,7 @@ def assert_same_gradients(sharded: nn.Module, model: nn.Module, times: float = 1
 
 
 def compiled(model: nn.Module, mesh: autoshard.Mesh, args: Any, recompute: Any = "blocks", **options: Any) -> Any:
-    """Of a copy of ``model``; something is made again where that is asked, and "selective" finds what it would save."""
+    """Of a copy of ``model``; something is recomputed where that is asked, and "selective" finds what it would save."""
     sharded = autoshard.compile(copy.deepcopy(model), mesh, args, recompute=recompute, **options)
     remade = bool(sharded.plan.recomputed)
     assert remade == ("runtime.recompute(" in sharded.source)
@@ -161,7 +161,7 @@ def open_lengths(mesh: autoshard.Mesh) -> None:
 
 
 def autocast(mesh: autoshard.Mesh) -> None:
-    """Casts of the program are made again as they were, outside the autocast of the backward."""
+    """Casts of the program are recomputed as they were, outside the autocast of the backward."""
     model, args = made("mlp")
     model, args = model.float(), tuple(x.float() for x in args)
     found = []
@@ -265,12 +265,12 @@ def other_draws_are_seen(mesh: autoshard.Mesh) -> None:
 
 
 def drawn_again(mesh: autoshard.Mesh) -> None:
-    """What dropout behind the last sum of a block hits is drawn again: neither the sum nor its product is made again for it."""
+    """What dropout behind the last sum of a block hits is drawn again: neither the sum nor its product is recomputed for it."""
     like = {"like": "megatron-sp"} if "tp" in mesh.axes else {"like": "fsdp"}
     for recompute, micro_batches in (("selective", 1), ("blocks", 1), ("blocks", 2)):
         sharded = compare("smooth", mesh, recompute, steps=1, micro_batches=micro_batches, **like)
         assert sharded.source.count("again=True") == 1  # both blocks are one class
-        assert not any("(made again)" in c.reason and "scatter" in c.kind for c in sharded.collectives)
+        assert not any("(recomputed)" in c.reason and "scatter" in c.kind for c in sharded.collectives)
         found = [r.bytes for r in sharded.plan.recomputed if r.what == "drawn"]
         assert len(found) == 2
         assert micro_batches > 1 or found == [6 * 4 * 16 / mesh.size] * 2  # a byte for each element
@@ -295,7 +295,7 @@ def as_planned(mesh: autoshard.Mesh) -> None:
     model, args = made("gpt")
     sharded = compiled(model, mesh, args)
     as_executed(sharded, args)
-    assert any("(made again)" in c.reason for c in sharded.collectives)
+    assert any("(recomputed)" in c.reason for c in sharded.collectives)
 
 
 def as_executed(sharded: Any, args: Any) -> None:
@@ -315,7 +315,7 @@ def as_executed(sharded: Any, args: Any) -> None:
 
 
 def hinted(reentrant: bool) -> Callable[[autoshard.Mesh], None]:
-    """``torch.utils.checkpoint`` in the model: the blocks inside are made again, with the same numbers."""
+    """``torch.utils.checkpoint`` in the model: the blocks inside are recomputed, with the same numbers."""
 
     def run(mesh: autoshard.Mesh) -> None:
         _, args = made("smooth")
