@@ -55,9 +55,9 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72573,
-    "tokens": 626508,
-    "lines over 100 columns": 4413,
+    "lines": 72396,
+    "tokens": 621016,
+    "lines over 100 columns": 4349,
     "files": 332,
     "files under 60 lines": 12,
     "names at module level in 3 or more files": 6,

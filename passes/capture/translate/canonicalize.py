@@ -15,46 +15,41 @@ from torch import fx
 from autoshard.aten import aten
 from autoshard.passes.capture.exported.symbolic_shapes import is_data_dependent_number
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs, refs
+from autoshard.passes.ir.patterns import Matcher
+from autoshard.passes.ir.rewrite import NodeBuilder, rewrite, run_on_meta
 from autoshard.passes.rules.facts import has_effect
+from autoshard.torch_private.ops import OpOverload
 
 
 def nonzero_as_where(graph: Graph) -> Graph:
     """``graph`` with each ``nonzero(condition)`` that is read by column as ``where(condition)``."""
-    columns = {
-        n.name: found for n in graph.nodes if n.op is aten.nonzero.default and (found := _columns_read(n, graph))
-    }
-    if not columns:
-        return graph
-    taken = {name for found in columns.values() for names in found.values() for name in names}
-    nodes = []
-    for node in graph.nodes:
-        if node.name in columns:
-            slots = sorted(columns[node.name])
-            first = tuple(columns[node.name][slot][0] for slot in slots)
-            where = replace(node, op=aten.where.default, args=node.args[:1], kwargs={}, outputs=first)
-            nodes.append(replace(where, output_slots=tuple(slots)))
-        elif taken.isdisjoint(node.outputs):
-            nodes.append(node)
-    again = {name: names[0] for found in columns.values() for names in found.values() for name in names[1:]}
-    made = replace(graph, nodes=tuple(nodes))
-    return made.renamed(again) if again else made
+    column_of: dict[str, str] = {}
+    """reader of a column → the first reader of that column"""
+
+    def by_column(build: NodeBuilder, node: Node) -> bool:
+        if node.op is aten.nonzero.default and (columns := _columns_read(node, graph)):
+            slots = tuple(sorted(columns))
+            column_of.update({name: columns[slot][0] for slot in slots for name in columns[slot]})
+            outputs = tuple(columns[slot][0] for slot in slots)
+            where = replace(node, op=aten.where.default, args=node.args[:1], kwargs={}, outputs=outputs)
+            build.nodes.append(replace(where, output_slots=slots))
+            return True
+        build.renamed.update({name: column_of[name] for name in node.outputs if name in column_of})
+        return not column_of.keys().isdisjoint(node.outputs)
+
+    return rewrite(graph, by_column)
 
 
 def _columns_read(node: Node, graph: Graph) -> dict[int, list[str]]:
     """Column number → values that read it; empty if anything but columns of ``node`` is read."""
-    value = node.outputs[0]
-    dims = len(graph.types[node.inputs[0]].shape)
-    found: dict[int, list[str]] = {}
-    for use in graph.uses[value]:
-        if use.op not in (aten.select.int, aten.unbind.int) or use.argument("dim") not in (1, -1):
+    (value,), matcher, found = node.outputs, Matcher(graph), dict[int, list[str]]()
+    if value in graph.returned or not all(use.outputs for use in graph.uses[value]):
+        return {}
+    for name in (name for use in graph.uses[value] for name in use.outputs):
+        if (read := matcher.match("select(_, 1, column) | unbind(_, 1)[column]", Ref(name))) is None:
             return {}
-        if use.op is aten.unbind.int:
-            columns = zip(use.output_slots, use.outputs, strict=True)
-        else:
-            columns = zip((use.argument("index") % dims,), use.outputs, strict=True)
-        for number, name in columns:
-            found.setdefault(number, []).append(name)
-    return {} if value in graph.returned else found
+        found.setdefault(read["column"] % len(graph.shape(node.inputs[0])), []).append(name)
+    return found
 
 
 DROPPED_CHECKS = {
@@ -77,7 +72,18 @@ _CACHE_LIMIT = 10_000
 _IDENTITY_OPS = {aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.clone.default}
 _SHAPE_OPS = {aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
-_UNINITIALIZED_OPS = {
+_CANONICAL_OPS: dict[OpOverload, tuple[OpOverload, int | None]] = {
+    # All reshapes take shards of any strides.
+    aten.view.default: (aten.reshape.default, None),
+    aten._unsafe_view.default: (aten.reshape.default, None),
+    # Lazy views are computed: a collective would send the memory behind the view.
+    aten._conj.default: (aten.conj_physical.default, None),
+    aten._neg_view.default: (aten.neg.default, None),
+    # Overwritten values without a gradient are new ones.
+    aten.zero.default: (aten.zeros_like.default, None),
+    aten.fill.Scalar: (aten.full_like.default, None),
+    aten.item.default: (aten._local_scalar_dense.default, None),
+    # Uninitialized memory would differ between ranks.
     aten.empty.memory_format: (aten.zeros.default, 1),
     aten.empty_permuted.default: (aten.zeros.default, 1),
     aten.empty_strided.default: (aten.zeros.default, 1),
@@ -85,10 +91,9 @@ _UNINITIALIZED_OPS = {
     aten.new_empty.default: (aten.new_zeros.default, 2),
     aten.new_empty_strided.default: (aten.new_zeros.default, 2),
 }
-"""op → (op that fills with zeros instead, number of positional arguments that it takes)"""
-
-_LAZY_VIEWS = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
-"""lazy views → ops that compute them: a collective would send the memory behind the view"""
+"""op → (op in its place, number of positional arguments that it takes, without a memory format)"""
+_PLACEMENT_ARGUMENTS = ("device", "pin_memory", "layout", "non_blocking")
+"""arguments that are dropped: a program runs on the device of its module"""
 
 
 def unchanged_operand(
@@ -194,35 +199,14 @@ def remove_dead(graph: Graph) -> Graph:
 def canonical_op(op: Any, args: Any, kwargs: dict[str, Any], slots: list[int]) -> tuple[Any, Any, dict[str, Any]]:
     """``(op, args, kwargs)`` in canonical form. ``slots``: the used results.
 
-    - All reshapes become ``reshape``, which takes shards of any strides.
-    - ``native_dropout`` with an unused mask becomes ``dropout``, unless p is 0 or 1, or ``train``
-      is None: draws or gradients would differ.
-    - ``zero`` and ``fill`` of a value without a gradient become factories.
-    - Lazy conjugates and negations are computed.
-    - ``item`` becomes ``_local_scalar_dense``.
-    - Uninitialized memory, which would differ between ranks, becomes zeros.
-    - Device, memory layout and pinning are dropped: a program runs on the device of its module.
+    ``native_dropout`` with an unused mask becomes ``dropout``, unless p is 0 or 1, or ``train`` is
+    None: draws or gradients would differ.
     """
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory", "layout", "non_blocking")}
-    if op in _UNINITIALIZED_OPS:
-        kwargs.pop("memory_format", None)
-        make, operands = _UNINITIALIZED_OPS[op]
-        return make, args[:operands], kwargs
-    if op in _LAZY_VIEWS:
-        return _LAZY_VIEWS[op], args, kwargs
-    if op is aten.item.default:
-        return aten._local_scalar_dense.default, args, kwargs
-    if op is aten.zero.default:
-        return aten.zeros_like.default, args, kwargs
-    if op is aten.fill.Scalar:
-        return aten.full_like.default, args, kwargs
-    if op in (aten.view.default, aten._unsafe_view.default):
-        return aten.reshape.default, args, kwargs
+    made, operands = _CANONICAL_OPS.get(op, (op, None))
     if op is aten.native_dropout.default and slots == [0] and args[1] not in (0, 1) and args[2] is not None:
-        return aten.dropout.default, args, kwargs
-    if op is aten._to_copy.default:
-        kwargs.pop("memory_format", None)
-    return op, args, kwargs
+        made = aten.dropout.default
+    dropped = {*_PLACEMENT_ARGUMENTS, *(["memory_format"] if operands or op is aten._to_copy.default else [])}
+    return made, args[:operands], {k: v for k, v in kwargs.items() if k not in dropped}
 
 
 class GradientFlow:
@@ -253,14 +237,8 @@ class GradientFlow:
 
     @staticmethod
     def _ask(op: Any, args: Any, kwargs: Any, types: dict[str, TensorType]) -> tuple[bool, ...] | None:
-        def tensor(ref: Ref) -> Any:
-            t = types[ref.name]
-            if t.number is not None:
-                return t.number
-            return torch.empty(t.shape, dtype=t.dtype, device="meta", requires_grad=t.grad)
-
         try:
-            result = op(*map_refs(args, tensor), **map_refs(kwargs, tensor))
+            result = run_on_meta(op, args, kwargs, types, grads=True)
         except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
             return None  # no meta kernel, or none for the estimate of a data-dependent number
         results = result if isinstance(result, tuple | list) else (result,)

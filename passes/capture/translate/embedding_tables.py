@@ -6,12 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoshard.aten import aten
+from autoshard.passes.capture.translate.canonicalize import remove_dead
 from autoshard.passes.ir.graph import Graph, Node, Ref
+from autoshard.passes.ir.patterns import Matcher
+from autoshard.passes.ir.rewrite import NodeBuilder, rewrite
 from autoshard.passes.rules.families.embedding import LOOKUP_OPS, grouped_lookups
 from autoshard.runtime.operations.embedding import pooled_op
 
 POOLED_OP = pooled_op._opoverload
-_POOLING_MODES = {aten.sum.dim_IntList: "sum", aten.mean.dim: "mean"}
+_POOLING_OPS = (aten.sum.dim_IntList, aten.mean.dim)
+_POOLED = {
+    f"{mode}((rows := embedding(table, indices, padding, False, sparse)), [-2])": mode for mode in ("sum", "mean")
+}
+"""pooled look-ups → mode"""
 
 
 def mark_embedding_tables(graph: Graph) -> Graph:
@@ -72,31 +79,21 @@ def _from_inputs(graph: Graph) -> frozenset[str]:
 
 def _fuse_pooling(graph: Graph, tables: Sequence[str]) -> Graph:
     """``graph`` with ``embedding(…).sum(-2)`` or ``.mean(-2)`` of these tables as one operation."""
-    gone: set[str] = set()
-    merged: dict[str, Node] = {}
-    for table in tables:
-        for node in graph.uses[table]:
-            users = graph.uses[node.outputs[0]]
-            if node.op is not aten.embedding.default or len(users) != 1 or node.outputs[0] in graph.returned:
+    matcher = Matcher(graph)
+
+    def pooled(build: NodeBuilder, node: Node) -> bool:
+        for form, mode in _POOLED.items() if node.op in _POOLING_OPS else ():
+            found = matcher.match(form, Ref(node.outputs[0]))
+            if found is None or found["table"].name not in tables or not matcher.is_closed(found, node):
                 continue
-            if (mode := _pooling_mode(users[0], len(graph.types[node.outputs[0]].shape))) and not node.argument(
-                "scale_grad_by_freq"
-            ):
-                args = (*node.args[:2], mode, node.argument("padding_idx"), node.argument("sparse"))
-                gone.add(node.name)
-                name, outputs = users[0].name, users[0].outputs
-                merged[name] = replace(node, name=name, op=POOLED_OP, args=args, kwargs={}, outputs=outputs)
-    if not merged:
-        return graph
-    nodes = tuple(merged.get(n.name, n) for n in graph.nodes if n.name not in gone)
-    unread = {o for n in graph.nodes if n.name in gone for o in n.outputs}
-    return replace(graph, nodes=nodes, types={n: t for n, t in graph.types.items() if n not in unread})
+            if len(graph.shape(found["rows"])) > 2:
+                looked_up = graph.producers[found["rows"].name]
+                build.place = replace(looked_up, name=node.name, outputs=node.outputs)
+                build.finish(
+                    POOLED_OP, *(found[name] for name in ("table", "indices")), mode, found["padding"], found["sparse"]
+                )
+                return True
+        return False
 
-
-def _pooling_mode(node: Node, ndim: int) -> str:
-    """ "sum" or "mean" if ``node`` pools dim -2 of its operand of ``ndim`` dims, else ""."""
-    mode = _POOLING_MODES.get(node.op, "")
-    if not mode or ndim < 3 or node.argument("keepdim") or node.argument("dtype") is not None:
-        return ""
-    dims = node.argument("dim")
-    return mode if dims is not None and len(dims) == 1 and dims[0] % ndim == ndim - 2 else ""
+    made = rewrite(graph, pooled)
+    return graph if made is graph else remove_dead(made)

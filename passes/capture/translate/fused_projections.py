@@ -10,63 +10,57 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoshard.aten import aten
-from autoshard.passes.ir.graph import DimSegments, Graph, Node
+from autoshard.passes.ir.graph import DimSegments, Graph, Node, Ref
+from autoshard.passes.ir.patterns import Matcher, permutation_of, product_of
+from autoshard.passes.ir.rewrite import NodeBuilder, rewrite
 from autoshard.passes.ir.sizes import Size
-from autoshard.passes.rules.base import positive
 from autoshard.passes.rules.families.splits import SPLIT_OPS, split_segments, view_segments
 from autoshard.runtime.operations.experts import experts_op
 
-_PROJECTION_OPS = {aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default}
+GATED_EXPERTS = experts_op._opoverload
 
 
 def slices_as_split(graph: Graph) -> Graph:
-    """``graph`` with slices that tile the last dim of a product as one split."""
+    """``graph`` with slices that tile the last dim of a matrix product as one split."""
     found: dict[tuple[str, str, int], list[Node]] = defaultdict(list)
     for node in graph.nodes:
-        if node.op is aten.slice.Tensor and _is_projection_output(graph, node.inputs[0]):
+        if node.op is aten.slice.Tensor and _is_matrix_product(node.args[0], graph):
             found[node.inputs[0], node.fqn, node.checkpoint].append(node)
-    splits: dict[str, Node | None] = {}
-    for slices in found.values():
-        if (split := _split_of_slices(slices, graph)) is not None:
-            splits |= {node.name: None for node in slices} | {slices[0].name: split}
-    nodes = (splits.get(node.name, node) for node in graph.nodes)
-    return replace(graph, nodes=tuple(n for n in nodes if n is not None)) if splits else graph
+    splits = [split for slices in found.values() if (split := _split_of_slices(slices, graph)) is not None]
+    of_value = {name: split for split in splits for name in split.outputs}
+
+    def tiled(build: NodeBuilder, node: Node) -> bool:
+        made = of_value.get(node.outputs[0]) if node.outputs else None
+        if made is not None and made.name == node.name:
+            build.nodes.append(made)
+        return made is not None
+
+    return rewrite(graph, tiled) if splits else graph
 
 
-def _is_projection_output(graph: Graph, value: str) -> bool:
-    """Whether ``value`` is a matrix product, behind reshapes that keep the last dim."""
-    producer = graph.producers.get(value)
-    while producer is not None and producer.op is aten.reshape.default:
-        (shape,), (result,) = graph.shapes(producer.inputs[:1]), graph.shapes(producer.outputs)
-        if shape[-1:] != result[-1:]:
-            return False
-        producer = graph.producers.get(producer.inputs[0])
-    return producer is not None and producer.op in _PROJECTION_OPS
+def _is_matrix_product(value: Ref, graph: Graph) -> bool:
+    """Whether ``value`` is a product with a matrix, behind reshapes that keep the last dim."""
+    found = (graph.producers.get(m["x"].name) for m in Matcher(graph).matches("+(x := _)", value))
+    return any(n is not None and n.op is not aten.einsum.default and product_of(n, graph) for n in found)
 
 
 def _split_of_slices(slices: list[Node], graph: Graph) -> Node | None:
     """The split that is equivalent to ``slices`` of one value, or None."""
-    shape = graph.shape(slices[0].inputs[0])  # data-dependent bounds are inputs, too
-    last = len(shape) - 1
-    starts: dict[str, int] = {}
+    shape, starts = graph.shape(slices[0].args[0]), dict[str, int]()
     for node in slices:
-        start, dim = node.argument("start") or 0, node.argument("dim")
-        if node.argument("step") != 1 or dim not in (-1, last) or not isinstance(start, int) or isinstance(start, Size):
+        found = Matcher(graph).match("slice(x, -1, start, _)", Ref(node.outputs[0]))
+        start = (found["start"] or 0) if found is not None else None
+        if not isinstance(start, int) or isinstance(start, Size):
             return None
-        starts[node.outputs[0]] = start if start >= 0 else start + shape[last]
+        starts[node.outputs[0]] = start if start >= 0 else start + shape[-1]
     names = sorted(starts, key=starts.__getitem__)
-    lengths = [graph.shape(name)[last] for name in names]
+    lengths = [graph.shape(name)[-1] for name in names]
     ends = [starts[name] + n for name, n in zip(names, lengths, strict=True)]
-    if len(names) < 2 or [starts[name] for name in names] + [shape[last]] != [0, *ends]:
+    if len(names) < 2 or [starts[name] for name in names] + [shape[-1]] != [0, *ends]:
         return None
-    first, slots = slices[0], tuple(range(len(names)))
-    args = (first.args[0], lengths, last)
-    return replace(
-        first, op=aten.split_with_sizes.default, args=args, kwargs={}, outputs=tuple(names), output_slots=slots
-    )
-
-
-GATED_EXPERTS = experts_op._opoverload
+    args, slots = (slices[0].args[0], lengths, len(shape) - 1), tuple(range(len(names)))
+    whole = replace(slices[0], op=aten.split_with_sizes.default, args=args, kwargs={})
+    return replace(whole, outputs=tuple(names), output_slots=slots)
 
 
 def mark_fused_projections(graph: Graph) -> Graph:
@@ -75,10 +69,8 @@ def mark_fused_projections(graph: Graph) -> Graph:
     for node in graph.nodes:
         for value, parts in _fused_operands(node, graph):
             chain = dict(_propagate_segments(value, parts, graph))
-            if (
-                all(found.get(name, parts) == parts for name, parts in chain.items())
-                and chain.keys() & graph.parameters
-            ):
+            agreed = all(found.get(name, parts) == parts for name, parts in chain.items())
+            if agreed and chain.keys() & graph.parameters:
                 found |= chain
     if not found:
         return graph
@@ -97,24 +89,19 @@ def _fused_operands(node: Node, graph: Graph) -> Iterator[tuple[str, DimSegments
 def _propagate_segments(value: str, parts: DimSegments, graph: Graph) -> Iterator[tuple[str, DimSegments]]:
     """``value`` and the values behind it that have the same segments, down to parameters."""
     yield value, parts
-    node, (dim, ratio) = graph.producers.get(value), parts
-    if node is None or isinstance(graph.shape(value)[dim], Size):
+    node, (dim, ratio), shape = graph.producers.get(value), parts, graph.shape(value)
+    if node is None or isinstance(shape[dim], Size):
         return
-    shapes = graph.shapes(node.inputs)
-    last = len(graph.shape(value)) - 1
-    if node.op in (aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default) and dim == last:
-        turned = node.op is aten.linear.default
-        weight, bias = (1, 2) if turned else (len(node.inputs) - 1, 0 if node.op is aten.addmm.default else None)
-        if len(shapes[weight]) == 2:
-            yield from _propagate_segments(node.inputs[weight], (0 if turned else 1, ratio), graph)
-        if bias is not None and bias < len(shapes) and len(shapes[bias]) == 1:
-            yield from _propagate_segments(node.inputs[bias], (0, ratio), graph)
-    elif node.op is aten.t.default and len(shapes[0]) == 2:
-        yield from _propagate_segments(node.inputs[0], (1 - dim, ratio), graph)
-    elif node.op is aten.transpose.int:
-        swapped = [positive(node.argument(name), last + 1) for name in ("dim0", "dim1")]
-        yield from _propagate_segments(
-            node.inputs[0], (swapped[1 - swapped.index(dim)] if dim in swapped else dim, ratio), graph
-        )
+    product = product_of(node, graph) if node.op is not aten.einsum.default and dim == len(shape) - 1 else None
+    behind: list[tuple[Ref, int]] = []
+    if product is not None:
+        matrix, term = product.operands[1], product.dims[1]
+        behind = [(matrix, term.index(product.result[dim]))] if len(term) == 2 else []
+        if product.bias is not None and len(graph.shape(product.bias)) == 1:
+            behind.append((product.bias, 0))
+    elif (order := permutation_of(node, graph)) is not None and node.op is not aten.permute.default:
+        behind = [(node.args[0], order[dim])]
     elif node.op is aten._to_copy.default:
-        yield from _propagate_segments(node.inputs[0], parts, graph)
+        behind = [(node.args[0], dim)]
+    for source, place in behind:
+        yield from _propagate_segments(source.name, (place, ratio), graph)

@@ -69,6 +69,7 @@ from autoshard.passes.capture.translate.fused_projections import mark_fused_proj
 from autoshard.passes.capture.translate.moe_routing import fuse_expert_routing
 from autoshard.passes.capture.translate.unflatten import unflatten_linears, unflatten_rows, unmerge_views
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, map_refs, refs, walk
+from autoshard.passes.ir.rewrite import run_on_meta
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.facts import is_random
 from autoshard.torch_private.ops import OpOverload
@@ -76,21 +77,21 @@ from autoshard.torch_private.ops import OpOverload
 
 def apply_rewrites(graph: Graph) -> Graph:
     """``graph`` after all rewrites, in order; each expects the results of those before it."""
+    graph = remove_dead(graph)
     for form in (
-        remove_dead,
         unmerge_views,
         fuse_attention,
         simplify_masks,
         nonzero_as_where,
         unflatten_linears,
-        remove_dead,
         fuse_expert_routing,
         unflatten_rows,
         slices_as_split,
         mark_fused_projections,
         pad_head_dims,
     ):
-        graph = form(graph)
+        if (made := form(graph)) is not graph:
+            graph = remove_dead(made)
     return graph
 
 
@@ -334,16 +335,14 @@ class _GraphBuilder:
         while name in self.types or name in self.fx_nodes:
             number += 1
             name = f"{stem}_{number}"
-        varies = self.is_open(args) or self.is_symbolic(args)
-        without_data = (lambda ref: self.fakes[ref.name]) if varies else self._meta
-        value = op(*map_refs(args if export_args is None else export_args, without_data), **kwargs)
+        if self.is_open(args) or self.is_symbolic(args):
+            given = map_refs(args if export_args is None else export_args, lambda ref: self.fakes[ref.name])
+            value = op(*given, **kwargs)
+        else:
+            value = run_on_meta(op, args, kwargs, self.types)
         grads = self.gradients.flags(op, args, kwargs, self.types, [value])
         self.add(node, name, op, args, kwargs, [(name, 0, value)], grads)
         return Ref(name)
-
-    def _meta(self, ref: Ref) -> torch.Tensor:
-        t = self.types[ref.name]
-        return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
     def emit_all(self, node: fx.Node, op: Any, args: Any, kwargs: Any) -> None:
         value = node.meta.get("val")

@@ -1,28 +1,20 @@
-"""Patterns of MoE routing in a graph: products by expert, gates, rows that chose an expert."""
+"""Patterns of MoE routing: gates, products by expert, rows that chose an expert, capacity buffers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from autoshard.aten import aten
-from autoshard.passes.capture.translate.positions import LinearIndex, PositionAnalysis
+from autoshard.passes.capture.translate.positions import PositionAnalysis
 from autoshard.passes.ir.graph import Graph, Node, Ref
-from autoshard.passes.rules.facts import is_random
-from autoshard.runtime.operations.grouped import grouped_mm
-
-
-class ExpertProduct(NamedTuple):
-    """A product of rows and matrices of experts."""
-
-    rows: Ref
-    matrices: Ref
-    transposed: bool
-    """whether matrices are [.., in, out]; else [.., out, in]"""
-    bias: Ref | None = None
+from autoshard.passes.ir.patterns import Bindings, Matcher, is_function, permutation_of, product_of
 
 
 class OneHotIds(NamedTuple):
@@ -32,416 +24,434 @@ class OneHotIds(NamedTuple):
 
 
 ExpertIds = Ref | OneHotIds
-ProductMatcher = Callable[[Ref], ExpertProduct | None]
-"""matcher: a value → its product, or None"""
-_GROUPED_MATMULS = {grouped_mm._opoverload, aten._grouped_mm.default}
-_UNUSED_RESHAPES = (
-    aten.reshape.default,
-    aten._to_copy.default,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-    aten.clone.default,
+
+RULES = {
+    "picked(x, rows)": "index(x, [rows]) | index_select(x, 0, rows)",
+    "read(x)": "index(x, [rows]) | +index(unsqueeze(x, 0), [None, rows])",
+    "ranked(x)": "argsort(x, stable=_) | sort(x, stable=_)[1]",
+    "quotient(x, n)": "floor_divide(x, n) | div(x, n, rounding_mode='floor') | div(x, n, rounding_mode='trunc')",
+    "counted(ids)": "~cumsum(~bincount(ids, minlength=_), _, dtype=_)",
+    "turned(w)": "t(w) | transpose(w, 0, 1) | transpose(w, 1, 0) | permute(w, [1, 0])",
+    "all_turned(w)": "transpose(w, 1, 2) | transpose(w, 2, 1)",
+    "distinct()": "+topk(_, _, -1, _, _)[1]",
+    "weight(w)": "parameter(w) | select(stack(w), 0, number)",
+    # An expert mask with its number, in an unrolled loop over experts.
+    "of_expert(masks)": "~mask(masks) | ~squeeze(mask(masks), 0)",
+    "mask(masks)": "select(masks, 0, number) | index(masks, [constant(number)])",
+    "slots(weights, of)": "column_of(weights, rows, of) | unsqueeze(index(weights, [rows, of]), -1)",
+    "column_of(x, rows, of)": "index(unsqueeze(x, -1), [rows, of]) | index(unsqueeze(x, -1), [rows, of, None])",
+    "per_row(x)": "unsqueeze(index(x, [rows]), -1) | index(unsqueeze(x, -1), [rows])",
+    "added(total, rows, values)": "(sum := index_add(total, 0, rows, values)) | index_put(total, [rows], values, True)"
+    " | index_put(total, [rows], add(index(total, [rows]), values))",
+    # ``if rows: total = added`` in a traced loop
+    "turn(total, rows, values)": "add(zero(turn), where(ne(of_expert(hits(masks)), 0), (turn := added(total,"
+    " (rows := where(of_expert(masks))[0] | where(of_expert(masks))[1]), values)), total))",
+    "of_number(weights)": "mul(weights, ~eq(ids, number))",
+    "hits(masks)": "(gt | greater | ne)(sum(masks, [1, 2]), 0) | (gt | greater | ne)(sum(masks, [2, 1]), 0)",
+}
+
+GATES = """+(
+    scatter(zeros(), -1, (ids := distinct()), weights)
+    | sum(mul(~one_hot(ids, _), unsqueeze(weights, -1)), [-2])
+    | einsum("tke,tk->te", ~one_hot(ids, _), weights)
+)"""
+"""dense gates [.., e], zero but for the chosen experts, before a reshape of the rows"""
+COLUMN = "unsqueeze(select(gates, -1, number), -1) | slice(gates, -1, number, _, _)"
+"""the gates [.., 1] of one expert"""
+
+# Forms of routing: of each, the operands ``x``, ``ids`` and ``weights``, and the experts ``mlp``.
+
+ALL_ROWS = "einsum('te,etd->td', gates(ids, weights), dense_experts(x, mlp))"
+GATED = "mul(column(gates, number), one_expert(x, mlp))"
+"""all rows to expert ``number``, times its gates"""
+STEP = "added(total, rows, values) | turn(total, rows, values)"
+"""``values`` added to the rows of one expert"""
+
+TURN = """
+    values = mul(y, factor)
+    {}
+    y = one_expert(read(x), mlp)
+"""
+TURNS = tuple(map(TURN.format, (
+    """rows = where(eq(ids, number))[0]
+       factor = slots(weights, where(eq(ids, number))[1])""",
+    """rows = where(of_expert(permute(one_hot(ids, _), [2, 1, 0])))[1]
+       factor = slots(weights, where(of_expert(permute(one_hot(ids, _), [2, 1, 0])))[0])""",
+    """rows = where(of_expert(permute(one_hot_mask(mask), [2, 1, 0])))[1]
+       factor = slots(weights, where(of_expert(permute(mask, [2, 1, 0])))[0])""",
+    """rows = any(eq(ids, number), -1)
+       factor = per_row(sum(of_number(weights), [-1])) | index(sum(of_number(weights), [-1], True), [rows])""",
+    """rows = any(eq(ids, number), -1)
+       factor = per_row(select(gates(ids, weights), -1, number))""",
+)))  # fmt: skip
+"""results of expert ``number`` for the ``rows`` that chose it, times their weights"""
+
+SORTED = """
+    out = index_add(zeros(), 0, rows, mul(y, unsqueeze(picked(reshape(weights), order), _)))
+    rows = quotient(order, top)
+    order = ranked(flat)
+    flat = reshape(ids)
+    y = grouped_experts(picked(x, rows), mlp)
+"""
+"""rows sorted by expert"""
+
+ProductForms = tuple[tuple[bool, str], ...]
+"""(whether matrices are [.., in, out]; else [.., out, in]; the product of rows and matrices)"""
+
+GROUPED: ProductForms = (
+    (False, "(_grouped_mm | grouped_mm)(rows, all_turned(matrices), counted(flat))"),
+    (True, "(_grouped_mm | grouped_mm)(rows, matrices, counted(flat))"),
 )
+DENSE: ProductForms = (
+    (True, "einsum('td,edf->etf', rows, matrices) | einsum('etd,edf->etf', rows, matrices)"),
+    (False, "einsum('td,efd->etf', rows, matrices) | einsum('etd,efd->etf', rows, matrices)"),
+)
+OF_ONE: ProductForms = (
+    (True, "+linear(rows, turned(weight(matrices))) | +linear(rows, turned(parameter(matrices)), bias)"),
+    (False, "+linear(rows, weight(matrices)) | +linear(rows, parameter(matrices), bias)"),
+    (False, "+(matmul | mm)(rows, turned(weight(matrices)))"),
+    (True, "+(matmul | mm)(rows, weight(matrices))"),
+)
+ACTIVATIONS = {
+    "silu": "silu(gate)",
+    "gelu": "gelu(gate)",
+    "gelu_tanh": "gelu(gate, approximate='tanh')",
+    "relu": "relu(gate)",
+}
+MLPS = (
+    "product(activated(product(x, first, turned, bias), activation), second, second_turned, second_bias)",
+    """product(mul(half(whole, 1), activated(half((whole := product(x, first, turned, bias)), 0), activation)),
+               second, second_turned, second_bias)""",
+    """product(mul(product(x, up, turned, up_bias), activated(product(x, first, turned, bias), activation)),
+               second, second_turned, second_bias)""",
+)
+"""an expert: two products around an activation, whose second half or other product may be a gate"""
 
 
-def einsum_dims(node: Node, operands: Sequence[Ref]) -> tuple[str, ...]:
-    """Dims of einsum operands, in this order, and of the result, renamed a, b, … by appearance."""
-    left, _, right = node.args[0].replace(" ", "").partition("->")
-    by_operand = dict(zip((r.name for r in node.args[1]), left.split(","), strict=True))
-    terms = [*(by_operand[r.name] for r in operands), right]
-    names: dict[str, str] = {}
-    for letter in itertools.chain.from_iterable(terms):
-        names.setdefault(letter, chr(ord("a") + len(names)))
-    return tuple("".join(names[x] for x in term) for term in terms)
-
-
-class RoutingPatterns:
-    """Matches patterns of MoE routing in a graph; each method returns None where none is found."""
+class RoutingPatterns(Matcher):
+    """Matches patterns of MoE routing in a graph."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.positions = graph, PositionAnalysis(graph)
-        self._alike: dict[Any, Ref] = {}
+        super().__init__(graph, RULES)
+        self.predicates = {
+            "zeros": lambda x, _: [()] if self.is_zero(x) else [],
+            "constant": lambda x, _: self._constant(x),
+            "parameter": lambda x, _: [(x,)] if self._is_matrix(x) else [],
+            "stack": lambda x, _: self._stack(x),
+            "half": lambda x, _: self._half(x),
+            "activated": lambda x, _: self._activated(x),
+            "gates": lambda x, _: self._gates(x),
+            "column": lambda x, _: self._column(x),
+            "one_hot_mask": lambda x, _: [(x,)] if self.is_one_hot(x) else [],
+            "dense_experts": partial(self.experts, DENSE),
+            "grouped_experts": partial(self.experts, GROUPED),
+            "one_expert": partial(self.experts, OF_ONE),
+        }
+        self.positions = PositionAnalysis(graph)
+        self._first: dict[Any, Ref] = {}
 
-    def made(self, value: Any, *ops: Any) -> Node | None:
-        """The producer of ``value``, if its op is one of ``ops``."""
-        node = self.graph.producers.get(value.name) if isinstance(value, Ref) else None
-        return node if node is not None and node.op in ops else None
+    # --- predicates ---
 
-    def same(self, a: Any, b: Any) -> bool:
-        """Whether two arguments are equal, or computed alike (common subexpressions)."""
-        if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-            return len(a) == len(b) and all(map(self.same, a, b))
-        if a == b or not isinstance(a, Ref) or not isinstance(b, Ref):
-            return bool(a == b)
-        one, other = (self.graph.producers.get(x.name) for x in (a, b))
-        if one is None or other is None or one.op is not other.op or is_random(one):
-            return False
-        alike = one.outputs.index(a.name) == other.outputs.index(b.name) and one.kwargs == other.kwargs
-        return alike and self.same(one.args, other.args)
-
-    def is_zero(self, value: Ref) -> bool:
+    def is_zero(self, value: Any) -> bool:
         known = self.positions(value)
-        return isinstance(known, LinearIndex) and known.is_constant and known.start == 0
+        return known is not None and known.constant == 0
 
-    def times(self, value: Ref) -> Iterator[tuple[Ref, Ref]]:
-        """The factors of a product, in both orders."""
-        node = self.made(value, aten.mul.Tensor)
-        if node is not None and len(node.inputs) == 2:
-            yield node.args[0], node.args[1]
-            yield node.args[1], node.args[0]
+    def _constant(self, value: Any) -> Iterator[tuple[int]]:
+        known = self.graph.constants.get(value.name) if isinstance(value, Ref) else None
+        if known is not None and known.numel() == 1:
+            yield (int(known),)
 
-    # --- experts ---
+    def _is_matrix(self, value: Ref) -> bool:
+        """Whether it is a matrix of its own, as of a module per expert."""
+        return value.name in self.graph.parameters and len(self.graph.shape(value)) == 2
 
-    def activated(self, mid: Ref) -> Iterator[tuple[Ref | None, Ref, str]]:
-        """(up projection or None, gate before its activation, activation): SwiGLU and the like."""
-        sides = [(None, mid), *((up, gate) for gate, up in self.times(mid))]
-        for up, gate in sides:
-            node = self.made(gate, aten.silu.default, aten.gelu.default, aten.relu.default)
-            if node is not None:
-                name = node.op._schema.name.removeprefix("aten::")
-                yield (
-                    up,
-                    node.args[0],
-                    f"{name}_tanh" if name == "gelu" and node.argument("approximate") == "tanh" else name,
-                )
-
-    def first_equal_value(self, value: Ref) -> Ref:
-        """The first value that is computed alike (common subexpression elimination)."""
-        node = self.graph.producers.get(value.name)
-        if node is None or is_random(node) or len(node.outputs) > 1:
-            return value
-        return self._alike.setdefault((node.op, repr(node.args), repr(node.kwargs)), value)
-
-    def halves(self, gate: Ref, up: Ref) -> tuple[Ref] | None:
-        """The value whose halves along the last dim are ``gate`` and ``up``."""
-        node = self.made(gate, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
-        if node is None or node.outputs != (gate.name, up.name) or node.output_slots != (0, 1):
-            return None
-        shapes = {self.graph.shape(name) for name in node.outputs}
-        rank = len(self.graph.shape(gate))
-        whole = self.graph.shape(node.args[0])[-1] == 2 * self.graph.shape(gate)[-1]
-        return (node.args[0],) if len(shapes) == 1 and whole and node.argument("dim") % rank == rank - 1 else None
-
-    def by_expert(self, value: Ref) -> ExpertProduct | None:
-        """A batched product [e, t, n] of rows [t, k] or [e, t, k] with matrices of all experts."""
-        if (node := self.made(value, aten.bmm.default, aten.matmul.default)) is not None:
-            rows, matrices = node.args
-            shapes = self.graph.shapes((rows.name, matrices.name))
-            return ExpertProduct(rows, matrices, True) if len(shapes[1]) == 3 and len(shapes[0]) in (2, 3) else None
-        node = self.made(value, aten.einsum.default)
-        for rows, matrices in (node.args[1], node.args[1][::-1]) if node is not None and len(node.args[1]) == 2 else ():
-            named = einsum_dims(node, (rows, matrices))  # type: ignore[arg-type]
-            if named in (("ab", "cbd", "cad"), ("abc", "acd", "abd")):
-                return ExpertProduct(rows, matrices, True)
-            if named in (("ab", "cdb", "cad"), ("abc", "adc", "abd")):
-                return ExpertProduct(rows, matrices, False)
-        return None
-
-    def grouped_products(self, ends: list[str]) -> ProductMatcher:
-        """Matcher of grouped products (grouped GEMM); appends group ends to ``ends``."""
-
-        def product(value: Ref) -> ExpertProduct | None:
-            if (node := self.made(value, *_GROUPED_MATMULS)) is None or len(node.inputs) != 3:
-                return None
-            rows, matrices, at = (Ref(name) for name in node.inputs)
-            ends.append(at.name)
-            turned = self.made(matrices, aten.transpose.int)
-            if turned is not None and {d % 3 for d in turned.args[1:3]} == {1, 2}:
-                return ExpertProduct(rows, turned.args[0], False)
-            return ExpertProduct(rows, matrices, True)
-
-        return product
-
-    def products_of_expert(self, number: int) -> ProductMatcher:
-        """Matcher of products with the matrix of expert ``number``."""
-
-        def product(value: Ref) -> ExpertProduct | None:
-            node = self.made(self.without_row_reshape(value), aten.matmul.default, aten.mm.default, aten.linear.default)
-            if node is None:
-                return None
-            rows, matrix, *bias = (node.args[i] for i in range(len(node.inputs)))
-            transposed = node.op is not aten.linear.default
-            turned = self.made(matrix, aten.t.default, aten.transpose.int, aten.permute.default)
-            if turned is not None:
-                matrix, transposed = turned.args[0], not transposed
-            if len(self.graph.shape(matrix)) == 2 and matrix.name in self.graph.parameters:  # a module per expert
-                return ExpertProduct(rows, matrix, transposed, *bias)
-            one = self.made(matrix, aten.select.int)
-            if bias or one is None or one.args[1:] != (0, number) or len(self.graph.shape(one.args[0])) != 3:
-                return None
-            return ExpertProduct(rows, self.first_equal_value(one.args[0]), transposed)
-
-        return product
-
-    def without_row_reshape(self, value: Ref) -> Ref:
-        """``value`` without a reshape [t, n] → [t, n] of the same width."""
-        node = self.made(value, aten.reshape.default)
-        shapes = [] if node is None else [self.graph.shape(x) for x in (value, node.args[0])]
-        same = node is not None and [len(s) for s in shapes] == [2, 2] and shapes[0][1] == shapes[1][1]
-        return node.args[0] if node is not None and same else value
-
-    # --- gates ---
-
-    def gates(self, value: Ref) -> tuple[Ref, Ref] | None:
-        """(ids, weights) [t, k] of dense gates [t, e], in the dims before a reshape of t."""
-        if (shaped := self.made(value, aten.reshape.default)) is not None:
-            alike = self.graph.shape(shaped.args[0])[-1:] == self.graph.shape(value)[-1:]
-            return self.gates(shaped.args[0]) if alike else None
-        if (node := self.made(value, aten.scatter.src)) is not None:
-            zeros, dim, ids, weights = node.args
-            rank = len(self.graph.shape(value))
-            same = self.graph.shape(ids) == self.graph.shape(weights)
-            last = dim % rank == rank - 1 > 0
-            return (ids, weights) if self.is_zero(zeros) and last and same and self.is_distinct(ids) else None
-        if (node := self.made(value, aten.sum.dim_IntList)) is not None and node.args[1:] == ([1],):
-            for hot, weights in self.times(node.args[0]):
-                one, last = (
-                    self.made(self.without_casts(hot), aten.one_hot.default),
-                    self.made(weights, aten.unsqueeze.default),
-                )
-                if one is not None and last is not None and last.args[1] in (2, -1):
-                    return self._pair(one, last.args[0])
-        if (node := self.made(value, aten.einsum.default)) is not None and len(node.args[1]) == 2:
-            for hot, weights in (node.args[1], node.args[1][::-1]):
-                one = self.made(self.without_casts(hot), aten.one_hot.default)
-                if one is not None and einsum_dims(node, (hot, weights)) == ("abc", "ab", "ac"):
-                    return self._pair(one, weights)
-        return None
-
-    def column(self, value: Ref) -> tuple[Ref, int] | None:
-        """(gates, number) where ``value`` [.., 1] is column ``number`` of gates [.., e]."""
-        rank = len(self.graph.shape(value))
-        if (node := self.made(value, aten.slice.Tensor)) is not None:
-            start = node.argument("start") or 0
-            one = node.argument("dim") % rank == rank - 1 and self.graph.shape(value)[-1] == 1
-            return (node.args[0], start) if one and isinstance(start, int) and start >= 0 else None
-        wide = self.made(value, aten.unsqueeze.default)
-        one_ = self.made(wide.args[0], aten.select.int) if wide is not None and wide.args[1] in (-1, rank - 1) else None
-        if one_ is None or one_.args[1] not in (-1, rank - 1) or one_.args[2] < 0:
-            return None
-        return one_.args[0], int(one_.args[2])
-
-    def _pair(self, one: Node, weights: Ref) -> tuple[Ref, Ref] | None:
-        ids = one.args[0]
-        shapes = self.graph.shapes((ids.name, weights.name))
-        return (ids, weights) if shapes[0] == shapes[1] and len(shapes[0]) == 2 else None
-
-    def without_casts(self, value: Ref) -> Ref:
-        """``value`` before casts."""
-        node = self.made(value, aten._to_copy.default)
-        return value if node is None else self.without_casts(node.args[0])
-
-    def is_distinct(self, ids: Ref) -> bool:
-        """Whether the ids of a row are distinct: they come from ``topk``."""
-        if (shaped := self.made(ids, aten.reshape.default)) is not None:
-            same = self.graph.shape(shaped.args[0])[-1:] == self.graph.shape(ids)[-1:]
-            return same and self.is_distinct(shaped.args[0])
-        node = self.made(ids, aten.topk.default)
-        rank = len(self.graph.shape(ids))
-        return node is not None and node.outputs[-1] == ids.name and node.argument("dim") % rank == rank - 1
-
-    # --- rows sorted by expert ---
-
-    def divided(self, rows: Ref) -> tuple[Ref | None, int]:
-        """(order, k) of ``rows`` = order // k; (None, 0) if it is something else."""
-        node = self.made(rows, aten.floor_divide.default, aten.div.Tensor_mode)
-        if node is None or not isinstance(node.args[1], int) or node.kwargs.get("rounding_mode", "floor") == "true":
-            return None, 0
-        return node.args[0], node.args[1]
-
-    def sorted_ids(self, order: Ref) -> tuple[Ref, Ref] | None:
-        """(ids [t, k], ids [t · k]) where ``order`` is the argsort of the latter."""
-        node = self.made(order, aten.argsort.default, aten.argsort.stable, aten.sort.default, aten.sort.stable)
-        if node is None or node.argument("descending") or (len(node.outputs) == 2 and node.outputs[1] != order.name):
-            return None
-        flat = Ref(node.inputs[0])
-        shaped = self.made(flat, aten.reshape.default)
-        whole = None if shaped is None else shaped.args[0]
-        return (whole, flat) if whole is not None and len(self.graph.shape(whole)) == 2 else None
-
-    def picks(self, node: Node) -> Ref | None:
-        """The row indices of an ``index`` or ``index_select``."""
-        if node.op is aten.index_select.default:
-            return node.args[2] if node.args[1] == 0 else None
-        return node.args[1][0] if len(node.args[1]) == 1 else None
-
-    def ends_of(self, ends: Ref) -> tuple[Ref, Ref] | None:
-        """(ids, ids flattened) where ``ends`` is the cumulative sum of their bincount."""
-        sums = self.made(self.without_casts(ends), aten.cumsum.default)
-        counts = self.made(self.without_casts(sums.args[0]), aten.bincount.default) if sums is not None else None
-        if counts is None or len(counts.inputs) != 1:
-            return None
-        shaped = self.made(counts.args[0], aten.reshape.default)
-        return (shaped.args[0], counts.args[0]) if shaped is not None else None
-
-    def weights_in_order(self, factor: Ref, order: Ref, ids: tuple[Ref, Ref]) -> Ref | None:
-        """The weights [t, k] that ``factor`` [t · k, 1] has in sorted ``order``."""
-        last = self.made(factor, aten.unsqueeze.default)
-        picked = self.made(last.args[0], aten.index.Tensor, aten.index_select.default) if last is not None else None
-        if picked is None or not self.same(self.picks(picked), order):
-            return None
-        shaped = self.made(picked.args[0], aten.reshape.default)
-        same = shaped is not None and self.graph.shape(shaped.args[0]) == self.graph.shape(ids[0])
-        return shaped.args[0] if shaped is not None and same else None
-
-    # --- a loop over experts ---
-
-    def of_rows(self, value: Ref, rows: Ref) -> Ref | None:
-        """The source x of ``value`` = x[rows]."""
-        shaped = self.made(value, aten.reshape.default)
-        picked = self.made(value if shaped is None else shaped.args[0], aten.index.Tensor)
-        if picked is None:
-            return None
-        source: Ref = picked.args[0]
-        if shaped is None and picked.args[1] == [rows]:
-            return source
-        wide = self.made(source, aten.unsqueeze.default)
-        if shaped is None or wide is None or wide.args[1] != 0 or picked.args[1] != [None, rows]:
-            return None
-        base: Ref = wide.args[0]
-        shapes = self.graph.shape(value), self.graph.shape(base)
-        return base if [len(s) for s in shapes] == [2, 2] and shapes[0][1] == shapes[1][1] else None
-
-    def added(self, node: Node) -> tuple[Ref, Ref, Ref] | None:
-        """(total, rows, values) of ``total.index_add(0, rows, values)``, or of ``index_put``."""
-        if node.op is aten.index_add.default and node.args[1] == 0 and not node.kwargs:
-            return node.args[0], node.args[2], node.args[3]
-        if node.op is not aten.index_put.default or len(node.args[1]) != 1:
-            return None
-        total, (rows,), value = node.args[:3]
-        if node.argument("accumulate"):
-            return total, rows, value
-        sum_ = self.made(value, aten.add.Tensor)
-        for old, new in (sum_.args, sum_.args[::-1]) if sum_ is not None and not sum_.kwargs else ():
-            read = self.made(old, aten.index.Tensor)
-            if read is not None and read.args[1] == [rows]:
-                return (total, rows, new) if read.args[0] == total else None
-        return None
-
-    def chosen(self, rows: Ref) -> tuple[ExpertIds, int, Ref | None] | None:
-        """(ids, expert, slots): ``rows``, ``slots`` are the indices where ids [t, k] == expert."""
-        node = self.made(rows, aten.where.default)
-        if node is None or len(node.outputs) != 2:
-            return None
-        first, second = node.outputs
-        if (equal := self.made(node.args[0], aten.eq.Scalar)) is not None and rows.name == first:
-            return (equal.args[0], equal.args[1], Ref(second)) if isinstance(equal.args[1], int) else None
-        one = self.of_expert(node.args[0])  # of one_hot(ids) permuted to [experts, k, t]
-        turned = self.made(one[0], aten.permute.default) if one is not None else None
-        if one is None or turned is None or list(turned.args[1]) != [2, 1, 0] or rows.name != second:
-            return None
-        if (hot := self.made(turned.args[0], aten.one_hot.default)) is not None:
-            return hot.args[0], one[1], Ref(first)
-        return (OneHotIds(turned.args[0]), one[1], Ref(first)) if self.is_one_hot(turned.args[0]) else None
-
-    def of_expert(self, value: Ref) -> tuple[Ref, int] | None:
-        """(masks, number) where ``value`` is masks[number], the mask of one expert."""
-        value = self.without_casts(value)
-        while (node := self.made(value, aten.squeeze.dim)) is not None and node.args[1] == 0:
-            value = node.args[0]
-        if (node := self.made(value, aten.select.int)) is not None:
-            return (node.args[0], int(node.args[2])) if node.args[1] == 0 else None
-        node = self.made(value, aten.index.Tensor)
-        if node is None or len(node.args[1]) != 1 or not isinstance(node.args[1][0], Ref):
-            return None
-        number = self.graph.constants.get(node.args[1][0].name)
-        return (node.args[0], int(number)) if number is not None and number.numel() == 1 else None
+    def _stack(self, value: Any) -> Iterator[tuple[Ref]]:
+        """The matrices of all experts; of several that are computed alike, the first."""
+        if len(self.graph.shape(value)) == 3:
+            node = self.graph.producers.get(value.name)
+            plain = node is not None and is_function(node) and len(node.outputs) == 1
+            key = (node.op, repr(node.args), repr(node.kwargs)) if node is not None and plain else value
+            yield (self._first.setdefault(key, value),)
 
     def is_one_hot(self, value: Ref) -> bool:
         """Whether ``value`` is one-hot along the last dim, or zero where a choice was dropped."""
-        if (node := self.made(value, aten.reshape.default)) is not None:
-            return self.graph.shape(node.args[0])[-1] == self.graph.shape(value)[-1] and self.is_one_hot(node.args[0])
-        if self.made(value, aten.one_hot.default) is not None:
+        if self.match("+one_hot(_, _)", value) is not None:
             return True
-        pairs = [(a, self.without_casts(b)) for a, b in self.times(value)]
-        return any(self.graph.types[b.name].dtype == torch.bool and self.is_one_hot(a) for a, b in pairs)
+        for found in self.matches("+mul(hot, ~(kept := _))", value):
+            kept = found["kept"]
+            mask = isinstance(kept, Ref) and self.graph.types[kept.name].dtype == torch.bool
+            if mask and self.is_one_hot(found["hot"]):
+                return True
+        return False
 
-    def kept(self, node: Node) -> Node | None:
-        """The node that adds the rows of one expert, where ``node`` ends a turn of a traced loop.
+    def _gates(self, value: Any) -> Iterator[tuple[Ref, Ref]]:
+        """(ids, weights) [.., k] of dense gates [.., e]."""
+        for found in self.matches(GATES, value):
+            ids, weights = found["ids"], found["weights"]
+            shapes = self.graph.shapes((ids.name, weights.name))
+            if shapes[0] == shapes[1] and len(shapes[0]) > 1:
+                yield ids, weights
 
-        Capture unrolls ``if rows: out = …`` as zero(result) + where(any rows, result, before).
-        """
-        zero, where = (self.made(x, aten.zero.default, aten.where.self) for x in (*node.args, None, None)[:2])
-        if node.op is not aten.add.Tensor or zero is None or where is None or len(where.inputs) < 3:
-            return None
-        condition, result, before = where.args
-        made = self.graph.producers.get(result.name)
-        step = None if made is None or zero.args[0] != result else self.added(made)
-        if step is None or step[0] != before or not self._says_rows(condition, step[1]):
-            return None
-        return made
+    def _column(self, value: Any) -> Iterator[tuple[Ref, int]]:
+        """(gates, number) where ``value`` [.., 1] is column ``number`` of gates [.., e]."""
+        for found in self.matches(COLUMN, value):
+            number = found["number"] or 0
+            if isinstance(number, int) and number >= 0 and self.graph.shape(value)[-1] == 1:
+                yield found["gates"], number
 
-    def _says_rows(self, condition: Ref, rows: Ref) -> bool:
-        """Whether ``condition`` is true if the mask whose indices are ``rows`` is true anywhere."""
-        if (one := self.made(condition, aten.ne.Scalar)) is None or one.args[1] != 0:
-            return False
-        picked, places = self.of_expert(one.args[0]), self.made(rows, aten.where.default)
-        of_rows = self.of_expert(places.args[0]) if places is not None else None
-        if picked is None or of_rows is None or picked[1] != of_rows[1]:
-            return False
-        more = self.made(picked[0], aten.greater.Scalar, aten.gt.Scalar, aten.ne.Scalar)
-        total = self.made(more.args[0], aten.sum.dim_IntList) if more is not None and more.args[1] == 0 else None
-        whole = (
-            total is not None and {d % 3 for d in total.args[1]} == {1, 2} and len(self.graph.shape(total.args[0])) == 3
-        )
-        return total is not None and whole and total.args[0] == of_rows[0]
+    def behind_casts(self, value: Ref) -> list[Ref]:
+        """``value``, and the values before its casts, the last of which is no cast."""
+        return [m["x"] for m in self.matches("~(x := _)", value)]
 
-    def weights_of_slots(self, factor: Ref, rows: Ref, chosen: tuple[ExpertIds, int, Ref | None]) -> Ref | None:
-        """The weights [t, k] of ``factor`` = weights[rows, slots], both of :meth:`chosen`."""
-        last = self.made(factor, aten.unsqueeze.default)
-        picked = self.made(factor if last is None else last.args[0], aten.index.Tensor)
-        if picked is None or list(picked.args[1])[:2] != [rows, chosen[2]] or any(picked.args[1][2:]):
-            return None
-        wide = self.made(picked.args[0], aten.unsqueeze.default)
-        if (wide is None) == (last is None):
-            return None
-        weights = picked.args[0] if wide is None else wide.args[0]
-        ends = last if wide is None else wide
-        return weights if ends is not None and ends.args[1] in (-1, len(self.graph.shape(ends.args[0]))) else None
+    # --- experts ---
+
+    def _half(self, value: Any) -> Iterator[tuple[Ref, int]]:
+        """(whole, number of the half along its last dim)."""
+        for found in self.matches("(split | split_with_sizes | chunk)(whole, _, -1)[slot]", value):
+            if self.graph.shape(found["whole"])[-1] == 2 * self.graph.shape(value)[-1]:
+                yield found["whole"], found["slot"]
+
+    def _activated(self, value: Any) -> Iterator[tuple[Ref, str]]:
+        """(gate, activation)."""
+        for name, form in ACTIVATIONS.items():
+            if (found := self.match(form, value)) is not None:
+                yield found["gate"], name
+
+    def experts(self, products: ProductForms, y: Any, known: Bindings) -> Iterator[tuple[Ref, ExpertMlp]]:
+        """(rows, experts) with results ``y``; ``known``: names in ``products``."""
+        bound = {name: known[name] for name in ("flat", "number") if name in known}
+
+        def product(value: Any, _: Bindings) -> Iterator[tuple[Ref, Ref, bool, Ref | None]]:
+            for transposed, form in products:
+                if (found := self.match(form, value, **bound)) is not None:
+                    yield found["rows"], found["matrices"], transposed, found.get("bias")
+                    return
+
+        self.predicates["product"] = product
+        for form in MLPS:
+            for found in self.matches(form, y):
+                first, biases = ([found[n] for n in names if n in found] for names in _OF_FIRST)
+                with_bias = {bias is not None for bias in (*biases, found["second_bias"])}
+                if len(with_bias) == 1 and len({self.graph.shape(m) for m in first}) == 1:
+                    second = (found["second_bias"],) if True in with_bias else ()
+                    kind = found["activation"], form is not MLPS[0], found["turned"]
+                    turned = found["turned"] != found["second_turned"]
+                    of_first = tuple(biases) if second else ()
+                    yield found["x"], ExpertMlp(tuple(first), found["second"], of_first, second, kind, turned)
+                    return
 
 
-class ExpertMaskPatterns(RoutingPatterns):
-    """Patterns, and those of expert masks; a mask has no slots, which are None."""
+_OF_FIRST = (("first", "up"), ("bias", "up_bias"))
+ExpertMatrices = Ref | tuple[Ref, ...]
+"""matrices of all experts in one tensor, or one per expert"""
 
-    def chosen(self, rows: Ref) -> tuple[ExpertIds, int, Ref | None] | None:
-        """See :meth:`Patterns.chosen`."""
-        node = self.made(rows, aten.any.dim)
-        equal = self.made(node.args[0], aten.eq.Scalar) if node is not None else None
-        if node is None or equal is None or node.argument("keepdim") or not self._is_last(node.args[1], equal.args[0]):
-            return super().chosen(rows)
-        return (equal.args[0], int(equal.args[1]), None) if isinstance(equal.args[1], int) else None
 
-    def weights_of_slots(self, factor: Ref, rows: Ref, chosen: tuple[ExpertIds, int, Ref | None]) -> Ref | None:
-        """See :meth:`Patterns.weights_at`."""
-        ids, number, slots = chosen
-        if slots is not None or not isinstance(ids, Ref):
-            return super().weights_of_slots(factor, rows, chosen)
-        last = self.made(factor, aten.unsqueeze.default)
-        picked = self.made(factor if last is None else last.args[0], aten.index.Tensor)
-        if picked is None or list(picked.args[1]) != [rows] or (last is not None and last.args[1] not in (-1, 1)):
-            return None
-        each: Ref = picked.args[0]  # [..], or [.., 1]
-        if last is None and (wide := self.made(each, aten.unsqueeze.default)) is not None:
-            if wide.args[1] not in (-1, len(self.graph.shape(wide.args[0]))):
-                return None
-            each, last = wide.args[0], wide
-        summed = self.made(each, aten.sum.dim_IntList)
-        if summed is not None and bool(summed.argument("keepdim")) == (last is None) and not summed.argument("dtype"):
-            return self._of_choices(summed.args[0], summed.args[1], ids, number)
-        column = self.made(each, aten.select.int) if last is not None else None
-        if column is None or column.args[2] != number or not self._is_last(column.args[1], column.args[0]):
-            return None
-        routed = self.gates(column.args[0])
-        return routed[1] if routed is not None and routed[0] == ids else None
+@dataclass(frozen=True)
+class ExpertMlp:
+    """Expert MLPs: two products around an activation, of all experts, or of one in a loop."""
 
-    def _of_choices(self, product: Ref, dims: list[int], ids: Ref, number: int) -> Ref | None:
-        """The weights w of ``product`` = w · (ids == number), which is summed over the last dim."""
-        for weights, hit in self.times(product):
-            equal = self.made(self.without_casts(hit), aten.eq.Scalar)
-            if equal is not None and equal.args[:2] == (ids, number):
-                return weights if len(dims) == 1 and self._is_last(dims[0], ids) else None
+    first: tuple[ExpertMatrices, ...]
+    """(matrices,), or (gate matrices, up matrices)"""
+    second: ExpertMatrices
+    first_bias: tuple[ExpertMatrices, ...]
+    second_bias: tuple[ExpertMatrices, ...]
+    form: tuple[str, bool, bool]
+    """(activation, whether it is gated, whether the first matrices are [in, out])"""
+    turned: bool
+    """whether second matrices are [out, in] where the first are [in, out], or vice versa"""
+
+    @property
+    def weights(self) -> tuple[tuple[str, tuple[ExpertMatrices, ...]], ...]:
+        """(operand of ``experts_op``, its matrices or biases); () where it has none."""
+        biases = ("first_bias", self.first_bias), ("second_bias", self.second_bias)
+        return ("first", self.first), ("second", (self.second,)), *biases
+
+
+# --- expert capacity ---
+
+DimNames = tuple[str, ...]
+"""names of a value's dims: rows, "k" (choices of a row), "e" (experts), "c" (slots, capacity)"""
+DimGroups = list[tuple[str, ...]]
+"""per dim of a reshaped value the names of the dims that were merged into it, outer to inner"""
+
+_EXACT_COUNT_DTYPES = (torch.int64, torch.int32, torch.float32, torch.float64)
+"""dtypes in which counts of rows are exact"""
+
+
+class DispatchMask(NamedTuple):
+    """A dispatch or combine mask [rows, experts, capacity], taken apart."""
+
+    hot: OneHotIds
+    """[rows, k, experts], or [rows, experts] with one expert per row"""
+    at: Ref
+    """one-hot slots"""
+    single: bool
+    """whether ``hot`` has no dim k"""
+    gates: Ref | None
+    """factor of a combine mask; None: a dispatch mask"""
+    nonzero: bool
+    """whether the product was cast to bool: 1 wherever it is not zero"""
+
+
+def buffer_products(rank: int, place: int) -> ProductForms:
+    """Products of buffers of this rank, whose dim ``place`` are the experts, with matrices."""
+    rows = "abcd"[:rank]
+    expert, width, made = rows[place], rows[-1], rows[:-1] + "z"
+    return (
+        (True, f"einsum('{rows},{expert}{width}z->{made}', rows, matrices)"),
+        (False, f"einsum('{rows},{expert}z{width}->{made}', rows, matrices)"),
+    )
+
+
+class CapacityPatterns(RoutingPatterns):
+    """Patterns of expert capacity, too: dispatch and combine masks as one-hot products.
+
+        dispatch [t, e, c] = Σ_k hot [t, k, e] · at [t, k, c]   row t is in slot c of expert e
+        combine  [t, e, c] = the same, times the gates          (Lepikhin et al. 2020, GShard)
+        y [t] = Σ_ec combine [t, e, c] · expert_e(Σ_t' dispatch [t', e, c] · x [t'])
+
+    A row's slot is the number of earlier rows that chose the expert, a running count of ``hot``.
+    So a slot holds at most one row, and y [t] = Σ_k gate [t, k] · expert_(t, k)(x [t]) without buffers.
+    """
+
+    def filled(self, buffers: Ref) -> tuple[Ref, Ref, str] | None:
+        """(dispatch mask, rows, dims of the buffers) of einsum("..tec, ..td -> buffers")."""
+        product = product_of(buffers, self.graph)
+        pair = product.operands if product is not None and len(product.operands) == 2 else ()
+        for there, x in itertools.permutations(pair):
+            of_there, of_x, of_buffers = product.named(there, x)  # type: ignore[union-attr]
+            rows, width = of_there[:-2], of_x[-1]
+            kept = {*rows[:-1], *of_there[-2:], width}
+            if of_x == rows + width and set(of_buffers) == kept and of_buffers[-1] == width not in of_there:
+                return there, x, of_buffers
         return None
 
-    def _is_last(self, dim: int, value: Ref) -> bool:
-        rank = len(self.graph.shape(value))
-        return dim % rank == rank - 1
+    def placed(self, value: Ref) -> DispatchMask | None:
+        """``value`` [.., t, e, c] as a mask, if it is one and no slot holds two rows."""
+        rows = tuple(f"t{i}" for i in range(len(self.graph.shape(value)) - 2))
+        behind = self.behind_casts(value)
+        nonzero = any(self.graph.types[x.name].dtype == torch.bool for x in behind[:-1])
+        factors = self._factors(behind[-1], (*rows, "e", "c"))
+        if factors is None:
+            return None
+        chosen = (*rows, "k") if any("k" in dims for _, dims in factors) else rows
+        hots = [(v, dims) for v, dims in factors if "e" in dims and self.is_one_hot(v)]
+        ats = [(v, dims) for v, dims in factors if "c" in dims]
+        gates = [(v, dims) for v, dims in factors if (v, dims) not in (*hots, *ats)]
+        if [dims for _, dims in (*hots, *ats)] != [(*chosen, "e"), (*chosen, "c")] or len(gates) > 1:
+            return None
+        if gates and gates[0][1] != chosen and (gates[0][1] != (*rows, "e") or chosen != rows):
+            return None
+        (hot, _), (at, _) = hots[0], ats[0]
+        if not self._is_apart(at, hot, (*chosen, "e"), rows):
+            return None
+        return DispatchMask(OneHotIds(hot), at, chosen == rows, gates[0][0] if gates else None, nonzero)
+
+    def _factors(self, value: Ref, dims: DimNames) -> list[tuple[Ref, DimNames]] | None:
+        """The factors of ``value``, a product with these dims, summed over "k"; without casts."""
+        value = self.behind_casts(value)[-1]
+        node = self.graph.producers.get(value.name)
+        if len(dims) != len(self.graph.shape(value)):
+            return None
+        if node is None or not {"e", "c", ""} & {*dims} or self.is_one_hot(value):
+            return [(value, dims)]
+        parts: list[tuple[Ref, DimNames]] = []
+        if (product := product_of(node, self.graph)) is not None:
+            names = dict(zip(product.result, dims, strict=True))
+            if len(summed := {*itertools.chain(*product.dims)} - {*product.result}) > 1 or (summed and "k" in dims):
+                return None
+            names |= dict.fromkeys(summed, "k")
+            terms = zip(product.operands, product.dims, strict=True)
+            parts = [(x, tuple(names[a] for a in term)) for x, term in terms]
+        elif (found := self.match("mul(a, b)", value)) is not None and isinstance(found["b"], Ref):
+            for x in (found["a"], found["b"]):  # a dim of length 1 is broadcast: it has no name
+                pairs = [*zip(self.graph.shape(x)[::-1], dims[::-1], self.graph.shape(value)[::-1], strict=False)]
+                parts.append((x, tuple(d if n == full else "" for n, d, full in pairs)[::-1]))
+        elif (found := self.match("unsqueeze(x, dim)", value)) is not None:
+            at = found["dim"]
+            parts = [(found["x"], dims[:at] + dims[at + 1 :])]
+        elif (found := self.match("sum(x, [dim])", value)) is not None and "k" not in dims:
+            at = found["dim"]
+            parts = [(found["x"], (*dims[:at], "k", *dims[at:]))]
+        else:
+            return [(value, dims)]
+        found_in = [self._factors(x, names) for x, names in parts]
+        return None if None in found_in else [*itertools.chain(*found_in)]  # type: ignore[arg-type]
+
+    def _is_apart(self, at: Ref, hot: Ref, dims: DimNames, rows: DimNames) -> bool:
+        """Whether slots ``at`` are distinct: running counts of the one-hot ids behind ``hot``."""
+        base = self._unmasked(hot)
+        found = self.match("~one_hot(place, _)", at)
+        place = self._of_chosen(found["place"], (hot, base)) if found is not None else None
+        if place is None:
+            return False
+        after, count = self._seen(place, base, shifted=True)
+        sums = self.match("cumsum(x, dim, dtype=_)", count)
+        if sums is None or self.graph.types[count.name].dtype not in _EXACT_COUNT_DTYPES:
+            return False
+        before, start = self._seen(sums["x"], base, shifted=False)
+        if not self.alike(start, base):
+            return False
+        sizes = dict(zip(dims, self.graph.shape(base), strict=True))
+        named = _trace_dims(before, [(d,) for d in dims], sizes, self.graph)
+        if named is None or {*named[sums["dim"]]} != {rows[-1], *({"k"} & {*dims})}:
+            return False
+        return _trace_dims(after, named, sizes, self.graph) == [(d,) for d in dims]
+
+    def _unmasked(self, hot: Ref) -> Ref:
+        """The one-hot ids that ``hot`` is a masked part of."""
+        for found in self.matches("mul(a, b)", hot):
+            if self.is_one_hot(found["a"]) and not self.is_one_hot(found["b"]):
+                return self._unmasked(found["a"])
+        return hot
+
+    def _of_chosen(self, value: Ref, hots: Sequence[Ref]) -> Ref | None:
+        """The slots [.., e] that ``value`` reads at the chosen expert: Σ_e slots · hot."""
+        found, place = self.match("~sum(slots, [-1])", value), None
+        while found is not None:
+            value, place = found["slots"], found["slots"] if "hot" in found else None
+            ways = (m for hot in hots for m in self.matches("~mul(slots, ~hot)", value, hot=hot))
+            found = next((m for m in ways if isinstance(m["slots"], Ref)), None)
+        return place
+
+    def _seen(self, value: Ref, base: Ref, shifted: bool) -> tuple[list[Node], Ref]:
+        """(reshapes and permutations in order, their source) of ``value``; casts are ignored.
+
+        ``shifted``: so is the addition of a number, or of ``base``, which is 1 where it counts.
+        """
+        nodes: list[Node] = []
+        while not self.alike(value, base) and (node := self.graph.producers.get(value.name)) is not None:
+            if self.graph.types[value.name].dtype not in _EXACT_COUNT_DTYPES:
+                break
+            if shifted and node.op in (aten.sub.Tensor, aten.add.Tensor) and not node.kwargs:
+                more = node.args[1]
+                if not isinstance(more, int) and (nodes or self.match("~base", more, base=base) is None):
+                    break
+            elif node.op is aten.reshape.default or permutation_of(node, self.graph) is not None:
+                nodes.append(node)
+            elif node.op not in _COPY_OPS:
+                break
+            value = node.args[0]
+        return nodes[::-1], value
+
+
+_COPY_OPS = (aten._to_copy.default, aten.clone.default)
+
+
+def _trace_dims(nodes: Sequence[Node], named: DimGroups, sizes: dict[str, int], graph: Graph) -> DimGroups | None:
+    """The names of the dims after ``nodes``; None where a reshape splits a named dim."""
+    for node in nodes:
+        if (order := permutation_of(node, graph)) is not None:
+            named = [named[d] for d in order]
+            continue
+        flat, named = [*itertools.chain(*named)], []
+        for length in graph.shape(node.outputs[0]):
+            part: tuple[str, ...] = ()
+            while flat and math.prod(sizes[d] for d in part) < length:
+                part = (*part, flat.pop(0))
+            if math.prod(sizes[d] for d in part) != length:
+                return None
+            named.append(part)
+        if flat:
+            return None
+    return named

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from autoshard.aten import aten
-from autoshard.passes.capture.translate.canonicalize import remove_dead
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs
+from autoshard.passes.ir.patterns import Bindings, Matcher, permutation_of
+from autoshard.passes.ir.rewrite import NodeBuilder, rewrite
 from autoshard.passes.rules.base import positive
 from autoshard.runtime.operations.experts import experts_op
 from autoshard.runtime.operations.losses import cross_entropy_op
@@ -25,28 +26,24 @@ from autoshard.runtime.operations.losses import cross_entropy_op
 DimFactors = tuple[tuple[int, ...], ...]
 """per dim the factors whose product it is, by number, outermost first; (): length 1"""
 _RESHAPING_OPS = {aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.clone.default}
-_PERMUTING_OPS: dict[Any, Callable[[Node, list[int]], Sequence[int]]] = {
-    aten.permute.default: lambda node, dims: node.argument("dims"),
-    aten.transpose.int: lambda node, dims: _swap_dims(dims, *(node.argument(name) for name in ("dim0", "dim1"))),
-    aten.t.default: lambda node, dims: dims[::-1],
-}
-"""op → function (node, dims of the operand) → dims in the order of the result"""
 
 
 def unmerge_views(graph: Graph) -> Graph:
     """``graph`` without chains of views that merge dims and split them again."""
-    views, nodes, types, found = dict[str, _ViewChain](), list[Node](), dict(graph.types), False
-    ops = _RESHAPING_OPS | _PERMUTING_OPS.keys()
-    for node in graph.nodes:
-        view = _view_chain_of(node, views, graph) if node.op in ops else None
-        if view is not None:
-            views[node.outputs[0]] = view
-        if view is not None and view.steps > 1 and view.splits_merged_dims:
-            nodes += _emit_view(node, view, types)
-            found = True
-        else:
-            nodes.append(node)
-    return remove_dead(replace(graph, nodes=tuple(nodes), types=types)) if found else graph
+    views = dict[str, _ViewChain]()
+
+    def unmerged(build: NodeBuilder, node: Node) -> bool:
+        moves = node.op in _RESHAPING_OPS or permutation_of(node, graph) is not None
+        view = _view_chain_of(node, views, graph) if moves else None
+        if view is None:
+            return False
+        views[node.outputs[0]] = view
+        split = view.steps > 1 and view.splits_merged_dims
+        if split:
+            _build_view(build, view)
+        return split
+
+    return rewrite(graph, unmerged)
 
 
 @dataclass(frozen=True)
@@ -125,9 +122,8 @@ def _view_chain_of(node: Node, views: dict[str, _ViewChain], graph: Graph) -> _V
     view = views.get(operand)
     if view is None or view.checkpoint != node.checkpoint:
         view = _identity_view(operand, types[0], node.checkpoint)
-    if node.op in _PERMUTING_OPS:
-        rank = len(types[0].shape)
-        return view.turned([positive(d, rank) for d in _PERMUTING_OPS[node.op](node, list(range(rank)))])
+    if (order := permutation_of(node, graph)) is not None:
+        return view.turned(order)
     return view.shaped(types[1].shape) or _identity_view(operand, types[0], node.checkpoint).shaped(types[1].shape)
 
 
@@ -138,16 +134,11 @@ def _identity_view(root: str, type_: TensorType, checkpoint: int) -> _ViewChain:
     return _ViewChain(root, checkpoint, tuple(lengths), dims, dims)
 
 
-def _swap_dims(dims: list[int], a: int, b: int) -> list[int]:
-    dims[a], dims[b] = dims[b], dims[a]
-    return dims
-
-
 def _adjacent_factors(dims: Sequence[Sequence[int]]) -> set[tuple[int, int]]:
     return {pair for dim in dims for pair in itertools.pairwise(dim)}
 
 
-def _emit_view(node: Node, view: _ViewChain, types: dict[str, TensorType]) -> Iterator[Node]:
+def _build_view(build: NodeBuilder, view: _ViewChain) -> None:
     """``view`` as reshape (split), permutation, reshape (merge), without needless steps."""
     together = _adjacent_factors(view.before) & _adjacent_factors(view.after)
     later = {b for _, b in together}
@@ -159,19 +150,16 @@ def _emit_view(node: Node, view: _ViewChain, types: dict[str, TensorType]) -> It
 
     order = [i for dim in view.before for i in dim if i not in later]
     turned = [order.index(i) for dim in view.after for i in dim if i not in later]
-    of, result, ref = types[view.root], types[node.outputs[0]].shape, Ref(view.root)
-    split = tuple(map(length, order))
-    steps: list[tuple[Any, list[int], tuple[int, ...]]] = []
-    if turned != sorted(turned):
-        steps = [(aten.reshape.default, list(split), split)] if of.shape != split else []
-        steps.append((aten.permute.default, turned, tuple(split[i] for i in turned)))
-    if not steps or steps[-1][2] != result:
-        steps.append((aten.reshape.default, list(result), result))
-    for number, (op, given, shape) in enumerate(steps, 1):
-        name = node.outputs[0] if number == len(steps) else f"{node.outputs[0]}_apart{number}"
-        types[name] = replace(types.get(name, of), shape=shape)
-        yield replace(node, name=name, op=op, args=(ref, given), kwargs={}, outputs=(name,), output_slots=(0,))
-        ref = Ref(name)
+    value, shape, result = Ref(view.root), tuple(map(length, order)), build.graph.shape(build.place.outputs[0])
+    if turned == sorted(turned):
+        build.finish(aten.reshape.default, value, list(result))
+        return
+    if build.shape(value) != shape:
+        value = build(aten.reshape.default, value, list(shape))
+    if tuple(shape[i] for i in turned) == result:
+        build.finish(aten.permute.default, value, turned)
+    else:
+        build.finish(aten.reshape.default, build(aten.permute.default, value, turned), list(result))
 
 
 def unflatten_linears(graph: Graph) -> Graph:
@@ -179,42 +167,36 @@ def unflatten_linears(graph: Graph) -> Graph:
 
     A dim b · s could be sharded along s only if b is 1.
     """
-    nodes, types, renamed = list[Node](), dict(graph.types), dict[str, str]()
-    for node in graph.nodes:
-        if node.op is aten.reshape.default and node.inputs[0] in renamed:
-            renamed[node.outputs[0]] = node.inputs[0]
-            continue
-        if (whole := _unflattened_linear(node, graph)) is not None:
-            weight, product, shape = whole
-            (of,) = (types[name] for name in weight.inputs)
-            types[weight.outputs[0]] = TensorType(of.shape[::-1], of.dtype, of.grad)
-            types[node.outputs[0]] = replace(types[node.outputs[0]], shape=shape)
-            renamed[node.outputs[0]] = node.outputs[0]
-            nodes += [weight, product]
-            continue
-        nodes.append(node)
-    return replace(graph, nodes=tuple(nodes), types=types).renamed(renamed) if renamed else graph
+    matcher, unflattened = Matcher(graph), set[str]()
+
+    def linear(build: NodeBuilder, node: Node) -> bool:
+        if node.op is aten.reshape.default and node.inputs[0] in unflattened:
+            build.renamed[node.outputs[0]] = node.inputs[0]
+            return True
+        found = matcher.match(_FLAT_LINEAR, Ref(node.outputs[0])) if node.op is aten.addmm.default else None
+        shape = None if found is None else _restored_shape(node, found, graph)
+        if found is None or shape is None:
+            return False
+        (out,) = node.outputs
+        build.finish(aten.linear.default, found["rows"], build(aten.t.default, found["weight"]), found["bias"])
+        build.types[out] = replace(build.types[out], shape=shape)
+        unflattened.add(out)
+        return True
+
+    return rewrite(graph, linear)
 
 
-def _unflattened_linear(node: Node, graph: Graph) -> tuple[Node, Node, tuple[int, ...]] | None:
-    """(transpose of the weight, linear of the unflattened operand, its shape), or None."""
-    if node.op is not aten.addmm.default or node.kwargs or not isinstance(node.args[1], Ref):
+_FLAT_LINEAR = "addmm(bias, (flat := reshape(rows)), weight)"
+
+
+def _restored_shape(node: Node, found: Bindings, graph: Graph) -> tuple[int, ...] | None:
+    """The shape of the linear of the unflattened rows, if all readers restore it."""
+    (out,), before, (rows, features) = node.outputs, graph.shape(found["rows"]), graph.shape(found["flat"])
+    shape, uses = (*before[:-1], graph.shape(out)[-1]), graph.uses[out]
+    if before[-1] != features or len(before) < 3 or rows != math.prod(before[:-1]) or out in graph.returned:
         return None
-    bias, flat, weight = node.args
-    producer, (out,) = graph.producers.get(flat.name), node.outputs
-    if producer is None or producer.op is not aten.reshape.default or len(graph.shape(bias)) != 1:
-        return None
-    operand = producer.args[0]
-    before, (rows, features) = graph.shape(operand), graph.shape(flat)
-    shape = (*before[:-1], graph.shape(out)[-1])
-    uses = graph.uses[out]
-    if before[-1] != features or len(before) < 3 or rows != math.prod(before[:-1]) or out in graph.returned or not uses:
-        return None
-    if any(u.op is not aten.reshape.default or graph.shape(u.outputs[0]) != shape for u in uses):
-        return None
-    turned = f"{node.name}_weight"
-    made = replace(node, name=turned, op=aten.t.default, args=(weight,), outputs=(turned,), output_slots=(0,))
-    return made, replace(node, op=aten.linear.default, args=(operand, Ref(turned), bias)), shape
+    restored = all(u.op is aten.reshape.default and graph.shape(u.outputs[0]) == shape for u in uses)
+    return shape if uses and restored and len(graph.shape(found["bias"])) == 1 else None
 
 
 LeadingDims = tuple[int, ...]
@@ -245,7 +227,7 @@ def unflatten_rows(graph: Graph) -> Graph:
     """``graph`` with row-wise ops on unflattened rows where experts, losses, reshapes want it."""
     rows = _RowAnalysis(graph)
     wanted = rows.kept()
-    return remove_dead(rows.written(wanted)) if wanted else graph
+    return rows.written(wanted) if wanted else graph
 
 
 class _RowAnalysis:
@@ -353,40 +335,40 @@ class _RowAnalysis:
 
     def written(self, wanted: set[str]) -> Graph:
         """The graph with ``wanted`` nodes on unflattened rows; the others read them flattened."""
-        graph, nodes, types = self.graph, list[Node](), dict(self.graph.types)
+        graph, build = self.graph, NodeBuilder(self.graph)
         apart = dict[str, str]()
         """flat value → the unflattened one"""
         names = dict[str, str]()
         """value → its replacement in nodes that are not wanted"""
+
+        def reshaped(name: str, shape: Sequence[int]) -> str:
+            return build(aten.reshape.default, Ref(name), list(shape)).name
+
         for node in graph.nodes:
+            build.place = node
             (out, *_), source = node.outputs or ("",), node.inputs[0] if node.inputs else ""
             if node.name in wanted:
                 for name in node.inputs[_PER_ROW_OPERANDS[node.op]] if node.op in _PER_ROW_OPERANDS else ():
                     if name not in apart:
-                        of, apart[name] = graph.types[name], f"{name}_rows"
-                        types[apart[name]] = replace(of, shape=(*self.leading_dims[source], *of.shape[1:]))
-                        nodes.append(_reshape_node(node, names.get(name, name), apart[name], types))
-                nodes.append(_rename_reads(self.made[node.name], names | apart))
+                        shape = (*self.leading_dims[source], *graph.shape(name)[1:])
+                        apart[name] = reshaped(names.get(name, name), shape)
+                build.nodes.append(_rename_reads(self.made[node.name], names | apart))
                 for name in self.leading_dims.keys() & node.outputs:
                     of = graph.types[name]
-                    types[name] = replace(of, shape=(*self.leading_dims[name], *of.shape[1:]))
+                    build.types[name] = replace(of, shape=(*self.leading_dims[name], *of.shape[1:]))
                     apart[name] = name
                     if self._is_read_flat(name, wanted):
-                        names[name], types[f"{name}_flat"] = f"{name}_flat", of
-                        nodes.append(_reshape_node(node, name, f"{name}_flat", types))
+                        names[name] = reshaped(name, of.shape)
             elif node.name in self.ends and source in apart:
                 names[out] = apart[source]
             else:
-                nodes.append(_rename_reads(node, names))
+                build.nodes.append(_rename_reads(node, names))
                 if out in self.starts:
-                    shape = (*self.leading_dims[out], *types[out].shape[1:])
-                    apart[out] = names.get(source, source)
-                    if types[source].shape != shape:
-                        types[f"{out}_rows"] = replace(types[out], shape=shape)
-                        nodes.append(_reshape_node(node, apart[out], f"{out}_rows", types))
-                        apart[out] = f"{out}_rows"
+                    shape, apart[out] = (*self.leading_dims[out], *graph.shape(out)[1:]), names.get(source, source)
+                    if graph.shape(source) != shape:
+                        apart[out] = reshaped(apart[out], shape)
         given = replace(graph, nodes=()).renamed(names)
-        return replace(given, nodes=tuple(nodes), types=types)
+        return replace(given, nodes=tuple(build.nodes), types=build.types)
 
     def _is_read_flat(self, name: str, wanted: set[str]) -> bool:
         readers = self.graph.uses[name]
@@ -396,12 +378,6 @@ class _RowAnalysis:
 def _rename_reads(node: Node, names: Mapping[str, str]) -> Node:
     found: Node = map_refs(node, lambda ref: Ref(names.get(ref.name, ref.name)))
     return found
-
-
-def _reshape_node(node: Node, name: str, made: str, types: Mapping[str, TensorType]) -> Node:
-    """A reshape of ``name`` to ``made``, with the metadata of ``node``."""
-    args = (Ref(name), list(types[made].shape))
-    return replace(node, name=made, op=aten.reshape.default, args=args, kwargs={}, outputs=(made,), output_slots=(0,))
 
 
 def _shift_dims(node: Node, rank: int, more: int) -> Node | None:

@@ -18,7 +18,7 @@ from transformers_models import WINDOWS
 
 import autoshard
 from autoshard.passes.capture.export import capture
-from autoshard.passes.capture.translate.positions import LinearIndex, PositionAnalysis
+from autoshard.passes.capture.translate.positions import PositionAnalysis
 from autoshard.passes.ir.graph import Ref
 from autoshard.passes.rules.families.context_parallel import ATTENTION_OPS, band_of
 from autoshard.runtime.attention import ring_geometry as ring_order
@@ -163,10 +163,9 @@ def test_positions_are_what_runs() -> None:
                 continue
             seen += 1
             for at in itertools.product(*map(range, actual.shape)):
-                if isinstance(known, LinearIndex):
-                    found = known.start + sum(s * i for s, i in zip(known.steps, at, strict=True) if s)
-                else:
-                    found = known.at(at[known.column] - at[known.row])
+                form = sum(s * i for s, i in zip(known.steps, at, strict=True))
+                slope, offset = known.at(form)
+                found = slope * form + offset if slope else offset
                 assert actual[at].item() == found, (name, node, at)
     assert seen > 30
 
