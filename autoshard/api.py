@@ -37,17 +37,23 @@ from autoshard.module.ranks.distributed import DistributedModule
 from autoshard.module.ranks.pipelined import PipelinedModule
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.capture.exported.symbolic_shapes import Dynamic, with_static_fallback
-from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch import check_lengths, parse_micro_batches
 from autoshard.passes.propagate.named_strategies import expand_tp_plan
 from autoshard.passes.propagate.recompute import Recompute
-from autoshard.plans.options import CompileOptions
+from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled, Plan
 from autoshard.plans.stages import check_schedule, check_stages, mesh_without_axis
 from autoshard.precision import precision_of
 from autoshard.progress import infrequent_gc
 from autoshard.report.record import Cost
-from autoshard.serving import check_asked, profile_calls, search_jointly, serving_plan, with_serving_layouts
+from autoshard.serving import (
+    check_asked,
+    is_serving_asked,
+    profile_calls,
+    search_jointly,
+    serving_plan,
+    with_serving_layouts,
+)
 
 set_up_logs()
 log = logging.getLogger("autoshard")
@@ -161,6 +167,7 @@ def compile(  # noqa: A001  the public name
     like, hints, recompute, dynamic, inputs, profile = asked
     resolved = Mesh.of(mesh)
     opts = _make_compile_options(
+        model,
         micro_batches,
         mixed_precision,
         hints=hints,
@@ -186,11 +193,12 @@ def compile(  # noqa: A001  the public name
     return sharded
 
 
-def _make_compile_options(micro_batches: int | str, mixed_precision: Any, **asked: Any) -> CompileOptions:
-    opts = CompileOptions(
-        micro_batches=parse_micro_batches(micro_batches), mixed_precision=precision_of(mixed_precision), **asked
-    )
-    return opts.as_planned()
+def _make_compile_options(
+    model: nn.Module, micro_batches: int | str = 1, mixed_precision: Any = None, **asked: Any
+) -> CompileOptions:
+    asked |= {"micro_batches": parse_micro_batches(micro_batches)}
+    asked |= {"mixed_precision": precision_of(mixed_precision)}
+    return CompileOptions(type(model).__name__, **asked).as_planned()
 
 
 def _make_module(model: nn.Module, mesh: MeshLike, resolved: Mesh, settings: CompileSettings) -> ShardedModule:
@@ -272,52 +280,52 @@ def plan(
     example = with_batch_size(batch, tuple(example_args), dict(example_kwargs or {}))
     others = {"stages": stages, "micro_batches": micro_batches != 1, "dynamic": dynamic, "inputs": inputs != "global"}
     check_asked(objective, profile, model.training if training is None else training, others)
-    asked = {
-        "objective": objective,
-        "profile": profile,
-        "hints": hints,
-        "memory_budget": memory_budget,
-        "optimizer": optimizer,
-        "recompute": recompute,
-        "like": like,
-        "mixed_precision": mixed_precision,
-        "schedule": schedule,
-        "stages_per_rank": stages_per_rank,
-        "strict": strict,
-    }
-    if objective != "step" or profile is not None:
-        opts = replace(_make_compile_options(1, **asked), like=expand_tp_plan(model, like))
-        check_schedule(opts, searched=False)
-        calls, title = profile_calls(model, *example, opts), type(model).__name__
-        if mesh is not None:
-            return serving_plan(calls, search_jointly(calls, Mesh.of(mesh, hardware), opts), opts, title)
-        assert devices is not None
-        return served_for(calls, devices, resolve_hardware(hardware or "h100"), opts, title)
-    if mesh is not None:
-        asked |= {"micro_batches": micro_batches, "stages": stages, "inputs": inputs}
-        return compile_for_mesh(
-            model, Mesh.of(mesh, hardware), *example, training=training, dynamic=dynamic, **asked
-        ).plan
+    opts = _make_compile_options(
+        model,
+        micro_batches,
+        mixed_precision,
+        hints=hints,
+        memory_budget=memory_budget,
+        optimizer=optimizer,
+        recompute=recompute,
+        strict=strict,
+        like=like,
+        stages=stages,
+        schedule=schedule,
+        stages_per_rank=stages_per_rank,
+        objective=objective,
+        profile=profile,
+    )
+    if mesh is not None and not is_serving_asked(opts):
+        resolved = Mesh.of(mesh, hardware)
+        return compile_for_mesh(model, resolved, *example, opts, training=training, dynamic=dynamic, inputs=inputs).plan
     if inputs != "global":
         raise MeshError("inputs that a rank brings need a mesh: give mesh= instead of devices=")
-    assert devices is not None
-    opts = _make_compile_options(1 if micro_batches == "auto" else micro_batches, **asked)
-    opts = replace(opts, like=expand_tp_plan(model, like))
-    recorded = _has_backward(model, example, training)
+    opts, kind = replace(opts, like=expand_tp_plan(model, like)), resolve_hardware(hardware or "h100")
     check_schedule(opts, searched=stages is not None or micro_batches == "auto")
-    check_lengths(opts.micro_batches, bool(recorded and dynamic))
-
-    def capture(lengths: Dynamic) -> Graph:
-        return capture_graph(model, *example, training=recorded, dynamic=lengths, precision=opts.mixed_precision)
-
-    graph = with_static_fallback(dynamic, capture)
-    found = graph, devices, resolve_hardware(hardware or "h100"), opts, type(model).__name__
-    if stages is None and micro_batches != "auto":
-        return planned_for(*found)
+    if is_serving_asked(opts):
+        calls = profile_calls(model, *example, opts)
+        if mesh is not None:
+            return serving_plan(calls, search_jointly(calls, Mesh.of(mesh, hardware), opts), opts)
+        assert devices is not None
+        return served_for(calls, devices, kind, opts)
+    assert devices is not None
+    recorded = _has_backward(model, example, training)
+    check_lengths(max(1, opts.micro_batches), bool(recorded and dynamic))
+    graph = with_static_fallback(
+        dynamic,
+        lambda lengths: capture_graph(
+            model, *example, training=recorded, dynamic=lengths, precision=opts.mixed_precision
+        ),
+    )
     if stages not in (None, STAGE_AXIS):
         raise PlanError(f"stages={stages!r}: with devices= the axis of stages is {STAGE_AXIS!r}")
-    batches = None if micro_batches == "auto" or micro_batches == 1 else micro_batches
-    return pipelined_for(*found, batches, least=1 if stages is None else 2)
+    batches = opts.micro_batches if opts.micro_batches > 1 else None
+    opts = replace(opts, stages=None, micro_batches=max(1, opts.micro_batches))
+    if stages is None and micro_batches != "auto":
+        return planned_for(graph, devices, kind, opts)
+    least = 1 if stages is None else 2
+    return pipelined_for(graph, devices, kind, opts, batches, least)
 
 
 def compile_for_mesh(
@@ -325,31 +333,29 @@ def compile_for_mesh(
     mesh: MeshLike,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    opts: CompileOptions | None = None,
     *,
     training: bool | None = None,
     dynamic: Dynamic = False,
     inputs: InputScope = "global",
-    micro_batches: int | Literal["auto"] = 1,
-    mixed_precision: Any = None,
-    stages: str | None = None,
     **asked: Any,
 ) -> Compiled:
-    """All stages of a compilation, without weights or processes. Arguments as of :func:`plan`."""
-    resolved = Mesh.of(mesh)
-    opts = _make_compile_options(micro_batches, mixed_precision, stages=stages, **asked)
-    check_stages(resolved, opts)
-    running = resolved if stages is None else mesh_without_axis(resolved, stages)
+    """All steps, without weights or processes. ``asked``: as of :func:`plan`, in place of ``opts``."""
+    mesh, opts = Mesh.of(mesh), opts or _make_compile_options(model, **asked)
+    check_stages(mesh, opts)
+    running = mesh if opts.stages is None else mesh_without_axis(mesh, opts.stages)
     layouts = local_layouts(model, running, args, kwargs, inputs, opts.hints)
     example = global_examples(args, kwargs, layouts)
-    opts = replace(opts, inputs=() if dynamic or micro_batches != 1 or stages is not None else layouts)
-    others = {"stages": stages, "micro_batches": micro_batches != 1}
+    others = {"stages": opts.stages, "micro_batches": opts.micro_batches != 1}
     check_asked(opts.objective, opts.profile, model.training if training is None else training, others)
-    opts = with_serving_layouts(model, resolved, *example, opts, type(model).__name__)
+    known = KnownLayouts(inputs=() if dynamic or any(others.values()) else layouts)
+    opts, known = with_serving_layouts(model, mesh, example, opts, known)
     recorded = _has_backward(model, example, training)
     check_lengths(opts.micro_batches, bool(recorded and dynamic))
     with report_global_inputs(model, *example, layouts):
         return with_static_fallback(
-            dynamic, lambda lengths: compile_model(model, resolved, *example, opts, training=recorded, dynamic=lengths)
+            dynamic,
+            lambda lengths: compile_model(model, mesh, *example, opts, known, training=recorded, dynamic=lengths),
         )
 
 

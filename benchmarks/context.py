@@ -25,7 +25,7 @@ import autoshard
 from autoshard.hardware import PRESETS
 from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.rules.families import context_parallel
-from autoshard.plans import zigzag
+from autoshard.plans import planning
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
 CASES: tuple[tuple[str, dict[str, int], int, int], ...] = (
@@ -125,7 +125,7 @@ CARRIED: tuple[tuple[str, dict[str, int], int], ...] = (
 def in_either_order(length: int, axes: dict[str, int], kv_heads: int) -> tuple[autoshard.Plan, autoshard.Plan]:
     """The plans of two blocks on nodes of one device, and without a folded order that the graph carries."""
     mesh = autoshard.Mesh(axes, APART)
-    with patch.object(zigzag, "zigzag_ranks", lambda assignment: 0):
+    with patch.object(planning, "zigzag_ranks", lambda assignment: 0):
         plain = planned(length, mesh, 32, kv_heads, None)
     return planned(length, mesh, 32, kv_heads, None), plain
 

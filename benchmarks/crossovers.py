@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.compiler import capture_graph, plan_graph
+from autoshard.compiler import capture_graph
 from autoshard.hardware import PRESETS
 from autoshard.models import Llama, LlamaConfig, Moe, MoeConfig
 from autoshard.passes.propagate.named_strategies import expand_tp_plan
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import plan_graph
 
 COLOURS = ("#c0392b", "#2c5f9e", "#222222")
 WIDTH, HEIGHT, LEFT, BOTTOM = 480, 320, 44, 58

@@ -25,10 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 import autoshard
-from autoshard.compiler import capture_graph, plan_graph
+from autoshard.compiler import capture_graph
 from autoshard.errors import PlanError
 from autoshard.passes.propagate.named_strategies import expand_tp_plan
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import plan_graph
 
 SENT = ("rows", "gradients", "shards", "weights")
 

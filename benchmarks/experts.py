@@ -18,12 +18,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from autoshard.compiler import capture_graph, plan_graph
+from autoshard.compiler import capture_graph
 from autoshard.errors import PlanError
 from autoshard.mesh import Mesh
 from autoshard.models.by_name import load
 from autoshard.passes.propagate.named_strategies import expand_tp_plan
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import plan_graph
 
 SMALL = ("mlp", "gpt", "llama", "moe", "dlrm", "vit", "hf:llama", "hf:gpt2", "hf:bert", "hf:t5")
 LARGE = ("llama:8b", "llama:70b")

@@ -23,12 +23,13 @@ from torch import nn
 
 import autoshard
 from autoshard import Mesh
-from autoshard.compiler import capture_graph, plan_graph
+from autoshard.compiler import capture_graph
 from autoshard.models.llama import LlamaConfig
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.passes.pipeline.partition import BoundarySearch, GraphSegment
 from autoshard.passes.pipeline.schedules import rank_orders, schedule_refusal, simulate_timeline
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import plan_graph
 from autoshard.report.pipeline import StageTimes, stage_times
 
 # --- searches ---

@@ -35,7 +35,7 @@ from autoshard.models import Gpt, GptConfig
 from autoshard.passes.ir.text import show_bytes, show_seconds
 from autoshard.passes.microbatch import micro_batched
 from autoshard.passes.pipeline.schedules import SCHEDULES
-from autoshard.plans.options import CompileOptions
+from autoshard.plans.options import CompileOptions, KnownLayouts
 
 STEPS = 3
 """steps of a cut one after another; the first is not counted: what others did since its last turn emptied the caches"""
@@ -87,7 +87,9 @@ def cuts(model: nn.Module, args: tuple[Tensor, ...], mesh: autoshard.Mesh, count
     assert staged is not None
     chosen, found = staged.boundaries, []
     for cut in dict.fromkeys([*itertools.combinations(places, mesh.size - 1), chosen]):
-        plan = compile_graph(graph, mesh, CompileOptions(stages="pp", micro_batches=count, boundaries=cut)).plan
+        plan = compile_graph(
+            graph, mesh, CompileOptions(stages="pp", micro_batches=count), KnownLayouts(boundaries=cut)
+        ).plan
         sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=count, plan=plan)
         found.append(Cut(named(cut, places), sharded, plan.cost.total_s - plan.cost.optimizer_s))
     return found, named(chosen, places)

@@ -33,13 +33,14 @@ from rich.table import Table
 from torch import nn
 
 import autoshard
-from autoshard.compiler import capture_graph, make_planner
+from autoshard.compiler import capture_graph
 from autoshard.models import Llama, LlamaConfig
 from autoshard.passes.codegen.emit import codegen
 from autoshard.passes.memory import fit
 from autoshard.passes.propagate.named_strategies import NamedStrategy
 from autoshard.plans.describe import describe_program
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import make_planner
 from autoshard.progress import infrequent_gc
 
 MESH = {"dp": 8, "tp": 8}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoshard import Mesh
-from autoshard.compiler import capture_graph, plan_graph
+from autoshard.compiler import capture_graph
 from autoshard.hardware import PRESETS, Hardware, hardware
 from autoshard.models.gpt import Gpt, GptConfig
 from autoshard.models.llama import Llama, LlamaConfig
@@ -34,6 +34,7 @@ from autoshard.passes.propagate.prices.collective_matmul import ring_transfers
 from autoshard.passes.rules import rule_for
 from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
+from autoshard.plans.planning import plan_graph
 from autoshard.precision import Precision
 from autoshard.report.schedule import step_end
 

@@ -100,14 +100,14 @@ def _upcasts_in_float64() -> Iterator[None]:
 @pytest.fixture
 def plain_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans in which attention enters and leaves the folded order by itself: no graph carries it."""
-    monkeypatch.setattr("autoshard.plans.zigzag.zigzag_ranks", lambda assignment: 0)
+    monkeypatch.setattr("autoshard.plans.planning.zigzag_ranks", lambda assignment: 0)
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans in folded order are taken whatever they cost, of as many ranks as there are along ``cp``."""
-    monkeypatch.setattr("autoshard.plans.zigzag.is_cheaper", lambda plan, than: True)
-    monkeypatch.setattr("autoshard.plans.zigzag.zigzag_ranks", lambda assignment: assignment.mesh.size_of("cp"))
+    monkeypatch.setattr("autoshard.plans.planning.order_seconds", lambda found: -found.plan.folded)
+    monkeypatch.setattr("autoshard.plans.planning.zigzag_ranks", lambda assignment: assignment.mesh.size_of("cp"))
 
 
 @pytest.fixture(scope="module")

@@ -108,7 +108,8 @@ def coverage(
     resolved = Mesh.of(mesh) if mesh is not None else Mesh({"x": 2}, hardware=SPLIT_ALL)
     try:
         example = tuple(example_args), dict(example_kwargs or {})
-        found = compile_model(model, resolved, *example, CompileOptions(hints=hints), training=training)
+        opts = CompileOptions(type(model).__name__, hints)
+        found = compile_model(model, resolved, *example, opts, training=training)
     except AutoshardError as error:
         return CoverageReport(resolved, (), f"{type(error).__name__}: {error}")
     return CoverageReport(resolved, _merged_coverage(_coverage_rows(found.graph, found.program, found.plan)))

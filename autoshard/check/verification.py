@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -29,7 +29,6 @@ from autoshard.errors import AutoshardError, RuntimeMismatchError
 from autoshard.mesh import MeshLike
 from autoshard.module.arguments import check_arguments
 from autoshard.module.sharded_module import ShardedModule
-from autoshard.passes.propagate.recompute import Recompute
 from autoshard.plans.plan import Plan
 
 SPARSE_SUFFIX = " (sparse)"
@@ -121,6 +120,10 @@ class VerifyReport:
         return "\n".join(lines)
 
 
+VERIFY_OPTIONS = frozenset("plan hints like stages micro_batches schedule stages_per_rank recompute".split())
+"""options of compile that verify takes"""
+
+
 def verify(
     model: nn.Module,
     mesh: MeshLike,
@@ -130,14 +133,7 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
     steps: int = 1,
-    plan: Plan | None = None,
-    hints: Mapping[str, Any] | None = None,
-    like: api.Like = None,
-    stages: str | None = None,
-    micro_batches: int | Literal["auto"] = 1,
-    schedule: str = "1f1b",
-    stages_per_rank: int | None = None,
-    recompute: Recompute = "auto",
+    **options: Any,
 ) -> VerifyReport:
     """Train copies of ``model``, sharded and unsharded, for ``steps`` AdamW steps and compare them.
 
@@ -154,20 +150,21 @@ def verify(
         atol: differences that do not count, as a share of the largest value of that kind (default:
             ``rtol``), so that zero gradients are not compared with rounding errors.
 
+        options: plan, hints, like, stages, micro_batches, schedule, stages_per_rank and recompute.
+
     Other arguments and errors: :func:`autoshard.compile`. :class:`AutoshardError` for ``steps`` <
     1.
     """
+    if unknown := options.keys() - VERIFY_OPTIONS:
+        raise TypeError(f"verify() got unexpected keyword arguments: {', '.join(sorted(unknown))}")
     check_arguments(model, example_args, example_kwargs)
     if steps < 1:
         raise AutoshardError(f"steps is {steps!r}: at least one step is needed to compare anything")
-    parts: dict[str, Any] = {"stages": stages, "micro_batches": micro_batches}
-    parts |= {"schedule": schedule, "stages_per_rank": stages_per_rank}
-    parts |= {"plan": plan, "hints": hints, "like": like, "recompute": recompute}
     example = tuple(example_args), dict(example_kwargs or {})
-    if plan is None and _dtype_of(model) == torch.float64 and _runs_in_float64(model, example):
+    if options.get("plan") is None and _dtype_of(model) == torch.float64 and _runs_in_float64(model, example):
         with upcasts_in_float64():
-            return _verified(model, mesh, example, rtol, atol, steps, parts)
-    return _verified(model, mesh, example, rtol, atol, steps, parts)
+            return _verified(model, mesh, example, rtol, atol, steps, options)
+    return _verified(model, mesh, example, rtol, atol, steps, options)
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:

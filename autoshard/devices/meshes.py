@@ -6,8 +6,9 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-from autoshard.compiler import plan_graph
+from autoshard.compiler import compile_graph
 from autoshard.errors import MeshError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.mesh import Mesh
@@ -17,14 +18,12 @@ from autoshard.passes.ir.sizes import record_conditions
 from autoshard.passes.ir.text import show_seconds
 from autoshard.passes.lower.lowering import with_length_conditions
 from autoshard.passes.memory import lower_and_simulate
-from autoshard.passes.microbatch import choose_micro_batches
-from autoshard.passes.propagate.hints import micro_batch_placements
 from autoshard.passes.propagate.named_strategies.strategies import axes_by_role
 from autoshard.passes.propagate.op_space import OpSpaces
+from autoshard.passes.search.candidates import Candidates
 from autoshard.plans.describe import describe_program
 from autoshard.plans.options import CompileOptions
 from autoshard.plans.plan import Plan
-from autoshard.plans.zigzag import plan_cheaper_order
 from autoshard.report.record import Candidate, Cost
 from autoshard.runtime.transport.torch_state import without_autocast
 from autoshard.serving import JointPlan, ServedCall, search_jointly, serving_plan
@@ -36,14 +35,29 @@ TIE_SHARE = 1e-6
 
 
 @without_autocast()  # its casts are in the graph
-def planned_for(graph: Graph, devices: int, hardware: Hardware, opts: CompileOptions, title: str) -> Plan:
+def planned_for(graph: Graph, devices: int, hardware: Hardware, opts: CompileOptions) -> Plan:
     """The cheapest plan of ``graph`` on a mesh of ``devices``, with runners-up in ``candidates``.
 
     Every mesh of one and two axes is tried, and the best is divided once more (:func:`divided_mesh_shape`);
     meshes whose compute alone exceeds the best plan are skipped. Axes are named by use: dp, fsdp,
     cp, tp, ep. Raises :class:`MeshError` for an invalid number, :class:`PlanError` without a plan.
     """
-    return MeshSearch(graph, hardware, opts, title).over(devices)
+    return MeshSearch(graph, hardware, opts).over(devices)
+
+
+def check_devices(devices: int) -> None:
+    """Raise :class:`MeshError` for an invalid number of devices."""
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
+
+
+class MeshPlan(NamedTuple):
+    """A plan on a mesh of this shape, with axes named by their use."""
+
+    shape: tuple[int, ...]
+    plan: Plan
+    program: Program
+    """on a mesh with axes named axis0, axis1, …"""
 
 
 @dataclass
@@ -53,44 +67,37 @@ class MeshSearch:
     graph: Graph
     hardware: Hardware
     opts: CompileOptions
-    title: str
-    plans: dict[tuple[int, ...], Plan] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    best: Plan | None = None
-    program: Program | None = None
-    """program of the best plan, on a mesh with axes named axis0, axis1, …"""
+
+    def __post_init__(self) -> None:
+        self.meshes = Candidates[MeshPlan](lambda found: self.seconds(found.plan), tie=TIE_SHARE)
 
     def over(self, devices: int) -> Plan:
         """See :func:`planned_for`."""
-        if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-            raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
+        check_devices(devices)
         if isinstance(self.opts.like, Mapping):
             raise PlanError("like by axis or by module needs a mesh: give mesh=, or a plan's name for all axes")
         for shape in mesh_shapes(devices):
             self.attempt(shape)
-        if self.best is not None:
-            self.attempt(divided_mesh_shape(self.best.mesh.shape, self.hardware.devices_per_node))
+        if self.meshes.best is not None:
+            self.attempt(divided_mesh_shape(self.meshes.best.shape, self.hardware.devices_per_node))
         return self.result()
 
     def attempt(self, shape: tuple[int, ...]) -> None:
-        """Plan on a mesh of this shape, unless it was tried or its lower bound exceeds the best."""
-        if shape in self.plans:
+        """Plan on a mesh of ``shape``, unless it has a plan or its lower bound exceeds the best."""
+        if any(found.shape == shape for found in self.meshes.found):
             return
-        mesh, shown = Mesh({f"axis{i}": n for i, n in enumerate(shape)}, self.hardware), " × ".join(map(str, shape))
+        mesh, name = Mesh({f"axis{i}": n for i, n in enumerate(shape)}, self.hardware), " × ".join(map(str, shape))
         floor = self._floor(mesh)
-        if self.best is not None and floor >= self.seconds(self.best):
-            self.notes.append(f"a mesh of {shown} was not searched: its work alone takes {show_seconds(floor)}")
+        if self.meshes.is_pruned(floor):
+            alone = show_seconds(floor)
+            self.meshes.notes.append(f"a mesh of {name} was not searched: its work alone takes {alone}")
             return
-        try:
+        with self.meshes.attempt(f"a mesh of {name}"):
             graph, program, plan = self._planned(mesh)
-        except PlanError as error:
-            self.notes.append(f"a mesh of {shown} has no plan: {error}")
-            return
-        named = Mesh(axes_by_role(graph, program.assignment), self.hardware)
-        self.plans[shape] = plan = replace(plan, mesh=named)  # its texts keep the old names
-        log.info("mesh %s: %s", plan.mesh, show_seconds(self.seconds(plan)))
-        if self.best is None or self.seconds(plan) < self.seconds(self.best) * (1 - TIE_SHARE):
-            self.best, self.program = plan, program
+            named = Mesh(axes_by_role(graph, program.assignment), self.hardware)
+            plan = replace(plan, mesh=named)  # its texts keep the old names
+            log.info("mesh %s: %s", named, show_seconds(self.seconds(plan)))
+            self.meshes.add(MeshPlan(shape, plan, program))
 
     def seconds(self, plan: Plan) -> float:
         """The objective, in seconds."""
@@ -101,36 +108,29 @@ class MeshSearch:
 
     def _planned(self, mesh: Mesh) -> tuple[Graph, Program, Plan]:
         """(graph, program, plan) on ``mesh``, of one micro-batch if there are several."""
-        opts = self.opts
-        return choose_micro_batches(
-            self.graph,
-            opts.parts,
-            lambda part, _: plan_cheaper_order(part, opts.plan, lambda g: plan_graph(g, mesh, opts, self.title)),
-            lambda found: found[2].cost.total_s,
-            cuts=micro_batch_placements(opts.hints, self.graph),
-        )
+        found = compile_graph(self.graph, mesh, self.opts, dumped=False)
+        return found.graph, found.program, found.plan
 
-    def _named(self, plan: Plan) -> Plan:
-        """``plan`` described again with the names of its mesh's axes."""
-        assert self.program is not None
+    def _named(self, best: MeshPlan) -> Plan:
+        """The plan described again with the names of its mesh's axes."""
+        plan = best.plan
         with record_conditions() as decided:
-            moved = self.program.assignment.on(plan.mesh)
-            program, memory = lower_and_simulate(moved, self.opts.optimizer, self.opts.micro_batches_held)
-        found = describe_program(with_length_conditions(program, decided), self.title, self.opts.optimizer, memory)
+            program, memory = lower_and_simulate(best.program.assignment.on(plan.mesh), self.opts.optimizer)
+        found = describe_program(with_length_conditions(program, decided), self.opts.title, self.opts.optimizer, memory)
         return replace(found, like=plan.like, mixed_precision=plan.mixed_precision, folded=plan.folded)
 
     def result(self) -> Plan:
         """The best plan, on the mesh with named axes, with its runners-up."""
-        if self.best is None:
+        best, notes = self.meshes.best, self.meshes.notes
+        if best is None:
             raise PlanError(
-                f"no mesh of these {self.hardware.name} has a plan: {'; '.join(note.rstrip('.') for note in self.notes)}"
+                f"no mesh of these {self.hardware.name} has a plan: {'; '.join(note.rstrip('.') for note in notes)}"
             )
-        best = self.best
         plan = self._named(best)
-        others = sorted((p for p in self.plans.values() if p is not best), key=self.seconds)
-        runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _slower_by_text(p.cost, best.cost)) for p in others)
-        like = [note for note in best.notes if note.startswith("like=")]
-        return replace(plan, candidates=runners_up, notes=(*like, *plan.notes, *self.notes))
+        others = sorted((p.plan for p in self.meshes.found if p is not best), key=self.seconds)
+        runners_up = tuple(Candidate(p.mesh, p.cost, p.memory, _slower_by_text(p.cost, best.plan.cost)) for p in others)
+        like = [note for note in best.plan.notes if note.startswith("like=")]
+        return replace(plan, candidates=runners_up, notes=(*like, *plan.notes, *notes))
 
 
 def mesh_shapes(devices: int) -> Iterator[tuple[int, ...]]:
@@ -175,11 +175,11 @@ def _slower_by_text(cost: Cost, won: Cost) -> str:
     return f"{show_seconds(more)} slower: {show_seconds(by)} more {what}"
 
 
-def served_for(calls: Sequence[ServedCall], devices: int, hardware: Hardware, opts: CompileOptions, title: str) -> Plan:
+def served_for(calls: Sequence[ServedCall], devices: int, hardware: Hardware, opts: CompileOptions) -> Plan:
     """The plan of :func:`~autoshard.serving.serving_plan` on the best mesh of ``devices``.
 
     Meshes, candidates and errors are those of :func:`~autoshard.devices.meshes.planned_for`."""
-    return _ServingSearch(max(calls, key=lambda c: c.times).graph, hardware, opts, title, calls=calls).over(devices)
+    return _ServingSearch(max(calls, key=lambda c: c.times).graph, hardware, opts, calls=calls).over(devices)
 
 
 @dataclass
@@ -196,11 +196,12 @@ class _ServingSearch(MeshSearch):
 
     def _planned(self, mesh: Mesh) -> tuple[Graph, Program, Plan]:
         self.found[mesh.shape] = found = search_jointly(self.calls, mesh, self.opts)
-        plan = serving_plan(self.calls, found, self.opts, self.title)
+        plan = serving_plan(self.calls, found, self.opts)
         assert plan.serving is not None
         of_tokens = next(n for n, call in enumerate(found.calls) if call.name == plan.serving.decode.name)
         return found.calls[of_tokens].graph, found.programs[of_tokens], plan
 
-    def _named(self, plan: Plan) -> Plan:
+    def _named(self, best: MeshPlan) -> Plan:
         """The plan of all calls, with the names of the mesh's axes."""
-        return serving_plan(self.calls, self.found[plan.mesh.shape].on(plan.mesh, self.opts), self.opts, self.title)
+        moved = self.found[best.shape].on(best.plan.mesh, self.opts)
+        return serving_plan(self.calls, moved, self.opts)

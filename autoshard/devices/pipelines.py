@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from autoshard.compiler import compile_graph, plan_graph
-from autoshard.devices.meshes import mesh_shapes
-from autoshard.errors import AutoshardError, MeshError, PlanError
+from autoshard.compiler import compile_graph
+from autoshard.devices.meshes import check_devices, mesh_shapes
+from autoshard.errors import AutoshardError, PlanError
 from autoshard.hardware import Hardware
 from autoshard.layout import Placement
 from autoshard.mesh import Mesh
@@ -30,11 +30,13 @@ from autoshard.passes.pipeline.schedules import max_in_flight, peak_kept, rank_o
 from autoshard.passes.pipeline.step_times import step_lower_bound
 from autoshard.passes.propagate.hints import micro_batch_placements
 from autoshard.passes.propagate.named_strategies.strategies import axes_by_role
+from autoshard.passes.propagate.planner import SearchSettings
+from autoshard.passes.search.candidates import Candidates
 from autoshard.passes.search.network import Effort
-from autoshard.plans.options import CompileOptions
+from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
+from autoshard.plans.planning import plan_graph
 from autoshard.plans.reuse import assignment_of
-from autoshard.plans.stages import rank_memory_budget
 from autoshard.report.pipeline import stage_times, synchronisation_seconds
 from autoshard.report.record import Candidate, Cost, local_bytes
 from autoshard.runtime.transport.torch_state import without_autocast
@@ -90,9 +92,40 @@ class OneDeviceWork(NamedTuple):
     """activation memory: bytes saved for the backward"""
 
 
+ESTIMATE_EFFORT = Effort(0.1, branches=False)
+"""search effort of an estimate"""
+RETRY_COST = 5
+"""extra cost of an estimate that is repeated with less memory, in estimates"""
+
+
+@dataclass(frozen=True)
+class PipelineEstimate:
+    """Predicted step of a setup with its best schedule, from the plan of the folded graph."""
+
+    setup: PipelineSetup
+    schedule: str
+    seconds: float
+    bubble_s: float
+    boundaries: tuple[int, ...]
+    """positions among the operations of the unfolded graph of one micro-batch"""
+    held: float
+    """bytes of parameters, gradients, optimizer state and activations on the fullest rank"""
+    budget: float
+    """memory limit per rank, in bytes"""
+    plan: Plan
+    """plan of the folded graph"""
+    graph: Graph
+    """the folded graph of one micro-batch"""
+
+    @property
+    def fits(self) -> bool:
+        """Whether states and activations are within the budget."""
+        return self.held <= self.budget
+
+
 @dataclass
-class PipelineBounds:
-    """Lower bounds for setups of a captured graph, from micro-batches with folded equal blocks."""
+class PipelineEstimates:
+    """Lower bounds and estimates for setups of a graph, from micro-batches with folded blocks."""
 
     graph: Graph
     hardware: Hardware
@@ -100,6 +133,8 @@ class PipelineBounds:
     micro: dict[int, Graph] = field(default_factory=dict, init=False)
     one_device_work: dict[int, OneDeviceWork] = field(default_factory=dict, init=False)
     floors: dict[tuple[int, int, int], float] = field(default_factory=dict, init=False)
+    spent: int = 0
+    """effort so far, in estimates that needed no second try"""
 
     @cached_property
     def folded(self) -> DeduplicatedBlocks:
@@ -194,7 +229,7 @@ class PipelineBounds:
 
     def guess(self, setup: PipelineSetup) -> float:
         """Guessed step (seconds), to order the search: even work, bubble, recomputation."""
-        alone, budget = self.alone(setup.batches), rank_memory_budget(self.opts, self.hardware)
+        alone, budget = self.alone(setup.batches), self.opts.budget(self.hardware)
         forward, both = (sum(work / setup.each + launches for work, launches in of) for of in (alone[:1], alone[:2]))
         chunks = max((chunks for _, chunks in self.schedules(setup)), default=0)
         if not chunks:
@@ -207,47 +242,7 @@ class PipelineBounds:
 
     def fits(self, setup: PipelineSetup) -> bool:
         """Whether parameters, gradients and optimizer state fit if sharded over all ranks."""
-        return self.alone(setup.batches).state / setup.ranks <= rank_memory_budget(self.opts, self.hardware)
-
-
-ESTIMATE_EFFORT = Effort(0.1, branches=False)
-"""search effort of an estimate"""
-RETRY_COST = 5
-"""extra cost of an estimate that is repeated with less memory, in estimates"""
-
-
-@dataclass(frozen=True)
-class PipelineEstimate:
-    """Predicted step of a setup with its best schedule, from the plan of the folded graph."""
-
-    setup: PipelineSetup
-    schedule: str
-    seconds: float
-    bubble_s: float
-    boundaries: tuple[int, ...]
-    """positions among the operations of the unfolded graph of one micro-batch"""
-    held: float
-    """bytes of parameters, gradients, optimizer state and activations on the fullest rank"""
-    budget: float
-    """memory limit per rank, in bytes"""
-    plan: Plan
-    """plan of the folded graph"""
-    graph: Graph
-    """the folded graph of one micro-batch"""
-
-    @property
-    def fits(self) -> bool:
-        """Whether states and activations are within the budget."""
-        return self.held <= self.budget
-
-
-@dataclass
-class PipelineEstimates(PipelineBounds):
-    """Estimates of one captured graph."""
-
-    title: str = "model"
-    spent: int = 0
-    """effort so far, in estimates that needed no second try"""
+        return self.alone(setup.batches).state / setup.ranks <= self.opts.budget(self.hardware)
 
     def of(self, setup: PipelineSetup) -> PipelineEstimate:
         """The estimate of ``setup`` with its best schedule; :class:`PlanError` without a plan.
@@ -271,18 +266,12 @@ class PipelineEstimates(PipelineBounds):
         rows, sequence = self.folded.sequence(graph)
         micro_batches_held = max_in_flight(rank_orders("1f1b", setup.stages, setup.batches)[0]) if graph.training else 0
         share = min(1.0, setup.stages * len(rows) / len(sequence))
-        budget, pieces = rank_memory_budget(self.opts, self.hardware), self._pieces(graph, setup, own)
+        budget, pieces = self.opts.budget(self.hardware), self._pieces(graph, setup, own)
         work = max(map(pieces.touched, graph.nodes), default=0.0)
         limit = min(most, share * budget + (1 - share) * min(2 * work, budget / 2))
-        asked = replace(
-            self.opts,
-            stages=None,
-            micro_batches_held=micro_batches_held,
-            keep_gathered=False,
-            memory_budget=limit,
-            effort=ESTIMATE_EFFORT,
-        )
-        _, plan = plan_graph(graph, own, asked, self.title)
+        asked = replace(self.opts, stages=None, memory_budget=limit)
+        settings = SearchSettings(micro_batches_held, keep_gathered=False, effort=ESTIMATE_EFFORT)
+        _, plan = plan_graph(graph, own, asked, settings=settings)
         bare = pieces.between(list(itertools.accumulate(map(len, rows)))[:-1])
         parts = [
             self._piece(piece, nodes, plan, pieces, micro_batches_held) for piece, nodes in zip(bare, rows, strict=True)
@@ -363,7 +352,6 @@ def pipelined_for(
     devices: int,
     hardware: Hardware,
     opts: CompileOptions,
-    title: str,
     batches: int | None = None,
     least: int = 1,
 ) -> Plan:
@@ -376,11 +364,10 @@ def pipelined_for(
 
     Raises :class:`MeshError` for an invalid number of devices, :class:`PlanError` without any plan.
     """
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise MeshError(f"devices={devices!r}: a number of devices is an int of at least 1")
-    search = _PipelineSearch(PipelineEstimates(graph, hardware, opts, title), devices, batches, least)
+    check_devices(devices)
+    search = _PipelineSearch(PipelineEstimates(graph, hardware, opts), devices, batches, least)
     search.run()
-    if not search.found:
+    if search.estimated.best is None:
         raise PlanError(f"no pipeline of these {hardware.name} has a plan: {search.why()}")
     return search.result()
 
@@ -391,37 +378,30 @@ class _PipelineSearch:
     devices: int
     batches: int | None
     least: int
-    found: list[PipelineEstimate] = field(default_factory=list)
+    estimated: Candidates[PipelineEstimate] = field(
+        default_factory=lambda: Candidates(lambda e: e.seconds if e.fits else math.inf)
+    )
     notes: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    """reasons of setups without an estimate"""
     ratios: dict[PipelineSetup, float] = field(default_factory=dict)
     """estimated seconds over guessed seconds; infinite without a plan"""
 
     def run(self) -> None:
         """Estimate setups in order of promise, and prune by lower bounds."""
-        of, best = self.estimates, math.inf
-        every = self.in_order()
+        of, every = self.estimates, self.in_order()
         left, longer, most = every, 0, len(every)
         while left:
-            left = [setup for setup in left if of.floor(setup) < best]
+            left = [setup for setup in left if not self.estimated.is_pruned(of.floor(setup))]
             longer = len(every) - len(self.ratios) - len(left)
             if not left or of.spent >= MOST_ESTIMATES:
                 break
             setup = min(left, key=self.expected_seconds)
             left.remove(setup)
-            try:
+            self.ratios[setup] = math.inf
+            with self.estimated.attempt(str(setup)):
                 estimate = of.of(setup)
-            except PlanError as error:
-                log.info("%s: %s", setup, error)
-                self.ratios[setup] = math.inf
-                self.failed.append(f"{setup} has no plan: {error}")
-                continue
-            log.info("%s, %s: %s", setup, estimate.schedule, show_seconds(estimate.seconds))
-            self.ratios[setup] = estimate.seconds / of.guess(setup)
-            self.found.append(estimate)
-            if estimate.fits:
-                best = min(best, estimate.seconds)
+                log.info("%s, %s: %s", setup, estimate.schedule, show_seconds(estimate.seconds))
+                self.ratios[setup] = estimate.seconds / of.guess(setup)
+                self.estimated.add(estimate)
         if longer:
             self.notes.append(f"{longer} of {most} pipelines were not searched: their work alone takes longer")
         if left:
@@ -466,12 +446,12 @@ class _PipelineSearch:
     def why(self) -> str:
         """Why no setup was found, as text."""
         of = self.estimates
-        if self.failed:
-            return "; ".join(self.failed)
+        if self.estimated.notes:
+            return "; ".join(self.estimated.notes)
         if any(self.setups()):
             return (
                 f"parameters, gradients and the optimizer's state take {show_bytes(of.alone(1).state / self.devices)} where "
-                f"they are spread over all ranks, and a rank may hold {show_bytes(rank_memory_budget(of.opts, of.hardware))}"
+                f"they are spread over all ranks, and a rank may hold {show_bytes(of.opts.budget(of.hardware))}"
             )
         if of.graph.symbols.read:
             return "a batch of open length (dynamic) is one micro-batch, and every stage needs one"
@@ -482,27 +462,23 @@ class _PipelineSearch:
 
     def result(self) -> Plan:
         """The best full plan of the shortest estimates, those that fit into memory first."""
-        ranked, failed = sorted(self.found, key=lambda e: (not e.fits, e.seconds)), list[str]()
-        best: tuple[Plan, PipelineEstimate] | None = None
+        ranked = sorted(self.estimated.found, key=lambda e: (not e.fits, e.seconds))
+        full = Candidates[tuple[Plan, PipelineEstimate]](lambda found: found[0].cost.total_s, refusals=AutoshardError)
         tries = 0
         for estimate in ranked:
-            if best is not None and (estimate.seconds >= best[0].cost.total_s or tries >= MOST_FULL_PLANS):
+            if full.is_pruned(estimate.seconds) or (full.best is not None and tries >= MOST_FULL_PLANS):
                 continue
             tries += 1
-            try:
+            with full.attempt(self._estimate_text(estimate)):
                 plan = self._in_full(estimate)
-            except AutoshardError as error:
-                failed.append(f"{self._estimate_text(estimate)} has no plan: {error}")
-                continue
-            log.info("%s in full: %s", self._estimate_text(estimate), show_seconds(plan.cost.total_s))
-            if best is None or plan.cost.total_s < best[0].cost.total_s:
-                best = plan, estimate
-        if best is None:
-            why = "; ".join([*failed, *self.failed] or self.notes)
+                log.info("%s in full: %s", self._estimate_text(estimate), show_seconds(plan.cost.total_s))
+                full.add((plan, estimate))
+        if full.best is None:
+            why = "; ".join([*full.notes, *self.estimated.notes] or self.notes)
             raise PlanError(f"no pipeline of these {self.estimates.hardware.name} has a plan: {why}")
-        plan, won = best
+        plan, won = full.best
         lost = tuple(self._candidate(e, won, plan) for e in ranked if e is not won)
-        return replace(plan, candidates=lost, notes=(*plan.notes, *failed, *self.notes))
+        return replace(plan, candidates=lost, notes=(*plan.notes, *full.notes, *self.notes))
 
     def _estimate_text(self, estimate: PipelineEstimate) -> str:
         return f"{estimate.setup}, {estimate.schedule}"
@@ -516,10 +492,9 @@ class _PipelineSearch:
     def _in_full(self, estimate: PipelineEstimate) -> Plan:
         of, setup = self.estimates, estimate.setup
         mesh = self._mesh(estimate)
-        opts = replace(of.opts, micro_batches=setup.batches, schedule=estimate.schedule)
-        if setup.stages > 1:
-            opts = replace(opts, stages=STAGE_AXIS, boundaries=estimate.boundaries)
-        return compile_graph(of.graph, mesh, opts, title=of.title).plan
+        stages = STAGE_AXIS if setup.stages > 1 else None
+        opts = replace(of.opts, micro_batches=setup.batches, schedule=estimate.schedule, stages=stages)
+        return compile_graph(of.graph, mesh, opts, KnownLayouts(boundaries=estimate.boundaries)).plan
 
     def _candidate(self, lost: PipelineEstimate, won: PipelineEstimate, plan: Plan) -> Candidate:
         more = lost.seconds - won.seconds

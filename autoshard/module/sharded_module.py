@@ -37,7 +37,6 @@ from autoshard.passes.capture.exported.pytrees import (
 )
 from autoshard.passes.ir.graph import Graph
 from autoshard.plans.plan import Plan
-from autoshard.plans.stages import rank_memory_budget
 from autoshard.report.record import Collective
 from autoshard.runtime.programs.module import RankModule
 from autoshard.runtime.transport.torch_state import autocast_state, without_autocast
@@ -106,7 +105,7 @@ def can_compile_first(sharded: CompilingModule) -> bool:
     recorded calls or scarce memory of the model, nor without data."""
     opts, tensors = sharded._settings.opts, {id(t): t for t in sharded._original_model.tensors()}.values()
     of_whole = opts.hints or opts.plan or opts.stages or is_serving_asked(opts) or _strategy_names_modules(sharded)
-    scarce = 2 * sum(t.nbytes for t in tensors) > rank_memory_budget(opts, sharded.mesh.hardware)
+    scarce = 2 * sum(t.nbytes for t in tensors) > opts.budget(sharded.mesh.hardware)
     return not (of_whole or scarce or any(t.is_meta for t in tensors))
 
 

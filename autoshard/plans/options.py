@@ -1,24 +1,30 @@
-"""Compile options: everything that a user asks for besides model and mesh."""
+"""Compile options of the user, and layouts that earlier programs and the call's arguments fix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autoshard.errors import PlanError
+from autoshard.hardware import Hardware
 from autoshard.layout import Layout
+from autoshard.passes.memory.fit import DEFAULT_BUDGET_SHARE
 from autoshard.passes.microbatch import AUTO
 from autoshard.passes.propagate.recompute import Recompute
-from autoshard.passes.search.network import FULL, Effort
 from autoshard.plans.plan import Plan
 from autoshard.precision import Precision
+
+CallArguments = tuple[Sequence[Any], Mapping[str, Any]]
+"""arguments and keyword arguments of a call"""
 
 
 @dataclass(frozen=True)
 class CompileOptions:
     """Compile options besides model and mesh; see :func:`autoshard.compile`."""
 
+    title: str = "model"
+    """name of the model in plans and source"""
     hints: Mapping[str, Any] | None = None
     memory_budget: float | None = None
     optimizer: str = "adamw"
@@ -28,31 +34,15 @@ class CompileOptions:
     """choices to follow instead of a search"""
     like: Any = None
     """named strategy: a name, a name per mesh axis, or styles by module"""
-    parameters: Mapping[str, Layout] | None = None
-    """layouts of the parameters from an earlier compilation"""
-    states: Mapping[str, Layout] | None = None
-    """layouts of caches (KV cache), by argument name; outputs of these names keep them"""
     mixed_precision: Precision | None = None
     micro_batches: int = 1
     """micro-batches of a step with a backward; AUTO: the cheapest number"""
-    inputs: tuple[Layout | None, ...] = ()
-    """layout per leaf of the arguments; None or missing: replicated"""
     stages: str | None = None
     """the mesh axis of pipeline stages"""
     schedule: str = "1f1b"
     """pipeline schedule: gpipe, 1f1b, interleaved or zero_bubble"""
     stages_per_rank: int | None = None
     """virtual stages per rank, if the schedule interleaves; None: as the shortest step needs"""
-    micro_batches_held: int = 0
-    """of one stage: micro-batches in flight, whose activations it holds at once"""
-    keep_gathered: bool = True
-    """whether the search may keep parameters gathered (ZeRO-1, ZeRO-2)"""
-    boundaries: tuple[int, ...] | None = None
-    """operations of a micro-batch at which stages begin; None: searched"""
-    effort: Effort = FULL
-    """work limit of the search"""
-    homes: Mapping[str, tuple[int, ...]] | None = None
-    """parameter or buffer → its stages in an earlier compilation"""
     objective: str = "step"
     """"step": this call; "latency": the next token of a request; "throughput": all tokens"""
     profile: Mapping[str, Any] | None = None
@@ -92,12 +82,35 @@ class CompileOptions:
         assert self.plan is not None
         return self.plan.micro_batches if self.plan.staged is None else self.plan.staged.micro_batches
 
-    @property
-    def known(self) -> bool:
-        """Whether an earlier program has matched module names: this may run a part of them."""
-        return self.parameters is not None
+    def budget(self, hardware: Hardware) -> float:
+        """Memory budget of a rank in bytes."""
+        return DEFAULT_BUDGET_SHARE * hardware.memory_bytes if self.memory_budget is None else self.memory_budget
 
     @property
     def parts(self) -> int:
         """``micro_batches``; AUTO means the followed plan's number, if there is a plan."""
         return self.parts_of_plan if self.micro_batches == AUTO and self.plan is not None else self.micro_batches
+
+
+@dataclass(frozen=True)
+class KnownLayouts:
+    """Layouts that a program takes as they are, from earlier programs and from its call."""
+
+    parameters: Mapping[str, Layout] | None = None
+    """layouts of parameters and buffers; None: there is no earlier program"""
+    states: Mapping[str, Layout] | None = None
+    """layouts of caches (KV cache), by argument name; outputs of these names keep them"""
+    inputs: tuple[Layout | None, ...] = ()
+    """layout per leaf of the arguments; None or missing: replicated"""
+    homes: Mapping[str, tuple[int, ...]] | None = None
+    """parameter or buffer → its pipeline stages"""
+    boundaries: tuple[int, ...] | None = None
+    """operations of a micro-batch at which stages begin"""
+
+    @property
+    def later(self) -> bool:
+        """Whether an earlier program has matched module names: this may run a part of them."""
+        return self.parameters is not None
+
+
+NOTHING_KNOWN = KnownLayouts()

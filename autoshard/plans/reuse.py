@@ -22,7 +22,7 @@ from autoshard.passes.ir.graph import Graph, Ref, TensorType, map_refs
 from autoshard.passes.propagate.hints import resolve_hints
 from autoshard.passes.propagate.op_space import axis_strategies, is_feasible
 from autoshard.passes.search.network import Solution
-from autoshard.plans.options import CompileOptions
+from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
 
 
@@ -120,7 +120,7 @@ def _check_names(plan: Plan, graph: Graph, public: Mapping[str, str]) -> None:
         )
 
 
-def check_plan_options(plan: Plan, opts: CompileOptions, graph: Graph, mesh: Mesh) -> None:
+def check_plan_options(plan: Plan, opts: CompileOptions, known: KnownLayouts, graph: Graph, mesh: Mesh) -> None:
     """Raise :class:`PlanError` if mixed precision, named strategy or hints differ.
 
     Hints on parameters that an earlier program laid out are ignored.
@@ -138,11 +138,11 @@ def check_plan_options(plan: Plan, opts: CompileOptions, graph: Graph, mesh: Mes
         )
     check_mesh(plan, mesh)
     public = {i.name: i.fqn for i in graph.inputs}
-    for value, hint in resolve_hints(opts.hints, graph, mesh, known=opts.known).items():
+    for value, hint in resolve_hints(opts.hints, graph, mesh, known=known.later).items():
         name = public.get(value, value)
         read = {} if value in graph.parameters else plan.shared  # other hints fix the shared layout of readers
         layout = read.get(name, plan.layouts.get(name))
-        if name in (opts.parameters or {}) or layout is None:
+        if name in (known.parameters or {}) or layout is None:
             continue
         if not hint.meets(layout.placements, mesh):
             raise PlanError(

@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from autoshard.errors import AutoshardError, MeshError, PlanError
-from autoshard.hardware import Hardware
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.codegen import Source, codegen_stages
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.program import Program
-from autoshard.passes.memory.fit import DEFAULT_BUDGET_SHARE
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.pipeline import (
     SegmentedGraph,
@@ -33,8 +31,11 @@ from autoshard.passes.pipeline.schedules import SCHEDULES, peak_kept, rank_order
 from autoshard.passes.propagate.hints import resolve_hints, wanted_output_layouts
 from autoshard.passes.propagate.named_strategies import resolve_like
 from autoshard.passes.propagate.objective import LazyAlternatives
-from autoshard.plans.options import CompileOptions
+from autoshard.passes.propagate.planner import SearchSettings
+from autoshard.passes.search.candidates import Candidates
+from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled, Plan
+from autoshard.plans.planning import plan_graph
 from autoshard.plans.reuse import check_mesh, graph_renaming, rename_plan
 from autoshard.report.pipeline import pipeline_cost, pipeline_memory
 from autoshard.report.record import Choice, Staged
@@ -135,8 +136,6 @@ MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble")
 MIN_STAGES_PER_RANK = {"interleaved": 2}
 """fewest stages per rank"""
 
-PlannedGraph = tuple[Program, Plan]
-
 
 def check_stages(mesh: Mesh, opts: CompileOptions) -> None:
     """Raise :class:`MeshError` for an unknown axis, :class:`PlanError` for an unknown schedule."""
@@ -170,7 +169,9 @@ def check_schedule(opts: CompileOptions, searched: bool) -> None:
         )
 
 
-def split_into_stages(graph: Graph, mesh: Mesh, opts: CompileOptions, micro: MicroBatches | None) -> Stages:
+def split_into_stages(
+    graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts, micro: MicroBatches | None
+) -> Stages:
     """The ``graph`` of one micro-batch, split into axis size × stages per rank pipeline stages.
 
     Raises :class:`PlanError` if that is impossible.
@@ -189,13 +190,13 @@ def split_into_stages(graph: Graph, mesh: Mesh, opts: CompileOptions, micro: Mic
         if opts.plan.staged is None:
             raise PlanError(f"stages={opts.stages!r}: the plan that is given has no stages. Plan again with them.")
         return cut_into_stages(pieces, opts.plan.staged.boundaries, loss, idle=True)
-    if opts.boundaries is not None:
-        return cut_into_stages(pieces, opts.boundaries, loss)
-    if opts.homes is not None:
-        last = max((stage for stages in opts.homes.values() for stage in stages), default=0)
+    if known.boundaries is not None:
+        return cut_into_stages(pieces, known.boundaries, loss)
+    if known.homes is not None:
+        last = max((stage for stages in known.homes.values() for stage in stages), default=0)
         each = max(last // ranks + 1, opts.stages_per_rank or MIN_STAGES_PER_RANK.get(opts.schedule, 1))
-        return cut_into_stages(pieces, boundaries_from_homes(pieces, opts.homes, ranks * each), loss, idle=True)
-    budget = rank_memory_budget(opts, mesh.hardware)
+        return cut_into_stages(pieces, boundaries_from_homes(pieces, known.homes, ranks * each), loss, idle=True)
+    budget = opts.budget(mesh.hardware)
     asked = opts.schedule, ranks, opts.micro_batches
     chunks = opts.stages_per_rank or (stages_per_rank(pieces, *asked, budget) if opts.schedule == "interleaved" else 1)
     cuts = stage_boundaries(pieces, *asked, chunks, budget)
@@ -203,26 +204,20 @@ def split_into_stages(graph: Graph, mesh: Mesh, opts: CompileOptions, micro: Mic
 
 
 def compile_stages(
-    graph: Graph,
-    mesh: Mesh,
-    opts: CompileOptions,
-    title: str,
-    micro: MicroBatches | None,
-    plan: Callable[[Graph, Mesh, CompileOptions, str], PlannedGraph],
+    graph: Graph, mesh: Mesh, opts: CompileOptions, known: KnownLayouts, micro: MicroBatches | None
 ) -> Compiled:
-    """The steps after capture for a graph with pipeline stages. ``plan``: plans one graph."""
-    count = micro.count if micro is not None else 1
-    opts = replace(opts, micro_batches=count)
+    """The steps after capture for a graph with pipeline stages."""
+    opts = replace(opts, micro_batches=micro.count if micro is not None else 1)
     assert opts.stages is not None
-    pipeline = split_into_stages(graph, mesh, opts, micro)
-    found, whole = plan_stages(pipeline, mesh, opts, title, plan)
-    if opts.schedule == "zero_bubble" and graph.training:
-        found = [(split_backward(program), one) for program, one in found]
-    programs, recomputed = [program for program, _ in found], [one.recomputed for _, one in found]
-    sources = cache(partial(codegen_stages, programs, title, mesh, opts.stages, recomputed))
+    pipeline = split_into_stages(graph, mesh, opts, known, micro)
+    done, whole = StagePlanner(pipeline, mesh, opts, known).cheapest()
+    split = opts.schedule == "zero_bubble" and graph.training
+    programs = [split_backward(one.program) if split else one.program for one in done]
+    recomputed = [one.plan.recomputed for one in done]
+    sources = cache(partial(codegen_stages, programs, opts.title, mesh, opts.stages, recomputed))
     parts = tuple(
-        Compiled(stage.graph, program, one, lambda number=number: sources()[number])  # type: ignore[misc]
-        for number, (stage, (program, one)) in enumerate(zip(pipeline.each, found, strict=True))
+        Compiled(stage.graph, program, one.plan, lambda number=number: sources()[number])  # type: ignore[misc]
+        for number, (stage, program, one) in enumerate(zip(pipeline.each, programs, done, strict=True))
     )
     inputs = tuple(i.name for i in graph.inputs if i.kind == "input")
 
@@ -232,191 +227,186 @@ def compile_stages(
     return Compiled(graph, programs[0], whole, source, micro, pipeline, parts)
 
 
-def plan_stages(
-    stages: Stages,
-    mesh: Mesh,
-    opts: CompileOptions,
-    title: str,
-    plan: Callable[[Graph, Mesh, CompileOptions, str], PlannedGraph],
-) -> tuple[list[PlannedGraph], Plan]:
-    """Program and plan of every stage, and the combined plan. ``plan``: plans one graph.
-
-    A stage takes a value in the layout in which the previous stage gives it, so nothing is gathered
-    to be sharded again. A parameter of several stages has the layout of the first, or of the last
-    if the step is then shorter. Stages of one rank share its memory by :func:`_stage_budgets`, or
-    equally if that does not fit.
-    """
-    assert opts.stages is not None
-    ranks, budget = mesh.size_of(opts.stages), rank_memory_budget(opts, mesh.hardware)
-    chunks = len(stages) // ranks
-    micro_batches_held = _micro_batches_in_flight(stages, opts, ranks, chunks)
-    own = mesh_without_axis(mesh, opts.stages)
-
-    def one(stage: Stage, asked: CompileOptions) -> PlannedGraph:
-        return plan(stage.graph, own, asked, title)
-
-    planned = partial(_plan_within_limits, opts, one, partial(_plan_in_order, stages, mesh, micro_batches_held, one))
-    if chunks > 1 and stages.whole.training:
-        with suppress(PlanError):
-            found = planned(_stage_budgets(budget, chunks, micro_batches_held, stages, mesh, opts))
-            if found[1].memory.peak <= budget:
-                return found
-    return planned([budget / chunks] * len(stages))
-
-
-def _stage_budgets(
-    budget: float, chunks: int, micro_batches_held: Sequence[int], stages: Stages, mesh: Mesh, opts: CompileOptions
-) -> list[float]:
-    """Bytes that each stage's plan may need, if a rank has several stages (``chunks``).
-
-    States are shared equally, the rest in proportion to micro-batches in flight. Only the running
-    stage needs the working memory of its operations.
-    """
-    assert opts.stages is not None
-    ranks = len(stages) // chunks
-    pieces = SegmentedGraph(stages.whole, mesh_without_axis(mesh, opts.stages), mesh.link(opts.stages), opts.optimizer)
-    state = sum(pieces.states.values()) / len(stages)
-    work = max(map(pieces.touched, stages.whole.nodes), default=0.0)
-    free = max(0.0, budget - chunks * state)
-    shares = (n / sum(micro_batches_held[i % ranks :: ranks]) for i, n in enumerate(micro_batches_held))
-    return [state + free * share + (1 - 1 / chunks) * work for share in shares]
-
-
 TIGHT_STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 """named strategies that are tried if memory is tight"""
 TIGHT_SHARE = 0.5
 """share of a stage's budget below which memory did not influence its plan"""
 
-StageResults = list[tuple[Stage, CompileOptions, PlannedGraph]]
-"""stages in order, their options, and their plans"""
+
+class PlannedStage(NamedTuple):
+    """A stage, what it was planned with, and its plan."""
+
+    stage: Stage
+    opts: CompileOptions
+    known: KnownLayouts
+    settings: SearchSettings
+    program: Program
+    plan: Plan
 
 
-PlanStage = Callable[[Stage, CompileOptions], PlannedGraph]
-"""plans one stage"""
+PlannedPipeline = tuple[tuple[PlannedStage, ...], Plan]
+"""all stages in order, and their combined plan"""
 
 
-def _plan_within_limits(
-    opts: CompileOptions,
-    plan: PlanStage,
-    planned: Callable[[CompileOptions, Sequence[float]], tuple[StageResults, Plan]],
-    limits: Sequence[float],
-) -> tuple[list[PlannedGraph], Plan]:
-    """See :func:`plan_stages`. ``planned``: all stages in order; ``limits``: bytes per stage.
+class StagePlanner:
+    """Plans of the stages of one graph.
 
-    A stage is planned without the later ones, and not optimally under a limit. So if memory may
-    decide, plans that keep parameters gathered and named strategies compete.
+    A stage takes a value in the layout in which the previous stage gives it, so nothing is gathered
+    to be sharded again. A parameter of several stages has the layout of the first, or of the last
+    if the step is then shorter.
     """
-    found: list[tuple[StageResults, Plan]] = []
-    refused: list[PlanError] = []
 
-    def attempt(asked: CompileOptions) -> None:
-        try:
-            found.append(planned(asked, limits))
-        except PlanError as error:
-            refused.append(error)
+    def __init__(self, stages: Stages, mesh: Mesh, opts: CompileOptions, known: KnownLayouts) -> None:
+        assert opts.stages is not None
+        self.stages, self.mesh, self.opts, self.known, self.axis = stages, mesh, opts, known, opts.stages
+        self.own_mesh, ranks = mesh_without_axis(mesh, self.axis), mesh.size_of(self.axis)
+        self.chunks, each = len(stages) // ranks, range(len(stages))
+        order = rank_orders(opts.schedule, ranks, opts.micro_batches, self.chunks) if stages.whole.training else ()
+        held = (int(peak_kept(order[i % ranks], [float(i == k) for k in each])) if order else 0 for i in each)
+        self.in_flight = tuple(held)
+        """micro-batches in flight per stage; 0 without a backward"""
 
-    plain = replace(opts, keep_gathered=False)
-    attempt(plain)
-    free = not (opts.plan or opts.like or opts.hints)
-    if found and free and (last := _last_stage_layouts(found[0][0], plain, plan)):
-        attempt(replace(plain, parameters={**(opts.parameters or {}), **last}))
-    if opts.plan is None and (not found or _is_memory_tight(found[0][0])):
-        attempt(opts)
-        for like in TIGHT_STRATEGIES if free else ():
-            attempt(replace(plain, like=like))
-    if not found:
-        raise refused[0]
-    done, best = min(found, key=lambda one: one[1].cost.total_s)
-    return [one for _, _, one in done], best
+    def cheapest(self) -> PlannedPipeline:
+        """The cheapest plans of all stages.
+
+        Stages of one rank share its memory by :meth:`_stage_budgets`, or equally if that does not fit."""
+        budget = self.opts.budget(self.mesh.hardware)
+        if self.chunks > 1 and self.stages.whole.training:
+            with suppress(PlanError):
+                found = self._within(self._stage_budgets(budget))
+                if found[1].memory.peak <= budget:
+                    return found
+        return self._within([budget / self.chunks] * len(self.stages))
+
+    def _stage_budgets(self, budget: float) -> list[float]:
+        """Bytes that each stage's plan may need, if a rank has several stages.
+
+        States are shared equally, the rest in proportion to micro-batches in flight. Only the running
+        stage needs the working memory of its operations.
+        """
+        ranks, whole = len(self.stages) // self.chunks, self.stages.whole
+        pieces = SegmentedGraph(whole, self.own_mesh, self.mesh.link(self.axis), self.opts.optimizer)
+        state = sum(pieces.states.values()) / len(self.stages)
+        work = max(map(pieces.touched, whole.nodes), default=0.0)
+        free = max(0.0, budget - self.chunks * state)
+        shares = (n / sum(self.in_flight[i % ranks :: ranks]) for i, n in enumerate(self.in_flight))
+        return [state + free * share + (1 - 1 / self.chunks) * work for share in shares]
+
+    def _within(self, limits: Sequence[float]) -> PlannedPipeline:
+        """The cheapest plans within ``limits``, bytes per stage.
+
+        A stage is planned without the later ones, and not optimally under a limit. So if memory may
+        decide, plans that keep parameters gathered and named strategies compete.
+        """
+        found = Candidates[PlannedPipeline](lambda one: one[1].cost.total_s)
+        opts, known = self.opts, self.known
+        with found.attempt("parameters gathered when used"):
+            found.add(self._in_order(opts, known, limits))
+        first, free = found.best, not (opts.plan or opts.like or opts.hints)
+        if first is not None and free and (last := self._last_stage_layouts(first[0])):
+            with found.attempt("layouts of last stages"):
+                layouts = {**(known.parameters or {}), **last}
+                found.add(self._in_order(opts, replace(known, parameters=layouts), limits))
+        if opts.plan is None and (first is None or _is_memory_tight(first[0])):
+            with found.attempt("parameters kept gathered"):
+                found.add(self._in_order(opts, known, limits, keep_gathered=True))
+            for like in TIGHT_STRATEGIES if free else ():
+                with found.attempt(like):
+                    found.add(self._in_order(replace(opts, like=like), known, limits))
+        return found.cheapest()
+
+    def _last_stage_layouts(self, done: Sequence[PlannedStage]) -> dict[str, Layout]:
+        """Shared parameters for which the last stage alone prefers another layout than the first."""
+        found: dict[str, Layout] = {}
+        fixed = set(self.known.parameters or ())
+        for one in reversed(done):
+            taken = one.known.parameters or {}
+            shared = {i.fqn for i in one.stage.graph.inputs if i.kind == "parameter" and i.fqn in taken} - fixed
+            fixed |= shared
+            if shared:
+                free = replace(one.known, parameters={n: x for n, x in taken.items() if n not in shared})
+                alone = plan_graph(one.stage.graph, self.own_mesh, one.opts, free, one.settings)[1].layouts
+                found |= {fqn: alone[fqn] for fqn in shared if alone[fqn] != taken[fqn]}
+        return found
+
+    def _in_order(
+        self, opts: CompileOptions, known: KnownLayouts, limits: Sequence[float], keep_gathered: bool = False
+    ) -> PlannedPipeline:
+        """Plans of the stages one after another, each with what those before it settle."""
+        stages, done = self.stages, list[PlannedStage]()
+        # raises for patterns that match nothing in any stage
+        resolve_hints(opts.hints, stages.whole, self.own_mesh, known=known.later)
+        inputs = dict(zip(stages.whole.flat_inputs, known.inputs, strict=False))
+        taken = {i.fqn: layout for i in stages.whole.inputs if (layout := inputs.get(i.name)) is not None}
+        states = {} if stages.whole.training else {**taken, **(known.states or {})}
+        given_back = wanted_output_layouts(states, stages.whole)
+        received: dict[str, Layout | None] = {}
+        parameters = dict(known.parameters or {})
+        given = opts.plan.staged.plans if opts.plan is not None and opts.plan.staged is not None else ()
+        for stage in stages.each:
+            asked = replace(
+                opts,
+                stages=None,
+                hints=_matching_entries(opts.hints, partial(resolve_hints, graph=stage.graph, mesh=self.own_mesh)),
+                like=_stage_strategy(opts.like, stage, self.own_mesh),
+                plan=cast(Plan, given[stage.number]) if given else None,
+                memory_budget=limits[stage.number],
+            )
+            layouts = KnownLayouts(
+                parameters=dict(parameters),
+                states=_stage_output_layouts(stage, given_back),
+                inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
+            )
+            settings = SearchSettings(self.in_flight[stage.number], keep_gathered)
+            if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
+                asked = replace(asked, plan=_reused_plan(stage, layouts, settings, done))
+            program, plan = plan_graph(stage.graph, self.own_mesh, asked, layouts, settings)
+            done.append(PlannedStage(stage, asked, layouts, settings, program, plan))
+            parameters |= {i.fqn: plan.layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
+            received = dict(zip(stage.sent, plan.outputs, strict=False))
+        plans = [one.plan for one in done]
+        messages = tuple(float(s.message_bytes) for s in stages.each[:-1])
+        sent = tuple(_sent_bytes_per_rank(stage, one) for stage, one in zip(stages.each[:-1], plans, strict=False))
+        record = Staged(
+            self.axis,
+            opts.schedule,
+            opts.micro_batches,
+            stages.boundaries,
+            tuple(plans),
+            messages,
+            sent,
+            self.in_flight,
+        )
+        return tuple(done), combine_stage_plans(stages, plans, self.mesh, record)
 
 
-def _is_memory_tight(done: StageResults) -> bool:
+def _is_memory_tight(done: Sequence[PlannedStage]) -> bool:
     """Whether memory may have influenced the plans of stages with a backward."""
     return any(
-        stage.graph.training and (one.recomputed or one.memory.peak > TIGHT_SHARE * (asked.memory_budget or 0.0))
-        for stage, asked, (_, one) in done
+        one.stage.graph.training
+        and (one.plan.recomputed or one.plan.memory.peak > TIGHT_SHARE * (one.opts.memory_budget or 0.0))
+        for one in done
     )
 
 
-def _last_stage_layouts(done: StageResults, opts: CompileOptions, plan: PlanStage) -> dict[str, Layout]:
-    """Shared parameters whose last stage, planned alone, prefers another layout than the first."""
-    found: dict[str, Layout] = {}
-    fixed = set(opts.parameters or ())
-    for stage, asked, _ in reversed(done):
-        taken = asked.parameters or {}
-        shared = {i.fqn for i in stage.graph.inputs if i.kind == "parameter" and i.fqn in taken} - fixed
-        fixed |= shared
-        if shared:
-            free = replace(asked, parameters={n: x for n, x in taken.items() if n not in shared})
-            alone = plan(stage, free)[1].layouts
-            found |= {fqn: alone[fqn] for fqn in shared if alone[fqn] != taken[fqn]}
-    return found
-
-
-def _plan_in_order(
-    stages: Stages,
-    mesh: Mesh,
-    micro_batches_held: tuple[int, ...],
-    plan: PlanStage,
-    opts: CompileOptions,
-    limits: Sequence[float],
-) -> tuple[StageResults, Plan]:
-    """Plan the stages in order. ``micro_batches_held``: see :func:`_micro_batches_in_flight`."""
-    axis = opts.stages
-    assert axis is not None
-    own, done = mesh_without_axis(mesh, axis), StageResults()
-    # raises for patterns that match nothing in any stage
-    resolve_hints(opts.hints, stages.whole, own, known=opts.known)
-    inputs = dict(zip(stages.whole.flat_inputs, opts.inputs, strict=False))
-    taken = {i.fqn: layout for i in stages.whole.inputs if (layout := inputs.get(i.name)) is not None}
-    given_back = wanted_output_layouts({} if stages.whole.training else {**taken, **(opts.states or {})}, stages.whole)
-    received: dict[str, Layout | None] = {}
-    parameters = dict(opts.parameters or {})
-    given = opts.plan.staged.plans if opts.plan is not None and opts.plan.staged is not None else ()
-    for stage in stages.each:
-        asked = replace(
-            opts,
-            stages=None,
-            hints=_matching_entries(opts.hints, partial(resolve_hints, graph=stage.graph, mesh=own)),
-            like=_stage_strategy(opts.like, stage, own),
-            plan=cast(Plan, given[stage.number]) if given else None,
-            parameters=dict(parameters),
-            micro_batches_held=micro_batches_held[stage.number],
-            memory_budget=limits[stage.number],
-            inputs=tuple(received.get(n) or inputs.get(n) for n in stage.graph.flat_inputs if n is not None),
-            states=_stage_output_layouts(stage, given_back),
-        )
-        if not (asked.hints or asked.plan or isinstance(asked.like, Mapping)):
-            asked = replace(asked, plan=_reused_plan(stage, asked, done))
-        done.append((stage, asked, plan(stage, asked)))
-        one = done[-1][2][1]
-        parameters |= {i.fqn: one.layouts[i.fqn] for i in stage.graph.inputs if i.kind == "parameter"}
-        received = dict(zip(stage.sent, one.outputs, strict=False))
-    plans = [one for _, _, (_, one) in done]
-    messages = tuple(float(s.message_bytes) for s in stages.each[:-1])
-    sent = tuple(_sent_bytes_per_rank(stage, one) for stage, one in zip(stages.each[:-1], plans, strict=False))
-    record = Staged(
-        axis, opts.schedule, opts.micro_batches, stages.boundaries, tuple(plans), messages, sent, micro_batches_held
-    )
-    return done, combine_stage_plans(stages, plans, mesh, record)
-
-
-def _reused_plan(stage: Stage, asked: CompileOptions, done: StageResults) -> Plan | None:
+def _reused_plan(
+    stage: Stage, known: KnownLayouts, settings: SearchSettings, done: Sequence[PlannedStage]
+) -> Plan | None:
     """The plan of an earlier stage that is equal except for names, if it is the best here, too.
 
     That needs as many micro-batches in flight, or fewer and no recomputation.
     """
-    if any(fqn in (asked.parameters or {}) for fqn in stage.held):
+    if any(fqn in (known.parameters or {}) for fqn in stage.held):
         return None
-    for other, opts, (_, plan) in reversed(done):
-        fits = asked.micro_batches_held == opts.micro_batches_held or (
-            asked.micro_batches_held < opts.micro_batches_held and not plan.recomputed
-        )
-        same = asked.inputs == opts.inputs and asked.states == opts.states
-        if fits and same and not any(fqn in (opts.parameters or {}) for fqn in other.held):
-            names = graph_renaming(other.graph, stage.graph)
+    held = settings.micro_batches_held
+    for other in reversed(done):
+        theirs = other.settings.micro_batches_held
+        fits = held == theirs or (held < theirs and not other.plan.recomputed)
+        same = known.inputs == other.known.inputs and known.states == other.known.states
+        if fits and same and not any(fqn in (other.known.parameters or {}) for fqn in other.stage.held):
+            names = graph_renaming(other.stage.graph, stage.graph)
             if names is not None:
-                return rename_plan(plan, names)
+                return rename_plan(other.plan, names)
     return None
 
 
@@ -435,20 +425,6 @@ def _sent_bytes_per_rank(stage: Stage, plan: Plan) -> tuple[float, float]:
         size = math.prod(layout.max_local_shape(type_.example.shape)) * type_.dtype.itemsize
         ahead, back = ahead + size, back + (size if type_.grad else 0.0)
     return ahead, back
-
-
-def _micro_batches_in_flight(stages: Stages, opts: CompileOptions, ranks: int, chunks: int) -> tuple[int, ...]:
-    """Micro-batches in flight per stage, with ``chunks`` stages per rank; 0 without a backward."""
-    if not stages.whole.training:
-        return (0,) * len(stages)
-    order = rank_orders(opts.schedule, ranks, opts.micro_batches, chunks)
-    each = range(len(stages))
-    return tuple(int(peak_kept(order[i % ranks], [float(i == k) for k in each])) for i in each)
-
-
-def rank_memory_budget(opts: CompileOptions, hardware: Hardware) -> float:
-    """Memory budget of a rank in bytes."""
-    return DEFAULT_BUDGET_SHARE * hardware.memory_bytes if opts.memory_budget is None else opts.memory_budget
 
 
 def _stage_strategy(like: Any, stage: Stage, mesh: Mesh) -> Any:

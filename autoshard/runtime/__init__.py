@@ -94,9 +94,10 @@ __all__ = [
 
 from autoshard.runtime.attention.masked_attention import attention, causal_mask, kv_heads
 from autoshard.runtime.attention.ring import banded_rows, gathered_attention, ring_attention
+from autoshard.runtime.attention.ring_geometry import AttentionSpec
 from autoshard.runtime.attention.zigzag import from_zigzag, to_zigzag
 from autoshard.runtime.operations.embedding import pooled, pooled_together, vocab_embedding, vocab_embedding_bag
-from autoshard.runtime.operations.experts import experts
+from autoshard.runtime.operations.experts import ExpertForm, ExpertSharding, experts
 from autoshard.runtime.operations.halo import average, crop, halo, split
 from autoshard.runtime.operations.indexing import (
     part_of_batch,
@@ -156,8 +157,13 @@ from autoshard.runtime.operations.reductions import (
 from autoshard.runtime.operations.stacked import stacked
 from autoshard.runtime.operations.tables import table_wise
 from autoshard.runtime.transport.sparse_gradients import cast_table
+from autoshard.runtime.transport.window import Window
 
 __all__ += [
+    "AttentionSpec",
+    "ExpertForm",
+    "ExpertSharding",
+    "Window",
     "all",
     "amax",
     "amin",

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from torch import nn
 
-from autoshard.compiler import capture_graph, make_planner
+from autoshard.compiler import capture_graph
 from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
@@ -29,7 +29,6 @@ from autoshard.passes.ir.program import Program
 from autoshard.passes.ir.text import show_bytes
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.passes.memory import lower_and_simulate, search_within_memory
-from autoshard.passes.memory.fit import DEFAULT_BUDGET_SHARE
 from autoshard.passes.propagate.named_strategies import expand_tp_plan, resolve_like
 from autoshard.passes.propagate.network import BuiltNetwork, LayoutNetwork, NetworkVariable
 from autoshard.passes.propagate.planner import Planner, decode_assignment
@@ -37,10 +36,12 @@ from autoshard.passes.rules.families.embedding import LOOKUP_OPS
 from autoshard.passes.rules.restrictions import check_random, check_rules
 from autoshard.passes.search import CostNetwork, LinearRow, Prepared, Solution
 from autoshard.passes.search.arrays import Matrix, map_entries
+from autoshard.passes.search.candidates import Candidates
 from autoshard.passes.search.network import FULL, Array, Effort
 from autoshard.plans.describe import describe_program
-from autoshard.plans.options import CompileOptions
+from autoshard.plans.options import NOTHING_KNOWN, CallArguments, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
+from autoshard.plans.planning import make_planner
 from autoshard.progress import shown_progress
 from autoshard.report.record import Phase, Serving, local_bytes
 from autoshard.runtime.transport.torch_state import without_autocast
@@ -222,39 +223,35 @@ def is_serving_asked(opts: CompileOptions) -> bool:
 
 
 def with_serving_layouts(
-    model: nn.Module, mesh: Mesh, args: Sequence[Any], kwargs: Mapping[str, Any], opts: CompileOptions, title: str
-) -> CompileOptions:
-    """``opts`` with weights laid out for all calls of the profile, or as in a serving plan."""
+    model: nn.Module, mesh: Mesh, example: CallArguments, opts: CompileOptions, known: KnownLayouts
+) -> tuple[CompileOptions, KnownLayouts]:
+    """``opts``, and layouts for all calls of the profile, or those of a serving plan."""
     plan = opts.plan
     if plan is not None and plan.serving is not None:
         layouts = {n: plan.layouts[n] for n, kind in plan.kinds.items() if kind == "parameter"}
         inputs = {n: plan.layouts[n] for n, kind in plan.kinds.items() if kind == "input"}
-        return replace(opts, plan=None, parameters=layouts, states=inputs)
+        return replace(opts, plan=None), replace(known, parameters=layouts, states=inputs)
     if not is_serving_asked(opts):
-        return opts
-    calls = profile_calls(model, args, kwargs, opts)
-    found = search_jointly(calls, mesh, replace(opts, like=expand_tp_plan(model, opts.like)))
-    log.info("%s: weights laid out for %s", title, ", ".join(f"{c.times:g} × {c.name}" for c in calls))
-    return replace(opts, parameters=found.weights, states=found.states)
+        return opts, known
+    calls = profile_calls(model, *example, opts)
+    found = search_jointly(calls, mesh, replace(opts, like=expand_tp_plan(model, opts.like)), known)
+    log.info("%s: weights laid out for %s", opts.title, ", ".join(f"{c.times:g} × {c.name}" for c in calls))
+    return opts, replace(known, parameters=found.weights, states=found.states)
 
 
-def serving_plan(calls: Sequence[ServedCall], found: JointPlan, opts: CompileOptions, title: str) -> Plan:
+def serving_plan(calls: Sequence[ServedCall], found: JointPlan, opts: CompileOptions) -> Plan:
     """The decode plan with ``serving``, from the result of :func:`search_jointly`."""
     mesh = found.programs[0].assignment.mesh
     plans: dict[str, Plan] = {}
     for call, program, memory in zip(found.calls, found.programs, found.memories, strict=True):
         check_program(program)
-        plan = describe_program(program, title, opts.optimizer, memory)
-        plans[call.name] = replace(plan, like=_like_text(opts), mixed_precision=str(opts.mixed_precision or ""))
+        plan = describe_program(program, opts.title, opts.optimizer, memory)
+        plans[call.name] = replace(plan, like=str(opts.like or ""), mixed_precision=str(opts.mixed_precision or ""))
     phases = tuple(_phase(call, plans[call.name]) for call in calls)
     objective = opts.objective if opts.objective != "step" else "throughput"
     serving = Serving(objective, phases, mesh.size, found.lower_bound)
     plan = plans[serving.decode.name]
     return replace(plan, serving=replace(serving, room=_spare_requests(plan, serving.decode, opts)))
-
-
-def _like_text(opts: CompileOptions) -> str:
-    return "" if opts.like is None else str(opts.like)
 
 
 def profile_calls(
@@ -269,43 +266,41 @@ def profile_calls(
 
 
 @without_autocast()  # its casts are in the graph
-def search_jointly(calls: Sequence[ServedCall], mesh: Mesh, opts: CompileOptions) -> JointPlan:
+def search_jointly(
+    calls: Sequence[ServedCall], mesh: Mesh, opts: CompileOptions, known: KnownLayouts = NOTHING_KNOWN
+) -> JointPlan:
     """The cheapest joint choice for all calls with one layout of the weights.
 
     Memory is searched for the most frequent call; if others do not fit, for the next. Raises
     :class:`PlanError`.
     """
-    errors: list[PlanError] = []
+    found = Candidates[JointPlan](lambda one: one.lower_bound)
     for main in sorted(calls, key=lambda c: -c.times):
         order = (main, *(c for c in calls if c is not main))
-        planners = [_call_planner(call, mesh, opts) for call in order]
+        planners = [_call_planner(call, mesh, opts, known) for call in order]
         others = [(c.times / main.times, p) for c, p in zip(order[1:], planners[1:], strict=True)]
         search = planners[0].prepare = JointSearch(others, _tied_variables(order))
-        try:
-            with shown_progress("planning"):
-                program, memory = search_within_memory(planners[0], opts.memory_budget)
+        with found.attempt(f"memory searched for {main.name}"), shown_progress("planning"):
+            program, memory = search_within_memory(planners[0], opts.memory_budget)
             solution = program.assignment.solution
             rest = [_require_budget(lower_and_simulate(a, opts.optimizer), mesh, opts) for a in search.beside(solution)]
-        except PlanError as error:
-            errors.append(error)
-            continue
-        programs, memories = zip((program, memory), *rest, strict=True)
-        return JointPlan(order, programs, memories, main.times * solution.lower_bound)
-    raise errors[0]
+            programs, memories = zip((program, memory), *rest, strict=True)
+            return JointPlan(order, programs, memories, main.times * solution.lower_bound)
+    return found.cheapest()
 
 
-def _call_planner(call: ServedCall, mesh: Mesh, opts: CompileOptions) -> Planner:
+def _call_planner(call: ServedCall, mesh: Mesh, opts: CompileOptions, known: KnownLayouts) -> Planner:
     check_graph(call.graph)
     check_random(call.graph)
     if opts.strict:
         check_rules(call.graph)
     expert = resolve_like(opts.like, call.graph, mesh)
-    return make_planner(call.graph, mesh, opts, expert, carried=frozenset(n for n, _ in call.carried))
+    return make_planner(call.graph, mesh, opts, expert, known, carried=frozenset(n for n, _ in call.carried))
 
 
 def _require_budget(found: tuple[Program, Memory], mesh: Mesh, opts: CompileOptions) -> tuple[Program, Memory]:
     """``found``; raises :class:`PlanError` if it exceeds the memory budget."""
-    peak, budget = found[1].peak, _memory_budget_bytes(mesh, opts)
+    peak, budget = found[1].peak, opts.budget(mesh.hardware)
     if peak > budget:
         raise PlanError(
             f"no plan within {show_bytes(budget, 4)} per rank was found on {mesh} for all calls of the profile: one of them "
@@ -313,10 +308,6 @@ def _require_budget(found: tuple[Program, Memory], mesh: Mesh, opts: CompileOpti
             "prompts, or more ranks."
         )
     return found
-
-
-def _memory_budget_bytes(mesh: Mesh, opts: CompileOptions) -> float:
-    return opts.memory_budget or DEFAULT_BUDGET_SHARE * mesh.hardware.memory_bytes
 
 
 def _tied_variables(calls: Sequence[ServedCall]) -> list[tuple[GraphVariable, GraphVariable]]:
@@ -374,5 +365,5 @@ def _spare_requests(plan: Plan, decode: Phase, opts: CompileOptions) -> float:
     """More requests whose KV caches would fit."""
     if not decode.caches:
         return math.nan
-    budget = _memory_budget_bytes(plan.mesh, opts)
+    budget = opts.budget(plan.mesh.hardware)
     return float(math.floor(max(0.0, budget - decode.peak) / (decode.caches / decode.requests)))

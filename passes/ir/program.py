@@ -93,6 +93,10 @@ class LocalCall(CallLike):
         return format_call(f"runtime.{self.fn}" if isinstance(self.fn, str) else self.fn, self)
 
 
+SPEC_TYPES = ("AttentionSpec", "ExpertForm")
+"""runtime types that a call takes; their fields are keyword arguments of its operation"""
+
+
 @dataclass(frozen=True, slots=True)
 class Local:
     """This rank's length of a dim of global ``size``, sharded along ``axes`` (outer to inner)."""

@@ -74,7 +74,7 @@ def _look_up_key(s: Statement, program: Program, stored: Container[str], level: 
     """
     call, kwargs = s.call, s.call.kwargs
     if call.fn == TABLE_WISE:
-        form = [(name, kwargs.get(name)) for name in ("last_offset", "sparse", "summed")]
+        form = [(name, kwargs.get(name)) for name in ("sparse", "summed")]
         has = [name in kwargs for name in ("offsets", "weights")]
         return level, repr((call.args[3:], form, has)), program.types[s.outputs[0]].dtype, s.again
     if not _is_pooled_look_up(s) or "sparse" in kwargs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from autoshard.passes.ir.sizes import record_conditions
 from autoshard.passes.ir.text import show_bytes
 from autoshard.passes.lower.lowering import lower_assignment
 from autoshard.passes.memory.simulate import simulate_memory
+from autoshard.passes.propagate.named_strategies import NamedStrategy
 from autoshard.passes.propagate.planner import TIE_BYTES_PER_SECOND, Planner, with_proven_bound
 
 log = logging.getLogger("autoshard.plan")
@@ -60,12 +61,12 @@ FIRST_LIMIT_MARGIN = 0.015
 
 
 def search_within_memory(
-    planner: Planner, memory_budget: float | None, others: Iterable[Callable[[], Planner]] = ()
+    planner: Planner, memory_budget: float | None, baselines: Iterable[NamedStrategy] = ()
 ) -> tuple[Program, Memory]:
     """The cheapest program found whose simulated peak is within ``memory_budget``, and its memory.
 
-    ``memory_budget``: bytes per rank, by default 90 % of the hardware's. ``others``: searches among
-    fewer choices, such as named strategies, tried if the gap to the bound is large. Raises
+    ``memory_budget``: bytes per rank, by default 90 % of the hardware's. ``baselines``:
+    named strategies, tried if the gap to the bound is large. Raises
     :class:`PlanError` if no program fits, with the least peak found and what helps;
     :class:`HintError` from constraints.
     """
@@ -97,7 +98,7 @@ def search_within_memory(
                 planner.lift_restrictions()
                 best.of(_quicker_plans(planner, budget, excess, 0.0, best.seconds))
     if best.gap(bound) > WIDE_GAP and planner.effort.branches:
-        best.of(_plans_of_strategies(others, best))
+        best.of(_plans_of_strategies(planner, baselines, best))
     return _with_bound(best.fits[0], bound), best.fits[1]
 
 
@@ -261,14 +262,14 @@ def _plans_under_limits(
 
 
 def _plans_of_strategies(
-    others: Iterable[Callable[[], Planner]], best: _BestPrograms
+    planner: Planner, baselines: Iterable[NamedStrategy], best: _BestPrograms
 ) -> Iterator[tuple[Program, Memory]]:
     """Results among fewer choices, where the unconstrained optimum beats the best so far."""
-    for make in others:
+    for strategy in baselines:
         with contextlib.suppress(PlanError, HintError):  # does not fit, or contradicts these hints
-            planner = make()
-            if planner.cheapest(rough=True).solution.cost < best.seconds:
-                yield search_within_memory(planner, best.budget)
+            fewer = planner.under(strategy)
+            if fewer.cheapest(rough=True).solution.cost < best.seconds:
+                yield search_within_memory(fewer, best.budget)
 
 
 def _plans_at_peak_moment(

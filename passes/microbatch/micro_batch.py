@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -32,6 +34,12 @@ from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
 from autoshard.runtime.operations.indexing import PART_OF_BATCH
 
+log = logging.getLogger("autoshard.plan")
+
+AUTO = 0
+"""micro_batches="auto"."""
+PRIMES = (2, 3, 5, 7, 11, 13)
+"""one of them must divide the batch"""
 REPEATED_WORK_LIMIT = 0.1
 """without a backward: share of the FLOPs that every micro-batch may repeat for the full batch"""
 
@@ -110,6 +118,55 @@ def hoist_loop_invariant(graph: Graph) -> tuple[Graph, Graph | None]:
     inputs = (*kept, *(Input(name, "input", name) for name in made))
     types = {n: t for n, t in graph.types.items() if n not in graph.producers or graph.producers[n].name not in free}
     return replace(graph, inputs=inputs, nodes=nodes, types={**types, **{n: graph.types[n] for n in made}}), before
+
+
+def parse_micro_batches(asked: Any) -> int:
+    """Parse ``micro_batches``: a number, or "auto" as AUTO. Raises :class:`PlanError` otherwise."""
+    if asked == "auto":
+        return AUTO
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise PlanError(f'micro_batches is a number of at least 1, or "auto", got {asked!r}')
+    return asked
+
+
+def one_micro_batch(
+    graph: Graph, count: int, always: bool = False, cuts: Mapping[str, Placement] | None = None
+) -> tuple[Graph, MicroBatches | None]:
+    """The graph of one of ``count`` micro-batches; ``graph`` itself if it is not divided.
+
+    ``always``: also for one micro-batch, and for calls without a backward where possible.
+    ``cuts``: as ``asked`` of :func:`micro_batched`, which raises :class:`PlanError`.
+    """
+    several = count > 1 or always if graph.training else count > 1 and always
+    if not several:
+        return graph, None
+    try:
+        return micro_batched(graph, count, cuts)
+    except PlanError as error:
+        if graph.training:
+            raise
+        log.info("without a backward, the whole batch at once: %s", error)
+        return graph, None
+
+
+def micro_batch_counts(
+    graph: Graph, asked: int, always: bool = False, cuts: Mapping[str, Placement] | None = None
+) -> list[int]:
+    """``asked``; for AUTO the divisors of the batch, or [1] if it cannot be divided."""
+    if asked != AUTO:
+        return [asked]
+    if not (graph.training or always) or graph.symbols.read:
+        return [1]
+    lengths = [n for i in graph.inputs if i.kind == "input" for n in graph.types[i.name].shape]
+    for prime in (p for p in PRIMES if any(n % p == 0 and n for n in lengths)):
+        try:
+            _, micro = micro_batched(graph, prime, cuts)
+        except PlanError as error:
+            log.info("not in %d micro-batches: %s", prime, error)
+            continue
+        batch = math.gcd(*(graph.types[name].shape[d] for name, d in micro.inputs.values() if d is not None))
+        return [n for n in range(1, batch + 1) if batch % n == 0]
+    return [1]
 
 
 def check_lengths(count: int, are_open: bool) -> None:

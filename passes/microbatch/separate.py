@@ -21,7 +21,7 @@ from autoshard.mesh import Mesh
 from autoshard.passes.ir.analyses import outputs_reached
 from autoshard.passes.ir.assignment import Strategy, normalize_placement
 from autoshard.passes.ir.graph import DimSegments, Graph, Node, Ref, walk
-from autoshard.passes.ir.program import LocalCall, Offset
+from autoshard.passes.ir.program import SPEC_TYPES, LocalCall, Offset
 from autoshard.passes.microbatch.losses import (
     averaged_loss,
     node_location,
@@ -346,10 +346,13 @@ def local_call(node: Node, graph: Graph, mesh: Mesh, strategy: Strategy) -> Loca
     pairs = zip(names, (*strategy.inputs, *strategy.outputs), strict=True)
     placed = tuple((normalize_placement(p, graph.types[n].grad),) for n, p in pairs)
     call = rule.local(replace(op_site(node, graph, mesh, (strategy,), placed), in_micro_batch=True))
-    if rule.named and call.fn == rule.named and call.kwargs.keys() <= {a.name for a in node.op._schema.arguments}:
-        given = {a.name for a in node.op._schema.arguments[: len(call.args)]}
+    specs = [x for x in call.args if isinstance(x, LocalCall) and x.fn in SPEC_TYPES]
+    kwargs = {name: value for part in (*specs, call) for name, value in part.kwargs.items()}
+    if rule.named and call.fn == rule.named and kwargs.keys() <= {a.name for a in node.op._schema.arguments}:
+        args = tuple(x for x in call.args if x not in specs)
+        given = {a.name for a in node.op._schema.arguments[: len(args)]}
         same = {k: v for k, v in node.kwargs.items() if k not in given and not isinstance(v, Ref)}
-        return LocalCall(node.op, call.args, {**same, **call.kwargs})
+        return LocalCall(node.op, args, {**same, **kwargs})
     return call
 
 

@@ -29,6 +29,7 @@ from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.propagate.prices.roofline import optimizer_seconds
 from autoshard.passes.propagate.recompute import duplicable_nodes
 from autoshard.passes.rules.facts import is_view
+from autoshard.passes.search.candidates import Candidates
 
 FREE_MESSAGE_SECONDS = 1e-5
 """seconds that it takes at least to start a message and to wait for it"""
@@ -333,15 +334,15 @@ def stages_per_rank(pieces: SegmentedGraph, schedule: str, ranks: int, batches: 
     More stages shorten the bubble and send more messages; ties go to fewer. 2 if none fits
     ``budget``.
     """
-    parts, found, least = pieces.between(pieces.block_ends), 2, math.inf
+    parts, steps = (
+        pieces.between(pieces.block_ends),
+        Candidates[tuple[int, float]](lambda found: found[1], LEAST_STEP_GAIN),
+    )
     for chunks in range(2, min(MAX_CHUNKS, len(parts) // ranks) + 1):
-        try:
-            step = pieces.cutting(parts, schedule, ranks, batches, chunks, budget).shortest().seconds
-        except PlanError:
-            continue
-        if step < least * (1 - LEAST_STEP_GAIN):
-            found, least = chunks, step
-    return found
+        with steps.attempt(f"{chunks} stages per rank"):
+            search = pieces.cutting(parts, schedule, ranks, batches, chunks, budget)
+            steps.add((chunks, search.shortest().seconds))
+    return 2 if steps.best is None else steps.best[0]
 
 
 def boundaries_from_homes(pieces: SegmentedGraph, homes: Mapping[str, tuple[int, ...]], count: int) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,8 @@ from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.embedding_tables import GroupedOpSpaces, assign_owners, choice_index
 from autoshard.passes.propagate.hints import Constraint, DimLimit
 from autoshard.passes.propagate.live_memory import LiveMemory
-from autoshard.passes.propagate.named_strategies import InfeasibleStrategyError
+from autoshard.passes.propagate.named_strategies import FREE, InfeasibleStrategyError, NamedStrategy, without_hinted
 from autoshard.passes.propagate.network import BuiltNetwork, LayoutNetwork, NetworkVariable
-from autoshard.passes.propagate.op_space import OpRequests
 from autoshard.passes.propagate.recompute import Recompute, offered_zero_stages, recompute_offer, with_model_checkpoints
 from autoshard.passes.search import CostNetwork, LinearRow, Prepared, Solution, solve
 from autoshard.passes.search.arrays import Matrix, map_entries
@@ -113,14 +112,6 @@ LIMITED_EFFORT = 0.1
 """effort of a search under a limit, as a share of the effort of a proof"""
 
 
-def propagate(graph: Graph, mesh: Mesh, constraints: Mapping[str, Constraint | DimLimit]) -> Assignment:
-    """The cheapest assignment of ``graph`` on ``mesh`` under ``constraints``, without memory limit.
-
-    Raises :class:`~autoshard.errors.PlanError` if none satisfies them.
-    """
-    return with_proven_bound(Planner(graph, mesh, constraints).cheapest())
-
-
 def _infeasible_message(constraints: Mapping[str, Constraint | DimLimit], mesh: Mesh) -> str:
     """Error text: a named strategy leaves some operation no layouts, with or without hints."""
     hints = sorted({f"{c.pattern!r} (on {c.name})" for c in constraints.values() if isinstance(c, Constraint)})
@@ -134,6 +125,21 @@ def _infeasible_message(constraints: Mapping[str, Constraint | DimLimit], mesh: 
     return f"what {what}: an operation is left without layouts that its neighbours can give or take.{told} {ask}."
 
 
+@dataclass(frozen=True)
+class SearchSettings:
+    """How one graph is searched as a part of a larger search."""
+
+    micro_batches_held: int = 0
+    """of a pipeline stage: micro-batches in flight, whose activations it holds at once"""
+    keep_gathered: bool = True
+    """whether parameters may stay gathered between forward and backward (ZeRO-1, ZeRO-2)"""
+    effort: Effort = FULL
+    """work limit of the search"""
+
+
+ALONE = SearchSettings()
+
+
 class Planner:
     """Searches of one graph on one mesh. Op spaces, tables and networks are built once for all."""
 
@@ -141,38 +147,30 @@ class Planner:
         self,
         graph: Graph,
         mesh: Mesh,
-        constraints: Mapping[str, Constraint | DimLimit],
+        constraints: Mapping[str, Constraint],
+        strategy: NamedStrategy = FREE,
         optimizer: str = "adamw",
-        asked: Mapping[str, OpRequests] | None = None,
         recompute: Recompute = "none",
-        regather: bool = False,
+        settings: SearchSettings = ALONE,
         given: Mapping[str, Layout] | None = None,
-        zero: Mapping[str, int] | None = None,
-        micro_batches_held: int = 0,
-        keep_gathered: bool = True,
-        effort: Effort = FULL,
         carried: frozenset[str] = frozenset(),
     ) -> None:
-        """``asked``: node → what a named strategy allows. ``regather``: see
-        :func:`~autoshard.passes.propagate.recompute.recompute_offer`. ``given``: layouts of inputs that
-        arrive sharded. ``zero``: parameter → ZeRO stage. ``micro_batches_held``: micro-batches in flight in a
-        pipeline stage. ``keep_gathered``: parameters may stay gathered. ``carried``: inputs returned by an
-        earlier call (KV caches), whose layouts the search chooses."""
-        self.micro_batches_held, self.keep_gathered, self.effort, self.carried = (
-            micro_batches_held,
-            keep_gathered,
-            effort,
-            carried,
-        )
+        """``constraints``: value → layouts; they win over ``strategy``. ``optimizer``: whose state
+        memory counts. ``given``: layouts of inputs that arrive sharded. ``carried``: inputs returned
+        by an earlier call (KV caches), whose layouts the search chooses."""
+        self.hinted, self.recompute, self.settings = constraints, recompute, settings
+        strategy = without_hinted(strategy, constraints, graph, mesh)
+        self.optimizer, self.micro_batches_held = optimizer, settings.micro_batches_held
+        self.keep_gathered, self.effort, self.carried = settings.keep_gathered, settings.effort, carried
         self.prepare: PrepareSearch = _prepare_single
-        self.given, self.zero = given or {}, zero or {}
-        self.graph, self.mesh, self.constraints, self.optimizer = graph, mesh, constraints, optimizer
-        self.spaces, self.keeps = GroupedOpSpaces(graph, mesh, asked), SavedTensorTables(graph, mesh)
+        self.given, self.zero = given or {}, strategy.zero
+        self.graph, self.mesh, self.constraints = graph, mesh, {**strategy.limits, **constraints}
+        self.spaces, self.keeps = GroupedOpSpaces(graph, mesh, strategy.asked), SavedTensorTables(graph, mesh)
         recompute = with_model_checkpoints(graph, recompute)
-        self.offer = recompute_offer(graph, recompute, regather)
+        self.offer = recompute_offer(graph, recompute, strategy.regathers)
         self.searches_recompute = graph.training and recompute == "auto"
         """whether the search chooses per operation what is recomputed"""
-        self.recomputes_nothing = not graph.training or (recompute in ("auto", "none") and not regather)
+        self.recomputes_nothing = not graph.training or (recompute in ("auto", "none") and not strategy.regathers)
         """whether nothing has to be recomputed"""
         self.prices: tuple[float, ...] = ()
         """multipliers of the rows in the last search: the start of the next"""
@@ -195,6 +193,11 @@ class Planner:
         """restriction → the network with its memory rows"""
         self._loosest_limit = 0.0
         """loosest memory limit searched, in bytes: linear sums may exceed the simulated peak"""
+
+    def under(self, strategy: NamedStrategy) -> Planner:
+        """A planner of the same graph under another named strategy."""
+        rest = self.settings, self.given, self.carried
+        return Planner(self.graph, self.mesh, self.hinted, strategy, self.optimizer, self.recompute, *rest)
 
     def cheapest(self, rough: bool = False) -> Assignment:
         """The fastest assignment without a memory limit; :func:`with_proven_bound` adds its lower bound.

@@ -75,7 +75,7 @@ def test_blocks_that_differ_stay() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", [PipelineSetup(2, (2,), 4), PipelineSetup(1, (2,), 2)])
 def test_an_estimate_is_close_to_the_plan_in_full(graph: Graph, setup: PipelineSetup) -> None:
-    of = PipelineEstimates(graph, PRESETS["h100"], CompileOptions(), "model")
+    of = PipelineEstimates(graph, PRESETS["h100"], CompileOptions())
     found = of.of(setup)
     assert of.floor(setup) <= found.seconds
     model, tokens = gpt()
@@ -145,10 +145,10 @@ def check_against_all(graph: Graph, hardware: Hardware, devices: int, least: int
     for setup, seconds in every.items():
         assert of.floor(setup) <= seconds
         assert of.floor(setup) <= of.of(setup).seconds
-    plan = pipelined_for(graph, devices, hardware, CompileOptions(), "model")
+    plan = pipelined_for(graph, devices, hardware, CompileOptions())
     assert plan.cost.total_s <= min(every.values()) * 1.005  # of nearly equal ones the estimates may take another
     assert not any("promised more" in note for note in plan.notes)
-    again = pipelined_for(graph, devices, hardware, CompileOptions(), "model")
+    again = pipelined_for(graph, devices, hardware, CompileOptions())
     assert again.to_json() == plan.to_json()
 
 
@@ -176,6 +176,6 @@ def test_why_there_is_no_pipeline_is_said(graph: Graph) -> None:
     with pytest.raises(
         PlanError, match=r"optimizer's state take .* where they are spread over all ranks, and a rank may hold"
     ):
-        pipelined_for(graph, 4, PRESETS["h100"], CompileOptions(memory_budget=1e6), "model")
+        pipelined_for(graph, 4, PRESETS["h100"], CompileOptions(memory_budget=1e6))
     with pytest.raises(PlanError, match="7 devices do not form 2 stages or more of a model of"):
-        pipelined_for(graph, 7, PRESETS["h100"], CompileOptions(), "model", least=2)
+        pipelined_for(graph, 7, PRESETS["h100"], CompileOptions(), least=2)

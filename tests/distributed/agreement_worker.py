@@ -324,16 +324,16 @@ def alike_failures_leave_nothing() -> None:
 
 def rank_0_plans() -> None:
     """The other ranks do not search: they follow rank 0's plan."""
-    from autoshard import compiler
+    from autoshard.plans import planning
 
-    search = compiler.search_within_memory
+    search = planning.search_within_memory
     searched = []
 
     def counted(*args: Any) -> Any:
         searched.append(args)
         return search(*args)
 
-    with mock.patch.object(compiler, "search_within_memory", counted):
+    with mock.patch.object(planning, "search_within_memory", counted):
         model, args, kwargs = case("llama")
         sharded = autoshard.compile(model, mesh(), args, kwargs)
         sharded.eval()(*args, **kwargs)
@@ -346,6 +346,7 @@ def rank_0_plans() -> None:
 def errors_are_raised_everywhere() -> None:
     """Of rank 0 while it plans, of one rank alone in capture, and of one that cannot follow; a class that is not ours."""
     from autoshard import compiler
+    from autoshard.plans import planning
 
     def failing(error: Exception) -> Callable[..., Any]:
         def fail(*args: Any, **kwargs: Any) -> Any:
@@ -359,7 +360,11 @@ def errors_are_raised_everywhere() -> None:
         ("capture", 1, CaptureError("cannot be captured")),
         ("assignment_of", 1, PlanError("another model")),
     ):
-        with mock.patch.object(compiler, name, failing(error)) if rank == RANK else checks(""):
+        with (
+            mock.patch.object(compiler if name == "capture" else planning, name, failing(error))
+            if rank == RANK
+            else checks("")
+        ):
             assert_all_raise(type(error), str(error), lambda: compiled(Net(), X))
     assert_step_alike(compiled(Net(), X), Net())
 

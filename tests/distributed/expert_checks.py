@@ -104,14 +104,15 @@ def gradients_of_experts_twice() -> None:
     mine = [t.detach().chunk(ranks)[rank].clone().requires_grad_() for t in whole]
     comm = runtime.TorchCommunicator({"ep": ranks})
 
-    def penalty(x: torch.Tensor, weights: torch.Tensor, *experts: torch.Tensor, **cut: Any) -> None:
-        out = runtime.experts(x, cut.pop("ids"), weights, *experts, "silu", True, False, **cut)
+    def penalty(ids: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, *experts: torch.Tensor, **cut: Any) -> None:
+        sharding = runtime.ExpertSharding(**cut)
+        out = runtime.experts(x, ids, weights, *experts, runtime.ExpertForm("silu", True, False), sharding=sharding)
         gradients = torch.autograd.grad(out.square().sum(), (x, weights, *experts), create_graph=True)
         torch.stack([g.square().sum() for g in gradients]).sum().backward()
 
-    penalty(*whole, ids=ids)
+    penalty(ids, *whole)
     with runtime.bind(comm):
-        penalty(*mine, ids=ids.chunk(ranks)[rank], count=4, expert_axes="ep", exchange_axes="ep")
+        penalty(ids.chunk(ranks)[rank], *mine, count=4, expert_axes="ep", exchange_axes="ep")
     for part, full in zip(mine, whole, strict=True):
         assert part.grad is not None
         assert full.grad is not None

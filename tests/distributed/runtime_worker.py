@@ -97,7 +97,9 @@ def check_halos() -> None:
                 mine, results = comm.chunk(size, axes), comm.chunk(y.shape[2], axes)
                 part = x.detach().narrow(2, *mine).requires_grad_()
                 with runtime.bind(comm):
-                    read = runtime.halo(part, 2, size, y.shape[2], axes, kernel, stride, padding, dilation)
+                    read = runtime.halo(
+                        part, 2, size, y.shape[2], axes, runtime.Window(kernel, stride, padding, dilation)
+                    )
                     made = F.conv1d(read, weight, None, stride, 0, dilation)
                 made.backward(gradient.narrow(2, *results))
                 for found, expected in ((made, y.narrow(2, *results)), (part.grad, x.grad.narrow(2, *mine))):

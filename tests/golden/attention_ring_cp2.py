@@ -35,7 +35,10 @@ class RankModule(runtime.RankModule):
         queries, keys, values = heads.split(4, -1)
         # [2, 2, 4/8, 4] S(2)@cp  golden_models.py:33
         attended = runtime.ring_attention(
-            queries, keys, values, is_causal=True, queries=8, keys=8, axes="cp"
+            queries,
+            keys,
+            values,
+            runtime.AttentionSpec(queries=8, keys=8, axes="cp", after=0),
         )
         # [2, 4/8, 2, 4] S(1)@cp  golden_models.py:34
         attended = attended.transpose(1, 2)

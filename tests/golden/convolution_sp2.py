@@ -33,7 +33,14 @@ class RankModule(runtime.RankModule):
         )
         # [2, 5, 4/8, 6] S(2)@sp  golden_models.py:18
         first = F.conv2d(
-            runtime.halo(images, dim=2, size=8, to=8, kernel=3, padding=1, axes="sp"),
+            runtime.halo(
+                images,
+                dim=2,
+                size=8,
+                to=8,
+                axes="sp",
+                window=runtime.Window(kernel=3, padding=1),
+            ),
             first_weight,
             first_bias,
             [1, 1],
@@ -42,7 +49,14 @@ class RankModule(runtime.RankModule):
         edges = F.gelu(first)  # [2, 5, 4/8, 6] S(2)@sp  golden_models.py:18
         # [2, 3, 4/8, 6] S(2)@sp  golden_models.py:19
         second = F.conv2d(
-            runtime.halo(edges, dim=2, size=8, to=8, kernel=5, padding=2, axes="sp"),
+            runtime.halo(
+                edges,
+                dim=2,
+                size=8,
+                to=8,
+                axes="sp",
+                window=runtime.Window(kernel=5, padding=2),
+            ),
             second_weight,
             second_bias,
             [1, 1],

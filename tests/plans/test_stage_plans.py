@@ -25,7 +25,7 @@ from autoshard.passes.microbatch import micro_batched
 from autoshard.passes.pipeline import SegmentedGraph, stage_boundaries
 from autoshard.passes.propagate.planner import Planner
 from autoshard.plans import stages
-from autoshard.plans.options import CompileOptions
+from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
 from autoshard.plans.reuse import graph_renaming
 from autoshard.report.pipeline import pipeline_timeline, stage_times, staged_times
@@ -232,12 +232,12 @@ def test_equal_stages_are_searched_once(graph: Graph, plans: dict[str, Plan], mo
     monkeypatch.setattr(Planner, "cheapest", counted)
     nodes = micro_batched(graph, BATCHES)[0].nodes
     ends = tuple(next(i for i, n in enumerate(nodes) if n.fqn.startswith(f"blocks.{k}.")) for k in range(1, LAYERS))
-    opts = CompileOptions(stages="pp", micro_batches=BATCHES, boundaries=ends)
-    compile_graph(graph, Mesh({"pp": LAYERS, "tp": 2}), opts)
+    opts = CompileOptions(stages="pp", micro_batches=BATCHES)
+    compile_graph(graph, Mesh({"pp": LAYERS, "tp": 2}), opts, KnownLayouts(boundaries=ends))
     assert len(searched) < LAYERS
     searched.clear()
     monkeypatch.setattr(stages, "graph_renaming", lambda a, b: None)
-    compile_graph(graph, Mesh({"pp": LAYERS, "tp": 2}), opts)
+    compile_graph(graph, Mesh({"pp": LAYERS, "tp": 2}), opts, KnownLayouts(boundaries=ends))
     assert len(searched) == LAYERS + 1  # the last also as it were without the first, with which it shares a weight
 
 

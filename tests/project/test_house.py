@@ -55,17 +55,17 @@ MOST_FILES = 30
 MOST_LINES = 600
 
 LIMITS = {
-    "lines": 72396,
-    "tokens": 621016,
-    "lines over 100 columns": 4349,
+    "lines": 72375,
+    "tokens": 620520,
+    "lines over 100 columns": 4339,
     "files": 332,
-    "files under 60 lines": 12,
+    "files under 60 lines": 11,
     "names at module level in 3 or more files": 6,
     "numeric constants at module level": 170,
     "private names of torch, however imported": 111,
     "private paths of torch": 41,
     "files that name a private path of torch": 9,
-    "functions with more than 10 parameters": 12,
+    "functions with more than 10 parameters": 2,
     "parameters of the longest list": 23,
 }
 """of the library. Lower a limit with the change that makes room; raise one only by a commit that says why"""
@@ -322,6 +322,7 @@ def _called(functions: dict[str, ast.FunctionDef], name: str) -> Iterator[str]:
     ("heading", "file", "first"),
     [
         ("step of `compiler.py`", "autoshard.compiler", "compile_model"),
+        ("step of `plan_graph`", "autoshard.plans.planning", "plan_graph"),
         ("step of `lower_assignment`", "autoshard.passes.lower.lowering", "lower_assignment"),
     ],
 )

@@ -80,8 +80,8 @@ def test_of_other_dims(lead: tuple[int, ...]) -> None:
     whole = [torch.randn(*lead, n, 4, dtype=torch.float64, requires_grad=True) for n in (12, 6, 6)]
     halves = [x.detach().chunk(2, -2) for x in whole]
     parts = [[x[i].requires_grad_() for x in halves] for i in (0, 1)]
-    how: dict[str, Any] = {"queries": 12, "keys": 6, "axes": "cp", "pieces": len(lead) or 2}
-    outs = runtime.World({"cp": 2}).run(lambda *xs: runtime.gathered_attention(*xs, **how), parts)
+    spec = runtime.AttentionSpec(12, 6, "cp", pieces=len(lead) or 2)
+    outs = runtime.World({"cp": 2}).run(lambda *xs: runtime.gathered_attention(*xs, spec), parts)
     expected = F.scaled_dot_product_attention(*whole)
     torch.testing.assert_close(torch.cat(outs, -2), expected, rtol=1e-12, atol=1e-12)
     expected.square().sum().backward()
@@ -168,7 +168,8 @@ def test_no_more_than_two_pieces_take_memory() -> None:
     def peaks(count: int, batches: int = 1) -> tuple[int, int]:
         how = {"queries": 2048, "keys": 2048, "axes": "cp", "pieces": count, "batches": batches}
         shape = (batches, 16 // batches, 2048 // 8, 8)
-        call = LocalCall("gathered_attention", tuple(Ref(n) for n in "qkv"), how)
+        spec = LocalCall("AttentionSpec", (), how)
+        call = LocalCall("gathered_attention", (*(Ref(n) for n in "qkv"), spec), {})
         form = TensorSpec(shape, torch.empty(shape).stride(), torch.float32, True)
         found = AbstractRun({"cp": 8}).run(call, dict.fromkeys("qkv", form), True)
         assert found is not None
@@ -189,7 +190,7 @@ def test_no_second_derivative() -> None:
     world = runtime.World({"cp": 2})
 
     def one(x: torch.Tensor) -> torch.Tensor:
-        return runtime.gathered_attention(x, x, x, queries=8, keys=8, axes="cp", pieces=2)
+        return runtime.gathered_attention(x, x, x, runtime.AttentionSpec(8, 8, "cp", pieces=2))
 
     outs = world.run(one, [(x,) for x in xs])
     with pytest.raises(RuntimeMismatchError, match="no second derivative"):

@@ -138,8 +138,8 @@ def test_bytes_of_the_formula() -> None:
 def test_a_result_without_gradient_on_one_rank() -> None:
     """No rank's part of the backward can be left out."""
     xs = [torch.randn(1, 2, 4, 4, requires_grad=True) for _ in range(2)]
-    world = runtime.World({"cp": 2})
-    outs = world.run(lambda x: runtime.ring_attention(x, x, x, queries=8, keys=8, axes="cp"), [(x,) for x in xs])
+    world, spec = runtime.World({"cp": 2}), runtime.AttentionSpec(8, 8, "cp")
+    outs = world.run(lambda x: runtime.ring_attention(x, x, x, spec), [(x,) for x in xs])
     with pytest.raises(RuntimeMismatchError, match="a rank's result has no gradient"):
         outs[0].sum().backward()
 

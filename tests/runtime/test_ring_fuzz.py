@@ -144,18 +144,16 @@ def error(seed: int, way: Callable[[Case], Case] = Case) -> float:
     around = case["around"]
     parts = [cut(given[0]), *((cut if around else same)(x) for x in given[1:3]), *(same(x) for x in given[3:])]
     own = [mask] * ranks if mask is None or mask.shape[-2] != s or s == 1 or case["mask"] == "documents" else cut(mask)
-    how = {n: case[n] for n in ("before", "after", "sloped", "soft_cap", "queries")}
-    how |= {"axes": "cp", "folded": case["folded"]}
+    how = {n: case[n] for n in ("queries", "before", "after", "scale", "sloped", "soft_cap", "folded")}
+    function = runtime.banded_rows
+    if around:
+        function = runtime.gathered_attention if "pieces" in case else runtime.ring_attention
+        how |= {"keys": t, "helpers": way is with_helpers, "pieces": case.get("pieces", 1)}
+        how |= {"dropout_p": case["dropout"], "shape": (2, 4, s, t)} if case["dropout"] else {}
+    spec = runtime.AttentionSpec(axes="cp", **how)
 
     def one(q: Any, k: Any, v: Any, mask: Any, sinks: Any = None) -> torch.Tensor:
-        if not around:
-            return runtime.banded_rows(q, k, v, mask, case["scale"], sinks=sinks, **how)
-        dropped = {"dropout_p": case["dropout"], "shape": (2, 4, s, t)} if case["dropout"] else {}
-        if "pieces" in case:
-            how.update(keys=t, sinks=sinks, pieces=case["pieces"])
-            return runtime.gathered_attention(q, k, v, mask, False, case["scale"], **dropped, **how)
-        more = {"keys": t, "sinks": sinks, "helpers": way is with_helpers}
-        return runtime.ring_attention(q, k, v, mask, False, case["scale"], **more, **dropped, **how)
+        return function(q, k, v, spec, mask, sinks)
 
     torch.manual_seed(seed)
     operands = zip(*parts[:3], own, *parts[3:], strict=True)

@@ -55,7 +55,7 @@ def test_half_precision_loses_as_much_as_one_device() -> None:
     world = runtime.World({"cp": 4})
 
     def one(*xs: torch.Tensor) -> torch.Tensor:
-        return runtime.ring_attention(*xs, is_causal=True, queries=64, keys=64, axes="cp", helpers=True)
+        return runtime.ring_attention(*xs, runtime.AttentionSpec(64, 64, "cp", after=0, helpers=True))
 
     ours = torch.cat(world.run(one, list(parts)), -2)
     found = [(x, *torch.autograd.grad(x.sum(), of)) for x, of in ((expected, exact), (theirs, given), (ours, given))]

@@ -52,7 +52,7 @@ def test_pieces_are_the_whole(shape: tuple[int, ...], options: dict[str, Any]) -
     target = target.where(torch.rand(target.shape) < 0.7, -100) if target.dim() else target
     found = []
     for loss in (
-        cross_entropy(logits, target, **options, classes=7, pieces=True),
+        cross_entropy(logits, target, **options, classes=7),
         F.cross_entropy(logits, target, **options),
     ):
         (first,) = torch.autograd.grad(loss.sum().square(), logits, create_graph=True)
@@ -83,9 +83,9 @@ def test_nothing_but_their_gradient_is_as_large_as_logits() -> None:
     }
     size = 2 * 512 * 1024
     rehearsal = abstract_run_on(ideal({"cp": 2}))
-    call = LocalCall("cross_entropy", (Ref("x"), Ref("t")), {"classes": 1024, "batch_axes": "cp", "pieces": True})
+    call = LocalCall("cross_entropy", (Ref("x"), Ref("t")), {"classes": 1024, "batch_axes": "cp"})
     ours = rehearsal.run(call, forms, training=True)
-    whole = rehearsal.run(replace(call, kwargs={"classes": 1024, "batch_axes": "cp"}), forms, training=True)
+    whole = rehearsal.run(replace(call, kwargs={"batch_axes": "cp"}), forms, training=True)
     assert ours is not None
     assert whole is not None
     assert ours.forward_peak < 0.1 * size
@@ -99,5 +99,5 @@ def test_a_piece_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
     monkeypatch.setattr(losses, "_row_slices", lambda logits: [slice(0, 4)])
     logits, target = torch.zeros(6, 7, dtype=torch.float64), torch.zeros(6, dtype=torch.int64)
-    ours = cross_entropy(logits, target, classes=7, pieces=True)
+    ours = cross_entropy(logits, target, classes=7)
     assert not torch.allclose(ours, F.cross_entropy(logits, target))

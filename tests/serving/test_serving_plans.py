@@ -19,8 +19,8 @@ from autoshard.compiler import capture_graph
 from autoshard.devices import meshes
 from autoshard.errors import AutoshardError, CaptureError, MeshError, PlanError
 from autoshard.passes.ir.graph import Graph
-from autoshard.passes.propagate import propagate
 from autoshard.passes.propagate.hints import resolve_hints
+from autoshard.passes.propagate.planner import Planner
 from autoshard.plans.plan import Plan
 from autoshard.serving import search_jointly
 
@@ -42,7 +42,7 @@ def test_weights_lie_as_is_cheapest_for_all_calls() -> None:
     graphs = [capture_graph(model, rows, {}, training=False) for rows in (prompt, token)]
 
     def cost(graph: Graph, hints: dict[str, Any]) -> float:
-        return propagate(graph, mesh, resolve_hints({**whole, **hints}, graph, mesh)).solution.cost
+        return Planner(graph, mesh, resolve_hints({**whole, **hints}, graph, mesh)).cheapest().solution.cost
 
     layouts = itertools.product((Replicate(), Shard(0), Shard(1)), repeat=2)
     each = [[cost(graph, dict(zip(names, placed, strict=True))) for graph in graphs] for placed in layouts]

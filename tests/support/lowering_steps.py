@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.compiler import capture_graph, plan_graph
+from autoshard.compiler import capture_graph
 from autoshard.passes.ir.program import Program
 from autoshard.passes.lower.coalescing import group_look_ups
 from autoshard.passes.lower.lowering import lower_graph
 from autoshard.passes.lower.mixed_precision import cast_parameters
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import plan_graph
 
 STEPS = (cast_parameters, group_look_ups)
 

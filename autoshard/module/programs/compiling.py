@@ -55,7 +55,7 @@ from autoshard.passes.capture.refusals.checks import check_example
 from autoshard.passes.capture.specialization.eager_semantics import with_caller_modes
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.microbatch import check_lengths
-from autoshard.plans.options import CompileOptions
+from autoshard.plans.options import CallArguments, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled
 from autoshard.plans.stages import mesh_without_axis
 from autoshard.runtime.transport.torch_state import without_autocast
@@ -274,20 +274,22 @@ class CompilingModule(FixedModule):
         of_whole = (parts and stages) or (call.state.recorded and (parts or stages))
         args, kwargs = call.arguments
         inputs = self._input_layouts(args, kwargs)
-        opts = replace(settings.opts, inputs=() if of_whole else inputs)
-        if not first:
-            parameters, states, homes = self._parameter_layouts, self._state_layouts, self._stage_homes
-            opts = replace(opts, plan=None, parameters=parameters, states=states, homes=homes)
-        elif self._inner_modules:
-            opts = replace(opts, parameters={name: layout for name, (_, layout) in self._inside().items()})
+        opts = settings.opts if first else replace(settings.opts, plan=None)
+        inputs_known = () if of_whole else inputs
+        known = KnownLayouts(self._parameter_layouts, self._state_layouts, inputs_known, self._stage_homes)
+        if first and self._inner_modules:
+            known = replace(known, parameters={name: layout for name, (_, layout) in self._inside().items()})
         args, kwargs = self._whole(args, kwargs)
         with self._original_model.as_it_is(self._check, self._whole_buffer) as model:
-            opts = with_serving_layouts(model, self._program_mesh, args, kwargs, opts, self._title) if first else opts
+            if first:
+                opts, known = with_serving_layouts(model, self._program_mesh, (args, kwargs), opts, known)
             with report_global_inputs(model, args, kwargs, inputs):
-                found = self._compiled(model, args, kwargs, opts, training=call.state.recorded, dynamic=dynamic)
+                found = self._compiled(
+                    model, (args, kwargs), opts, known, training=call.state.recorded, dynamic=dynamic
+                )
         kept = dict(self._parameter_layouts or found.parameter_layouts)
         if first:
-            object.__setattr__(self, "_state_layouts", opts.states)
+            object.__setattr__(self, "_state_layouts", known.states)
             object.__setattr__(self, "_stage_homes", None if found.pipeline is None else found.pipeline.homes)
             with without_autocast():
                 self._adopt(self._original_model.model, found.graph, kept)
@@ -309,12 +311,11 @@ class CompilingModule(FixedModule):
         return bool(executable.carried) and executable.carried[number]
 
     def _compiled(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], opts: CompileOptions, **options: Any
+        self, model: nn.Module, example: CallArguments, opts: CompileOptions, known: KnownLayouts, **options: Any
     ) -> Compiled:
         """Compile for these arguments. ``options``: see :func:`capture`."""
-        return note_inference_layouts(
-            self._executables, compile_model(model, self.mesh, args, kwargs, opts, title=self._title, **options)
-        )
+        found = compile_model(model, self.mesh, *example, opts, known, **options)
+        return note_inference_layouts(self._executables, found)
 
     def _whole_buffer(self, name: str) -> torch.Tensor:
         """The full buffer of this original name. Collective if it is sharded."""

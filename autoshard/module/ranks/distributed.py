@@ -59,7 +59,7 @@ from autoshard.passes.ir.graph import Ref
 from autoshard.passes.ir.program import Local, Program
 from autoshard.passes.redistribute import redistribution, runtime_call
 from autoshard.passes.redistribute.resharding import without_fixed
-from autoshard.plans.options import CompileOptions
+from autoshard.plans.options import CallArguments, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Compiled, Plan
 from autoshard.runtime.programs.module import RankModule
 from autoshard.runtime.transport.groups import mesh_of
@@ -356,25 +356,23 @@ class DistributedModule(RankLocalModule):
         return self._on_gloo and any(c.phase == "forward" or not self._deferred for c in collectives)
 
     def _compiled(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], opts: CompileOptions, **options: Any
+        self, model: nn.Module, example: CallArguments, opts: CompileOptions, known: KnownLayouts, **options: Any
     ) -> Compiled:
         """Rank 0 plans, others follow its plan; an error of one rank is raised on all."""
         agreement = self._agreement
         agreement.finish()
-        graph = agreement.everywhere(
-            lambda: capture_graph(model, args, kwargs, precision=opts.mixed_precision, **options)
-        )
+        graph = agreement.everywhere(lambda: capture_graph(model, *example, precision=opts.mixed_precision, **options))
         agreement.agree(("the graph captured from the model", zlib.crc32(str(graph).encode())))
         constants = dict(rank0_values(agreement, graph.constants, f"a constant of {self._title}"))
         graph = replace(graph, constants={**graph.constants, **constants})
         ours: list[Compiled] = []
 
         def plan() -> str:
-            ours.append(compile_graph(graph, self.mesh, opts, title=self._title))
+            ours.append(compile_graph(graph, self.mesh, opts, known))
             return ours[0].plan.to_json(alternatives=False)
 
         def follow() -> Compiled:
-            return ours[0] if ours else compile_graph(graph, self.mesh, replace(opts, plan=received), title=self._title)
+            return ours[0] if ours else compile_graph(graph, self.mesh, replace(opts, plan=received), known)
 
         received = Plan.from_json(agreement.from_first(plan))
         found = agreement.everywhere(follow)

@@ -56,10 +56,11 @@ class _ChunkedOperands:
     """One rank's operands by chunk."""
 
     def __init__(self, job: RingTask, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.move, self.keys, self.ranks = job.move, (key, value), len(job.rows) if job.carried else 1
+        self.move, self.keys, self.ranks = job.move, (key, value), len(job.rows) if job.spec.carried else 1
         self.totals = [x.shape[-3] if x.dim() > 2 else 1 for x in (query, key, value)]
         self.batch = query.shape[-4] if query.dim() > 3 else 1
-        self.boxes = head_chunk_boxes(self.batch, self.totals, job.batches, job.pieces)
+        pieces, batches = job.spec.pieces if query.dim() > 2 else 1, job.spec.batches if query.dim() > 3 else 1
+        self.boxes = head_chunk_boxes(self.batch, self.totals, batches, pieces)
         ((_, self.length),) = job.columns[0]
 
     def part(self, number: int, x: torch.Tensor, dim: int = -3, of: int = QUERIES) -> torch.Tensor:

@@ -15,12 +15,14 @@ import torch.nn.functional as F
 
 from autoshard.aten import aten
 from autoshard.errors import RuntimeMismatchError
+from autoshard.runtime.attention.ring_geometry import AttentionSpec, Band
 from autoshard.runtime.attention.zigzag import from_zigzag_op, to_zigzag_op
 from autoshard.runtime.operations.collectives import all_gather, offset, size
 from autoshard.runtime.operations.random import dropout
 from autoshard.runtime.operations.reductions import safe_softmax, upcast
 from autoshard.runtime.transport.autograd import register_recomputed_backward
 from autoshard.runtime.transport.communicator import Axes, current
+from autoshard.runtime.transport.window import Interval
 
 
 def kv_heads(x: torch.Tensor, heads: int, axes: Axes, groups: int, group_axes: Axes = ()) -> torch.Tensor:
@@ -86,47 +88,42 @@ def is_document_mask(mask: torch.Tensor) -> bool:
     return not mask.dtype.is_floating_point and mask.dtype != torch.bool
 
 
-@torch.library.custom_op("autoshard::banded_attention", mutates_args=())
-def banded_op(
+def banded_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attn_mask: torch.Tensor | None = None,
-    before: int | None = None,
-    after: int | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    sloped: bool = False,
     sinks: torch.Tensor | None = None,
-    soft_cap: float | None = None,
-    dropout_p: float = 0.0,
+    *,
     folded: int = 0,
+    enable_gqa: bool = False,
+    **form: Any,
 ) -> torch.Tensor:
     """``scaled_dot_product_attention``: query i sees keys i - ``before`` to i + ``after``.
 
     query [..., s, e], key [..., t, e], value [..., t, d] → [..., s, d]; None: no limit.
     ``attn_mask`` [..., s, t] hides more: bool, or added to the scores without a gradient. An
-    integer mask [..., 1, t] is a document mask (s = t). ``sloped``: the mask has ALiBi slopes [...,
-    h, 1, 1]; slope · (key position - query position) is added (Press et al. 2022). ``sinks`` [h]:
-    attention sink, the score of one more key whose value is zero (Xiao et al. 2023, GPT-OSS); it
-    gets a gradient. ``soft_cap``: scaled scores x become cap · tanh(x / cap) before the mask (Gemma
-    2). ``dropout_p``: of weights; then the op has no backward, which would draw again, but
-    :func:`~autoshard.runtime.attention.ring.banded_rows` has one. ``folded``: 0, or how many ranks
-    the zigzag order has in which operands and result lie; the mask is in sequence order."""
-    form = before, after, scale, enable_gqa, sloped, sinks, soft_cap, dropout_p
-    return _in_sequence_order(query, key, value, attn_mask, *form, folded=folded)
+    integer mask [..., 1, t] is a document mask (s = t). ``sinks`` [h]: attention sink, the score of
+    one more key whose value is zero (Xiao et al. 2023, GPT-OSS); it gets a gradient. ``folded``: 0,
+    or how many ranks the zigzag order has in which operands and result lie; the mask is in sequence
+    order. ``form``: fields of :class:`~autoshard.runtime.attention.ring_geometry.AttentionSpec`.
+    With ``dropout_p`` the op has no backward, which would draw again, but
+    :func:`~autoshard.runtime.attention.ring.banded_rows` has one."""
+    operands = [query, key, value]
+    if folded:
+        operands = [from_zigzag_op(x, x.dim() - 2, folded) for x in operands]
+    out = _masked_attention(operands, attn_mask, sinks, AttentionSpec(**form), enable_gqa)
+    return to_zigzag_op(out, out.dim() - 2, folded) if folded else out
 
 
-def _in_sequence_order(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *form: Any, folded: int
-) -> torch.Tensor:
-    *rest, dropout_p = form
-    if not folded:
-        return _masked_attention(query, key, value, mask, *rest, dropout_p=dropout_p)
-    plain = (from_zigzag_op(x, x.dim() - 2, folded) for x in (query, key, value))
-    out = _masked_attention(*plain, mask, *rest, dropout_p=dropout_p)
-    reordered: torch.Tensor = to_zigzag_op(out, out.dim() - 2, folded)
-    return reordered
+banded_op = torch.library.custom_op(
+    "autoshard::banded_attention",
+    banded_attention,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? sinks=None, *, "
+    "int? before=None, int? after=None, float? scale=None, bool enable_gqa=False, "
+    "bool sloped=False, float? soft_cap=None, float dropout_p=0.0, int folded=0) -> Tensor",
+)
 
 
 def alibi_bias(slopes: torch.Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
@@ -136,7 +133,7 @@ def alibi_bias(slopes: torch.Tensor, rows: tuple[int, int], columns: tuple[int, 
 
 
 @banded_op.register_fake
-def _fake_banded_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+def _fake_banded_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
     return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
 
@@ -145,44 +142,48 @@ def soft_capped(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
     return scores if cap is None else (scores / cap).tanh() * cap
 
 
+def visible_pairs(rows: Interval, columns: Interval, band: Band, device: torch.device) -> torch.Tensor:
+    """Which pairs of a tile the band shows: [rows, columns] bool, or [1 or rows, columns]."""
+    row = torch.arange(rows[0], sum(rows), device=device).unsqueeze(-1)
+    column = torch.arange(columns[0], sum(columns), device=device)
+    shown = torch.ones_like(column, dtype=torch.bool) if band.after is None else column <= row + band.after
+    return shown if band.before is None else shown & (column >= row - band.before)
+
+
 def _masked_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    operands: Sequence[torch.Tensor],
     mask: torch.Tensor | None,
-    *form: Any,
-    dropout_p: float = 0.0,
+    sinks: torch.Tensor | None,
+    spec: AttentionSpec,
+    grouped: bool,
 ) -> torch.Tensor:
-    before, after, scale, grouped, sloped, sinks, cap = form
-    row = torch.arange(query.shape[-2], device=query.device).unsqueeze(-1)
-    column = torch.arange(key.shape[-2], device=query.device)
-    shown = torch.ones_like(column - row, dtype=torch.bool)
-    if before is not None:
-        shown &= column >= row - before
-    if after is not None:
-        shown &= column <= row + after
-    if mask is not None and sloped:
+    (query, key, value), cap = operands, spec.soft_cap
+    lengths = query.shape[-2], key.shape[-2]
+    shown = visible_pairs((0, lengths[0]), (0, lengths[1]), spec.band, query.device).expand(lengths)
+    if mask is not None and spec.sloped:
         mask = alibi_bias(mask, (0, query.shape[-2]), (0, key.shape[-2])).to(query.dtype)
     if mask is not None:
         if is_document_mask(mask):
             mask = mask.mT == mask
         shown = shown & mask if mask.dtype == torch.bool else mask.masked_fill(~shown, -torch.inf)
     if sinks is None and cap is None:
-        return F.scaled_dot_product_attention(query, key, value, shown, dropout_p, scale=scale, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(
+            query, key, value, shown, spec.dropout_p, scale=spec.scale, enable_gqa=grouped
+        )
     if grouped:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    scores = soft_capped(upcast(query @ key.mT) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale), cap)
+    scale = 1 / math.sqrt(query.shape[-1]) if spec.scale is None else spec.scale
+    scores = soft_capped(upcast(query @ key.mT) * scale, cap)
     scores = scores.masked_fill(~shown, -torch.inf) if shown.dtype == torch.bool else scores + shown
     if sinks is not None:
         scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    return F.dropout(scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype), dropout_p) @ value
+    return F.dropout(scores.softmax(-1)[..., : key.shape[-2]].to(value.dtype), spec.dropout_p) @ value
 
 
-def _recomputed_banded(*given: Any) -> torch.Tensor:
-    *form, dropout_p, folded = given
+def _recomputed_banded(*operands: Any, dropout_p: float = 0.0, **form: Any) -> torch.Tensor:
     if dropout_p:
         raise RuntimeMismatchError("autoshard::banded_attention draws when it runs: with dropout it has no backward")
-    return _in_sequence_order(*form, 0.0, folded=folded)
+    return banded_attention(*operands, **form)
 
 
-register_recomputed_backward(banded_op, _recomputed_banded, of=(0, 1, 2, 9))
+register_recomputed_backward(banded_op, _recomputed_banded, of=(0, 1, 2, 4))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from autoshard.runtime.transport.communicator import Axes
 from autoshard.runtime.transport.window import Chunks, Interval, chunks
 
 WINDOW_BLOCK_ROWS = 1024
@@ -38,6 +40,49 @@ class Band(NamedTuple):
 
 
 ALL_KEYS, CAUSAL = Band(), Band(None, 0)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention in tiles: what a query sees, how scores become weights, how the sequence is sharded."""
+
+    queries: int | None = None
+    keys: int | None = None
+    """global lengths; None: that of the operand"""
+    axes: Axes = ()
+    """mesh axes that shard the sequence"""
+    before: int | None = None
+    after: int | None = None
+    """see :class:`Band`"""
+    scale: float | None = None
+    """factor of scores; None: 1 / √width"""
+    sloped: bool = False
+    """whether the mask has ALiBi slopes [..., h, 1, 1] (Press et al. 2022): slope · (key position -
+    query position) is added"""
+    soft_cap: float | None = None
+    """scaled scores x become cap · tanh(x / cap) before the mask (Gemma 2)"""
+    dropout_p: float = 0.0
+    """probability that a weight is dropped"""
+    shape: Sequence[int] = ()
+    """of dropout equal to one device's: global shape of the weights [..., s, t]"""
+    cuts: Mapping[int, Axes] | None = None
+    """the axes that shard each dim of ``shape`` but the last two"""
+    batch: int | None = None
+    """see :func:`~autoshard.runtime.dropout`"""
+    folded: bool = False
+    """zigzag order: mirrored ranks swap first halves before and after, which balances causal work"""
+    carried: bool = False
+    """whether sharded operands and the result are in zigzag order already; nothing is swapped"""
+    helpers: bool = False
+    """whether early ranks of a ring compute for late ones"""
+    pieces: int = 1
+    batches: int = 1
+    """head chunks in which keys and values are gathered, and batch chunks of each"""
+
+    @property
+    def band(self) -> Band:
+        """The keys that a query sees by position."""
+        return Band(self.before, self.after)
 
 
 @lru_cache(maxsize=1024)

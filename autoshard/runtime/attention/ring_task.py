@@ -14,8 +14,9 @@ import torch
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.runtime.attention import tile
-from autoshard.runtime.attention.masked_attention import alibi_bias, is_document_mask
+from autoshard.runtime.attention.masked_attention import alibi_bias, is_document_mask, visible_pairs
 from autoshard.runtime.attention.ring_geometry import (
+    AttentionSpec,
     Band,
     RingStep,
     TileGroup,
@@ -45,24 +46,25 @@ class RingTask(NamedTuple):
     """the queries of every rank"""
     columns: tuple[Chunks, ...]
     """the keys of every rank, or one entry that all ranks have"""
-    band: Band
-    scale: float
+    spec: AttentionSpec
     folded: bool = False
-    dropout_p: float = 0.0
-    sloped: bool = False
-    """whether the mask has ALiBi slopes"""
-    soft_cap: float | None = None
-    pieces: int = 1
-    """number of head chunks in which keys and values are gathered, if they are"""
-    batches: int = 1
-    """number of batch chunks of each head chunk"""
-    carried: bool = False
-    """whether gathered keys and values arrive in zigzag order"""
+    """whether rows are swapped into zigzag order"""
+
+    @property
+    def band(self) -> Band:
+        """The keys that a query sees by position."""
+        return self.spec.band
+
+    @property
+    def scale(self) -> float:
+        """Factor of scores."""
+        assert self.spec.scale is not None
+        return self.spec.scale
 
     @property
     def some(self) -> bool:
         """Whether rows are computed in blocks."""
-        return self.sloped or self.band.before is not None
+        return self.spec.sloped or self.band.before is not None
 
     @property
     def stops(self) -> tuple[RingStep, ...]:
@@ -71,7 +73,7 @@ class RingTask(NamedTuple):
 
     def level(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """:func:`~autoshard.runtime.attention.tile.score_level` the mask; None for ALiBi slopes."""
-        return None if self.sloped else tile.score_level(mask)
+        return None if self.spec.sloped else tile.score_level(mask)
 
     def holder(self, stop: RingStep) -> int:
         """The owner of the keys that are here at ``stop``."""
@@ -163,12 +165,12 @@ def masking_of(
     pairs = t.rows[0], t.columns[0]
     bias, noise, aligned = None, None, t.aligned and mask is None
     if t.partial or aligned is not t.aligned:
-        bias = _visible_pairs(*pairs, job.band, query.device)
+        bias = visible_pairs(*pairs, job.band, query.device)
     if mask is not None and is_document_mask(mask):
         same = mask.narrow(-1, *pairs[0]).mT == mask.narrow(-1, *pairs[1])
         bias = same if bias is None else bias & same
     elif mask is not None:
-        if job.sloped:
+        if job.spec.sloped:
             more = alibi_bias(mask, *pairs)
         else:
             more = mask if mask.shape[-1] == 1 else mask.narrow(-1, *pairs[1])
@@ -177,17 +179,9 @@ def masking_of(
             more if bias is None else bias & more if more.dtype == torch.bool else more.masked_fill(~bias, -torch.inf)
         )
     if kept is not None:
-        noise = dropout_scaled(upcast(kept.narrow(-2, *rows).narrow(-1, *pairs[1]).to(query.dtype)), job.dropout_p)
+        noise = dropout_scaled(upcast(kept.narrow(-2, *rows).narrow(-1, *pairs[1]).to(query.dtype)), job.spec.dropout_p)
     own_level = None if level is None else tile.narrowed_rows(level, *rows)
-    return Masking(aligned, bias, noise, own_level, job.soft_cap)
-
-
-def _visible_pairs(rows: Interval, columns: Interval, band: Band, device: torch.device) -> torch.Tensor:
-    """Which pairs of a tile the band shows: [rows, columns] bool, or [1 or rows, columns]."""
-    row = torch.arange(rows[0], sum(rows), device=device).unsqueeze(-1)
-    column = torch.arange(columns[0], sum(columns), device=device)
-    shown = torch.ones_like(column, dtype=torch.bool) if band.after is None else column <= row + band.after
-    return shown if band.before is None else shown & (column >= row - band.before)
+    return Masking(aligned, bias, noise, own_level, job.spec.soft_cap)
 
 
 def sink_scores(job: RingTask, sinks: torch.Tensor | None, level: torch.Tensor | None, query: torch.Tensor) -> Any:

@@ -11,6 +11,7 @@ is summed into zeros."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,22 +42,56 @@ def activation_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: x * torch.sigmoid(x * slope)
 
 
-def gate_activation(
-    activation: Callable[[torch.Tensor], torch.Tensor],
-    made: list[torch.Tensor],
-    limit: float | None = None,
-    shift: float = 0.0,
-    interleaved: bool = False,
-) -> torch.Tensor:
-    """Input of the second product; ``made``: gate and up features, in one or two tensors."""
-    if len(made) == 1:
-        gate, up = (made[0][..., 0::2], made[0][..., 1::2]) if interleaved else made[0].chunk(2, -1)
-    else:
-        gate, up = made
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return activation(gate) * (up + shift if shift else up)
+@dataclass(frozen=True)
+class ExpertForm:
+    """An expert: ``activation(x @ first) @ second``; see :func:`experts_op`."""
 
+    activation: str
+    """see :func:`activation_of`"""
+    gated: bool
+    """whether ``first`` makes [gate, up]; ``activation(gate) * up`` goes into ``second``"""
+    transposed: bool
+    """whether matrices are ``first`` [e, w, h], ``second`` [e, h, v]; else [e, h, w], [e, v, h]"""
+    limit: float | None = None
+    """``activation(min(gate, limit)) * (clamp(up, -limit, limit) + shift)``"""
+    shift: float = 0.0
+    interleaved: bool = False
+    """whether gate and up features alternate; else one lies after the other"""
+
+    def activated(self, made: list[torch.Tensor]) -> torch.Tensor:
+        """Input of the second product; ``made``: gate and up features, in one or two tensors."""
+        activation = activation_of(self.activation)
+        if not self.gated:
+            return activation(made[0])
+        if len(made) == 1:
+            gate, up = (made[0][..., 0::2], made[0][..., 1::2]) if self.interleaved else made[0].chunk(2, -1)
+        else:
+            gate, up = made
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return activation(gate) * (up + self.shift if self.shift else up)
+
+
+@dataclass(frozen=True)
+class ExpertSharding:
+    """How ranks share experts; axes are mesh axes."""
+
+    count: int | None = None
+    """experts of all ranks; None: those of the operand"""
+    expert_axes: Axes = ()
+    """they shard the experts"""
+    exchange_axes: Axes = ()
+    """some of ``expert_axes``: rows go through an all-to-all over them. Over the other axes each
+    rank gives the summand of its own experts (P)"""
+    hidden: int = 0
+    """features between the products, of all ranks"""
+    hidden_axes: Axes = ()
+    """they shard the hidden features: results are P. There ``first`` is sharded as one dim, so most
+    ranks have only gates or only ups. They exchange slices of the weights or, if rows are few,
+    products."""
+
+
+UNSHARDED = ExpertSharding()
 
 DERIVATIVES: dict[str, Callable[..., Any]] = {
     "silu": aten.silu_backward.grad_input,
@@ -158,7 +193,8 @@ def _gated_products_unfused(
     activation: str,
 ) -> torch.Tensor:
     """:func:`gated_products` composed of differentiable operations."""
-    return grouped_product(gate_activation(ACTIVATIONS[activation], [grouped_product(x, first, ends)]), second, ends)
+    gate, up = grouped_product(x, first, ends).chunk(2, -1)
+    return grouped_product(ACTIVATIONS[activation](gate) * up, second, ends)
 
 
 class Slots(NamedTuple):
@@ -268,8 +304,7 @@ def _has_weight_gradient_kernel(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" or x.dtype.itemsize > 2
 
 
-@torch.library.custom_op("autoshard::experts", mutates_args=())
-def experts_op(
+def routed_experts(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
@@ -280,25 +315,30 @@ def experts_op(
     transposed: bool,
     first_bias: torch.Tensor | None = None,
     second_bias: torch.Tensor | None = None,
-    limit: float | None = None,
-    shift: float = 0.0,
-    interleaved: bool = False,
+    **gate: Any,
 ) -> torch.Tensor:
     """``x`` [..., w] through experts ``ids`` [..., k], summed by ``weights`` [..., k] → [..., v].
 
-    An expert is ``activation(x @ first) @ second``; ``gated``: ``first`` makes [gate, up], and
-    ``activation(gate) * up`` goes into ``second``. Experts are dim 0: ``first`` [e, h, w],
-    ``second`` [e, v, h] as of linear layers; ``transposed``: [e, w, h], [e, h, v]. Biases: [e, h],
-    [e, v]. An id outside 0 … e - 1, for example -1, adds nothing. ``limit``, ``shift``:
-    ``activation(min(gate, limit)) * (clamp(up, -limit, limit) + shift)``. ``interleaved``: gate and
-    up features alternate instead of lying one after the other."""
-    form = activation, gated, transposed, first_bias, second_bias, limit, shift, interleaved
-    return experts(x, ids, weights, first, second, *form)
+    Experts are dim 0: ``first`` [e, h, w], ``second`` [e, v, h] as of linear layers; see
+    :class:`ExpertForm`, whose other fields are ``gate``. Biases: [e, h], [e, v]. An id outside 0 …
+    e - 1, for example -1, adds nothing."""
+    form = ExpertForm(activation, gated, transposed, **gate)
+    return experts(x, ids, weights, first, second, form, first_bias, second_bias)
+
+
+experts_op = torch.library.custom_op(
+    "autoshard::experts",
+    routed_experts,
+    mutates_args=(),
+    schema="(Tensor x, Tensor ids, Tensor weights, Tensor first, Tensor second, str activation, "
+    "bool gated, bool transposed, Tensor? first_bias=None, Tensor? second_bias=None, *, "
+    "float? limit=None, float shift=0.0, bool interleaved=False) -> Tensor",
+)
 
 
 @experts_op.register_fake
-def _fake_experts(x: torch.Tensor, *others: Any) -> torch.Tensor:
-    second, transposed = others[3], others[6]
+def _fake_experts(x: Any, ids: Any, weights: Any, first: Any, second: Any, *form: Any, **named: Any) -> Any:
+    transposed = named["transposed"] if "transposed" in named else form[2]
     return x.new_empty(*x.shape[:-1], second.shape[2 if transposed else 1])
 
 
@@ -308,33 +348,18 @@ def experts(
     weights: torch.Tensor,
     first: torch.Tensor,
     second: torch.Tensor,
-    activation: str = "silu",
-    gated: bool = True,
-    transposed: bool = False,
+    form: ExpertForm,
     first_bias: torch.Tensor | None = None,
     second_bias: torch.Tensor | None = None,
-    limit: float | None = None,
-    shift: float = 0.0,
-    interleaved: bool = False,
-    count: int | None = None,
-    expert_axes: Axes = (),
-    exchange_axes: Axes = (),
-    hidden: int = 0,
-    hidden_axes: Axes = (),
+    sharding: ExpertSharding = UNSHARDED,
 ) -> torch.Tensor:
-    """:func:`experts_op` on this rank's rows and its ``expert_axes`` shard of ``count`` experts.
-
-    Rows go through an all-to-all over ``exchange_axes``, some of ``expert_axes``. Over the other
-    axes each rank gives the summand of its own experts (P). ``hidden_axes`` shard the ``hidden``
-    features between the products: results are P. There ``first`` is sharded as one dim, so most
-    ranks have only gates or only ups. They exchange slices of the weights or, if rows are few,
-    products."""
-    top, count = ids.shape[-1], count or first.shape[0]
+    """:func:`routed_experts` on this rank's rows, experts and features."""
+    top, count, expert_axes = ids.shape[-1], sharding.count or first.shape[0], sharding.expert_axes
     if not expert_axes and not _is_host_readable(ids):  # zeros: no host sync for their count
         known = (ids >= 0) & (ids < count)
         ids, weights = ids.where(known, 0), weights.where(known, 0)
         x = x.masked_fill(~known.any(-1, keepdim=True), 0)
-    held = _expert_placement(count, expert_axes, exchange_axes, ids.device)
+    held = _expert_placement(count, expert_axes, sharding.exchange_axes, ids.device)
     computed, found = _routes(ids.reshape(-1), held)
     flat = x.reshape(-1, x.shape[-1])
     slots = dispatch_slots(computed, flat.shape[0], top)
@@ -343,21 +368,21 @@ def experts(
     rows = _exchange_expert_rows(rows, held, routes.splits)
     back = None if routes.splits is None else routes.splits.backward()
     ends = routes.ends[: first.shape[0]]
-    dim, apart = 2 if transposed else 1, gated and hidden_axes and not interleaved
-    plain = (first_bias, second_bias, limit, shift, interleaved) == (None, None, None, 0, False)
-    if gated and plain and not apart and activation in DERIVATIVES:
-        out = gated_products(rows, *((first, second) if transposed else (first.mT, second.mT)), ends, activation)
+    dim, apart = 2 if form.transposed else 1, form.gated and sharding.hidden_axes and not form.interleaved
+    halves = (sharding.hidden, sharding.hidden), sharding.hidden_axes
+    plain = first_bias is None and second_bias is None and form == ExpertForm(form.activation, True, form.transposed)
+    if plain and not apart and form.activation in DERIVATIVES:
+        matrices = (first, second) if form.transposed else (first.mT, second.mT)
+        out = gated_products(rows, *matrices, ends, form.activation)
     else:
         of_rows = exchanges_rows(ids.numel(), first.numel() // max(1, first.shape[dim]))
-        parts = split(first, dim, (hidden, hidden), hidden_axes) if apart and not of_rows else [first]
-        made = [grouped_product(rows, part if transposed else part.mT, ends) for part in parts]
+        parts = split(first, dim, *halves) if apart and not of_rows else [first]
+        made = [grouped_product(rows, part if form.transposed else part.mT, ends) for part in parts]
         if first_bias is not None:  # then the product is not split
             made = [made[0] + _expert_bias_of_rows(first_bias, ends, rows)]
         if apart and of_rows:
-            made = split(made[0], 1, (hidden, hidden), hidden_axes)
-        act = activation_of(activation)
-        mid = gate_activation(act, made, limit, shift, interleaved) if gated else act(made[0])
-        out = grouped_product(mid, second if transposed else second.mT, ends)
+            made = split(made[0], 1, *halves)
+        out = grouped_product(form.activated(made), second if form.transposed else second.mT, ends)
         if second_bias is not None:
             out = out + _expert_bias_of_rows(second_bias, ends, rows)
     out = _exchange_expert_rows(out, held, back)
@@ -365,7 +390,7 @@ def experts(
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
-register_recomputed_backward(experts_op, experts)
+register_recomputed_backward(experts_op, routed_experts)
 
 
 def exchanges_rows(rows: int, weights: int) -> bool:

@@ -38,11 +38,7 @@ def halo(
     size: int,
     to: int,
     axes: Axes,
-    kernel: int = 1,
-    stride: int = 1,
-    padding: int = 0,
-    dilation: int = 1,
-    transposed: bool = False,
+    window: Window,
     fill: float = 0.0,
 ) -> torch.Tensor:
     """The positions of ``dim`` that this rank's results read, with ``fill`` where they lie outside.
@@ -52,7 +48,6 @@ def halo(
     Backward: gradients are sent back and added."""
     comm = current()
     names = comm.active(axes)
-    window = Window(kernel, stride, padding, dilation, transposed)
     halo = halo_of(window, size, to, tuple(comm.mesh[a] for a in names))
     me = comm.index(names)
     (have, _), (low, length) = halo.exchange.held[me], halo.exchange.wanted[me]
@@ -73,31 +68,22 @@ def split(x: torch.Tensor, dim: int, lengths: Sequence[int], axes: Axes) -> list
     Ranks exchange positions of each other's slices; backward: their gradients."""
     starts = [0, *itertools.accumulate(lengths)]
     size = starts.pop()
-    return [halo(x, dim, size, n, axes, padding=-start) for start, n in zip(starts, lengths, strict=True)]
+    return [halo(x, dim, size, n, axes, Window(padding=-start)) for start, n in zip(starts, lengths, strict=True)]
 
 
-def crop(
-    y: torch.Tensor,
-    dim: int,
-    to: int,
-    axes: Axes,
-    kernel: int = 1,
-    stride: int = 1,
-    padding: int = 0,
-    dilation: int = 1,
-) -> torch.Tensor:
+def crop(y: torch.Tensor, dim: int, to: int, axes: Axes, window: Window) -> torch.Tensor:
     """This rank's positions of a transposed op's result ``y``, made from :func:`halo`'s operand."""
     comm = current()
     results = comm.chunk(to, comm.active(axes))
-    return y.narrow(dim, Window(kernel, stride, padding, dilation, True).surplus(results), results[1])
+    return y.narrow(dim, window.surplus(results), results[1])
 
 
 def average(
-    y: torch.Tensor, dim: int, size: int, to: int, kernel: int, stride: int, padding: int, counted: int, axes: Axes
+    y: torch.Tensor, dim: int, size: int, to: int, axes: Axes, window: Window, counted: int = 0
 ) -> torch.Tensor:
     """Averages over full windows ``y`` → over positions within ``counted`` of the operand."""
     comm = current()
     first, length = comm.chunk(to, comm.active(axes))
-    starts = torch.arange(first, first + length, device=y.device) * stride - padding
-    counts = (starts + kernel).clamp(max=size + counted) - starts.clamp(min=-counted)
-    return y * kernel / counts.view(-1, *(1,) * (y.dim() - dim - 1))
+    starts = torch.arange(first, first + length, device=y.device) * window.stride - window.padding
+    counts = (starts + window.kernel).clamp(max=size + counted) - starts.clamp(min=-counted)
+    return y * window.kernel / counts.view(-1, *(1,) * (y.dim() - dim - 1))

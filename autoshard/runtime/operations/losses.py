@@ -191,27 +191,24 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     *,
-    classes: int,
+    classes: int | None = None,
     class_axes: Axes = (),
     batch_axes: Axes = (),
-    samples: int = 0,
-    pieces: bool = False,
-    counted: torch.Tensor | None = None,
+    counted: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
     """``F.cross_entropy`` of logits [n, c, ...] or [c], never gathered.
 
     Classes are sharded by ``class_axes``, samples by ``batch_axes``. ``target``: class indices [n,
     ...], or probabilities sharded like ``logits``. ``weight`` [classes] is replicated. The result
     is I along ``class_axes``. Along ``batch_axes`` it is S for ``reduction="none"``, else P: "mean"
-    divides by the count of all ranks, an all-reduce of one number, or by ``samples`` for
-    probabilities. ``counted``: class indices of all ranks, counted without communication. Along
+    divides by the count of all ranks, an all-reduce of one number. ``counted``: class indices of all
+    ranks, counted without communication, or for probabilities the number of samples. Along
     ``class_axes`` the forward all-reduces the maxima, then sum-exp and target logit in one message
-    (Megatron-LM); the backward communicates nothing. With class indices, ``pieces`` computes slices
-    of the samples in turn, as sharded classes always do."""
+    (Megatron-LM); the backward communicates nothing. ``classes``: their number on all ranks; slices
+    of the samples are computed in turn. None: all classes are here, and samples go at once."""
     mean = reduction == "mean"
-    known = not mean or target.is_floating_point()
-    count = None if known else _begin_mean_divisor(logits, target, weight, ignore_index, batch_axes, counted)
-    if class_axes or pieces:
+    count = _begin_mean_divisor(logits, target, weight, ignore_index, batch_axes, counted) if mean else None
+    if classes is not None:
         options = weight, ignore_index, label_smoothing
         if class_axes:
             loss = _vocab_parallel_loss(logits, target, *options, classes, class_axes)
@@ -221,7 +218,7 @@ def cross_entropy(
     else:
         summed = "none" if reduction == "none" else "sum"
         loss = F.cross_entropy(logits, target, weight, None, ignore_index, None, summed, label_smoothing)
-    return (loss / (samples if count is None else count()) if mean else loss).to(logits.dtype)
+    return (loss if count is None else loss / count()).to(logits.dtype)
 
 
 def nll_loss(
@@ -231,15 +228,15 @@ def nll_loss(
     reduction: str = "mean",
     ignore_index: int = -100,
     *,
-    classes: int,
+    classes: int | None = None,
     class_axes: Axes = (),
     batch_axes: Axes = (),
-    counted: torch.Tensor | None = None,
+    counted: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
     """``F.nll_loss`` of [n, c, ...] or [c], sharded as :func:`cross_entropy`; P on class axes."""
     mean = reduction == "mean"
     count = _begin_mean_divisor(log_probabilities, target, weight, ignore_index, batch_axes, counted) if mean else None
-    if class_axes:
+    if classes is not None:
         check_range(target, classes, ignored=ignore_index)
         dim = min(log_probabilities.dim() - 1, 1)
         valid = target != ignore_index
@@ -303,11 +300,13 @@ def _begin_mean_divisor(
     weight: torch.Tensor | None,
     ignore_index: int,
     axes: Axes,
-    everywhere: torch.Tensor | None,
-) -> Callable[[], torch.Tensor]:
+    everywhere: torch.Tensor | int | None,
+) -> Callable[[], torch.Tensor | int]:
     """Divisor of "mean": samples of all ranks that are not ignored, weighted by their class.
 
-    Its all-reduce overlaps the loss. ``everywhere``, the targets of all ranks, needs none."""
+    Its all-reduce overlaps the loss. ``everywhere``, all targets or their number, needs none."""
+    if isinstance(everywhere, int):
+        return lambda: everywhere
     given = target if everywhere is None else everywhere
     valid = given != ignore_index
     counted = (

@@ -30,20 +30,16 @@ class Bags(NamedTuple):
     offsets: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     """of every index; only for sums"""
-    last_offset: bool = False
-    """whether the last offset ends the last bag"""
 
     @property
     def number(self) -> int:
-        if self.offsets is None:
-            return self.indices.shape[0]
-        return self.offsets.shape[0] - self.last_offset
+        return len(self.indices if self.offsets is None else self.offsets)
 
     @property
     def starts(self) -> torch.Tensor:
         """Where bags start among the flat indices."""
         if self.offsets is not None:
-            return self.offsets[: self.number]
+            return self.offsets
         length = self.indices.numel() // max(1, self.number)
         return torch.arange(self.number, device=self.indices.device) * length
 
@@ -57,7 +53,6 @@ def table_wise(
     *,
     offsets: Sequence[torch.Tensor | None] = (),
     weights: Sequence[torch.Tensor | None] = (),
-    last_offset: bool = False,
     padding: Sequence[int | None] = (),
     sparse: bool = False,
     summed: bool = False,
@@ -71,10 +66,7 @@ def table_wise(
     comm = current()
     names = comm.active(axes)
     many = len(tables)
-    given = [
-        Bags(*bag, last_offset)
-        for bag in zip(indices, offsets or (None,) * many, weights or (None,) * many, strict=True)
-    ]
+    given = list(map(Bags, indices, offsets or (None,) * many, weights or (None,) * many))
     pads = tuple(padding) or (None,) * many
     forms = tuple(_lookup_form(*each) for each in zip(tables, pads, given, strict=True))
     me, lengths = comm.index(names), tuple(comm.mesh[a] for a in names)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -75,11 +76,13 @@ def refuse_batched(batched: bool) -> None:
 
 
 def register_backward(op: Any, backward: Callable[..., Any], save: Callable[..., None]) -> None:
-    """Make a custom op of one result differentiable, as :class:`NoneGradFunction` does a Function."""
+    """Make a custom op of one result differentiable, as :class:`NoneGradFunction` does a Function.
 
-    def remembered(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ``save`` gets the context, arguments and result, and keyword-only arguments if there are any."""
+
+    def remembered(ctx: Any, inputs: tuple[Any, ...], output: Any, **named: Any) -> None:
         ctx.set_materialize_grads(False)
-        save(ctx, inputs, output)
+        save(ctx, inputs, output, *named.values())
 
     op.register_autograd(skip_none_gradient(backward), setup_context=remembered)
 
@@ -91,7 +94,10 @@ def register_recomputed_backward(
 
     ``of``: numbers of the arguments that get gradients; None: all tensors."""
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    def save(
+        ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor, named: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
+        ctx.named = named
         ctx.form = [None if isinstance(x, torch.Tensor) else x for x in inputs]
         ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in inputs))
 
@@ -101,7 +107,7 @@ def register_recomputed_backward(
         saved = zip(ctx.saved_tensors, itertools.chain(wanting, itertools.repeat(False)), strict=False)
         given = [t if t is None or (again and n) else t.detach().requires_grad_(n) for t, n in saved]
         with torch.enable_grad():
-            out = forward(*(x if t is None else t for t, x in zip(given, ctx.form, strict=True)))
+            out = forward(*(x if t is None else t for t, x in zip(given, ctx.form, strict=True)), **ctx.named)
         wanted = [t for t, n in zip(given, wanting, strict=False) if n]
         found = iter(torch.autograd.grad(out, wanted, grad, create_graph=again))
         return tuple(next(found) if n else None for n in wanting)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from autoshard.passes.capture.observer import Observer, Patch, replacement_patch
-from autoshard.runtime.operations.experts import activation_of, experts_op, gate_activation
+from autoshard.runtime.operations.experts import ExpertForm, experts_op
 from autoshard.runtime.operations.grouped import grouped_mm
 from autoshard.torch_private.dispatch import without_dispatch_modes
 
@@ -64,16 +65,7 @@ def _expert_interface(get: Callable[..., Any]) -> Callable[..., Any]:
     return get_interface
 
 
-class GatedForm(NamedTuple):
-    """Gated activation between an expert's two products, as arguments of the op."""
-
-    activation: str
-    limit: float | None = None
-    shift: float = 0.0
-    interleaved: bool = False
-
-
-def _gated_form(module: Any) -> GatedForm | None:
+def _gated_form(module: Any) -> ExpertForm | None:
     """The form of a module that is two products and an activation; None for others."""
     if module.has_post_expert_norm or module._is_expert_parallel:
         return None
@@ -81,10 +73,11 @@ def _gated_form(module: Any) -> GatedForm | None:
         return _probed_gated_form(module)
     if getattr(module.act_fn, "use_gelu_python", False) or (activation := _activation_name(module.act_fn)) is None:
         return None
-    return GatedForm(activation, interleaved=module.has_gate and not module.is_concatenated)
+    interleaved = module.has_gate and not module.is_concatenated
+    return ExpertForm(activation, module.has_gate, module.is_transposed, interleaved=interleaved)
 
 
-def _probed_gated_form(module: Any) -> GatedForm | None:
+def _probed_gated_form(module: Any) -> ExpertForm | None:
     """The form that equals a custom gate on test inputs, with numbers from the module's attributes.
 
     None if the gate may read a tensor other than the weights: it may be trained or change.
@@ -107,12 +100,11 @@ def _probed_gated_form(module: Any) -> GatedForm | None:
             answer = module._apply_gate(made)
         except RuntimeError:  # it requires its own width
             return None
-        for form in itertools.product(names, (None, *sorted(numbers)), (0.0, 1.0), (not module.is_concatenated,)):
-            if form[1] is not None and form[1] <= 0:
-                continue
-            mid = gate_activation(activation_of(form[0]), [made], *form[1:])
+        for name, limit, shift in itertools.product(names, (None, *sorted(n for n in numbers if n > 0)), (0.0, 1.0)):
+            form = ExpertForm(name, True, module.is_transposed, limit, shift, not module.is_concatenated)
+            mid = form.activated([made])
             if mid.shape == answer.shape and bool(((mid - answer).abs() <= 1e-12 * (1 + answer.abs())).all()):
-                return GatedForm(*form)
+                return form
     return None
 
 
@@ -121,16 +113,15 @@ def _activation_name(function: Any) -> str | None:
 
 
 def _call_experts_op(
-    module: Any, form: GatedForm, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    module: Any, form: ExpertForm, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     first, second = module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
     weights = weights.to(torch.promote_types(weights.dtype, first.dtype))  # product's dtype
-    biases = (None, None)
+    biases: dict[str, torch.Tensor] = {}
     if module.has_bias:
-        biases = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias), module.down_proj_bias
-    activation, *how = form
-    layout = module.has_gate, module.is_transposed
-    y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, activation, *layout, *biases, *how)
+        biases["first_bias"] = module.gate_up_proj_bias if module.has_gate else module.up_proj_bias
+        biases["second_bias"] = module.down_proj_bias
+    y: torch.Tensor = experts_op(x.to(first.dtype), ids, weights, first, second, **asdict(form), **biases)
     return y.to(x.dtype)
 
 

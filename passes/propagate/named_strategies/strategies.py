@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 from autoshard.errors import PlanError
 from autoshard.layout import Owned, Shard
@@ -66,6 +66,10 @@ class NamedStrategy:
     """parts of the strategy that the graph or the runtime lacks"""
     text: str = ""
     """the strategy as the user named it"""
+
+
+FREE = NamedStrategy()
+"""asks for nothing"""
 
 
 @dataclass(frozen=True)
@@ -286,24 +290,10 @@ class InfeasibleStrategyError(PlanError):
     """A named strategy leaves an operation without layouts."""
 
 
-SearchResult = TypeVar("SearchResult")
-
-
-def search_with_fallback(
-    expert: NamedStrategy, known: bool, search: Callable[[NamedStrategy], SearchResult]
-) -> tuple[NamedStrategy, SearchResult]:
-    """(strategy used, result of ``search``): search with fallback to a free search.
-
-    The fallback needs ``known``: parameters have layouts of an earlier program.
-    """
-    try:
-        return expert, search(expert)
-    except InfeasibleStrategyError:
-        if not known:
-            raise
+def given_up(expert: NamedStrategy) -> NamedStrategy:
+    """In place of ``expert``, for which layouts of earlier programs leave no room."""
     note = f"like={expert.text}: not beside the layouts that the parameters have, so that all is searched"
-    free = NamedStrategy(notes=(*expert.notes, note), text=expert.text)
-    return free, search(free)
+    return NamedStrategy(notes=(*expert.notes, note), text=expert.text)
 
 
 def _like_per_axis(like: Any, mesh: Mesh) -> dict[str, Any]:

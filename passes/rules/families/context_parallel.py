@@ -128,29 +128,25 @@ def tiled_attention_call(
 
     ``axes`` shard the queries; ``shape``: global attention matrix [..., queries, keys].
     """
-    node, band = site.node, band_of(site.node)
-    scale = {} if node.argument("scale") is None else {"scale": node.argument("scale")}
-    seen = {name: n for name, n in band._asdict().items() if n is not None}
-    mask: dict[str, Any] = {} if node.argument("attn_mask") is None else {"attn_mask": node.argument("attn_mask")}
-    more = {name: node.argument(name, None) for name in ("sloped", "sinks", "soft_cap")}
-    mask |= {name: x for name, x in more.items() if x not in (None, False)}
+    node, sharded = site.node, label in SEQUENCE_SHARDED
+    spec: dict[str, Any] = {"queries": shape[-2]} if axes or sharded else {}
+    spec |= {"keys": shape[-1]} if sharded else {}
+    spec |= {"axes": axes_argument(axes)} if axes or sharded else {}
+    given = band_of(node)._asdict() | {name: node.argument(name, None) for name in ("scale", "sloped", "soft_cap")}
+    spec |= {name: x for name, x in given.items() if x is not None and x is not False}
     if node.argument("dropout_p", 0.0):
         cuts = {d: axes_argument(a) for d in range(len(shape) - 2) if (a := site.outputs[0].axes_of(d))}
-        mask |= {"dropout_p": node.argument("dropout_p"), "shape": shape, "cuts": cuts}
-        mask |= {} if node.batch is None else {"batch": node.batch}
-    carried = {"carried": True} if zigzag_order_ranks(node) else {}
-    if label not in SEQUENCE_SHARDED:
-        cut: dict[str, Any] = {"queries": shape[-2], "axes": axes_argument(axes)} if axes else {}
-        order = (carried or {"folded": True}) if label == ZIGZAG_QUERIES else {}
-        return LocalCall("banded_rows", operands, {**mask, **scale, **cut, **seen, **order})
-    extra: dict[str, Any] = {"is_causal": True} if band == CAUSAL else seen
-    extra |= {**mask, **scale, "queries": shape[-2], "keys": shape[-1], "axes": axes_argument(axes)}
-    if label in (ZIGZAG_RING, ZIGZAG_CHUNKED, HELPED_RING):
-        extra |= carried or {"helpers" if label == HELPED_RING else "folded": True}
+        spec |= {"dropout_p": node.argument("dropout_p"), "shape": shape, "cuts": cuts}
+        spec |= {} if node.batch is None else {"batch": node.batch}
+    if label in (*ZIGZAG_LABELS, HELPED_RING):
+        order = "carried" if zigzag_order_ranks(node) else "helpers" if label == HELPED_RING else "folded"
+        spec[order] = True
     if label in CHUNKED_LABELS:
         cut_in = _head_chunks(site.example, axes, int(shape[-1]))
-        extra |= {"pieces": cut_in.pieces} | ({"batches": cut_in.batches} if cut_in.batches > 1 else {})
-    return LocalCall("gathered_attention" if label in CHUNKED_LABELS else "ring_attention", operands, extra)
+        spec |= {"pieces": cut_in.pieces} | ({"batches": cut_in.batches} if cut_in.batches > 1 else {})
+    function = "gathered_attention" if label in CHUNKED_LABELS else "ring_attention" if sharded else "banded_rows"
+    tensors = {name: x for name in ("attn_mask", "sinks") if (x := node.argument(name, None)) is not None}
+    return LocalCall(function, (*operands, LocalCall("AttentionSpec", (), spec)), tensors)
 
 
 class _HeadChunks(NamedTuple):

@@ -187,13 +187,13 @@ def grouped_lookups(graph: Graph) -> dict[Hashable, list[Node]]:
 
 
 def _pooling_form(node: Node) -> tuple[Any, ...]:
-    """How a look-up pools; whether its bags are jagged, weighted, with the last offset."""
+    """How a look-up pools; whether its bags are jagged and weighted."""
     if node.op == aten.embedding.default:
         return "sum", False
     if node.op == pooled_op._opoverload:
         return node.argument("mode"), False
     weighted = node.argument("per_sample_weights") is not None
-    return BAG_MODES[node.argument("mode")], True, weighted, bool(node.argument("include_last_offset"))
+    return BAG_MODES[node.argument("mode")], True, weighted
 
 
 def gives_sparse(site: Site) -> bool:
@@ -247,12 +247,13 @@ def _local_bag(site: Site) -> LocalCall:
         count = Local(site.graph.shape(offsets)[0], bags)
         offsets = LocalCall(aten.slice.Tensor, (offsets, 0, 0, count), {})  # offsets are relative to this rank
     if _axes_of_owners(site):
+        if node.argument("include_last_offset"):  # where the last bag ends
+            offsets = LocalCall(aten.slice.Tensor, (offsets, 0, 0, -1), {})
         return _local_table(
             site,
             BAG_MODES[node.argument("mode")],
             offsets=(offsets,),
             weights=(node.argument("per_sample_weights"),),
-            last_offset=node.argument("include_last_offset"),
             padding=(_padding_row(site),),
         )
     rows_axes = site.axes_of("weight", 0)

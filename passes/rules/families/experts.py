@@ -229,17 +229,19 @@ def _local_experts(site: Site) -> LocalCall:
     node = site.node
     x, ids, weights, first, second = node.args[:5]
     form = {name: node.argument(name) for name in ("activation", "gated", "transposed")}
-    if len(node.inputs) > 5:
-        form |= {name: node.argument(name) for name in ("first_bias", "second_bias")}
     defaults = {"limit": None, "shift": 0.0, "interleaved": False}
     form |= {name: node.argument(name) for name, default in defaults.items() if node.argument(name) != default}
+    more = {name: node.argument(name) for name in ("first_bias", "second_bias") if len(node.inputs) > 5}
+    sharding: dict[str, Any] = {}
     if axes := site.inputs[3].axes_of(0):
-        form |= {"count": site.in_type(3).shape[0], "expert_axes": axes_argument(axes)}
+        sharding |= {"count": site.in_type(3).shape[0], "expert_axes": axes_argument(axes)}
     if axes := _dispatch_axes(site):
-        form["exchange_axes"] = axes_argument(axes)
+        sharding["exchange_axes"] = axes_argument(axes)
     if node.argument("gated") and (axes := site.axes("hidden")):
-        form |= {"hidden": _hidden_size(site.node, site.graph), "hidden_axes": axes_argument(axes)}
-    return LocalCall("experts", (x, ids, weights, first, second), form)
+        sharding |= {"hidden": _hidden_size(site.node, site.graph), "hidden_axes": axes_argument(axes)}
+    if sharding:
+        more["sharding"] = LocalCall("ExpertSharding", (), sharding)
+    return LocalCall("experts", (x, ids, weights, first, second, LocalCall("ExpertForm", (), form)), more)
 
 
 def _expert_collectives(site: Site) -> tuple[InternalCollective, ...]:

@@ -125,15 +125,14 @@ def _local_classification(function: str) -> Callable[[Site], LocalCall]:
                 extra[name] = given
         if reduction != "mean":
             extra["reduction"] = reduction
-        extra["classes"] = shape[class_dim]
+        if class_axes or pieces:
+            extra["classes"] = shape[class_dim]
         if class_axes:
             extra["class_axes"] = axes_argument(class_axes)
         if batch_axes and reduction == "mean":
             extra["batch_axes"] = axes_argument(batch_axes)
         if reduction == "mean" and site.in_type(1).dtype.is_floating_point:
-            extra["samples"] = math.prod(shape) // shape[class_dim]
-        if pieces and not class_axes:
-            extra["pieces"] = True
+            extra["counted"] = math.prod(shape) // shape[class_dim]
         return LocalCall(function, (node.argument("self"), node.argument("target")), extra)
 
     return local

@@ -62,11 +62,11 @@ class SlidingDim:
         ranks = tuple(site.mesh.size_of(a) for a in self.axes(site))
         return halo_of(self.window, self.size, self.to, ranks)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for the runtime: the window's fields that differ from the defaults."""
-        default = Window()
-        return {k: v for k, v in self.window._asdict().items() if v != getattr(default, k)}
+    def call(self, function: str, site: Site, x: Any, **more: Any) -> LocalCall:
+        """A call of the runtime on ``x``; of the window, fields that differ from the defaults."""
+        form = {k: v for k, v in self.window._asdict().items() if v != getattr(Window(), k)}
+        where = {"axes": axes_argument(self.axes(site)), "window": LocalCall("Window", (), form)}
+        return LocalCall(function, (x,), {"dim": self.dim, **more, **where})
 
 
 def sharded_windows(site: Site, slidings: Sequence[SlidingDim]) -> tuple[SlidingDim, ...]:
@@ -81,8 +81,7 @@ def with_halo(site: Site, x: Any, slidings: Sequence[SlidingDim], fill: float = 
         if halo.reads == halo.exchange.held:
             continue
         extra = {"fill": fill} if fill != 0.0 and halo.reads != halo.exchange.wanted else {}
-        where = {"dim": s.dim, "size": s.size, "to": s.to, **s.options, **extra, "axes": axes_argument(s.axes(site))}
-        x = LocalCall("halo", (x,), where)
+        x = s.call("halo", site, x, size=s.size, to=s.to, **extra)
     return x
 
 
@@ -93,8 +92,7 @@ def cropped_results(site: Site, y: Any, slidings: Sequence[SlidingDim]) -> Any:
         made = [(n - 1) * window.stride + window.reach + 1 for _, n in halo.reads]
         if made == [n for _, n in halo.results] and not any(map(window.surplus, halo.results)):
             continue
-        options = {k: v for k, v in s.options.items() if k != "transposed"}
-        y = LocalCall("crop", (y,), {"dim": s.dim, "to": s.to, **options, "axes": axes_argument(s.axes(site))})
+        y = s.call("crop", site, y, to=s.to)
     return y
 
 
@@ -357,8 +355,8 @@ def _local_average(site: Site) -> LocalCall:
         counted = padding if node.argument("count_include_pad") else 0
         last = (s.to - 1) * stride - padding + kernel
         if padding > counted or last > s.size + counted:
-            where = {"dim": s.dim, "size": s.size, "to": s.to, "kernel": kernel, "stride": stride, "padding": padding}
-            result = LocalCall("average", (result,), {**where, "counted": counted, "axes": axes_argument(s.axes(site))})
+            extra = {"counted": counted} if counted else {}
+            result = s.call("average", site, result, size=s.size, to=s.to, **extra)
     return result
 
 

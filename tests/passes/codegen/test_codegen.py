@@ -26,6 +26,7 @@ from autoshard import Invariant, Shard, models, runtime
 from autoshard.compiler import compile_graph
 from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.passes.capture.export import capture
+from autoshard.plans.options import CompileOptions
 
 pytestmark = pytest.mark.usefixtures("remembering")
 
@@ -123,7 +124,7 @@ def test_equal_layers_are_one_class() -> None:
         model = Llama(config)
     args, kwargs = models.llama.example_inputs(config)
     graph = capture(model, args, kwargs)
-    source = compile_graph(graph, IDEAL, title="Llama").source.text
+    source = compile_graph(graph, IDEAL, CompileOptions("Llama")).source.text
     assert classes(source) == ["Block", "RankModule"]
     assert '{f"blocks.{i}": Block for i in range(8)}' in source
     assert source.count("for block in self.blocks:\n            x = block(x, cos, sin)\n") == 1

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
-from autoshard.compiler import capture_graph, plan_graph
+from autoshard.compiler import capture_graph
 from autoshard.hardware import PRESETS, Link
 from autoshard.layout import I, Layout, Owned, R, Shard
 from autoshard.passes.capture import capture
@@ -28,6 +28,7 @@ from autoshard.passes.propagate.prices import coalescing
 from autoshard.passes.propagate.prices.roofline import optimizer_seconds
 from autoshard.passes.rules.families import embedding
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import plan_graph
 from autoshard.runtime.operations.tables import LookupArrival, LookupGroup, _UnpackedTables, unpack_tables
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoshard import Mesh
-from autoshard.compiler import capture_graph, make_planner
+from autoshard.compiler import capture_graph
 from autoshard.errors import PlanError
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.memory import lower_and_simulate, search_within_memory
@@ -18,6 +18,7 @@ from autoshard.passes.propagate.live_memory import LiveMemory
 from autoshard.passes.propagate.named_strategies import NamedStrategy, resolve_like
 from autoshard.passes.propagate.planner import Planner
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import make_planner
 
 MESH = Mesh({"a": 2, "b": 4}, "h100")
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import autoshard
-from autoshard import compiler, models
+from autoshard import models
 from autoshard.errors import PlanError
+from autoshard.plans import planning
 
 NAMES = ("replicate", "ddp", "fsdp", "megatron", "megatron-sp")
 
@@ -48,7 +49,7 @@ def test_no_expert_is_cheaper_within_the_budget(ranks: int, monkeypatch: pytest.
         assert free.cost.lower_bound <= free.cost.total_s
         found.append((budget, free.cost.total_s))
     # negative control: the search by itself finds a dearer one, or none
-    monkeypatch.setattr(compiler, "baseline_strategies", lambda *what: ())
+    monkeypatch.setattr(planning, "baseline_strategies", lambda *what: ())
 
     def alone(budget: float) -> float:
         try:
@@ -74,7 +75,7 @@ def test_an_expert_is_searched_within_the_budget_too() -> None:
 def test_no_plan_that_fits_is_below_the_bound(ranks: int, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search by itself is under limits that it learns from what it finds; others may hold more, and fit."""
     expert = planned(Thrice(frozen=True), ranks, "a100", memory_budget=budget, like="ddp")
-    monkeypatch.setattr(compiler, "baseline_strategies", lambda *what: ())
+    monkeypatch.setattr(planning, "baseline_strategies", lambda *what: ())
     free = planned(Thrice(frozen=True), ranks, "a100", memory_budget=budget)
     assert free.cost.total_s > expert.cost.total_s
     assert 0 < free.cost.lower_bound <= expert.cost.total_s

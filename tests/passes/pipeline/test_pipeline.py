@@ -28,7 +28,7 @@ from autoshard.hardware import Hardware, Link
 from autoshard.module.programs import pipeline
 from autoshard.passes.ir.verify import check_graph
 from autoshard.passes.pipeline import SegmentedGraph, cut_into_stages
-from autoshard.plans.options import CompileOptions
+from autoshard.plans.options import CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
 from autoshard.plans.stages import mesh_without_axis
 
@@ -136,7 +136,7 @@ def test_a_plan_in_stages_is_followed() -> None:
     mesh = ideal({"pp": 2, "tp": 2})
     searched = autoshard.plan(model, mesh, args, stages="pp", micro_batches=2).staged
     graph = capture_graph(model, args, {}, training=True)
-    plan = compile_graph(graph, mesh, CompileOptions(stages="pp", micro_batches=2, boundaries=(5,))).plan
+    plan = compile_graph(graph, mesh, CompileOptions(stages="pp", micro_batches=2), KnownLayouts(boundaries=(5,))).plan
     again = Plan.from_json(plan.to_json())
     assert again == plan
     sharded = autoshard.compile(model, mesh, args, stages="pp", micro_batches=2, plan=again)

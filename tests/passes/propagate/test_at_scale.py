@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import autoshard
-from autoshard.compiler import capture_graph, plan_graph
+from autoshard.compiler import capture_graph
 from autoshard.passes.propagate.named_strategies import expand_tp_plan
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import plan_graph
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from context import chosen, of_a_million

@@ -26,7 +26,7 @@ from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate import zigzag
 from autoshard.passes.propagate.named_strategies import tensor_sequence
 from autoshard.passes.rules.families import context_parallel
-from autoshard.plans import zigzag as plan_orders
+from autoshard.plans import planning
 from autoshard.runtime.attention.ring_geometry import rank_spans
 from autoshard.runtime.attention.zigzag import from_zigzag_op, to_zigzag_op
 
@@ -340,7 +340,7 @@ def test_the_cheaper_order_is_taken() -> None:
     asked: dict[str, Any] = {"memory_budget": 1e15}
     plan = autoshard.plan(model, autoshard.Mesh({"cp": 2}, hardware), (tokens, tokens), **asked)
     assert plan.folded == 2
-    with patch.object(plan_orders, "zigzag_ranks", lambda assignment: 0):
+    with patch.object(planning, "zigzag_ranks", lambda assignment: 0):
         plain = autoshard.plan(model, autoshard.Mesh({"cp": 2}, hardware), (tokens, tokens), **asked)
     assert plain.folded == 0
     assert plan.cost.total_s < 0.98 * plain.cost.total_s

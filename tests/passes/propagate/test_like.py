@@ -21,10 +21,10 @@ import autoshard.models
 from autoshard import Mesh, Shard
 from autoshard.check.coverage import SPLIT_ALL
 from autoshard.compiler import capture_graph
-from autoshard.compiler import plan_graph as planned_on
 from autoshard.hardware import PRESETS
 from autoshard.models.llama import Llama, LlamaConfig
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import plan_graph as planned_on
 
 BATCH, SEQ, LAYERS, VOCAB, WIDTH, HIDDEN = 8, 16, 2, 64, 32, 64
 ACTIVATION = BATCH * SEQ * WIDTH * 8

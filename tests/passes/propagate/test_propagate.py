@@ -17,11 +17,11 @@ from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.ir.sizes import record_conditions
-from autoshard.passes.propagate import edges, propagate
+from autoshard.passes.propagate import edges
 from autoshard.passes.propagate.edges import EdgeTables
 from autoshard.passes.propagate.hints import resolve_hints
 from autoshard.passes.propagate.op_space import OpSpaces
-from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.propagate.planner import Planner, with_proven_bound
 from autoshard.passes.propagate.prices.collective_overheads import copy_seconds
 from autoshard.passes.redistribute import cost_matrix
 from autoshard.passes.search.arrays import dense_matrix
@@ -77,7 +77,7 @@ def assigned(
 ) -> Assignment:
     mesh = autoshard.Mesh(axes, hardware)
     graph = capture(model, args, {}, training=training)
-    return propagate(graph, mesh, resolve_hints(hints, graph, mesh))
+    return with_proven_bound(Planner(graph, mesh, resolve_hints(hints, graph, mesh)).cheapest())
 
 
 def check(assignment: Assignment, expected: str) -> None:

@@ -21,15 +21,16 @@ from zero_cases import COUNTS, LIKE, WIRE, Stack, begun, by_stage, made, mesh_fo
 
 import autoshard
 from autoshard import Link
-from autoshard.compiler import capture_graph, compile_model, plan_graph
+from autoshard.compiler import capture_graph, compile_model
 from autoshard.hardware import PRESETS
 from autoshard.models import Gpt, GptConfig
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.memory import lower_and_simulate
-from autoshard.passes.propagate.named_strategies import resolve_like
+from autoshard.passes.propagate.named_strategies import NamedStrategy, resolve_like
 from autoshard.passes.propagate.objective import objective
-from autoshard.passes.propagate.planner import Planner
+from autoshard.passes.propagate.planner import Planner, SearchSettings
 from autoshard.plans.options import CompileOptions
+from autoshard.plans.planning import plan_graph
 from autoshard.runtime.transport.communicator import MicroBatchStep
 
 pytestmark = pytest.mark.usefixtures("remembering")
@@ -172,9 +173,8 @@ def test_micro_batches_in_flight_share_what_is_gathered(like: str) -> None:
     whole = sum(p.nbytes for n, p in model.named_parameters() if not is_unread(n))
 
     def memory(like: str, micro_batches_held: int, budget: float | None = None) -> Memory:
-        return plan_graph(
-            graph, mesh, CompileOptions(like=like, micro_batches_held=micro_batches_held, memory_budget=budget)
-        )[1].memory
+        opts = CompileOptions(like=like, memory_budget=budget)
+        return plan_graph(graph, mesh, opts, settings=SearchSettings(micro_batches_held))[1].memory
 
     plain, several, alone = memory("ddp", 8), memory(like, 8), memory(like, 1)
     assert several.gathered == alone.gathered == whole
@@ -248,7 +248,7 @@ def test_what_is_kept_is_the_best_of_all_mixtures(count: int) -> None:
     """The batch is cut; where parameters lie, and the stage of each, is chosen under limits on what is held."""
     x = torch.zeros(64, 64, requires_grad=True)
     graph = replace(capture_graph(Mixed(), (x,), {}, training=True), passes=count)
-    asked = resolve_like("fsdp", graph, SLOW).asked
+    asked = NamedStrategy(resolve_like("fsdp", graph, SLOW).asked)
 
     def seconds(planner: Planner, limit: float) -> float:
         try:
@@ -256,9 +256,9 @@ def test_what_is_kept_is_the_best_of_all_mixtures(count: int) -> None:
         except autoshard.PlanError:
             return math.inf
 
-    free, parameters = Planner(graph, SLOW, {}, asked=asked), sorted(graph.parameters)
+    free, parameters = Planner(graph, SLOW, {}, asked), sorted(graph.parameters)
     stages = itertools.product((0, 2, 1) if count > 1 else (0, 2), repeat=len(parameters))
-    pinned = [Planner(graph, SLOW, {}, asked=asked, zero=dict(zip(parameters, s, strict=True))) for s in stages]
+    pinned = [Planner(graph, SLOW, {}, replace(asked, zero=dict(zip(parameters, s, strict=True)))) for s in stages]
     least, most = free.least()[1], free.held(free.cheapest())
     mixed = 0
     for share in (0.15, 0.4, 0.7):

@@ -123,7 +123,12 @@ def test_the_source_reads_well() -> None:
     lines = (
         "        conv2d = F.conv2d(",
         "            runtime.halo(",
-        '                x, dim=2, size=25, to=13, kernel=5, stride=2, padding=2, axes="tp"',
+        "                x,",
+        "                dim=2,",
+        "                size=25,",
+        "                to=13,",
+        '                axes="tp",',
+        "                window=runtime.Window(kernel=5, stride=2, padding=2),",
         "            ),",
         "            x3_weight,",
         "            x3_bias,",

@@ -51,14 +51,12 @@ def run(
     world = runtime.World({"cp": ranks})
     log = world.log = list[runtime.Executed]()
 
-    def one(*operands: Any) -> torch.Tensor:
-        where = {"queries": queries, "keys": keys, "axes": "cp", "folded": how.get("folded", False)}
-        where |= {"sloped": how.get("sloped", False), "helpers": how.get("helpers", False)}
-        if "pieces" in how:
-            del where["helpers"]
-            where |= {name: how[name] for name in ("pieces", "batches") if name in how}
-            return runtime.gathered_attention(*operands, causal, scale, **where)
-        return runtime.ring_attention(*operands, causal, scale, **where)
+    form = {name: x for name, x in how.items() if name != "causal"}
+    spec = runtime.AttentionSpec(queries, keys, "cp", after=0 if causal else None, **form)
+
+    def one(query: Any, key: Any, value: Any, mask: Any) -> torch.Tensor:
+        function = runtime.gathered_attention if "pieces" in how else runtime.ring_attention
+        return function(query, key, value, spec, mask)
 
     outs = world.run(one, list(zip(*parts, masks, strict=True)))
     found = torch.autograd.grad(outs, [x for part in parts for x in part], cut(cotangent))

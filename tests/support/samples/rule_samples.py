@@ -99,9 +99,9 @@ MATMUL: dict[torch._ops.OpOverload, list[Sample]] = {
             True,
             f(3, 8),
             f(3, 5),
-            0.5,
-            1.0,
-            True,
+            limit=0.5,
+            shift=1.0,
+            interleaved=True,
         ),
         call(
             f(5, 4),
