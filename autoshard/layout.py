@@ -333,7 +333,7 @@ class Layout:
         for p in self.placements:
             if isinstance(p, Grouped):
                 plain = len(set(p.parts)) == 1 and len(self.cutting(p.dim)) == 1
-                out.append(strided_shard(p.dim, split_factor=len(p.parts) if plain else _split_factor(p.parts)))
+                out.append(strided_shard(p.dim, len(p.parts) if plain else _split_factor(p.parts), p.parts))
             elif isinstance(p, Shard):
                 out.append(TorchShard(p.dim))
             else:

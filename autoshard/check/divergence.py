@@ -23,9 +23,10 @@ from autoshard.check.rule_check import evaluate
 from autoshard.compiler import capture_graph
 from autoshard.errors import RuntimeMismatchError
 from autoshard.layout import Layout
+from autoshard.module.dtensors.segments import shard_of
 from autoshard.module.microbatches import micro_batch_slice, whole_batch_values
 from autoshard.module.programs.executable import Executable
-from autoshard.module.programs.simulated_ranks import join_shards, shard_of
+from autoshard.module.programs.simulated_ranks import join_shards
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.passes.capture.exported.snapshots import parameters_of
 from autoshard.passes.ir.graph import Graph, Node, Ref

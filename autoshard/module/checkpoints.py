@@ -15,9 +15,10 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import PlanError
-from autoshard.module.dtensors.table_wise import dtensor_layout, local_tensor_of
+from autoshard.module.dtensors.module_dtensor import local_shard
+from autoshard.module.dtensors.segments import shard_of
+from autoshard.module.dtensors.table_wise import dtensor_layout
 from autoshard.module.programs.call_checks import collective_method
-from autoshard.module.programs.simulated_ranks import shard_of
 from autoshard.module.ranks.pipelined import PipelinedModule
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.runtime.programs.launch import as_plan_error
@@ -128,7 +129,7 @@ def load_safetensors(sharded: ShardedModule, folder: str | os.PathLike[str]) -> 
                 seen.add(id(tensor))
                 with _open_safetensors(files[names[name]]) as file:  # type: ignore[index]
                     part = _entry_shard(file, str(names[name]), sharded, tensor)
-                _local_shard(tensor).copy_(part)
+                local_shard(tensor).copy_(part)
 
 
 def _is_float(kind: str) -> bool:
@@ -197,10 +198,6 @@ def _holds_mappings(found: Any, kind: type) -> bool:
 
 def _rank(sharded: Any) -> int:
     return int(sharded._comm.rank)
-
-
-def _local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _entry_shard(file: Any, name: str, sharded: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
+from autoshard.module.dtensors.segments import shard_of
 from autoshard.module.inputs import InputLayouts
 from autoshard.module.programs.compiling import CompileSettings
 from autoshard.module.programs.executable import Executable
@@ -19,7 +20,6 @@ from autoshard.module.programs.simulated_ranks import (
     join_differentiably,
     join_shards,
     shard_for_ranks,
-    shard_of,
     writable_shards,
 )
 from autoshard.module.sharded_module import ShardedModule

@@ -11,14 +11,14 @@ import torch.utils._pytree as pytree
 
 from autoshard import runtime
 from autoshard.layout import Layout, Replicate, Shard
-from autoshard.module.dtensors.outputs import METADATA_GETTERS
+from autoshard.module.dtensors.outputs import GatheredOnUse
 from autoshard.torch_private.dispatch import make_wrapper_subclass
 
 GatherShards = Callable[[torch.Tensor, Layout, Sequence[int]], torch.Tensor]
 """(local shard, its layout, global shape) → full tensor"""
 
 
-class ShardedLogits(torch.Tensor):
+class ShardedLogits(GatheredOnUse):
     """Logits whose last dim (vocabulary) is sharded; generation loops run on the shards.
 
     argmax, topk and multinomial send candidates, softmax two numbers per row. Any other operation
@@ -85,27 +85,11 @@ class ShardedLogits(torch.Tensor):
         vocabulary = dict.fromkeys(self._layout.axes_of(self.ndim - 1), Replicate())
         return self._full(part, self._layout.replace(vocabulary), (*self.shape[:-1], *part.shape[self.ndim - 1 :]))
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        with torch.DisableTorchFunctionSubclass():
-            if func in METADATA_GETTERS:
-                return func(*args, **kwargs)
-            if func in _VOCAB_PARALLEL_OPS and isinstance(args[0], ShardedLogits) and args[0]._is_cut:
-                made = _VOCAB_PARALLEL_OPS[func](args[0], func, args[1:], kwargs)
-                if made is not None:
-                    return made
-            own, named = pytree.tree_map_only(ShardedLogits, ShardedLogits.whole, (tuple(args), kwargs))
-            return func(*own, **named)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        own, named = pytree.tree_map_only(ShardedLogits, ShardedLogits.whole, (tuple(args), dict(kwargs or {})))
-        return func(*own, **named)
+    @staticmethod
+    def on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """See :meth:`GatheredOnUse.on_parts`."""
+        known = func in _VOCAB_PARALLEL_OPS and isinstance(args[0], ShardedLogits) and args[0]._is_cut
+        return _VOCAB_PARALLEL_OPS[func](args[0], func, args[1:], kwargs) if known else None
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Logits({list(self.shape)}, {self._layout})"

@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.module.dtensors.accumulate_grad import SparseGradient, accumulate_sparse, silence_without_gradient
-from autoshard.module.dtensors.from_local import full_if_dtensor
+from autoshard.module.dtensors.module_dtensor import contiguous_spec, dtensor_like, from_local_shard, full_if_dtensor
 from autoshard.module.dtensors.outputs import ShardedOutput
-from autoshard.module.dtensors.views import dtensor_like
 from autoshard.passes.capture.specialization.eager_semantics import without_saved_hooks
 from autoshard.passes.microbatch import MicroBatches
 from autoshard.passes.rules.interpreters import interpret
@@ -138,9 +137,9 @@ def _combine_micro_batches(parts: Sequence[Any], how: int | str | None) -> Any:
     placements = [Replicate() if p == Shard(how) else p for p in parts[0].placements]
     whole = [p.redistribute(p.device_mesh, placements).to_local() for p in parts]
     shape = [sum(p.shape[d] for p in parts) if d == how else n for d, n in enumerate(parts[0].shape)]
-    stride = torch.empty(shape, device="meta").stride()
-    mesh, local = parts[0].device_mesh, torch.cat(whole, how)
-    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+    local = torch.cat(whole, how)
+    spec = contiguous_spec(parts[0].device_mesh, tuple(placements), torch.Size(shape), local.dtype)
+    made = from_local_shard(local, spec)
     return parts[0].like(made) if isinstance(parts[0], ShardedOutput) else ShardedOutput.of(made)
 
 

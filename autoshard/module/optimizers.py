@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from autoshard.aten import aten
 from autoshard.errors import AutoshardError, RuntimeMismatchError
-from autoshard.module.dtensors.patches import is_module_dtensor
+from autoshard.module.dtensors.module_dtensor import ModuleDTensor, is_view_op, replicated_dtensor, tensors_of
 from autoshard.module.model.submodules import shard_like
 from autoshard.module.sharded_module import ShardedModule
 from autoshard.runtime.transport.process_group import all_gather_single
@@ -99,7 +100,7 @@ def _agree_on_nonfinite(unscale: Callable[..., NonFiniteByDevice]) -> Callable[.
         scaler: Any, optimizer: torch.optim.Optimizer, inverse: torch.Tensor, found: torch.Tensor, fp16: bool
     ) -> NonFiniteByDevice:
         by_device = unscale(scaler, optimizer, inverse, found, fp16)
-        if any(is_module_dtensor(p) for group in optimizer.param_groups for p in group["params"]):
+        if any(isinstance(p, ModuleDTensor) for group in optimizer.param_groups for p in group["params"]):
             by_device = by_device or {found.device: found}
             for x in by_device.values():
                 dist.all_reduce(x, dist.ReduceOp.MAX)
@@ -115,86 +116,49 @@ def patch_load_state_dict() -> None:
     loaded = of._process_value_according_to_param_policy
 
     def process(param: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if is_module_dtensor(param) and value.ndim and not isinstance(value, DTensor):
+        if isinstance(param, ModuleDTensor) and isinstance(value, DTensor):
+            value = ModuleDTensor.of(value)
+        elif isinstance(param, ModuleDTensor) and value.ndim:
             value = shard_like(value, param)
             if not isinstance(value, DTensor) and all(p.is_replicate() for p in param.placements):
-                value = DTensor.from_local(value, param.device_mesh, param.placements, run_check=False)
+                value = replicated_dtensor(param.device_mesh, value)
         return loaded(param, value, *args, **kwargs)
 
     of._process_value_according_to_param_policy = staticmethod(process)
 
 
-_NORM_FUNCTIONS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm, foreach_norm)
-_SAME_GRADIENT = (torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
-_FLATTEN_FUNCTIONS = (torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten)
-
-
 def mark_stage_gradient(p: torch.Tensor) -> None:
     """Mark ``p.grad`` as a stage's gradient; a post-accumulate hook."""
-    if type(p.grad) is DTensor:
+    if type(p.grad) is ModuleDTensor:
         p.grad.__class__ = StageGradient
 
 
-class StageGradient(DTensor):
+class StageGradient(ModuleDTensor):
     """A gradient whose norm must not be combined, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Nor may its elements be concatenated, as LBFGS does.
     """
 
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, spec: Any, size: Any, stride: Any) -> DTensor:
-        """Keeps the class: a compiled ``optimizer.step`` guards on it."""
-        made: DTensor = DTensor.__tensor_unflatten__(inner, spec, size, stride)
-        made.__class__ = StageGradient
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        with torch.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            for kind, funcs in (
-                (_StageNorm, _NORM_FUNCTIONS),
-                (_StageElements, _FLATTEN_FUNCTIONS),
-                (cls, _SAME_GRADIENT),
-            ):
-                for x in (result if isinstance(result, list | tuple) else (result,)) if func in funcs else ():
-                    if type(x) is DTensor:
-                        x.__class__ = kind
-            return result
-
-
-class _StageNorm(DTensor):
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.stack:
+        ndim = max((x.ndim for x in tensors_of(args[:1], {})), default=0)
+        if op is aten.stack.default and ndim == 0:
             raise RuntimeMismatchError(
                 "the norm of these gradients is that of this rank's pipeline stages, not of the model: use "
                 "autoshard.clip_grad_norm_(sharded, max_norm) instead of torch.nn.utils.clip_grad_norm_"
             )
-        with torch.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-            if func is torch.Tensor.to and type(result) is DTensor:
-                result.__class__ = cls
-            return result
-
-
-class _StageElements(DTensor):
-    __slots__ = ()
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in (torch.cat, torch.concat, torch.concatenate):
+        if op is aten.cat.default and ndim == 1:
             raise RuntimeMismatchError(
                 "these gradients put together are those of this rank's pipeline stages, not of the model: optimizers that "
                 "take all parameters as one vector, such as LBFGS, do not train stages. sharded.full_gradients() has all"
             )
-        with torch.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        made = super().__torch_dispatch__(op, types, args, kwargs)
+        if is_view_op(op) or "norm" in op._schema.name or op is aten._to_copy.default:
+            for x in tensors_of([made], {}):
+                if type(x) is ModuleDTensor:
+                    x.__class__ = StageGradient
+        return made

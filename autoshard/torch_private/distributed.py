@@ -14,8 +14,8 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def strided_shard(dim: int, split_factor: int) -> Any:
-    """Torch's placement of a dim of which each rank holds several chunks."""
-    with by_name:
-        from torch.distributed.tensor.placement_types import _StridedShard
-    return _StridedShard(dim, split_factor=split_factor)
+def strided_shard(dim: int, split_factor: int, parts: tuple[int, ...]) -> Any:
+    """The placement of a dim of which each rank holds several chunks: torch's, if they are equal."""
+    from autoshard.torch_private.dtensor import SegmentShard, StridedShard
+
+    return SegmentShard(dim, split_factor, parts) if split_factor < 0 else StridedShard(dim, split_factor=split_factor)

@@ -2,22 +2,83 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from autoshard.torch_private import by_name
+from autoshard.torch_private.dispatch import all_op_names
 
 with by_name:
     from torch.distributed import _state_dict_utils as state_dict_utils
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
-    from torch.distributed.tensor._redistribute import _TransformInfo as TransformInfo
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+    from torch.optim.optimizer import _foreach_supported_types as optimizer_foreach_types
+    from torch.utils._foreach_utils import _foreach_supported_types as foreach_types
 
-    op_dispatcher: Any = DTensor._op_dispatcher
-    """runs ops on DTensors; torch replaces its table of handlers, so read that each time"""
-    random_ops = tuple(op_dispatcher._random_ops)
+    _op_dispatcher: Any = DTensor._op_dispatcher
+    random_ops = tuple(_op_dispatcher._random_ops)
     """ops that DTensor runs with one generator state for all ranks"""
+
+
+class SegmentShard(StridedShard):
+    """A dim sharded segment by segment, in the ratio ``parts``; its split factor is negative."""
+
+    parts: tuple[int, ...]
+
+    def __init__(self, dim: int, split_factor: int, parts: tuple[int, ...]) -> None:
+        super().__init__(dim, split_factor=split_factor)
+        self.parts = parts
+
+    def _split_tensor(  # type: ignore[override]
+        self, full: torch.Tensor, ranks: int, *, with_padding: bool = True, **_: Any
+    ) -> Any:
+        unit = full.shape[self.dim] // sum(self.parts)
+        chunks = [part.chunk(ranks, self.dim) for part in full.split([n * unit for n in self.parts], self.dim)]
+        return [torch.cat(mine, self.dim) for mine in zip(*chunks, strict=True)], [0] * ranks if with_padding else []
+
+    def __repr__(self) -> str:
+        return f"_S({self.dim}, {':'.join(map(str, self.parts))})"
+
+    __str__ = __repr__
+
+
+def dispatch_subclass(kind: type[DTensor]) -> None:
+    """Have optimizers take lists of ``kind``, a subclass of DTensor, as they take DTensors.
+
+    Torch 2.11 dispatches subclasses as DTensors: there handlers lead to their own dispatch.
+    """
+    optimizer_foreach_types.append(kind)
+    foreach_types.append(kind)
+    if torch.__version__ < "2.12":
+        _dispatch_by_handlers()
+
+
+@functools.cache
+def _dispatch_by_handlers() -> None:
+    handlers: dict[Any, Any] = _op_dispatcher._custom_op_handlers
+    for name in all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::"):
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            handlers[op] = functools.partial(_handle, handlers.get(op))
+
+
+def _handle(before: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    given = [y for x in (*args, *kwargs.values()) for y in (x if isinstance(x, list | tuple) else (x,))]
+    kinds = {type(x) for x in given if isinstance(x, DTensor)} - {DTensor}
+    if kinds:
+        kind: Any = max(kinds, key=lambda k: len(k.__mro__))
+        return kind.__torch_dispatch__(op, (), args, kwargs)
+    if before is not None:
+        return before(op, args, kwargs)
+    handlers: dict[Any, Any] = _op_dispatcher._custom_op_handlers
+    ours = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = ours

@@ -15,7 +15,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import RuntimeMismatchError
-from autoshard.module.dtensors.table_wise import is_owned
+from autoshard.module.dtensors.module_dtensor import is_owned
 
 RANK = 0
 """see agreement_worker.py"""

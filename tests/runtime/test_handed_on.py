@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 
 from autoshard import Layout, Mesh, runtime
 from autoshard.module import microbatches
-from autoshard.module.dtensors import from_local, table_wise
+from autoshard.module.dtensors import module_dtensor, outputs
 from autoshard.module.programs import simulated_ranks
 from autoshard.runtime.operations import checks, embedding, experts, grouped, losses, random, reductions
 from autoshard.runtime.operations.stacked import ConcatenatedView, stacked_op
@@ -48,15 +48,13 @@ def moved(x: torch.Tensor) -> torch.Tensor:
 
 
 def alone() -> DeviceMesh:
-    """A mesh of one rank, for which no process group is needed; all of itself."""
-    mesh = DeviceMesh("cpu", [0], mesh_dim_names=("a",), _init_backend=False, _rank=0)
-    mesh._of = mesh
-    return mesh
+    """A mesh of one rank, for which no process group is needed."""
+    return DeviceMesh("cpu", [0], mesh_dim_names=("a",), _init_backend=False, _rank=0)
 
 
 def whole(x: torch.Tensor) -> Any:
     """``x`` as the DTensor of a mesh of one rank."""
-    return from_local.from_local_shard(x, from_local.contiguous_spec(alone(), (Replicate(),), x.shape, x.dtype))
+    return module_dtensor.from_local_shard(x, module_dtensor.contiguous_spec(alone(), (Replicate(),), x.shape, x.dtype))
 
 
 FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -77,10 +75,12 @@ FUNCTIONS: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
     ),
     random._DropoutFunction: lambda x: random._DropoutFunction.apply(x, x.detach(), 0.5, None),
     _CastTable: lambda x: _CastTable.apply(x, torch.float32),
-    from_local._FromLocalShard: lambda x: from_local.to_local_shard(whole(x)),
-    from_local._ToLocalShard: lambda x: from_local.to_local_shard(whole(x)),
-    table_wise._BroadcastFromOwners: lambda x: table_wise._BroadcastFromOwners.apply(x, x.shape, alone()),
-    from_local._SumOfShards: lambda x: from_local.to_local_shard(from_local._SumOfShards.apply(whole(x), 1)),
+    module_dtensor._FromLocalShard: lambda x: module_dtensor.to_local_shard(whole(x)),
+    module_dtensor._ToLocalShard: lambda x: module_dtensor.to_local_shard(whole(x)),
+    module_dtensor._ByFullTensor: lambda x: module_dtensor.to_local_shard(
+        module_dtensor._ByFullTensor.apply(whole(x), whole(x)._spec)
+    ),
+    outputs._SumOfShards: lambda x: module_dtensor.to_local_shard(outputs._SumOfShards.apply(whole(x), 1)),
     simulated_ranks._JoinShards: lambda x: simulated_ranks.join_differentiably(
         [x], Layout(Mesh({"a": 1}), {}), (4, 4), "x"
     ),

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import adagrad
 
-from autoshard.module.dtensors.table_wise import local_tensor_of
+from autoshard.aten import aten
+from autoshard.module.dtensors.dispatch import run_as_dtensor
+from autoshard.module.dtensors.module_dtensor import ModuleDTensor, handles, local_shard, module_dtensor, new_dtensor
 from autoshard.torch_private.dispatch import stored_indices, stored_values
 
 
@@ -63,17 +64,16 @@ def silence_without_gradient(p: Any) -> None:
         )
 
 
-class SparseGradient(DTensor):
+class SparseGradient(ModuleDTensor):
     """The gradient of a DTensor parameter with a COO local shard; optimizers see local rows."""
 
-    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+    def to_local(self, **kwargs: Any) -> torch.Tensor:
         """This rank's rows, a COO tensor."""
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The full dense gradient. Collective."""
-        dense: torch.Tensor = DTensor(self._local_tensor.to_dense(), self._spec, requires_grad=False).full_tensor()
-        return dense
+        return _dense(self).full_tensor()
 
     @classmethod
     def __torch_function__(
@@ -84,7 +84,7 @@ class SparseGradient(DTensor):
             return answer(*args, **(kwargs or {}))
         with torch.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-            if type(result) is DTensor and result._local_tensor.is_sparse and result._spec == own._spec:
+            if type(result) is ModuleDTensor and result._local_tensor.is_sparse and result._spec == own._spec:
                 result.__class__ = SparseGradient
             return result
 
@@ -102,8 +102,11 @@ def accumulate_sparse(p: Any, local: torch.Tensor, spec: Any) -> None:
 
 
 def _sparse_dtensor(local: torch.Tensor, spec: Any) -> Any:
-    found = DTensor(local, spec, requires_grad=False)
-    found.__class__ = SparseGradient
+    return new_dtensor(SparseGradient, local, spec, requires_grad=False)
+
+
+def _dense(x: SparseGradient) -> DTensor:
+    found: DTensor = module_dtensor(x._local_tensor.to_dense(), x._spec)
     return found
 
 
@@ -118,7 +121,29 @@ def _from_row_numbers(x: SparseGradient, numbers: torch.Tensor, rows: torch.Tens
 
 
 def _rows_of_mask(x: DTensor, mask: SparseGradient) -> SparseGradient:
-    return _sparse_like(mask, local_tensor_of(x).sparse_mask(mask._local_tensor.coalesce()))
+    return _sparse_like(mask, local_shard(x).sparse_mask(mask._local_tensor.coalesce()))
+
+
+def _coalesce(x: SparseGradient) -> SparseGradient:
+    found = _sparse_like(x, x._local_tensor.coalesce())
+    found.__dict__["_of_rows"] = True
+    return found
+
+
+def _size(x: SparseGradient) -> torch.Size:
+    """The global size; of coalesced rows this rank's, of which Adagrad makes sparse tensors."""
+    found: torch.Size = x._local_tensor.shape if "_of_rows" in x.__dict__ else x._spec.shape
+    return found
+
+
+@handles(aten.add_.Tensor)
+def _add_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x.add_(rows)`` of a sparse tensor made of this rank's rows, as Adagrad makes it."""
+    x, rows = args
+    if type(rows) is torch.Tensor and rows.is_sparse and isinstance(x, DTensor):
+        local_shard(x).add_(rows, **kwargs)
+        return x
+    return run_as_dtensor(op, args, kwargs)
 
 
 def _add_sparse(x: Any, y: Any, **kwargs: Any) -> Any:
@@ -131,25 +156,13 @@ def _add_sparse(x: Any, y: Any, **kwargs: Any) -> Any:
 _SPARSE_HANDLERS: dict[Any, Any] = {
     torch.add: _add_sparse,
     torch.Tensor.add: _add_sparse,
-    torch.Tensor.to_dense: lambda x: DTensor(x._local_tensor.to_dense(), x._spec, requires_grad=False),
+    torch.Tensor.to_dense: _dense,
     torch.Tensor.clone: lambda x, **kwargs: _sparse_like(x, x._local_tensor.clone()),
     torch.Tensor.detach: lambda x: _sparse_like(x, x._local_tensor.detach()),
-    torch.Tensor.coalesce: lambda x: _sparse_like(x, x._local_tensor.coalesce()),
+    torch.Tensor.coalesce: _coalesce,
+    torch.Tensor.size: lambda x, *dim: torch.empty(_size(x), device="meta").size(*dim),
     stored_indices: lambda x: x._local_tensor._indices(),
     stored_values: lambda x: x._local_tensor._values(),
     torch.Tensor.new: _from_row_numbers,
     torch.Tensor.sparse_mask: _rows_of_mask,
 }
-
-
-_original_make_sparse: Any = adagrad._make_sparse
-
-
-def _make_sparse(gradient: Any, numbers: torch.Tensor, rows: torch.Tensor) -> Any:
-    """What Adagrad adds to its state, made as :class:`torch.optim.SparseAdam` makes it."""
-    if isinstance(gradient, SparseGradient):
-        return _from_row_numbers(gradient, numbers, rows, gradient.size())
-    return _original_make_sparse(gradient, numbers, rows)
-
-
-adagrad._make_sparse = _make_sparse

@@ -13,13 +13,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from autoshard.module.dtensors.fallback import GATHERED_CLASSES
-from autoshard.module.dtensors.from_local import loss_on_shards, new_dtensor, unit_gradient
-from autoshard.module.dtensors.patches import scalar_item
+from autoshard.module.dtensors.module_dtensor import (
+    ModuleDTensor,
+    contiguous_spec,
+    from_local_shard,
+    local_gradient,
+    module_dtensor,
+    new_dtensor,
+    replicated_dtensor,
+    to_local_shard,
+)
+from autoshard.module.dtensors.operations import scalar_item
 from autoshard.module.dtensors.segments import shards_dim
 from autoshard.module.dtensors.views import (
+    Viewed,
     aliases_source,
     argument_leaves,
     count_write,
@@ -30,11 +39,10 @@ from autoshard.module.dtensors.views import (
     may_draw,
     record_view_source,
     refresh_views,
-    replicated_on,
     same_draws_on_ranks,
     write_full,
 )
-from autoshard.runtime.transport.autograd import is_batched, refuse_batched
+from autoshard.runtime.transport.autograd import NoneGradFunction, is_batched, refuse_batched
 from autoshard.torch_private.autograd import run_backward
 from autoshard.torch_private.dispatch import ExcludedKeys
 from autoshard.torch_private.ops import nn_functions
@@ -142,7 +150,7 @@ def _autograd_on_full(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
     return func(**whole, inputs=inputs)
 
 
-class ShardedOutput(DTensor):
+class ShardedOutput(Viewed):
     """A DTensor that is gathered where it meets a plain tensor.
 
     Ops on outputs alone run as DTensor ops where DTensor has them. Other ops, and ops that also
@@ -152,27 +160,18 @@ class ShardedOutput(DTensor):
     """
 
     __slots__ = ()
+    gathers = True
 
     @staticmethod
-    def of(x: DTensor) -> DTensor:
+    def of(x: DTensor) -> ModuleDTensor:
         """The same DTensor as an output; other subclasses, such as parameters, keep their class."""
-        if type(x) is DTensor:
+        if type(x) is not ShardedOutput and type(ModuleDTensor.of(x)) is ModuleDTensor:
             x.__class__ = ShardedOutput
-        return x
+        return x  # type: ignore[return-value]
 
     def like(self, made: DTensor) -> DTensor:
         """``made``, computed from the shards of ``self``, as an output on the same ranks."""
         return ShardedOutput.of(made)
-
-    def to_local(self, **kwargs: Any) -> torch.Tensor:
-        """This rank's shard."""
-        refresh_views([self])
-        return super().to_local(**kwargs)
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """As :meth:`DTensor.redistribute`, after pending writes; ``full_tensor()`` calls it."""
-        refresh_views([self])
-        return super().redistribute(*args, **kwargs)
 
     @classmethod
     def __torch_function__(
@@ -212,19 +211,51 @@ class ShardedOutput(DTensor):
                 made = func(*own, **named)
             if may_be_view(func) and isinstance(args[0], DTensor) and is_eager_view(args[0], func, args[1:], kwargs):
                 made = pytree.tree_map_only(
-                    torch.Tensor, lambda x: ShardedOutput.of(replicated_on(args[0].device_mesh, x)), made
+                    torch.Tensor, lambda x: ShardedOutput.of(replicated_dtensor(args[0].device_mesh, x)), made
                 )
                 record_view_source(args[0], made, func, args[1:], kwargs)
             return made
 
 
-GATHERED_CLASSES.append(ShardedOutput)
 _SCALAR_SHORTCUTS: dict[Any, Callable[[Any], Any]] = {
     torch.Tensor.detach: lambda x: new_dtensor(ShardedOutput, x._local_tensor.detach(), x._spec, requires_grad=False),
     torch.Tensor.item: scalar_item,
     torch.Tensor.__float__: lambda x: float(scalar_item(x)),
 }
 """common operations on a loss, without torch's dispatcher"""
+
+
+class GatheredOnUse(torch.Tensor):
+    """A tensor that is held in parts. What has no rule for parts runs on the full tensor."""
+
+    def whole(self) -> torch.Tensor:
+        """The plain tensor. Collective."""
+        raise NotImplementedError
+
+    @staticmethod
+    def on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """``func`` by a rule for parts; None without one."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch.DisableTorchFunctionSubclass():
+            if func in METADATA_GETTERS:
+                return func(*args, **(kwargs or {}))
+            made = cls.on_parts(func, args, kwargs or {})
+            return cls._on_whole(func, args, kwargs) if made is None else made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return cls._on_whole(func, args, kwargs)
+
+    @classmethod
+    def _on_whole(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+        own, named = pytree.tree_map_only(cls, lambda x: x.whole(), (tuple(args), dict(kwargs or {})))
+        return func(*own, **named)
 
 
 def selection_dim(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
@@ -250,9 +281,7 @@ def _select_on_shard(func: Any, dim: int, args: Sequence[Any], kwargs: Mapping[s
     x = args[0]
     part = func(x.to_local(), *args[1:], **kwargs)
     shape = torch.Size([*x.shape[:dim], part.shape[dim], *x.shape[dim + 1 :]])
-    stride = torch.empty(shape, device="meta").stride()
-    made = DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=shape, stride=stride)
-    return ShardedOutput.of(made)
+    return ShardedOutput.of(from_local_shard(part, contiguous_spec(x.device_mesh, x.placements, shape, part.dtype)))
 
 
 def _is_plain_operand(x: Any) -> bool:
@@ -306,3 +335,61 @@ def _try_dtensor_op(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 def is_recorded(leaves: Sequence[Any]) -> bool:
     """Whether autograd records an operation on these leaves."""
     return torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+
+
+# --- losses on local shards: DTensor's backward takes several times the host time ---
+
+
+def unit_gradient(x: DTensor) -> DTensor:
+    """The initial gradient of a scalar's backward: a replicated one."""
+    return replicated_dtensor(x._spec.mesh, torch.ones_like(x._local_tensor, dtype=x.dtype))
+
+
+def _function_and_method(*names: str) -> frozenset[Any]:
+    return frozenset(getattr(of, name) for name in names for of in (torch, torch.Tensor))
+
+
+_ELEMENTWISE_LOSSES = _function_and_method("abs", "exp", "log", "neg", "relu", "sigmoid", "sqrt", "square", "tanh")
+_SUM_FUNCTIONS, _MEAN_FUNCTIONS = _function_and_method("sum"), _function_and_method("mean")
+_SHARD_FUNCTIONS = _ELEMENTWISE_LOSSES | _SUM_FUNCTIONS | _MEAN_FUNCTIONS
+
+
+def loss_on_shards(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DTensor | None:
+    """``func`` on local shards; None if unsupported or if the argument has partial sums.
+
+    A total is Partial over the sharding axes.
+    """
+    if func not in _SHARD_FUNCTIONS or len(args) != 1 or kwargs:
+        return None
+    x = args[0]
+    spec = x._spec
+    whole = spec.shape.numel()
+    if not (whole and x.dtype.is_floating_point and all(type(p) in (Shard, Replicate) for p in spec.placements)):
+        return None
+    if func in _ELEMENTWISE_LOSSES:
+        return from_local_shard(func(to_local_shard(x)), spec)
+    found: DTensor = _SumOfShards.apply(x, whole if func in _MEAN_FUNCTIONS else 1)
+    return found
+
+
+class _SumOfShards(NoneGradFunction):
+    """The sum of all elements divided by ``count``, as one autograd node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, count: int) -> DTensor:
+        part, spec = x._local_tensor, x._spec
+        mean = count > 1 and part.numel()  # the mean of an empty shard is NaN
+        made = part.mean() * (part.numel() / count) if mean else part.sum()
+        placements = tuple([_PARTIAL_SUM if type(p) is Shard else p for p in spec.placements])
+        ctx.spec, ctx.shape, ctx.count = spec, part.shape, count
+        ctx.made = contiguous_spec(spec.mesh, placements, torch.Size(()), made.dtype)
+        found: DTensor = module_dtensor(made, ctx.made)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> Any:
+        each = local_gradient(gradient, ctx.made).expand(ctx.shape)
+        return from_local_shard(each / ctx.count if ctx.count > 1 else each, ctx.spec), None
+
+
+_PARTIAL_SUM = Partial()

@@ -11,36 +11,38 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from autoshard.layout import Layout, Owned, R
 from autoshard.mesh import Mesh
-from autoshard.module.dtensors.from_local import dtensor_from_shard
+from autoshard.module.dtensors.module_dtensor import (
+    ModuleDTensor,
+    dtensor_from_shard,
+    empty_shard,
+    is_owned,
+    local_shard,
+    module_dtensor,
+    new_dtensor,
+    shard_full,
+)
+from autoshard.module.dtensors.segments import has_several_chunks
 from autoshard.runtime.operations.stacked import are_adjacent_in_memory
 from autoshard.runtime.transport import sparse_gradients
-from autoshard.runtime.transport.autograd import NoneGradFunction
 from autoshard.runtime.transport.communicator import Communicator, bind
 from autoshard.runtime.transport.groups import cleared_with_groups
 from autoshard.runtime.transport.move import Move
-from autoshard.torch_private.dtensor import DTensorSpec, TensorMeta, op_dispatcher
+from autoshard.torch_private.dtensor import DTensorSpec, TensorMeta
 
 
 @functools.cache
-def patch_full_state_dicts(
-    is_owned: Callable[[Any], bool],
-    part_of: Callable[[torch.Tensor, Any], DTensor],
-    placed: Callable[[DTensor], DTensor],
-) -> None:
-    """Include every rank in gathers and scatters of DTensors with ``is_owned``.
-    ``part_of(full, like)``: this rank's shard; ``placed(x)``: on the owners' device type."""
+def patch_full_state_dicts() -> None:
+    """Include every rank, and every chunk, in torch's full state dicts of layouts that it lacks."""
     states: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")  # few programs need it
     inner, of_optimizer = states._gather_state_dict, states._get_optim_state_dict
 
@@ -53,17 +55,15 @@ def patch_full_state_dicts(
 
     @functools.wraps(of_optimizer)
     def on_one_device(*args: Any, **kwargs: Any) -> Any:
-        return owned(placed, of_optimizer(*args, **kwargs))
+        return owned(_on_owners_device, of_optimizer(*args, **kwargs))
 
     def cut(inner: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(inner)
         def by_rank(full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            of_others = {key: x for key, x in local.items() if is_owned(x)}
-            local |= {
-                k: torch.empty(x.shape, dtype=x.dtype, device=x.device_mesh.device_type) for k, x in of_others.items()
-            }
+            ours = {n: x for n, x in local.items() if is_owned(x) or (isinstance(x, DTensor) and has_several_chunks(x))}
+            local |= {n: torch.empty(x.shape, dtype=x.dtype, device=x.device_mesh.device_type) for n, x in ours.items()}
             inner(full, local, *args, **kwargs)
-            local |= {key: part_of(local[key], x) for key, x in of_others.items() if key in local}
+            local |= {n: shard_full(local[n], x._spec) for n, x in ours.items() if n in local}
 
         return by_rank
 
@@ -72,60 +72,17 @@ def patch_full_state_dicts(
     states._broadcast_state_dict = cut(states._broadcast_state_dict)
 
 
-_FOREACH_ELEMENTWISE = (
-    *("abs add addcdiv addcmul clamp_max clamp_min copy div exp lerp".split()),
-    *("maximum minimum mul neg pow reciprocal rsqrt sign sqrt sub zero".split()),
-)
-
-
-@functools.cache
-def patch_foreach(is_owned: Callable[[Any], bool], local_of: Callable[[Any], torch.Tensor]) -> None:
-    """Run ``foreach`` ops on local shards if a tensor of a list ``is_owned``; else as before."""
-    handlers: dict[Any, Any] = op_dispatcher._custom_op_handlers
-
-    def by_parts(before: Any) -> Any:
-        def handle(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-            if any(is_owned(x) for arg in args if isinstance(arg, list | tuple) for x in arg):
-                own, named = pytree.tree_map_only(DTensor, local_of, (tuple(args), kwargs))
-                return _wrap_like(args[0], op(*own, **named))
-            if before is not None:
-                return before(op, args, kwargs)
-            del handlers[op]
-            try:
-                return op(*args, **kwargs)
-            finally:
-                handlers[op] = handle
-
-        return handle
-
-    for name in _FOREACH_ELEMENTWISE:
-        for packet in (getattr(torch.ops.aten, f"_foreach_{name}{end}", None) for end in ("", "_")):
-            for overload in packet.overloads() if packet is not None else ():
-                op = getattr(packet, overload)
-                handlers[op] = by_parts(handlers.get(op))
-
-
-def _wrap_like(given: Sequence[Any], made: Sequence[torch.Tensor] | None) -> list[Any] | None:
-    """Results as DTensors placed as ``given``; None for in-place ops."""
-    if not made:
-        return None
-    pairs = zip(given, made, strict=True)
-    return [DTensor(y, x._spec, requires_grad=False) if isinstance(x, DTensor) else y for x, y in pairs]
-
-
-_OWNER_AXIS_SUFFIX = " of owners"
-"""suffix of the axis names of an owners' mesh"""
-
-
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, layout: Layout, shape: Sequence[int]) -> DTensor:
     """This rank's shard of a tensor of global ``shape``; non-owners pass zero rows."""
+    if layout.owner or layout.grouped:
+        patch_full_state_dicts()
     if not layout.owner:
         return dtensor_from_shard(local, mesh, layout, shape)
     held = _owners_mesh(mesh, layout.mesh, tuple(layout.owner.items()))
     meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), local.dtype)
-    return DTensor(
-        local, DTensorSpec(held, _owner_placements(layout), tensor_meta=meta), requires_grad=local.requires_grad
-    )
+    spec = DTensorSpec(held, _owner_placements(layout), tensor_meta=meta)
+    found: DTensor = new_dtensor(ModuleDTensor, local, spec, requires_grad=local.requires_grad)
+    return found
 
 
 @cleared_with_groups
@@ -135,46 +92,11 @@ def _owners_mesh(mesh: DeviceMesh, axes: Mesh, owner: tuple[tuple[str, int], ...
     ranks = mesh.mesh
     for axis, number in owner:
         ranks = ranks.narrow(axes.index(axis), number, 1)
-    names = tuple(axis + _OWNER_AXIS_SUFFIX for axis in axes.axes)
+    names = tuple(f"{axis}_of_owners" for axis in axes.axes)
     held = DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names, _init_backend=False)
     held._of = mesh  # type: ignore[attr-defined]
-    patch_foreach(is_owned, local_tensor_of)
-    _patch_full_tensor()
-    patch_full_state_dicts(is_owned, owned_shard_of, _on_owners_device)
     held._dim_group_names = mesh._dim_group_names if held.get_coordinate() is not None else []
     return held
-
-
-@functools.cache
-def _patch_full_tensor() -> None:
-    """Broadcast ``full_tensor()`` from the owners: torch returns an empty tensor elsewhere."""
-    of_holders = DTensor.full_tensor
-
-    @functools.wraps(of_holders)
-    def full_tensor(x: DTensor, *, grad_placements: Any = None) -> torch.Tensor:
-        whole: torch.Tensor = of_holders(x, grad_placements=grad_placements)
-        return _BroadcastFromOwners.apply(whole, x.shape, x.device_mesh) if is_owned(x) else whole
-
-    DTensor.full_tensor = full_tensor  # type: ignore[assignment, method-assign]
-
-
-class _BroadcastFromOwners(NoneGradFunction):
-    """Broadcast from the owners' mesh ``held`` to the mesh that it is part of."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shape: torch.Size, held: Any) -> torch.Tensor:
-        mesh, holds = held._of, held.get_coordinate() is not None
-        ctx.empty = None if holds else x.shape
-        whole = x.contiguous() if holds else torch.empty(shape, dtype=x.dtype, device=held.device_type)
-        first = (mesh.mesh == held.mesh.flatten()[0]).nonzero()[0].tolist()
-        for axis, owner in enumerate(first):
-            if held.size(axis) < mesh.size(axis):
-                dist.broadcast(whole, group=mesh.get_group(axis), group_src=owner)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient if ctx.empty is None else gradient.new_zeros(ctx.empty), None, None
 
 
 def _owner_placements(layout: Layout) -> tuple[Any, ...]:
@@ -186,18 +108,13 @@ def make_tables_contiguous(tensors: Iterable[torch.Tensor]) -> None:
     """Make this rank's tables of equal width contiguous in memory, for one grouped look-up."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for x in tensors:
-        if is_owned(x) and (local := local_tensor_of(x)).ndim == 2 and len(local):  # type: ignore[arg-type]
+        if is_owned(x) and (local := local_shard(x)).ndim == 2 and len(local):
             groups.setdefault((local.dtype, local.shape[1]), []).append(local)
     for locals_ in groups.values():
         if len(locals_) > 1 and not are_adjacent_in_memory(locals_):
             parts = torch.cat([x.detach() for x in locals_]).split([len(x) for x in locals_])
             for x, part in zip(locals_, parts, strict=True):
                 x.data = part
-
-
-def is_owned(x: torch.Tensor) -> bool:
-    """Whether ``x`` is a DTensor on an owners' mesh, from :func:`as_dtensor`."""
-    return isinstance(x, DTensor) and (x.device_mesh.mesh_dim_names or ("",))[0].endswith(_OWNER_AXIS_SUFFIX)
 
 
 def owner_device_type(x: torch.Tensor) -> str:
@@ -223,33 +140,11 @@ def has_layout(layout: Layout, mesh: DeviceMesh, x: torch.Tensor) -> bool:
     return owner == layout.owner and x.placements == _owner_placements(layout)
 
 
-def local_tensor_of(x: DTensor) -> torch.Tensor:
-    """This rank's shard; if others own it, zero rows, with the dims that torch's ops drop."""
-    local: torch.Tensor = x._local_tensor
-    return local if local.ndim == x.ndim else _empty_shard(local, x)
-
-
-def _empty_shard(data: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """The empty shard of a rank that does not own ``like``; owners' shards have equal lengths."""
-    mesh, placed = like.device_mesh, enumerate(like.placements)
-    cut = [(p.dim, mesh.size(i)) for i, p in placed if isinstance(p, Shard)]
-    rest = [n // math.prod(ranks for d, ranks in cut if d == dim) for dim, n in enumerate(like.shape)]
-    return data.new_empty(0, *rest[1:], device=mesh.device_type)
-
-
 def _on_owners_device(x: DTensor) -> DTensor:
     """The same DTensor; an empty shard gets its rank and the device type of the owners."""
     local = x._local_tensor
     lies = local.ndim == x.ndim and local.device.type == x.device_mesh.device_type
-    return x if lies else DTensor(_empty_shard(local, x), x._spec, requires_grad=False)
-
-
-def owned_shard_of(full: torch.Tensor, like: DTensor) -> DTensor:
-    """A full tensor in the table-wise layout of ``like``."""
-    if like.device_mesh.get_coordinate() is None:
-        return DTensor(_empty_shard(full, like), like._spec, requires_grad=False)
-    cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
-    return DTensor(cut.to_local().clone(), like._spec, requires_grad=False)
+    return x if lies else module_dtensor(empty_shard(local, x._spec), x._spec)
 
 
 def gather_owned(local: torch.Tensor, shape: Sequence[int], owner: Sequence[str], comm: Communicator) -> torch.Tensor:

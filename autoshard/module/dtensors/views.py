@@ -14,22 +14,18 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from autoshard.aten import aten
 from autoshard.errors import LayoutError
-from autoshard.module.dtensors.random_ops import first_rank_generator
-from autoshard.module.dtensors.segments import shards_dim
-
-VIEW_OPS = {
-    aten.select.int: 1,
-    aten.slice.Tensor: 1,
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-    aten.diagonal.default: None,
-}
-"""view op → position of its argument ``dim`` (0 by default); None: several dims"""
+from autoshard.module.dtensors.dispatch import first_rank_generator
+from autoshard.module.dtensors.module_dtensor import (
+    ModuleDTensor,
+    is_view_op,
+    replicated_dtensor,
+    shard_full,
+    sum_partial,
+    tensors_of,
+)
 
 _IN_PLACE_NAME = re.compile(
     r"(?!requires_grad_|detach_|share_memory_)\w*[^_]_|__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
@@ -50,22 +46,40 @@ _VIEW_GETTERS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("data
 """attributes that return a view"""
 
 
-class ViewCopy(DTensor):
+class Viewed(ModuleDTensor):
+    """A tensor that may be a view in eager, and a copy here: writes into its source are read."""
+
+    __slots__ = ()
+
+    def to_local(self, **kwargs: Any) -> torch.Tensor:
+        """This rank's shard."""
+        refresh_views([self])
+        return super().to_local(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """As :meth:`DTensor.redistribute`, after pending writes; ``full_tensor()`` calls it."""
+        refresh_views([self])
+        return super().redistribute(*args, **kwargs)
+
+
+class ViewCopy(Viewed):
     """A copy that is a view in eager, of a parameter or gradient; writes reach its source."""
 
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = first_by_position(args, kwargs or {})
-        with torch.DisableTorchFunctionSubclass():
-            refresh_views(argument_leaves(args, kwargs))
-            if is_in_place(func) and write_through_view(func, args, kwargs):
-                return args[0]
-            made = func(*args, **kwargs)
-        return record_view_source(args[0], made, func, args[1:]) if may_be_view(func) else made
+        refresh_views(tensors_of(args, kwargs or {}))
+        source: Any = args[0] if args else None
+        viewed = isinstance(source, DTensor) and "_of" in source.__dict__
+        if viewed and op._schema.is_mutable:
+            with torch.no_grad():
+                write_full(op, args, kwargs or {})
+            return source
+        made = super().__torch_dispatch__(op, types, args, kwargs)
+        return record_view_source(source, made, op, args[1:]) if viewed and is_view_op(op) else made
 
 
 def first_by_position(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
@@ -81,7 +95,7 @@ def record_view_source(
     """Record on ``made`` the source of this view of ``x`` and the steps from there."""
     source, steps, _ = x.__dict__.get("_of", (x, (), None))
     for i, each in enumerate(made if isinstance(made, list | tuple) else (made,)):
-        if type(each) is DTensor:
+        if type(each) is ModuleDTensor:
             each.__class__ = ViewCopy
         each.__dict__["_of"] = source, (*steps, (view, rest, named or {}, i)), _source_version(source)
     return made
@@ -154,13 +168,13 @@ def refresh_views(given: Sequence[Any]) -> None:
 
 def _assign_full(x: DTensor, whole: torch.Tensor) -> None:
     """Give ``x`` the values and, if gradients are recorded, the history of ``whole``."""
-    if any(p.is_partial() for p in x.placements):  # a partial sum has no values of its own
-        placements = [Replicate() if p.is_partial() else p for p in x.placements]
-        with torch.no_grad():
-            summed = x.redistribute(placements=placements)
-        x._local_tensor, x._spec = summed._local_tensor, summed._spec
+    with torch.no_grad():
+        sum_partial(x)  # a partial sum has no values of its own
     noted = x.__dict__.pop("_of", None)  # the write below is into ``x`` alone
-    x.copy_(_shard_with_history(whole, x))
+    if whole.requires_grad and torch.is_grad_enabled():
+        x.copy_(replicated_dtensor(x.device_mesh, whole).redistribute(placements=x.placements))
+    else:
+        x.copy_(shard_full(whole, x._spec))
     if noted is not None:
         x.__dict__["_of"] = noted
 
@@ -190,25 +204,6 @@ def same_draws_on_ranks(func: Any, x: DTensor, named: Mapping[str, Any]) -> Abst
     return first_rank_generator(x, named.get("generator")) if may_draw(func) else nullcontext()
 
 
-def record_view_copy(x: Any, made: Any, op: Any, rest: tuple[Any, ...]) -> Any:
-    """Record ``made``, a result of :data:`VIEW_OPS`, if it is a copy of a parameter or gradient."""
-    at = VIEW_OPS[op]
-    dims = range(x.ndim) if at is None else (rest[at - 1] % max(x.ndim, 1) if len(rest) >= at else 0,)
-    cut = any(shards_dim(p, dim) for p in x.placements for dim in dims)
-    copied = type(x) is ViewCopy or (type(x) is DTensor and cut and x.grad_fn is None)
-    return record_view_source(x, made, op, rest) if copied else made
-
-
-def write_through_view(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """If the first argument is a recorded view, apply ``write`` to source and copy."""
-    copied = args[0] if args else None
-    if not isinstance(copied, DTensor) or "_of" not in copied.__dict__:
-        return False
-    with torch.no_grad():
-        write_full(write, args, kwargs)
-    return True
-
-
 def write_full(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Apply ``write`` to the full source of the first argument and reshard it, with its history."""
     x = args[0]
@@ -227,20 +222,3 @@ def write_full(write: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
     if x is not source:
         _assign_full(x, view)
     count_write(x)
-
-
-def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor with local shard ``local`` and the placements of ``like``; differentiable."""
-    shape, stride = like.shape, like.stride()
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
-
-
-def replicated_on(mesh: DeviceMesh, x: torch.Tensor) -> DTensor:
-    """A plain tensor, equal on all ranks, as a replicated DTensor; differentiable."""
-    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _shard_with_history(whole: torch.Tensor, like: DTensor) -> DTensor:
-    if whole.requires_grad and torch.is_grad_enabled():
-        return replicated_on(like.device_mesh, whole).redistribute(placements=like.placements)
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

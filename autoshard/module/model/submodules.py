@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -20,9 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from autoshard import runtime
 from autoshard.errors import AutoshardError, CaptureError
+from autoshard.module.dtensors.module_dtensor import shard_full
 from autoshard.module.dtensors.outputs import ShardedOutput
-from autoshard.module.dtensors.table_wise import is_owned, owned_shard_of
-from autoshard.module.dtensors.views import dtensor_like
 from autoshard.module.logits import gather_logits
 from autoshard.module.model.hooks import share_hooks
 from autoshard.passes.capture.exported.pytrees import constant_key
@@ -198,10 +197,7 @@ def shard_like(full: Any, like: DTensor) -> Any:
     """This rank's shard of ``full`` in the layout of ``like``; unchanged if shapes differ."""
     if not isinstance(full, torch.Tensor) or isinstance(full, DTensor) or full.shape != like.shape:
         return full
-    if is_owned(like):
-        return owned_shard_of(full, like)
-    cut = distribute_tensor(full.detach(), like.device_mesh, like.placements, src_data_rank=None)
-    made = dtensor_like(cut.to_local().clone(), cut)
+    made = shard_full(full, like._spec)
     return ShardedOutput.of(made) if type(like) is ShardedOutput else made
 
 

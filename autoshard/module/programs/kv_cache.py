@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.layout import Layout
 from autoshard.mesh import Mesh
-from autoshard.module.dtensors.outputs import METADATA_GETTERS, ShardedOutput, selection_dim
+from autoshard.module.dtensors.module_dtensor import from_local_shard
+from autoshard.module.dtensors.outputs import METADATA_GETTERS, GatheredOnUse, ShardedOutput, selection_dim
 from autoshard.module.dtensors.segments import shards_dim
 from autoshard.module.dtensors.views import first_by_position, is_in_place, may_be_view
 from autoshard.module.programs.simulated_ranks import join_shards, shard_for_ranks, writable_shards
@@ -72,9 +73,7 @@ class StageResidentOutput(ShardedOutput):
         if not self.home.is_mine:
             local = torch.empty(local.shape, dtype=local.dtype, device=spec.mesh.device_type)
         self.home.along.tell(self.home.rank, local, "an output that one stage keeps")
-        shape, stride, _ = spec.tensor_meta  # type: ignore[misc]
-        made = DTensor.from_local(local, spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride)
-        return ShardedOutput.of(made)  # type: ignore[return-value]
+        return ShardedOutput.of(from_local_shard(local, spec))  # type: ignore[return-value]
 
     def full_tensor(self, **kwargs: Any) -> torch.Tensor:
         """The full tensor on every rank. Collective."""
@@ -162,7 +161,7 @@ def is_kept_state(x: Any) -> bool:
     return isinstance(x, CachedShards | StageResidentOutput)
 
 
-class CachedShards(torch.Tensor):
+class CachedShards(GatheredOnUse):
     """A tensor held as shards by simulated ranks; programs read shards, others the full tensor.
 
     The full tensor is joined on first use; then the shards are views of it.
@@ -204,27 +203,14 @@ class CachedShards(torch.Tensor):
             self._parts = ()
         return self._whole
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        with torch.DisableTorchFunctionSubclass():
-            if func in METADATA_GETTERS:
-                return func(*args, **(kwargs or {}))
-            dim = selection_dim(func, args, kwargs or {})
-            if dim is not None and (x := args[0])._whole is None and not x._layout.axes_of(dim):
-                made = [func(part, *args[1:], **(kwargs or {})) for part in x._parts]
-                shape = [*x.shape[:dim], made[0].shape[dim], *x.shape[dim + 1 :]]
-                return CachedShards.of(made, x._layout, shape)
-            own, named = pytree.tree_map_only(CachedShards, CachedShards.whole, (tuple(args), dict(kwargs or {})))
-            return func(*own, **named)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        own, named = pytree.tree_map_only(CachedShards, CachedShards.whole, (tuple(args), dict(kwargs or {})))
-        return func(*own, **named)
+    @staticmethod
+    def on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """See :meth:`GatheredOnUse.on_parts`."""
+        dim = selection_dim(func, args, kwargs)
+        if dim is None or (x := args[0])._whole is not None or x._layout.axes_of(dim):
+            return None
+        made = [func(part, *args[1:], **kwargs) for part in x._parts]
+        return CachedShards.of(made, x._layout, [*x.shape[:dim], made[0].shape[dim], *x.shape[dim + 1 :]])
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.whole())

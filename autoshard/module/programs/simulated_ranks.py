@@ -9,22 +9,9 @@ import torch
 
 from autoshard.errors import RuntimeMismatchError
 from autoshard.layout import Layout, Partial, Shard
+from autoshard.module.dtensors.segments import shard_of
 from autoshard.runtime.transport import sparse_gradients
 from autoshard.runtime.transport.autograd import LeanFunction, NoneGradFunction
-
-
-def shard_of(full: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
-    """The rank's shard of ``full``; of Partial axes the first rank holds all, others zeros."""
-    local = full
-    for dim, size in enumerate(full.shape):
-        (start, length), *others = layout.chunks_of(dim, size, rank)
-        if others:
-            local = torch.cat([local.narrow(dim, at, n) for at, n in ((start, length), *others)], dim)
-        elif length != size:
-            local = local.narrow(dim, start, length)
-    coordinates = layout.mesh.coordinates(rank)
-    partial = (i for i, p in enumerate(layout.placements) if isinstance(p, Partial))
-    return torch.zeros_like(local) if any(coordinates[i] for i in partial) else local
 
 
 def writable_shards(full: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:

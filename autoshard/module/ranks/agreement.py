@@ -24,7 +24,7 @@ from autoshard import errors
 from autoshard.errors import AutoshardError, CommunicationError, PlanError, RuntimeMismatchError
 from autoshard.layout import Layout, Shard
 from autoshard.mesh import Mesh
-from autoshard.module.dtensors.table_wise import is_owned
+from autoshard.module.dtensors.module_dtensor import is_owned
 from autoshard.module.ranks.rank_calls import checksum
 from autoshard.runtime.transport.buffer_pool import raw
 from autoshard.runtime.transport.groups import once_per_initialisation

@@ -22,15 +22,15 @@ from autoshard.compiler import capture_graph, compile_graph
 from autoshard.errors import CaptureError, CommunicationError
 from autoshard.layout import I, Layout, R, Shard
 from autoshard.mesh import Mesh
+from autoshard.module.dtensors.dispatch import with_plain_gradient
+from autoshard.module.dtensors.module_dtensor import STAGE_MESHES, local_shard
 from autoshard.module.dtensors.outputs import ShardedOutput
-from autoshard.module.dtensors.patches import patch_dtensor, with_plain_gradient
-from autoshard.module.dtensors.segments import reorder_segments
+from autoshard.module.dtensors.segments import reorder_segments, shard_of
 from autoshard.module.dtensors.table_wise import (
     as_dtensor,
     dtensor_layout,
     gather_owned,
     has_layout,
-    local_tensor_of,
     make_tables_contiguous,
     owner_device_type,
 )
@@ -42,7 +42,6 @@ from autoshard.module.programs.call_checks import CallLock
 from autoshard.module.programs.compiling import CompileSettings
 from autoshard.module.programs.executable import Executable, ModuleCall
 from autoshard.module.programs.kv_cache import StageResidentOutput
-from autoshard.module.programs.simulated_ranks import shard_of
 from autoshard.module.ranks import rank_calls
 from autoshard.module.ranks.agreement import (
     RESTART_ADVICE,
@@ -119,7 +118,7 @@ class RankLocalModule(ShardedModule):
         # DTensor.full_tensor gathers axis by axis; this gathers the flattened axes at once.
         layout, local, shape = (
             dtensor_layout(self._program_mesh, self.device_mesh, tensor),
-            local_tensor_of(tensor),
+            local_shard(tensor),
             tuple(tensor.shape),
         )
         owner = {a: layout[a] for a in layout.owner}
@@ -134,8 +133,8 @@ class RankLocalModule(ShardedModule):
     def _load(self, tensor: torch.Tensor, full: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
             layout = dtensor_layout(self._program_mesh, self.device_mesh, tensor)
-            part = local_tensor_of(full) if isinstance(full, DTensor) else shard_of(full, layout, self._comm.rank)
-            tensor, full = local_tensor_of(tensor), part
+            part = local_shard(full) if isinstance(full, DTensor) else shard_of(full, layout, self._comm.rank)
+            tensor, full = local_shard(tensor), part
         if not full.is_set_to(tensor):  # else written in place
             tensor.copy_(full)
 
@@ -200,7 +199,8 @@ class DistributedModule(RankLocalModule):
         set_(self, "_call_lock", CallLock(waits=False))
         patch_grad_scaler()
         patch_load_state_dict()
-        patch_dtensor(device_mesh, self.is_staged)
+        if self.is_staged:
+            STAGE_MESHES.add(device_mesh)
         set_(self, "_loaded", {})
         set_(self, "_agreement", Agreement(self._comm.notes))
         set_(self, "_checks", asked_checks())

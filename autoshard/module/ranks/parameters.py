@@ -15,18 +15,23 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import runtime
 from autoshard.errors import RuntimeMismatchError
 from autoshard.layout import Layout, Shard
 from autoshard.module.dtensors.accumulate_grad import accumulate_sparse, silence_without_gradient
-from autoshard.module.dtensors.from_local import EXTERNAL_GRADIENT, new_dtensor
-from autoshard.module.dtensors.table_wise import local_tensor_of
+from autoshard.module.dtensors.module_dtensor import (
+    EXTERNAL_GRADIENT,
+    from_local_shard,
+    local_shard,
+    module_dtensor,
+    summed,
+)
+from autoshard.module.dtensors.segments import shard_of
 from autoshard.module.model.original import OriginalModel
 from autoshard.module.programs.executable import Executable
-from autoshard.module.programs.simulated_ranks import shard_of
 from autoshard.passes.ir.program import Program, reads
 from autoshard.runtime.parameters.block import buckets_entering_early, enter_parameters_early
 from autoshard.runtime.parameters.bucket import FlatBucket
@@ -66,9 +71,9 @@ def local_parameters(
 
 
 def _parameter_shards(parameters: Sequence[Any]) -> list[torch.Tensor]:
-    """:func:`local_tensor_of` each, without a Python call for shards that this rank has."""
+    """:func:`local_shard` each, without a Python call for shards that this rank has."""
     parts = [(p, p._local_tensor) for p in parameters]
-    return [x if x.ndim == p.ndim else local_tensor_of(p) for p, x in parts]
+    return [x if x.ndim == p.ndim else local_shard(p) for p, x in parts]
 
 
 class _LocalShards(LeanFunction):
@@ -112,13 +117,9 @@ class _LocalShards(LeanFunction):
             owned, specs = _align_gradients(pending, parameters, owned, specs)
         if torch.is_grad_enabled():
             pending.wait()
-            there = [i for i, g in enumerate(owned) if g is not None]
-            made = iter(_GradientDTensors.apply([specs[i] for i in there], *(owned[i] for i in there)))  # type: ignore[no-untyped-call]
-            return None, *(None if g is None else next(made) for g in owned)
-        found = [
-            None if g is None else new_dtensor(DTensor, g, spec, requires_grad=False)
-            for g, spec in zip(owned, specs, strict=True)
-        ]
+            pairs = zip(owned, specs, strict=True)
+            return None, *(None if g is None else from_local_shard(g, spec) for g, spec in pairs)
+        found = [None if g is None else module_dtensor(g, spec) for g, spec in zip(owned, specs, strict=True)]
         # Skip AccumulateGrad nodes that would only assign: they make a DTensor per gradient.
         are_run = _engine_runs_each([leaf for leaf, _ in ctx.next_functions])
         with torch.DisableTorchFunctionSubclass():  # no lookups per DTensor attribute
@@ -197,11 +198,6 @@ def _strides_match(p: Any, gradient: torch.Tensor | None) -> bool:
     return (gradient.is_contiguous() and local.is_contiguous()) or gradient.stride() == local.stride()
 
 
-def _gradient_dtensor(gradient: torch.Tensor, spec: Any) -> DTensor:
-    found: DTensor = new_dtensor(DTensor, gradient.detach(), spec, requires_grad=False)
-    return found
-
-
 def _align_gradients(
     pending: runtime.Gradients, parameters: Sequence[Any], gradients: Sequence[Any], specs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
@@ -215,23 +211,6 @@ def _align_gradients(
     return given, over
 
 
-class _GradientDTensors(torch.autograd.Function):
-    """Local gradients → DTensors as a graph node, differentiable for ``create_graph``."""
-
-    @staticmethod
-    def forward(ctx: Any, specs: list[Any], *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ctx.specs = specs
-        ctx.set_materialize_grads(False)
-        return tuple(map(_gradient_dtensor, gradients, specs))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *(
-            None if g is None else g.redistribute(spec.mesh, spec.placements).to_local()
-            for g, spec in zip(gradients, ctx.specs, strict=True)
-        )
-
-
 def _unsummed_axes(comm: Communicator, gradient: Any) -> SummandAxes:
     """The axes over which a gradient is a partial sum."""
     if not isinstance(gradient, DTensor):
@@ -243,8 +222,8 @@ def _partial_spec(comm: Communicator, spec: Any, axes: SummandAxes) -> Any:
     """``spec`` with partial sums over ``axes`` only."""
     if not axes and not any(p.is_partial() for p in spec.placements):
         return spec
-    whole = [Replicate() if p.is_partial() else p for p in spec.placements]
-    placements = [Partial() if a in axes else p for a, p in zip(comm.mesh, whole, strict=True)]
+    pairs = zip(comm.mesh, summed(spec.placements), strict=True)
+    placements = [Partial() if a in axes else p for a, p in pairs]
     return type(spec)(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
 
 
@@ -279,11 +258,11 @@ def _align_summands(comm: Communicator, p: Any, axes: SummandAxes) -> SummandAxe
     if not axes:  # no bucket included it
         with torch.no_grad():
             total = comm.apply(Move("P", "I", held), local)
-        p.grad = DTensor(total, _partial_spec(comm, spec, ()), requires_grad=False)
+        p.grad = module_dtensor(total, _partial_spec(comm, spec, ()))
         return axes
     gradients = runtime.Gradients(comm)
     both = gradients.together(held, axes)
-    p.grad = DTensor(gradients.summand(local, held, both), _partial_spec(comm, spec, both), requires_grad=False)
+    p.grad = module_dtensor(gradients.summand(local, held, both), _partial_spec(comm, spec, both))
     return both
 
 
@@ -396,7 +375,7 @@ class RankProgram:
             found.update(zip(trained.names, own, strict=True))
         if len(trained.names) < len(held):
             rest = zip(self.parameters, held, is_trained, strict=True)
-            found.update((name, local_tensor_of(p)) for name, p, is_one in rest if not is_one)
+            found.update((name, local_shard(p)) for name, p, is_one in rest if not is_one)
         for name, written in self.buffers:
             part = _rank_shard(model.tensor(name), self.layouts[name], self.comm.rank)
             found[name] = part.clone() if written else part  # the backward reads the old value

@@ -12,13 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autoshard import runtime
 from autoshard.errors import PlanError
 from autoshard.layout import Shard
 from autoshard.mesh import Mesh
-from autoshard.module.dtensors.table_wise import local_tensor_of
+from autoshard.module.dtensors.module_dtensor import local_shard
 from autoshard.module.microbatches import micro_batch_slice, step_outputs, whole_batch_values, without_checkpoint_hooks
 from autoshard.module.model.submodules import state_dict_entries
 from autoshard.module.optimizers import mark_stage_gradient
@@ -479,7 +478,7 @@ class PipelinedModule(StageOutputsModule):
             if leaf is None:
                 continue
             grad = leaf.grad
-            in_rows = grad is not None and _own_shard(grad).is_sparse
+            in_rows = grad is not None and local_shard(grad).is_sparse
             if fqn not in pipeline.summed:  # the graph decides it, for all steps
                 known = torch.tensor([grad is not None, not in_rows], dtype=torch.int32, device=self._device)
                 self._along.add_up(known, homes, f"whether {fqn} has a gradient")
@@ -489,9 +488,9 @@ class PipelinedModule(StageOutputsModule):
                 if grad is None or (dense and in_rows):
                     rows, grad = grad, torch.zeros_like(leaf)
                     if rows is not None:
-                        _own_shard(grad).add_(_own_shard(rows))
+                        local_shard(grad).add_(local_shard(rows))
                     leaf.grad = grad
-                self._along.add_up(_own_shard(grad), homes, f"the gradient of {fqn}")
+                self._along.add_up(local_shard(grad), homes, f"the gradient of {fqn}")
 
     def _of_inputs(
         self, pipeline: ProgramPipeline, inputs: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
@@ -513,8 +512,3 @@ class PipelinedModule(StageOutputsModule):
 def _raise_if_failed(error: Exception | None) -> None:
     if error is not None:
         raise error
-
-
-def _own_shard(x: torch.Tensor) -> torch.Tensor:
-    """This rank's local tensor."""
-    return local_tensor_of(x) if isinstance(x, DTensor) else x

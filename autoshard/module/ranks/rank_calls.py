@@ -17,7 +17,7 @@ from autoshard.errors import CaptureError, LayoutError
 from autoshard.layout import Layout
 from autoshard.layout import Shard as Cut
 from autoshard.mesh import Mesh
-from autoshard.module.dtensors.from_local import dtensor_from_shard
+from autoshard.module.dtensors.module_dtensor import dtensor_from_shard
 from autoshard.module.dtensors.views import refresh_views
 from autoshard.module.inputs import InputScope, global_input_shape
 from autoshard.module.programs.executable import ModuleCall

@@ -14,6 +14,7 @@ from state_cases_inputs import BATCH, Tied, executed, is_distributed, real
 from state_harness import both, case, close, full, ids, pair, refused, rows, same_gradients, same_state, steps
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard.errors import RuntimeMismatchError
@@ -265,16 +266,16 @@ def a_gradient_that_is_given_and_used_again(mesh: autoshard.Mesh) -> None:
 @contextlib.contextmanager
 def detached() -> Iterator[list[Any]]:
     """What DTensors are detached inside."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    op, found = torch.ops.aten.detach.default, list[Any]()
-    before = handlers.get(op)
-    if before is not None:
-        handlers[op] = lambda *args: (found.append(op), before(*args))[1]
-    try:
+    found = list[Any]()
+
+    class Detached(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.detach.default and isinstance(args[0], DTensor):
+                found.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Detached():
         yield found
-    finally:
-        if before is not None:
-            handlers[op] = before
 
 
 @case
