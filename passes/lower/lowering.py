@@ -13,7 +13,7 @@ from autoshard.errors import PlanError
 from autoshard.layout import Layout
 from autoshard.passes.ir.assignment import Assignment, cached_layout, is_fully_replicated
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs, refs
-from autoshard.passes.ir.program import InternalCollective, LocalCall, Program, Statement
+from autoshard.passes.ir.program import LocalCall, Program, Statement
 from autoshard.passes.ir.sizes import add_conditions
 from autoshard.passes.lower.blocks import block_of, hoist_redistributions
 from autoshard.passes.lower.bucket import bucket_parameters
@@ -23,6 +23,7 @@ from autoshard.passes.lower.collective_matmul import fuse_collective_matmuls
 from autoshard.passes.lower.liveness import free_after_last_use, write_states_in_place
 from autoshard.passes.lower.mixed_precision import cast_parameters
 from autoshard.passes.lower.recompute import group_recomputed
+from autoshard.passes.propagate.op_space import internal_collectives
 from autoshard.passes.redistribute import RedistributionStep, redistribution, runtime_call
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site
@@ -90,9 +91,8 @@ class _Lowering:
             call = LocalCall("draw_whole", (node.op._schema.name, *local.args), local.kwargs)
         else:
             call = LocalCall(node.op, local.args, local.kwargs)
-        internal: tuple[InternalCollective, ...] = ()
-        if rule is not None and rule.collectives is not None:
-            internal = rule.collectives(site.example)
+        placed = tuple(layout.placements for layout in (*ins, *outs))
+        internal = internal_collectives(node, self.graph, self.mesh, choice, placed) if rule is not None else ()
         slots = dict(zip(node.output_slots, node.outputs, strict=True))
         outputs = tuple(slots.get(i, "_") for i in range(max(slots, default=-1) + 1))
         self.statements.append(

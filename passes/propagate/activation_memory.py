@@ -13,7 +13,6 @@ seconds and needs the value in the layout of its definition.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,11 +25,11 @@ from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import LocalCall
 from autoshard.passes.ir.text import block_path
-from autoshard.passes.propagate.op_space import OpSpace, op_site
+from autoshard.passes.propagate.op_space import OpSpace, op_site, shard_spec
 from autoshard.passes.propagate.prices import roofline as costs
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view, saved_for_backward
-from autoshard.passes.rules.interpreters import TensorSpec, abstract_run_on
+from autoshard.passes.rules.interpreters import abstract_run_on
 from autoshard.passes.rules.restrictions import needs_full_tensors
 
 ABSENT, NEEDED, RECONVERTED = 0, 1, 2
@@ -105,7 +104,7 @@ class SavedTensorTables:
         call = self._local_form(node, choice, placed)
         if call is not None:
             names = dict.fromkeys(node.inputs)
-            local = {n: self._form(n, placed[node.inputs.index(n)]) for n in names}
+            local = {n: shard_spec(types[n], placed[node.inputs.index(n)], self.mesh) for n in names}
             outcome = self.rehearsal.run(call, local, True)
             if outcome is not None:
                 given = list(names)
@@ -136,12 +135,6 @@ class SavedTensorTables:
         call = rule.local(op_site(node, self.graph, self.mesh, choice, placed).example)
         nested = any(isinstance(x, LocalCall) for x in (*call.args, *call.kwargs.values()))
         return call if isinstance(call.fn, str) or nested else None
-
-    def _form(self, name: str, placed: Placements) -> TensorSpec:
-        type_ = self.graph.types[name]
-        shape = costs.local_shape(type_.shape, placed, self.mesh)
-        strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-        return TensorSpec(shape, tuple(strides), type_.dtype, type_.grad)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,8 +16,8 @@ from autoshard.layout import Partial, Placement
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.analyses import node_signature
 from autoshard.passes.ir.assignment import Placements, Strategy, cached_layout, can_combine_axes, normalize_placement
-from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import InternalCollective
+from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType, map_refs, walk
+from autoshard.passes.ir.program import InternalCollective, LocalCall
 from autoshard.passes.propagate.prices import roofline as costs
 from autoshard.passes.propagate.prices.coalescing import GroupedConversions
 from autoshard.passes.propagate.prices.collective_overheads import NO_SKEW, SkewSeconds, synchronization_skew
@@ -26,6 +26,7 @@ from autoshard.passes.propagate.prices.roofline import Traffic, fused_traffic
 from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.base import Site, unsharded_strategies
 from autoshard.passes.rules.families.splits import segment_strategies
+from autoshard.passes.rules.interpreters import TensorSpec, abstract_run_on
 from autoshard.passes.rules.restrictions import (
     keeps_unknown_unsharded,
     needs_full_tensors,
@@ -184,10 +185,10 @@ def _cheapest_by_layout(
     """Layouts of operands and results (as numbers) → the cheapest choice with them."""
     types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
     flops = costs.node_flops(node, graph, rule_for(node.op))
-    asks, seconds = _has_internal_collectives(node), costs.node_timer(node, graph, mesh, flops, traffic)
+    seconds = costs.node_timer(node, graph, mesh, flops, traffic)
     best: dict[Any, _PricedChoice] = {}
     for choice, key, placed, shapes in _with_local_shapes(choices, types, mesh):
-        inside = internal_collectives(node, graph, mesh, choice, placed) if asks else ()
+        inside = internal_collectives(node, graph, mesh, choice, placed)
         compute = seconds(choice, shapes).slowed_by(waits.share)
         always = [c for c in inside if c.spared is None]
         spared = {c.spared: costs.internal_cost(c, mesh, waits.message)[1] for c in inside if c.spared is not None}
@@ -307,18 +308,42 @@ def op_site(node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], 
     return Site(node, graph, mesh, layouts[: len(node.inputs)], layouts[len(node.inputs) :], choice)
 
 
-def _has_internal_collectives(node: Node) -> bool:
-    """Whether its local form may contain collectives."""
-    rule = rule_for(node.op)
-    return rule is not None and rule.collectives is not None
-
-
 def internal_collectives(
     node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], placed: Sequence[Placements]
 ) -> tuple[InternalCollective, ...]:
-    """Collectives inside the local form; ``placed``: of every operand, then of every result."""
+    """Collectives inside the local form, recorded in an abstract run of it unless the rule states them.
+
+    ``placed``: of every operand, then of every result.
+    """
     rule = rule_for(node.op)
-    if rule is None or rule.collectives is None or not any(s.divides for s in choice):
+    if rule is None or rule.local is None or not rule.sends or not any(s.divides for s in choice):
         return ()
-    found = rule.collectives(op_site(node, graph, mesh, choice, placed).example)
-    return tuple(c for c in found if c.phase == "forward" or graph.training)
+    node, graph = _with_operand_each(node, graph)
+    site = op_site(node, graph, mesh, choice, placed).example
+    if callable(rule.sends):
+        return tuple(c for c in rule.sends(site) if c.phase == "forward" or graph.training)
+    call = rule.local(site)
+    if not any(isinstance(item, LocalCall) and isinstance(item.fn, str) for item in walk(call)):
+        return ()  # ops of torch send nothing
+    shards = {name: shard_spec(graph.types[name], p, mesh) for name, p in zip(node.inputs, placed, strict=False)}
+    found = abstract_run_on(mesh).messages(call, shards, graph.training, node.output_slots)
+    annotate = rule.annotate
+    return found if annotate is None else tuple(annotate(site, c) for c in found)
+
+
+def _with_operand_each(node: Node, graph: Graph) -> tuple[Node, Graph]:
+    """``node`` with a name for every operand: a value may be read in several layouts."""
+    if len(set(node.inputs)) == len(node.inputs):
+        return node, graph
+    names = [f"{name}.{i}" for i, name in enumerate(node.inputs)]
+    own = {name: graph.types[value] for name, value in zip(names, node.inputs, strict=True)}
+    supply = iter(names)
+    renamed: Node = map_refs(node, lambda _: Ref(next(supply)))
+    return renamed, replace(graph, types={**graph.types, **own})
+
+
+def shard_spec(type_: TensorType, placed: Placements, mesh: Mesh) -> TensorSpec:
+    """The form of rank 0's contiguous shard, the largest."""
+    shape = costs.local_shape(type_.shape, placed, mesh)
+    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    return TensorSpec(shape, strides, type_.dtype, type_.grad)

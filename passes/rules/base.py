@@ -176,11 +176,6 @@ def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
 
 
-def wide_bytes(dtype: torch.dtype) -> int:
-    """Bytes per element in sums: at least float32."""
-    return max(4, dtype.itemsize)
-
-
 @dataclass(frozen=True, slots=True)
 class Site:
     """The input of a local form: node, types of the graph, and the layouts chosen for the node."""
@@ -239,25 +234,6 @@ class Site:
         """Whether any result requires a gradient."""
         return any(self.graph.types[name].grad for name in self.node.outputs)
 
-    def reductions(
-        self, axes: tuple[str, ...], size: float, forward: Sequence[str], backward: Sequence[str]
-    ) -> tuple[InternalCollective, ...]:
-        """All-reduces of ``size`` bytes, one per name; ``backward`` only with a gradient."""
-        if self.mesh.size_of(axes) == 1:
-            return ()
-        phases = [("forward", what) for what in forward] + [("backward", what) for what in backward if self.grad]
-        return tuple(InternalCollective("all_reduce", axes, size, phase, what) for phase, what in phases)
-
-    def all_gathers(self, axes: tuple[str, ...], size: float, what: str, to: str) -> tuple[InternalCollective, ...]:
-        """All-gather of ``size`` bytes per rank to I, or to R, whose backward reduce-scatters."""
-        ranks = self.mesh.size_of(axes)
-        if ranks == 1:
-            return ()
-        forward = InternalCollective("all_gather", axes, ranks * size, "forward", what)
-        if to == "I" or not self.grad:
-            return (forward,)
-        return forward, InternalCollective("reduce_scatter", axes, ranks * size, "backward", f"gradient of the {what}")
-
     def local_sizes(self, layout: Layout, shape: Sequence[int]) -> list[int | Local]:
         """The local sizes of a tensor of global ``shape``; ints for unsharded dims."""
         return [Local(n, axes) if (axes := layout.cutting(d)) else n for d, n in enumerate(shape)]
@@ -265,7 +241,8 @@ class Site:
 
 SpaceOf = Callable[[Node, Graph], Space]
 LocalFormOf = Callable[[Site], LocalCall]
-CollectivesOf = Callable[[Site], tuple[InternalCollective, ...]]
+Annotation = Callable[[Site, InternalCollective], InternalCollective]
+Stated = Callable[[Site], tuple[InternalCollective, ...]]
 
 
 Types = Mapping[str, TensorType]
@@ -325,13 +302,18 @@ class Rule:
     flops: Callable[[Node, Graph], float] | None = None
     notation: str = ""
     """the rule as its author wrote it, shown in reports"""
-    collectives: CollectivesOf | None = None
-    """collectives of the local form in execution order; forward all-reduces use ``statistic``"""
+    sends: bool | Stated = False
+    """whether ranks may communicate inside the local form; what they send is recorded, or stated
+
+    Recomputation reuses results of all-reduces in the forward, so these are ``reduce_statistic``.
+    """
     sized: bool = True
     """whether the local form needs lengths of unsharded dims, so that they cannot be unknown"""
     facts: Facts = DEFAULT_FACTS
     named: str = ""
     """the runtime function that replaces the op, also on full tensors"""
+    annotate: Annotation | None = None
+    """adds what spares a recorded collective, and who shares it"""
 
     def strategies(self, node: Node, graph: Graph) -> tuple[Strategy, ...]:
         """Every strategy of ``node`` along one mesh axis."""
@@ -351,13 +333,14 @@ def rules(
     space: SpaceOf,
     local: LocalFormOf | None = None,
     notation: str = "",
-    collectives: CollectivesOf | None = None,
     *,
+    sends: bool = False,
     facts: Facts = DEFAULT_FACTS,
     sized: bool = True,
+    annotate: Annotation | None = None,
 ) -> list[Rule]:
     """One rule for each of several aten ops, named as for :func:`ops`."""
-    return [Rule(op, space, local, None, notation, collectives, sized, facts) for op in ops(names)]
+    return [Rule(op, space, local, None, notation, sends, sized, facts, "", annotate) for op in ops(names)]
 
 
 def with_facts(facts: Facts, rules: Iterable[Rule]) -> tuple[Rule, ...]:

@@ -2,14 +2,14 @@
 
 :func:`interpret` runs a captured graph op by op and so defines its meaning. :class:`AbstractRun`
 runs one statement forward and backward without data: autograd reports what it saves, a dispatch
-mode sees every temporary tensor.
+mode sees every temporary tensor, a recording communicator what ranks send.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from autoshard import runtime
 from autoshard.aten import aten, result_list
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.graph import Graph, Node, Ref, map_refs, map_tree
-from autoshard.passes.ir.program import Local, LocalCall, Offset
+from autoshard.passes.ir.program import InternalCollective, Local, LocalCall, Offset
 from autoshard.passes.rules.facts import makes_tensor
 from autoshard.runtime.transport.communicator import Communicator, bind
 from autoshard.runtime.transport.move import LOCAL, Move
@@ -138,17 +138,13 @@ class AbstractRun:
         self.axis_pattern = re.compile("|".join(map(re.escape, self.axes)) or "(?!)")
         self.known: dict[Any, tuple[LocalCall, Outcome | None]] = {}
         """with the call: keys contain addresses of its functions, which must stay alive"""
+        self.sent: dict[Any, tuple[LocalCall, tuple[InternalCollective, ...], tuple[str, ...]]] = {}
+        """with the call and its axes: what ranks send"""
         self.results: ResultCache = {}
 
     def run(self, call: LocalCall, operands: Mapping[str, TensorSpec], training: bool) -> Outcome | None:
         """The memory of ``call``, whose :class:`Ref` name ``operands``; None if it needs data."""
-        numbers = {name: i for i, name in enumerate(operands)}
-        key = (
-            self._canonical_axes(repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x))),
-            *operands.values(),
-            training,
-            torch.get_default_dtype(),
-        )
+        key, _ = self._key(call, operands, training)
         if key not in self.known:
             try:
                 with bind(self.comm), torch.set_grad_enabled(training):
@@ -157,10 +153,44 @@ class AbstractRun:
                 self.known[key] = call, None
         return self.known[key][1]
 
-    def _canonical_axes(self, text: str) -> str:
-        """``text`` with each axis as its size and order of mention: rank 0 sees no more of it."""
+    def messages(
+        self, call: LocalCall, operands: Mapping[str, TensorSpec], training: bool, used: tuple[int, ...]
+    ) -> tuple[InternalCollective, ...]:
+        """What ranks send in ``call``, in order, if results in the slots ``used`` get gradients."""
+        key, axes = self._key(call, operands, training)
+        key = (*key, used)
+        if key not in self.sent:
+            with bind(self.comm), torch.set_grad_enabled(training):
+                self.sent[key] = call, self._messages(call, operands, used), axes
+        _, found, known = self.sent[key]
+        names = dict(zip(known, axes, strict=True))
+        return found if known == axes else tuple(replace(c, axes=tuple(names[a] for a in c.axes)) for c in found)
+
+    def _messages(
+        self, call: LocalCall, operands: Mapping[str, TensorSpec], used: tuple[int, ...]
+    ) -> tuple[InternalCollective, ...]:
+        given = {name: form.empty() for name, form in operands.items()}
+        made = _result_tensors(self._value(call, given))
+        ends = [x for slot, x in enumerate(made) if slot in used and x is not None and x.requires_grad]
+        wanting = [x for x in given.values() if x.requires_grad]
+        if ends and wanting:
+            with self.comm.in_backward():
+                torch.autograd.grad(ends, wanting, [torch.empty_like(x) for x in ends], allow_unused=True)
+        return tuple(self.comm.sent)
+
+    def _key(self, call: LocalCall, operands: Mapping[str, TensorSpec], training: bool) -> tuple[Any, tuple[str, ...]]:
+        """A key that is equal for runs with equal results, and the axes in their order of mention."""
+        numbers = {name: i for i, name in enumerate(operands)}
+        text, axes = self._canonical_axes(repr(map_tree(call, lambda x: numbers[x.name] if isinstance(x, Ref) else x)))
+        return (text, *operands.values(), training, torch.get_default_dtype()), axes
+
+    def _canonical_axes(self, text: str) -> tuple[str, tuple[str, ...]]:
+        """``text`` with each axis as its size and order of mention, and the axes in this order.
+
+        Rank 0 sees no more of an axis."""
         names: dict[str, str] = {}
-        return self.axis_pattern.sub(lambda m: names.setdefault(m[0], f"{self.axes[m[0]]}.{len(names)}"), text)
+        canonical = self.axis_pattern.sub(lambda m: names.setdefault(m[0], f"{self.axes[m[0]]}.{len(names)}"), text)
+        return canonical, tuple(name[1:-1] for name in names)
 
     def _run(self, call: LocalCall, operands: Mapping[str, TensorSpec]) -> Outcome:
         given = {name: form.empty() for name, form in operands.items()}
@@ -206,6 +236,7 @@ class AbstractRun:
                     return _run_call(item, self.cpu)
             return item
 
+        self.comm.sent = []
         return map_tree(tree, value)
 
 
@@ -374,10 +405,27 @@ def _result_tensors(made: Any) -> list[torch.Tensor | None]:
     return [x if isinstance(x, torch.Tensor) else None for x in result_list(made)]
 
 
+_SENT_AS = {
+    "all_reduce": "sums",
+    "all_gather": "gathered values",
+    "reduce_scatter": "gathered values",
+    "permute": "messages",
+    "all_to_all": "exchanged rows",
+}
+"""what a collective sends, in reports"""
+
+
 class _SoleRankCommunicator(Communicator):
-    """Communicator of a single rank: results and gradients have the right shapes, no peers."""
+    """Communicator of a single rank: results and gradients have the right shapes, no peers.
+
+    It records what ranks send."""
 
     device = torch.device("meta")
+
+    def __init__(self, axes: Mapping[str, int], rank: int) -> None:
+        super().__init__(axes, rank)
+        self.sent: list[InternalCollective] = []
+        """what ranks send, in the current run"""
 
     def apply(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """See :meth:`Communicator.apply`."""
@@ -386,10 +434,17 @@ class _SoleRankCommunicator(Communicator):
             return moved
         return self.execute(move, x)
 
+    def note(self, move: Move, size: float) -> None:
+        """Record a message of ``size`` bytes."""
+        what = {"max": "maxima", "min": "minima"}.get(move.op, _SENT_AS[move.kind])
+        what += " (backward)" if self.phase == "backward" else ""
+        self.sent.append(InternalCollective(move.kind, move.axes, float(size), self.phase, what))
+
     def execute(self, move: Move, x: torch.Tensor) -> torch.Tensor:
         """Run ``move`` without autograd."""
         if move.verb in LOCAL:
             return self.local(move, x)
+        self.note(move, move.payload_bytes(x, self.size_of(move.axes), self.phase))
         if move.splits is not None:
             sent = move.splits.going(x)
             return move.splits.staying(sent.new_empty(sum(move.splits.received), *x.shape[1:]))
@@ -405,12 +460,11 @@ class _SoleRankCommunicator(Communicator):
 
     def exchange(self, hops: Sequence[Sending], phase: str) -> Sequence[Arrival]:
         """See :meth:`Communicator.exchange`."""
-        return [
-            partial(tuple, (self.execute(hop.move, hop.x),))
-            if isinstance(hop, Collective)
-            else partial(_empty_arrival, hop)
-            for hop in hops
-        ]
+        (hop,) = hops
+        if isinstance(hop, Collective):
+            return [partial(tuple, (self.execute(hop.move, hop.x),))]
+        self.note(hop.move, hop.bytes)
+        return [partial(_empty_arrival, hop)]
 
     def shared(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See :meth:`Communicator.shared`."""

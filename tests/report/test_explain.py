@@ -129,10 +129,10 @@ def test_a_message_of_several_tables() -> None:
         ):
             sent = [line for line in one.explain(name).splitlines() if line.startswith("  sends")]
             assert [line.partition(": ")[2] for line in sent] == [
-                "autoshard.pooled: rows of tables ×3",
-                "autoshard.pooled: gradients of rows of tables ×3",
+                "autoshard.pooled: exchanged rows ×3",
+                "autoshard.pooled: exchanged rows (backward) ×3",
             ]
-    assert "autoshard.pooled: gradients of rows of tables ×3" in " ".join(str(plan).split())
+    assert "autoshard.pooled: exchanged rows (backward) ×3" in " ".join(str(plan).split())
 
 
 def test_an_unknown_name() -> None:

@@ -214,7 +214,8 @@ def _vocabulary_bag_maxima(
     start = offset(size, axes)
     mine = (indices >= start) & (indices < start + rows) & (indices != padding_idx)
     with torch.no_grad():
-        own, places = mine.nonzero()[:, 0], bag[mine].unsqueeze(1).expand(-1, width)
+        own = torch.arange(many, device=mine.device) if mine.is_meta else mine.nonzero()[:, 0]
+        places = bag[own].unsqueeze(1).expand(-1, width)
         values = weight[indices[own] - start]
         top = weight.new_full((bags, width), -torch.inf).scatter_reduce(0, places, values, "amax")
         top = reduce_statistic(top, axes, "R", "max")

@@ -492,7 +492,7 @@ def _routes(ids: torch.Tensor, held: _ExpertPlacement) -> tuple[torch.Tensor, Ca
 
 
 def _balanced_routes(ids: torch.Tensor, held: _ExpertPlacement) -> tuple[torch.Tensor, _Routes]:
-    """Routes on meta tensors: every expert gets as many rows."""
+    """Routes on meta tensors: every expert gets as many rows, and their numbers are exchanged."""
     ends = torch.empty(held.most, dtype=torch.int32, device="meta")
     if held.places is None:
         return torch.empty_like(ids), _Routes(None, ends)
@@ -500,6 +500,8 @@ def _balanced_routes(ids: torch.Tensor, held: _ExpertPlacement) -> tuple[torch.T
     slots = ids.new_empty(kept)
     if held.comm is None or not held.axes:
         return slots, _Routes(None, ends)
+    if held.sizes is not None:
+        held.comm.start(held.sizes, ids.new_empty(held.ranks, held.most, dtype=torch.int64), held.comm.phase)()
     each = -(-kept // held.ranks)
     sent = (each,) * (held.ranks - 1)
     sent = (kept - sum(sent), *sent)

@@ -243,7 +243,7 @@ def nll_loss(
         picked = _picked_logit(log_probabilities, dim, target - offset(classes, class_axes))
         loss = -picked.masked_fill(~valid, 0)
         if weight is not None:
-            loss = loss * weight[target.where(valid, 0)]
+            loss = loss * _class_weights(weight, target.where(valid, 0))
         loss = loss if reduction == "none" else loss.sum()
     else:
         summed = "none" if reduction == "none" else "sum"
@@ -279,7 +279,7 @@ def _vocab_parallel_loss(
     valid = target != ignore_index
     loss = log_sum - picked
     if weight is not None:
-        loss = loss * weight[target.where(valid, 0)]
+        loss = loss * _class_weights(weight, target.where(valid, 0))
     if smoothing:
         total_weight = classes if weight is None else weight.sum()
         loss = (1 - smoothing) * loss + smoothing / classes * (log_sum * total_weight - rest[0])
@@ -292,6 +292,12 @@ def _picked_logit(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tenso
         return x.sum(dim)  # zeros on the gradient path
     mine = (index >= 0) & (index < x.shape[dim])
     return x.gather(dim, index.where(mine, 0).unsqueeze(dim)).squeeze(dim).masked_fill(~mine, 0)
+
+
+def _class_weights(weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``weight[index]``, which reads an index without dims on the host."""
+    found: torch.Tensor = aten.index.Tensor(weight, [index])
+    return found
 
 
 def _begin_mean_divisor(
@@ -310,7 +316,9 @@ def _begin_mean_divisor(
     given = target if everywhere is None else everywhere
     valid = given != ignore_index
     counted = (
-        valid.to(upcast(values.new_empty(0)).dtype) if weight is None else upcast(weight)[given.where(valid, 0)] * valid
+        valid.to(upcast(values.new_empty(0)).dtype)
+        if weight is None
+        else _class_weights(upcast(weight), given.where(valid, 0)) * valid
     )
     return begin_sum(counted.sum(), axes if everywhere is None else ())
 

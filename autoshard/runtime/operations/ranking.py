@@ -66,7 +66,7 @@ def multinomial(
     ``shape``: global shape; ``dims``: the axes that shard each dim. As in eager, an element is
     ranked by its weight over an exponential draw, so only candidates are sent. Raises RuntimeError
     like eager. ``order``, ``batch``: see :func:`~autoshard.runtime.draw_like`."""
-    if x.numel() and not bool((x.max() < math.inf) & (x.min() >= 0)):
+    if x.numel() and not x.is_meta and not bool((x.max() < math.inf) & (x.min() >= 0)):
         raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
     last = len(shape) - 1
     scores = x / draw_like("exponential", x, shape, dims, order=order, batch=batch)
@@ -74,7 +74,7 @@ def multinomial(
         scores, places = topk(scores, count, last, shape[last], dims[last])
     else:
         scores, places = scores.topk(count, last)
-    if scores.numel() and not bool((scores.select(last, 0) > 0).all()):
+    if scores.numel() and not x.is_meta and not bool((scores.select(last, 0) > 0).all()):
         raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
     return places
 

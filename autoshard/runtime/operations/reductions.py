@@ -172,7 +172,8 @@ def std(
 def bincount(x: torch.Tensor, weights: torch.Tensor | None, minlength: int, axes: Axes) -> torch.Tensor:
     """``x.bincount(weights, minlength)`` of shards → P, as long as the global maximum needs."""
     longest = x.max().to(torch.int64) + 1 if x.numel() else torch.zeros((), dtype=torch.int64, device=x.device)
-    counts = torch.bincount(x, weights, max(minlength, int(reduce_statistic(longest, axes, op="max"))))
+    longest = reduce_statistic(longest, axes, op="max")
+    counts = x.new_empty(minlength) if x.is_meta else torch.bincount(x, weights, max(minlength, int(longest)))
     if weights is None:
         return counts
     return counts.to(torch.float32 if weights.dtype == torch.float32 else torch.float64)  # ints if empty

@@ -200,14 +200,30 @@ class Move(NamedTuple):
             elements = math.prod(x.shape[1:]) * (sum(self.splits.sent) - self.splits.sent[self.splits.me])
             return float(elements * x.element_size())
         if self.exchange is not None:
-            return (
-                math.prod(n for d, n in enumerate(x.shape) if d != self.dim) * self.exchange.received * x.element_size()
-            )
+            return self._longest_bytes(x, ranks)
+        return ring_volume(self.verb, ranks) * self._longest_bytes(x, ranks) / ranks
+
+    def payload_bytes(self, x: torch.Tensor, ranks: int, phase: str) -> float:
+        """Bytes of the operand of an all-reduce, of an unsharded tensor otherwise, or of a received halo.
+
+        Rows that are sent by ``splits`` count once, as if every rank sent as many: those of results,
+        which arrive in the forward and whose gradients are sent in the backward."""
+        if self.splits is not None:
+            rows = sum(self.splits.received if phase == "forward" else self.splits.sent)
+            return float(rows * math.prod(x.shape[1:]) * x.element_size())
+        whole = self.dim >= 0 and self.verb not in ("halo", "permute")
+        return float(self._longest_bytes(x, ranks) * (ranks if whole else 1))
+
+    def _longest_bytes(self, x: torch.Tensor, ranks: int) -> int:
+        """Bytes of the longest chunk, of ``x`` if no dim is sharded, or of the longest halo."""
         shape = list(x.shape)
+        if self.exchange is not None:
+            shape[self.dim] = self.exchange.received
+            return math.prod(shape) * x.element_size()
         for dim, size in ((self.dim, self.size), (self.to_dim, self.to_size)):
             if dim >= 0:
                 shape[dim] = -(-size // ranks)
-        return ring_volume(self.verb, ranks) * math.prod(shape) * x.element_size() / ranks
+        return math.prod(shape) * x.element_size()
 
     def __str__(self) -> str:
         detail = f" of dim {self.dim}" if self.dim >= 0 else ""

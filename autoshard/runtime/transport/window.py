@@ -100,8 +100,6 @@ class Halo(NamedTuple):
     """from chunks of the operand to the positions read"""
     forward: int
     """the most positions that a rank receives"""
-    backward: int
-    """the same for the gradient"""
 
 
 @lru_cache(maxsize=4096)
@@ -110,4 +108,4 @@ def halo_of(window: Window, size: int, to: int, ranks: tuple[int, ...]) -> Halo:
     results = chunks(to, ranks)
     reads = tuple(map(window.read, results))
     moved = Exchange(chunks(size, ranks), tuple(clipped_interval(r, size) for r in reads))
-    return Halo(results, reads, moved, moved.received, moved.backward().received)
+    return Halo(results, reads, moved, moved.received)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,6 @@ from autoshard.passes.rules.base import (
     broadcast_shape,
     operand_factors,
     unsharded_only,
-    wide_bytes,
 )
 from autoshard.passes.rules.families import context_parallel
 from autoshard.runtime.attention.masked_attention import banded_op
@@ -191,7 +191,10 @@ def _axes_from_end(site: Site, name: str, from_end: int) -> tuple[str, ...]:
 
 
 def _attention_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """Row maxima and sums over sharded keys; gathers of key heads that query heads need."""
+    """Row maxima and sums over sharded keys; gathers of key heads that query heads need.
+
+    Stated, not recorded: the run of a ring takes some 20 ms, and a search would make dozens of them.
+    """
     node, graph = site.node, site.graph
     found: tuple[InternalCollective, ...] = ()
     group_axes, key_axes = _axes_from_end(site, "key", 3), _axes_from_end(site, "key", 2)
@@ -207,8 +210,12 @@ def _attention_collectives(site: Site) -> tuple[InternalCollective, ...]:
         len(shape) - 2: _axes_from_end(site, "query", 2)
     }
     rows = math.prod(chunk(int(n), site.mesh.size_of(axes[d]), 0)[1] for d, n in enumerate(shape[:-1]))
-    size = rows * wide_bytes(site.in_type(0).dtype)
-    return found + site.reductions(key_axes, size, ("maxima", "sums"), ("gradient of the sums",))
+    if site.mesh.size_of(key_axes) == 1:
+        return found
+    size = float(rows * max(4, site.in_type(0).dtype.itemsize))
+    phases = ("forward", "maxima"), ("forward", "sums"), ("backward", "gradient of the sums")
+    sums = (InternalCollective("all_reduce", key_axes, size, phase, what) for phase, what in phases)
+    return (*found, *sums) if site.grad else (*found, *itertools.islice(sums, 2))
 
 
 def _head_gather(site: Site, name: str, axes: tuple[str, ...]) -> InternalCollective:

@@ -425,28 +425,13 @@ def _local_zigzag(site: Site) -> LocalCall:
     return LocalCall("to_zigzag" if node.op is TO_ZIGZAG else "from_zigzag", node.args, cut)
 
 
-def _zigzag_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    axes, (dim, _) = site.axes(SWAPPED), site.sharded_dim
-    if site.mesh.size_of(axes) == 1:
-        return ()
-    local = site.local_shape("x")
-    half = local[dim] - local[dim] // 2
-    size = float(math.prod(local) // local[dim] * half * site.in_type(0).dtype.itemsize)
-    found = (InternalCollective("permute", axes, size, "forward", "halves of chunks"),)
-    return (
-        (*found, InternalCollective("permute", axes, size, "backward", "halves of the gradient"))
-        if site.grad
-        else found
-    )
-
-
 RULES: tuple[Rule, ...] = tuple(
     Rule(
         op,
         _zigzag_strategies,
         _local_zigzag,
         notation="...",
-        collectives=_zigzag_collectives,
+        sends=True,
         facts=KEEPS_NOTHING,
         named=named,
     )

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from autoshard.aten import aten
 from autoshard.errors import PlanError
@@ -83,31 +82,10 @@ def _axes_of_owners(site: Site) -> tuple[str, ...]:
     return site.axes(TABLE_WISE_LABEL) or site.axes(TABLE_SUMS)
 
 
-def _lookup_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """All-to-all of looked-up rows and their gradients, assuming tables in balance."""
-    axes = site.axes(TABLE_WISE_LABEL)
-    if site.mesh.size_of(axes) == 1:
-        return ()
-    size = math.prod(site.outputs[0].max_local_shape(site.out_type().shape)) * float(site.out_type().dtype.itemsize)
-    found = [("forward", "rows of tables")] + [("backward", "gradients of rows of tables")] * site.grad
-    return tuple(
-        InternalCollective("all_to_all", axes, size, phase, what, share=_latency_share(site)) for phase, what in found
-    )
-
-
-def _latency_share(site: Site) -> float:
-    """Share of one message's latency, where several tables' look-ups share the message."""
-    return 1.0 / site.in_type(site.node.positions["weight"]).together
-
-
-def _bag_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """As :func:`_lookup_collectives`; "max" over sharded rows all-reduces maxima and their places."""
-    axes, node = site.axes("vocab"), site.node
-    if not axes or BAG_MODES[node.argument("mode")] != "max":
-        return _lookup_collectives(site)
-    elements = math.prod(site.outputs[0].max_local_shape(site.out_type().shape))
-    each = ("largest rows", site.out_type().dtype.itemsize), ("places of largest rows", torch.int64.itemsize)
-    return tuple(InternalCollective("all_reduce", axes, float(elements * size), "forward", what) for what, size in each)
+def _share_of_latency(site: Site, c: InternalCollective) -> InternalCollective:
+    """Look-ups in several tables share one all-to-all, and each pays its share of the latency."""
+    tables = site.in_type(site.node.positions["weight"]).together
+    return replace(c, share=1.0 / tables) if c.kind == "all_to_all" else c
 
 
 def _local_pooled(site: Site) -> LocalCall:
@@ -283,7 +261,8 @@ RULES: tuple[Rule, ...] = (
         _lookup_factors,
         _local_embedding,
         "vocab embed, ... -> ... embed",
-        _lookup_collectives,
+        sends=True,
+        annotate=_share_of_latency,
         facts=Facts("indices", looks_up=True),
     ),
     Rule(
@@ -292,7 +271,8 @@ RULES: tuple[Rule, ...] = (
         _local_pooled,
         None,
         "vocab embed, ... _ -> ... embed",
-        _lookup_collectives,
+        sends=True,
+        annotate=_share_of_latency,
         facts=Facts("indices"),
         named="pooled",
     ),
@@ -301,7 +281,8 @@ RULES: tuple[Rule, ...] = (
         _bag_factors,
         _local_bag,
         "vocab embed, (bags _), _, (bags _) -> bags embed",
-        _bag_collectives,
+        sends=True,
+        annotate=_share_of_latency,
         facts=Facts("indices offsets per_sample_weights result1 result2 result3; per_sample_weights: weight"),
     ),
 )

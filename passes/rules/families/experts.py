@@ -16,7 +16,7 @@ from autoshard.aten import aten
 from autoshard.layout import Grouped, Owned, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType, tensor_arguments
-from autoshard.passes.ir.program import InternalCollective, Local, LocalCall, Offset, axes_argument
+from autoshard.passes.ir.program import Local, LocalCall, Offset, axes_argument
 from autoshard.passes.rules.base import (
     Dims,
     Factors,
@@ -28,8 +28,7 @@ from autoshard.passes.rules.base import (
     product_saves,
     unsharded_strategies,
 )
-from autoshard.passes.rules.families.splits import split_exchanges
-from autoshard.runtime.operations.experts import exchanges_rows, experts_op
+from autoshard.runtime.operations.experts import experts_op
 from autoshard.runtime.operations.grouped import grouped_mm
 from autoshard.runtime.operations.stacked import stacked_op
 from autoshard.torch_private.ops import OpOverload
@@ -244,43 +243,6 @@ def _local_experts(site: Site) -> LocalCall:
     return LocalCall("experts", (x, ids, weights, first, second, LocalCall("ExpertForm", (), form)), more)
 
 
-def _expert_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """All-to-alls of row counts, rows, results and gradients, in expectation of even routing."""
-    axes = _dispatch_axes(site)
-    ranks = site.mesh.size_of(axes)
-    if ranks == 1:
-        return _gate_exchanges(site)
-    local = [layout.max_local_shape(site.in_type(i).shape) for i, layout in enumerate(site.inputs)]
-    elsewhere = tuple(a for a in site.inputs[3].axes_of(0) if a not in axes)
-    rows = math.prod(local[1]) / site.mesh.size_of(elsewhere) * site.in_type(0).dtype.itemsize
-    there, back = rows * local[0][-1], rows * site.outputs[0].max_local_shape(site.out_type().shape)[-1]
-    found = [("forward", 8.0 * ranks * local[3][0], "numbers of rows")]
-    found += [("forward", there, "rows to their experts"), ("forward", back, "results of experts")]
-    if site.grad:
-        found.append(("backward", back, "gradients of results of experts"))
-    if site.in_type(0).grad:
-        found.append(("backward", there, "gradients of rows"))
-    return (
-        *_gate_exchanges(site),
-        *(InternalCollective("all_to_all", axes, size, phase, what) for phase, size, what in found),
-    )
-
-
-def _gate_exchanges(site: Site) -> tuple[InternalCollective, ...]:
-    """Exchanges for gate and up sharded as one dim: of weights, or of rows."""
-    axes, first = site.axes("hidden"), site.in_type(3)
-    if site.mesh.size_of(axes) == 1 or not site.node.argument("gated"):
-        return ()
-    hidden, dim = int(_hidden_size(site.node, site.graph)), 2 if site.node.argument("transposed") else 1
-    local = site.inputs[3].max_local_shape(first.shape)
-    weights = math.prod(int(n) for d, n in enumerate(local) if d != dim)
-    rows = math.prod(map(int, site.inputs[1].max_local_shape(site.in_type(1).shape)))
-    of_rows = exchanges_rows(rows, weights)
-    row, grad = (rows, first.grad or site.in_type(0).grad) if of_rows else (weights, first.grad)
-    ranks = tuple(site.mesh.size_of(a) for a in axes)
-    return split_exchanges(axes, row * first.dtype.itemsize, 2 * hidden, (hidden, hidden), ranks, grad)
-
-
 EXPERT_KERNELS = 20
 """two are grouped GEMMs; others sort, gather, activate, weigh and scatter rows"""
 
@@ -310,7 +272,7 @@ EXPERT_RULES: tuple[Rule, ...] = (
         _local_experts,
         _expert_flops,
         "... _, ... k, ... k, experts hidden _, experts columns hidden -> ... columns",
-        _expert_collectives,
+        sends=True,
         facts=Facts(
             "x ids weights first second first_bias second_bias",
             _expert_intermediates,

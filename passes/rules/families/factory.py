@@ -5,7 +5,6 @@ Each rank takes its slice of one random draw of global shape, so values do not d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,7 @@ from autoshard.aten import aten
 from autoshard.layout import I, Layout, P, Placement, R, Shard
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
-from autoshard.passes.ir.program import InternalCollective, LocalCall, axes_argument
+from autoshard.passes.ir.program import LocalCall, axes_argument
 from autoshard.passes.rules.base import (
     KEEPS_NOTHING,
     Factors,
@@ -205,15 +204,6 @@ def _local_multinomial(site: Site) -> LocalCall:
     return LocalCall("multinomial", (x, count, _global_shape(site), found), _draw_options(site))
 
 
-def _candidates(site: Site) -> tuple[InternalCollective, ...]:
-    """All-gathers of candidates over sharded choices: value and index per sample."""
-    shape, local = site.in_type(0).shape, site.local_shape("self")
-    axes, count = site.inputs[0].axes_of(len(shape) - 1), site.node.argument("num_samples")
-    each = math.prod(local[:-1]) * (min(count, local[-1]) if axes else 1)
-    values = site.all_gathers(axes, each * site.in_type(0).dtype.itemsize, "candidates", "I")
-    return values + site.all_gathers(axes, each * torch.int64.itemsize, "their indices", "I")
-
-
 def _of_values(node: Node, graph: Graph) -> Factors:
     """Operands are replicated; any dim of the result may be sharded."""
     (shape,) = graph.shapes(node.outputs)
@@ -274,7 +264,7 @@ RANDOM_RULES: tuple[Rule, ...] = (
         _local_multinomial,
         "... n -> ... k",
         facts=KEEPS_NOTHING,
-        collectives=_candidates,
+        sends=True,
         sized=False,
     ),
     *rules(

@@ -32,7 +32,6 @@ from autoshard.passes.rules.base import (
     same_shape_factors,
     sizes_of,
     unsharded_only,
-    wide_bytes,
 )
 from autoshard.runtime.operations.autograd_ops import function_op
 from autoshard.runtime.operations.checks import exactly
@@ -71,26 +70,10 @@ def _cross_entropy(node: Node, graph: Graph) -> Factors:
     return replace(_sample_factors(node, graph), reduced={"vocab": I})
 
 
-def _cross_entropy_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """Maxima, then packed sums, then the count of "mean". Nothing in the backward."""
-    logits = site.in_type(0)
-    class_dim = class_dim_of(site.node, site.graph)
-    local = site.local_shape("self")
-    samples = math.prod(n for d, n in enumerate(local) if d != class_dim)
-    class_axes = site.inputs[0].axes_of(class_dim)
-    packed = _packed_sum_count(site.node, site.graph) * wide_bytes(logits.dtype)
-    found = site.reductions(class_axes, samples * logits.dtype.itemsize, ("maxima",), ())
-    found += site.reductions(class_axes, samples * packed, ("sum-exp and the target's logit",), ())
-    return found + (() if site.in_type(1).dtype.is_floating_point else _nll_collectives(site))
-
-
-def _nll_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """The count of "mean"; with unsharded labels every rank counts all of them itself."""
-    if REDUCTIONS[site.node.argument("reduction")] != "mean":
-        return ()
-    weight, labels = site.node.positions.get("weight", 0), site.node.positions["target"]
-    found = site.reductions(_batch_axes(site), wide_bytes(site.in_type(weight).dtype), ("count",), ())
-    return tuple(replace(c, spared=labels) for c in found)
+def _spared_count(site: Site, c: InternalCollective) -> InternalCollective:
+    """The count of "mean": with unsharded labels every rank counts all of them itself."""
+    counts = set(c.axes) <= set(_batch_axes(site))
+    return replace(c, spared=site.node.positions["target"]) if counts else c
 
 
 def _batch_axes(site: Site) -> tuple[str, ...]:
@@ -98,12 +81,6 @@ def _batch_axes(site: Site) -> tuple[str, ...]:
     class_dim = class_dim_of(site.node, site.graph)
     placed = zip(site.mesh.axes, site.inputs[0].placements, strict=True)
     return tuple(a for a, p in placed if isinstance(p, Shard) and p.dim != class_dim)
-
-
-def _packed_sum_count(node: Node, graph: Graph) -> int:
-    """Number of sums per sample in one all-reduce."""
-    logits, target = graph.shape(node.argument("self")), graph.shape(node.argument("target"))
-    return 3 if node.argument("label_smoothing") or target == logits else 2
 
 
 def _local_classification(function: str) -> Callable[[Site], LocalCall]:
@@ -164,14 +141,6 @@ def _cross_entropy_of_rows(site: Site) -> LocalCall:
 # --- softmax ---
 
 
-def _softmax_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """Over a sharded dim: all-reduces of maxima and sums."""
-    dim, axes = site.sharded_dim
-    rows = math.prod(n for d, n in enumerate(site.local_shape("self")) if d != dim)
-    size = rows * wide_bytes(site.out_type().dtype)
-    return site.reductions(axes, size, ("maxima", "sums"), ("gradient of the sums",))
-
-
 def _over_dim(names: str, function: str) -> list[Rule]:
     """Rules of softmax-like ops, with the runtime's ``function`` over a sharded dim."""
 
@@ -180,7 +149,7 @@ def _over_dim(names: str, function: str) -> list[Rule]:
         same_shape_factors,
         reduced_dim_form(function),
         "... -> ...",
-        _softmax_collectives,
+        sends=True,
         facts=Facts(saves="result", chains=True, function=True),
     )
 
@@ -284,7 +253,8 @@ LOSS_RULES: tuple[Rule, ...] = (
         _cross_entropy,
         _local_classification("cross_entropy"),
         "n vocab ..., n ..., _ -> n ... (none), P (sum, mean); vocab: I",
-        _cross_entropy_collectives,
+        sends=True,
+        annotate=_spared_count,
         facts=CROSS_ENTROPY,
     ),
     Rule(
@@ -293,7 +263,8 @@ LOSS_RULES: tuple[Rule, ...] = (
         _cross_entropy_of_rows,
         None,
         "... vocab, ..., _ -> ... (none), P (sum, mean); vocab: I",
-        _cross_entropy_collectives,
+        sends=True,
+        annotate=_spared_count,
         facts=CROSS_ENTROPY,
     ),
     *rules(
@@ -301,7 +272,8 @@ LOSS_RULES: tuple[Rule, ...] = (
         _sample_factors,
         _local_classification("nll_loss"),
         "n vocab ..., n ..., _ -> n ... (none), P (sum, mean)",
-        _nll_collectives,
+        sends=True,
+        annotate=_spared_count,
         facts=Facts("self target weight", _total_weight, chains=True),
     ),
     *_over_dim("softmax.int _softmax.default", "softmax"),

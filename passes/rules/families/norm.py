@@ -10,7 +10,7 @@ import torch
 from autoshard.aten import aten
 from autoshard.layout import R
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import InternalCollective, Local, LocalCall, axes_argument
+from autoshard.passes.ir.program import Local, LocalCall, axes_argument
 from autoshard.passes.rules.base import (
     Dims,
     Factors,
@@ -23,7 +23,6 @@ from autoshard.passes.rules.base import (
     operand_factors,
     rules,
     sizes_of,
-    wide_bytes,
 )
 
 # --- layer norm and RMS norm: statistics over the last dims ---
@@ -54,22 +53,6 @@ def _local_last_dims(site: Site) -> LocalCall:
 
 def _is_rms(node: Node) -> bool:
     return "rms" in str(node.op)
-
-
-def _last_dims_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    local = site.local_shape("input")
-    rows = math.prod(local[: len(local) - len(site.node.argument("normalized_shape"))])
-    size = rows * wide_bytes(site.in_type(0).dtype)
-    return _statistics_reductions(
-        site, _normalised_axes(site), size, ("mean square",) if _is_rms(site.node) else ("means", "variances")
-    )
-
-
-def _statistics_reductions(
-    site: Site, axes: tuple[str, ...], size: float, statistics: tuple[str, ...]
-) -> tuple[InternalCollective, ...]:
-    """All-reduces of statistics, and in reverse order of their gradients."""
-    return site.reductions(axes, size, statistics, [f"gradient of the {s}" for s in reversed(statistics)])
 
 
 def _normalised_axes(site: Site) -> tuple[str, ...]:
@@ -105,15 +88,6 @@ def _local_group_norm(site: Site) -> LocalCall:
     return LocalCall("group_norm", (x, groups, weight, bias, eps, count, axes_argument(axes)), {})
 
 
-def _group_norm_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    shape, channels = site.local_shape("input"), site.in_type(0).shape[1]
-    axes = tuple(a for d in range(2, len(shape)) for a in site.inputs[0].axes_of(d))
-    groups = site.node.argument("num_groups") * shape[1] // channels
-    return _statistics_reductions(
-        site, axes, shape[0] * groups * wide_bytes(site.in_type(0).dtype), ("means", "variances")
-    )
-
-
 # --- batch norm: statistics over samples and positions ---
 
 
@@ -146,13 +120,6 @@ def _trains(node: Node) -> bool:
 def _sample_axes(site: Site) -> tuple[str, ...]:
     """Mesh axes that shard the dims of the statistics."""
     return tuple(a for d in range(len(site.in_type(0).shape)) if d != 1 for a in site.inputs[0].axes_of(d))
-
-
-def _batch_norm_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    if not _trains(site.node):
-        return ()
-    size = site.local_shape("input")[1] * wide_bytes(site.in_type(0).dtype)
-    return _statistics_reductions(site, _sample_axes(site), size, ("means", "variances"))
 
 
 def _local_batch_norm(site: Site) -> LocalCall:
@@ -230,22 +197,20 @@ BATCH_NORM = Facts(
 INSTANCE_NORM = Facts("input", _instance_intermediates, function=True)
 
 RULES: tuple[Rule, ...] = (
-    *rules("layer_norm.default", _last_dims(True), _local_last_dims, _LAYER, _last_dims_collectives, facts=LAYER_NORM),
+    *rules("layer_norm.default", _last_dims(True), _local_last_dims, _LAYER, sends=True, facts=LAYER_NORM),
     *rules(
         "native_layer_norm.default", _last_dims(False), None, "... _, _, _ -> ... _, ... _, ... _", facts=LAYER_NORM
     ),
-    *rules("rms_norm.default", _last_dims(True), _local_last_dims, _RMS, _last_dims_collectives, facts=RMS_NORM),
+    *rules("rms_norm.default", _last_dims(True), _local_last_dims, _RMS, sends=True, facts=RMS_NORM),
     *rules("_fused_rms_norm.default", _last_dims(False), None, "... _, _ -> ... _, ... _", facts=RMS_NORM),
-    *rules(
-        "group_norm.default", _group_norm_factors, _local_group_norm, _GROUP, _group_norm_collectives, facts=GROUP_NORM
-    ),
+    *rules("group_norm.default", _group_norm_factors, _local_group_norm, _GROUP, sends=True, facts=GROUP_NORM),
     *rules(
         "_native_batch_norm_legit_functional.default _native_batch_norm_legit.no_stats "
         "_native_batch_norm_legit_no_training.default",
         _batch_norm_factors,
         _local_batch_norm,
         _BATCH,
-        _batch_norm_collectives,
+        sends=True,
         facts=BATCH_NORM,
     ),
     *rules("instance_norm.default", _instance_norm, None, "n c _, c, c, c, c -> n c _", facts=INSTANCE_NORM),

@@ -12,15 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from autoshard.aten import aten
 from autoshard.layout import I, P, Partial, Placement
 from autoshard.passes.ir.graph import Graph, Node
-from autoshard.passes.ir.program import InternalCollective, LocalCall, axes_argument
+from autoshard.passes.ir.program import LocalCall, axes_argument
 from autoshard.passes.rules.base import (
     KEEPS_NOTHING,
-    CollectivesOf,
     Dims,
     Factors,
     Facts,
@@ -41,7 +38,6 @@ from autoshard.passes.rules.base import (
     rules,
     same_shape_factors,
     sizes_of,
-    wide_bytes,
 )
 
 EMPTY_IS_NONE = (aten.any.dims, aten.all.dims)
@@ -174,46 +170,6 @@ def _with_count(site: Site) -> dict[str, Any]:
     return {"count": _reduced_count(site.node, site.graph), **changed}
 
 
-def _result_bytes(site: Site) -> float:
-    """Bytes of the local result."""
-    gone = _reduced_dims(site.node, site.graph)
-    rows = math.prod(n for d, n in enumerate(site.local_shape("self")) if d not in gone)
-    dtype = site.out_type().dtype
-    return rows * (wide_bytes(dtype) if dtype.is_floating_point else dtype.itemsize)
-
-
-def _partial_gathers(what: str) -> CollectivesOf:
-    return lambda site: site.all_gathers(_reduced_axes(site), _result_bytes(site), what, "I")
-
-
-def _logsumexp_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    return site.reductions(_reduced_axes(site), _result_bytes(site), ("maxima", "sums"), ())
-
-
-def _extreme_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """The extremes, and counts of equal elements that share a gradient."""
-    axes, type_, size = _reduced_axes(site), site.in_type(0), _result_bytes(site)
-    exact = size * site.out_type().dtype.itemsize / wide_bytes(site.out_type().dtype)
-    found = site.all_gathers(axes, exact, "extremes", "I")
-    return found + (site.reductions(axes, size, ("equal elements",), ()) if type_.grad else ())
-
-
-def _free_extreme_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    return _extreme_collectives(site) if site.in_type(0).grad else ()
-
-
-def _norm_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    return _extreme_collectives(site) if math.isinf(_norm_order(site.node)) else _partial_gathers("norms")(site)
-
-
-def _variance_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """Means, then squares; in the backward the gradient of the means."""
-    squared = 0 in site.node.output_slots
-    return site.reductions(
-        _reduced_axes(site), _result_bytes(site), ("sums", "squares"), ("gradient of the means",) if squared else ()
-    )
-
-
 def _mean_local(site: Site) -> LocalCall:
     """Over a sharded dim: the local sum over the global count."""
     node = site.node
@@ -245,7 +201,6 @@ def _combining(
     names: str,
     space: SpaceOf,
     local: LocalFormOf,
-    collectives: CollectivesOf,
     saves: str = "self result",
     function: bool = False,
 ) -> list[Rule]:
@@ -255,7 +210,7 @@ def _combining(
         space,
         local,
         f"{_DIMS_DROPPED}, combined",
-        collectives,
+        sends=True,
         sized=False,
         facts=Facts(saves, function=function),
     )
@@ -268,40 +223,18 @@ REDUCTION_RULES: tuple[Rule, ...] = (
     *rules("mean.default mean.dim", _sum_factors, _mean_local, f"{_DIMS_DROPPED}, summed", facts=KEEPS_NOTHING),
     *rules("nansum.default", _nansum, None, _DIMS_DROPPED, facts=Facts(saves="self")),
     *rules("count_nonzero.dim_IntList count_nonzero.default", _nansum, None, _DIMS_DROPPED, facts=Facts(saves="")),
-    *_combining("amax.default max.default", _extreme_factors("max"), _local_extreme("amax"), _free_extreme_collectives),
-    *_combining("amin.default min.default", _extreme_factors("min"), _local_extreme("amin"), _free_extreme_collectives),
-    *_combining(
-        "aminmax.default",
-        _nonempty_reduction,
-        _local_reduction("aminmax"),
-        lambda site: _extreme_collectives(site) * 2,
-        "self result result1",
-    ),
-    *_combining(
-        "any.default any.dim any.dims", _combined_factors, _local_reduction("any"), _partial_gathers("results"), ""
-    ),
-    *_combining(
-        "all.default all.dim all.dims", _combined_factors, _local_reduction("all"), _partial_gathers("results"), ""
-    ),
-    *_combining(
-        "prod.default prod.dim_int", _combined_factors, _local_reduction("prod", _cast), _partial_gathers("products")
-    ),
-    *_combining(
-        "logsumexp.default",
-        _combined_factors,
-        _local_reduction("logsumexp", _cast),
-        _logsumexp_collectives,
-        function=True,
-    ),
+    *_combining("amax.default max.default", _extreme_factors("max"), _local_extreme("amax")),
+    *_combining("amin.default min.default", _extreme_factors("min"), _local_extreme("amin")),
+    *_combining("aminmax.default", _nonempty_reduction, _local_reduction("aminmax"), "self result result1"),
+    *_combining("any.default any.dim any.dims", _combined_factors, _local_reduction("any"), ""),
+    *_combining("all.default all.dim all.dims", _combined_factors, _local_reduction("all"), ""),
+    *_combining("prod.default prod.dim_int", _combined_factors, _local_reduction("prod", _cast)),
+    *_combining("logsumexp.default", _combined_factors, _local_reduction("logsumexp", _cast), function=True),
     *(
         rule
         for n, saves in (("var", "self"), ("std", "self result"), ("var_mean", "self"), ("std_mean", "self result"))
         for rule in _combining(
-            f"{n}.default {n}.dim {n}.correction",
-            _variance_factors,
-            _local_reduction(n, _with_count),
-            _variance_collectives,
-            saves,
+            f"{n}.default {n}.dim {n}.correction", _variance_factors, _local_reduction(n, _with_count), saves
         )
     ),
     *_combining(
@@ -309,7 +242,6 @@ REDUCTION_RULES: tuple[Rule, ...] = (
         "frobenius_norm.dim",
         _norm_factors,
         _local_reduction("vector_norm", _with_order),
-        _norm_collectives,
     ),
     *rules(
         "median.default nanmedian.default linalg_norm.default",
@@ -324,20 +256,6 @@ REDUCTION_RULES: tuple[Rule, ...] = (
 )
 
 
-def _scan_collectives(positions: bool) -> Callable[[Site], tuple[InternalCollective, ...]]:
-    def collectives(site: Site) -> tuple[InternalCollective, ...]:
-        dim, axes = site.sharded_dim
-        dtype = site.out_type().dtype
-        rows = math.prod(n for d, n in enumerate(site.local_shape("self")) if d != dim)
-        if not positions:
-            return site.all_gathers(axes, rows * wide_bytes(dtype), "totals", "R")
-        found = site.all_gathers(axes, rows * site.in_type(0).dtype.itemsize, "last values", "R")
-        indices = site.all_gathers(axes, rows * torch.int64.itemsize, "their indices", "R")
-        return (*found[:1], *indices[:1], *found[1:])
-
-    return collectives
-
-
 def _scan_rule(
     function: str, space: SpaceOf = same_shape_factors, saves: str = "self result", positions: bool = False
 ) -> list[Rule]:
@@ -346,7 +264,7 @@ def _scan_rule(
         space,
         (indexed_dim_form if positions else reduced_dim_form)(function),
         "... -> ...",
-        _scan_collectives(positions),
+        sends=True,
         sized=False,
         facts=Facts(saves, index_intermediates if positions else None),
     )
@@ -383,10 +301,6 @@ def _local_bincount(site: Site) -> LocalCall:
     return LocalCall("bincount", (x, weights, least, axes_argument(axes)), {})
 
 
-def _bincount_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    return site.reductions(site.inputs[0].axes_of(0), torch.int64.itemsize, ("largest value",), ())
-
-
 COUNT_RULES: tuple[Rule, ...] = (
     *rules("histc.default", _histc, None, "counts summed", facts=KEEPS_NOTHING),
     *rules(
@@ -394,7 +308,7 @@ COUNT_RULES: tuple[Rule, ...] = (
         _bincount,
         _local_bincount,
         "n, n -> _",
-        _bincount_collectives,
+        sends=True,
         sized=False,
         facts=KEEPS_NOTHING,
     ),
@@ -470,25 +384,12 @@ def _all_axes(site: Site) -> tuple[str, ...]:
     return tuple(a for d in range(len(site.in_type(0).shape)) for a in layout.axes_of(d))
 
 
-def _candidate_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    """All-gathers of candidates and their indices; nothing in the backward."""
-    node, local = site.node, site.local_shape("self")
-    if node.argument("dim") is None:
-        axes, each = _all_axes(site), 1
-    else:
-        dim, axes = site.sharded_dim
-        rows = math.prod(n for d, n in enumerate(local) if d != dim)
-        each = rows * (min(node.argument("k"), local[dim]) if node.op is aten.topk.default and local else 1)
-    values = site.all_gathers(axes, each * site.in_type(0).dtype.itemsize, "candidates", "I")
-    return values + site.all_gathers(axes, each * torch.int64.itemsize, "their indices", "I")
-
-
 _NOTE = "... -> ..., dim whole"
 
 TOPK_FACTS = Facts("result1", index_intermediates)
 PICKED = Facts("result1", index_intermediates)
 
-_best: Callable[..., list[Rule]] = partial(rules, notation=_NOTE, collectives=_candidate_collectives, sized=False)
+_best: Callable[..., list[Rule]] = partial(rules, notation=_NOTE, sends=True, sized=False)
 
 RANKING_RULES: tuple[Rule, ...] = (
     *_best("topk.default", _ordered_factors(True), _local_topk, facts=TOPK_FACTS),

@@ -26,7 +26,7 @@ from autoshard.passes.rules.base import (
     rules,
     sizes_of,
 )
-from autoshard.passes.rules.families.windows import SlidingDim, halo_collectives, sharded_windows, with_halo
+from autoshard.passes.rules.families.windows import SlidingDim, sharded_windows, with_halo
 from autoshard.runtime.transport.window import Window
 
 
@@ -309,7 +309,7 @@ RULES: tuple[Rule, ...] = (
         _shift_factors,
         _local_shift,
         "... d ... -> ... d ...",
-        halo_collectives(_shift_windows),
+        sends=True,
         facts=KEEPS_NOTHING,
     ),
     *rules(
@@ -326,7 +326,7 @@ RULES: tuple[Rule, ...] = (
         _shift_factors,
         _local_shift,
         "... -> ...",
-        halo_collectives(_shift_windows),
+        sends=True,
         facts=PAD_FACTS,
     ),
     *rules("cat.default concatenate.default", _cat, None, "dim whole", facts=Facts(saves="", chains=True)),

@@ -6,7 +6,6 @@ each rank holds its chunk of every segment, and the split is local.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from autoshard.aten import aten
 from autoshard.layout import Grouped, Placement, Shard, fits_split_factor
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import DimSegments, Graph, Node, TensorType
-from autoshard.passes.ir.program import InternalCollective, LocalCall, axes_argument
+from autoshard.passes.ir.program import LocalCall, axes_argument
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.base import (
     KEEPS_NOTHING,
@@ -29,26 +28,6 @@ from autoshard.passes.rules.base import (
     sizes_of,
 )
 from autoshard.passes.rules.families.reshape import view_groups
-from autoshard.passes.rules.families.windows import halo_exchanges
-from autoshard.runtime.transport.window import Halo, Window, halo_of
-
-
-def split_halos(size: int, lengths: Sequence[int], ranks: tuple[int, ...]) -> Iterator[Halo]:
-    """Halo exchange per result of a split; ``ranks`` of the dim's axes, outer to inner."""
-    for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):
-        yield halo_of(Window(padding=length - end), size, length, ranks)
-
-
-def split_exchanges(
-    axes: tuple[str, ...], row: float, size: int, lengths: Sequence[int], ranks: tuple[int, ...], grad: bool
-) -> tuple[InternalCollective, ...]:
-    """Collectives of a split; ``row``: bytes per position of the dim on a rank."""
-    parts = enumerate(split_halos(size, lengths, ranks))
-    found = (
-        halo_exchanges(axes, row, halo, grad, f"halo of part {i}", f"gradient of the halo of part {i}")
-        for i, halo in parts
-    )
-    return tuple(itertools.chain.from_iterable(found))
 
 
 def _split_factors(node: Node, graph: Graph) -> Factors:
@@ -89,17 +68,6 @@ def _split_of_segments(site: Site, dim: int, ranks: int) -> LocalCall:
     return LocalCall(aten.split.sizes, (site.node.args[0], lengths, dim), {})
 
 
-def _split_collectives(site: Site) -> tuple[InternalCollective, ...]:
-    dim, axes = site.sharded_dim
-    if site.mesh.size_of(axes) == 1:
-        return ()
-    type_ = site.in_type(0)
-    local = site.inputs[0].max_local_shape(type_.shape)
-    row = math.prod(n for d, n in enumerate(local) if d != dim) * type_.dtype.itemsize
-    ranks = tuple(site.mesh.size_of(a) for a in axes)
-    return split_exchanges(axes, row, type_.shape[dim], split_lengths(site.node, type_.shape[dim]), ranks, type_.grad)
-
-
 SPLIT_VIEW_FACTS = Facts(saves="", view=True)
 
 RULES: tuple[Rule, ...] = (
@@ -108,7 +76,7 @@ RULES: tuple[Rule, ...] = (
         _split_factors,
         _local_split,
         "... d ... -> ... d ..., ...",
-        _split_collectives,
+        sends=True,
         facts=KEEPS_NOTHING,
     ),
     *rules(
@@ -116,7 +84,7 @@ RULES: tuple[Rule, ...] = (
         _split_factors,
         _local_split,
         "…",
-        _split_collectives,
+        sends=True,
         facts=SPLIT_VIEW_FACTS,
     ),
 )

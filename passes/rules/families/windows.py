@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch
 
 from autoshard.aten import aten
 from autoshard.passes.ir.graph import Graph, Node, TensorType
-from autoshard.passes.ir.program import InternalCollective, Local, LocalCall, axes_argument
+from autoshard.passes.ir.program import Local, LocalCall, axes_argument
 from autoshard.passes.ir.sizes import Size
 from autoshard.passes.rules.base import (
     KEEPS_NOTHING,
-    CollectivesOf,
     Dims,
     Factors,
     Facts,
@@ -106,36 +105,6 @@ def per_position_dim(node: Node, name: str, count: int) -> list[int]:
 
 
 SlidingDimsOf = Callable[[Node, Graph], tuple[SlidingDim, ...]]
-
-
-def halo_exchanges(
-    axes: tuple[str, ...], row: float, halo: Halo, grad: bool, what: str, back: str
-) -> Iterator[InternalCollective]:
-    """Halo exchange of positions of ``row`` bytes, and its gradient; empty halos give none."""
-    if halo.forward:
-        yield InternalCollective("permute", axes, row * halo.forward, "forward", what)
-        if grad:
-            yield InternalCollective("permute", axes, row * halo.backward, "backward", back)
-
-
-def halo_collectives(slidings: SlidingDimsOf) -> CollectivesOf:
-    """Collectives of the halo exchanges, dim by dim, and of their gradients."""
-
-    def collectives(site: Site) -> tuple[InternalCollective, ...]:
-        if not (along := sharded_windows(site, slidings(site.node, site.graph))):
-            return ()
-        type_ = site.in_type(0)
-        shape = list(site.inputs[0].max_local_shape(type_.shape))
-        found: list[InternalCollective] = []
-        for s in along:
-            halo = s.halo(site)
-            shape[s.dim] = 1
-            row = math.prod(shape) * type_.dtype.itemsize
-            shape[s.dim] = halo.reads[0][1]
-            found += halo_exchanges(s.axes(site), row, halo, type_.grad, "halo", "gradient of the halo")
-        return tuple(found)
-
-    return collectives
 
 
 def is_transposed(node: Node) -> bool:
@@ -275,7 +244,7 @@ CONVOLUTION_RULES: tuple[Rule, ...] = tuple(
         _convolution,
         _local_convolution,
         "n i ..., o i ..., o -> n o ...",
-        halo_collectives(_convolution_windows),
+        sends=True,
         facts=CONVOLUTION_FACTS,
     )
 )
@@ -468,7 +437,7 @@ POOL_RULES: tuple[Rule, ...] = (
         _pool_factors(_pool_windows, False),
         _local_max,
         _SLIDING,
-        halo_collectives(_pool_windows),
+        sends=True,
         facts=MAXIMA,
     ),
     *rules(
@@ -476,7 +445,7 @@ POOL_RULES: tuple[Rule, ...] = (
         _pool_factors(_pool_windows, True),
         _local_average,
         _SLIDING,
-        halo_collectives(_pool_windows),
+        sends=True,
         facts=AVERAGES,
     ),
     *rules(
@@ -484,7 +453,7 @@ POOL_RULES: tuple[Rule, ...] = (
         _pool_factors(_adaptive_windows, False),
         _local_adaptive,
         _SLIDING,
-        halo_collectives(_adaptive_windows),
+        sends=True,
         facts=MAXIMA,
     ),
     *rules(
@@ -492,7 +461,7 @@ POOL_RULES: tuple[Rule, ...] = (
         _pool_factors(_adaptive_windows, True),
         _local_adaptive,
         _SLIDING,
-        halo_collectives(_adaptive_windows),
+        sends=True,
         facts=ADAPTIVE_MEANS,
     ),
     *rules(
@@ -500,7 +469,7 @@ POOL_RULES: tuple[Rule, ...] = (
         _pool_factors(_nearest_windows, True),
         _local_repeated,
         _SLIDING,
-        halo_collectives(_nearest_windows),
+        sends=True,
         facts=KEEPS_NOTHING,
     ),
     *rules(SMOOTH, _pool_factors(_no_windows, True), None, _UNSHARDED_POSITIONS, facts=KEEPS_NOTHING),

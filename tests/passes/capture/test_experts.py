@@ -25,7 +25,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 
 def exchanging(plan: autoshard.Plan) -> list[Any]:
-    return [c for c in plan.collectives if "rows to their experts" in c.reason]
+    return [c for c in plan.collectives if "experts" in c.reason and c.kind == "all_to_all"]
 
 
 EQUAL = [

@@ -6,10 +6,12 @@ from typing import Any
 
 import linalg_samples
 import pytest
+import sites
 import torch
 from every_sample import SAMPLES
 from rule_samples import NO_DERIVATIVE, SHAPES_ONLY, call, f
 
+from autoshard.check import rule_check
 from autoshard.check.rule_check import check_rule
 from autoshard.errors import RuleError
 from autoshard.layout import I, P, R, Shard
@@ -35,7 +37,8 @@ def _has_derivative(op: torch._ops.OpOverload) -> bool:
 @pytest.mark.filterwarnings(
     "ignore:The use of `x.T`", "ignore:at::frobenius_norm", "ignore:torch.meshgrid", "ignore:torch.cholesky"
 )
-def test_rule(op: torch._ops.OpOverload) -> None:
+def test_rule(op: torch._ops.OpOverload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule_check, "_strategy_error", sites.strategy_error)
     assert op in SAMPLES, f"{op} has a rule and no samples; add some to tests/support/samples/rule_samples.py"
     check = check_rule(op, SAMPLES[op], values=op not in SHAPES_ONLY, gradients=_has_derivative(op))
     assert {"I", "R"} <= check.strategies
@@ -118,6 +121,14 @@ def test_grouped_products_by_rows_and_by_experts() -> None:
 
 
 # Negative controls: each wrong rule is caught.
+
+
+def test_unrecorded_communication_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule_check, "_strategy_error", sites.strategy_error)
+    check_rule(aten._softmax.default, [call(f(4, 6), 1, False)])
+    monkeypatch.setattr(sites, "recorded", lambda at: [])
+    with pytest.raises(RuleError, match=r"ranks send .*all_reduce.*and \[\] was recorded"):
+        check_rule(aten._softmax.default, [call(f(4, 6), 1, False)])
 
 
 def _wrong(op: torch._ops.OpOverload, *strategies: Strategy) -> Rule:

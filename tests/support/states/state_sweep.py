@@ -130,7 +130,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "outputs_fed_back": fails("assert counted == {", r"\(0, Counter\(\)\)"),
         "text_generated_by_transformers": fails('assert counted == {("all_reduce", "forward"): 2 + 1}'),
         "a_prompt_of_one_request_along_its_sequence": fails('assert prompt["reduce_scatter", "forward"] >= 2'),
-        "rows_travel_to_their_experts": fails('assert any("rows to their experts" in', "Routed on .* mesh pp=2.*"),
+        "rows_travel_to_their_experts": fails('assert any("experts" in c.reason and', "Routed on .* mesh pp=2.*"),
         "windows_beside_padding": fails('assert any("keys and values, hop 1" in', "Windowed on .* mesh pp=2.*"),
         "parts_of_fused_projections_stay_cut": fails('assert tuple(layouts["qkv.weight"].grouped) =='),
         "a_cache_of_ones_own": fails("assert {str(sharded.plan.layouts["),
