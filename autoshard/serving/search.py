@@ -37,7 +37,7 @@ from autoshard.passes.rules.restrictions import check_random, check_rules
 from autoshard.passes.search import CostNetwork, LinearRow, Prepared, Solution
 from autoshard.passes.search.arrays import Matrix, map_entries
 from autoshard.passes.search.candidates import Candidates
-from autoshard.passes.search.network import FULL, Array, Effort
+from autoshard.passes.search.network import FULL, Effort
 from autoshard.plans.describe import describe_program
 from autoshard.plans.options import NOTHING_KNOWN, CallArguments, CompileOptions, KnownLayouts
 from autoshard.plans.plan import Plan
@@ -65,10 +65,6 @@ class JointNetwork(Prepared):
     """rows of the main graph"""
     large: ClassVar[int] = 100_000
     """lower than for one graph: calls are tied in every layer, so elimination is slower"""
-
-    def restricted(self, nodes: tuple[Array, ...]) -> Prepared:
-        """See :meth:`Prepared.restricted`."""
-        return super().restricted((*nodes, *self.network.nodes[len(nodes) :]))
 
     def solve(
         self,

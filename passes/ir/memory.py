@@ -83,6 +83,14 @@ class Memory:
             self, activations=self.activations + more, peak=self.peak + more + left, at_peak=at_peak, curve=curve
         )
 
+    def live(self) -> dict[str, float]:
+        """Moment (operation; "": the optimizer's step) → most bytes then, forward or backward."""
+        found: dict[str, float] = {}
+        for name, phase, size in self.curve:
+            moment = "" if phase == "step" else name
+            found[moment] = max(found.get(moment, 0.0), size)
+        return found
+
     def dominant(self) -> str:
         """The parts at the peak, largest first, as text."""
         parts = sorted(((n, name) for name, n in self.at_peak.items() if n), reverse=True)

@@ -1,8 +1,8 @@
-"""Search within memory: search, simulate, and search again with a corrected limit.
+"""Search within memory by cutting planes: search, simulate, cut off the moment of the peak, repeat.
 
-The cost network counts parameters, optimizer states and saved activations as linear sums over
-choices. Temporaries, gathered parameters and gradients in transit are known only from a simulation.
-So the limit of the sums is the budget less the rest in the last simulated plan.
+The simulation knows every storage. The search knows linear rows: bytes live at a moment, exact but
+for temporaries. A plan above the budget adds the row of the moment of its peak, with the limit that
+is exact for this plan. Source: Kelley, The cutting-plane method for solving convex programs (1960).
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,37 +25,31 @@ from autoshard.passes.ir.text import show_bytes
 from autoshard.passes.lower.lowering import lower_assignment
 from autoshard.passes.memory.simulate import simulate_memory
 from autoshard.passes.propagate.named_strategies import NamedStrategy
-from autoshard.passes.propagate.planner import TIE_BYTES_PER_SECOND, Planner, with_proven_bound
+from autoshard.passes.propagate.planner import FORWARD_END, TIE_BYTES_PER_SECOND, Planner, with_proven_bound
 
 log = logging.getLogger("autoshard.plan")
 
 DEFAULT_BUDGET_SHARE = 0.9
 """default budget, as a share of the hardware's memory"""
 LEAST_ROUNDS = 10
-"""most searches for the least memory while no plan fits; half as many where choices are narrowed"""
+"""most searches for the least memory while no plan fits"""
 SECOND_PRICES = (0.0, 1 / 16, 1 / 4, 1.0, 0.0, 1 / 16, 1 / 4, 1.0, 4.0, 16.0)
 """the worth of a second in bytes, in turn, as a multiple of the last plan's bytes per second. Quick
 plans work on little, and small models that move little hold little"""
-QUICKER_ROUNDS = 8
-"""searches for a quicker plan after the least-memory one fits"""
 MIN_STEP_SECONDS = 1e-12
 """seconds: below every step that takes any time"""
+QUICKER_ROUNDS = 8
+"""searches for a quicker plan after the least-memory one fits"""
 PRICE_STEP = 16.0
 """factor on the worth of a second, until one plan fits and one does not"""
 MOMENT_WEIGHT_RATE = 4.0
 """exponential weight of a peak's moments in the next search, over moments that hold nothing"""
-LIMIT_ROUNDS = 4
-"""most searches under a limit"""
-UNFIT_LIMIT_ROUNDS = 10
-"""the same while no plan fits"""
-CLOSE_LIMITS = 0.02
-"""share of the budget below which two limits are the same"""
-MOMENT_GAP = 0.01
-"""gap between cost and bound, relative to the cost, from which on the peak moment is searched"""
+CUT_ROUNDS = 10
+"""most searches within cuts while no plan fits"""
+FIT_ROUNDS = 4
+"""the same once one fits"""
 WIDE_GAP = 0.05
-"""the same gap from which on all moments are searched"""
-FIRST_LIMIT_MARGIN = 0.015
-"""share of the budget withheld from the first limit, whose plan may differ much from the last"""
+"""gap between cost and bound, relative to the cost, from which on named strategies are searched"""
 
 
 def search_within_memory(
@@ -85,18 +77,16 @@ def search_within_memory(
         return replace(program, assignment=with_proven_bound(program.assignment)), memory
     best = _BestPrograms(budget, (_with_bound(program, 0.0), memory), rough)
     del cheapest, program  # releases the search that found it
-    best.of(_search_under_limits(planner, best, *best.closest))
+    held = micro_batches_held > 0  # activations of earlier micro-batches are there at any moment
+    for at_end in dict.fromkeys((held, True)):
+        if best.fits is None:
+            planner.forget_cuts()
+            best.of(_plans_within_cuts(planner, budget, at_end))
+    if best.fits is None:
+        best.of(_least_memory_plans(planner, budget, held))
     if best.fits is None:
         raise PlanError(_budget_error(best.closest[1], budget, mesh))
     bound = planner.bound(budget)
-    # activations of earlier micro-batches are there at any moment; the rough plan had no limit
-    if best.gap(bound) > MOMENT_GAP and not micro_batches_held and best.fits is not rough:
-        best.of(_plans_at_peak_moment(planner, budget, *best.fits))
-        weights = (MOMENT_WEIGHT_RATE * _relative_excess(planner, best.fits[1]), np.zeros(len(planner.graph.nodes) + 1))
-        for excess in weights:  # weighted by a fitting plan, then uniformly
-            if best.gap(bound) > WIDE_GAP:
-                planner.lift_restrictions()
-                best.of(_quicker_plans(planner, budget, excess, 0.0, best.seconds))
     if best.gap(bound) > WIDE_GAP and planner.effort.branches:
         best.of(_plans_of_strategies(planner, baselines, best))
     return _with_bound(best.fits[0], bound), best.fits[1]
@@ -132,133 +122,84 @@ def _with_bound(program: Program, bound: float) -> Program:
     return replace(program, assignment=replace(program.assignment, solution=found))
 
 
-SearchSteps = Generator[tuple[Program, Memory], None, "SearchEnd"]
+Simulated = Iterator[tuple[Program, Memory]]
+"""programs, with their simulated memory"""
 
 
-class SearchEnd(NamedTuple):
-    """How a sequence of searches ended."""
+def _plans_within_cuts(planner: Planner, budget: float, at_end: bool) -> Simulated:
+    """Plans of the network with the rows of all peaks so far, until the limits stay.
 
-    fits: bool = False
-    """whether a plan was within the budget"""
-    rests: bool = False
-    """whether another search would find nothing new (converged)"""
-
-
-def _search_under_limits(
-    planner: Planner, best: _BestPrograms, program: Program, memory: Memory
-) -> Iterator[tuple[Program, Memory]]:
-    """Plans under limits that approach the budget less the bytes outside the linear sums."""
-    budget = best.budget
-    limit = (1 - FIRST_LIMIT_MARGIN) * budget - (memory.peak - planner.held(program.assignment))
-    ended = yield from _plans_under_limits(planner, budget, limit)
-    search = (
-        partial(_plans_under_limits, limit=limit, most=LIMIT_ROUNDS, best=best) if ended.fits else _least_memory_plans
-    )
-    if not ended.fits:
-        ended = yield from _least_memory_plans(planner, budget, LEAST_ROUNDS)
-    fits = ended.fits
-    with contextlib.suppress(PlanError):  # hints may differ between axes
-        if planner.mesh.ndim > 1 and not ended.rests:
-            planner.restrict_evenly()
-            fits |= (yield from search(planner, budget)).fits
-    if planner.searches_recompute and not fits:
-        with contextlib.suppress(PlanError):  # or no block can be recomputed as one
-            planner.recompute_by_block()
-            yield from _least_memory_plans(planner, budget)
+    ``at_end``: only the row of the end of the forward, which knows no workspace, and counts nothing
+    for what is recomputed.
+    """
+    fits = False
+    for number in range(CUT_ROUNDS):
+        if fits and number >= FIT_ROUNDS:
+            return
+        try:
+            assignment = planner.within(budget)
+        except PlanError:
+            if not planner.loosen(budget):
+                return
+            continue
+        program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
+        log.info("peak %.4g B, budget %.4g B, at %s", memory.peak, budget, memory.moment)
+        yield program, memory
+        fits |= memory.peak <= budget
+        if not planner.cut(_live(memory, at_end), budget, assignment):
+            return
 
 
-def _least_memory_plans(planner: Planner, budget: float, most: int = LEAST_ROUNDS // 2) -> SearchSteps:
-    """Plans of least memory; once one is within the budget, quicker ones.
+def _least_memory_plans(planner: Planner, budget: float, at_end: bool) -> Simulated:
+    """Plans of least memory; once one is within the budget, quicker ones within its rows.
 
     A search minimizes weighted means over moments, not the peak: weights grow with bytes held.
     Source: Freund and Schapire, Adaptive game playing using multiplicative weights (1999).
     """
     excess, rate = np.zeros(len(planner.graph.nodes) + 1), 0.0
-    for number in range(most):
-        assignment, held = planner.least(
-            excess, max(TIE_BYTES_PER_SECOND, SECOND_PRICES[number % len(SECOND_PRICES)] * rate)
-        )
+    for number in range(LEAST_ROUNDS):
+        assignment = planner.least(excess, max(TIE_BYTES_PER_SECOND, SECOND_PRICES[number % len(SECOND_PRICES)] * rate))
         program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
         log.info("the least held in a mean of moments: peak %.4g B", memory.peak)
         yield program, memory
         if memory.peak <= budget:
-            limit = yield from _quicker_plans(
-                planner, budget, excess, budget - (memory.peak - held), _program_seconds(program)
-            )
-            yield from _plans_under_limits(planner, budget, limit, LIMIT_ROUNDS)
-            return SearchEnd(fits=True, rests=True)
+            planner.forget_cuts()
+            planner.cut(_live(memory, at_end), budget, assignment)
+            yield from _quicker_plans(planner, budget, excess, _program_seconds(program))
+            yield from _plans_within_cuts(planner, budget, at_end)
+            return
         excess, rate = (
             excess + MOMENT_WEIGHT_RATE * _relative_excess(planner, memory),
             memory.peak / max(_program_seconds(program), MIN_STEP_SECONDS),
         )
-    return SearchEnd()
 
 
-def _quicker_plans(
-    planner: Planner, budget: float, excess: np.ndarray, limit: float, seconds: float
-) -> Generator[tuple[Program, Memory], None, float]:
-    """Plans quicker than a fitting one that takes ``seconds``, by bisection on the price of a
-    second. ``limit``: what that plan's choices may hold. Returns the limit that the last fitting
-    plan leaves."""
+def _live(memory: Memory, at_end: bool) -> dict[str, float]:
+    """Bytes by moment, or the peak as if it were at the end of the forward."""
+    return {FORWARD_END: memory.peak} if at_end else memory.live()
+
+
+def _quicker_plans(planner: Planner, budget: float, excess: np.ndarray, seconds: float) -> Simulated:
+    """Plans quicker than one that fits and takes ``seconds``: bisection on the price of a second."""
     low, high, price = 0.0, math.inf, budget / max(seconds, MIN_STEP_SECONDS)
     for _ in range(QUICKER_ROUNDS):
-        assignment, held = planner.least(excess, price)
+        assignment = planner.least(excess, price)
         program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
         log.info("peak %.4g B, budget %.4g B where a second is worth %.4g B", memory.peak, budget, price)
         yield program, memory
         if memory.peak <= budget:
-            low, limit = price, budget - (memory.peak - held)
+            low = price
         else:
             high, excess = price, excess + MOMENT_WEIGHT_RATE * _relative_excess(planner, memory)
         price = PRICE_STEP * low if math.isinf(high) else high / PRICE_STEP if low == 0 else math.sqrt(low * high)
-    return limit
 
 
 def _relative_excess(planner: Planner, memory: Memory) -> np.ndarray:
     """Bytes held at each operation and at the optimizer's step, relative to the peak, less 1."""
-    place = {node.name: i for i, node in enumerate(planner.graph.nodes)}
-    held = np.zeros(len(place) + 1)
-    for name, phase, size in memory.curve:
-        at = -1 if phase == "step" else place.get(name, -1)
-        held[at] = max(held[at], size)
+    live = memory.live()
+    names = (*(node.name for node in planner.graph.nodes), "")
+    held = np.array([live.get(name, 0.0) for name in names])
     return held / memory.peak - 1
-
-
-def _plans_under_limits(
-    planner: Planner, budget: float, limit: float, most: int = UNFIT_LIMIT_ROUNDS, best: _BestPrograms | None = None
-) -> SearchSteps:
-    """Plans under limits updated from each simulation, ``most`` while none fits.
-
-    ``best``: stop at a plan that is slower than it and does not fit. The iteration need not
-    converge, since the uncounted bytes differ between plans. So each limit stays between one that
-    fits or is infeasible, and the bytes of a plan that does not fit.
-    """
-    low, high, fits = 0.0, math.inf, False
-    for number in range(most):
-        if fits and number >= LIMIT_ROUNDS:
-            break
-        proposed = math.inf
-        try:
-            assignment, held = planner.within(limit, budget)
-        except PlanError:
-            low = limit
-        else:
-            program, memory = lower_and_simulate(assignment, planner.optimizer, planner.micro_batches_held)
-            yield program, memory
-            proposed = budget - (memory.peak - held)
-            log.info("peak %.4g B, budget %.4g B: choices may hold %.4g B", memory.peak, budget, proposed)
-            if memory.peak > budget:
-                high = min(high, held)
-                if best is not None and _program_seconds(program) >= best.seconds:
-                    return SearchEnd(fits)
-            elif proposed < limit + CLOSE_LIMITS * budget:
-                return SearchEnd(fits=True, rests=True)
-            else:
-                low, fits = limit, True
-        limit = proposed if low < proposed < high else (low + high) / 2
-        if math.isinf(limit) or high - low <= CLOSE_LIMITS * budget:
-            break
-    return SearchEnd(fits)
 
 
 def _plans_of_strategies(
@@ -270,34 +211,6 @@ def _plans_of_strategies(
             fewer = planner.under(strategy)
             if fewer.cheapest(rough=True).solution.cost < best.seconds:
                 yield search_within_memory(fewer, best.budget)
-
-
-def _plans_at_peak_moment(
-    planner: Planner, budget: float, program: Program, memory: Memory
-) -> Iterator[tuple[Program, Memory]]:
-    """Plans with separate limits for the moment of the peak and for the end of the forward.
-
-    An operation with large temporaries, such as attention with dropout, may need its room before
-    the head and the loss hold anything, or after.
-    """
-    moment = max(memory.curve, key=lambda point: point[2])[0]
-    place = {node.name: i for i, node in enumerate(planner.graph.nodes)}
-    for _ in range(LIMIT_ROUNDS if moment in place else 0):
-        then, end = planner.bytes_at(program.assignment, moment)
-        if end - then < CLOSE_LIMITS * budget:
-            return
-        points = [(place[name] > place[moment], size) for name, _, size in memory.curve if name in place]
-        until, after = (max((size for late, size in points if late is side), default=0.0) for side in (False, True))
-        planner.at(moment)
-        try:
-            found, _ = planner.within(budget - (after - end), budget, budget - (until - then))
-        except PlanError:
-            return
-        if found.solution.choice == program.assignment.solution.choice:
-            return
-        program, memory = lower_and_simulate(found, planner.optimizer)
-        log.info("peak %.4g B where what is held at %s has a limit of its own", memory.peak, moment)
-        yield program, memory
 
 
 def _program_seconds(program: Program) -> float:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,13 +35,6 @@ from autoshard.passes.rules.families.embedding import TABLE_WISE_LABEL, grouped_
 from autoshard.passes.rules.families.experts import EXPERT_OWNERS
 
 OwnerAxes = tuple[str, ...]
-
-
-def choice_index(chosen: Any, choices: Sequence[Any]) -> int:
-    """Index of a choice in the search, which does not distinguish owner ranks."""
-    if chosen not in choices:
-        chosen = tuple(Owned() if isinstance(p, Owned) else p for p in chosen)
-    return choices.index(chosen)
 
 
 def assign_owners(assignment: Assignment, constraints: Mapping[str, Constraint | DimLimit]) -> Assignment:

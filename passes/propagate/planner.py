@@ -1,9 +1,8 @@
 """The search for the cheapest assignment of a graph, with and without a memory limit.
 
-:class:`Planner` solves the cost network of one graph again and again: without a limit, under
-limits of bytes at the end of the forward and of the backward, restricted (all mesh axes alike,
-whole blocks recomputed), or for least memory. :func:`decode_assignment` turns a solution of the
-network into layouts and strategies."""
+:class:`Planner` solves the cost network of one graph again and again: without a limit, within rows
+of the bytes live at some moments (cutting planes), or for least memory. :func:`decode_assignment`
+turns a solution of the network into layouts and strategies."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ from autoshard.layout import Layout
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.assignment import Assignment, Strategy, cached_layout
 from autoshard.passes.ir.graph import Graph, Ref
-from autoshard.passes.propagate.activation_memory import NEEDED, RECONVERTED, SavedTensorTables, is_memory_view
+from autoshard.passes.propagate.activation_memory import NEEDED, RECONVERTED, SavedTensorTables
 from autoshard.passes.propagate.edges import EdgeTables
-from autoshard.passes.propagate.embedding_tables import GroupedOpSpaces, assign_owners, choice_index
+from autoshard.passes.propagate.embedding_tables import GroupedOpSpaces, assign_owners
 from autoshard.passes.propagate.hints import Constraint, DimLimit
 from autoshard.passes.propagate.live_memory import LiveMemory
 from autoshard.passes.propagate.named_strategies import FREE, InfeasibleStrategyError, NamedStrategy, without_hinted
-from autoshard.passes.propagate.network import BuiltNetwork, LayoutNetwork, NetworkVariable
+from autoshard.passes.propagate.network import BuiltNetwork, LayoutNetwork
 from autoshard.passes.propagate.recompute import Recompute, offered_zero_stages, recompute_offer, with_model_checkpoints
-from autoshard.passes.search import CostNetwork, LinearRow, Prepared, Solution, solve
-from autoshard.passes.search.arrays import Matrix, map_entries
+from autoshard.passes.search import CostNetwork, LinearRow, Prepared, Solution
+from autoshard.passes.search.arrays import map_entries
 from autoshard.passes.search.network import FULL, Effort
 
 
@@ -72,33 +71,6 @@ def decode_assignment(network: LayoutNetwork, solution: Solution) -> Assignment:
     return assign_owners(Assignment(network.graph, network.mesh, *found), network.constraints)
 
 
-def matching_states(network: LayoutNetwork, name: str, variable: NetworkVariable, assignment: Assignment) -> list[int]:
-    """The states of a variable that encode ``assignment`` without recomputation."""
-    kind, _, rest = name.rpartition(":")
-    if kind == "way":
-        return list(range(variable.size))
-    if kind == "node":
-        chosen: Any = assignment.choices[rest]
-    elif kind == "shared":
-        chosen = assignment.shared[rest].placements
-    elif kind == "out":
-        layout = assignment.outputs[int(rest)]
-        chosen = None if layout is None else layout.placements
-    else:
-        chosen = variable.choices[0] if kind == "mutation" else assignment.layouts[name].placements
-    key = "place", id(variable.choices), chosen
-    if key not in network.known:
-        network.known[key] = choice_index(chosen, variable.choices)
-    place, count = network.known[key], len(variable.choices)
-    most = NEEDED if kind == "shared" or (kind == "node" and rest in network.views) else 0
-    if kind == "shared" and NEEDED not in variable.tags:  # its copies are converted again in any case
-        most = RECONVERTED
-    stages = variable.stages or (None,) * len(variable.tags)
-    wanted = assignment.zero.get(rest, 0) if variable.stages else None
-    allowed = (t for t, tag in enumerate(variable.tags) if tag <= most or len(variable.tags) == 1)
-    return [t * count + place for t in allowed if stages[t] == wanted]
-
-
 log = logging.getLogger("autoshard.plan")
 
 PrepareSearch = Callable[
@@ -108,8 +80,42 @@ PrepareSearch = Callable[
 
 TIE_BYTES_PER_SECOND = 1e-3
 """bytes that a second is worth in :meth:`Planner.least`: breaks ties between equal memory"""
+FORWARD_END = "end of the forward"
+"""the moment at which all that is saved is there, and nothing is recomputed yet"""
+CLOSE_LIMITS = 0.02
+"""share of the budget below which two limits are the same"""
 LIMITED_EFFORT = 0.1
 """effort of a search under a limit, as a share of the effort of a proof"""
+
+
+@dataclass
+class MomentCut:
+    """A cutting plane: a row of the bytes live at a moment, and its limit as simulations tell it.
+
+    The row approximates the simulation, so the limit is exact for the plan that set it.
+    """
+
+    row: LinearRow
+    limit: float = math.inf
+    least_above: float = math.inf
+    """least bytes, by the row, of a plan that is above the budget at this moment"""
+    most_fitting: float = 0.0
+    """most bytes, by the row, of a plan within the budget"""
+
+    def learn(self, held: float, live: float, budget: float, fits: bool) -> bool:
+        """Of a plan that holds ``held`` bytes by the row and ``live`` when simulated.
+
+        Returns whether the limit was tightened, or loosened much.
+        """
+        old, exact = self.limit, budget - (live - held)
+        if live > budget:
+            self.least_above, self.limit = min(self.least_above, held), min(old, exact)
+        elif fits:
+            self.most_fitting = max(self.most_fitting, held)
+            if exact > old:
+                self.limit = min(exact, (old + self.least_above) / 2)
+        self.limit = max(self.limit, self.most_fitting)
+        return self.limit != old and (not fits or self.limit - old > CLOSE_LIMITS * budget)
 
 
 def _infeasible_message(constraints: Mapping[str, Constraint | DimLimit], mesh: Mesh) -> str:
@@ -168,8 +174,6 @@ class Planner:
         self.spaces, self.keeps = GroupedOpSpaces(graph, mesh, strategy.asked), SavedTensorTables(graph, mesh)
         recompute = with_model_checkpoints(graph, recompute)
         self.offer = recompute_offer(graph, recompute, strategy.regathers)
-        self.searches_recompute = graph.training and recompute == "auto"
-        """whether the search chooses per operation what is recomputed"""
         self.recomputes_nothing = not graph.training or (recompute in ("auto", "none") and not strategy.regathers)
         """whether nothing has to be recomputed"""
         self.prices: tuple[float, ...] = ()
@@ -181,18 +185,16 @@ class Planner:
         self._free: LayoutNetwork | None = None
         """the network of the last :meth:`cheapest`"""
         self._limited: tuple[LayoutNetwork, BuiltNetwork] | None = None
-        self._unrestricted: tuple[LayoutNetwork, BuiltNetwork] | None = None
-        """the limited network before a restriction"""
         self._moments: LiveMemory | None = None
         """of the limited network"""
-        self._restriction = ""
-        """the restriction: "even", "blocks", or the operation of :meth:`at`; "": none"""
-        self._moment = ""
-        """the operation of :meth:`at`"""
-        self._prepared: dict[str, Prepared] = {}
-        """restriction → the network with its memory rows"""
-        self._loosest_limit = 0.0
-        """loosest memory limit searched, in bytes: linear sums may exceed the simulated peak"""
+        self._cuts: dict[str, MomentCut] = {}
+        """by moment; see :meth:`cut`"""
+        self._fitting: list[tuple[int, ...]] = []
+        """choices of plans within the budget"""
+        self._spare = [0.0, 0.0]
+        """most bytes by which sums at the end of each pass exceed the simulated peak"""
+        self._prepared: Prepared | None = None
+        """the limited network with its rows"""
 
     def under(self, strategy: NamedStrategy) -> Planner:
         """A planner of the same graph under another named strategy."""
@@ -224,90 +226,98 @@ class Planner:
             return replace(rough, solution=found)
         return decode_assignment(self._free, found)
 
-    def within(self, limit: float, budget: float | None = None, then: float = math.inf) -> tuple[Assignment, float]:
-        """The fastest assignment under memory limits, and its bytes at the end of the forward.
+    def cut(self, live: Mapping[str, float], budget: float, simulated: Assignment) -> bool:
+        """Cut off a plan above ``budget`` by the row of the moment of its peak.
 
-        ``limit``: bytes per rank at the end of the forward; ``budget``: at the end of the backward
-        (None: ``limit``); ``then``: during the operation of :meth:`at`. The result has no lower
-        bound. Raises :class:`~autoshard.errors.PlanError` if nothing fits.
+        ``live``: moment (operation; "": the optimizer's step; :data:`FORWARD_END`) → simulated
+        bytes of ``simulated``, a result of a limited search. Rows approximate the simulation:
+        limits are exact for the plan that is cut off, and leave room for those that fit. After a
+        plan that fits they are loosened. Returns whether a limit changed much.
         """
-        moment = (then,) if self._moment else ()
-        self._loosest_limit = max(self._loosest_limit, limit)
-        found = self._under(*moment, limit, limit if budget is None else budget)
-        network, built = self.network(limited=True)
-        return decode_assignment(network, replace(found, prove=None, lower_bound=0.0)), _forward_end_bytes(built, found)
+        peak, choice = max(live, key=live.__getitem__), simulated.solution.choice
+        network, fits = self.network(limited=True)[1].network, live[peak] <= budget
+        if fits:
+            self._fitting.append(choice)
+        elif peak not in self._cuts:
+            cut = self._cuts[peak] = MomentCut(self._row_at(peak))
+            cut.most_fitting = max((cut.row.used(network, other) for other in self._fitting), default=0.0)
+            self._prepared = None
+        pairs = [(cut, live[moment]) for moment, cut in self._cuts.items() if moment in live]
+        moved = [cut.learn(cut.row.used(network, choice), then, budget, fits) for cut, then in pairs]
+        beyond = [row.used(network, choice) - live[peak] for row in self.network(limited=True)[1].kept]
+        moved += [new - old > CLOSE_LIMITS * budget for new, old in zip(beyond, self._spare, strict=True)]
+        self._spare = [max(pair) for pair in zip(beyond, self._spare, strict=True)]
+        return any(moved)
+
+    def loosen(self, budget: float) -> bool:
+        """Raise limits that no plan meets halfway to the plans that they cut off.
+
+        Returns whether one rose much.
+        """
+        rises = [(cut, (cut.least_above - cut.limit) / 2) for cut in self._cuts.values()]
+        for cut, rise in rises:
+            cut.limit += rise if math.isfinite(rise) else 0.0
+        return any(CLOSE_LIMITS * budget < rise < math.inf for _, rise in rises)
+
+    def forget_cuts(self) -> None:
+        """Lift the limits of all moments."""
+        self._cuts, self._prepared, self.prices = {}, None, ()
+
+    def within(self, budget: float) -> Assignment:
+        """The fastest assignment within all rows, with the end of the forward and of the backward in
+        ``budget`` bytes per rank; without a lower bound. PlanError: nothing fits."""
+        found = self._under(budget, [cut.limit for cut in self._cuts.values()])
+        return decode_assignment(self.network(limited=True)[0], replace(found, prove=None, lower_bound=0.0))
 
     def bound(self, budget: float) -> float:
         """Lower bound in seconds of assignments within ``budget`` bytes per rank; 0: none exist.
-        The limit at the end of the forward is the loosest limit searched, if that is larger."""
-        if self._restriction != self._moment:
-            self.lift_restrictions()
-        most = max(budget, self._loosest_limit)
-        moment = (most,) if self._moment else ()
+        Rows of :meth:`cut` are not exact, so they do not count."""
         try:
-            return max(0.0, self._under(*moment, most, budget, rough=True).proven().lower_bound)
+            return max(0.0, self._under(budget, [math.inf] * len(self._cuts), rough=True).proven().lower_bound)
         except PlanError:
             return 0.0
 
-    def _under(self, *limits: float, rough: bool = False) -> Solution:
-        """The fastest solution under limits in bytes; its lower bound may be unproven. ``rough``:
-        near the optimum, enough for a bound."""
+    def _under(self, budget: float, limits: Sequence[float], rough: bool = False) -> Solution:
+        """The fastest solution; its lower bound may be unproven. ``rough``: near the optimum, enough
+        for a bound."""
         self._free = None
-        prepared = self._with_bytes(*self.network(limited=True))
-        _, built = self.network(limited=True)
-        every = *(row.limit for row in built.hiding), *limits
+        prepared = self._prepared = self._prepared or self._with_rows()
+        built = self.network(limited=True)[1]
+        every = (*(row.limit for row in built.hiding), *(budget + spare for spare in self._spare), *limits)
         start = (*self.prices, *(0.0,) * (len(every) - len(self.prices))) if self.prices else None
         effort = replace(self.effort, part=min(LIMITED_EFFORT, self.effort.part), rough=rough)
         found = prepared.solve(every, effort, prices=start)
         self.prices = found.prices
         return found
 
-    def at(self, moment: str) -> None:
-        """Lift all restrictions, and limit the memory while operation ``moment`` runs."""
-        if moment != self._moment:
-            self.lift_restrictions()
-            self._prepared.clear()
-            self._restriction, self._moment = moment, moment
-
-    def lift_restrictions(self) -> None:
-        """Lift all restrictions except the limit of :meth:`at`."""
-        self._limited, self._unrestricted = self._unrestricted or self._limited, None
-        self.prices, self._restriction = (), self._moment
-
-    def bytes_at(self, assignment: Assignment, moment: str) -> tuple[float, float]:
-        """Bytes of a limited search's result during an operation, and at the end of the forward."""
+    def _with_rows(self) -> Prepared:
         network, built = self.network(limited=True)
-        then = self._live_row(moment, network, built)
-        return then.used(built.network, assignment.solution.choice), _forward_end_bytes(built, assignment.solution)
-
-    def _live_row(self, moment: str, network: LayoutNetwork, built: BuiltNetwork) -> LinearRow:
-        """Row of the bytes held during an operation: of all variables before it, and of inputs."""
-        row, names = built.kept[0], list(network.variables)
-        last, inputs = names.index(f"node:{moment}"), {value.name for value in self.graph.inputs}
-        nodes = (
-            x if i <= last or name in inputs else None for i, (name, x) in enumerate(zip(names, row.nodes, strict=True))
+        rows = (
+            *built.hiding,
+            *(replace(row, limit=0.0) for row in built.kept),
+            *(cut.row for cut in self._cuts.values()),
         )
-        edges = (x if j <= last else None for x, (_, j, _) in zip(row.edges, built.network.edges, strict=True))
-        return LinearRow(tuple(nodes), tuple(edges), 0.0)
+        prepared = self.prepare(network, built.network, rows, built.alike)
+        if self.prepare is _prepare_single:  # the folded tables take most memory: keep one copy
+            prepared, first = prepared.lean(), len(built.hiding)
+            last = first + len(built.kept)
+            hiding, kept, cuts = prepared.rows[:first], prepared.rows[first:last], prepared.rows[last:]
+            self._limited = network, replace(built, network=prepared.network, hiding=hiding, kept=kept)
+            for cut, row in zip(self._cuts.values(), cuts, strict=True):
+                cut.row = row
+        return prepared
 
-    def _with_bytes(self, network: LayoutNetwork, built: BuiltNetwork) -> Prepared:
-        if self._restriction not in self._prepared:
-            kept = tuple(replace(row, limit=0.0) for row in built.kept)
-            moment = (self._live_row(self._moment, network, built),) if self._moment else ()
-            prepared = (
-                self._prepared[""].restricted(built.network.nodes)
-                if "" in self._prepared
-                else self.prepare(network, built.network, (*built.hiding, *moment, *kept), built.alike)
-            )
-            if self.prepare is _prepare_single:  # the folded tables take most memory: keep one copy
-                prepared = prepared.lean()
-                hiding, bytes_ = prepared.rows[: len(built.hiding)], prepared.rows[-len(kept) :]
-                self._limited = network, replace(built, network=prepared.network, hiding=hiding, kept=bytes_)
-            self._prepared[self._restriction] = prepared
-        return self._prepared[self._restriction]
+    def _row_at(self, moment: str) -> LinearRow:
+        """Bytes live at a moment, exact but for what only a simulation knows."""
+        network, built = self.network(limited=True)
+        if moment == FORWARD_END:
+            return replace(built.kept[0], limit=0.0)
+        weights = np.zeros(len(self.graph.nodes) + 1)
+        weights[next((i for i, node in enumerate(self.graph.nodes) if node.name == moment), -1)] = 1.0
+        return self._moments_of(network, built).row(weights)
 
-    def least(self, excess: np.ndarray | None = None, price: float = TIE_BYTES_PER_SECOND) -> tuple[Assignment, float]:
-        """The assignment with least mean memory, and its bytes at the end of the forward.
+    def least(self, excess: np.ndarray | None = None, price: float = TIE_BYTES_PER_SECOND) -> Assignment:
+        """The assignment with least mean memory.
 
         ``excess`` [operations + 1]: log-weight per moment, optimizer's step last. ``price``: bytes
         per second; small, so it breaks ties only. Overlap is ignored.
@@ -322,52 +332,12 @@ class Planner:
         over = (max(0.0, x.used(seconds, found.choice) - x.limit) * x.price for x in built.hiding)
         cost = seconds.cost(found.choice) + sum(over)
         found = replace(found, cost=cost, lower_bound=0.0, exact=False, prove=None, search_on=None)
-        return decode_assignment(network, found), _forward_end_bytes(built, found)
+        return decode_assignment(network, found)
 
     def _moments_of(self, network: LayoutNetwork, built: BuiltNetwork) -> LiveMemory:
         if self._moments is None or self._moments.built.network.edges is not built.network.edges:
             self._moments = LiveMemory(network, built)
         return self._moments
-
-    def restrict_evenly(self) -> None:
-        """Restrict every choice to the same strategy along all axes, as on a mesh of one axis."""
-        self._restrict("even", lambda _, v: np.tile([len(set(choice)) == 1 for choice in v.choices], len(v.tags)))
-
-    def recompute_by_block(self) -> None:
-        """Restrict to recomputing whole repeated modules, so that only one is live at a time."""
-        blocks = recompute_offer(self.graph, "blocks")
-        again = {f"node:{n.name}": blocks(n) == (2,) for n in self.graph.nodes if not is_memory_view(n)}
-        self._restrict(
-            "blocks",
-            lambda name, v: np.repeat([again.get(name, tag == 2) == (tag == 2) for tag in v.tags], len(v.choices)),
-        )
-
-    def _restrict(self, to: str, allowed: Callable[[str, NetworkVariable], np.ndarray]) -> None:
-        """``allowed``: (name, variable) → mask over its states."""
-        self._unrestricted = network, built = self._unrestricted or self.network(limited=True)
-        pairs = zip(network.variables.items(), built.network.nodes, strict=True)
-        nodes = tuple(np.where(allowed(name, v), seconds, np.inf) for (name, v), seconds in pairs)
-        self.prices, self._restriction = (), to
-        self._limited = network, replace(built, network=replace(built.network, nodes=nodes))
-
-    def held(self, assignment: Assignment) -> float:
-        """Bytes of ``assignment``, a result of :meth:`cheapest`, at the end of the forward."""
-        network, built = self.network(limited=True)
-        if not self.recomputes_nothing:  # it was found in this network
-            return _forward_end_bytes(built, assignment.solution)
-        allowed = [tuple(matching_states(network, name, v, assignment)) for name, v in network.variables.items()]
-        made: dict[Any, np.ndarray] = {}
-
-        def forbidden(i: int, j: int, table: Matrix) -> np.ndarray:
-            key = id(table), allowed[i], allowed[j]
-            if key not in made:
-                made[key] = np.where(np.isinf(table[np.ix_(allowed[i], allowed[j])]), np.inf, 0.0)
-            return made[key]
-
-        edges = tuple((i, j, forbidden(i, j, table)) for i, j, table in built.network.edges)
-        found = solve(CostNetwork(tuple(np.zeros(len(states)) for states in allowed), edges))
-        choice = tuple(states[s] for states, s in zip(allowed, found.choice, strict=True))
-        return _forward_end_bytes(built, replace(found, choice=choice))
 
     def network(self, limited: bool) -> tuple[LayoutNetwork, BuiltNetwork]:
         """The network; ``limited`` (then cached): with memory rows and recompute states."""
@@ -397,10 +367,6 @@ def _prepare_single(
     network: LayoutNetwork, costs: CostNetwork, rows: tuple[LinearRow, ...], alike: Sequence[Hashable | None] | None
 ) -> Prepared:
     return Prepared(costs, rows, alike)
-
-
-def _forward_end_bytes(built: BuiltNetwork, found: Solution) -> float:
-    return built.kept[0].used(built.network, found.choice)
 
 
 def _bytes_plus_time(price: float, seconds: np.ndarray, held: np.ndarray | None) -> np.ndarray:

@@ -51,9 +51,6 @@ class Prepared:
     large: ClassVar[int] = 5_000_000
     """entries of all tables from which on equal layers are tied"""
 
-    def restricted(self, nodes: tuple[Array, ...]) -> Prepared:
-        return replace(self, network=replace(self.network, nodes=nodes))
-
     def lean(self) -> Prepared:
         """The same without source tables: network and rows become views of the problem."""
         network, rows = unstacked(self._problem)
@@ -67,10 +64,13 @@ class Prepared:
         effort: Effort = FULL,
         prices: Sequence[float] | None = None,
     ) -> Solution:
-        """See :func:`solve`; ``limits``: of the rows, None: their own. The bound may be pending."""
+        """See :func:`solve`; the bound may be pending.
+
+        ``limits``: of the rows (infinite: none); None: their own.
+        """
         if self._tied is None and not self.rows:
             return solve_plain(self.network)
-        problem = self._problem if limits is None else replace(self._problem, limits=np.array(limits))
+        problem = self._problem if limits is None else replace(self._problem, limits=self._finite(limits))
         if self._tied is not None:
             tied = replace(self._tied, problem=replace(self._tied.problem, limits=problem.limits))
             with contextlib.suppress(PlanError):  # infeasible unless layers differ
@@ -82,6 +82,12 @@ class Prepared:
             if found.exact and (problem.used(found.choice) <= problem.limits).all():
                 return found
         return solve_within(self._reduced, problem, effort, prices)
+
+    def _finite(self, limits: Sequence[float]) -> Array:
+        """``limits``; an infinite one becomes what no choice exceeds."""
+        given = np.array(limits)
+        free = np.isinf(given)
+        return np.where(free, self._problem.scale, given) if free.any() else given
 
     @cached_property
     def _problem(self) -> Stacked:

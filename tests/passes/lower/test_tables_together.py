@@ -23,7 +23,6 @@ from autoshard.passes.lower.coalescing import group_look_ups
 from autoshard.passes.propagate import embedding_tables
 from autoshard.passes.propagate.objective import alternatives, objective
 from autoshard.passes.propagate.op_space import OpSpaces
-from autoshard.passes.propagate.planner import Planner
 from autoshard.passes.propagate.prices import coalescing
 from autoshard.passes.propagate.prices.roofline import optimizer_seconds
 from autoshard.passes.rules.families import embedding
@@ -253,18 +252,14 @@ def test_a_look_up_pays_for_the_kernels_of_its_form(cpu: bool) -> None:
 @pytest.mark.slow_cases("0.99")
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0.99, 0.4])
-def test_plans_within_memory_that_do_the_same_along_all_axes(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where few fit: the way that look-ups go is what they do."""
-    asked = list[str]()
-    real = Planner.restrict_evenly
-    monkeypatch.setattr(Planner, "restrict_evenly", lambda self: asked.append("evenly") or real(self))
+def test_tables_of_one_owner_each_within_memory(part: float) -> None:
+    """Where few plans fit: the way that look-ups go is what they do."""
     mesh = autoshard.Mesh({"x": 2, "y": 2}, hardware=LATE)
     with torch.device("meta"):
         model, ids = Sized(900, 300, 200, 100), torch.zeros(64, 4, dtype=torch.int64)
     budget = part * autoshard.plan(model, mesh, (ids,), training=True).memory.peak
     plan = autoshard.plan(model, mesh, (ids,), training=True, memory_budget=budget)
     assert plan.memory.peak <= budget
-    assert asked
 
 
 def test_what_is_looked_up_in_frozen_tables_goes_by_itself() -> None:

@@ -43,7 +43,7 @@ def planner(graph: Graph, **axes: int) -> Planner:
 @pytest.mark.slow
 def test_a_tight_budget_of_one_axis_is_kept_on_two(graph: Graph) -> None:
     flat = planner(graph, x=8)
-    budget = lower_and_simulate(flat.least()[0], "adamw")[1].peak
+    budget = lower_and_simulate(flat.least(), "adamw")[1].peak
     _, memory = search_within_memory(planner(graph, x=8), budget)
     assert memory.peak <= budget
     program, memory = search_within_memory(planner(graph, a=2, b=4), budget)
@@ -73,25 +73,21 @@ def test_a_choice_that_is_found_again_is_lowered_once(graph: Graph, monkeypatch:
     assert program.assignment.solution.lower_bound == 0.0
 
 
-def test_even_choices_are_those_of_one_axis(graph: Graph) -> None:
-    two = planner(graph, a=2, b=4)
-    two.restrict_evenly()
-    assignment, held = two.least()
-    assert held == planner(graph, x=8).least()[1]
-    assert all(len(set(choice)) == 1 for choice in assignment.choices.values())
-
-
-@pytest.mark.slow
-def test_the_bound_is_of_all_choices_after_narrower_searches(graph: Graph) -> None:
-    two = planner(graph, a=2, b=4)
-    budget = 1.5 * lower_and_simulate(two.least()[0], "adamw")[1].peak
-    limit = 0.9 * budget
-    two.within(limit, budget)
-    before = two.bound(budget)
-    two.restrict_evenly()
-    even = two.within(limit, budget)[0].solution.cost
-    assert 0 < before < even
-    assert two.bound(budget) == pytest.approx(before)
+def test_a_plan_above_the_budget_is_cut_off(graph: Graph) -> None:
+    """By the row of the moment of its peak, exact for this plan; the bound is of all plans as before."""
+    search = planner(graph, a=2, b=4)
+    found = search.within(1e18)
+    memory = lower_and_simulate(found, "adamw")[1]
+    live = memory.live()
+    assert search.within(1e18).solution.choice == found.solution.choice
+    budget = 0.9 * memory.peak
+    before = search.bound(budget)
+    assert search.cut(live, budget, found)
+    within = search.within(1e18)
+    assert within.solution.cost > found.solution.cost
+    assert lower_and_simulate(within, "adamw")[1].peak < memory.peak
+    assert 0 < before < within.solution.cost
+    assert search.bound(budget) == pytest.approx(before)
 
 
 @pytest.mark.slow
@@ -102,7 +98,7 @@ def test_what_fits_block_by_block_is_found_where_the_search_may_choose() -> None
     model = type(reference.model())(replace(reference.model().config, layers=6)).train()
     deep, mesh = capture_graph(model, args, kwargs, training=True), Mesh({"cp": 4}, "h100")
     blocks = Planner(deep, mesh, {}, recompute="blocks")
-    budget = 1.03 * lower_and_simulate(blocks.least()[0], "adamw")[1].peak
+    budget = 1.03 * lower_and_simulate(blocks.least(), "adamw")[1].peak
     assert search_within_memory(Planner(deep, mesh, {}, recompute="auto"), budget)[1].peak <= budget
 
 
@@ -111,7 +107,7 @@ def test_what_fits_block_by_block_is_found_where_the_search_may_choose() -> None
 def test_a_mesh_of_two_axes_is_no_dearer_than_one_of_as_many_ranks(graph: Graph, share: float) -> None:
     """What is not known of a plan before it is simulated differs from plan to plan: the search goes back and forth."""
     flat = planner(graph, x=8)
-    least = lower_and_simulate(flat.least()[0], "adamw")[1].peak
+    least = lower_and_simulate(flat.least(), "adamw")[1].peak
     budget = least + share * (lower_and_simulate(flat.cheapest(), "adamw")[1].peak - least)
     one, two = (
         search_within_memory(planner(graph, **axes), budget)[0].assignment.solution

@@ -24,6 +24,7 @@ from autoshard import Link
 from autoshard.compiler import capture_graph, compile_model
 from autoshard.hardware import PRESETS
 from autoshard.models import Gpt, GptConfig
+from autoshard.passes.ir.assignment import Assignment
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.memory import lower_and_simulate
 from autoshard.passes.propagate.named_strategies import NamedStrategy, resolve_like
@@ -252,18 +253,24 @@ def test_what_is_kept_is_the_best_of_all_mixtures(count: int) -> None:
 
     def seconds(planner: Planner, limit: float) -> float:
         try:
-            return planner.within(limit)[0].solution.cost
+            return planner.within(limit).solution.cost
         except autoshard.PlanError:
             return math.inf
 
     free, parameters = Planner(graph, SLOW, {}, asked), sorted(graph.parameters)
     stages = itertools.product((0, 2, 1) if count > 1 else (0, 2), repeat=len(parameters))
     pinned = [Planner(graph, SLOW, {}, replace(asked, zero=dict(zip(parameters, s, strict=True)))) for s in stages]
-    least, most = free.least()[1], free.held(free.cheapest())
+    _, built = free.network(limited=True)
+
+    def held_by(assignment: Assignment) -> float:
+        return built.kept[0].used(built.network, assignment.solution.choice)
+
+    least, most = held_by(free.least()), held_by(free.within(1e18))
     mixed = 0
     for share in (0.15, 0.4, 0.7):
         limit = least + share * (most - least)
-        assignment, held = free.within(limit)
+        assignment = free.within(limit)
+        held = held_by(assignment)
         assert held <= limit
         assert assignment.solution.cost == pytest.approx(min(seconds(p, limit) for p in pinned), rel=1e-9)
         assert objective(assignment).total_s == pytest.approx(assignment.solution.cost, rel=1e-9)
