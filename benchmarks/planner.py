@@ -261,8 +261,8 @@ def made_again(program: Program, selects: Selects) -> tuple[float, float]:
     for node in program.graph.nodes:
         rule = rule_for(node.op)
         share = selects(node.fqn, str(node.op), rule is not None and rule.flops is not None)
-        compute += share * found.operations[node.name].compute.forward
-        waits += share * found.operations[node.name].inside.forward
+        compute += share * found.spaces[node].compute().forward
+        waits += share * float(found.spaces[node].phases[2, 0, 0])
     near = beside_products(program.graph, program.mesh)
     for travels, part in ((s.call.fn in COLLECTIVE_MATMULS, part) for s in program.statements for part in s.parts):
         step = part.step

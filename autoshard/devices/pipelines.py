@@ -195,7 +195,7 @@ class PipelineEstimates:
             )
             rows, sequence = self.folded.sequence(graph)
             names = [node.name for number in sequence for node in rows[number]]
-            launches = {n.name: pieces.alone[n].launches[:, 0] for n in graph.nodes}
+            launches = {n.name: pieces.alone[n].phases[1, :, 0] for n in graph.nodes}
 
             def summed(way: int, share: int | None = None) -> tuple[float, float]:
                 """(compute, launches) forward (0) or backward (1), or of part ``share``."""

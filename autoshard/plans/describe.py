@@ -18,16 +18,15 @@ from autoshard.passes.lower.bucket import prefetch_depth, regathered_parameters
 from autoshard.passes.lower.recompute import redrawn_dropouts
 from autoshard.passes.memory import simulate_memory
 from autoshard.passes.memory.simulate import statement_name
-from autoshard.passes.propagate.edges import forward_seconds_between
+from autoshard.passes.propagate.edges import forward_matrices, seconds_between
 from autoshard.passes.propagate.objective import Objective, alternatives, cheapest_use, objective
 from autoshard.passes.propagate.op_space import axis_strategies
 from autoshard.passes.propagate.prices import roofline as costs
 from autoshard.passes.propagate.prices.coalescing import SharesByValue, latency_shares
 from autoshard.passes.propagate.prices.collective_matmul import overlapping_products, ring_transfers
-from autoshard.passes.propagate.prices.collective_overheads import copy_seconds_between
+from autoshard.passes.propagate.prices.collective_overheads import copy_seconds
 from autoshard.passes.propagate.prices.overlap import movable_values
 from autoshard.passes.redistribute.pricing import UNSHARED_MESSAGES, MessageShares
-from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_view
 from autoshard.passes.rules.restrictions import has_rule
 from autoshard.plans.plan import Plan
@@ -104,13 +103,13 @@ def _plan_choices(program: Program, searched: Objective, optimizer: str) -> dict
     shown = cache(lambda placed: str(Layout(program.mesh, placed)))
     found = {}
     for node in graph.nodes:
-        compute = searched.operations[node.name].compute
+        compute = searched.spaces[node].compute()
         found[node.name] = Choice(
             op=str(node.op),
             fqn=node.fqn,
             source=node.source,
             labels=tuple(s.label for s in assignment.choices[node.name]),
-            flops=graph.passes * costs.node_flops(node, graph, rule_for(node.op)),
+            flops=graph.passes * costs.node_flops(node, graph),
             seconds=graph.passes * compute.step,
             backward_s=graph.passes * compute.backward,
             has_rule=has_rule(node, graph),
@@ -162,7 +161,7 @@ def _program_collectives(program: Program, searched: Objective) -> Iterator[Coll
     def of_part(part: Statement, again: bool) -> Iterable[Collective]:
         if part.step is not None or part.node is None:
             return of_step(part, again)
-        return _node_collectives(program, part, searched.operations[part.node.name].compute)
+        return _node_collectives(program, part, searched.spaces[part.node].compute())
 
     for s in program.statements:
         if s.call.fn in COLLECTIVE_MATMULS:
@@ -174,7 +173,7 @@ def _program_collectives(program: Program, searched: Objective) -> Iterator[Coll
             parts = [c for part in s.parts for c in of_step(part, bool(s.again) or part.outputs[0] in again, stage)]
             found += _time_shares(parts, program.mesh, s.parts[0].value) if s.members else parts
         elif s.node is not None:
-            found += _node_collectives(program, s, searched.operations[s.node.name].compute)
+            found += _node_collectives(program, s, searched.spaces[s.node].compute())
     found = [_over_micro_batches(_at_bucket_share(c, shares, program.mesh), program.graph) for c in found]
     yield from (c for c in found if c.phase == "forward")
     yield from (c for c in reversed(found) if c.phase == "backward")
@@ -263,7 +262,7 @@ def _step_collectives(
     reason = f"{public}: {step.src} → {step.dst}"
     forward, backward, _ = _step_seconds(step)
     graph, way = program.assignment.graph, (step.src, step.dst)
-    ahead, back = copy_seconds_between(graph, program.types[s.value], *way, s.parameter, share)
+    ahead, back = seconds_between(graph, copy_seconds, program.types[s.value], *way, s.parameter, share)
     first = Collective(
         step.kind,
         step.group,
@@ -290,8 +289,8 @@ def _step_collectives(
             copied_s=back,
         )
     if again and step.is_collective:
-        seconds = forward_seconds_between(graph, program.graph.types[s.value], *way)
-        how = REGATHERED_SUFFIX if s.parameter else RECOMPUTED_SUFFIX
+        seconds = sum(seconds_between(graph, forward_matrices, program.graph.types[s.value], *way))
+        how = "(gathered again)" if s.parameter else RECOMPUTED_SUFFIX
         yield replace(first, phase="backward", seconds=seconds, reason=f"{reason} {how}")
 
 

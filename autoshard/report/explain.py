@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 from autoshard.errors import PlanError
+from autoshard.passes.ir.assignment import is_dividing_label
 from autoshard.passes.ir.text import enclosing_modules, show_bytes, show_flops, show_seconds
 from autoshard.report.record import Choice, Collective, Record, local_bytes
 from autoshard.report.text import layer_glob, ranged_name, reasons_text, short_op, show_layout
@@ -188,15 +189,11 @@ def _choice_reason(plan: Record, choice: Choice) -> str:
 def _sharding_text(plan: Record, choice: Choice, labels: tuple[str, ...] = ()) -> str:
     """``cut along n@tp``, ``whole``, ``on summands``."""
     pairs = list(zip(labels or choice.labels, plan.mesh.axes, strict=True))
-    cut = [f"{label.replace('...', 'd')}@{axis}" for label, axis in pairs if _is_sharding_label(label)]
+    cut = [f"{label.replace('...', 'd')}@{axis}" for label, axis in pairs if is_dividing_label(label)]
     summed = [axis for label, axis in pairs if label.startswith("P(")]
     parts = [f"cut along {', '.join(cut)}"] if cut else []
     parts += [f"on summands along {', '.join(summed)}"] if summed else []
     return " and ".join(parts) or "whole on every rank"
-
-
-def _is_sharding_label(label: str) -> bool:
-    return label not in ("I", "R", "–") and not label.startswith("P(")
 
 
 def _alternative_lines(plan: Record, choice: Choice, indent: str, most: int = 3) -> Iterator[str]:

@@ -11,10 +11,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.memory import Memory
 from autoshard.passes.ir.text import block_path
 from autoshard.passes.pipeline.schedules import SPLIT_PRODUCTS, StageSeconds, Timeline, rank_orders, simulate_timeline
+from autoshard.passes.propagate.prices.overlap import StepParts
 from autoshard.report.record import Collective, Cost, Record, Staged, local_bytes
 
 _SPLIT_BACKWARD_OPS = frozenset(map(str, SPLIT_PRODUCTS))
@@ -102,11 +105,10 @@ def _fraction(part: float, whole: float) -> float:
 
 
 def _exposed_seconds(moves: Sequence[Collective], mesh: Mesh, compute: float) -> float:
-    """Exposed seconds of movable collectives behind ``compute`` (as in ``prices.step_time``)."""
-    moved = [_collective_seconds(c for c in moves if mesh.crosses(c.axes) == crossing) for crossing in (False, True)]
-    if not mesh.hardware.overlap:
-        return sum(moved)
-    return sum((1 - speed) * x + max(0.0, speed * x - compute) for speed, x in zip(mesh.overlap, moved, strict=True))
+    """Exposed seconds of movable collectives behind ``compute``."""
+    moved = (_collective_seconds(c for c in moves if mesh.crosses(c.axes) == crossing) for crossing in (False, True))
+    node, network = map(np.array, moved)
+    return float(StepParts(np.array(compute), node=node, network=network).exposed(mesh.overlap))
 
 
 def _weight_gradient_seconds(plan: Record) -> float:

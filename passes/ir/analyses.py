@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from operator import is_
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -83,6 +83,24 @@ def interned_types(types: Mapping[str, TensorType]) -> dict[str, TensorType]:
     found: dict[TensorType, TensorType] = {}
     plain = {n: t.number is None and all(type(length) is int for length in t.shape) for n, t in types.items()}
     return {name: found.setdefault(t, t) if plain[name] else t for name, t in types.items()}
+
+
+def values_made_of(graph: Graph, values: Iterable[str]) -> frozenset[str]:
+    """``values``, and what is computed from them alone."""
+    found = set(values)
+    for node in graph.nodes:
+        if node.inputs and found.issuperset(node.inputs):
+            found.update(node.outputs)
+    return frozenset(found)
+
+
+def values_reached(graph: Graph, values: Iterable[str]) -> frozenset[str]:
+    """``values``, and what depends on any of them."""
+    found = set(values)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.inputs):
+            found.update(node.outputs)
+    return frozenset(found)
 
 
 @cached_per_graph

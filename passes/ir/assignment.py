@@ -107,6 +107,11 @@ class Strategy:
         return not isinstance(self.size, Size) and _shortest_chunk(self.size, tuple(ranks)) > 0
 
 
+def is_dividing_label(label: str) -> bool:
+    """Whether a strategy with this label shards a factor: it is not I, R, P(…), or – (an axis of stages)."""
+    return label not in ("I", "R", "–") and not label.startswith("P(")
+
+
 def can_combine_axes(choice: Sequence[Strategy]) -> bool:
     """Whether these strategies, one per mesh axis, exclude none of each other."""
     labels = {s.label for s in choice}

@@ -15,6 +15,7 @@ import torch.utils._pytree as pytree
 from autoshard.aten import aten
 from autoshard.errors import PlanError
 from autoshard.layout import P, Placement, R, Shard
+from autoshard.passes.ir.analyses import values_reached
 from autoshard.passes.ir.assignment import normalize_placement
 from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType, map_tree, walk
 from autoshard.passes.ir.program import Local, LocalCall
@@ -30,7 +31,6 @@ from autoshard.passes.microbatch.separate import Separation, local_call, separat
 from autoshard.passes.microbatch.strategies import partial_with_constant, slices_as_splits, with_constant_share
 from autoshard.passes.propagate.prices.roofline import node_flops
 from autoshard.passes.propagate.recompute import duplicable_nodes
-from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import is_random
 from autoshard.runtime.operations.indexing import PART_OF_BATCH
 
@@ -194,7 +194,7 @@ def _checked_separation(graph: Graph, count: int, asked: Mapping[str, Placement]
     With a backward, work on inputs of other lengths (class names) may be repeated.
     """
     found = separation(graph, count, asked)
-    work = {n.name: node_flops(n, graph, rule_for(n.op)) for n in graph.nodes}
+    work = {n.name: node_flops(n, graph) for n in graph.nodes}
     of_batch = _batch_operations(graph, found, asked) if graph.training else work.keys()
     again = [n for n in graph.nodes if work[n.name] and n.name in of_batch and not found.choices[n.name].divides]
     if sum(work[n.name] for n in again) > REPEATED_WORK_LIMIT * sum(work.values()):
@@ -228,12 +228,8 @@ def _batch_operations(graph: Graph, found: Separation, asked: Mapping[str, Place
         for i in graph.inputs
         if i.kind == "input" and i.name not in asked and not lengths.isdisjoint(enumerate(graph.types[i.name].shape))
     }
-    of_batch = set()
-    for node in graph.nodes:
-        if not reached.isdisjoint(node.inputs):
-            reached.update(node.outputs)
-            of_batch.add(node.name)
-    return of_batch
+    found = values_reached(graph, reached)
+    return {node.name for node in graph.nodes if not found.isdisjoint(node.inputs)}
 
 
 def _request_text(count: int) -> str:

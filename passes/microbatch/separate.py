@@ -18,7 +18,7 @@ import numpy as np
 from autoshard.errors import PlanError
 from autoshard.layout import Grouped, P, Partial, Placement, R, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.analyses import outputs_reached
+from autoshard.passes.ir.analyses import outputs_reached, values_reached
 from autoshard.passes.ir.assignment import Strategy, normalize_placement
 from autoshard.passes.ir.graph import DimSegments, Graph, Node, Ref, walk
 from autoshard.passes.ir.program import SPEC_TYPES, LocalCall, Offset
@@ -98,7 +98,7 @@ class _SeparationNetwork:
             self._add(f"input:{i.name}", [R], [0.0])
         for node in graph.nodes:
             strategies = self._strategies(node)
-            work = 1.0 + node_flops(node, graph, rule_for(node.op)) + sum(graph.types[o].numel for o in node.outputs)
+            work = 1.0 + node_flops(node, graph) + sum(graph.types[o].numel for o in node.outputs)
             costs = [0.0 if s.divides else work for s in strategies]
             for position, name in enumerate(node.inputs):
                 uses = [normalize_placement(s.inputs[position], graph.types[name].grad) for s in strategies]
@@ -271,7 +271,7 @@ class _SeparationNetwork:
                 slot for slot, name in enumerate(node.outputs) if name in self.batch_dependent and types[name].grad
             ]
             # products: no partial sums, since a summed dim is not the batch
-            refused = {R, P} if node_flops(node, self.graph, rule_for(node.op)) else {R}
+            refused = {R, P} if node_flops(node, self.graph) else {R}
             wrong = [
                 any(normalize_placement(s.outputs[i], True) in refused for i in wanted)
                 for s in self.variables[variable]
@@ -285,10 +285,7 @@ class _SeparationNetwork:
         graph, count = self.graph, self.mesh.size
         given = (i.name for i in graph.inputs if i.kind == "input")
         found = {name for name in given if any(n % count == 0 for n in graph.types[name].shape)}
-        for node in graph.nodes:
-            if not found.isdisjoint(node.inputs):
-                found.update(node.outputs)
-        return frozenset(found - self.input_free)
+        return values_reached(graph, found) - self.input_free
 
     def _whole_for(self, node: Node) -> str:
         """Error text: the values that ``node`` needs of the full batch, and what to do."""

@@ -19,6 +19,7 @@ from autoshard.errors import PlanError
 from autoshard.hardware import Route
 from autoshard.layout import Replicate
 from autoshard.mesh import Mesh
+from autoshard.passes.ir.analyses import values_made_of
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.text import block_path
@@ -161,7 +162,8 @@ class SegmentedGraph:
                     needed[before.name] = before
                     wanted.append(before)
         spaces = (self.alone[n] for n in needed.values())
-        return sum(float(s.compute[0, 0] - s.launches[0, 0]) for s in spaces) / self.mesh.size
+        forward = ((x.forward, x.launches[0]) for x in (s.compute() for s in spaces))
+        return sum(seconds - launch for seconds, launch in forward) / self.mesh.size
 
     @cached_property
     def alone(self) -> OpSpaces:
@@ -172,9 +174,8 @@ class SegmentedGraph:
         """Node → seconds: forward, backward, and the latter's part for weight gradients."""
         found = {}
         for node in self.graph.nodes:
-            space = self.alone[node]
-            launches = space.launches[:, 0]
-            work = (space.compute[:, 0] - launches) / self.mesh.size + launches
+            compute, launches = self.alone[node].phases[:2, :, 0]
+            work = (compute - launches) / self.mesh.size + launches
             found[node.name] = (float(work[0]), float(work[1]), float(work[1]) * self._weights(node))
         return found
 
@@ -185,7 +186,7 @@ class SegmentedGraph:
 
     @cached_property
     def weights(self) -> frozenset[str]:
-        return weight_values(self.graph)
+        return values_made_of(self.graph, self.graph.parameters)
 
     @cached_property
     def kept(self) -> dict[str, float]:
@@ -261,21 +262,16 @@ class SegmentedGraph:
         return np.cumsum(sent), np.cumsum(back)
 
 
-def weight_values(graph: Graph) -> frozenset[str]:
-    """Parameters, and values computed from them alone."""
-    found = set(graph.parameters)
-    for node in graph.nodes:
-        if node.inputs and found.issuperset(node.inputs):
-            found.update(node.outputs)
-    return frozenset(found)
-
-
 def weight_preparation(graph: Graph) -> frozenset[int]:
     """Positions between an op on weights alone (a cast) and its first reader in the module.
 
     A cut there would separate weights that calls in another state read together.
     """
-    weights, place, found = weight_values(graph), {n.name: i for i, n in enumerate(graph.nodes)}, set[int]()
+    weights, place, found = (
+        values_made_of(graph, graph.parameters),
+        {n.name: i for i, n in enumerate(graph.nodes)},
+        set[int](),
+    )
     for position, node in enumerate(graph.nodes):
         if node.inputs and weights.issuperset(node.inputs):
             readers = [reader for name in node.outputs for reader in graph.uses[name] if reader.fqn == node.fqn]

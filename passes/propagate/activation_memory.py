@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.assignment import Assignment, Placements, Strategy
+from autoshard.passes.ir.assignment import Placements, Strategy
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.program import LocalCall
 from autoshard.passes.ir.text import block_path
@@ -47,6 +47,8 @@ class SavedTensors:
     """per result: bool [choices]"""
     private: np.ndarray
     """bytes of other saved tensors [choices]"""
+    own: np.ndarray
+    """bytes of these and of saved results [choices]"""
     work: np.ndarray
     """workspace bytes while it or its backward runs, with gradients of its operands and results"""
 
@@ -73,17 +75,11 @@ class SavedTensorTables:
             self.known[id(space)] = self._of(node, space)
         return self.known[id(space)]
 
-    def chosen(self, node: Node, assignment: Assignment) -> frozenset[int]:
-        """Positions of the operands that autograd saves under the chosen strategy."""
-        ins = [assignment.use(node, i) for i in range(len(node.inputs))]
-        outs = [assignment.made(node, i) for i in range(len(node.outputs))]
-        return self._saved_tensors(node, assignment.choices[node.name], (*ins, *outs))[0]
-
     def _of(self, node: Node, space: OpSpace) -> SavedTensors:
         count = len(space.choices)
         operands = tuple(np.zeros(count, dtype=bool) for _ in node.inputs)
         results = tuple(np.zeros(count, dtype=bool) for _ in node.outputs)
-        private, work = np.zeros(count), np.zeros(count)
+        private, own, work = np.zeros(count), np.zeros(count), np.zeros(count)
         if self.graph.training and any(self.graph.types[o].grad for o in node.outputs):
             for i, choice in enumerate(space.choices):
                 placed = [p[i] for p in (*space.inputs, *space.outputs)]
@@ -92,7 +88,8 @@ class SavedTensorTables:
                     operands[position][i] = True
                 for position in outs:
                     results[position][i] = True
-        return SavedTensors(operands, results, private, work)
+                own[i] = private[i] + sum(self._bytes(node.outputs[x], space.outputs[x][i]) for x in outs)
+        return SavedTensors(operands, results, private, own, work)
 
     def _saved_tensors(
         self, node: Node, choice: tuple[Strategy, ...], placed: Sequence[Placements]

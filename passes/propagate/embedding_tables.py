@@ -166,9 +166,9 @@ class ExchangeGroup(NamedTuple):
 
     ways: tuple[ExchangeAxes, ...]
     """per choice; no axis: no table has an owner"""
-    seconds: np.ndarray
+    terms: Mapping[str, StepParts]
     """per choice: latency of the message"""
-    more: tuple[StepParts, ...]
+    more: tuple[Mapping[str, StepParts], ...]
     """per look-up: seconds on top of its price, by group choice (row) and own choice (column)"""
 
 
@@ -201,7 +201,8 @@ class ExchangePricing:
         choices = (None, *(MajorityExchange(*way, i) for way in ways for i in range(len(self.nodes))))
         more = (self._table(choices, i, each) for i, each in enumerate(found))
         said = [((False,) * self.mesh.ndim, 0.0) if x is None else (x.way, x.latency) for x in choices]
-        return ExchangeGroup(tuple(way for way, _ in said), np.array([seconds for _, seconds in said]), tuple(more))
+        latency = StepParts(blocking=np.array([seconds for _, seconds in said]))
+        return ExchangeGroup(tuple(way for way, _ in said), {"exchange": latency}, tuple(more))
 
     def per_choice(self, node: Node, space: OpSpace) -> list[LookupExchange | None]:
         """Per choice of a look-up; None: it sends no such message."""
@@ -224,29 +225,11 @@ class ExchangePricing:
             update = update_seconds(self.optimizer, type_, placed[0], self.graph, self.mesh)
         return LookupExchange(way, latency, shared, update)
 
-    def chosen(self, assignment: Assignment) -> list[LookupExchange | None]:
-        """Exchanges of all look-ups in ``assignment``."""
-        return [self.exchange(node, assignment.choices[node.name], assignment.placed(node)) for node in self.nodes]
-
-    def extra_seconds(self, found: Sequence[LookupExchange | None]) -> tuple[float, float]:
-        """(seconds of latency, of the update) on top of the look-ups' prices, as in the search."""
-        return min((self._correction_by(most, found) for most in self._majorities(found)), key=sum, default=(0.0, 0.0))
-
-    def _majorities(self, found: Sequence[LookupExchange | None]) -> Iterator[MajorityExchange]:
-        for way in dict.fromkeys(x.way for x in found if x is not None):
-            members = [i for i, x in enumerate(found) if x is not None and x.way == way]
-            latency = max(x.latency for x in found if x is not None and x.way == way)
-            yield MajorityExchange(way, latency, min(members, key=self._order))
-
-    def _correction_by(self, most: MajorityExchange, found: Sequence[LookupExchange | None]) -> tuple[float, float]:
-        each = [self._correction(most, i, x) for i, x in enumerate(found)]
-        return most.latency + math.fsum(a for a, _ in each), math.fsum(b for _, b in each)
-
     def _table(
         self, choices: Sequence[MajorityExchange | None], number: int, found: Sequence[LookupExchange | None]
-    ) -> StepParts:
+    ) -> dict[str, StepParts]:
         each = np.array([[self._correction(most, number, x) for x in found] for most in choices])
-        return StepParts(blocking=each[:, :, 0], once=each[:, :, 1])
+        return {"exchange": StepParts(blocking=each[:, :, 0]), "update": StepParts(once=each[:, :, 1])}
 
     def _correction(
         self, most: MajorityExchange | None, number: int, found: LookupExchange | None
@@ -315,20 +298,7 @@ class GroupedOpSpaces(OpSpaces):
         sources = tuple(grouped_source_layouts(type_, mesh))
         uses = [space.inputs[i] for i, name in enumerate(node.inputs) if name in values]
         pays = np.max([shared_latencies(type_, mesh, sources, placed, self.waits.message) for placed in uses], axis=0)
-        pairs: list[tuple[int, int | None]] = [(i, None) for i in range(len(space.choices))]
-        pairs += [(int(i), s) for s, row in enumerate(pays) for i in np.flatnonzero(row)]
-        at = [i for i, _ in pairs]
-        inside = space.inside[:, at]
-        inside[0] += [0.0 if s is None else pays[s, i] for i, s in pairs]
-        return replace(
-            space,
-            choices=tuple(space.choices[i] for i in at),
-            compute=space.compute[:, at],
-            launches=space.launches[:, at],
-            inside=inside,
-            inside_again=space.inside_again[at],
-            spared={i: x[at] for i, x in space.spared.items()},
-            inputs=tuple(tuple(x[i] for i in at) for x in space.inputs),
-            outputs=tuple(tuple(x[i] for i in at) for x in space.outputs),
-            ways=GroupedConversions(values, sources, np.array([0 if s is None else s + 1 for _, s in pairs])),
-        )
+        at = [(i, 0) for i in range(len(space.choices))]
+        at += [(int(i), s + 1) for s, row in enumerate(pays) for i in np.flatnonzero(row)]
+        ways = GroupedConversions(values, sources, np.array([s for _, s in at]))
+        return space.repeated([i for i, _ in at], ways, [pays[s - 1, i] if s else 0.0 for i, s in at])

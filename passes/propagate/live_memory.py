@@ -156,10 +156,7 @@ class LiveMemory:
             keeps = self.network.keeps.of(node, space)
             pairs = ((node.inputs, space.inputs), (node.outputs, space.outputs))
             operands, results = ([self.network.bytes(*x) for x in zip(*pair, strict=True)] for pair in pairs)
-            kept = keeps.private.copy()
-            for saves, size in zip(keeps.results, results, strict=True):
-                kept += np.where(saves, size, 0.0)
-            self.known[key] = np.maximum(keeps.work, sum(operands) + sum(results)), kept, results
+            self.known[key] = np.maximum(keeps.work, sum(operands) + sum(results)), keeps.own, results
         found: tuple[FloatArray, FloatArray, list[FloatArray]] = self.known[key]
         return found
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +41,15 @@ from autoshard.passes.propagate.embedding_tables import exchange_pricings
 from autoshard.passes.propagate.hints import Constraint, DimLimit, candidate_placements, fixed_placements, free_buffers
 from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
 from autoshard.passes.propagate.prices import roofline as costs
-from autoshard.passes.propagate.prices.coalescing import GroupedConversions
 from autoshard.passes.propagate.prices.collective_overheads import update_seconds
-from autoshard.passes.propagate.prices.overlap import StepParts, StepTables, network_of_steps, tables_of_step
+from autoshard.passes.propagate.prices.overlap import (
+    StepParts,
+    StepTables,
+    network_of_steps,
+    sum_of_terms,
+    tables_of_step,
+)
+from autoshard.passes.propagate.recompute import RecomputeOffer
 from autoshard.passes.rules.facts import can_redraw
 from autoshard.passes.search import CostNetwork, LinearRow
 from autoshard.passes.search.arrays import CompactMatrix
@@ -77,21 +83,9 @@ def repetition_labels(graph: Graph, variables: Iterable[str]) -> tuple[Hashable 
     return tuple(places.get(name) for name in variables)
 
 
-StateOffer = Callable[[Node], tuple[int, ...]]
-"""the recompute states that an operation may have"""
-
-
-NO_SECONDS = StepParts()
-
-
-class _ValueReader(NamedTuple):
-    """A reader of a value; see :class:`~autoshard.passes.propagate.edges.OperandRead`."""
-
-    variable: str
-    side: EdgeSide
-    mask: np.ndarray | None = None
-    spared: np.ndarray | None = None
-    ways: GroupedConversions | None = None
+def _read_by(variable: str, side: EdgeSide, *terms: Any) -> ValueEdge:
+    """The edge of a reader, whose source is not known yet."""
+    return ValueEdge("", side, variable, side, "", *terms)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,14 +95,20 @@ class NetworkVariable:
     choices: tuple[Any, ...]
     """strategies of an operation, or placements of a value"""
     tags: tuple[int, ...] = (0,)
-    parts: StepParts = NO_SECONDS
-    """seconds, per state"""
+    terms: Mapping[str, StepParts] = field(default_factory=dict)
+    """seconds per state, by name: "operation", "again" (recomputed in the backward), "update" (by the optimizer),
+    "exchange" (of look-ups in tables)"""
     kept: np.ndarray | None = None
     """bytes held at the end of the forward, per state"""
     at_backward_end: np.ndarray | None = None
     """bytes held at the end of the backward, per state"""
     stages: tuple[int, ...] = ()
     """ZeRO stage of each tag; only of parameters, or of their shared layout if there is one"""
+
+    @property
+    def parts(self) -> StepParts:
+        """The sum of all terms."""
+        return sum_of_terms(self.terms)
 
     @property
     def size(self) -> int:
@@ -137,7 +137,7 @@ class LayoutNetwork:
     constraints: Mapping[str, Constraint | DimLimit]
     spaces: OpSpaces
     keeps: SavedTensorTables
-    offer: StateOffer | None = None
+    offer: RecomputeOffer | None = None
     optimizer: str = "adamw"
     given: Mapping[str, Layout] = field(default_factory=dict)
     """layouts of inputs that arrive sharded, and layouts wanted of outputs, as "out:i" """
@@ -149,8 +149,10 @@ class LayoutNetwork:
     variables: dict[str, NetworkVariable] = field(default_factory=dict)
     """by name: a value, "node:…", "shared:…", "out:i", "way:i" """
     links: list[ValueEdge] = field(default_factory=list)
-    calls: list[tuple[str, str, StepParts]] = field(default_factory=list)
-    """of grouped look-ups: (variable of the group, variable of a look-up, seconds)"""
+    calls: list[tuple[str, str, Mapping[str, StepParts]]] = field(default_factory=list)
+    """of grouped look-ups: (variable of the group, variable of a look-up, seconds by name)"""
+    sources: dict[str, tuple[str, EdgeSide]] = field(default_factory=dict)
+    """value → (variable, its side) from which readers convert"""
     known: dict[Any, Any] = field(default_factory=dict)
     """interned objects: equal layers share identical tables"""
 
@@ -160,27 +162,33 @@ class LayoutNetwork:
         self.free = free_buffers(self.graph, self.given, self.constraints) | self.carried
         """buffers whose layout the search chooses, like a parameter's"""
 
+    @property
+    def remembers(self) -> bool:
+        """Whether saved tensors and recomputation count."""
+        return self.offer is not None
+
     def build(self, tables: EdgeTables) -> BuiltNetwork:
         """Create variables and edges, then their tables."""
-        self._variables()
-        tables.collect(self.links)
+        self.collect()
         hides = self.mesh.overlap, self.graph.passes
         own: dict[Any, StepTables] = {}
         made: dict[Any, tuple[StepTables, CompactMatrix | None]] = {}
-        for v in self.variables.values():
-            if (id(v.parts), v.size) not in own:
-                own[id(v.parts), v.size] = tables_of_step(v.parts, (v.size,), *hides)
+        of = [(v.size, *map(id, v.terms.values())) for v in self.variables.values()]
+        for v, key in zip(self.variables.values(), of, strict=True):
+            if key not in own:
+                own[key] = tables_of_step(v.parts, (v.size,), *hides)
         keys = [tables.key(link) for link in self.links]
         for link, key in zip(self.links, keys, strict=True):
             if key not in made:  # unfolded parts are several times as large: not kept
-                found = tables.of(link, self.offer is not None, self.micro_batches_held)
+                found = tables.of(link, self.remembers, self.micro_batches_held)
                 made[key] = tables_of_step(found.parts, found.shape, *hides, (found.rows, found.columns)), found.held
         between = [made[key] for key in keys]
         numbers = {name: i for i, name in enumerate(self.variables)}
         edges = [(numbers[x.source], numbers[x.reader], e) for x, (e, _) in zip(self.links, between, strict=True)]
-        for way, look_up, parts in self.calls:
+        for way, look_up, terms in self.calls:
+            parts = sum_of_terms(terms)
             edges.append((numbers[way], numbers[look_up], tables_of_step(parts, parts.blocking.shape, *hides)))
-        nodes = [own[id(v.parts), v.size] for v in self.variables.values()]
+        nodes = [own[key] for key in of]
         network, hiding = network_of_steps(nodes, edges, *hides)
         if self.offer is None:
             return BuiltNetwork(network, hiding, alike=repetition_labels(self.graph, self.variables))
@@ -191,10 +199,12 @@ class LayoutNetwork:
         )
         return BuiltNetwork(network, hiding, (kept, at_backward_end), repetition_labels(self.graph, self.variables))
 
-    def _variables(self) -> None:
+    def collect(self) -> None:
+        """Create variables and links."""
         graph = self.graph
         needed = self._needed()
-        readers: dict[str, list[_ValueReader]] = {n: [] for n in graph.types}
+        readers: dict[str, list[ValueEdge]] = {n: [] for n in graph.types}
+        """edges whose sources are still open"""
         for node in graph.nodes:
             space = self.spaces[node]
             tags = self._tags(node, needed)
@@ -203,19 +213,19 @@ class LayoutNetwork:
                 readers[name].append(reader)
         for i, out in enumerate(graph.outputs):
             if isinstance(out, Ref):
-                states = self._output_states(out.name, self.given.get(f"out:{i}"))
+                states = self._output_states(i, out.name)
                 self.variables[f"out:{i}"] = NetworkVariable(states)
-                readers[out.name].append(_ValueReader(f"out:{i}", EdgeSide(states)))
+                readers[out.name].append(_read_by(f"out:{i}", EdgeSide(states)))
         for fqn, name in graph.mutations.items():
             old = graph.states.get(fqn)
             if old in self.free:
                 if old != name:
-                    readers[name].append(_ValueReader(old, EdgeSide(self._input_states(old, "buffer"))))
+                    readers[name].append(_read_by(old, EdgeSide(self._input_states(old, "buffer"))))
                 continue
             placed = (R,) * self.mesh.ndim if old is None else self._stated(old).without_gradient().placements
             states = self._interned(("mutation", placed), (placed,))
             self.variables[f"mutation:{fqn}"] = NetworkVariable(states)
-            readers[name].append(_ValueReader(f"mutation:{fqn}", EdgeSide(states)))
+            readers[name].append(_read_by(f"mutation:{fqn}", EdgeSide(states)))
         for value in graph.inputs:
             states = self._input_states(value.name, value.kind)
             stages = self._stages(value.name) if len(readers[value.name]) == 1 else ()
@@ -235,11 +245,11 @@ class LayoutNetwork:
             found = of.group([self.spaces[node] for node in of.nodes])
             if found is None:
                 continue
-            self.variables[f"way:{i}"] = NetworkVariable(found.ways, parts=StepParts(blocking=found.seconds))
-            for node, parts in zip(of.nodes, found.more, strict=True):
+            self.variables[f"way:{i}"] = NetworkVariable(found.ways, terms=found.terms)
+            for node, terms in zip(of.nodes, found.more, strict=True):
                 look_up = f"node:{node.name}"
-                tags = len(self.variables[look_up].tags)
-                self.calls.append((f"way:{i}", look_up, StepParts(*(np.tile(x, tags) if x.ndim else x for x in parts))))
+                tiled = partial(np.tile, reps=len(self.variables[look_up].tags))
+                self.calls.append((f"way:{i}", look_up, {name: parts.map(tiled) for name, parts in terms.items()}))
 
     def _sort_variables(self) -> None:
         """Sort variables next to their neighbours in program order, for the search to eliminate."""
@@ -279,39 +289,38 @@ class LayoutNetwork:
         return passive_tags(not needed.isdisjoint(node.outputs), any(offered), 0 in offered)
 
     def _operation(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> NetworkVariable:
-        if self.offer is None:
-            return NetworkVariable(space.choices, tags, space.parts)
+        if not self.remembers:
+            return NetworkVariable(space.choices, tags, {"operation": space.parts})
         key = ("operation", id(space), tags, node.name in self.views, node.name in self.tail)
         if key not in self.known:
             passive, keeps = node.name in self.views, self.keeps.of(node, space)
             work = keeps.work if node.name in self.tail else np.zeros(len(space.choices))
-            own = keeps.private.copy()
-            for slot, saves in enumerate(keeps.results):
-                own += np.where(saves, self.bytes(node.outputs[slot], space.outputs[slot]), 0.0)
-            own *= self.micro_batches_held  # one micro-batch works at a time
+            own = keeps.own * self.micro_batches_held  # one micro-batch works at a time
             again = [not passive and (tag == 2 or (tag == 1 and can_redraw(node))) for tag in tags]
-            each = [space.parts + space.again if a else space.parts for a in again]
-            parts = StepParts(*(np.concatenate(x) if x[0].ndim else x[0] for x in zip(*each, strict=True)))
+            terms = {"operation": space.parts.map(partial(np.tile, reps=len(tags)))}
+            if any(again):
+                terms["again"] = space.again.map(partial(np.kron, np.array(again)))
             kept = np.concatenate([np.zeros_like(own) if passive else work if a else own + work for a in again])
-            self.known[key] = parts, kept if kept.any() else None
+            self.known[key] = terms, kept if kept.any() else None
         return NetworkVariable(space.choices, tags, *self.known[key])
 
-    def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Iterator[tuple[str, _ValueReader]]:
-        key = ("reads", id(space), tags, self.offer is None)
+    def _reads(self, node: Node, space: OpSpace, tags: tuple[int, ...]) -> Iterator[tuple[str, ValueEdge]]:
+        key = ("reads", id(space), tags, self.remembers)
         if key not in self.known:  # equal nodes have equal readers
             found = list(operand_reads(node, space))
-            keeps = [self.keeps.of(node, space).saves(node, x.position, space) if self.offer else None for x in found]
+            of = self.keeps.of(node, space) if self.remembers else None
+            keeps = [None if of is None else of.saves(node, x.position, space) for x in found]
             sides = [EdgeSide(x.placed, tags, node.name in self.views, k) for x, k in zip(found, keeps, strict=True)]
             self.known[key] = [(x.position, side, *x[3:]) for x, side in zip(found, sides, strict=True)]
         variable = f"node:{node.name}"
         for position, *rest in self.known[key]:
-            yield node.inputs[position], _ValueReader(variable, *rest)
+            yield node.inputs[position], _read_by(variable, *rest)
 
     def _definition(self, node: Node, slot: int, tags: tuple[int, ...]) -> EdgeSide:
         space = self.spaces[node]
-        key = ("definition", id(space), slot, tags, self.offer is None)
+        key = ("definition", id(space), slot, tags, self.remembers)
         if key not in self.known:
-            holds = self.keeps.of(node, space).results[slot] if self.offer is not None else None
+            holds = self.keeps.of(node, space).results[slot] if self.remembers else None
             held = holds if holds is not None and holds.any() else None
             self.known[key] = EdgeSide(space.outputs[slot], tags, node.name in self.views, holds=held)
         side: EdgeSide = self.known[key]
@@ -324,34 +333,43 @@ class LayoutNetwork:
         variable: str,
         defined: EdgeSide,
         value: str,
-        readers: list[_ValueReader],
+        readers: list[ValueEdge],
         needed: frozenset[str],
     ) -> None:
         """Edges from a definition to its readers; several readers share a layout variable."""
-        constraint = self.constraints.get(value)
-        by_hint = isinstance(constraint, Constraint) and value not in self.graph.parameters
-        if len(readers) > 1 or by_hint:
-            states = self._shared_states(value, defined.placed, [r.side.placed for r in readers])
-            if by_hint and constraint is not None:
-                states = constraint.allowed(states, self.graph.types[value], self.mesh)
-            tags: tuple[int, ...] = (0,)
-            if self.offer is not None:
-                again = any(RECONVERTED in r.side.tags for r in readers)
-                saving = [r.side.tags for r in readers if r.side.saves is not None and r.side.saves.any()]
-                pinned = all(1 in tags and 0 not in tags for tags in saving)  # nobody keeps a copy, so none is kept
-                copies = again and value not in self.graph.parameters
-                tags = passive_tags(value in needed, copies, not (copies and saving and pinned))
+        found = self._shared(value, defined, readers, needed)
+        if found is not None:
             stages, fixed = self._stages(value), value in self.graph.parameters
+            states, tags = found
             if stages:
                 tags, stages = tags * len(stages), tuple(s for s in stages for _ in tags)
-            shared, passive = f"shared:{value}", self.offer is not None
+            shared, passive = f"shared:{value}", self.remembers
             self.variables[shared] = NetworkVariable(states, tags, stages=stages)
             self.links.append(
                 ValueEdge(variable, defined, shared, EdgeSide(states, tags, passive, stages=stages), value)
             )
             variable, defined = shared, EdgeSide(states, tags, passive, fixed=fixed, stages=stages)
-        for reader, side, mask, spared, ways in readers:
-            self.links.append(ValueEdge(variable, defined, reader, side, value, mask, spared, ways))
+        self.sources[value] = variable, defined
+        self.links += [reader._replace(source=variable, given=defined, value=value) for reader in readers]
+
+    def _shared(
+        self, value: str, defined: EdgeSide, readers: list[ValueEdge], needed: frozenset[str]
+    ) -> tuple[tuple[Placements, ...], tuple[int, ...]] | None:
+        """Layouts and tags of the shared layout; None: the readers convert from the definition."""
+        constraint = self.constraints.get(value)
+        by_hint = isinstance(constraint, Constraint) and value not in self.graph.parameters
+        if len(readers) < 2 and not by_hint:
+            return None
+        states = self._shared_states(value, defined.placed, [r.asked.placed for r in readers])
+        if by_hint and constraint is not None:
+            states = constraint.allowed(states, self.graph.types[value], self.mesh)
+        if not self.remembers:
+            return states, (0,)
+        again = any(RECONVERTED in r.asked.tags for r in readers)
+        saving = [r.asked.tags for r in readers if r.asked.saves is not None and r.asked.saves.any()]
+        pinned = all(1 in tags and 0 not in tags for tags in saving)  # nobody keeps a copy, so none is kept
+        copies = again and value not in self.graph.parameters
+        return states, passive_tags(value in needed, copies, not (copies and saving and pinned))
 
     def _shared_states(
         self, value: str, defined: Sequence[Placements], read: Sequence[Sequence[Placements]]
@@ -395,13 +413,13 @@ class LayoutNetwork:
             left = costs.sparse_gradient_bytes(type_, states, self.mesh) if type_.sparse else size
             skew = np.array([costs.owner_imbalance(type_, placed, self.mesh) for placed in states])
             size, state, left = size * skew, state * skew, left * skew
-            parts = StepParts(once=np.tile(seconds, count)) if type_.grad else NO_SECONDS
+            terms = {"update": StepParts(once=np.tile(seconds, count))} if type_.grad else {}
             at_backward_end = size + state + (left if trained else 0.0)
             # gradients of earlier passes are held, too
             held = at_backward_end if self.graph.passes > 1 else size + state
-            self.known[key] = parts, np.tile(held, count), np.tile(at_backward_end, count)
-        parts, kept, at_backward_end = self.known[key]
-        return NetworkVariable(states, (0,) * count, parts, kept, at_backward_end, stages)
+            self.known[key] = terms, np.tile(held, count), np.tile(at_backward_end, count)
+        terms, kept, at_backward_end = self.known[key]
+        return NetworkVariable(states, (0,) * count, terms, kept, at_backward_end, stages)
 
     def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
         """Layouts of an input: as given (default replicated); parameters, states: maybe sharded."""
@@ -416,9 +434,9 @@ class LayoutNetwork:
         states: tuple[Placements, ...] = self.known[key]
         return states
 
-    def _output_states(self, name: str, asked: Layout | None) -> tuple[Placements, ...]:
-        """Layouts of an output, ``asked`` if possible. Scalars are replicated; no partial sums."""
-        type_ = self.graph.types[name]
+    def _output_states(self, number: int, name: str) -> tuple[Placements, ...]:
+        """Layouts of an output, the wanted one if possible. Scalars are replicated; no partial sums."""
+        type_, asked = self.graph.types[name], self.given.get(f"out:{number}")
         states = candidate_placements(type_, self.mesh, replicated=I if type_.grad else R)
         if self.spaces.asked and name in self.graph.producers:
             made = [{*row, R, I} for row in self._producible_placements(name)]
@@ -439,5 +457,4 @@ class LayoutNetwork:
         return found
 
     def bytes(self, value: str, placed: Sequence[Placements]) -> np.ndarray:
-        type_ = self.graph.types[value]
-        return np.array([costs.local_numel(type_, p, self.mesh) for p in placed], dtype=float) * type_.dtype.itemsize
+        return costs.bytes_per_layout(self.graph.types[value], placed, self.mesh)

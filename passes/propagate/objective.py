@@ -1,71 +1,185 @@
 """The objective: predicted seconds of a step for an assignment, and the cost of other strategies.
 
-:func:`objective` evaluates the sum that the search minimizes. :func:`alternatives` lists
-runner-up strategies of each operation with the seconds that they add (sensitivity), for reports
-and pictures."""
+Both are the terms of the search's cost network at a choice. :class:`ChosenNetwork` is the network of
+one assignment, with one state per variable, and :func:`objective` the sum of its terms.
+:func:`alternatives` lets one operation have all its strategies, and lists runner-up strategies with
+the seconds that they add (sensitivity), for reports and pictures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
 from autoshard.hardware import Overlap
-from autoshard.layout import I, Layout, Owned, R, Shard
-from autoshard.passes.ir.analyses import node_signature
-from autoshard.passes.ir.assignment import Assignment, Placements, is_fully_replicated
+from autoshard.layout import I, Owned, R, Shard
+from autoshard.passes.ir.assignment import Assignment, Placements, is_dividing_label
 from autoshard.passes.ir.graph import Node
-from autoshard.passes.propagate.activation_memory import SavedTensorTables, is_memory_view
-from autoshard.passes.propagate.edges import (
-    conversion_parts,
-    masked_parts,
-    operand_reads,
-    reconversion_parts,
-    unless_replicated,
+from autoshard.passes.propagate.activation_memory import NEEDED, RECONVERTED, EdgeSide, SavedTensorTables
+from autoshard.passes.propagate.edges import EdgeTable, EdgeTables, ValueEdge, operand_reads
+from autoshard.passes.propagate.embedding_tables import ExchangePricing, GroupedOpSpaces, exchange_pricings
+from autoshard.passes.propagate.network import LayoutNetwork
+from autoshard.passes.propagate.op_space import OpSpace, OpSpaces
+from autoshard.passes.propagate.prices.collective_overheads import update_seconds
+from autoshard.passes.propagate.prices.overlap import (
+    NO_SECONDS,
+    StepParts,
+    sum_of_terms,
+    tables_of_step,
+    total_parts,
 )
-from autoshard.passes.propagate.embedding_tables import ExchangePricing, exchange_pricings
-from autoshard.passes.propagate.op_space import OpSpace, OpSpaces, internal_collectives, memory_traffic
-from autoshard.passes.propagate.prices import roofline as costs
-from autoshard.passes.propagate.prices.coalescing import (
-    SharesByValue,
-    coalescing_saved_seconds,
-    grouped_lookup_readers,
-    latency_shares,
-)
-from autoshard.passes.propagate.prices.collective_matmul import NO_RING_PRODUCTS, RingProducts, overlapping_products
-from autoshard.passes.propagate.prices.collective_overheads import synchronization_skew, update_seconds
-from autoshard.passes.propagate.prices.overlap import StepParts, movable_values, total_parts
-from autoshard.passes.propagate.recompute import zero_stages_of
-from autoshard.passes.redistribute.pricing import MessageShares
-from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.facts import can_redraw
+
+
+@dataclass
+class ChosenNetwork(LayoutNetwork):
+    """The cost network with the states of one assignment. Variables that no assignment knows, such as
+    which conversions share a message, have several: the cheapest counts."""
+
+    assignment: Assignment = field(kw_only=True)
+
+    @classmethod
+    def of(cls, assignment: Assignment, optimizer: str) -> ChosenNetwork:
+        graph, mesh = assignment.graph, assignment.mesh
+        spaces = GroupedOpSpaces(graph, mesh, chosen=assignment.choices)
+        stages = {name: (assignment.zero.get(name, 0),) for name in graph.parameters}
+        terms = SavedTensorTables(graph, mesh), None, optimizer, assignment.layouts, stages
+        found = cls(graph, mesh, {}, spaces, *terms, assignment=assignment)
+        found.collect()
+        return found
+
+    # --- its states ---
+
+    @property
+    def remembers(self) -> bool:
+        return bool(self.assignment.again or self.assignment.shared_again)
+
+    def _one(self, placed: Placements) -> tuple[Placements, ...]:
+        return self._interned(("one", placed), (placed,))
+
+    def _needed(self) -> frozenset[str]:
+        return frozenset()
+
+    def _tags(self, node: Node, needed: frozenset[str]) -> tuple[int, ...]:
+        again = self.assignment.again.get(node.name, 0)
+        return ((RECONVERTED if again else NEEDED) if self.remembers and node.name in self.views else again,)
+
+    def _shared(self, value: str, *others: object) -> tuple[tuple[Placements, ...], tuple[int, ...]] | None:
+        layout = self.assignment.shared.get(value)
+        tag = RECONVERTED if value in self.assignment.shared_again else NEEDED
+        return None if layout is None else (self._one(layout.placements), (tag if self.remembers else 0,))
+
+    def _input_states(self, name: str, kind: str) -> tuple[Placements, ...]:
+        return self._one(self.assignment.layouts[name].placements)
+
+    def _output_states(self, number: int, name: str) -> tuple[Placements, ...]:
+        layout = self.assignment.outputs[number]
+        assert layout is not None
+        return self._one(layout.placements)
+
+    # --- its terms ---
+
+    @cached_property
+    def tables(self) -> EdgeTables:
+        return EdgeTables(self.graph, self.mesh)
+
+    @cached_property
+    def links_of(self) -> Mapping[str, list[ValueEdge]]:
+        """Links by variable."""
+        found: dict[str, list[ValueEdge]] = {name: [] for name in self.variables}
+        for link in self.links:
+            found[link.source].append(link)
+            found[link.reader].append(link)
+        return found
+
+    def table(self, link: ValueEdge) -> EdgeTable:
+        key = "table", self.tables.key(link)
+        if key not in self.known:
+            self.known[key] = self.tables.of(link, self.remembers)
+        found: EdgeTable = self.known[key]
+        return found
+
+    @cached_property
+    def states(self) -> Mapping[str, int]:
+        """State per variable."""
+        found = dict.fromkeys(self.variables, 0)
+        for name, variable in self.variables.items():
+            if variable.size > 1:
+                cost = self.cost(self.around(name, found), variable.size)
+                found[name] = int(np.argmin(cost))
+        return found
+
+    def cost(self, parts: StepParts, *shape: int) -> np.ndarray:
+        """The network's cost of ``parts``, without its rows."""
+        found: np.ndarray = tables_of_step(parts, shape, self.mesh.overlap, self.graph.passes).cost  # type: ignore[assignment]
+        return found
+
+    def around(self, name: str, states: Mapping[str, int], without: str = "") -> StepParts:
+        """Seconds of a variable and its edges, except that to ``without``, per state; others in ``states``."""
+        parts = self.variables[name].parts
+        for link in self.links_of[name]:
+            table = self.table(link)
+            if without in (link.source, link.reader):
+                continue
+            if link.source == name:
+                parts += table.parts[table.rows, table.columns[states[link.reader]]]
+            else:
+                parts += table.parts[table.rows[states[link.source]], table.columns]
+        for way, look_up, terms in self.calls:
+            if way == name and look_up != without:
+                parts += sum_of_terms(terms)[:, states[look_up]]
+        return parts
+
+    def terms(self) -> Iterator[tuple[str, str, StepParts]]:
+        """(term, operation or value, seconds) of all variables and edges."""
+        states, known = self.states, dict[tuple[int, int, int], list[tuple[str, StepParts]]]()
+        for name, variable in self.variables.items():
+            for term, parts in variable.terms.items():
+                yield term, name.rpartition(":")[2], parts[states[name]]
+        for link in self.links:
+            table, a, b = self.table(link), states[link.source], states[link.reader]
+            if (id(table), a, b) not in known:
+                at = table.rows[a], table.columns[b]
+                known[id(table), a, b] = [(term, parts[at]) for term, parts in table.terms.items()]
+            yield from ((term, link.value, parts) for term, parts in known[id(table), a, b])
+        for way, look_up, terms in self.calls:
+            for term, parts in terms.items():
+                yield term, look_up.rpartition(":")[2], parts[states[way], states[look_up]]
 
 
 @dataclass(frozen=True)
 class Objective:
     """Predicted seconds of one step on the busiest rank."""
 
-    operations: Mapping[str, OpSeconds]
-    """per node"""
-    conversions: StepParts
-    """redistributions between definitions and uses"""
-    optimizer: float
+    terms: tuple[tuple[str, str, StepParts], ...]
+    """(term, operation or value, seconds)"""
+    spaces: OpSpaces
+    """of the chosen strategies"""
     overlap: Overlap
     """speed of compute beside movable communication"""
     passes: int = 1
     """micro-batches per step"""
-    again: Mapping[str, StepParts] = field(default_factory=dict)
-    """repeated in the backward: per recomputed node, and per value that is converted again"""
 
     @cached_property
     def parts(self) -> StepParts:
         """Everything but the optimizer."""
-        found = [op.parts for op in self.operations.values()]
-        return total_parts((*found, self.conversions, *self.again.values()))
+        return total_parts(parts for term, _, parts in self.terms if term != "update")
+
+    @cached_property
+    def optimizer(self) -> float:
+        return math.fsum(float(parts.once) for term, _, parts in self.terms if term == "update")
+
+    @cached_property
+    def again(self) -> Mapping[str, StepParts]:
+        """Repeated in the backward: per recomputed operation, and per value that is converted again."""
+        found: dict[str, StepParts] = {}
+        for term, name, parts in self.terms:
+            if term == "again":
+                found[name] = found[name] + parts if name in found else parts
+        return found
 
     @property
     def compute_s(self) -> float:
@@ -86,137 +200,10 @@ class Objective:
         return self.compute_s + self.exposed_s
 
 
-@dataclass(frozen=True)
-class OpSeconds:
-    """Seconds of one operation: compute, and collectives inside its local form."""
-
-    compute: costs.PhaseSeconds
-    inside: costs.InternalSeconds
-
-    @property
-    def again(self) -> StepParts:
-        """Seconds to recompute it in the backward."""
-        launch = self.compute.launches[0]
-        hides, waits, hidden = self.compute.forward - launch, self.inside.again, self.inside.hidden[0]
-        return StepParts(np.array(hides), np.array(launch), np.array(waits), hidden=np.array(hidden))
-
-    @cached_property
-    def parts(self) -> StepParts:
-        launches = sum(self.compute.launches)
-        hides, waits = self.compute.step - launches, self.inside.step
-        return StepParts(np.array(hides), np.array(launches), np.array(waits), hidden=np.array(sum(self.inside.hidden)))
-
-
 def objective(assignment: Assignment, optimizer: str = "adamw") -> Objective:
     """The objective of ``assignment``, whether searched or given."""
-    graph, mesh = assignment.graph, assignment.mesh
-    known: dict[object, OpSeconds] = {}
-    touched, waits = memory_traffic(graph, mesh), synchronization_skew(graph, mesh)
-    operations: dict[str, OpSeconds] = {}
-    for node in graph.nodes:
-        choice = assignment.choices[node.name]
-        traffic = touched.get(node.name)
-        spares = {i for i, name in enumerate(node.inputs) if is_fully_replicated(assignment.source(name).placements)}
-        key = (node_signature(node, graph.types), choice, traffic, *spares)
-        if key not in known:
-            placed = assignment.placed(node)
-            flops = costs.node_flops(node, graph, rule_for(node.op))
-            inside = [c for c in internal_collectives(node, graph, mesh, choice, placed) if c.spared not in spares]
-            compute = costs.node_seconds(node, graph, mesh, choice, flops, placed, traffic).slowed_by(waits.share)
-            known[key] = OpSeconds(compute, costs.inside_seconds(inside, mesh, compute, waits.message))
-        operations[node.name] = known[key]
-    prices: dict[object, StepParts] = {}
-    conversions: list[StepParts] = []
-    movable, stages, shares = movable_values(graph), zero_stages_of(graph, assignment.zero), latency_shares(graph, mesh)
-    products = overlapping_products(graph, mesh)
-    for value, src, dst, first in _value_conversions(assignment):
-        if src == dst:
-            continue
-        near = products.get(value, NO_RING_PRODUCTS) if first else NO_RING_PRODUCTS
-        case = (graph.types[value], src, dst, stages.get(value), value in movable, shares[value], near)
-        if case not in prices:
-            prices[case] = conversion_parts(case[0], mesh, (src,), (dst,), *case[3:], graph.passes)[0, 0]
-        conversions.append(prices[case])
-    conversions += [StepParts(blocking=np.array(-x)) for x in _coalescing_savings(assignment)]
-    stored = [(graph.types[name], assignment.layouts[name].placements) for name in graph.parameters]
-    update = math.fsum(update_seconds(optimizer, type_, placed, graph, mesh) for type_, placed in stored)
-    for together in exchange_pricings(graph, mesh, optimizer):
-        latency, more = together.extra_seconds(together.chosen(assignment))
-        conversions.append(StepParts(blocking=np.array(latency)))
-        update += more
-    again = _recompute_parts(assignment, operations, movable)
-    return Objective(operations, total_parts(conversions), update, mesh.overlap, graph.passes, again)
-
-
-def _coalescing_savings(assignment: Assignment) -> Iterator[float]:
-    """Seconds saved by looked-up operands that share one message, per reading operation."""
-    for node, values in grouped_lookup_readers(assignment.graph, assignment.mesh):
-        read = [(i, name) for i, name in enumerate(node.inputs) if name in values]
-        moves = ((n, assignment.source(n).placements, assignment.use(node, i)) for i, n in read)
-        yield coalescing_saved_seconds(assignment.graph, assignment.mesh, moves)
-
-
-def _recompute_parts(
-    assignment: Assignment, operations: Mapping[str, OpSeconds], movable: frozenset[str]
-) -> dict[str, StepParts]:
-    """Seconds of recomputed operations and of redistributions repeated in the backward."""
-    graph, mesh = assignment.graph, assignment.mesh
-    found: dict[str, StepParts] = {}
-    prices: dict[object, StepParts] = {}
-    if not assignment.again and not assignment.shared_again:
-        return found
-
-    def convert(value: str, src: Placements, dst: Placements, waits: bool = False) -> None:
-        case = graph.types[value], src, dst, value in movable or not waits
-        if case not in prices:
-            sides = [Layout(mesh, src)], [Layout(mesh, dst)]
-            prices[case] = reconversion_parts(case[0], *sides, case[-1], latency_shares(graph, mesh).others)[0, 0]
-        parts = prices[case]
-        found[value] = found[value] + parts if value in found else parts
-
-    for value in assignment.shared_again:
-        convert(value, assignment.layouts[value].placements, assignment.shared[value].placements)
-    keeps = SavedTensorTables(graph, mesh)
-    for node in graph.nodes:
-        state = assignment.again.get(node.name, 0)
-        if state == 2 or (state == 1 and can_redraw(node)):
-            op = operations[node.name]
-            found[node.name] = op.again
-        if state:
-            passive = is_memory_view(node)
-            placed = [assignment.use(node, i) for i in range(len(node.inputs))]
-            saves = frozenset() if passive or state == 2 else keeps.chosen(node, assignment)
-            needed = (
-                n for i, n in enumerate(zip(node.inputs, placed, strict=True)) if state == 2 or passive or i in saves
-            )
-            for name, uses in dict.fromkeys(needed):
-                if name not in graph.parameters:
-                    convert(name, assignment.source(name).placements, uses, state == 2)
-    return found
-
-
-def _value_conversions(assignment: Assignment) -> Iterator[tuple[str, Placements, Placements, bool]]:
-    """(value, from, to, is first): definition → shared layout → each reader."""
-    for value, found in layouts_per_reader(assignment).items():
-        if value in assignment.shared:
-            yield value, assignment.layouts[value].placements, assignment.shared[value].placements, True
-        for placed in found:
-            yield value, assignment.source(value).placements, placed, value not in assignment.shared
-
-
-def layouts_per_reader(assignment: Assignment) -> dict[str, list[Placements]]:
-    """Value → layouts read: one per reading operation and layout, output, and write-back."""
-    graph = assignment.graph
-    found: dict[str, list[Placements]] = {name: [] for name in graph.types}
-    for node in graph.nodes:
-        for name, placed in dict.fromkeys((n, assignment.use(node, i)) for i, n in enumerate(node.inputs)):
-            found[name].append(placed)
-    for out, layout in zip(graph.outputs, assignment.outputs, strict=True):
-        if layout is not None:
-            found[out.name].append(layout.placements)
-    for fqn, name in graph.mutations.items():
-        found[name].append(assignment.written(fqn).placements)
-    return found
+    network = ChosenNetwork.of(assignment, optimizer)
+    return Objective(tuple(network.terms()), network.spaces, network.mesh.overlap, network.graph.passes)
 
 
 Alternative = tuple[tuple[str, ...], float]
@@ -233,11 +220,7 @@ class LazyAlternatives(Sequence[Alternative]):
     def found(self) -> tuple[Alternative, ...]:
         return tuple(self._find())
 
-    @overload
-    def __getitem__(self, index: int) -> Alternative: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Alternative, ...]: ...
-    def __getitem__(self, index: int | slice) -> Alternative | tuple[Alternative, ...]:
+    def __getitem__(self, index: Any) -> Any:
         return self.found[index]
 
     def __len__(self) -> int:
@@ -267,148 +250,126 @@ def alternatives(assignment: Assignment, limit: int = 3, optimizer: str = "adamw
     return {node.name: LazyAlternatives(partial(one.of, node)) for node in assignment.graph.nodes}
 
 
+_OWN = "operation"
+"""variable of the operation whose alternatives are priced"""
+
+
 class _Alternatives:
     def __init__(self, assignment: Assignment, limit: int, optimizer: str) -> None:
         self.assignment, self.limit, self.optimizer = assignment, limit, optimizer
         self.graph, self.mesh = assignment.graph, assignment.mesh
+        self.spaces = GroupedOpSpaces(self.graph, self.mesh)
         self.known: dict[Any, tuple[Alternative, ...]] = {}
 
     @cached_property
-    def spaces(self) -> OpSpaces:
-        return OpSpaces(self.graph, self.mesh)
+    def network(self) -> ChosenNetwork:
+        return ChosenNetwork.of(self.assignment, self.optimizer)
 
     @cached_property
     def total(self) -> StepParts:
-        return objective(self.assignment, self.optimizer).parts
+        return total_parts(parts for term, _, parts in self.network.terms() if term != "update")
 
     @cached_property
-    def targets(self) -> Mapping[str, Sequence[Placements]]:
-        return layouts_per_reader(self.assignment) | {n: [x.placements] for n, x in self.assignment.shared.items()}
-
-    @cached_property
-    def movable(self) -> frozenset[str]:
-        return movable_values(self.graph)
-
-    @cached_property
-    def shares(self) -> SharesByValue:
-        return latency_shares(self.graph, self.mesh)
-
-    @cached_property
-    def products(self) -> Mapping[str, RingProducts]:
-        return overlapping_products(self.graph, self.mesh)
-
-    @cached_property
-    def joined(self) -> Mapping[str, list[tuple[Node, tuple[str, ...]]]]:
-        """Readers and producers of coalesced look-up results → (reader, values)."""
-        found: dict[str, list[tuple[Node, tuple[str, ...]]]] = {}
-        for reader, values in grouped_lookup_readers(self.graph, self.mesh):
-            for name in dict.fromkeys((reader.name, *(self.graph.producers[n].name for n in values))):
-                found.setdefault(name, []).append((reader, values))
-        return found
-
-    @cached_property
-    def calls(self) -> Mapping[str, ExchangePricing]:
+    def exchanges(self) -> Mapping[str, ExchangePricing]:
         """Look-up → pricing of the group that shares its all-to-all."""
         found = exchange_pricings(self.graph, self.mesh, self.optimizer)
         return {node.name: together for together in found for node in together.nodes}
 
-    @cached_property
-    def stages(self) -> Mapping[str, int]:
-        return zero_stages_of(self.graph, self.assignment.zero)
-
     def of(self, node: Node) -> tuple[Alternative, ...]:
-        space, labels = self.spaces[node], _strategy_labels(self.assignment.choices[node.name])
-        current = next((i for i, choice in enumerate(space.choices) if _strategy_labels(choice) == labels), None)
-        if current is None or len(space.choices) < 2:
+        space, now = self.spaces[node], _strategy_labels(self.assignment.choices[node.name])
+        labels = [_strategy_labels(choice) for choice in space.choices]
+        if now not in labels or len(set(labels)) < 2:
             return ()
-        sources = {name: self.assignment.source(name).placements for name in node.inputs}
-        targets = tuple(tuple(self.targets[name]) for name in node.outputs)
-        owned = tuple(self._terms(name) for name in (*node.inputs, *node.outputs))
-        key = (id(space), current, *((sources[n], self._is_stored_as_read(n)) for n in node.inputs), targets, owned)
-        alone = node.name not in self.joined and node.name not in self.calls
-        key = key if alone else (*key, node.name)
+        links, variables = list(self._links(node, space)), self.network.variables
+        key: Any = id(space), now, *((self.network.tables.key(x), self._is_stored_as_read(x)) for x in links)
+        if node.name in self.exchanges or any(
+            variables[x.source if x.reader == _OWN else x.reader].size > 1 for x in links
+        ):
+            key = node.name
         if key not in self.known:
             parts = space.parts
-            for _, name, placed, mask, spared, _ in operand_reads(node, space):
-                parts += masked_parts(self._read(name, placed), mask)
-                if spared is not None:
-                    parts += StepParts(blocking=unless_replicated(spared, [sources[name]])[0])
-            for name, asked, placed in zip(node.outputs, targets, space.outputs, strict=True):
-                for target in asked:
-                    parts += self._parts(name, placed, [target])[:, 0]
-            if node.name in self.joined:
-                parts += StepParts(blocking=-self._coalescing_seconds(node, space))
-            if node.name in self.calls:
-                parts += self._extra_parts(node, space)
-            others = self.total + (parts - parts[current])
-            self.known[key] = self._best(space, self._step(others) - self._step(self.total), current)
+            for link in links:
+                parts += self._edge(node, link, len(labels))
+            if node.name in self.exchanges:
+                parts += self._exchange(node, space)
+            self.known[key] = self._best(space, labels, parts, now)
         return self.known[key]
 
-    def _coalescing_seconds(self, node: Node, space: OpSpace) -> np.ndarray:
-        """Seconds saved by coalesced look-up results, per choice of a producer or reader."""
-        found = np.zeros(len(space.choices))
-        for reader, values in self.joined.get(node.name, ()):
-            places = [(i, name) for i, name in enumerate(reader.inputs) if name in values]
-            for choice in range(len(found)):
-                lies = {n: self.assignment.source(n).placements for _, n in places}
-                if reader is not node:
-                    made = zip(node.outputs, space.outputs, strict=True)
-                    lies |= {n: x[choice] for n, x in made if n in lies and n not in self.assignment.shared}
-                    read = [self.assignment.use(reader, i) for i, _ in places]
-                else:
-                    read = [space.inputs[i][choice] for i, _ in places]
-                moves = ((n, lies[n], placed) for (_, n), placed in zip(places, read, strict=True))
-                found[choice] += coalescing_saved_seconds(self.graph, self.mesh, moves)
-        return found
+    def _links(self, node: Node, space: OpSpace) -> Iterator[ValueEdge]:
+        """Edges of ``node`` with all its strategies; their end at ``node`` is named :data:`_OWN`."""
+        for read in operand_reads(node, space):
+            source = self.network.sources[read.name]
+            yield ValueEdge(*source, _OWN, EdgeSide(read.placed), read.name, *read[3:])
+        made = dict(zip(node.outputs, space.outputs, strict=True))
+        variable = f"node:{node.name}"
+        for link in self.network.links_of[variable]:
+            if link.source == variable:
+                yield link._replace(source=_OWN, given=EdgeSide(made[link.value]))
 
-    def _extra_parts(self, node: Node, space: OpSpace) -> StepParts:
-        """Seconds on top of look-up prices in the group of ``node``, per choice of ``node``."""
-        found = self.calls[node.name]
-        each, at = found.chosen(self.assignment), found.nodes.index(node)
-        own = (found.extra_seconds([*each[:at], x, *each[at + 1 :]]) for x in found.per_choice(node, space))
-        latency, update = np.array(list(own)).T
-        return StepParts(blocking=latency, once=update)
+    def _edge(self, node: Node, link: ValueEdge, choices: int) -> StepParts:
+        """Seconds of an edge per strategy of ``node``; a variable with several states at the other end adapts."""
+        if self._is_stored_as_read(link):
+            return self._stored_as_read(link)
+        network, table, reads = self.network, self.network.tables.of(link, held=False), link.reader == _OWN
+        other = link.source if reads else link.reader
+        parts = table.parts[np.ix_(table.rows, table.columns)]
+        parts = parts if reads else parts.map(np.transpose)
+        if (states := network.variables[other].size) == 1:
+            return parts[0]
+        return self._cheapest(network.around(other, network.states, f"node:{node.name}"), parts, (states, choices))
 
-    def _step(self, parts: StepParts) -> Any:
-        return parts.step(self.mesh.overlap, self.graph.passes)
+    def _exchange(self, node: Node, space: OpSpace) -> StepParts:
+        """Seconds of the message that look-ups share, per strategy of ``node``."""
+        of = self.exchanges[node.name]
+        found = of.group([space if n is node else self.network.spaces[n] for n in of.nodes])
+        if found is None:
+            return NO_SECONDS
+        own, rest = NO_SECONDS, sum_of_terms(found.terms)
+        for other, terms in zip(of.nodes, found.more, strict=True):
+            if other is node:
+                own = sum_of_terms(terms)
+            else:
+                rest += sum_of_terms(terms)[:, 0]
+        return self._cheapest(rest, own, (len(found.ways), len(space.choices)))
 
-    def _parts(
-        self, name: str, sources: Sequence[Placements], targets: Sequence[Placements], first: bool = True
-    ) -> StepParts:
-        """``first``: whether sources are layouts of the definition, not of the shared layout."""
-        stage, movable, share, products = self._terms(name)
-        terms = stage, movable, share, products if first else NO_RING_PRODUCTS, self.graph.passes
-        return conversion_parts(self.graph.types[name], self.mesh, sources, targets, *terms)
+    def _cheapest(self, rest: StepParts, parts: StepParts, shape: tuple[int, int]) -> StepParts:
+        """For each choice (column of ``parts``) the cheapest state (row), with ``rest`` seconds per state."""
+        every = rest[:, None] + parts
+        best = self.network.cost(every, *shape).argmin(axis=0)
+        return every.map(lambda x: np.broadcast_to(x, shape)[best, np.arange(shape[1])])
 
-    def _read(self, name: str, placed: Sequence[Placements]) -> StepParts:
-        """Seconds to convert an operand to each layout; an owned table is stored as read."""
-        if not self._is_stored_as_read(name):
-            source = self.assignment.source(name).placements
-            return self._parts(name, [source], placed, name not in self.assignment.shared)[0]
-        type_ = self.graph.types[name]
+    def _is_stored_as_read(self, link: ValueEdge) -> bool:
+        """Whether it is an owned table that ``node`` alone reads: it has no conversions."""
+        placed = link.given.placed[0] if link.source == link.value else ()
+        return link.reader == _OWN and any(isinstance(p, Owned) for p in placed)
+
+    def _stored_as_read(self, link: ValueEdge) -> StepParts:
+        """Seconds of a table that is stored in the layout in which each strategy reads it."""
+        type_ = self.graph.types[link.value]
         whole = I if type_.grad else R
-        stored = [tuple(p if isinstance(p, Shard | Owned) else whole for p in x) for x in placed]
-        read = self._parts(name, stored, placed)
+        stored = tuple(tuple(p if isinstance(p, Shard | Owned) else whole for p in x) for x in link.asked.placed)
+        table = self.network.tables.of(link._replace(given=replace(link.given, placed=stored)), held=False)
         update = [update_seconds(self.optimizer, type_, x, self.graph, self.mesh) for x in stored]
-        return StepParts(*(x.diagonal() if x.ndim else x for x in read)) + StepParts(once=np.array(update))
+        return table.parts[table.rows, table.columns] + StepParts(once=np.array(update))
 
-    def _is_stored_as_read(self, name: str) -> bool:
-        """Whether it is stored as read: an owned table with one reader has no conversions."""
-        owned = any(isinstance(p, Owned) for p in self.assignment.source(name).placements)
-        return owned and name not in self.assignment.shared
-
-    def _terms(self, name: str) -> tuple[int | None, bool, MessageShares, RingProducts]:
-        """(ZeRO stage, whether movable, latency shares, products of a collective matmul)."""
-        products = self.products.get(name, NO_RING_PRODUCTS)
-        return self.stages.get(name), name in self.movable, self.shares[name], products
-
-    def _best(self, space: OpSpace, extra: np.ndarray, current: int) -> tuple[Alternative, ...]:
-        order = [int(i) for i in np.argsort(extra, kind="stable") if i != current and math.isfinite(extra[i])]
+    def _best(
+        self, space: OpSpace, labels: Sequence[tuple[str, ...]], parts: StepParts, now: tuple[str, ...]
+    ) -> tuple[Alternative, ...]:
+        mine = np.array([x == now for x in labels])
+        current = int(np.argmin(np.where(mine, self.network.cost(parts, len(labels)), np.inf)))
+        passes, overlap = self.graph.passes, self.mesh.overlap
+        others = self.total + (parts - parts[current])
+        extra = others.step(overlap, passes) - self.total.step(overlap, passes)
+        cheapest: dict[tuple[str, ...], int] = {}
+        for i in np.argsort(extra, kind="stable").tolist():
+            if not mine[i] and math.isfinite(extra[i]):
+                cheapest.setdefault(labels[i], i)
+        order = list(cheapest.values())
         kept = order[: self.limit]
         for axis, size in enumerate(self.mesh.shape):
             if size > 1 and not space.choices[current][axis].divides:
                 kept += [i for i in order if space.choices[i][axis].divides][:1]
-        return tuple((_strategy_labels(space.choices[i]), float(extra[i])) for i in sorted(set(kept), key=order.index))
+        return tuple((labels[i], float(extra[i])) for i in sorted(set(kept), key=order.index))
 
 
 def _strategy_labels(choice: Sequence[Any]) -> tuple[str, ...]:
@@ -425,8 +386,3 @@ def cheapest_use(found: Mapping[str, Sequence[Alternative]], axis: int) -> tuple
     )
     best = min(candidates, default=None)
     return None if best is None else (best[1], best[0])
-
-
-def is_dividing_label(label: str) -> bool:
-    """Whether a strategy with this label shards a factor: it is not I, R or P(…)."""
-    return label not in ("I", "R") and not label.startswith("P(")

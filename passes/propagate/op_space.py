@@ -38,14 +38,11 @@ class OpSpace:
     """The combined strategies of one op; nodes with the same signature share it."""
 
     choices: tuple[tuple[Strategy, ...], ...]
-    compute: np.ndarray
-    """float64 [2, choices]: seconds of forward and backward"""
-    launches: np.ndarray
-    """float64 [2, choices]: launches, the part that overlaps with nothing"""
-    inside: np.ndarray
-    """float64 [2, choices]: seconds of collectives inside the local form"""
+    phases: np.ndarray
+    """float64 [4, 2, choices]: seconds of compute, of its launches, which overlap with nothing, and of exposed and
+    hidden collectives inside the local form; each in the forward and the backward"""
     inside_again: np.ndarray
-    """float64 [choices]: of the forward's collectives, those repeated when recomputed"""
+    """float64 [choices]: of the forward's exposed collectives, those repeated when recomputed"""
     spared: Mapping[int, np.ndarray]
     """operand → float64 [choices]: seconds of collectives skipped if it was replicated"""
     inputs: tuple[tuple[Placements, ...], ...]
@@ -57,18 +54,31 @@ class OpSpace:
     @cached_property
     def parts(self) -> StepParts:
         """Seconds of every choice."""
-        launches = self.launches.sum(axis=0)
-        return StepParts(self.compute.sum(axis=0) - launches, launches, self.inside.sum(axis=0))
+        compute, launches, inside, hidden = self.phases.sum(axis=1)
+        return StepParts(compute - launches, launches, inside, hidden=hidden)
 
     @cached_property
     def again(self) -> StepParts:
         """Seconds to recompute every choice."""
-        return StepParts(self.compute[0] - self.launches[0], self.launches[0], self.inside_again)
+        compute, launches, _, hidden = self.phases[:, 0]
+        return StepParts(compute - launches, launches, self.inside_again, hidden=hidden)
 
     @cached_property
     def seconds(self) -> np.ndarray:
         """float64 [choices]: forward plus backward."""
         return self.parts.compute + self.parts.other + self.parts.blocking
+
+    def compute(self, choice: int = 0) -> costs.PhaseSeconds:
+        """Seconds of compute of one choice."""
+        ahead, back, *launches = self.phases[:2, :, choice].ravel().tolist()
+        return costs.PhaseSeconds(ahead, back, (launches[0], launches[1]))
+
+    def repeated(self, at: Sequence[int], ways: GroupedConversions, pays: Sequence[float]) -> OpSpace:
+        """The choices ``at``, in this order; each waits ``pays`` seconds more in the forward."""
+        phases, spared = self.phases[..., at], {i: x[at] for i, x in self.spared.items()}
+        phases[2, 0] += pays
+        ins, outs = (tuple(tuple(x[i] for i in at) for x in side) for side in (self.inputs, self.outputs))
+        return OpSpace(tuple(self.choices[i] for i in at), phases, self.inside_again[at], spared, ins, outs, ways)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +136,28 @@ def op_space(
 
     ``asked``: restrictions; ``fused_traffic``: :func:`costs.node_seconds`; ``waits``: :func:`synchronization_skew`.
     """
-    best: dict[Any, _PricedChoice] = {}
     for choices in _request_tiers(_feasible_choices(node, graph, mesh, asked), asked or (None,) * mesh.ndim):
-        best = _cheapest_by_layout(choices, node, graph, mesh, traffic, waits)
-        if best:
+        if best := _cheapest_by_layout(choices, node, graph, mesh, traffic, waits):
             break
-    placed = [tuple(found.placed[i] for found in best.values()) for i in range(len(node.inputs) + len(node.outputs))]
+    return _space_of(node, best)
+
+
+def chosen_space(
+    node: Node, graph: Graph, mesh: Mesh, choice: tuple[Strategy, ...], traffic: Traffic | None, waits: SkewSeconds
+) -> OpSpace:
+    """The space of one choice; arguments as of :func:`op_space`."""
+    return _space_of(node, _cheapest_by_layout((choice,), node, graph, mesh, traffic, waits))
+
+
+def _space_of(node: Node, found: Sequence[_PricedChoice]) -> OpSpace:
+    placed = [tuple(x.placed[i] for x in found) for i in range(len(node.inputs) + len(node.outputs))]
+    each = [(x.compute[:2], x.compute.launches, x.inside[:2], x.inside.hidden) for x in found]
+    operands = sorted({i for x in found for i in x.spared})
     return OpSpace(
-        choices=tuple(found.choice for found in best.values()),
-        compute=np.array([found.compute[:2] for found in best.values()]).T,
-        launches=np.array([found.compute.launches for found in best.values()]).T,
-        inside=np.array([found.inside[:2] for found in best.values()]).T,
-        inside_again=np.array([found.inside.again for found in best.values()]),
-        spared={
-            i: np.array([found.spared.get(i, 0.0) for found in best.values()])
-            for i in sorted({i for found in best.values() for i in found.spared})
-        },
+        choices=tuple(x.choice for x in found),
+        phases=np.moveaxis(np.array(each).reshape(-1, 4, 2), 0, -1).copy(),
+        inside_again=np.array([x.inside.again for x in found]),
+        spared={i: np.array([x.spared.get(i, 0.0) for x in found]) for i in operands},
         inputs=tuple(placed[: len(node.inputs)]),
         outputs=tuple(placed[len(node.inputs) :]),
     )
@@ -181,11 +197,10 @@ def _cheapest_by_layout(
     mesh: Mesh,
     traffic: Traffic | None,
     waits: SkewSeconds,
-) -> dict[Any, _PricedChoice]:
-    """Layouts of operands and results (as numbers) → the cheapest choice with them."""
+) -> list[_PricedChoice]:
+    """For all layouts of operands and results the cheapest choice with them."""
     types = [graph.types[name] for name in (*node.inputs, *node.outputs)]
-    flops = costs.node_flops(node, graph, rule_for(node.op))
-    seconds = costs.node_timer(node, graph, mesh, flops, traffic)
+    seconds = costs.node_timer(node, graph, mesh, traffic)
     best: dict[Any, _PricedChoice] = {}
     for choice, key, placed, shapes in _with_local_shapes(choices, types, mesh):
         inside = internal_collectives(node, graph, mesh, choice, placed)
@@ -197,7 +212,7 @@ def _cheapest_by_layout(
         )
         if key not in best or found.step < best[key].step:
             best[key] = found
-    return best
+    return list(best.values())
 
 
 def _with_local_shapes(
@@ -226,17 +241,18 @@ def _with_local_shapes(
 class OpSpaces:
     """Op spaces by node; nodes with the same signature share one, also after the search.
 
-    ``asked``: node name → restrictions of a named strategy.
+    ``asked``: node name → restrictions of a named strategy. ``chosen``: node name → its only choice.
     """
 
-    def __init__(self, graph: Graph, mesh: Mesh, asked: Mapping[str, OpRequests] | None = None) -> None:
-        self.graph, self.mesh, self.traffic, self.waits = (
-            graph,
-            mesh,
-            memory_traffic(graph, mesh),
-            synchronization_skew(graph, mesh),
-        )
-        self.asked = asked or {}
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Mesh,
+        asked: Mapping[str, OpRequests] | None = None,
+        chosen: Mapping[str, tuple[Strategy, ...]] | None = None,
+    ) -> None:
+        self.graph, self.mesh, self.asked, self.chosen = graph, mesh, asked or {}, chosen
+        self.traffic, self.waits = memory_traffic(graph, mesh), synchronization_skew(graph, mesh)
         self._of: dict[str, OpSpace] = {}
         found: dict[Any, OpSpace] = {}
         # With dynamic lengths, making a space records decisions about them; every search must.
@@ -244,10 +260,15 @@ class OpSpaces:
 
     def __getitem__(self, node: Node) -> OpSpace:
         if node.name not in self._of:
-            asked, traffic = self.asked.get(node.name, ()), self.traffic.get(node.name)
+            traffic, what = self.traffic.get(node.name), (node, self.graph, self.mesh)
+            asked: object = self.asked.get(node.name, ()) if self.chosen is None else self.chosen[node.name]
             key = node_signature(node, self.graph.types), asked, traffic
             if key not in self._known:
-                self._known[key] = op_space(node, self.graph, self.mesh, asked, traffic, self.waits)
+                self._known[key] = (
+                    op_space(*what, self.asked.get(node.name, ()), traffic, self.waits)
+                    if self.chosen is None
+                    else chosen_space(*what, self.chosen[node.name], traffic, self.waits)
+                )
             self._of[node.name] = self._known[key]
         return self._of[node.name]
 

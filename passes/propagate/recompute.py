@@ -31,6 +31,7 @@ from autoshard.passes.rules.facts import can_redraw, has_effect, is_view, saved_
 
 Recompute = str | Mapping[str, bool]
 RecomputeOffer = Callable[[Node], tuple[int, ...]]
+"""the recompute states that an operation may have"""
 
 RECOMPUTE_SETTINGS = ("auto", "none", "blocks", "selective")
 
@@ -199,11 +200,6 @@ def offered_zero_stages(
     return found
 
 
-def zero_stages_of(graph: Graph, zero: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every parameter; ``zero``: of those kept gathered."""
-    return {name: zero.get(name, 0) for name in graph.parameters}
-
-
 CHEAP_FLOPS_PER_ELEMENT = 64.0
 """FLOPs per result element below which repeating beats sending; an outer product is below"""
 
@@ -223,7 +219,7 @@ def duplicable_nodes(graph: Graph, at_most: float = CHEAP_FLOPS_PER_ELEMENT) -> 
             and (node.op.namespace == "aten" or rule_for(node.op) is not None)  # custom operations may draw or write
             and not any(name in fixed for name in node.inputs)
             and not any(graph.types[o].grad for o in node.outputs)
-            and node_flops(node, graph, rule_for(node.op)) <= at_most * results
+            and node_flops(node, graph) <= at_most * results
         ):
             found.add(node.name)
         else:

@@ -21,10 +21,8 @@ from autoshard.passes.redistribute.pricing import (
     UNSHARED_MESSAGES,
     MessageShares,
     Prices,
-    gradient_itemsize,
     message_latency,
-    price_moves,
-    sparse_gradient_rows,
+    prices_of,
 )
 from autoshard.passes.redistribute.resharding import redistribution, without_fixed
 from autoshard.passes.redistribute.shortest_path import distances_to, unsharded_kinds
@@ -32,19 +30,6 @@ from autoshard.passes.search.arrays import broadcast_sum
 
 ALL_PAIRS_STATES = 500
 """most states for which all pairs are computed at once"""
-
-
-def cost_matrix(
-    sources: Sequence[Layout],
-    targets: Sequence[Layout],
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    grad: GradientTransfer,
-    closed: tuple[int, ...] = (),
-) -> Floats:
-    """float64 seconds from each source (row) to each target (column); see :func:`link_matrices`."""
-    launches, node, network = link_matrices(sources, targets, shape, dtype, grad, closed)
-    return launches + node + network
 
 
 def link_matrices(
@@ -67,15 +52,10 @@ def link_matrices(
         return none, none, none
     if any(x.fixed for x in (*sources, *targets)):
         return _fixed_matrices(sources, targets, shape, dtype, grad, closed, share)
-    mesh, shape, kinds = sources[0].mesh, tuple(shape), unsharded_kinds((*sources, *targets), bool(grad))
-    if mesh.ndim > EXACT_AXES:
-        return _pairwise_matrices(sources, targets, shape, dtype, grad, closed, share)
-    base, back = free_frame(mesh.ndim, len(shape)), gradient_itemsize(dtype, grad)
-    prices = price_moves(mesh.unnamed, shape, dtype.itemsize, kinds, back, base, closed, sparse_gradient_rows(grad))
-    index = prices.space.index
-    rows = [index[state_of(x, len(shape), grad=bool(grad))] for x in sources]
-    columns = rows if targets is sources else [index[state_of(x, len(shape), grad=bool(grad))] for x in targets]
-    if len(index) <= ALL_PAIRS_STATES:
+    if sources[0].mesh.ndim > EXACT_AXES:
+        return _pairwise_matrices(sources, targets, tuple(shape), dtype, grad, closed, share)
+    prices, rows, columns = _states_between(sources, targets, tuple(shape), dtype, grad, closed)
+    if len(prices.space.index) <= ALL_PAIRS_STATES:
         needed, each = _needed_shares(share), [np.zeros(()) for _ in prices.shares]
         for number, table in zip(needed, _path_shares(prices, needed), strict=True):
             each[number] = table[rows][:, columns]
@@ -86,6 +66,23 @@ def link_matrices(
         found[:, column] = _split_by_link(seconds, shares, share)
     exposed_part, near, far = (np.ascontiguousarray(x.T) for x in found)
     return exposed_part, near, far
+
+
+def _states_between(
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    grad: GradientTransfer,
+    closed: tuple[int, ...],
+) -> tuple[Prices, list[int], list[int]]:
+    """(prices of all moves, states of ``sources``, states of ``targets``)."""
+    mesh, kinds = sources[0].mesh, unsharded_kinds((*sources, *targets), bool(grad))
+    prices = prices_of(mesh, shape, dtype, grad, kinds, free_frame(mesh.ndim, len(shape)), closed)
+    rows = [prices.space.index[state_of(x, len(shape), grad=bool(grad))] for x in sources]
+    if targets is sources:
+        return prices, rows, rows
+    return prices, rows, [prices.space.index[state_of(x, len(shape), grad=bool(grad))] for x in targets]
 
 
 def _needed_shares(share: MessageShares) -> tuple[int, ...]:
@@ -240,24 +237,10 @@ def peak_move_elements(
     if not sources or not targets:
         return found
     own = [np.array([math.prod(x.max_local_shape(shape)) for x in side], float) for side in (sources, targets)]
-    mesh = sources[0].mesh
-    if any(x.fixed for x in (*sources, *targets)) or mesh.ndim > EXACT_AXES:
+    if any(x.fixed for x in (*sources, *targets)) or sources[0].mesh.ndim > EXACT_AXES:
         same = np.array([[a.placements == b.placements for b in targets] for a in sources])
         return np.where(same, 0.0, own[0][:, None] + own[1])
-    shape, kinds = tuple(shape), unsharded_kinds((*sources, *targets), bool(grad))
-    base = free_frame(mesh.ndim, len(shape))
-    prices = price_moves(
-        mesh.unnamed,
-        shape,
-        dtype.itemsize,
-        kinds,
-        gradient_itemsize(dtype, grad),
-        base,
-        closed,
-        sparse_gradient_rows(grad),
-    )
-    index = prices.space.index
-    rows, columns = ([index[state_of(x, len(shape), grad=bool(grad))] for x in side] for side in (sources, targets))
+    prices, rows, columns = _states_between(sources, targets, tuple(shape), dtype, grad, closed)
     for goal in set(columns):
         found[:, [c == goal for c in columns]] = _largest_move_elements(prices, goal)[rows][:, None]
     return found

@@ -168,6 +168,20 @@ def price_moves(
     return Prices(total, gradients, seconds, numel, graph, piece, mesh, itemsize, bool(back), scalar)
 
 
+def prices_of(
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    grad: GradientTransfer,
+    kinds: tuple[str, ...],
+    base: LayoutState,
+    closed: tuple[int, ...] = (),
+) -> Prices:
+    """:func:`price_moves` for a tensor of this dtype with this gradient."""
+    back, rows = gradient_itemsize(dtype, grad), sparse_gradient_rows(grad)
+    return price_moves(mesh.unnamed, shape, dtype.itemsize, kinds, back, base, closed, rows)
+
+
 def _sparse_backward_bytes(graph: LayoutSpace, sizes: Ints, back: int, looked_up: int) -> Ints:
     """Backward bytes of every move of a sparse gradient."""
     found = np.zeros(len(graph.moves), np.int64)

@@ -29,8 +29,7 @@ from autoshard.passes.redistribute.layout_graph import (
 from autoshard.passes.redistribute.pricing import (
     FORBIDDEN,
     Prices,
-    gradient_itemsize,
-    price_moves,
+    prices_of,
     sparse_gradient_rows,
 )
 
@@ -168,16 +167,7 @@ def plan_redistribution(
         rest = (shape, mesh, dtype, grad, peak_limit, minimize, closed)
         legs = plan_redistribution(src, middle, *rest), plan_redistribution(middle, dst, *rest)
         return replace(concatenate_legs(legs, legs[0].steps + legs[1].steps), minimal=False)
-    prices = price_moves(
-        mesh.unnamed,
-        shape,
-        dtype.itemsize,
-        kinds,
-        gradient_itemsize(dtype, grad),
-        common,
-        closed,
-        sparse_gradient_rows(grad),
-    )
+    prices = prices_of(mesh, shape, dtype, grad, kinds, common, closed)
     start, goal = (prices.space.index[x] for x in ends)
     path = _cheapest_moves(prices, start, goal, peak_limit, minimize)
     if path is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,19 @@ from autoshard.passes.ir.graph import Graph, Input, Node, Ref, TensorType
 from autoshard.passes.ir.program import Program
 from autoshard.passes.lower.lowering import lower_graph
 from autoshard.passes.propagate.op_space import axis_strategies
+from autoshard.passes.redistribute import link_matrices
 from autoshard.passes.search.network import Solution
 
 LETTERS: dict[str, Placement] = {"I": I, "R": R, "P": P, "0": Shard(0), "1": Shard(1)}
+
+
+def layouts_on(mesh: Mesh, placed: Iterable[Sequence[Placement]]) -> list[Layout]:
+    return [Layout(mesh, p) for p in placed]
+
+
+def cost_matrix(*between: Any) -> Any:
+    """Seconds of redistributions between two lists of layouts."""
+    return sum(link_matrices(*between))
 
 
 class Draft:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoshard.aten import aten
 from autoshard.passes.capture.translate.canonicalize import remove_dead
+from autoshard.passes.ir.analyses import values_reached
 from autoshard.passes.ir.graph import Graph, Node, Ref
 from autoshard.passes.ir.patterns import Matcher
 from autoshard.passes.ir.rewrite import NodeBuilder, rewrite
@@ -59,7 +60,7 @@ def _is_only_looked_up(name: str, graph: Graph) -> bool:
 
 def _can_be_table_wise(name: str, graph: Graph) -> bool:
     """Whether look-ups give one row per sample, by indices from inputs (table-wise placement)."""
-    given = _from_inputs(graph)
+    given = values_reached(graph, (i.name for i in graph.inputs if i.kind == "input"))
     return all(
         len(graph.types[node.outputs[0]].shape) == 2
         and node.inputs[node.positions["indices"]] in given
@@ -67,14 +68,6 @@ def _can_be_table_wise(name: str, graph: Graph) -> bool:
         and not node.argument("scale_grad_by_freq", False)
         for node in graph.uses[name]
     )
-
-
-def _from_inputs(graph: Graph) -> frozenset[str]:
-    found = {i.name for i in graph.inputs if i.kind == "input"}
-    for node in graph.nodes:
-        if not found.isdisjoint(node.inputs):
-            found.update(node.outputs)
-    return frozenset(found)
 
 
 def _fuse_pooling(graph: Graph, tables: Sequence[str]) -> Graph:

@@ -14,7 +14,7 @@ from typing import Any
 from networkx.utils import UnionFind
 
 from autoshard.layout import Shard
-from autoshard.passes.ir.analyses import node_signature
+from autoshard.passes.ir.analyses import node_signature, values_made_of, values_reached
 from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node
 from autoshard.passes.propagate.op_space import OpRequest, axis_strategies
@@ -84,11 +84,7 @@ class Families:
     @cached_property
     def weights(self) -> frozenset[str]:
         """Values made from parameters, buffers and constants alone."""
-        found = {i.name for i in self.graph.inputs if i.kind != "input"}
-        for node in self.graph.nodes:
-            if node.inputs and found.issuperset(node.inputs):
-                found.update(node.outputs)
-        return frozenset(found)
+        return values_made_of(self.graph, (i.name for i in self.graph.inputs if i.kind != "input"))
 
     @cached_property
     def activations(self) -> frozenset[str]:
@@ -99,10 +95,7 @@ class Families:
             for i in self.graph.inputs
             if i.kind == "parameter" or (i.kind == "input" and types[i.name].dtype.is_floating_point)
         }
-        for node in self.graph.nodes:
-            if not carried.isdisjoint(node.inputs):
-                carried.update(node.outputs)
-        return frozenset(carried - self.weights)
+        return values_reached(self.graph, carried) - self.weights
 
     @cached_property
     def ring_families(self) -> frozenset[Family]:
@@ -115,11 +108,7 @@ class Families:
     @cached_property
     def from_inputs(self) -> frozenset[str]:
         """Values that depend on an input."""
-        found = {i.name for i in self.graph.inputs if i.kind == "input"}
-        for node in self.graph.nodes:
-            if not found.isdisjoint(node.inputs):
-                found.update(node.outputs)
-        return frozenset(found)
+        return values_reached(self.graph, (i.name for i in self.graph.inputs if i.kind == "input"))
 
     def origins(self, weight: str) -> frozenset[str]:
         """Parameters behind a value of :attr:`weights`."""
@@ -130,7 +119,7 @@ class Families:
 
     def flops(self, node: Node) -> float:
         """Forward and backward FLOPs of ``node``."""
-        return costs.node_flops(node, self.graph, rule_for(node.op))
+        return costs.node_flops(node, self.graph)
 
     def is_activation(self, node: Node) -> bool:
         return not self.activations.isdisjoint(node.outputs)

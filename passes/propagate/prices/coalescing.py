@@ -36,8 +36,6 @@ from autoshard.passes.propagate.prices.roofline import backward_factor, node_flo
 from autoshard.passes.redistribute import link_matrices
 from autoshard.passes.redistribute.layout_graph import Floats
 from autoshard.passes.redistribute.pricing import UNSHARED_MESSAGES, MessageShares
-from autoshard.passes.rules import rule_for
-from autoshard.passes.rules.base import Rule
 from autoshard.passes.rules.facts import is_view, saves_operand
 from autoshard.passes.rules.families.context_parallel import ATTENTION_OPS
 from autoshard.passes.rules.families.embedding import LOOKUP_OPS
@@ -103,21 +101,6 @@ def shared_latencies(
     )
     found: Floats = with_skew(launches, mesh, waits) + sum(links)
     return found
-
-
-def coalescing_saved_seconds(graph: Graph, mesh: Mesh, moves: Iterable[tuple[str, Placements, Placements]]) -> float:
-    """Seconds saved by coalescing conversions (name, from, to) of one type at one reader. The
-    source layout that saves most pays latency once."""
-    going: dict[Placements, list[float]] = {}
-    for name, src, dst in dict.fromkeys(moves):
-        if not Layout(mesh, src).fixed:
-            going.setdefault(src, []).append(_shared_latency(graph, mesh, graph.types[name], src, dst))
-    return max((sum(each) - max(each) for each in going.values()), default=0.0)
-
-
-@cached_per_graph
-def _shared_latency(graph: Graph, mesh: Mesh, type_: TensorType, src: Placements, dst: Placements) -> float:
-    return float(shared_latencies(type_, mesh, (src,), (dst,), synchronization_skew(graph, mesh).message)[0, 0])
 
 
 BUCKET_BYTES = 25 * 2**20
@@ -201,23 +184,21 @@ def _prefetch_windows(graph: Graph, mesh: Mesh) -> dict[str, float]:
     products: dict[Hashable, float] = {}  # equal layers have equal ones
     for path, several in groupby(graph.nodes, key=lambda node: block_path(node.fqn)):
         nodes = [node for node in several if path and node.outputs]
-        each = []
-        for node in nodes:
-            rule = rule_for(node.op)
-            if rule is not None and rule.flops is not None:
-                key = node_signature(node, graph.example.types)
-                if key not in products:
-                    products[key] = _forward_product_time(node, graph, mesh, rule)
-                each.append(products[key])
-        seconds = math.fsum(each) / mesh.size
+        keys = [node_signature(node, graph.example.types) for node in nodes]
+        for key, node in zip(keys, nodes, strict=True):
+            if key not in products:
+                products[key] = _forward_product_time(node, graph, mesh)
+        seconds = math.fsum(products[key] for key in keys) / mesh.size
         for name in (n for node in nodes for n in node.inputs if n in graph.parameters):
             found.setdefault(name, seconds)
     return found
 
 
-def _forward_product_time(node: Node, graph: Graph, mesh: Mesh, rule: Rule) -> float:
+def _forward_product_time(node: Node, graph: Graph, mesh: Mesh) -> float:
     """Forward seconds of a node's products on one device."""
-    forward = node_flops(node, graph, rule) / (1.0 + backward_factor(node, graph))
+    if not (flops := node_flops(node, graph)):
+        return 0.0
+    forward = flops / (1.0 + backward_factor(node, graph))
     return forward / (mesh.hardware.peak(graph.types[node.outputs[0]].dtype) * mesh.hardware.efficiency)
 
 

@@ -13,7 +13,7 @@ price depends on the two layouts of the conversion alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,10 +22,10 @@ import torch
 from autoshard.aten import aten
 from autoshard.layout import Layout, Partial, Replicate, Shard
 from autoshard.mesh import Mesh
-from autoshard.passes.ir.analyses import cached_per_graph
-from autoshard.passes.ir.assignment import Placements
+from autoshard.passes.ir.analyses import cached_per_graph, values_made_of
 from autoshard.passes.ir.graph import Graph, Node, TensorType
 from autoshard.passes.ir.text import block_path
+from autoshard.passes.propagate.prices.collective_overheads import placements_on_axis
 from autoshard.passes.propagate.prices.overlap import StepParts
 from autoshard.passes.propagate.prices.roofline import is_ideal_network, local_shape
 from autoshard.passes.redistribute.pricing import gradient_itemsize
@@ -47,10 +47,8 @@ NO_RING_PRODUCTS = RingProducts()
 
 
 class RingTransfer(NamedTuple):
-    """One phase of a ring transfer: messages, seconds, and overlap."""
+    """One phase of a ring transfer."""
 
-    hops: int
-    bytes: float
     seconds: float
     """with the extra time of products on shards"""
     hidden: float
@@ -64,7 +62,7 @@ def overlapping_products(graph: Graph, mesh: Mesh) -> Mapping[str, RingProducts]
     """Value → products that can hide its conversion, if the hardware overlaps."""
     if not mesh.hardware.overlap or not mesh.hardware.part_by_part or is_ideal_network(mesh):
         return {}
-    found, stored = {}, _parameter_values(graph)
+    found, stored = {}, values_made_of(graph, graph.parameters)  # which exist before a block's products
     for name, type_ in graph.types.items():
         if name in graph.producers and not type_.unknown and not type_.sparse:
             maker, readers = graph.producers[name], graph.uses[name]
@@ -77,18 +75,9 @@ def overlapping_products(graph: Graph, mesh: Mesh) -> Mapping[str, RingProducts]
     return found
 
 
-def _is_weight_product(node: Node, stored: set[str]) -> bool:
+def _is_weight_product(node: Node, stored: frozenset[str]) -> bool:
     """Whether it is the product of a value and parameters, or values made from them."""
     return node.op in LINEAR_OPS and stored.issuperset(node.inputs[1:]) and node.inputs[0] not in stored
-
-
-def _parameter_values(graph: Graph) -> set[str]:
-    """Parameters, and values made from them alone, which exist before a block's products."""
-    found = set(graph.parameters)
-    for node in graph.nodes:
-        if node.inputs and found.issuperset(node.inputs):
-            found.update(node.outputs)
-    return found
 
 
 def ring_axis(src: Layout, dst: Layout) -> str | None:
@@ -159,7 +148,7 @@ def _ring_transfer(
         longer += device.kernel_latency + device.traffic_seconds((hops + 2) * size)
     message = link.seconds(size, "permute")
     hides = min(mesh.beside((axis,), "permute") * (message - device.kernel_latency), each)
-    return RingTransfer(hops, hops * size, hops * message + longer, hops * hides, hops * (each - hides))
+    return RingTransfer(hops * message + longer, hops * hides, hops * (each - hides))
 
 
 def _ring_exposed_seconds(found: tuple[RingTransfer, RingTransfer | None]) -> float:
@@ -177,26 +166,12 @@ def with_collective_matmul(
     if products == NO_RING_PRODUCTS:
         return parts
     blocking, hidden = parts.blocking.copy(), np.zeros_like(parts.blocking)
-    for i, j in _ring_candidates([x.placements for x in sources], [x.placements for x in targets]):
+    gathers, scatters = (Shard, targets, Replicate), (Partial, targets, Shard)
+    moves = placements_on_axis(sources, *gathers) | placements_on_axis(sources, *scatters)
+    codes = {p: i for i, p in enumerate({p for x in (*sources, *targets) for p in x.placements})}
+    own, asked = (np.array([[codes[p] for p in x.placements] for x in side]) for side in (sources, targets))
+    for i, j in np.argwhere(moves & ((own[:, None] != asked).sum(axis=2) == 1)):  # one axis changes
         found = ring_transfers(type_, products, sources[i], targets[j])
         if found is not None and (waits := _ring_exposed_seconds(found)) < blocking[i, j]:
             blocking[i, j], hidden[i, j] = waits, math.fsum(x.hidden for x in found if x is not None)
     return StepParts(parts.compute, parts.other, blocking, hidden=hidden)
-
-
-def _ring_candidates(sources: Sequence[Placements], targets: Sequence[Placements]) -> Iterator[tuple[int, int]]:
-    """Index pairs of layouts that differ on one axis, S → R or P → S."""
-    places: dict[Placements, list[int]] = {}
-    for j, target in enumerate(targets):
-        places.setdefault(target, []).append(j)
-    cuts = [[p for p in dict.fromkeys(along) if type(p) is Shard] for along in zip(*targets, strict=True)]
-    for i, source in enumerate(sources):
-        for a, placement in enumerate(source):
-            changed: list[object] = []
-            if type(placement) is Shard:
-                changed = [Replicate()]
-            elif isinstance(placement, Partial) and placement.op == "sum":
-                changed = [*cuts[a]]
-            for other in changed:
-                for j in places.get((*source[:a], other, *source[a + 1 :]), ()):  # type: ignore[arg-type]
-                    yield i, j

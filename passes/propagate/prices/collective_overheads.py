@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from autoshard.layout import Invariant, Layout, Partial, R, Replicate, Shard
 from autoshard.mesh import Mesh
@@ -30,12 +29,9 @@ from autoshard.passes.propagate.prices.roofline import (
     node_seconds,
     optimizer_seconds,
 )
-from autoshard.passes.redistribute.pricing import UNSHARED_MESSAGES, MessageShares, gradient_itemsize
-from autoshard.passes.rules import rule_for
+from autoshard.passes.redistribute.pricing import UNSHARED_MESSAGES, BoolArray, MessageShares, gradient_itemsize
 from autoshard.passes.rules.base import unsharded_strategies
 from autoshard.passes.search.network import Array
-
-CopyMask = npt.NDArray[np.bool_]
 
 
 def copy_seconds(
@@ -58,15 +54,15 @@ def copy_seconds(
     kept, moved = type_.kept.dtype.itemsize, type_.dtype.itemsize
     back = gradient_itemsize(type_.dtype, type_.moves)
     own, whole = ([local_numel(type_, x.placements, mesh) for x in side] for side in (sources, targets))
-    sums = _placements_on_axis(sources, Partial, targets, Invariant | Replicate)
-    sums_back = _placements_on_axis(sources, Invariant | Partial, targets, Replicate) if back else np.zeros_like(sums)
+    sums = placements_on_axis(sources, Partial, targets, Invariant | Replicate)
+    sums_back = placements_on_axis(sources, Invariant | Partial, targets, Replicate) if back else np.zeros_like(sums)
     if not parameter:
         return (
             sums * np.array([taken(2 * moved * n) for n in whole]),
             sums_back * np.array([taken(2 * back * n) for n in whole]),
         )
-    gathers = _placements_on_axis(sources, Shard, targets, Invariant | Replicate)
-    scatters = _placements_on_axis(sources, Shard, targets, Replicate) if back else np.zeros_like(gathers)
+    gathers = gathered_pairs(sources, targets)
+    scatters = placements_on_axis(sources, Shard, targets, Replicate) if back else np.zeros_like(gathers)
     into = np.array([taken((kept + moved) * n) for n in own])[:, None]
     out_of, reduced = (np.array([taken(each * n) for n in whole]) for each in (2 * moved, moved + back))
     alone = share.gathers >= 1 and kept == moved
@@ -75,23 +71,19 @@ def copy_seconds(
     return gathers * ~rows * (into + out_of), (scatters & ~as_it_is | sums_back & ~scatters) * reduced
 
 
-@cached_per_graph
-def copy_seconds_between(
-    graph: Graph, type_: TensorType, src: Layout, dst: Layout, parameter: bool, share: MessageShares
-) -> tuple[float, float]:
-    """:func:`copy_seconds` of one pair, cached per graph for equal layers."""
-    ahead, back = copy_seconds(type_, (src,), (dst,), parameter, share)
-    return float(ahead[0, 0]), float(back[0, 0])
-
-
-def _placements_on_axis(sources: Sequence[Layout], given: object, targets: Sequence[Layout], asked: object) -> CopyMask:
+def placements_on_axis(sources: Sequence[Layout], given: object, targets: Sequence[Layout], asked: object) -> BoolArray:
     """Whether on some axis the source (row) is ``given`` and the target (column) ``asked``."""
     has, wants = (
         np.array([[isinstance(p, kind) for p in x.placements] for x in side])  # type: ignore[arg-type]
         for side, kind in ((sources, given), (targets, asked))
     )
-    found: CopyMask = has @ wants.T
+    found: BoolArray = has @ wants.T
     return found
+
+
+def gathered_pairs(sources: Sequence[Layout], targets: Sequence[Layout]) -> BoolArray:
+    """Whether some axis shards the source (row) and not the target (column)."""
+    return placements_on_axis(sources, Shard, targets, Invariant | Replicate)
 
 
 PRODUCTS_PER_MESSAGE = 2.0
@@ -118,14 +110,13 @@ def synchronization_skew(graph: Graph, mesh: Mesh) -> SkewSeconds:
     graph, seconds = graph.example, dict[object, float]()  # a price for example lengths does not specialize the program
     total, products = 0.0, 0
     for node in graph.nodes:
-        flops = node_flops(node, graph, rule_for(node.op))
-        products += flops > 0
+        products += node_flops(node, graph) > 0
         key = node_signature(node, graph.types)
         if key not in seconds:
             names = (*node.inputs, *node.outputs)
             choice = (unsharded_strategies(len(node.inputs), len(node.outputs))[0],) * mesh.ndim
             placed = [(R,) * mesh.ndim] * len(names)
-            seconds[key] = node_seconds(node, graph, mesh, choice, flops, placed).step
+            seconds[key] = node_seconds(node, graph, mesh, choice, placed).step
         total += seconds[key]
     if not products:
         return NO_SKEW

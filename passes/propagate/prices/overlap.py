@@ -21,7 +21,7 @@ weighted rows for the others."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,9 +69,13 @@ class StepParts:
     def __sub__(self, other: StepParts) -> StepParts:
         return StepParts(*(x - y for x, y in zip(self, other, strict=True)))
 
+    def map(self, change: Callable[[Array], Array]) -> StepParts:
+        """``change`` of every part; one that is 0 for all choices stays a scalar."""
+        return StepParts(*(change(x) if x.ndim else x for x in self))
+
     def __getitem__(self, index: Any) -> StepParts:
-        """Parts of some choices; a part that is 0 for all stays a scalar."""
-        return StepParts(*(x[index] if x.ndim else x for x in self))
+        """Parts of some choices."""
+        return self.map(lambda x: x[index])
 
     def communication(self, passes: int = 1) -> Array:
         """All communication of a step, hidden or not."""
@@ -85,11 +89,9 @@ class StepParts:
     def exposed(self, overlap: Overlap, passes: int = 1) -> Array:
         """Exposed communication of a step."""
         exposed = passes * self.blocking + self.once + self.slowdown(overlap, passes)
-        for excess in self.excess(overlap, last=True):
-            exposed = exposed + np.maximum(0.0, excess)
-        if passes > 1:
-            for excess in self.excess(overlap, last=False):
-                exposed = exposed + (passes - 1) * np.maximum(0.0, excess)
+        for last, times in _overlap_rows(passes):
+            for excess in self.excess(overlap, last):
+                exposed = exposed + times * np.maximum(0.0, excess)
         return exposed
 
     def slowdown(self, overlap: Overlap, passes: int = 1) -> Array:
@@ -107,6 +109,15 @@ class StepParts:
     def step(self, overlap: Overlap, passes: int = 1) -> Array:
         """Seconds of the step."""
         return passes * (self.compute + self.other) + self.exposed(overlap, passes)
+
+
+NO_SECONDS = StepParts()
+
+
+def sum_of_terms(terms: Mapping[str, StepParts]) -> StepParts:
+    """The sum of named terms, in their order."""
+    first, *others = terms.values() if terms else (NO_SECONDS,)
+    return sum(others, first)
 
 
 def total_parts(parts: Iterable[StepParts]) -> StepParts:
@@ -159,7 +170,8 @@ def tables_of_step(
         return full if fold is None else CompactMatrix(full, *fold)
 
     cost = passes * (parts.compute + parts.other + parts.blocking) + parts.once + parts.slowdown(overlap, passes)
-    over = [x for last, _ in _overlap_rows(overlap, passes) for x in parts.excess(overlap, last)]
+    rows = _overlap_rows(passes) if overlap.node else []
+    over = [x for last, _ in rows for x in parts.excess(overlap, last)]
     return StepTables(table(cost), tuple(table(x) if x.any() else None for x in over))
 
 
@@ -169,14 +181,15 @@ def network_of_steps(
     """(network, rows): cost plus excess of rows is the step's time. Equal tables: one object."""
     vectors = [node.cost for node in nodes]
     network = CostNetwork(tuple(vectors), tuple((i, j, edge.cost) for i, j, edge in edges))  # type: ignore[arg-type]
-    prices = [times for _, times in _overlap_rows(overlap, passes) for _ in ("node", "network")]
-    rows = (
+    rows = _overlap_rows(passes) if overlap.node else []
+    prices = [times for _, times in rows for _ in ("node", "network")]
+    hiding = (
         LinearRow(tuple(n.over[k] for n in nodes), tuple(e.over[k] for *_, e in edges), limit=0.0, price=price)  # type: ignore[misc]
         for k, price in enumerate(prices)
     )
-    return network, tuple(row for row in rows if any(amounts is not None for amounts in row.edges))
+    return network, tuple(row for row in hiding if any(amounts is not None for amounts in row.edges))
 
 
-def _overlap_rows(overlap: Overlap, passes: int) -> list[tuple[bool, float]]:
+def _overlap_rows(passes: int) -> list[tuple[bool, float]]:
     """Per pair of rows: (whether for the pass with gradient sums, number of passes)."""
-    return [(True, 1.0), *([(False, passes - 1.0)] if passes > 1 else [])] if overlap.node else []
+    return [(True, 1.0), *([(False, passes - 1.0)] if passes > 1 else [])]

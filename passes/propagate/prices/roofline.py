@@ -25,7 +25,7 @@ from autoshard.passes.ir.assignment import Strategy
 from autoshard.passes.ir.graph import Graph, Node, Ref, TensorType
 from autoshard.passes.ir.memory import optimizer_bytes
 from autoshard.passes.ir.program import InternalCollective
-from autoshard.passes.rules.base import Rule
+from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.facts import facts_of, is_view, saved_for_backward
 from autoshard.passes.rules.families import context_parallel
 from autoshard.passes.rules.families.embedding import LOOKUP_OPS, TABLE_SUMS, TABLE_WISE_LABEL, lookup_kernels
@@ -125,6 +125,11 @@ def local_numel(type_: TensorType, placements: tuple[Placement, ...], mesh: Mesh
     return math.prod(local_shape(type_.shape, placements, mesh))
 
 
+def bytes_per_layout(type_: TensorType, states: Sequence[tuple[Placement, ...]], mesh: Mesh) -> np.ndarray:
+    """Bytes on the fullest rank per layout: float64 [layouts]."""
+    return np.array([local_numel(type_, p, mesh) for p in states], dtype=float) * type_.dtype.itemsize
+
+
 def work_share(choice: Sequence[Strategy], mesh: Mesh) -> float:
     """Share of an operation's work on the fullest rank (one strategy per mesh axis)."""
     lengths: dict[str, tuple[int, int]] = {}
@@ -183,8 +188,9 @@ def internal_cost(collective: InternalCollective, mesh: Mesh, waits: float = 0.0
     return moved, link.seconds(moved, kind) - (1.0 - collective.share) * link.rate(kind)[0] + collective.share * waits
 
 
-def node_flops(node: Node, graph: Graph, rule: Rule | None) -> float:
+def node_flops(node: Node, graph: Graph) -> float:
     """Forward plus backward FLOPs of ``node`` on one device (matmul-like; others count 0)."""
+    rule = rule_for(node.op)
     if rule is None or rule.flops is None:
         return 0.0
     return float(rule.flops(node, graph.example)) * (1.0 + backward_factor(node, graph))
@@ -217,27 +223,27 @@ def node_seconds(
     graph: Graph,
     mesh: Mesh,
     choice: Sequence[Strategy],
-    flops: float,
     placements: Sequence[tuple[Placement, ...]],
     traffic: Traffic | None = None,
 ) -> PhaseSeconds:
     """Seconds of ``node``: the larger of FLOPs and memory traffic, plus launches.
 
-    ``flops``: :func:`node_flops`; ``placements``: of operands, then results; ``traffic``: which are
+    ``placements``: of operands, then results; ``traffic``: which are
     read and written (None: all). The backward moves twice the bytes: gradients, too.
     """
     pairs = zip((*node.inputs, *node.outputs), placements, strict=True)
     shapes = tuple(local_shape(graph.types[n].shape, p, mesh) for n, p in pairs)
-    return node_timer(node, graph, mesh, flops, traffic)(choice, shapes)
+    return node_timer(node, graph, mesh, traffic)(choice, shapes)
 
 
 def node_timer(
-    node: Node, graph: Graph, mesh: Mesh, flops: float, traffic: Traffic | None = None
+    node: Node, graph: Graph, mesh: Mesh, traffic: Traffic | None = None
 ) -> Callable[[Sequence[Strategy], tuple[tuple[int, ...], ...]], PhaseSeconds]:
     """:func:`node_seconds` as a function of (choice, local shapes of operands, then results)."""
     names = (*node.inputs, *node.outputs)
     if is_view(node.op) or not names:
         return lambda choice, shapes: PhaseSeconds(0.0)
+    flops = node_flops(node, graph)
 
     def anew(choice: Sequence[Strategy], shapes: tuple[tuple[int, ...], ...]) -> PhaseSeconds:
         return _roofline_seconds(node, graph, mesh, choice, flops, shapes, traffic)

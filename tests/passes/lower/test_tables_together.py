@@ -243,7 +243,7 @@ def test_a_look_up_pays_for_the_kernels_of_its_form(cpu: bool) -> None:
     graph = capture_graph(Features(), (torch.zeros(64, 6, 4, dtype=torch.int64),), {}, training=True)
     node = next(n for n in graph.nodes if "pooled" in str(n.op))
     space = OpSpaces(graph, mesh)[node]
-    launches = {choice[0].label: tuple(x) for choice, x in zip(space.choices, space.launches.T, strict=True)}
+    launches = {choice[0].label: tuple(x) for choice, x in zip(space.choices, space.phases[1].T, strict=True)}
     plain, rows = (1 + 1 / 6, 1 + 5 / 6) if cpu else (2.0, 6.0)
     for label, kernels in {"I": plain, "embed": plain, "vocab": rows, "table": 0.5}.items():
         assert launches[label] == pytest.approx((kernels, kernels)), label

@@ -72,7 +72,7 @@ def test_copies_hide_behind_nothing() -> None:
     mesh, type_ = Mesh({"dp": 4}, "h100"), TensorType(SHAPE, torch.bfloat16, grad=True)
     (ahead,), (back,) = (x[0] for x in copy_seconds(type_, *_gather(mesh), True, SOME))
     for stage, gathers in ((0, 2), (2, 1)):
-        parts = conversion_parts(type_, mesh, [(Shard(0),)], [(R,)], stage, True, SOME)
+        parts = conversion_parts(type_, *_gather(mesh), stage, True, SOME)
         launches = (gathers + 1) * mesh.hardware.kernel_latency * 0.5
         assert float(parts.blocking[0, 0]) == pytest.approx(gathers * ahead + back + launches)
 

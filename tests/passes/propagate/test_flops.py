@@ -43,17 +43,15 @@ def test_products_of_the_backward_are_those_that_torch_runs(kind: str, of_input:
     graph = capture(model, (x,), training=True)
     with FlopCounterMode(display=False) as counted:
         model(x).sum().backward()
-    assert sum(costs.node_flops(n, graph, rule_for(n.op)) for n in graph.nodes) == counted.get_total_flops()
+    assert sum(costs.node_flops(n, graph) for n in graph.nodes) == counted.get_total_flops()
 
 
 def seconds(module: nn.Module, *args: torch.Tensor) -> costs.PhaseSeconds:
     """Of the one product of ``module``, on an H100."""
     graph, mesh = capture(module, args, training=True), Mesh({"x": 1})
     (node,) = (n for n in graph.nodes if (rule := rule_for(n.op)) is not None and rule.flops is not None)
-    space, flops = op_space(node, graph, mesh), costs.node_flops(node, graph, rule_for(node.op))
-    return costs.node_seconds(
-        node, graph, mesh, space.choices[0], flops, [p[0] for p in (*space.inputs, *space.outputs)]
-    )
+    space = op_space(node, graph, mesh)
+    return costs.node_seconds(node, graph, mesh, space.choices[0], [p[0] for p in (*space.inputs, *space.outputs)])
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution"])

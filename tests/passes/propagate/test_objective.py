@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from drawn_models import Attention, Heads, changed, compiled, drawn
+from programs import layouts_on
 from torch import nn
 
 import autoshard
@@ -24,6 +26,7 @@ from autoshard.layout import I, P, Placement, R
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.assignment import Assignment, normalize_placement
 from autoshard.passes.ir.graph import Graph, Ref
+from autoshard.passes.propagate import edges
 from autoshard.passes.propagate.activation_memory import EdgeSide
 from autoshard.passes.propagate.edges import EdgeTables, ValueEdge, conversion_parts, operand_reads
 from autoshard.passes.propagate.objective import alternatives, objective
@@ -31,11 +34,10 @@ from autoshard.passes.propagate.op_space import axis_strategies, op_space
 from autoshard.passes.propagate.prices import roofline as costs
 from autoshard.passes.propagate.prices.coalescing import latency_shares
 from autoshard.passes.propagate.prices.collective_overheads import copy_seconds
-from autoshard.passes.propagate.prices.overlap import movable_values
+from autoshard.passes.propagate.prices.overlap import StepParts, movable_values
 from autoshard.passes.propagate.prices.roofline import fused_traffic, local_numel
 from autoshard.passes.redistribute import redistribution
 from autoshard.passes.redistribute.pricing import UNSHARED_MESSAGES
-from autoshard.passes.rules import rule_for
 from autoshard.passes.search import Solution
 from autoshard.passes.search.rows.constrained import ENOUGH
 from autoshard.plans.plan import Plan
@@ -143,7 +145,8 @@ def test_a_bucket_pays_one_latency() -> None:
             ((Shard(0),), (I,), "all_gather", gathered),
         ):
             whole, shared = (
-                conversion_parts(type_, mesh, [before], [target], 0, True, x) for x in (UNSHARED_MESSAGES, share)
+                conversion_parts(type_, layouts_on(mesh, [before]), layouts_on(mesh, [target]), 0, True, x)
+                for x in (UNSHARED_MESSAGES, share)
             )
             spared, times = float((whole - shared).communication()[0, 0]), 1 if kind == "all_reduce" else 2
             assert spared == pytest.approx(times * (1 - part) * link.seconds(0.0, kind), rel=1e-2)
@@ -220,8 +223,7 @@ def by_hand(graph: Graph, mesh: autoshard.Mesh, assignment: Assignment) -> float
         choice = assignment.choices[node.name]
         uses = [Layout(mesh, assignment.use(node, i)) for i in range(len(node.inputs))]
         placed = [x.placements for x in (*uses, *(assignment.layouts[o] for o in node.outputs))]
-        flops = costs.node_flops(node, graph, rule_for(node.op))
-        compute += costs.node_seconds(node, graph, mesh, choice, flops, placed, touched[node.name]).step
+        compute += costs.node_seconds(node, graph, mesh, choice, placed, touched[node.name]).step
         total += sum(read(value, dst) for value, dst in set(zip(node.inputs, uses, strict=True)))
     outputs = zip(graph.outputs, assignment.outputs, strict=True)
     total += sum(read(out.name, layout) for out, layout in outputs if isinstance(out, Ref) and layout is not None)
@@ -285,6 +287,32 @@ def test_what_an_alternative_costs_is_the_difference_of_totals(
             assert other - total == pytest.approx(more, abs=1e-9 * total)
 
 
+@pytest.mark.parametrize("slower", [0.0, 1e-3])
+def test_a_term_counts_in_the_search_the_objective_and_the_alternatives(
+    slower: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every redistribution of an activation takes as much more, or no more."""
+
+    def slow(edge: edges.PricedEdge) -> StepParts | None:
+        moves = np.array([[a != b for b in edge.layouts[1]] for a in edge.layouts[0]])
+        return None if edge.link.value == "p_w" else edge.tiled(StepParts(blocking=slower * moves))
+
+    graph, mesh = small({"tp": 4}, 1 << 20)
+    plain = compiled(graph, mesh, {"x": Shard(0)}).plan.cost.total_s
+    monkeypatch.setattr(edges, "EDGE_TERMS", {**edges.EDGE_TERMS, "slow": slow})
+    found = compiled(graph, mesh, {"x": Shard(0)})
+    assignment, total = found.program.assignment, found.plan.cost.total_s
+    terms = objective(assignment).terms
+    added = sum(float(parts.blocking) for term, _, parts in terms if term == "slow")
+    assert {term for term, _, _ in terms} == {"operation", "update", "conversion", "slow"}
+    assert (added > 0) == (slower > 0) == (total > plain)
+    assert total == pytest.approx(assignment.solution.cost, rel=1e-9)
+    for node in graph.nodes:
+        for labels, more in alternatives(assignment, limit=100)[node.name]:
+            other = objective(changed(assignment, node, labels)).total_s
+            assert other - total == pytest.approx(more, abs=1e-9 * total)
+
+
 @pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}])
 def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict[str, int]) -> None:
     graph, on = small(mesh, 1 << 12)
@@ -293,12 +321,11 @@ def test_the_searchs_tables_hold_the_prices_that_alternatives_ask_for(mesh: dict
         stages = (0,) if value in graph.parameters else ()
         link = ValueEdge("definition", EdgeSide(layouts, stages=stages), "reader", EdgeSide(layouts), value)
         tables = EdgeTables(graph, on)
-        tables.collect([link])
         table = tables.of(link, held=False)
         share = latency_shares(graph, on).get(value, UNSHARED_MESSAGES)
         case = graph.types[value], stages[0] if stages else None, value in movable_values(graph), share
         for (i, a), (j, b) in itertools.product(enumerate(layouts), repeat=2):
-            asked = conversion_parts(case[0], on, [a], [b], *case[1:])
+            asked = conversion_parts(case[0], layouts_on(on, [a]), layouts_on(on, [b]), *case[1:])
             assert list(table.parts[table.rows[i], table.columns[j]]) == list(asked[0, 0])
 
 
@@ -306,7 +333,8 @@ def test_a_weight_that_moves_from_cut_to_cut_is_not_gathered_again() -> None:
     """Two all-to-alls of 15 µs and their bytes, forward and backward; a gradient that is cut takes a kernel of 7 µs."""
     graph, mesh = small({"tp": 2}, 64)
     type_ = graph.types["p_w"]
-    price = lambda a, b: float(conversion_parts(type_, mesh, [(a,)], [(b,)], 0, False).blocking[0, 0])  # noqa: E731
+    ends = lambda *placed: (layouts_on(mesh, [(p,)]) for p in placed)  # noqa: E731
+    price = lambda a, b: float(conversion_parts(type_, *ends(a, b), 0, False).blocking[0, 0])  # noqa: E731
     assert price(Shard(0), Shard(1)) == pytest.approx(30.0e-6, rel=5e-3)
     assert price(Shard(0), R) == pytest.approx(45.0e-6, rel=5e-3)
     assert price(Shard(0), I) == pytest.approx(37.0e-6, rel=5e-3)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from programs import cost_matrix
 from torch import nn
 
 import autoshard
@@ -23,7 +24,6 @@ from autoshard.passes.propagate.hints import resolve_hints
 from autoshard.passes.propagate.op_space import OpSpaces
 from autoshard.passes.propagate.planner import Planner, with_proven_bound
 from autoshard.passes.propagate.prices.collective_overheads import copy_seconds
-from autoshard.passes.redistribute import cost_matrix
 from autoshard.passes.search.arrays import dense_matrix
 
 
@@ -197,7 +197,6 @@ def test_what_edges_cannot_tell_apart_is_stored_once() -> None:
     graph = capture(Attends(), (torch.empty(2, 4, 16, 8, requires_grad=True),), {})
     network = Planner(graph, autoshard.Mesh({"tp": 4}), {}).network(limited=False)[0]
     tables = EdgeTables(graph, network.mesh)
-    tables.collect(network.links)
     masked = [link for link in network.links if link.mask is not None]
     assert masked
     for link in masked:

@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from programs import layouts_on
 from torch import nn
 
 import autoshard
 from autoshard import Hardware, Mesh, Shard
 from autoshard.hardware import PRESETS, SMALL_ALL_REDUCE
-from autoshard.layout import I, Layout, P, R
+from autoshard.layout import I, P, R
 from autoshard.passes.capture import capture
 from autoshard.passes.ir.graph import Graph, TensorType
 from autoshard.passes.ir.program import InternalCollective
@@ -48,7 +49,8 @@ def captured(width: int, rows: int = 64) -> Graph:
 
 def seconds(graph: Graph, mesh: Mesh, name: str, source: object, target: object, stage: int = 2) -> float:
     share = latency_shares(graph, mesh)[name]
-    found = conversion_parts(graph.types[name], mesh, [(source,)], [(target,)], stage, False, share)  # type: ignore[list-item]
+    ends = layouts_on(mesh, [(source,)]), layouts_on(mesh, [(target,)])  # type: ignore[list-item]
+    found = conversion_parts(graph.types[name], *ends, stage, False, share)
     return float(found.communication()[0, 0])
 
 
@@ -116,9 +118,9 @@ def test_what_lasts_longer_than_the_compute_of_a_block_is_waited_for(stage: int,
     graph, mesh = captured(4096), Mesh({"dp": 8}, hardware=replace(PRESETS["h100"], overlap=1.0))
     name = next(n for n in graph.parameters if len(graph.types[n].shape) == 2)
     assert 0 < latency_shares(graph, mesh)[name].beside < 1e-3
-    type_, moves = graph.types[name], ([(Shard(0),)], [(R,)])
-    what = type_, mesh, *moves, stage, True
-    forward = float(forward_matrices(type_, *([Layout(mesh, s) for s in side] for side in moves))[1][0, 0])
+    type_, moves = graph.types[name], (layouts_on(mesh, [(Shard(0),)]), layouts_on(mesh, [(R,)]))
+    what = type_, *moves, stage, True
+    forward = float(forward_matrices(type_, *moves)[1][0, 0])
     hidden = conversion_parts(*what, MessageShares())
     for beside, late in ((forward / 4, sum(waits) * forward / 4), (forward, 0.0)):
         found = conversion_parts(*what, MessageShares(beside=beside))
@@ -161,7 +163,8 @@ def test_stages_are_those_of_what_is_gathered(shape: tuple[int, ...], passes: in
     every = (I, R, P, *map(Shard, range(len(shape))))
     sources = [x for x in itertools.product(every, repeat=2) if P not in x and R not in x]
     targets = list(itertools.product(every, repeat=2))
-    plain, *kept = (conversion_parts(type_, mesh, sources, targets, n, True, share, passes=passes) for n in (0, 1, 2))
+    ends = layouts_on(mesh, sources), layouts_on(mesh, targets)
+    plain, *kept = (conversion_parts(type_, *ends, n, True, share, passes=passes) for n in (0, 1, 2))
     for parts in (plain, *kept):
         assert all((x >= 0).all() for x in parts)
     whole = np.array(

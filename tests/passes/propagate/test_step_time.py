@@ -30,7 +30,6 @@ from autoshard.passes.propagate.prices.overlap import (
     total_parts,
 )
 from autoshard.passes.propagate.prices.roofline import fused_traffic
-from autoshard.passes.rules import rule_for
 from autoshard.passes.rules.families import context_parallel
 from autoshard.passes.search import solve
 from autoshard.plans.plan import Plan
@@ -145,11 +144,10 @@ def test_the_optimizer_takes_the_time_of_its_state() -> None:
 
 def seconds_of(graph: Graph, op: str, mesh: Mesh) -> dict[tuple[str, ...], costs.PhaseSeconds]:
     (node,) = (n for n in graph.nodes if op in str(n.op))
-    flops = costs.node_flops(node, graph, rule_for(node.op))
     space = op_space(node, graph, mesh)
     return {
         tuple(s.label for s in choice): costs.node_seconds(
-            node, graph, mesh, choice, flops, [p[i] for p in (*space.inputs, *space.outputs)]
+            node, graph, mesh, choice, [p[i] for p in (*space.inputs, *space.outputs)]
         )
         for i, choice in enumerate(space.choices)
     }
@@ -178,7 +176,7 @@ def test_the_causal_half_is_neither_counted_nor_computed() -> None:
     last = 0.75 * whole["queries",].forward
     assert last < half["queries",].forward < last + 9 * H100.kernel_latency
     assert half["keys",].forward == pytest.approx(whole["keys",].forward, rel=1e-2)  # the mask is a tensor there
-    flops = [sum(costs.node_flops(n, g, rule_for(n.op)) for n in g.nodes) for g in (causal, full)]
+    flops = [sum(costs.node_flops(n, g) for n in g.nodes) for g in (causal, full)]
     assert flops[0] == pytest.approx(flops[1] * 4097 / 8192)
 
 
@@ -394,6 +392,6 @@ def test_seconds_that_a_node_keeps_are_those_of_one_hardware() -> None:
     graph, fresh = (capture(nn.Linear(512, 512), (x,), {}, training=True) for _ in range(2))
     fast = Mesh({"tp": 4}, hardware="h100")
     slow = Mesh({"tp": 4}, replace(PRESETS["h100"], flops=PRESETS["h100"].flops / 8, dtypes=(), memory_bandwidth=1e11))
-    quick, after = (op_space(graph.nodes[-1], graph, mesh).compute for mesh in (fast, slow))
-    assert np.array_equal(after, op_space(fresh.nodes[-1], fresh, slow).compute)
+    quick, after = (op_space(graph.nodes[-1], graph, mesh).phases[0] for mesh in (fast, slow))
+    assert np.array_equal(after, op_space(fresh.nodes[-1], fresh, slow).phases[0])
     assert (after > quick).all()

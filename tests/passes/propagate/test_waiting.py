@@ -15,7 +15,7 @@ from told_clocks import Told
 import autoshard
 from autoshard.check import collective_timing
 from autoshard.hardware import PRESETS, Hardware
-from autoshard.layout import Owned, R, Shard
+from autoshard.layout import Layout, Owned, R, Shard
 from autoshard.models import Llama, LlamaConfig
 from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import TensorType
@@ -158,13 +158,10 @@ def test_waits_are_measured_beyond_latencies(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_made_of_parameters_alone_pays_nothing() -> None:
     """Such as a weight's cast: it can move in time as the weight does."""
     type_ = TensorType((512, 512), torch.float32, True)
-    whole, cut = [(R,)], [(Shard(0),)]
     mesh = autoshard.Mesh({"x": 2}, PRESETS["cpu"])
+    whole, cut = [Layout(mesh, [R])], [Layout(mesh, [Shard(0)])]
     free, paid = (
-        [
-            float(conversion_parts(type_, mesh, cut, whole, None, movable, share).blocking[0, 0])
-            for movable in (True, False)
-        ]
+        [float(conversion_parts(type_, cut, whole, None, movable, share).blocking[0, 0]) for movable in (True, False)]
         for share in (MessageShares(), MessageShares(waits=1e-3))
     )
     assert paid[0] == free[0]

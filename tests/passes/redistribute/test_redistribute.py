@@ -15,12 +15,13 @@ import torch
 from harness import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import cost_matrix
 
 from autoshard.errors import LayoutError
 from autoshard.layout import I, Layout, Owned, P, Partial, R, Shard
 from autoshard.mesh import Mesh
 from autoshard.passes.ir.program import Local
-from autoshard.passes.redistribute import cost_matrix, redistribution, runtime_call
+from autoshard.passes.redistribute import redistribution, runtime_call
 from autoshard.passes.redistribute.cost_matrices import _seconds_to_goal, link_matrices
 from autoshard.passes.redistribute.layout_graph import UNSHARDED, free_frame
 from autoshard.passes.redistribute.pricing import FORBIDDEN, UNSHARED_MESSAGES, MessageShares, price_moves
