@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -93,6 +92,8 @@ class VerifyReport:
     rtol: float
     atol: float
     plan: Plan = field(repr=False)
+    unchecked: str = ""
+    """in low precision: why nothing was compared with the model in float64; "" if it was"""
 
     @property
     def worst(self) -> Comparison:
@@ -115,6 +116,8 @@ class VerifyReport:
         lines += [f"  {c}" for c in self.comparisons if not c.ok][:10]
         if wild := [c.what for c in self.comparisons if not c.finite]:
             lines.append(f"  not finite in the unsharded model: {', '.join(wild[:5])}{', …' if len(wild) > 5 else ''}")
+        if self.unchecked:
+            lines.append(f"  not compared with float64, where the model does not run: {self.unchecked}")
         if self.first_divergence:
             lines.append(f"  first divergence: {self.first_divergence}")
         return "\n".join(lines)
@@ -199,13 +202,16 @@ def _verified(
     rtol = default_rtol(dtype) if asked is None else asked
     if asked is None and dtype == torch.float64 and "float32" in sharded.plan.dtypes.values():
         rtol = UPCAST_RTOL
-    exact = None
+    exact, unchecked = None, ""
     if asked is None and dtype.is_floating_point and dtype != torch.float64:
-        with contextlib.suppress(Exception):
+        try:
             exact = copied_model(model).double()
             _disable_grouped_mm(exact)
+        except Exception as error:  # of a module's own method
+            exact, unchecked = None, _described(error)
     floor = rtol if atol is None else atol
     runner = _VerifyRun(reference, sharded, args, kwargs, rtol, floor, asked is not None, exact, dtype)
+    runner.unchecked = unchecked
     for step in range(steps):
         try:
             runner.step(step)
@@ -215,7 +221,11 @@ def _verified(
     found = tuple(runner.found)
     ok = all(c.ok for c in found)
     first = None if ok else _first_divergence_text(runner, next(c for c in found if not c.ok))
-    return VerifyReport(ok, found, first, rtol, floor, sharded.plan)
+    return VerifyReport(ok, found, first, rtol, floor, sharded.plan, runner.unchecked)
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _first_divergence_text(runner: _VerifyRun, first: Comparison) -> str:
@@ -247,6 +257,8 @@ class _VerifyRun:
     exact: nn.Module | None
     """the model in float64, if its own precision is lower and it can run in float64"""
     dtype: torch.dtype
+    unchecked: str = ""
+    """see :class:`VerifyReport`"""
     found: list[Comparison] = field(default_factory=list)
     vanishing: set[str] = field(default_factory=set)
     """parameters whose gradient is rounding noise: Adam turns its sign into a full step"""
@@ -272,8 +284,8 @@ class _VerifyRun:
             try:
                 with SameRandomNumbers(self.dtype):
                     exact = self._passes(self.exact, number, training, in_float64((self.args, self.kwargs)))
-            except Exception:  # for example a dtype that is hard-coded in the model
-                self.exact = None
+            except Exception as error:  # for example a dtype that is hard-coded in the model
+                self.exact, self.unchecked = None, _described(error)
         # An expert without rows has no gradient in eager, and zeros in a program for all inputs.
         both = [given["gradient"], expected["gradient"]]
         for gradients, others in (both, both[::-1]):

@@ -111,7 +111,7 @@ def _check_names(plan: Plan, graph: Graph, public: Mapping[str, str]) -> None:
         dims = {public.get(n, n): len(t.shape) for n, t in graph.types.items()}
         other = [n for n, d in dims.items() if n not in plan.layouts or len(plan.shapes.get(n, d * "_")) != d]
         trained = {i.fqn for i in graph.inputs if i.kind == "parameter"}
-        other += [*(plan.zero.keys() - trained), *(set(plan.shared_again) - plan.shared.keys())]
+        other += [*sorted(plan.zero.keys() - trained), *sorted(set(plan.shared_again) - plan.shared.keys())]
         other += ["output"] * (len(plan.outputs) != len(graph.outputs))
     if other or len(graph.nodes) != len(plan.choices):
         raise PlanError(

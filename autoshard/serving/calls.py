@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import logging
@@ -103,7 +104,12 @@ def capture_calls(
         if isinstance(entry, tuple) and len(entry) > 1:
             own = _bound_arguments(model, *(*entry[1:], {})[:2])
             own = _to_meta(_first_request(own) if objective == "latency" else own)
-            found.append(ServedCall(name, float(times), capture(skeleton, (), own), *_requests_and_tokens(own)))
+            graph, carried = capture(skeleton, (), own), tuple[tuple[str, int], ...]()
+            if name == DECODE:
+                prompt = _to_meta(_first_request(given) if objective == "latency" else given)
+                with contextlib.suppress(CaptureError):  # the example may need what has no data
+                    carried = _carried_states(_meta_outputs(skeleton, prompt, capture), own, graph)
+            found.append(ServedCall(name, float(times), graph, *_requests_and_tokens(own), carried))
             continue
         prompt = _to_meta(_first_request(given) if objective == "latency" else given)
         if name == PREFILL:
@@ -195,11 +201,19 @@ def _decode_call(skeleton: nn.Module, prompt: dict[str, Any], times: float, capt
     if not states:
         raise _UnknownDecodeError(_unknown_decode_text("it gives back nothing that is called as one of its arguments"))
     own = {**others, name: ids.new_empty((requests, 1)), **of_length(length + 1), **states}
-    places = {id(x): i for i, x in enumerate(flatten_registered(given)[0]) if isinstance(x, torch.Tensor)}
-    taken = [places.get(id(x)) for x in flatten_registered(((), own))[0]]
     made = capture(skeleton, (), own)
-    carried = tuple((n, i) for n, i in zip(made.flat_inputs, taken, strict=True) if n is not None and i is not None)
-    return ServedCall(DECODE, times, made, requests, 1, carried)
+    return ServedCall(DECODE, times, made, requests, 1, _carried_states(given, own, made))
+
+
+def _carried_states(given: Any, own: Mapping[str, Any], decode: Graph) -> tuple[tuple[str, int], ...]:
+    """See :attr:`ServedCall.carried`. ``given``: outputs of prefill; ``own``: arguments of decode."""
+    places = {id(x): i for i, x in enumerate(flatten_registered(given)[0]) if isinstance(x, torch.Tensor)}
+    fields, taken = _output_fields(given), list[int | None]()
+    for name, value in own.items():
+        leaves, made = (flatten_registered(x)[0] for x in (value, fields.get(name)))
+        fits = len(leaves) == len(made)
+        taken += [places.get(id(x)) if fits else None for x in (made if fits else leaves)]
+    return tuple((n, i) for n, i in zip(decode.flat_inputs, taken, strict=True) if n is not None and i is not None)
 
 
 def _meta_outputs(skeleton: nn.Module, given: dict[str, Any], capture: CaptureFunction) -> Any:

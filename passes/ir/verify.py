@@ -112,7 +112,7 @@ def _check_operation(statement: Statement, program: Program) -> None:
         wanted[value].add(whole.placements)
     for name in reads(statement):
         value = program.values.get(name, name)
-        if program.layouts[name].placements not in wanted[value]:
+        if program.layouts[name].placements not in wanted.get(value, ()):
             raise PlanError(
                 f"invalid program: {_describe_statement(statement)} reads {value} as {program.layouts[name]}, its "
                 "strategy differs"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
+import sympy  # type: ignore[import-untyped,unused-ignore]
 import torch
 import torch.utils._pytree as pytree
 
@@ -38,8 +39,6 @@ log = logging.getLogger("autoshard.plan")
 
 AUTO = 0
 """micro_batches="auto"."""
-PRIMES = (2, 3, 5, 7, 11, 13)
-"""one of them must divide the batch"""
 REPEATED_WORK_LIMIT = 0.1
 """without a backward: share of the FLOPs that every micro-batch may repeat for the full batch"""
 
@@ -158,7 +157,7 @@ def micro_batch_counts(
     if not (graph.training or always) or graph.symbols.read:
         return [1]
     lengths = [n for i in graph.inputs if i.kind == "input" for n in graph.types[i.name].shape]
-    for prime in (p for p in PRIMES if any(n % p == 0 and n for n in lengths)):
+    for prime in sorted({prime for n in lengths if n for prime in sympy.primefactors(n)}):
         try:
             _, micro = micro_batched(graph, prime, cuts)
         except PlanError as error:

@@ -296,6 +296,11 @@ class _SeparationNetwork:
         reads = {n: placed.get(n, R) for n in node.inputs if n in self.batch_dependent}
         sums = [f"{n} ({node_location(graph.producers[n])})" for n, p in reads.items() if p == P]
         needed = sums or [n for n, p in reads.items() if p != R] or [*(reads or node.inputs)]
+        if is_random(node):
+            return (
+                f"{node_location(node)} draws numbers, and the values of the whole batch say how many each sample takes: a "
+                "micro-batch would draw others. Use micro_batches=1, or a layer that draws one number for each element."
+            )
         balancing = (
             " A loss that balances experts multiplies two means over the batch: leave it out (transformers: "
             "output_router_logits=False)."

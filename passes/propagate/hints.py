@@ -198,7 +198,7 @@ class DimLimit:
                     beside.append(state)
                 else:
                     found.setdefault(sum(isinstance(p, Shard) for p, _ in pairs), []).append(state)
-        return (*found[max(found)], *beside)
+        return (*found[max(found, default=0)], *beside) if found else tuple(beside)
 
 
 def _placement_matches(asked: Placement, given: Placement) -> bool:

@@ -12,8 +12,11 @@ from harness import ideal
 from torch import nn
 
 import autoshard
-from autoshard import runtime
+from autoshard import Replicate, runtime
 from autoshard.check.divergence import first_divergence
+from autoshard.errors import RuntimeMismatchError
+from autoshard.layout import Layout
+from autoshard.module.programs.simulated_ranks import join_shards
 
 pytestmark = pytest.mark.usefixtures("captures")
 
@@ -138,3 +141,30 @@ def test_rounding_is_measured_against_float64(factor: float, monkeypatch: pytest
     assert worst.rounding > worst.limit / 4
     assert report.ok == (factor == 1.0), str(report)
     assert "against float64" in str(report)
+
+
+class Narrow(nn.Module):
+    """A dtype is written into the forward, where the model in float64 cannot run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x.float()).square().mean()
+
+
+def test_what_is_not_compared_with_float64_is_said() -> None:
+    x = torch.randn(4, 6)
+    report = autoshard.verify(Narrow(), ideal({"tp": 2}), (x,))
+    assert report.ok
+    assert "not compared with float64, where the model does not run: RuntimeError: " in str(report)
+    assert not autoshard.verify(nn.Linear(6, 6), ideal({"tp": 2}), (x,)).unchecked
+
+
+@pytest.mark.parametrize(("drift", "dtype"), [(0.05, torch.bfloat16), (0.05, torch.float16), (1e-3, torch.float32)])
+def test_replicas_that_drift_are_refused(drift: float, dtype: torch.dtype) -> None:
+    layout, x = Layout(autoshard.Mesh({"tp": 2}), [Replicate()]), torch.full((4,), 2.0, dtype=dtype)
+    assert join_shards([x, x * (1 + torch.finfo(dtype).eps)], layout, (4,), "x").equal(x)
+    with pytest.raises(RuntimeMismatchError, match="rank 1 disagrees"):
+        join_shards([x, x * (1 + drift)], layout, (4,), "x")

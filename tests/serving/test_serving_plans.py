@@ -18,11 +18,13 @@ from autoshard.cli import main
 from autoshard.compiler import capture_graph
 from autoshard.devices import meshes
 from autoshard.errors import AutoshardError, CaptureError, MeshError, PlanError
+from autoshard.passes.capture.export import capture
 from autoshard.passes.ir.graph import Graph
 from autoshard.passes.propagate.hints import resolve_hints
 from autoshard.passes.propagate.planner import Planner
 from autoshard.plans.plan import Plan
 from autoshard.serving import search_jointly
+from autoshard.serving.calls import capture_calls
 
 TOKENS = torch.randint(3, 64, (4, 6), generator=torch.Generator().manual_seed(0))
 
@@ -78,6 +80,15 @@ def test_what_a_token_takes() -> None:
     assert "prefill ×1: 4 requests of 6 tokens" in str(plan)
     in_tuples = {"prefill": (1,), "decode": (11,)}  # how often alone: the same calls
     assert autoshard.plan(model, mesh, (TOKENS,), profile=in_tuples, **given).serving == serving
+    (call,) = capture_calls(model, (TOKENS,), {}, "step", {"decode": 11}, _in_inference)
+    longest = {n: x for n, x in model(TOKENS.new_zeros(4, 16), use_cache=True).items() if n == "past_key_values"}
+    own = {"input_ids": TOKENS[:, :1], "use_cache": True, **longest}
+    (by_hand,) = capture_calls(model, (TOKENS,), {}, "step", {"decode": (11, (), own)}, _in_inference)
+    assert by_hand.carried == call.carried != (), "the cache of a call by hand is prefill's, too"
+
+
+def _in_inference(model: nn.Module, args: Any, kwargs: Any) -> Graph:
+    return capture(model, args, kwargs, training=False)
 
 
 @pytest.mark.slow

@@ -259,7 +259,10 @@ def check_attribute_writes(model: nn.Module, before: PlainTensors, parameters: C
 def attribute_or_none(model: nn.Module, name: str) -> Any:
     """The attribute with this dotted name, or None."""
     path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf, None)
+    try:
+        return getattr(model.get_submodule(path), leaf, None)
+    except AttributeError:  # the forward has removed the module
+        return None
 
 
 def register_as_buffers(model: nn.Module, names: Iterable[str]) -> None:

@@ -176,3 +176,23 @@ def test_a_buffer_beside_a_parameter_in_one_storage_is_read(close: Any) -> None:
 
     model, x = Beside(), torch.randn(4, 8)
     close(autoshard.compile(model, ideal({"tp": 2}), (x,))(x).detach(), model(x).detach(), 1e-6)
+
+
+class Leaving(nn.Module):
+    """Its first call takes a module away that holds such a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.once = nn.Linear(8, 8), Masked()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) * self.once.mask
+        del self.once
+        return y
+
+
+def test_a_module_that_the_forward_takes_away() -> None:
+    model, x = Leaving(), torch.randn(4, 8)
+    sharded = autoshard.compile(model, ideal({"tp": 2}), (x,))
+    assert hasattr(model, "once")
+    torch.testing.assert_close(sharded(x), model(x))

@@ -14,6 +14,7 @@ from autoshard import PlanError, Shard
 from autoshard.compiler import Compiled, compile_graph
 from autoshard.layout import Layout
 from autoshard.passes.capture.export import capture
+from autoshard.passes.ir.graph import map_refs
 from autoshard.passes.ir.verify import check_graph, check_program
 from autoshard.plans.options import CompileOptions
 
@@ -59,3 +60,14 @@ def test_a_damaged_plan_is_refused() -> None:
     wrong = replace(plan, layouts={**plan.layouts, "gelu": Layout(plan.mesh, [Shard(0)])})
     with pytest.raises(PlanError, match="does not make gelu"):
         autoshard.compile(model, ideal({"tp": 2}), (torch.randn(4, 8),), plan=wrong)
+
+
+def test_a_value_that_its_reader_does_not_take(compiled: Compiled) -> None:
+    program = compiled.program
+    last = next(s for s in reversed(program.statements) if s.node is not None)
+    (own, *others), names = last.node.inputs, [i.name for i in program.graph.inputs]
+    stranger = next(n for n in names if n not in (own, *others))
+    call = map_refs(last.call, lambda ref: replace(ref, name=stranger if ref.name == own else ref.name))
+    statements = tuple(replace(s, call=call) if s is last else s for s in program.statements)
+    with pytest.raises(PlanError, match=f"reads {stranger}"):
+        check_program(replace(program, statements=statements))

@@ -16,7 +16,9 @@ from autoshard import Replicate, Shard
 from autoshard.compiler import capture_graph
 from autoshard.errors import HintError, PlanError
 from autoshard.module import microbatches
+from autoshard.passes.capture.export import capture
 from autoshard.passes.microbatch import micro_batched
+from autoshard.passes.microbatch.micro_batch import AUTO, micro_batch_counts
 from autoshard.passes.propagate.hints import micro_batch_placements
 
 pytestmark = pytest.mark.usefixtures("remembering")
@@ -124,6 +126,27 @@ def test_as_many_as_it_takes() -> None:
         autoshard.plan(model, **asked, micro_batches="auto", memory_budget=1000)
     with pytest.raises(PlanError, match="a number of at least 1, or \"auto\", got 'many'"):
         autoshard.plan(model, **asked, micro_batches="many")
+
+
+def test_any_divisor_of_the_batch_is_tried() -> None:
+    graph = capture(nn.Sequential(nn.Linear(4, 4), Mean()), (torch.zeros(34, 4),))
+    assert micro_batch_counts(graph, AUTO) == [1, 2, 17, 34]
+    graph = capture(nn.Sequential(nn.Linear(4, 4), Mean()), (torch.zeros(17, 4),))
+    assert micro_batch_counts(graph, AUTO) == [1, 17]
+
+
+def test_draws_by_value_are_refused() -> None:
+    """``rrelu`` draws for negative elements alone: a part cannot know how many the others take."""
+    graph = capture(nn.Sequential(nn.Linear(4, 4), nn.RReLU(), Mean()), (torch.zeros(4, 4),))
+    with pytest.raises(
+        PlanError, match="draws numbers, and the values of the whole batch say how many each sample takes"
+    ):
+        micro_batched(graph, 2)
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
 
 
 def test_what_is_kept_is_measured() -> None:
